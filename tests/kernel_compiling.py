@@ -21,7 +21,19 @@ SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory that a program can have, by compute capability."""
 
 
-def attention(capability, head_dim, group, rows, window=0, is_capped=False, sinks=False, page=0, splits=1, float8=0):
+def attention(
+    capability,
+    head_dim,
+    group,
+    rows,
+    window=0,
+    is_capped=False,
+    sinks=False,
+    page=0,
+    splits=1,
+    float8=0,
+    is_assembled=False,
+):
     """The attention kernel as `attend_rows` would launch it."""
     shared = SHARED[capability] << 10
     slots, tile_keys, warps, stages = attention_triton.tile_shape(group, rows, head_dim, page, shared=shared)
@@ -55,7 +67,8 @@ def attention(capability, head_dim, group, rows, window=0, is_capped=False, sink
         attention_triton._attend, capability, types, constants, aligned, num_warps=warps, num_stages=stages
     )
     expected = attention_triton.shared_bytes(slots, tile_keys, stages, head_dim, page)
-    return found | {"expected": expected, "most": shared, "spilled": spilled(found["ptx"], capability)}
+    found |= {"expected": expected, "most": shared}
+    return found | {"spilled": spilled(found["ptx"], capability)} if is_assembled else found
 
 
 def placing(capability, head_dim, kind, half=0, is_half=True, page=0, float8=0):
@@ -174,8 +187,4 @@ def variants(capability, heads, kv_heads, head_dim, calls, page=0, window=None, 
 KERNELS = {"variants": variants, "attention": attention, "deviation": deviation, "placing": placing}
 
 if __name__ == "__main__":
-    taken = []
-    for case in json.loads(sys.argv[1]):
-        found = KERNELS[case.pop("kernel")](**case)
-        taken.append(found)
-    print(json.dumps(taken))
+    print(json.dumps([KERNELS[case.pop("kernel")](**case) for case in json.loads(sys.argv[1])]))

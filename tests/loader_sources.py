@@ -39,13 +39,7 @@ class FakeSource:
         generator = torch.Generator().manual_seed(int.from_bytes(name[:6], "little") + layer)
         return torch.randn(shape.kv_heads, 2, len(self.held[name]), shape.head_dim, generator=generator)
 
-    def read_layers(
-        self,
-        names: Sequence[BlockName],
-        layers: range,
-        heads: slice | None = None,
-        memory: RecordMemory | None = None,
-    ) -> list[list[torch.Tensor] | BlockLostError]:
+    def read_layers(self, names: Sequence[BlockName], layers: range, heads=None, memory=None):
         self.threads.add(threading.current_thread().name)
         time.sleep(self.delay_s * len(names) * len(layers))
         self.reads += [(name, layer) for name in names for layer in layers]
@@ -76,13 +70,7 @@ class CountingSource:
         self.tokens = {span.name: len(span) for span in plan.spans}
         self.calls: list[range] = []
 
-    def read_layers(
-        self,
-        names: Sequence[BlockName],
-        layers: range,
-        heads: slice | None = None,
-        memory: RecordMemory | None = None,
-    ) -> list[list[torch.Tensor] | BlockLostError]:
+    def read_layers(self, names: Sequence[BlockName], layers: range, heads=None, memory=None):
         self.calls.append(layers)
         return [[torch.zeros(2, 2, self.tokens[name], 8) for _ in layers] for name in names]
 

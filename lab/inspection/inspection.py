@@ -2,7 +2,7 @@
 
 Three passes are compared: full recompute, full reuse and blend.
 
-Selectors use squared deviation (`core.select.deviation`). Tables and figures show *relative* deviation: its square
+Selectors use squared deviation (`core.kernels.deviation`). Tables and figures show *relative* deviation: its square
 root, divided by the root mean square norm of the fresh KV of the layer's loaded rows. This keeps the order of rows and
 makes layers comparable: 0 is exact, 1 is as large as the KV itself.
 """

@@ -112,7 +112,7 @@ def outcomes(engine: BlendEngine, draws: Callable[[], AbstractContextManager[Any
     is_done = False
     while not is_done:
         with draws():
-            assert isinstance(prefill.is_ready, bool) and prefill.awaited is not prefill
+            assert prefill.awaited is not prefill
         with draws():
             is_done = prefill.advance() and prefill.done
     with draws():

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from cacheblend.core.load import budget, threads
-from cacheblend.core.load.breaker import LateTiers
-from cacheblend.core.load.budget import LoadBudget
+from cacheblend.core.load.budget import LateTiers, LoadBudget
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.select.selectors import NoRows
 from cacheblend.engines.hf import BlendEngine, SamplingParams, prefiller, warmup

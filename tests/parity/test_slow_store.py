@@ -8,12 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-import torch
 
-from cacheblend.core.errors import BlockLostError
-from cacheblend.core.load import breaker, budget
+from cacheblend.core.load import budget
 from cacheblend.core.names import BlockName, state_name
-from cacheblend.core.plan.blocks import BlockEntry, RecordMemory
+from cacheblend.core.plan.blocks import BlockEntry
 from cacheblend.core.plan.plan import Source
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.select.selectors import NoRows
@@ -52,13 +50,7 @@ class HangingStore(MemoryStore):
         found = super().find(names)
         return [e and replace(e, tier=SLOW) if n in self.slow else e for n, e in zip(names, found, strict=True)]
 
-    def read_layers(
-        self,
-        names: Sequence[BlockName],
-        layers: range,
-        heads: slice | None = None,
-        memory: RecordMemory | None = None,
-    ) -> list[list[torch.Tensor] | BlockLostError]:
+    def read_layers(self, names: Sequence[BlockName], layers: range, heads=None, memory=None):
         if self.layer is not None and layers[-1] >= self.layer and self.slow.intersection(names):
             self._hang()
         return super().read_layers(names, layers, heads, memory)
@@ -71,7 +63,7 @@ class HangingStore(MemoryStore):
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingStore]:
     monkeypatch.setattr(prefiller, "CLOSE_S", 0.05)
-    monkeypatch.setattr(breaker, "PAUSE_S", 0.0)  # each request asks the store
+    monkeypatch.setattr(budget, "PAUSE_S", 0.0)  # each request asks the store
     opened = HangingStore()
     yield opened
     opened.gate.set()

@@ -1,7 +1,7 @@
 """The order in which the batcher advances its jobs through the layers; needs no model."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
@@ -58,53 +58,50 @@ def batch_of(*jobs: Job, rows: int = 100) -> PrefillBatcher[Job]:
     return batcher
 
 
-def test_a_single_job_runs_alone() -> None:
-    assert run_all(batch_of(Job("a", 500, 50))) == [(layer, "a") for layer in range(LAYERS)]
+def alone(name: str, *layers: int) -> list[tuple[int, str]]:
+    return [(layer, name) for layer in layers]
 
 
-def test_the_next_job_joins_after_the_selection() -> None:
-    steps = run_all(batch_of(Job("a", 500, 50), Job("b", 400, 40)))
-    assert steps == [(0, "a"), (1, "a"), (0, "b"), (1, "b"), *((layer, "ab") for layer in range(2, LAYERS))]
+ALL, LATE = range(LAYERS), range(2, LAYERS)
 
 
-def test_a_job_without_capacity_waits_until_the_batch_is_done() -> None:
-    steps = run_all(batch_of(Job("a", 500, 60), Job("b", 400, 10)))
-    assert [names for _, names in steps] == ["a"] * LAYERS + ["b"] * LAYERS
+@pytest.mark.parametrize(
+    ("jobs", "steps"),
+    [
+        ([Job("a", 500, 50)], alone("a", *ALL)),
+        (  # the next job joins after the selection
+            [Job("a", 500, 50), Job("b", 400, 40)],
+            [*alone("a", 0, 1), *alone("b", 0, 1), *alone("ab", *LATE)],
+        ),
+        (  # a job without capacity waits until the batch is done
+            [Job("a", 500, 60), Job("b", 400, 10)],
+            [*alone("a", *ALL), *alone("b", *ALL)],
+        ),
+        (  # one with more rows than estimated waits for the oldest job
+            [Job("a", 500, 10), Job("b", 600, 99)],
+            [*alone("a", 0, 1), *alone("b", 0, 1), *alone("a", *LATE), *alone("b", *LATE)],
+        ),
+    ],
+    ids=["one", "joins", "no capacity", "more rows"],
+)
+def test_who_runs_the_next_layer(jobs: list[Job], steps: list[tuple[int, str]]) -> None:
+    assert run_all(batch_of(*(replace(job) for job in jobs))) == steps
 
 
 def test_a_late_job_does_not_delay_running_jobs() -> None:
     steps = run_all(batch_of(Job("a", 500, 10)), {3: Job("b", 500, 10)})
-    assert [names for _, names in steps] == ["a"] * LAYERS + ["b"] * LAYERS
+    assert steps == [*alone("a", *ALL), *alone("b", *ALL)]
 
 
-def test_a_restarted_job_does_not_delay_the_oldest_job() -> None:
-    a, b = Job("a", 500, 10), Job("b", 500, 10)
-    batcher = batch_of(a, b)
-    while a.layer < 4:
+@pytest.mark.parametrize(("restarted", "names"), [("b", ["a"] * 2 + ["b"] * LAYERS), ("a", ["a"] * 4 + ["ab"] * 2)])
+def test_a_restarted_job_delays_no_older_one_and_is_batched_again(restarted: str, names: list[str]) -> None:
+    jobs = {name: Job(name, 500, 10) for name in "ab"}
+    batcher = batch_of(*jobs.values())
+    while jobs["a"].layer < 4:
         for job in batcher.next():
             job.layer += 1
-    b.layer = 0  # lost a block
-    assert [names for _, names in run_all(batcher)] == ["a"] * 2 + ["b"] * LAYERS
-
-
-def test_a_restarted_oldest_job_is_batched_with_the_others_again() -> None:
-    a, b = Job("a", 500, 10), Job("b", 500, 10)
-    batcher = batch_of(a, b)
-    while a.layer < 4:
-        for job in batcher.next():
-            job.layer += 1
-    a.layer = 0
-    assert [names for _, names in run_all(batcher)] == ["a"] * 4 + ["ab"] * 2
-
-
-def test_a_job_with_more_rows_than_estimated_waits_for_the_oldest_job() -> None:
-    steps = run_all(batch_of(Job("a", 500, 10), Job("b", 600, 99)))
-    assert steps == [
-        *((layer, "a") for layer in range(2)),
-        *((layer, "b") for layer in range(2)),
-        *((layer, "a") for layer in range(2, LAYERS)),
-        *((layer, "b") for layer in range(2, LAYERS)),
-    ]
+    jobs[restarted].layer = 0  # lost a block
+    assert [name for _, name in run_all(batcher)] == names
 
 
 def test_removed_jobs_no_longer_run() -> None:

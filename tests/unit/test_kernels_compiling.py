@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -50,35 +51,54 @@ PLACING = [
 PRODUCTS = ("wgmma.mma_async", "mma.sync", "tcgen05.mma")
 
 
-def compiled(kernel: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+LAYERS: list[dict[str, Any]] = [{}, {"page": 16}, {"window": 1024}, {"window": 128, "page": 16, "sinks": True}]
+PIPELINED = [
+    {"capability": 90, "head_dim": head_dim, "group": 4, "rows": rows, "is_assembled": True, **layer}
+    for head_dim, rows in ((64, 2048), (128, 2048), (128, 1))
+    for layer in LAYERS
+]
+DEVIATION = [{"capability": 80, "head_dim": 128}, {"capability": 90, "head_dim": 64}]
+CALLS = [(rows, length) for rows in (1, 8, 40, 333, 4096) for length in (1000, 16384, 30001)]
+PLAIN = {"capability": 90, "heads": 32, "kv_heads": 8, "head_dim": 128, "calls": CALLS}
+VARIANTS = [
+    *(PLAIN | layer for layer in ({}, {"page": 16}, {"window": 1024}, {"head_dim": 64, "window": 128, "page": 32})),
+    *(PLAIN | layer for layer in ({"heads": 6, "kv_heads": 1}, {"capability": 80}, {"capability": 86, "page": 16})),
+]
+
+
+def key(kernel: str, case: dict[str, Any]) -> str:
+    return json.dumps({**case, "kernel": kernel}, sort_keys=True)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
+    """(kernel, case) to what it takes; all are compiled in one process, each once."""
+    by_kernel = {"attention": [*ATTENTION, *PIPELINED], "placing": PLACING, "deviation": DEVIATION}
+    by_kernel["variants"] = VARIANTS  # at last: there, kernels are replaced
+    cases = list(dict.fromkeys(key(kernel, case) for kernel, cases in by_kernel.items() for case in cases))
     child = subprocess.run(
-        [sys.executable, str(CHILD), json.dumps([{**case, "kernel": kernel} for case in cases])],
-        env=environment,
+        [sys.executable, str(CHILD), f"[{','.join(cases)}]"],
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert child.returncode == 0, child.stderr[-2000:]
-    found: list[dict[str, Any]] = json.loads(child.stdout.splitlines()[-1])
-    return found
+    found = dict(zip(cases, json.loads(child.stdout.splitlines()[-1]), strict=True))
+    return lambda kernel, case: found[key(kernel, case)]
 
 
-def test_attention_compiles_and_fits() -> None:
-    for case, taken in zip(ATTENTION, compiled("attention", ATTENTION), strict=True):
+def test_attention_compiles_and_fits(compiled) -> None:
+    for case in ATTENTION:
+        taken = compiled("attention", case)
         assert taken["shared"] <= taken["expected"] <= taken["most"], case
         assert any(product in taken["ptx"] for product in PRODUCTS), case
 
 
-def test_keys_are_on_their_way_while_those_before_them_are_multiplied() -> None:
+def test_keys_are_on_their_way_while_those_before_them_are_multiplied(compiled) -> None:
     """In every loop of the kernel, the masked one of windows too; and no number is kept in local memory."""
-    layers: list[dict[str, Any]] = [{}, {"page": 16}, {"window": 1024}, {"window": 128, "page": 16, "sinks": True}]
-    cases = [
-        {"capability": 90, "head_dim": head_dim, "group": 4, "rows": rows, **layer}
-        for head_dim, rows in ((64, 2048), (128, 2048), (128, 1))
-        for layer in layers
-    ]
-    for case, taken in zip(cases, compiled("attention", cases), strict=True):
+    for case in PIPELINED:
+        taken = compiled("attention", case)
         waits = waits_in_loops(taken["ptx"])
         assert len(waits) == (1 if "window" in case else 2), case
         assert all(in_flight >= 1 for in_flight in waits), (case, waits)
@@ -97,15 +117,9 @@ def waits_in_loops(ptx: str) -> list[int]:
     return found
 
 
-LAYERS: list[dict[str, Any]] = [{}, {"page": 16}, {"window": 1024}, {"head_dim": 64, "window": 128, "page": 32}]
-CALLS = [(rows, length) for rows in (1, 8, 40, 333, 4096) for length in (1000, 16384, 30001)]
-
-
-def test_numbers_of_rows_and_keys_compile_hardly_anything() -> None:
-    plain = {"capability": 90, "heads": 32, "kv_heads": 8, "head_dim": 128, "calls": CALLS}
-    cases = [plain | layer for layer in LAYERS]
-    cases += [plain | {"heads": 6, "kv_heads": 1}, plain | {"capability": 80}, plain | {"capability": 86, "page": 16}]
-    for case, found in zip(cases, compiled("variants", cases), strict=True):
+def test_numbers_of_rows_and_keys_compile_hardly_anything(compiled) -> None:
+    for case in VARIANTS:
+        found = compiled("variants", case)
         assert 2 <= found["_attend"] <= 6, (case, found)
         assert found["_join"] == 1, (case, found)
 
@@ -123,14 +137,16 @@ def test_tiles_fit_into_every_device() -> None:
         assert slots >= group and slots % 16 == keys % 16 == 0 and warps == (8 if slots >= 128 else 4)
 
 
-def test_placing_compiles_and_loads_several_numbers_at_once() -> None:
-    for case, taken in zip(PLACING, compiled("placing", PLACING), strict=True):
+def test_placing_compiles_and_loads_several_numbers_at_once(compiled) -> None:
+    for case in PLACING:
+        taken = compiled("placing", case)
         assert taken["shared"] <= SMALLEST_SHARED, case
         assert "ld.global.v" in taken["ptx"] or case["kind"] != "raw", case
         assert "st.global.v" in taken["ptx"], case
 
 
-def test_deviation_compiles_and_loads_several_numbers_at_once() -> None:
-    for taken in compiled("deviation", [{"capability": 80, "head_dim": 128}, {"capability": 90, "head_dim": 64}]):
+def test_deviation_compiles_and_loads_several_numbers_at_once(compiled) -> None:
+    for case in DEVIATION:
+        taken = compiled("deviation", case)
         assert taken["shared"] <= SMALLEST_SHARED
         assert "ld.global.v" in taken["ptx"]

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from cacheblend.core.errors import BlockLostError, LoadTimeoutError
+from cacheblend.core.errors import LoadTimeoutError
 from cacheblend.core.load import staging_buffers
 from cacheblend.core.load.budget import LoadBudget
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.load.staging_buffers import StagingMemory
 from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.names import BlockName, chain_names
-from cacheblend.core.plan.blocks import KVLayout, LayerShape, RecordMemory
+from cacheblend.core.plan.blocks import KVLayout, LayerShape
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.store import MemoryStore
@@ -43,13 +43,7 @@ class LateStore(MemoryStore):
         self.gates: list[threading.Event] = []
         self.ended = threading.Semaphore(0)
 
-    def read_layers(
-        self,
-        names: Sequence[BlockName],
-        layers: range,
-        heads: slice | None = None,
-        memory: RecordMemory | None = None,
-    ) -> list[list[torch.Tensor] | BlockLostError]:
+    def read_layers(self, names: Sequence[BlockName], layers: range, heads=None, memory=None):
         found = super().read_layers(names, layers, heads)
         assert memory is not None
         places = [[memory(record.nbytes) for record in records] for records in found]  # type: ignore[union-attr]

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from cacheblend.core.errors import LoadTimeoutError
 from cacheblend.core.load import budget as budget_module
 from cacheblend.core.load import loader as loader_module
-from cacheblend.core.load.breaker import LateTiers
-from cacheblend.core.load.budget import LEAST_S, LoadBudget, Reading
+from cacheblend.core.load.budget import LEAST_S, LateTiers, LoadBudget, Reading
 from cacheblend.core.load.loader import MOMENT_S, LayerLoader, ReadSize
 from cacheblend.core.names import chain_names
 from cacheblend.core.plan.blocks import KVLayout, LayerShape

@@ -15,7 +15,7 @@ from cacheblend.core.load.loader import AT_ONCE, AT_ONCE_TO_DEVICE, LayerLoader,
 from cacheblend.core.load.staging_buffers import Lease, StagingMemory
 from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.names import BlockName
-from cacheblend.core.plan.blocks import EmptySource, KVLayout, LayerShape, RecordMemory
+from cacheblend.core.plan.blocks import EmptySource, KVLayout, LayerShape
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from loader_sources import LAYOUT, PLANNER, ROTATIONS, CountingSource, FakeSource, check, deep_plan, planned
@@ -150,13 +150,7 @@ class GatedSource(FakeSource):
         super().__init__(plan)
         self.gates = [threading.Event() for _ in LAYOUT.layers]
 
-    def read_layers(
-        self,
-        names: Sequence[BlockName],
-        layers: range,
-        heads: slice | None = None,
-        memory: RecordMemory | None = None,
-    ) -> list[list[torch.Tensor] | BlockLostError]:
+    def read_layers(self, names: Sequence[BlockName], layers: range, heads=None, memory=None):
         self.gates[layers[-1]].wait()
         return super().read_layers(names, layers, heads, memory)
 
@@ -168,14 +162,14 @@ def test_a_layer_is_ready_once_it_is_read(overlap: bool) -> None:
     pool = DaemonPool(1, "test-reader")
     with LayerLoader(plan, source, LAYOUT, ROTATIONS, threads=pool, overlap=overlap) as loader:
         for layer, gate in enumerate(source.gates):
-            assert not loader.is_ready(layer)
+            assert loader.awaited(layer) is not None
             gate.set()
             awaited = loader.awaited(layer)
             if awaited is not None:
                 awaited.result()
-            assert loader.is_ready(layer)
+            assert loader.awaited(layer) is None
         loaded = [loader.layer(layer) for layer in range(4)]
-        assert loader.is_ready(0)  # given already
+        assert loader.awaited(0) is None  # given already
     check(plan, source, loaded, 0)
     assert all(name.startswith("test-reader") for name in source.threads)
     assert set(loader.read_s) == {"memory"}
@@ -187,12 +181,12 @@ def test_layers_without_records_are_ready_at_once() -> None:
     with LayerLoader(
         nothing_exact, GatedSource(plan), LAYOUT, ROTATIONS, first_reused_layer=2, threads=DaemonPool(1, "t")
     ) as loader:
-        assert loader.is_ready(0)
+        assert loader.awaited(0) is None
         loader.layer(0)
-        assert loader.is_ready(1)
-        assert not loader.is_ready(2)
+        assert loader.awaited(1) is None
+        assert loader.awaited(2) is not None
     with LayerLoader(plan, source, LAYOUT, ROTATIONS, read_ahead=0) as loader:
-        assert loader.is_ready(0)  # reads in the caller's thread
+        assert loader.awaited(0) is None  # reads in the caller's thread
 
 
 def test_closing_does_not_wait_for_a_read_in_shared_threads() -> None:

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend.core.errors import BlockLostError, InvalidInputError
+from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.names import BlockName, TokenIds, as_token_ids, block_name, chain_names, root_name, split_blocks
-from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape, RecordMemory
+from cacheblend.core.plan.blocks import BlockEntry, EmptySource, KVLayout, LayerShape
 from cacheblend.core.plan.plan import BlendPlan, Source, Span
 from cacheblend.core.plan.planner import Anchor, Planner, cut_bos
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, part_of, text
@@ -25,7 +25,7 @@ BOS = 1
 HELD = (Source.PREFIX, Source.LOADED)
 
 
-class FakeSource:
+class FakeSource(EmptySource):
     """Holds names with token ids; some may be wrong, as after a hash collision."""
 
     def __init__(self, held: dict[BlockName, TokenIds], tier: str = "memory") -> None:
@@ -35,15 +35,6 @@ class FakeSource:
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         self.asked += names
         return [BlockEntry(self.held[n], LAYOUT, self.tier) if n in self.held else None for n in names]
-
-    def read_layers(
-        self,
-        names: Sequence[BlockName],
-        layers: range,
-        heads: slice | None = None,
-        memory: RecordMemory | None = None,
-    ) -> list[list[torch.Tensor] | BlockLostError]:
-        raise AssertionError("a plan reads no records")
 
 
 EMPTY = FakeSource({})

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend.core.errors import BlockLostError, CacheBlendError
+from cacheblend.core.errors import CacheBlendError
 from cacheblend.core.kernels.rope import KeyRotation, reposition_keys, turn_by
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.names import BlockName, TokenIds, as_token_ids, chain_names, join_ids, split_blocks
-from cacheblend.core.plan.blocks import BlockEntry, ChunkManifest, KVLayout, LayerShape, RecordMemory
+from cacheblend.core.plan.blocks import BlockEntry, ChunkManifest, KVLayout, LayerShape
 from cacheblend.core.plan.codec import CODECS, codec_of
 from cacheblend.core.plan.plan import RESIDENT, BlendPlan, Source, Span
 from cacheblend.core.plan.planner import Anchor, Planner
@@ -56,13 +56,7 @@ class Stored:
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         return [BlockEntry(self.tokens[n], LAYOUT, "memory") if n in self.tokens else None for n in names]
 
-    def read_layers(
-        self,
-        names: Sequence[BlockName],
-        layers: range,
-        heads: slice | None = None,
-        memory: RecordMemory | None = None,
-    ) -> list[list[torch.Tensor] | BlockLostError]:
+    def read_layers(self, names: Sequence[BlockName], layers: range, heads=None, memory=None):
         return [[self._records[name] for _ in layers] for name in names]
 
     def round_trip_s(self, tier: str) -> float:

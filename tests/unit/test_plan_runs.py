@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend.core.errors import BlockLostError
 from cacheblend.core.names import BlockName, TokenIds, as_token_ids, chain_names, join_ids, root_name, split_blocks
-from cacheblend.core.plan.blocks import BlockEntry, BlockSource, ChunkManifest, KVLayout, LayerShape, RecordMemory
+from cacheblend.core.plan.blocks import BlockEntry, BlockSource, ChunkManifest, EmptySource, KVLayout, LayerShape
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.planner import Anchor, Planner, guessed_size, held_size
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, run_of, text
@@ -22,7 +21,7 @@ LAYOUT = KVLayout((LayerShape(1, 2),), torch.float32)
 HELD = (Source.PREFIX, Source.LOADED)
 
 
-class CountingSource:
+class CountingSource(EmptySource):
     """Holds names with token ids, and counts the calls."""
 
     def __init__(self, held: dict[BlockName, TokenIds]) -> None:
@@ -32,15 +31,6 @@ class CountingSource:
         assert len(set(names)) == len(names), "a name is asked for twice"
         self.finds += 1
         return [BlockEntry(self.held[n], LAYOUT, "memory") if n in self.held else None for n in names]
-
-    def read_layers(
-        self,
-        names: Sequence[BlockName],
-        layers: range,
-        heads: slice | None = None,
-        memory: RecordMemory | None = None,
-    ) -> list[list[torch.Tensor] | BlockLostError]:
-        raise AssertionError("a plan reads no records")
 
 
 class SlowPlanner(Planner):

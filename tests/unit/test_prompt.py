@@ -64,8 +64,4 @@ def test_a_prompt_longer_than_the_context_is_refused() -> None:
 
 def test_no_ids_are_inside_any_vocabulary() -> None:
     check_ids(as_token_ids([]), 0, "nothing")
-
-
-def test_input_errors_are_value_errors_too() -> None:
-    assert issubclass(InvalidInputError, ValueError)
-    assert issubclass(InvalidInputError, CacheBlendError)
+    assert issubclass(InvalidInputError, ValueError) and issubclass(InvalidInputError, CacheBlendError)

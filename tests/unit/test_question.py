@@ -8,13 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend.core.errors import BlockLostError
 from cacheblend.core.fuse import question
 from cacheblend.core.fuse.question import rows_to_ask
 from cacheblend.core.kernels.attention import attention_weights
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.names import BlockName, root_name
-from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape, RecordMemory
+from cacheblend.core.plan.blocks import BlockEntry, EmptySource, KVLayout, LayerShape
 from cacheblend.core.plan.plan import Source
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, chunk, text
@@ -76,7 +75,7 @@ def test_groups_cover_all_heads_with_their_kv_heads(
 LAYOUT = KVLayout((LayerShape(1, 2),), torch.float32)
 
 
-class Holds:
+class Holds(EmptySource):
     """A store that holds whatever block has one of these token counts."""
 
     def __init__(self, prompt: Prompt, planner: Planner, held: set[int]) -> None:
@@ -88,15 +87,6 @@ class Holds:
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         return [self.entries.get(name) for name in names]
-
-    def read_layers(
-        self,
-        names: Sequence[BlockName],
-        layers: range,
-        heads: slice | None = None,
-        memory: RecordMemory | None = None,
-    ) -> list[list[torch.Tensor] | BlockLostError]:
-        raise AssertionError("a plan reads no records")
 
 
 segment_lists = st.lists(st.tuples(st.booleans(), st.integers(1, 9)), min_size=1, max_size=6)

@@ -85,12 +85,8 @@ class StoreFullError(StoreError):
 def check_encodable(text: str, what: str) -> None:
     """Refuses a text that UTF-8 cannot encode: a lone surrogate, as JSON and a shell's invalid bytes bring it in.
 
-    Args:
-        text: any text, or a value of another type, which is refused, too.
-        what: names it for the message.
-
     Raises:
-        InvalidInputError: the text has a lone surrogate, or is none.
+        InvalidInputError: the text, called `what`, has a lone surrogate, or is none.
     """
     check_type(text, str, what)
     try:
@@ -126,14 +122,9 @@ def check_type(value: object, hint: Any, what: str, wanted: str = "") -> None:
 
 
 def check_fields(settings: Any, names: Iterable[str] = ()) -> None:
-    """Refuses a dataclass's values that are not of their fields' types.
+    """Raises `InvalidInputError`, naming field, type and value, where a dataclass's value is not of its field's type.
 
-    Args:
-        settings: the dataclass.
-        names: of the fields to look at; empty: all.
-
-    Raises:
-        InvalidInputError: naming field, type and value.
+    `names`: of the fields to look at; empty: all.
     """
     kind: Any = type(settings)
     hints = _hints(kind)

@@ -12,8 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cacheblend.core.load.breaker import LateTiers
-from cacheblend.core.load.budget import LOAD_TIMEOUT, LOOK_UP
+from cacheblend.core.load.budget import LOAD_TIMEOUT, LOOK_UP, LateTiers
 from cacheblend.core.report import BlendReport
 from cacheblend.engines.discovery import DiscoveryFigures
 from cacheblend.engines.hf.shadow_check import ShadowCheck

@@ -78,23 +78,13 @@ class Controller:
         floor: float = 0.15,
         check_layer: int | None = 1,
     ) -> None:
-        self._measured, self._layers, self._bytes_per_token = cost_model, layers, bytes_per_token
-        self._floor = _checked(floor)
+        self._measured, self.layers, self._bytes_per_token = cost_model, layers, bytes_per_token
+        self.floor = _checked(floor)
         self._whole = 0.0 if check_layer is None else min(check_layer + _CHECK, layers)
         self._pace = 1.0  # time of full prefills, over the measured
         self._slower: dict[str, float] = {}  # by tier, loading time over the measured
         self._met: dict[str, list[float]] = {}  # the same of tiers that were not measured, of their first passes
         self._overhead = cost_model.overhead
-
-    @property
-    def floor(self) -> float:
-        """The least ratio."""
-        return self._floor
-
-    @property
-    def layers(self) -> int:
-        """Of the model."""
-        return self._layers
 
     @property
     def cost_model(self) -> CostModel:
@@ -113,8 +103,11 @@ class Controller:
         Raises:
             InvalidInputError: a ratio outside 0..1.
         """
-        least = self._floor if least is None else _checked(least)
-        stored = self._by_speed([s for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)])
+        least = self.floor if least is None else _checked(least)
+        found = [s for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)]
+        pace = {tier: self._bytes_per_token / self._speed(tier).bytes_per_s for tier in {s.tier for s in found}}
+        # by tier, exact prefixes before others, then by position
+        stored = sorted(found, key=lambda span: (pace[span.tier], span.source is not Source.PREFIX, span.start))
         full = self._full_s(len(plan))
         taken = _Taken()
         costs = [self._expected(plan, taken, least)]
@@ -126,7 +119,9 @@ class Controller:
         ratio = least if count else 1.0
         loaded = _Taken.of(stored[:count])
         if loaded.reused:
-            more = self._largest_hidden(plan, loaded, load, least)
+            low, high = (self._compute_s(plan, loaded, each) for each in (0.0, 1.0))
+            hidden = (MARGIN * load - low) / (high - low) if high > low else 0.0  # recomputed behind the loading
+            more = float(min(1.0, max(least, hidden)))
             expected = self._expected(plan, loaded, more)
             if expected[2] <= full:  # recomputing more also lengthens the part of a layer that does not overlap
                 ratio, (load, compute, ttft) = more, expected
@@ -170,14 +165,10 @@ class Controller:
                 if tier in self._measured.tiers or tier in self._slower:
                     self._slower[tier] = self._slower.get(tier, 1.0) * (1 + _WEIGHT * (factor - 1))
                 else:
-                    self._meet(tier, taken / expected)
-
-    def _meet(self, tier: str, slower: float) -> None:
-        """Learns of a tier that was not measured, once it has been read a few times."""
-        seen = self._met.setdefault(tier, [])
-        seen.append(slower)
-        if len(seen) == _FIRST:
-            self._slower[tier] = max(statistics.median(self._met.pop(tier)), _FASTEST)
+                    seen = self._met.setdefault(tier, [])
+                    seen.append(taken / expected)
+                    if len(seen) == _FIRST:
+                        self._slower[tier] = max(statistics.median(self._met.pop(tier)), _FASTEST)
 
     def load_s(self, spans: Sequence[Span]) -> dict[str, float]:
         """Expected seconds to load these spans, by tier."""
@@ -188,11 +179,6 @@ class Controller:
 
     # ---- costs ------------------------------------------------------------------------------------------
 
-    def _by_speed(self, spans: Sequence[Span]) -> list[Span]:
-        """In the order in which they are added: by tier, exact prefixes before others, then by position."""
-        seconds = {tier: self._bytes_per_token / self._speed(tier).bytes_per_s for tier in {s.tier for s in spans}}
-        return sorted(spans, key=lambda span: (seconds[span.tier], span.source is not Source.PREFIX, span.start))
-
     def _speed(self, tier: str) -> TierSpeed:
         """Speed of a tier; one that was not measured counts as fast as memory."""
         known = self._measured.tiers.get(tier, TierSpeed(1e10))
@@ -200,30 +186,24 @@ class Controller:
 
     def _load_s(self, taken: "_Taken") -> dict[str, float]:
         return {
-            tier: self._speed(tier).seconds(blocks, tokens * self._bytes_per_token, self._layers)
+            tier: self._speed(tier).seconds(blocks, tokens * self._bytes_per_token, self.layers)
             for tier, (blocks, tokens) in taken.by_tier.items()
         }
 
     def _expected(self, plan: BlendPlan, taken: "_Taken", ratio: float) -> tuple[float, float, float]:
         """(load, compute, TTFT) in seconds."""
         load, compute = sum(self._load_s(taken).values()), self._compute_s(plan, taken, ratio)
-        return load, compute, max(load, compute) + min(load, compute) / self._layers
+        return load, compute, max(load, compute) + min(load, compute) / self.layers
 
     def _compute_s(self, plan: BlendPlan, taken: "_Taken", ratio: float) -> float:
         full = self._full_s(len(plan))
         if not taken.names:
             return full
         rows = len(plan) - taken.exact
-        unit = (full - self._full_s(taken.exact)) / max(1, rows) / self._layers
+        unit = (full - self._full_s(taken.exact)) / max(1, rows) / self.layers
         fresh = rows - taken.reused + ratio * taken.reused
-        row_layers = rows * self._whole + fresh * (self._layers - self._whole)
+        row_layers = rows * self._whole + fresh * (self.layers - self._whole)
         return self._measured.request_s + unit * row_layers * (self._overhead if taken.reused else 1.0)
-
-    def _largest_hidden(self, plan: BlendPlan, loaded: "_Taken", load: float, least: float) -> float:
-        """The largest ratio whose recomputing is hidden behind the loading; at least `least`."""
-        low, high = (self._compute_s(plan, loaded, ratio) for ratio in (0.0, 1.0))
-        hidden = (MARGIN * load - low) / (high - low) if high > low else 0.0
-        return float(min(1.0, max(least, hidden)))
 
     def _reason(self, stored: Sequence[Span], count: int, ratio: float, load: float, compute: float) -> str:
         if not stored:

@@ -31,11 +31,7 @@ class Device:
 
     @staticmethod
     def parse(text: str, measured: Mapping[str, float] = MappingProxyType({})) -> "Device":
-        """From ``name:GB/s:price``, or ``name::price`` for a tier that was measured.
-
-        Args:
-            text: the device.
-            measured: bytes/s by tier.
+        """From ``name:GB/s:price``, or ``name::price`` for a tier that was `measured` (bytes/s by tier).
 
         Raises:
             InvalidInputError: the text has another form, or the tier was not measured.
@@ -90,8 +86,7 @@ def place(
         devices: to compare.
         prefill_s: time of a full prefill of the context.
         layers: of the model; the first is always computed for all rows.
-        context_bytes: size of the context's KV.
-        stored_bytes: size of all KV to be kept.
+        context_bytes, stored_bytes: size of the context's KV, and of all KV to be kept.
         floor: the least ratio.
 
     Raises:

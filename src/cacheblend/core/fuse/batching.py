@@ -85,10 +85,6 @@ class BatchJob(Protocol):
 Job = TypeVar("Job", bound=BatchJob)
 
 
-def _always(job: BatchJob) -> bool:
-    return True
-
-
 class PrefillBatcher(Generic[Job]):
     """Chooses jobs in order of arrival, batches the first ones, and runs one layer of them at a time.
 
@@ -132,7 +128,7 @@ class PrefillBatcher(Generic[Job]):
             jobs, running = self._under_way
             running.drop(jobs.index(job))
 
-    def next(self, is_ready: Callable[[Job], bool] = _always) -> list[Job]:
+    def next(self, is_ready: Callable[[Job], bool] = lambda job: True) -> list[Job]:
         """The jobs to advance by one layer, all at the same layer; requires at least one job.
 
         Args:
@@ -267,7 +263,11 @@ class _TogetherPass:
                 self._resume(number, None)
         rows = 0
         while self._waiting and (most_rows is None or rows < most_rows):
-            together = _as_many_as_fit(self._waiting, self._tile_rows)
+            together, capacity = list[int](), self._tile_rows
+            for number, call in self._waiting.items():  # the first, and each following one that still fits
+                if not together or len(call.rows) <= capacity:
+                    together.append(number)
+                    capacity -= len(call.rows)
             tile = [self._waiting.pop(number) for number in together]
             rows += sum(len(call.rows) for call in tile)
             try:
@@ -307,14 +307,3 @@ def _run_tile(tile: Sequence[LayerRows], join: Join) -> Sequence[torch.Tensor]:
         return torch.cat([call.attend(q, k, v, spec) for call, q, k, v in parts])
 
     return torch.split(join(tile).run(tile[0].layer, hidden, rows, attend), counts)
-
-
-def _as_many_as_fit(waiting: dict[int, LayerRows], tile_rows: int) -> list[int]:
-    """The first entry, and each following one that still fits into the tile."""
-    chosen: list[int] = []
-    capacity = tile_rows
-    for number, call in waiting.items():
-        if not chosen or len(call.rows) <= capacity:
-            chosen.append(number)
-            capacity -= len(call.rows)
-    return chosen

@@ -195,6 +195,9 @@ class BlendedPrefill:
         started: when the request came, by `time.perf_counter`; None: now.
         named: the selector as settings name it, for the report; None: `selector`.
 
+    Attributes:
+        layer: the next one to be computed.
+
     Raises:
         InvalidInputError: the selector checks at a layer that the model does not have.
     """
@@ -230,7 +233,7 @@ class BlendedPrefill:
         reused = max(self._first_to_drop, first_reused_layer(self._selector))
         self._loader = self._open_loader(plan, reused)
         self._rows = rows = ActiveRows(plan, self._runner.embed(), recurrence.cuts(plan))
-        self._layer, self._kv = 0, list[LayerKV]()
+        self.layer, self._kv = 0, list[LayerKV]()
         self._question: Asking | None = None  # what the next step computes, if anything is left to ask
         if rows.total and self._selector.question_rows:
             self._question = Asking(
@@ -245,11 +248,6 @@ class BlendedPrefill:
             )
 
     @property
-    def layer(self) -> int:
-        """The next layer to be computed."""
-        return self._layer
-
-    @property
     def active_rows(self) -> int:
         """Rows that the next step computes at most."""
         return len(self._rows) if self._question is None else len(self._question.asking)
@@ -259,7 +257,7 @@ class BlendedPrefill:
         """The read that the next step would wait for; None: it would not wait for the store. Begins to read."""
         if self.done:
             return None
-        return self._loader.awaited(self._layer if self._question is None else self._question.layer)
+        return self._loader.awaited(self.layer if self._question is None else self._question.layer)
 
     @property
     def reading(self) -> str:
@@ -267,14 +265,9 @@ class BlendedPrefill:
         return self._loader.reading
 
     @property
-    def is_ready(self) -> bool:
-        """Whether the next step would not wait for the store; see `awaited`."""
-        return self.awaited is None
-
-    @property
     def done(self) -> bool:
         """All layers are computed."""
-        return self._layer == self._runner.num_layers
+        return self.layer == self._runner.num_layers
 
     def advance(self, layers: int = 1) -> bool:
         """Computes up to so many layers, those of the question's passes among them, or restarts; True when done."""
@@ -364,21 +357,23 @@ class BlendedPrefill:
     # ---- a layer ----------------------------------------------------------------------------------------
 
     def _compute_layer(self) -> LayerSteps:
-        layer, rows = self._layer, self._rows
+        layer, rows = self.layer, self._rows
         if layer == self._first_to_drop and rows.total and self._selector.at_start:
             rows.keep(self._selector.select(rows.candidates()))
         kv = self._loader.layer(layer)
         if layer in self._selector.check_layers and rows.has_candidates:
             self._check(layer, kv)
         if layer == self._last_to_mix and layer >= self._first_to_drop:
-            self._finish_all_but_last_rows(layer, kv)
+            for tile in rows.tiles(self._options.tile_rows):  # of the others only keys and values are needed
+                kv.write(rows.positions(tile), *self._project(layer, tile))
+            rows.keep_last(self._options.last_rows)
         elif layer > self._last_to_mix:
             rows.keep_last(self._options.last_rows)
         for tile in rows.tiles(self._options.tile_rows):
             attend = self._fuse_and_attend(layer, kv, rows.positions(tile))
             rows.put(tile, (yield LayerRows(self._runner, layer, rows.hidden[tile], rows.index_of(tile), attend)))
         self._work.row_layers += len(rows)
-        self._layer += 1
+        self.layer += 1
         self._hand_out(layer, kv)
 
     def _check(self, layer: int, kv: LayerCache) -> None:
@@ -394,12 +389,6 @@ class BlendedPrefill:
         if self._options.over_ranks is not None:
             deviation = self._options.over_ranks(deviation, "sum")
         self._rows.keep(self._selector.select(self._rows.candidates(layer, deviation)))
-
-    def _finish_all_but_last_rows(self, layer: int, kv: LayerCache) -> None:
-        """In the last layer that mixes rows only the keys and values of the others are needed, not their output."""
-        for tile in self._rows.tiles(self._options.tile_rows):
-            kv.write(self._rows.positions(tile), *self._project(layer, tile))
-        self._rows.keep_last(self._options.last_rows)
 
     def _project(self, layer: int, tile: slice) -> tuple[torch.Tensor, torch.Tensor]:
         index = self._rows.index_of(tile)

@@ -74,6 +74,7 @@ class QuestionPass:
 
     Attributes:
         asking: [n] int64, positions of all rows that ask, ascending.
+        layer: the next one.
     """
 
     def __init__(
@@ -99,21 +100,16 @@ class QuestionPass:
         self._members, self._own = rest[: len(groups)], rest[len(groups) :]
         self._received = torch.zeros(len(groups), len(plan), dtype=torch.float32, device=device)
         self._rows = self._positions - self._first
-        self._hidden, self._layer = hidden[self._rows], 0
+        self._hidden, self.layer = hidden[self._rows], 0
 
     def advance(self) -> bool:
         """Computes one layer; True when all are done."""
-        kv = self._loader.layer(self._layer)
-        self._hidden = self._runner.run(self._layer, self._hidden, self._rows, self._attend(kv))
+        kv = self._loader.layer(self.layer)
+        self._hidden = self._runner.run(self.layer, self._hidden, self._rows, self._attend(kv))
         if not self._keep:
-            self._loader.release(self._layer)
-        self._layer += 1
-        return self._layer == self._runner.num_layers
-
-    @property
-    def layer(self) -> int:
-        """The next layer."""
-        return self._layer
+            self._loader.release(self.layer)
+        self.layer += 1
+        return self.layer == self._runner.num_layers
 
     @property
     def attention(self) -> torch.Tensor:
@@ -130,7 +126,8 @@ class QuestionPass:
 
     def _attend(self, kv: LayerCache) -> Attend:
         def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-            seen = self._within(spec.window)
+            first = 0 if spec.window is None else self._oldest - spec.window + 1
+            seen = self._all_seen[int(np.searchsorted(self._visible, first)) :]  # what some asking row attends to
             known = kv.rows(seen)  # a copy: a span's rows may be kept as they were stored
             places = self._places - (len(self._all_seen) - len(seen))
             known.keys.index_copy_(1, places, keys)
@@ -140,35 +137,21 @@ class QuestionPass:
             for heads, kv_heads in _groups(query, len(seen), len(keys)):
                 part = replace(spec, sinks=None if spec.sinks is None else spec.sinks[heads])
                 weights = attention_weights(query[heads], looked_at[kv_heads], self._positions, seen, part)
-                self._receive(weights, seen)
+                for received, members in zip(self._received, self._members, strict=True):
+                    of_group = weights if len(members) == len(self.asking) else weights[:, members]
+                    if of_group.shape[1] > 1:  # beyond what the first, generic row gives
+                        of_group = (of_group[:, 1:] - of_group[:, :1]).clamp_(min=0)
+                    received[seen] = torch.maximum(received[seen], of_group.amax((0, 1)))
                 folded = weights.view(len(looked_at[kv_heads]), -1, len(seen))
                 outputs.append(torch.bmm(folded, mixed[kv_heads].float()).view(*weights.shape[:2], -1))
             return torch.cat(outputs).transpose(0, 1).to(query.dtype).contiguous()
 
         return attend
 
-    def _receive(self, weights: torch.Tensor, seen: torch.Tensor) -> None:
-        """Notes the weights [heads, asking, n] that some heads give to the rows `seen`."""
-        for received, members in zip(self._received, self._members, strict=True):
-            of_group = weights if len(members) == len(self.asking) else weights[:, members]
-            received[seen] = torch.maximum(received[seen], _beyond_generic(of_group))
-
-    def _within(self, window: int | None) -> torch.Tensor:
-        """Positions of the keys that at least one asking row attends to, ascending."""
-        first = 0 if window is None else self._oldest - window + 1
-        return self._all_seen[int(np.searchsorted(self._visible, first)) :]
-
 
 def rows_to_ask(tokens: int) -> int:
     """Maximum number of question rows: the pass costs at most 5 % of a full prefill of so many tokens; at least 2."""
     return max(2, tokens // 20)
-
-
-def _beyond_generic(weights: torch.Tensor) -> torch.Tensor:
-    """How much the other rows' weights exceed those of the first, generic row: [heads, rows, n] -> maximum, [n]."""
-    if weights.shape[1] > 1:
-        weights = (weights[:, 1:] - weights[:, :1]).clamp_(min=0)
-    return weights.amax((0, 1))
 
 
 def _groups(query: torch.Tensor, seen: int, kv_heads: int) -> list[tuple[slice, slice]]:
@@ -232,11 +215,14 @@ class Asking:
         """Computes one layer; True when nothing is left to ask, and all cues are known."""
         if not self._pass.advance():
             return False
-        attention, cues = self._pass.attention, self._rows.cues
+        attention, rows, cues = self._pass.attention, self._rows, self._rows.cues
         if self._over_ranks is not None:
             attention = self._over_ranks(attention, "max")
         if cues.attention is None:
-            self._rows.cues = self._cues_of_question(attention)
+            prompt, ends = self._plan.prompt, self._ends
+            words = rows.of_runner(shared_words(prompt.token_ids, self._question))
+            sentences = None if ends is None else rows.of_runner(sentence_indices(prompt, ends))
+            rows.cues = Cues(attention, words, sentences=sentences)
         else:
             cues.hops = _most(cues.hops, attention)
         return not self._next_hop()
@@ -245,17 +231,14 @@ class Asking:
         of_prompt = self._plan, self._runner, self._loader
         return QuestionPass(*of_prompt, groups, self._rows.hidden, keep=self._keep)
 
-    def _cues_of_question(self, attention: torch.Tensor) -> Cues:
-        prompt, ends, rows = self._plan.prompt, self._ends, self._rows
-        words = rows.of_runner(shared_words(prompt.token_ids, self._question))
-        sentences = None if ends is None else rows.of_runner(sentence_indices(prompt, ends))
-        return Cues(attention, words, sentences=sentences)
-
     def _next_hop(self) -> bool:
         """Asks the best spans that were not asked yet, by their words at once; whether a pass of their rows is next."""
         while self._hops:
             self._hops -= 1
-            spans = self._spans_to_ask()
+            most = self._selector.hop_spans
+            found = self._selector.found_spans(self._rows.candidates(), len(self._asked) + most)
+            spans = [span for span in found if span.first not in self._asked][:most]
+            self._asked |= {span.first for span in spans}
             for span in spans:
                 self._ask_words(span)
             if not self._hop_rows:
@@ -265,13 +248,6 @@ class Asking:
                 self._pass = self._open(groups)
                 return True
         return False
-
-    def _spans_to_ask(self) -> list[FoundSpan]:
-        most = self._selector.hop_spans
-        found = self._selector.found_spans(self._rows.candidates(), len(self._asked) + most)
-        spans = [span for span in found if span.first not in self._asked][:most]
-        self._asked |= {span.first for span in spans}
-        return spans
 
     def _ask_words(self, span: FoundSpan) -> None:
         """The weights count as much as the span was attended to: what nobody asks for is not worth following."""

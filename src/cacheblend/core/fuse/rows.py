@@ -48,6 +48,7 @@ class ActiveRows:
 
     Attributes:
         hidden: [n, width] of the active rows.
+        index: [n] int64, which of the runner's rows they are.
         cues: of all rows of the runner.
         recomputed: candidates that were kept by the last selection; before any, all of them.
         has_dropped: a row was dropped: nothing is left from which it could be computed.
@@ -56,7 +57,7 @@ class ActiveRows:
     def __init__(self, plan: BlendPlan, hidden: torch.Tensor, cuts: Sequence[int] = ()) -> None:
         self._plan, self.hidden = plan, hidden
         self._cuts = [cut - plan.prefix_length for cut in cuts]
-        self._index = torch.arange(len(hidden), device=hidden.device)
+        self.index = torch.arange(len(hidden), device=hidden.device)
         self._of_tiles: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # of the rows that are active now
         self.cues = Cues()
         rows = slice(plan.prefix_length, None)
@@ -78,11 +79,6 @@ class ActiveRows:
             yield slice(start, stop)
             start = stop
 
-    @property
-    def index(self) -> torch.Tensor:
-        """[n] int64, which of the runner's rows they are."""
-        return self._index
-
     def index_of(self, tile: slice) -> torch.Tensor:
         """The part of `index` of a tile, the same tensor for as long as no row is dropped."""
         return self._of_tile(tile)[0]
@@ -94,12 +90,12 @@ class ActiveRows:
     def _of_tile(self, tile: slice) -> tuple[torch.Tensor, torch.Tensor]:
         key = tile.start, tile.stop
         if key not in self._of_tiles:
-            index = self._index[tile]
+            index = self.index[tile]
             self._of_tiles[key] = index, index + self._plan.prefix_length
         return self._of_tiles[key]
 
     def _leave(self, hidden: torch.Tensor, index: torch.Tensor) -> None:
-        self.hidden, self._index = hidden, index
+        self.hidden, self.index = hidden, index
         self._of_tiles.clear()
 
     @property
@@ -157,7 +153,6 @@ class ActiveRows:
         self._leave(self.hidden[active[:count]], self.index[active[:count]])
 
     def _checked(self, selected: torch.Tensor) -> torch.Tensor:
-        """The selected candidates' indices."""
         most = len(self._candidates)
         if selected.dtype == torch.bool and selected.shape == (most,):
             return selected.nonzero().flatten()

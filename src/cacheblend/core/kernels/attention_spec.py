@@ -54,13 +54,7 @@ class HeadShape:
 def check_shapes(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, *, is_paged: bool = False
 ) -> None:
-    """Raises `InvalidInputError` if these do not fit together.
-
-    Args:
-        query: [heads, rows, head_dim].
-        positions: [rows].
-        keys, values: [kv_heads, length, head_dim]; `is_paged`: [blocks, block_size, kv_heads, head_dim].
-    """
+    """Raises `InvalidInputError` if these do not fit together; for the shapes see `attention.attend_rows`."""
     fits = (
         query.dim() == 3
         and keys.dim() == 3 + is_paged

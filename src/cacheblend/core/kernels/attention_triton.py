@@ -66,20 +66,8 @@ def attend_rows(
     *,
     splits: int | None = None,
 ) -> torch.Tensor:
-    """As `attention.attend_rows`; positions are not checked, and a row sees the keys that there are.
-
-    Args:
-        query: [heads, rows, head_dim] bf16, fp16 or fp32, head_dim up to 256.
-        keys: [kv_heads, length, head_dim] of the query's dtype or one of `FLOAT8`, which is read without a scale; with
-            `block_table` a paged cache [blocks, block_size, kv_heads, head_dim], of any strides.
-        values: of the keys' shape.
-        positions: [rows] int64, ascending, on any device.
-        spec: of the layer.
-        block_table: [n] int32 or int64; key j is in block `block_table[j // block_size]`. None: dense buffers.
-        splits: programs that share a tile's keys; None: as many as keep the device busy.
-
-    Returns:
-        [rows, heads, head_dim] in the query's dtype.
+    """As `attention.attend_rows`, head_dim up to 256, pages of any strides; positions are not checked, and a row sees
+    the keys that there are. `splits`: programs that share a tile's keys; None: as many as keep the device busy.
     """
     heads, rows, head_dim = query.shape
     out = query.new_empty(rows, heads, head_dim)

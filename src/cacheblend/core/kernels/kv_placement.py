@@ -143,12 +143,8 @@ def check_records(
     length: int,
     float8: Float8 | None = None,
 ) -> None:
-    """Checks what a kernel takes for granted: it would read and write where nothing is.
-
-    Args:
-        records, placement, keys, float8: see `place`.
-        kv_heads: of the buffers.
-        length: rows that the buffers have.
+    """Checks what a kernel takes for granted of `place`'s arguments and of buffers of `length` rows: it would read and
+    write where nothing is.
 
     Raises:
         InvalidInputError: a piece ends behind the buffers, its record is elsewhere or of another type or size, or the

@@ -169,7 +169,7 @@ def _numbers(
 
 @triton.jit
 def _of_four_bits(record, head, part: tl.constexpr, tokens, token, dim, mask, head_dim: tl.constexpr):
-    """See `codec.FourBits` for a head's bytes: keys, values, scales of keys, scales of values."""
+    """See `codec._FourBits` for a head's bytes: keys, values, scales of keys, scales of values."""
     groups = tl.cdiv(tokens, _GROUP)
     key_bytes, value_bytes = tl.cdiv(tokens, 2) * head_dim, tokens * (head_dim // 2)
     head_bytes = key_bytes + value_bytes + 4 * groups * head_dim + 4 * tokens

@@ -6,16 +6,17 @@
 Knows calls and clocks. Does not know how long computing takes, nor what becomes of a request that waited too long.
 """
 
+import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 import torch
 
 from cacheblend.core.errors import BlockLostError, LoadTimeoutError
-from cacheblend.core.load.breaker import LateTiers
+from cacheblend.core.load.breaker import PAUSE_S
 from cacheblend.core.load.threads import DaemonPool, submit_or_call
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import BlockEntry, BlockSource, RecordMemory
@@ -27,14 +28,64 @@ LEAST_S = 0.5
 """A store that keeps a request waiting for less is not given up unless `load_timeout_s` says so: a disk on a busy
 machine may take as long now and then."""
 
+_FOR_S, _MOST = 0.5, 60.0  # a tier that was given up pauses for `PAUSE_S` for each half second, so many times at most
 _LONGEST_WAIT_S, _MOMENT_S = 3600.0, 1e-6  # at a time
 T = TypeVar("T")
-
 
 Reading = Callable[[], tuple[str, float]]
 """The tier that is asked now, and since when by the budget's clock; `LOOK_UP`: no tier, but the store as a whole."""
 
 LOOK_UP = ""
+
+logger = logging.getLogger("cacheblend.store")
+
+
+class LateTiers:
+    """The tiers of one store that a request has given up: for a while no other one waits for them.
+
+    A tier is passed over for ten times as long as it was waited for, but `PAUSE_S` at least: so the requests that try
+    it again spend a tenth of their time on that, however long they wait. Safe to call from several threads.
+
+    Args:
+        clock: seconds of any origin; None: `time.monotonic`.
+    """
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock
+        self._resume_at: dict[str, float] = {}
+        self._silent: set[str] = set()  # have not answered since they were given up
+
+    @property
+    def silent(self) -> set[str]:
+        """Tiers that have not answered in time since they were given up; ``""`` is the store as a whole."""
+        return set(self._silent)
+
+    def left_s(self, tier: str) -> float:
+        """Seconds for which a tier is passed over yet; 0: it is asked."""
+        return max(0.0, self._resume_at.get(tier, -math.inf) - self._now())
+
+    def give_up(self, tier: str, waited_s: float) -> None:
+        """A request has waited so long for a tier, in vain. Said once, until the tier answers again."""
+        seconds = PAUSE_S * min(_MOST, max(1.0, waited_s / _FOR_S))
+        self._resume_at[tier] = max(self._resume_at.get(tier, -math.inf), self._now() + seconds)
+        if tier not in self._silent:
+            self._silent.add(tier)
+            logger.warning(
+                "%s kept a request waiting for %.2f s, longer than allowed (load_timeout_s); requests are computed "
+                "without it, and it is asked again in %.0f s",
+                tier or "the store",
+                waited_s,
+                seconds,
+            )
+
+    def answered(self, tiers: Iterable[str]) -> None:
+        """These tiers gave a request what it asked for in time."""
+        for tier in self._silent.intersection(tiers):
+            self._silent.discard(tier)
+            logger.info("%s answers in time again", tier or "the store")
+
+    def _now(self) -> float:
+        return time.monotonic() if self._clock is None else self._clock()
 
 
 class LoadBudget:
@@ -85,7 +136,7 @@ class LoadBudget:
             call: of the store.
             reading: which tier the call asks, as it goes on; None: a look-up.
         """
-        asked = reading or _looking_up
+        asked = reading or (lambda: (LOOK_UP, -math.inf))
         while not call.done():
             tier, _ = asked()
             left = self._left(tier)
@@ -93,7 +144,11 @@ class LoadBudget:
                 return False
             began = self.clock()
             wait([call], min(left, _LONGEST_WAIT_S))
-            self._take(tier, began, *asked())
+            now, (next_tier, since) = self.clock(), asked()
+            since = min(max(since, began), now)
+            self.spent += now - began
+            for each, seconds in ((tier, since - began), (next_tier, now - since)):
+                self.waited[each] = self.waited.get(each, 0.0) + seconds
         return True
 
     def skips(self, what: str, tier: str = LOOK_UP) -> bool:
@@ -128,18 +183,6 @@ class LoadBudget:
         if self._seconds is not None:
             left = max(left, self._seconds - self.spent)
         return left if left > _MOMENT_S else 0.0
-
-    def _take(self, before: str, began: float, tier: str, since: float) -> None:
-        """Takes a wait that began with one tier being asked, and has ended with one that is asked since `since`."""
-        now = self.clock()
-        since = min(max(since, began), now)
-        self.spent += now - began
-        for each, seconds in ((before, since - began), (tier, now - since)):
-            self.waited[each] = self.waited.get(each, 0.0) + seconds
-
-
-def _looking_up() -> tuple[str, float]:
-    return LOOK_UP, -math.inf
 
 
 class BudgetedSource:

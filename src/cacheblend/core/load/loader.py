@@ -162,7 +162,8 @@ class LayerLoader:
         found = [s for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)]
         self._spans = [s for s in found if s.name != RESIDENT]
         self._resident = resident if len(self._spans) < len(found) else None
-        self._most_ahead = self._layers_of(AHEAD_BYTES if ahead_bytes is None else ahead_bytes)
+        most_bytes = AHEAD_BYTES if ahead_bytes is None else ahead_bytes
+        self._most_ahead = max(1, most_bytes * len(layout.layers) // max(1, layout.block_bytes(len(plan))))
         self._read_ahead = min(read_ahead, self._most_ahead)
         self._exact = PlacedSpans.of([s for s in self._spans if s.source is Source.PREFIX], "raw")
         reused = [s for s in self._spans if s.source is Source.LOADED]
@@ -215,7 +216,11 @@ class LayerLoader:
                     raise self._late(index, self._budget)
             group: _Group = self._read(range(index, index + 1)) if pending is None else pending.result()
             got = group.pop(index)  # else this layer would live as long as the last one that was read with it
-            loaded = self._fill(index, got, self._place_of(index)) if isinstance(got, _Read) else got
+            if isinstance(got, _Read):
+                place = self._buffers(index) if self._caches is None else self._caches(index)
+                loaded = self._fill(index, got, place)
+            else:
+                loaded = got
             self._staging.wait(loaded.done)
             if self._resident is not None:
                 self.put_resident(loaded.kv, self._resident(index))
@@ -250,10 +255,6 @@ class LayerLoader:
         pending = self._pending.get(index)
         return None if pending is None or pending.done() else pending
 
-    def is_ready(self, index: int) -> bool:
-        """Whether `layer` would not wait for the store; see `awaited`."""
-        return self.awaited(index) is None
-
     def release(self, index: int) -> None:
         """Drops a layer's buffers, which must not be asked for again."""
         self._given.pop(index, None)
@@ -276,10 +277,6 @@ class LayerLoader:
                 self._reader.join()
             self._reader = None
         self._given.clear()
-
-    def _layers_of(self, nbytes: int) -> int:
-        """Number of layers whose buffers fit in this many bytes; at least one."""
-        return max(1, nbytes * len(self._layout.layers) // max(1, self._layout.block_bytes(len(self._plan))))
 
     def _schedule(self, index: int) -> None:
         """Has this layer and those ahead of it read, as far as they have records."""
@@ -346,9 +343,6 @@ class LayerLoader:
                 index: _Read({name: sent[index, name] for name in read.records}, read.seconds, None, done)
                 for index, read in group.items()
             }
-
-    def _place_of(self, index: int) -> LayerCache:
-        return self._buffers(index) if self._caches is None else self._caches(index)
 
     def _buffers(self, index: int) -> LayerKV:
         shape = self._layout.layers[index]

@@ -94,10 +94,6 @@ class StagingMemory:
             if event is not None:
                 self._held.append((event, list(tensors)))
 
-    def plain(self, nbytes: int) -> torch.Tensor:
-        """Memory that is not kept, uint8 [nbytes]; never pinned, since nothing would bound it."""
-        return _aligned(nbytes, pinned=False)
-
     def give_back(self, slabs: list[torch.Tensor], event: Any) -> None:
         """Takes slabs back that the device copies until an event; None: that nobody uses."""
         with self._lock:
@@ -126,12 +122,12 @@ class Lease:
     def take(self, nbytes: int) -> torch.Tensor:
         """Memory for one record, uint8 [nbytes]; a `RecordMemory`."""
         if not 0 < nbytes <= self._memory.slab_bytes:
-            return self._memory.plain(nbytes)
+            return _aligned(nbytes, pinned=False)  # nothing would bound pinned memory
         with self._lock:
             if self._used + nbytes > self._memory.slab_bytes:
                 slab = self._memory.slab()
                 if slab is None:
-                    return self._memory.plain(nbytes)
+                    return _aligned(nbytes, pinned=False)
                 self._slabs.append(slab)
                 self._used = 0
             slab, start = self._slabs[-1], self._used

@@ -45,25 +45,22 @@ class Codec(Protocol):
         ...
 
 
-class Raw:
+class _Raw:
     """No compression."""
 
     is_exact = True
 
     def head_bytes(self, tokens: int, head_dim: int, dtype: torch.dtype) -> int:
-        """See `Codec`."""
         return 2 * tokens * head_dim * dtype.itemsize
 
     def encode(self, record: torch.Tensor) -> torch.Tensor:
-        """See `Codec`."""
         return record
 
     def decode(self, encoded: torch.Tensor, tokens: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `Codec`."""
         return encoded
 
 
-class EightBits:
+class _EightBits:
     """One byte for each number, one scale for each head and token.
 
     Args:
@@ -77,11 +74,9 @@ class EightBits:
         self._highest = 127.0 if kind is torch.int8 else float(torch.finfo(kind).max)
 
     def head_bytes(self, tokens: int, head_dim: int, dtype: torch.dtype) -> int:
-        """See `Codec`."""
         return 2 * tokens * (head_dim + 2)
 
     def encode(self, record: torch.Tensor) -> torch.Tensor:
-        """See `Codec`."""
         numbers = _finite(record)
         scale = _step(numbers.abs().amax(-1, keepdim=True), self._highest)
         scaled = (numbers / scale.float()).clamp_(-self._highest, self._highest)
@@ -90,13 +85,12 @@ class EightBits:
         return _joined(scaled.to(self._kind), scale)
 
     def decode(self, encoded: torch.Tensor, tokens: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `Codec`."""
         size, shape = 2 * tokens * head_dim, (len(encoded), 2, tokens, head_dim)
         numbers = encoded[:, :size].contiguous().view(self._kind).view(shape)
         return (numbers.float() * _halves(encoded[:, size:]).view(*shape[:3], 1).float()).to(dtype)
 
 
-class FourBits:
+class _FourBits:
     """Half a byte for each number. 64 tokens of a key channel share a lowest value and a step, and so do all channels
     of a token's value.
 
@@ -107,11 +101,9 @@ class FourBits:
     is_exact = False
 
     def head_bytes(self, tokens: int, head_dim: int, dtype: torch.dtype) -> int:
-        """See `Codec`."""
         return sum(self._sizes(tokens, head_dim))
 
     def encode(self, record: torch.Tensor) -> torch.Tensor:
-        """See `Codec`."""
         heads, _, tokens, head_dim = record.shape
         keys, values = _finite(record).unbind(1)
         missing = -tokens % GROUP
@@ -123,7 +115,6 @@ class FourBits:
         return _joined(_packed(of_keys, 1), _packed(of_values, 2), lowest, step, lowest_value, step_value)
 
     def decode(self, encoded: torch.Tensor, tokens: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `Codec`."""
         heads = len(encoded)
         keys, values, of_keys, of_values = torch.split(encoded, self._sizes(tokens, head_dim), dim=1)
         groups = -(-tokens // GROUP)
@@ -144,10 +135,10 @@ class FourBits:
 
 
 CODECS: dict[str, Codec] = {
-    "raw": Raw(),
-    "int8": EightBits(torch.int8),
-    "fp8": EightBits(torch.float8_e4m3fn),
-    "int4": FourBits(),
+    "raw": _Raw(),
+    "int8": _EightBits(torch.int8),
+    "fp8": _EightBits(torch.float8_e4m3fn),
+    "int4": _FourBits(),
 }
 
 

@@ -140,17 +140,13 @@ class BlendPlan:
     @property
     def publishable(self) -> list[Span]:
         """Spans that this request computes and may store: all KV in front of them is exact."""
-        return [
-            s
-            for s in self.spans
-            if s.source is Source.TEXT and s.storable and s.is_whole and s.name not in self.left_out
-        ]
+        whole = (s for s in self.spans if s.source is Source.TEXT and s.storable and s.is_whole)
+        return [s for s in whole if s.name not in self.left_out]
 
     @cached_property
     def candidate_rows(self) -> npt.NDArray[np.int64]:
         """Positions that a selector may drop, ascending: LOADED rows except the prompt's last."""
-        runs = [np.arange(s.start, s.stop) for s in self.spans if s.source is Source.LOADED]
-        rows = np.concatenate(runs) if runs else np.empty(0, dtype=np.int64)
+        rows = self._rows_from(Source.LOADED)
         return rows[rows < len(self) - 1]
 
     @cached_property
@@ -166,7 +162,10 @@ class BlendPlan:
     @cached_property
     def stored_rows(self) -> npt.NDArray[np.int64]:
         """Positions whose KV the store holds, exact or not, ascending."""
-        runs = [np.arange(s.start, s.stop) for s in self.spans if s.source in (Source.PREFIX, Source.LOADED)]
+        return self._rows_from(Source.PREFIX, Source.LOADED)
+
+    def _rows_from(self, *sources: Source) -> npt.NDArray[np.int64]:
+        runs = [np.arange(s.start, s.stop) for s in self.spans if s.source in sources]
         return np.concatenate(runs) if runs else np.empty(0, dtype=np.int64)
 
     def question_rows(self, limit: int) -> npt.NDArray[np.int64]:
@@ -252,10 +251,8 @@ class BlendPlan:
 
     def exact_only(self) -> "BlendPlan":
         """The plan that loads nothing but the exact prefix; what it computes instead does not count as missed."""
-        left_out = {span.name for span in self.spans if span.source is Source.LOADED}
-        spans = [
-            replace(span, source=Source.MISS, tier="") if span.source is Source.LOADED else span for span in self.spans
-        ]
+        left_out = {s.name for s in self.spans if s.source is Source.LOADED}
+        spans = (replace(s, source=Source.MISS, tier="") if s.source is Source.LOADED else s for s in self.spans)
         return replace(self, spans=tuple(spans), left_out=self.left_out | left_out)
 
     def resumed_at(self, stop: int, *, loads: bool) -> "BlendPlan":

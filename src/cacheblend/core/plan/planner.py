@@ -182,7 +182,7 @@ class Planner:
                 is_run = segment.found_in is not None or segment.whole is not None
                 is_held = _holds_run(entry, tokens, span.record_start) if is_run else _holds(entry, tokens)
                 if entry is not None and is_held:
-                    span = replace(span, source=Source.LOADED, record_tokens=len(entry.token_ids), tier=_tier(entry))
+                    span = replace(span, source=Source.LOADED, record_tokens=len(entry.token_ids), tier=entry.tier)
             above = chain
             spans.append(span)
         chunk_ids = self._chunk_ids(prompt, anchor_name, blocks)
@@ -344,7 +344,3 @@ def _holds(entry: BlockEntry | None, tokens: TokenIds) -> bool:
 
 def _holds_run(entry: BlockEntry | None, tokens: TokenIds, start: int) -> bool:
     return entry is not None and np.array_equal(entry.token_ids[start : start + len(tokens)], tokens)
-
-
-def _tier(entry: BlockEntry | None) -> str:
-    return entry.tier if entry else ""

@@ -41,30 +41,19 @@ def sentence_indices(prompt: Prompt, end_ids: npt.NDArray[np.integer]) -> npt.ND
 
 
 def shared_words(token_ids: TokenIds, question: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Weight of each token as a rare word of the question.
+    """Weight of each token as a rare word of the question, whose positions are given, ascending, at least one.
 
-    Args:
-        token_ids: [tokens] of the prompt.
-        question: positions of the question's tokens, ascending, at least one.
-
-    Returns:
-        [tokens] fp32: 1 / (occurrences of the token in front of the question) where the question contains the token,
-        too; 0 elsewhere, and from the question's first position on.
+    [tokens] fp32: 1 / (occurrences of the token in front of the question) where the question contains the token, too; 0
+    elsewhere, and from the question's first position on.
     """
     return _rare_words(token_ids, question, np.arange(question[0]))
 
 
 def repeated_words(token_ids: TokenIds, span: npt.NDArray[np.int64], stop: int) -> npt.NDArray[np.float32]:
-    """Weight of each token as a rare word of a span of the text, as `shared_words` of the question's.
+    """Weight of each token as a rare word of a span of the text, in front of `stop`, the question's first position.
 
-    Args:
-        token_ids: [tokens] of the prompt.
-        span: positions of the span's tokens, in front of `stop`.
-        stop: the question's first position.
-
-    Returns:
-        [tokens] fp32: 1 / (occurrences of the token in front of `stop`, outside the span) where the span contains the
-        token, too; 0 elsewhere, in the span itself and from `stop` on.
+    [tokens] fp32: 1 / (occurrences of the token in front of `stop`, outside the span) where the span contains the
+    token, too; 0 elsewhere, in the span itself and from `stop` on.
     """
     return _rare_words(token_ids, span, np.setdiff1d(np.arange(stop), span))
 

@@ -18,8 +18,7 @@ from cacheblend.core.failures import count_failure
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions, PrefillResult
 from cacheblend.core.kernels.operations import serve
 from cacheblend.core.kernels.upload import upload_together
-from cacheblend.core.load.breaker import LateTiers
-from cacheblend.core.load.budget import LOOK_UP, BudgetedSource, LoadBudget
+from cacheblend.core.load.budget import LOOK_UP, BudgetedSource, LateTiers, LoadBudget
 from cacheblend.core.load.layer_kv import LayerCache, LayerKV
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.load.threads import DaemonPool
