@@ -302,6 +302,10 @@ REFUSED = [
 REFUSED = [family for family in REFUSED if family.model_type in CONFIG_MAPPING]
 
 
+SHARED = set[int]()
+"""Of the models that `tiny_model` made: what is known of one stays true."""
+
+
 @cache
 def tiny_model(family_name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """A random model of the family, with matrices scaled up so that layers have an effect. Shared: do not change it."""
@@ -313,4 +317,5 @@ def tiny_model(family_name: str, dtype: torch.dtype = torch.float32) -> torch.nn
         model.set_attn_implementation("eager")  # older transformers choose SDPA, which drops the soft-cap
     for parameter in model.parameters():  # buffers (inverse frequencies) stay fp32, as in a loaded model
         parameter.data = (parameter.data * (3 if parameter.dim() > 1 else 1)).to(dtype)
+    SHARED.add(id(model))
     return model

@@ -14,12 +14,14 @@ Everything here follows the definition, not the implementation:
   the question's attention from there on; only those later layers' weights are recorded.
 
 Only the fields of a selector are read; the rows are chosen by the code here. The one exception are the random numbers
-of `RandomRows`, which come from the package.
+of `RandomRows`, which come from the package. What was computed of a model that tests share is kept.
 """
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
@@ -37,11 +39,13 @@ from cacheblend.core.select.selectors import (
     Selector,
     Threshold,
 )
-from reference_hops import Group, Hops, first_and_last
+from families import SHARED
 
 ATTENTION = "reference_blend"
 KV = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, each [kv_heads, rows, head_dim]."""
+Group = tuple[list[int], list[int]]
+"""Rows that ask, the first of them generic, and rows whose attention from them does not count."""
 
 
 def _unchanged(numbers: torch.Tensor) -> torch.Tensor:
@@ -83,16 +87,24 @@ class Reference:
     hops: list[list[list[int]]] = field(default_factory=list)
 
 
-@torch.no_grad()
 def plain_kv(model: torch.nn.Module, ids: Sequence[int], shift: int = 0) -> tuple[torch.Tensor, list[KV]]:
     """The model's own forward of `ids` at positions shift, shift + 1, ..: last logits, and attention layers' KV."""
+    forward = _kept_forward if id(model) in SHARED else _own_forward
+    return forward(model, tuple(int(i) for i in ids), shift)
+
+
+@torch.no_grad()
+def _own_forward(model: torch.nn.Module, ids: tuple[int, ...], shift: int) -> tuple[torch.Tensor, list[KV]]:
     cache = _FusingCache(model)
     device = model.device
-    tokens = torch.tensor([[int(i) for i in ids]], device=device)
+    tokens = torch.tensor([ids], device=device)
     positions = torch.arange(tokens.shape[1], device=device)[None] + shift
     out = model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True)
     kept = {i: (layer.keys[0], layer.values[0]) for i, layer in enumerate(cache.layers) if hasattr(layer, "keys")}
     return out.logits[0, -1], [_halves(*each) if index in cache.latent else each for index, each in kept.items()]
+
+
+_kept_forward = lru_cache(1000)(_own_forward)
 
 
 def blend(
@@ -116,7 +128,30 @@ def blend(
         sentence_ends: ids of tokens that end a sentence; None if unknown.
         rounding: of the cache; None: it keeps numbers as they are.
     """
-    stored, exact = _stored_rows(model, prompt, tuple(anchor), set(missing))
+    segments = tuple((segment.is_chunk, segment.token_ids.tobytes()) for segment in prompt.segments)
+    ends = None if sentence_ends is None else frozenset(sentence_ends)
+    given = tuple(anchor), frozenset(missing), ends, rounding
+    if id(model) not in SHARED:
+        return _blend(model, prompt, selector, *given)
+    key = id(model), segments, selector, *given
+    if key not in _KNOWN:
+        _KNOWN[key] = _blend(model, prompt, selector, *given)
+    return _KNOWN[key]
+
+
+_KNOWN: dict[Any, Reference] = {}
+
+
+def _blend(
+    model: torch.nn.Module,
+    prompt: Prompt,
+    selector: Selector,
+    anchor: tuple[int, ...],
+    missing: frozenset[int],
+    sentence_ends: frozenset[int] | None,
+    rounding: Rounding | None,
+) -> Reference:
+    stored, exact = _stored_rows(model, prompt, anchor, missing)
     last = len(prompt) - 1
     candidates = [p for p in sorted(stored) if p not in exact and p != last]
     attention: dict[int, float] = {}
@@ -124,7 +159,7 @@ def blend(
     most = max(2, len(prompt) // 20)
 
     def ask(*groups: Group) -> dict[int, float]:
-        seen = set(stored) | set(_anchor_rows(prompt, tuple(anchor))) - set(missing)
+        seen = set(stored) | set(_anchor_rows(prompt, anchor)) - missing
         asking = _Asking(stored, groups, set(range(last + 1)) - seen - {p for rows, _ in groups for p in rows})
         _forward(model, prompt, asking)
         return {p: asking.received[p] for p in candidates}
@@ -202,7 +237,7 @@ def _sentences(prompt: Prompt, ends: set[int]) -> list[int]:
 
 
 def _stored_rows(
-    model: torch.nn.Module, prompt: Prompt, anchor: tuple[int, ...], missing: set[int]
+    model: torch.nn.Module, prompt: Prompt, anchor: tuple[int, ...], missing: frozenset[int]
 ) -> tuple[dict[int, list[KV]], set[int]]:
     """Each stored row's re-positioned KV (one entry per layer), and the rows whose stored KV is exact.
 
@@ -234,6 +269,50 @@ def _moved_chunk(model: torch.nn.Module, anchor: tuple[int, ...], ids: tuple[int
         # Values carry no position: if they differ, moving is not a rotation and the definition does not apply.
         torch.testing.assert_close(moved_values, values, rtol=0, atol=1e-4 * float(values.abs().max()))
     return [(keys[:, first:], values[:, first:]) for (keys, _), (_, values) in zip(moved, at_home, strict=True)]
+
+
+class Hops:
+    """Which spans ask in turn, with which rows, and what counts of it: the best ones that were not asked yet."""
+
+    def __init__(
+        self, prompt: Prompt, spans: list[int], candidates: list[int], question: list[int], limit: int
+    ) -> None:
+        self.ids, self.spans, self.candidates = prompt.token_ids.tolist(), spans, candidates
+        self.segments = [number for number, segment in enumerate(prompt.segments) for _ in range(len(segment))]
+        self.question, self.limit = question, limit
+        self.done, self.asked = set[int](), list[list[list[int]]]()
+
+    def follow(
+        self, wanted: dict[int, float], most: int, weight: float, ask: Callable[..., dict[int, float]]
+    ) -> dict[int, float]:
+        """How much each candidate is wanted after one more hop of at most `most` spans."""
+        best: dict[int, float] = {}
+        for position in self.candidates:
+            best[self.spans[position]] = max(best.get(self.spans[position], 0.0), wanted[position])
+        open_spans = [span for span in sorted(best) if best[span] > 0 and span not in self.done]
+        chosen = sorted(open_spans, key=lambda span: -best[span])[:most]
+        self.done |= set(chosen)
+        cues = [self._words(span, weight * min(1.0, best[span])) for span in chosen]
+        groups = [group for group in map(self._group, chosen) if len(group[0]) > 1] if self.limit else []
+        self.asked.append([rows for rows, _ in groups])
+        cues += [ask(*groups)] if groups else []
+        return {p: max(wanted[p], *(cue.get(p, 0.0) for cue in cues)) if cues else wanted[p] for p in wanted}
+
+    def _words(self, span: int, weight: float) -> dict[int, float]:
+        mine = [p for p in self.candidates if self.spans[p] == span]
+        others = [p for p in range(self.question[0]) if p not in mine]
+        words, ids_of_others = {self.ids[p] for p in mine}, [self.ids[p] for p in others]
+        return {p: weight / ids_of_others.count(self.ids[p]) for p in others if self.ids[p] in words}
+
+    def _group(self, span: int) -> Group:
+        mine = [p for p in self.candidates if self.spans[p] == span]
+        behind = [p for p in (mine[-1] + 1, mine[-1] + 2) if p in self.candidates]
+        own = mine + [p for p in behind if self.segments[p] == self.segments[mine[-1]]]
+        return first_and_last(own, self.limit), own
+
+
+def first_and_last(rows: list[int], limit: int) -> list[int]:
+    return rows if len(rows) <= limit else [rows[0], *rows[-(limit - 1) :]]
 
 
 class _Asking:

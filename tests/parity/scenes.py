@@ -19,7 +19,7 @@ from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.store import KVStore, MemoryStore
 from campaign import rotating
-from families import BLENDABLE, VOCAB, tiny_model
+from families import BLENDABLE, SHARED, VOCAB, tiny_model
 from reference import Reference
 
 FAMILIES = [family.name for family in BLENDABLE]
@@ -76,9 +76,9 @@ def open_engine(
 
 
 @cache
-def warm_engine(family: str) -> BlendEngine:
-    """One engine per family that holds A, B and C and captures nothing, so that tests can share it."""
-    return open_engine(tiny_model(family))
+def warm_engine(family: str, stored: tuple[Segment, ...] = (A, B, C), **config: Any) -> BlendEngine:
+    """One engine per family and settings, that captures nothing and whose store nobody changes: tests share it."""
+    return open_engine(tiny_model(family), stored, **config)
 
 
 @dataclass
@@ -121,10 +121,18 @@ def finish(run: BlendedPrefill) -> PrefillResult:
 
 def greedy(model: torch.nn.Module, prompt: Prompt, steps: int) -> list[int]:
     """The greedy answer of the model's own `generate`."""
-    ids = torch.tensor([prompt.token_ids.tolist()], device=model.device)
+    answer = _kept_answer if id(model) in SHARED else _own_answer
+    return list(answer(model, tuple(prompt.token_ids.tolist()), steps))
+
+
+def _own_answer(model: torch.nn.Module, prompt: tuple[int, ...], steps: int) -> list[int]:
+    ids = torch.tensor([prompt], device=model.device)
     options = {"max_new_tokens": steps, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
     answer = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     return answer[0, len(prompt) :].tolist()
+
+
+_kept_answer = cache(_own_answer)
 
 
 def rows_of(prompt: Prompt, *segments: int) -> list[int]:

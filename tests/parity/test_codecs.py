@@ -22,13 +22,9 @@ AT_MOST = {"int8": 0.01, "fp8": 0.07, "int4": 0.2}
 @pytest.mark.parametrize("codec", LOSSY)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "gemma4_text", "deepseek_v3"])
 def test_full_recompute_has_no_codec_error(family: str, codec: str) -> None:
-    model = tiny_model(family)
-    with open_engine(model, codec=codec) as engine:
-        result = engine.prefill(RAG, ratio=1.0)
-        report = result.report
-        assert report.missed_tokens == 0
-    logits, layers = plain_kv(model, RAG.token_ids.tolist())
-    assert_same(result, logits, layers, 3e-5)
+    result = warm_engine(family, codec=codec).prefill(RAG, ratio=1.0)
+    assert result.report.missed_tokens == 0
+    assert_same(result, *plain_kv(tiny_model(family), RAG.token_ids), 3e-5)
 
 
 @pytest.mark.parametrize("anchor", ["none", "system"])
@@ -36,9 +32,9 @@ def test_full_recompute_has_no_codec_error(family: str, codec: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "gemma4_text", "deepseek_v3"])
 def test_full_reuse_has_only_the_codec_error(family: str, codec: str, anchor: AnchorKind) -> None:
     """The loaded rows of layer 0 differ from uncompressed ones by at most the codec's quantisation error."""
-    model = tiny_model(family)
-    with open_engine(model, codec=codec, anchor=anchor) as engine, open_engine(model, anchor=anchor) as raw:
-        lossy, exact = (run(each, RAG, NoRows()).result.kv[0] for each in (engine, raw))
+    of_anchor = {} if anchor == "none" else {"anchor": anchor}
+    engines = warm_engine(family, codec=codec, **of_anchor), warm_engine(family, **of_anchor)
+    lossy, exact = (run(each, RAG, NoRows()).result.kv[0] for each in engines)
     loaded = slice(len(SYSTEM), len(RAG) - len(QUESTION))
     for mine, theirs in zip(lossy, exact, strict=True):
         error = (mine[:, loaded] - theirs[:, loaded]).abs().max() / theirs.abs().max()
@@ -48,8 +44,7 @@ def test_full_reuse_has_only_the_codec_error(family: str, codec: str, anchor: An
 def test_int8_blending_selects_nearly_the_same_rows() -> None:
     selector = Hkvd((1,), (0.3,))
     raw = run(warm_engine("llama"), RAG, selector)
-    with open_engine(tiny_model("llama"), codec="int8") as engine:
-        lossy = run(engine, RAG, selector)
+    lossy = run(warm_engine("llama", codec="int8"), RAG, selector)
     assert len(lossy.recomputed) == len(raw.recomputed)
     assert len({*lossy.recomputed} & {*raw.recomputed}) >= 0.9 * len(raw.recomputed)
 

@@ -16,6 +16,7 @@ from cacheblend.core.config import AnchorKind
 from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
 from cacheblend.core.kernels.rope import reposition_keys, turn_by
 from cacheblend.core.plan.prompt import Prompt, text
+from cacheblend.core.select.question_selectors import Hybrid, Query
 from cacheblend.core.select.selectors import AllRows, Candidates, Hkvd, NoRows, Selector
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from families import REFUSED, SMALL, tiny_model
@@ -42,10 +43,21 @@ NO_NEGATIVE_POSITIONS = {"ministral3"}  # scales queries by the logarithm of the
 IN_FRONT = {"none": [], "bos": [text([BOS])], "system": [SYSTEM]}
 
 
-@pytest.mark.parametrize("selector", [Hkvd((1,), (1.0,)), AllRows()], ids=["hkvd", "all"])
+ALL: dict[str, Selector] = {
+    "hkvd": Hkvd((1,), (1.0,)),
+    "all": AllRows(),
+    "query": Query(1.0),
+    "hybrid": Hybrid((1, 2), (1.0, 1.0), early=1.0),
+    "query with hops": Query(1.0, hops=2),
+    "hybrid with hops": Hybrid((1, 2), (1.0, 1.0), early=1.0, hops=1),
+}
+
+
+@pytest.mark.parametrize("selector", ALL)
 @pytest.mark.parametrize("family", EVERY)
-def test_full_recompute_equals_full_prefill(family: str, selector: Selector) -> None:
-    outcome = run(warm_engine(family), RAG, selector)
+def test_full_recompute_equals_full_prefill(family: str, selector: str) -> None:
+    """The question's passes leave nothing behind."""
+    outcome = run(warm_engine(family), RAG, ALL[selector])
     assert outcome.report.hit_tokens["memory"] == 115
     assert len(outcome.recomputed) == 115
     assert_same(outcome.result, *plain_kv(tiny_model(family), RAG.token_ids), TOLERANCE)

@@ -2,17 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
-import torch
 
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.load.capture import publish
 from cacheblend.core.names import BlockName
-from cacheblend.core.plan.blocks import RecordMemory
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.question_selectors import Hybrid, Query
 from cacheblend.core.select.selectors import Head, Hkvd, NoRows, Selector
+from cacheblend.engines.hf import BlendEngine
 from cacheblend.store import MemoryStore
 from families import tiny_model
 from parity.scenes import (
@@ -62,13 +62,7 @@ class LossyStore(MemoryStore):
         self.losses: list[Loss] = []
         self.failed: set[BlockName] = set()
 
-    def read_layers(
-        self,
-        names: Sequence[BlockName],
-        layers: range,
-        heads: slice | None = None,
-        memory: RecordMemory | None = None,
-    ) -> list[list[torch.Tensor] | BlockLostError]:
+    def read_layers(self, names: Sequence[BlockName], layers: range, heads=None, memory=None):
         read = super().read_layers(names, layers, heads, memory)
         failed = frozenset(self.failed)  # how many layers a read takes depends on the machine
         return [self._lost(name, layers, failed) or records for name, records in zip(names, read, strict=True)]
@@ -86,6 +80,19 @@ def store() -> LossyStore:
     return LossyStore()
 
 
+@cache
+def _shared(family: str, read_ahead: int) -> tuple[BlendEngine, LossyStore]:
+    store = LossyStore()
+    return open_engine(tiny_model(family), store=store, read_ahead=read_ahead), store
+
+
+def lossy_engine(family: str, read_ahead: int = 8) -> tuple[BlendEngine, LossyStore]:
+    """An engine that tests share, over a store that has lost nothing yet."""
+    engine, store = _shared(family, read_ahead)
+    store.losses, store.failed = [], set()
+    return engine, store
+
+
 def names_at(engine, prompt: Prompt, *positions: int) -> list[BlockName]:
     spans = engine.planner.plan(prompt, engine.store).spans
     return [next(s.name for s in spans if s.start <= position < s.stop) for position in positions]
@@ -95,17 +102,14 @@ def names_at(engine, prompt: Prompt, *positions: int) -> list[BlockName]:
 @pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.parametrize("layer", [0, 1, 2, 3])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"])
-def test_a_block_lost_during_the_prefill_is_a_miss(
-    family: str, layer: int, selector: str, read_ahead: int, store: LossyStore
-) -> None:
-    model = tiny_model(family)
-    with open_engine(model, store=store, read_ahead=read_ahead) as engine:
-        store.losses = [Loss(names_at(engine, RAG, 50)[0], layer)]  # the middle block of A
-        outcome = run(engine, RAG, SELECTORS[selector])
+def test_a_block_lost_during_the_prefill_is_a_miss(family: str, layer: int, selector: str, read_ahead: int) -> None:
+    engine, store = lossy_engine(family, read_ahead)
+    store.losses = [Loss(names_at(engine, RAG, 50)[0], layer)]  # the middle block of A
+    outcome = run(engine, RAG, SELECTORS[selector])
     lost = range(48, 64)
     assert outcome.report.missed_tokens == len(lost)
     assert len(outcome.report.fallbacks) == 1 and REASON in outcome.report.fallbacks[0]
-    assert_as_reference(outcome, blend(model, RAG, SELECTORS[selector], missing=lost), TOLERANCE)
+    assert_as_reference(outcome, blend(tiny_model(family), RAG, SELECTORS[selector], missing=lost), TOLERANCE)
 
 
 def test_work_of_an_abandoned_pass_is_counted(store: LossyStore) -> None:
@@ -174,16 +178,15 @@ def test_the_rest_of_an_exact_front_is_loaded_where_chunks_are_compressed(codec:
 
 @pytest.mark.parametrize("selector", ["hkvd", "head", "none"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"])
-def test_after_a_second_loss_everything_is_recomputed(family: str, selector: str, store: LossyStore) -> None:
-    model = tiny_model(family)
-    with open_engine(model, store=store) as engine:
-        first, second = names_at(engine, RAG, 50, 80)
-        store.losses = [Loss(first, 2), Loss(second, 3, after=1)]
-        result = engine.prefill(RAG, selector=Recorded(SELECTORS[selector]))
-        report = result.report
+def test_after_a_second_loss_everything_is_recomputed(family: str, selector: str) -> None:
+    engine, store = lossy_engine(family)
+    first, second = names_at(engine, RAG, 50, 80)
+    store.losses = [Loss(first, 2), Loss(second, 3, after=1)]
+    result = engine.prefill(RAG, selector=Recorded(SELECTORS[selector]))
+    report = result.report
     assert report.missed_tokens == 115 and report.recomputed_tokens == 0
     assert [REASON in line for line in report.fallbacks] == [True, True]
-    assert_same(result, *plain_kv(model, RAG.token_ids), 1e-5)
+    assert_same(result, *plain_kv(tiny_model(family), RAG.token_ids), 1e-5)
 
 
 def test_losses_before_the_check_layer_do_not_count(store: LossyStore) -> None:

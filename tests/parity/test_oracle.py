@@ -19,7 +19,6 @@ from parity.scenes import (
     B,
     C,
     assert_as_reference,
-    open_engine,
     run,
     warm_engine,
 )
@@ -85,9 +84,9 @@ def test_the_threshold_selector_equals_the_reference(family: str, measure: Measu
 def test_chunks_with_the_bos_anchor_equal_the_reference(family: str, selector: str) -> None:
     """Chunks were computed after BOS; in the prompts one follows BOS directly, others follow later or without BOS."""
     model, prompt = tiny_model(family), Prompt.of([text([BOS]), A, B, C, QUESTION])
-    with open_engine(model, anchor="bos") as engine:
-        outcome = run(engine, prompt, SELECTORS[selector])
-        without_bos = run(engine, Prompt.of([B, A, QUESTION]), SELECTORS[selector])
+    engine = warm_engine(family, anchor="bos")
+    outcome = run(engine, prompt, SELECTORS[selector])
+    without_bos = run(engine, Prompt.of([B, A, QUESTION]), SELECTORS[selector])
     assert outcome.report.hit_tokens["prefix"] == 1 + len(A)
     assert_as_reference(outcome, blend(model, prompt, SELECTORS[selector], anchor=[BOS]), TOLERANCE)
     assert without_bos.report.hit_tokens["prefix"] == 0  # B's keys move from position 1 to 0

@@ -10,7 +10,7 @@ from cacheblend.core.plan.prompt import Prompt, part_of, run_of
 from cacheblend.core.select.selectors import AllRows, NoRows
 from cacheblend.engines.hf import BlendEngine
 from families import tiny_model
-from parity.scenes import BLOCK_SIZE, QUESTION, SYSTEM, A, B, assert_same, open_engine, run, warm_engine
+from parity.scenes import BLOCK_SIZE, QUESTION, SYSTEM, A, B, Outcome, assert_same, open_engine, run, warm_engine
 from reference import plain_kv
 
 FIRST, LENGTH = 10, 25  # of A's 40 tokens in blocks of 16: parts of blocks 0 and 2, all of block 1
@@ -24,18 +24,21 @@ def with_run(engine: BlendEngine) -> Prompt:
     return Prompt.of([SYSTEM, B, run_of(stored(engine, A.token_ids), FIRST, LENGTH), QUESTION])
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_a_run_reuses_the_chunks_kv_at_its_new_position(family: str) -> None:
-    engine, model = warm_engine(family), tiny_model(family)
-    prompt = with_run(engine)
-    outcome = run(engine, prompt, NoRows())
-    assert outcome.report.hit_tokens["memory"] == len(B) + LENGTH
-    start = len(SYSTEM) + len(B)
-    moved = plain_kv(model, A.token_ids, shift=start - FIRST)[1]
+def assert_moved(outcome: Outcome, model: torch.nn.Module, start: int, first: int, tokens: int) -> None:
+    """From position `start` on, the KV is that of A's tokens from `first` on, moved there."""
+    moved = plain_kv(model, A.token_ids, shift=start - first)[1]
     for layer, theirs in zip(outcome.result.kv, moved, strict=True):
         for mine, other in zip(layer, theirs, strict=True):
-            rows = slice(start, start + LENGTH)
-            torch.testing.assert_close(mine[:, rows], other[:, FIRST : FIRST + LENGTH], atol=1e-4, rtol=1e-4)
+            rows = mine[:, start : start + tokens]
+            torch.testing.assert_close(rows, other[:, first : first + tokens], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_run_reuses_the_chunks_kv_at_its_new_position(family: str) -> None:
+    engine = warm_engine(family)
+    outcome = run(engine, with_run(engine), NoRows())
+    assert outcome.report.hit_tokens["memory"] == len(B) + LENGTH
+    assert_moved(outcome, tiny_model(family), len(SYSTEM) + len(B), FIRST, LENGTH)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe", "deepseek_v3"])
@@ -91,12 +94,7 @@ def test_a_part_of_a_chunk_is_loaded_from_the_whole_ones_blocks(family: str, fir
     prompt = Prompt.of([SYSTEM, B, part_of(A.token_ids, first, tokens), A, QUESTION])
     outcome = run(engine, prompt, NoRows())
     assert outcome.report.hit_tokens["memory"] == len(B) + tokens + len(A)
-    start = len(SYSTEM) + len(B)
-    moved = plain_kv(model, A.token_ids, shift=start - first)[1]
-    for layer, theirs in zip(outcome.result.kv, moved, strict=True):
-        for mine, other in zip(layer, theirs, strict=True):
-            rows = slice(start, start + tokens)
-            torch.testing.assert_close(mine[:, rows], other[:, first : first + tokens], atol=1e-4, rtol=1e-4)
+    assert_moved(outcome, model, len(SYSTEM) + len(B), first, tokens)
     exact = run(engine, prompt, AllRows())
     assert_same(exact.result, *plain_kv(model, prompt.token_ids), 1e-5)
 

@@ -1,11 +1,13 @@
 """Prompts of unusual shapes, compared with the reference."""
 
 from dataclasses import dataclass, field
+from functools import cache
 
 import pytest
 
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.core.select.selectors import AllRows, Head, Hkvd, NoRows, Selector
+from cacheblend.engines.hf import BlendEngine
 from families import tiny_model
 from parity.scenes import QUESTION, SYSTEM, UNSEEN, A, B, C, assert_as_reference, open_engine, random_ids, rows_of, run
 from reference import blend
@@ -15,7 +17,7 @@ ONE = chunk([7])
 WORD = text([9])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Shape:
     """A prompt.
 
@@ -62,17 +64,29 @@ SHAPES = {
 SELECTORS = {"hkvd": Hkvd((1, 2), (0.4, 0.2)), "head": Head(0.1), "none": NoRows(), "all": AllRows()}
 
 
-def check(family: str, shape: Shape, selector: Selector, tile_rows: int) -> None:
-    model, prompt = tiny_model(family), Prompt.of(shape.segments)
-    stored = [segment for segment in prompt.chunks if segment is not UNSEEN]
+def missing_rows(prompt: Prompt, shape: Shape) -> list[int]:
     missing = rows_of(prompt, *(i for i, segment in enumerate(prompt.segments) if segment is UNSEEN))
     for segment, block in shape.deleted:
         missing += rows_of(prompt, segment)[block * shape.block_size :][: shape.block_size]
-    with open_engine(model, stored, block_size=shape.block_size, tile_rows=tile_rows) as engine:
-        for span in engine.planner.plan(prompt, engine.store).spans:
-            if span.start in missing and prompt.segments[span.segment] is not UNSEEN:
-                assert engine.store.delete(span.name)
-        outcome = run(engine, prompt, selector)
+    return missing
+
+
+@cache
+def engine_of(family: str, shape: Shape, tile_rows: int) -> BlendEngine:
+    """Holds what the shape's prompt finds."""
+    prompt = Prompt.of(shape.segments)
+    stored = [segment for segment in prompt.chunks if segment is not UNSEEN]
+    engine = open_engine(tiny_model(family), stored, block_size=shape.block_size, tile_rows=tile_rows)
+    for span in engine.planner.plan(prompt, engine.store).spans:
+        if span.start in missing_rows(prompt, shape) and prompt.segments[span.segment] is not UNSEEN:
+            assert engine.store.delete(span.name)
+    return engine
+
+
+def check(family: str, shape: Shape, selector: Selector, tile_rows: int) -> None:
+    model, prompt = tiny_model(family), Prompt.of(shape.segments)
+    missing = missing_rows(prompt, shape)
+    outcome = run(engine_of(family, shape, tile_rows), prompt, selector)
     assert outcome.report.missed_tokens == len(missing)
     assert_as_reference(outcome, blend(model, prompt, selector, missing=missing), TOLERANCE)
 
