@@ -9,6 +9,8 @@ import torch
 
 from cacheblend.core.fuse.prefill import PrefillOptions
 from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
+from cacheblend.core.kernels.operations import ATTEND_FLOAT8, ATTEND_ROWS, KV_DEVIATION, PLACE, PLACE_FLOAT8
+from cacheblend.core.kernels.registry import Operation, Served
 from cacheblend.core.kernels.rope import KeyRotation, Turn, reposition_keys
 from cacheblend.core.load.capture import ChunkJob, blocks_of
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
@@ -19,6 +21,15 @@ from cacheblend.store import MemoryStore
 
 LAYERS, HEADS, KV_HEADS, WIDTH, SIZE, BLOCKS = 4, 4, 2, 16, 16, 40
 HIDDEN, VOCAB = 48, 200
+OWN = [5, 9, 2, 17, 3, 11, 8, 1, 14, 6, 19, 12, 4, 10, 15]
+"""Blocks of the prompt."""
+
+OTHERS = range(21, 40)
+"""Blocks of other requests."""
+
+NOTHING: Any = SimpleNamespace(find=lambda names: [None] * len(names))
+"""A source without blocks."""
+
 SPECS = {
     "plain": AttentionSpec(WIDTH**-0.5),
     "window": AttentionSpec(WIDTH**-0.5, window=40),
@@ -76,6 +87,18 @@ class Fp8(NamedTuple):
         return self.numbers(part, self.stored(part, rows), rows.dtype)
 
 
+def serve_triton(put: Callable[[Any, str, Any], None], *operations: Operation[Any]) -> None:
+    """Has our kernels serve CPUs, under the interpreter; `put`: `setattr`, or that of a `MonkeyPatch`."""
+    from cacheblend.core.kernels import attention_triton, deviation_triton, kv_placement_triton
+
+    calls: dict[Any, Any] = dict.fromkeys((ATTEND_ROWS, ATTEND_FLOAT8), attention_triton.attend_rows)
+    calls |= dict.fromkeys((PLACE, PLACE_FLOAT8), kv_placement_triton.place)
+    calls[KV_DEVIATION] = deviation_triton.kv_deviation
+    for operation in operations:
+        served = Served(calls[operation], "Triton")
+        put(operation, "_served", {(torch.device("cpu"), dtype): served for dtype in (torch.float32, torch.bfloat16)})
+
+
 class TinyModel:
     """Stands in for `BlendModel`; `between`: called twice in each layer, where ranks exchange tensors."""
 
@@ -86,7 +109,7 @@ class TinyModel:
         self.head_shapes = [HeadShape(HEADS, KV_HEADS, WIDTH, spec.window)] * LAYERS
         self.specs = [spec] * LAYERS
         self.rotations = [KeyRotation(1e3 ** (-torch.arange(WIDTH // 2) / (WIDTH // 2)), "half")] * LAYERS
-        self.tp_size, self.tp_rank, self.total_kv_heads = 1, 0, KV_HEADS
+        self.total_kv_heads = KV_HEADS
         self.adapters = None
         self.table = torch.randn(VOCAB, HIDDEN, generator=draw).to(dtype)
         sizes = (HEADS * WIDTH, KV_HEADS * WIDTH, KV_HEADS * WIDTH)
@@ -100,14 +123,14 @@ class TinyModel:
             for _ in range(LAYERS)
         ]
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, token_ids: torch.Tensor, adapter: int = 0) -> torch.Tensor:
         return self.table[token_ids]
 
-    def row_inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    def row_inputs(self, *_: Any) -> list[tuple[torch.Tensor, ...]]:
         return [()] * LAYERS
 
     @contextmanager
-    def answering(self, layer: int, answer: Any) -> Iterator[None]:
+    def answering(self, layer: int, answer: Any, *_: Any) -> Iterator[None]:
         self._answer = answer
         yield
 

@@ -9,22 +9,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cacheblend.engines.shadow import kl_divergence
+from vllm_running import COUNT as COUNT
+from vllm_running import EXTENDED as EXTENDED
 from vllm_running import Asked, Texts
+from vllm_running import ask as ask
 
 NAME = "vllm:cacheblend_shadow"
 MINE = " hkvd engine"  # no tenant, the selector, settings
-EXTENDED = {"worker_extension_cls": "injecting.Injecting"}
-COUNT: dict[str, Any] = {"count": True}
 
 
 def prompts(seed: int, count: int, passages: int = 4) -> list[Asked]:
     texts = Texts(seed)
     held = texts.passages(6)
     return [texts.prompt(texts.rng.sample(held, passages)) for _ in range(count)]
-
-
-def ask(asked: list[Asked], **more: Any) -> dict[str, Any]:
-    return {"ask": [one.ids for one in asked], "chunks": [one.spans for one in asked], **more}
 
 
 def between(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Tiny models whose layers attend to a window or to all rows, in vLLM's hybrid KV cache manager."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ def group_count(family: str) -> int:
     return len(PATTERNS.get(family, DEFAULT_PATTERN))
 
 
-def config_of(family: str, window: int, layers: list[str] | None = None) -> PretrainedConfig:
+def config_of(family: str, window: int, layers: Sequence[str] | None = None) -> PretrainedConfig:
     """A tiny configuration of a family, with this window and these types of layers."""
-    types = layers or default_layers(family)
+    types = [*(layers or default_layers(family))]
     shape: dict[str, Any] = SHAPE | {"max_position_embeddings": 8192, "num_hidden_layers": len(types)}
     shape |= {"layer_types": types, "sliding_window": window}
     if family == "gemma3":
@@ -39,14 +40,16 @@ def config_of(family: str, window: int, layers: list[str] | None = None) -> Pret
     return MinistralConfig(**shape)
 
 
-def make_hybrid(folder: Path, family: str, window: int, layers: list[str] | None = None, scale: float = 1.8) -> Path:
+def make_hybrid(
+    folder: Path, family: str, window: int, layers: Sequence[str] | None = None, scale: float = 1.8
+) -> Path:
     """A random model of it, whose tokens depend on far context; see `vllm_running.make_models`."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config_of(family, window, layers), dtype=torch.float32)
     for label, weight in model.named_parameters():
         if weight.dim() >= 2:
             deviation = 0.5 if "embed" in label or "lm_head" in label else weight.shape[-1] ** -0.5
-            deviation *= scale if "q_proj" in label or "k_proj" in label else 1
+            deviation *= 1.8 if "q_proj" in label or "k_proj" in label else 1
             torch.nn.init.normal_(weight, 0, deviation)
     model.save_pretrained(folder)
     if family == "ministral":  # vLLM's class of the older name reads the types of layers too

@@ -24,7 +24,7 @@ class Request(SimpleNamespace):
         params = None if spans is None else {"cacheblend": {"chunks": spans}}
         super().__init__(
             request_id=name,
-            prompt_token_ids=ids,
+            prompt_token_ids=[*ids],
             num_tokens=len(ids),
             kv_transfer_params=params,
             sampling_params=SimpleNamespace(prompt_logprobs=None),
@@ -104,9 +104,8 @@ def scheduling(
     from cacheblend.engines.settings import BlendSettings
     from cacheblend.engines.shadow import ShadowWatch
     from cacheblend.engines.vllm.config import ConnectorConfig
-    from cacheblend.engines.vllm.scheduler.chunk_finder import ChunkFinder
+    from cacheblend.engines.vllm.scheduler.chunk_finder import ChunkFinder, TenantPlanners
     from cacheblend.engines.vllm.scheduler.scheduler import Scheduling
-    from cacheblend.engines.vllm.scheduler.tenants import TenantPlanners
 
     settings = ConnectorConfig(**{"lookup_timeout_s": 30.0, **config})  # the machine may be busy
     planners = TenantPlanners(ModelIdentity(None, "model", "float32", None, "a model"), settings.blend)
@@ -135,22 +134,48 @@ def claim(side: Any, request: Request, computed: int) -> Any:
     return side.claim(request, computed) if found is None else found
 
 
-def captured(count: int) -> Any:
-    from cacheblend.engines.vllm.jobs import StepReport
+def refusals(
+    cache: str = "auto", lora: Any = None, speculative: Any = None, parallel: Any = None, hf: Any = None, **model: Any
+) -> list[str]:
+    """What is refused of a configuration of vLLM with these fields of its model and of that one's `hf_config`."""
+    from cacheblend.engines.vllm.internals import interface
 
-    return StepReport(count)
+    one = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "world_size": 1, "distributed_executor_backend": "uni"}
+    config = SimpleNamespace(**(hf or {}))
+    known = {"use_mla": False, "is_multimodal_model": False, "runner_type": "generate"} | model
+    return interface.refusals(
+        SimpleNamespace(  # type: ignore[arg-type]
+            parallel_config=SimpleNamespace(**one | (parallel or {})),
+            model_config=SimpleNamespace(hf_config=config, hf_text_config=config, **known),
+            cache_config=SimpleNamespace(cache_dtype=cache),
+            lora_config=lora,
+            speculative_config=speculative,
+        )
+    )
 
 
-def failed(request: Request) -> Any:
+def reported(name: str, failure: str = "", **outcome: Any) -> Any:
+    """The workers' report of a request's prompt."""
     from cacheblend.engines.vllm.jobs import BlendOutcome, StepReport
 
-    return StepReport(0, {request.request_id: BlendOutcome(failure="RuntimeError")})
+    return StepReport(0, {name: BlendOutcome(failure, **outcome)})
 
 
-def start(side: Any, request: Request) -> Any:
-    """The request comes, and is claimed without anything that vLLM holds."""
+def start(side: Any, request: Request, held: int = 0) -> Any:
+    """The request comes, and is claimed behind so many tokens that vLLM holds."""
     side.on_new(request)
-    return claim(side, request, 0)
+    return claim(side, request, held)
+
+
+def give(side: Any, request: Request, blocks: int = 9) -> Request:
+    """The request comes, and what is claimed of it goes to the workers."""
+    side.allocated(request, [[1] * blocks], start(side, request))
+    return request
+
+
+def why(side: Any, request: Request) -> str:
+    """The request ends; what its client is told."""
+    return str(side.finished(request)["cacheblend"]["reason"])
 
 
 def with_options(ids: list[int], name: str, **options: Any) -> Request:

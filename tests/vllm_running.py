@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    OPTConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -26,10 +28,17 @@ from transformers import (
 
 import failing
 from cacheblend.core.plan.prompt import Prompt, chunk, text
+from cacheblend.core.select.selectors import Hkvd
+from reference import blend
 
 NURSERY = Path(__file__).parent / "vllm_plugin" / "nursery.py"
 STAND_IN = NURSERY.with_name("warm_python.py")
 LIMIT_S = 600
+
+EXTENDED: dict[str, Any] = {"worker_extension_cls": "injecting.Injecting"}
+TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+COUNT: dict[str, Any] = {"count": True}
+FORGET: dict[str, Any] = {"forget": True}
 
 NANO_VOCAB = 1200
 """Ids below it are of the shipped model's ordinary tokens."""
@@ -74,6 +83,15 @@ def make_models(folder: Path) -> dict[str, Path]:
         found[name] = folder / name
         model.save_pretrained(found[name])
     return found
+
+
+def make_opt(folder: Path) -> Path:
+    """A tiny model that adds positions to its embeddings, and cannot be blended."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 2048, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 64}
+    config = OPTConfig(**shape, num_hidden_layers=2, num_attention_heads=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
 
 
 SETTINGS = {
@@ -135,6 +153,45 @@ class Asked:
             parts += [text(self.ids[at:start]), chunk(self.ids[start:stop])]
             at = stop
         return Prompt.of([*parts, text(self.ids[at:])])
+
+
+def ask(asked: Sequence[Asked], **more: Any) -> dict[str, Any]:
+    """A step of `child.py`: all of them at once, with the spans of their passages."""
+    return {"ask": [one.ids for one in asked], "chunks": [one.spans for one in asked], **more}
+
+
+def tokens(step: list[dict[str, Any]]) -> list[list[list[int]]]:
+    """Of a step's answers."""
+    return [answer["tokens"] for answer in step]
+
+
+def close(given: list[dict[str, Any]], right: list[dict[str, Any]]) -> None:
+    """The same tokens, and log-probabilities but for rounding."""
+    assert tokens(given) == tokens(right)
+    for one, other in zip(given, right, strict=True):
+        for mine, its in zip(one["logprobs"][0], other["logprobs"][0], strict=True):
+            assert {token: mine[token] for token in its} == pytest.approx(its, abs=2e-3)
+
+
+def check_oracle(model: Any, asked: Sequence[Asked], answers: list[dict[str, Any]], within: float = 2e-3) -> int:
+    """Answers of prompts of which a fifth was recomputed, selected at layer 1: each one's first token and its
+    log-probabilities are the dense oracle's. Returns of how many full prefill's are the same: those show nothing."""
+    alike = 0
+    for one, answer in zip(asked, answers, strict=True):
+        right = torch.log_softmax(blend(model, one.prompt, Hkvd((1,), (0.2,))).logits.double(), -1)
+        given = {int(token): value for token, value in answer["logprobs"][0][0].items()}
+        assert answer["tokens"][0][0] == int(right.argmax())
+        assert given == pytest.approx({token: float(right[token]) for token in given}, abs=within)
+        with torch.no_grad():
+            plain = torch.log_softmax(model(torch.tensor([one.ids])).logits[0, -1].double(), -1)
+        alike += bool((plain - right).abs().max() < 2 * within)
+    return alike
+
+
+def check_blended(result: dict[str, Any], requests: int = 1) -> None:
+    """At least so many requests were blended, and no blend failed."""
+    assert result["metrics"]["vllm:cacheblend_requests"] >= requests
+    assert "vllm:cacheblend_fallbacks" not in " ".join(result["metrics"])
 
 
 class Nursery:
@@ -211,28 +268,37 @@ class Vllm:
         path = self._folder / f"job{len(self._done)}.json"
         path.write_text(job)
         self._failed[job] = Path(f"{path}.failed")
-        code = self.run_program("child", path, compiles=not engine.get("enforce_eager", True))
+        env = os.environ | SETTINGS
+        if not engine.get("enforce_eager", True):
+            del env["TORCH_COMPILE_DISABLE"]
+        with Path(f"{path}.words").open("w") as said:
+            code = subprocess.run(
+                [sys.executable, "--job", "child", str(path)],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                timeout=LIMIT_S,
+                check=False,
+            ).returncode
+        failing.take(Path(f"{path}.failed"))
         out, words = Path(f"{path}.out"), Path(f"{path}.words")
         self._done[job] = json.loads(out.read_text()) if out.is_file() else {"code": code, "words": words.read_text()}
         return self._done[job]
 
-    def run_program(self, program: str, job: Path, *, compiles: bool = False) -> int:
-        """How `program`, a module beside `nursery.py`, ended with this job; what it printed is in `JOB.words`.
 
-        `compiles`: `torch.compile` does what it says.
-        """
-        env = os.environ | SETTINGS
-        if compiles:
-            del env["TORCH_COMPILE_DISABLE"]
-        with Path(f"{job}.words").open("w") as words:
-            ran = subprocess.run(
-                [sys.executable, "--job", program, str(job)],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=words,
-                stderr=subprocess.STDOUT,
-                timeout=LIMIT_S,
-                check=False,
-            )
-        failing.take(Path(f"{job}.failed"))
-        return ran.returncode
+class Served:
+    """A model in vLLM that is started with these options; see `Vllm.run`. The store is a folder unless `extra` names
+    another."""
+
+    def __init__(self, vllm: Vllm, model: Path, store: Path, **engine: Any) -> None:
+        self._vllm, self.model, self._store, self._engine = vllm, model, store, engine
+
+    def run(self, steps: list[dict[str, Any]], extra: dict[str, Any] | None, **more: Any) -> Any:
+        return self._vllm.run(self.model, steps, self._over(extra), **self._engine | more)
+
+    def start(self, steps: list[dict[str, Any]], extra: dict[str, Any] | None, **more: Any) -> Any:
+        return self._vllm.start(self.model, steps, self._over(extra), **self._engine | more)
+
+    def _over(self, extra: dict[str, Any] | None) -> dict[str, Any] | None:
+        return extra if extra is None else {"store": f"file://{self._store}"} | extra

@@ -89,8 +89,6 @@ def make_worker(store: Any, group: Any, budget: int = 10_000, tile_rows: int = 1
         "adapters": None,
         "layout": layout,
         "device": torch.device("cpu"),
-        "tp_size": 1,
-        "tp_rank": 0,
         "total_kv_heads": 1,
     }
     fields["head_shapes"] = [HeadShape(1, 1, 2)] * LAYERS

@@ -153,12 +153,12 @@ class Engine:
     @contextmanager
     def patient(self) -> Iterator[None]:
         """Inside, requests wait for look-ups however long a busy machine takes for them."""
-        lookups = self.mine._scheduling._finder._lookups
-        kept, lookups.timeout_s = lookups.timeout_s, PATIENT_S
+        finder = self.mine._scheduling._finder
+        kept, finder.timeout_s = finder.timeout_s, PATIENT_S
         try:
             yield
         finally:
-            lookups.timeout_s = kept
+            finder.timeout_s = kept
 
     def count_blends_beside(self) -> None:
         """From now on `beside` counts."""

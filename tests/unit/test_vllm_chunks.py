@@ -15,8 +15,7 @@ from cacheblend.core.select.question_selectors import Query
 from cacheblend.core.select.selectors import Head, Hkvd
 from cacheblend.engines.chunk_index import with_matches
 from cacheblend.engines.settings import BlendSettings
-from cacheblend.engines.vllm.scheduler.chunks import named_chunks
-from cacheblend.engines.vllm.scheduler.options import RequestOptions, read_options
+from cacheblend.engines.vllm.scheduler.options import RequestOptions, named_chunks, read_options
 
 END = 9
 PROMPT = [5, 6, END, 7, END, 8, 8]

@@ -35,14 +35,14 @@ class Model:
         self.specs = [AttentionSpec(HEAD_DIM**-0.5)] * LAYERS
         self._answer: Any = None
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, token_ids: torch.Tensor, adapter: int) -> torch.Tensor:
         return self.table[token_ids]
 
-    def row_inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    def row_inputs(self, *_: Any) -> list[tuple[torch.Tensor, ...]]:
         return [()] * LAYERS
 
     @contextmanager
-    def answering(self, layer: int, answer: Any) -> Iterator[None]:
+    def answering(self, layer: int, answer: Any, *_: Any) -> Iterator[None]:
         self._answer = answer
         yield
 

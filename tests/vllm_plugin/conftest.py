@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 
-from vllm_running import Nursery, Vllm, make_models
+from vllm_running import Nursery, Served, Vllm, make_models
 from vllm_table import RECORDED, merge, verdicts
 
 PYTHON = "CACHEBLEND_WARM_PYTHON"
 """The variable that names what stands in for the interpreter."""
+
+if find_spec("vllm") is None:  # `make vllm` installs it
+    collect_ignore_glob = ["test_*.py"]
+else:
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # nothing is compiled unasked
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,17 +49,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session", autouse=True)
 def warm_python() -> Iterator[None]:
-    """Programs are started from a process that has imported vLLM, see `nursery`; nothing is compiled unasked."""
+    """Programs are started from a process that has imported vLLM, see `nursery`."""
     with pytest.MonkeyPatch.context() as patch:
         if PYTHON in os.environ:
             patch.setattr(sys, "executable", os.environ[PYTHON])
-            patch.setenv("TORCH_COMPILE_DISABLE", "1")
         yield
 
 
 @pytest.fixture(scope="session")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Vllm:
     return Vllm(tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.fixture
+def llama(vllm: Vllm, models: dict[str, Path], tmp_path: Path) -> Served:
+    return Served(vllm, models["llama"], tmp_path / "store")
 
 
 @pytest.fixture

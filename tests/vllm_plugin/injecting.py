@@ -126,22 +126,6 @@ Worker.step = _step  # type: ignore[method-assign]
 DiskStore.read_layers = _read_layers  # type: ignore[method-assign]
 
 
-def serve_triton() -> None:
-    from cacheblend.core.kernels import attention_triton, deviation_triton, kv_placement_triton, operations
-    from cacheblend.core.kernels.operations import Operation, Served
-
-    calls: dict[Operation[Any], Any] = {
-        operations.ATTEND_ROWS: attention_triton.attend_rows,
-        operations.PLACE: kv_placement_triton.place,
-        operations.ATTEND_FLOAT8: attention_triton.attend_rows,
-        operations.PLACE_FLOAT8: kv_placement_triton.place,
-        operations.KV_DEVIATION: deviation_triton.kv_deviation,
-    }
-    for operation, call in calls.items():
-        for dtype in (torch.float32, torch.bfloat16):
-            operation._served[torch.device("cpu"), dtype] = Served(call, "Triton")
-
-
 class Injecting:
     """Methods for `collective_rpc`."""
 
@@ -166,7 +150,11 @@ class Injecting:
         """Rows are attended to by the backend's kernel wherever they can be, or by products wherever they can be; our
         Triton kernels serve, under the interpreter."""
         if what == "triton":
-            serve_triton()
+            from cacheblend.core.kernels import operations as known
+            from paged_scenes import serve_triton
+
+            every = known.ATTEND_ROWS, known.PLACE, known.ATTEND_FLOAT8, known.PLACE_FLOAT8, known.KV_DEVIATION
+            serve_triton(setattr, *every)
         else:
             longest = {"kernel": 0.0, "products": math.inf}[what]
             paged_attention.longest_runs = lambda dtype: longest

@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.lora.layers import LoRAMapping
+from vllm.lora.model_manager import AdapterLRUCache, LRUCacheLoRAModelManager
 
+from cacheblend.core.select.selectors import Hkvd
+from cacheblend.engines.vllm.internals.lora import LoadedAdapters
+from cacheblend.engines.vllm.jobs import Adapter, AdapterSeen, BlendJob, StepJobs
+from cacheblend.engines.vllm.worker.adapters import AdapterChangedError, WorkerAdapters
 from rank_threads import ThreadGroup, on_all
-from vllm_running import needs_vllm
 from vllm_workers import LAYERS, Prefill, Store, make_worker
 
-pytestmark = needs_vllm
 ALONE: Any = SimpleNamespace(size=1, agree_each=list)
 
 
@@ -45,7 +49,6 @@ def request(number: int, name: str = "", *, inplace: bool = False) -> Any:
 
 def make_manager(slots: int, capacity: int, modules: Any = ()) -> Any:
     """vLLM's manager of slots, without a model."""
-    from vllm.lora.model_manager import AdapterLRUCache, LRUCacheLoRAModelManager
 
     class Manager(LRUCacheLoRAModelManager):
         def __init__(self) -> None:
@@ -81,8 +84,6 @@ class Files:
 
 
 def make_loaded(slots: int = 1, capacity: int = 0, files: Any = None, modules: Any = ()) -> Any:
-    from cacheblend.engines.vllm.internals.lora import LoadedAdapters
-
     model = SimpleNamespace(lora_manager=make_manager(slots, capacity or slots, modules))
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=32), model_config=SimpleNamespace(max_model_len=64)
@@ -93,14 +94,10 @@ def make_loaded(slots: int = 1, capacity: int = 0, files: Any = None, modules: A
 
 
 def worker_adapters(loaded: Any, ranks: Any = ALONE, timeout_s: float = 10.0) -> Any:
-    from cacheblend.engines.vllm.worker.adapters import WorkerAdapters
-
     return WorkerAdapters(loaded, ranks, timeout_s)
 
 
 def adapter(number: int, digest: str) -> Any:
-    from cacheblend.engines.vllm.jobs import Adapter
-
     return Adapter(number, digest, request(number))
 
 
@@ -114,8 +111,6 @@ def digests(*numbers: int) -> dict[int, str]:
 
 def vllm_computes(loaded: Any, numbers: Any) -> None:
     """vLLM's own step with these adapters, as its model runner begins it."""
-    from vllm.lora.layers import LoRAMapping
-
     manager = loaded._manager
     for number in numbers:
         if number not in manager.list_adapters():
@@ -185,9 +180,6 @@ def test_rows_are_ours_inside_and_vllms_wrapper_is_never_written_to() -> None:
 
 
 def test_weights_that_have_changed_are_told_and_not_used() -> None:
-    from cacheblend.engines.vllm.jobs import AdapterSeen
-    from cacheblend.engines.vllm.worker.adapters import AdapterChangedError
-
     files = Files([1])
     loaded = make_loaded(files=files)
     side = worker_adapters(loaded)
@@ -284,15 +276,10 @@ def scene() -> Any:
 
 
 def blends(**adapters: Any) -> Any:
-    from cacheblend.core.select.selectors import Hkvd
-    from cacheblend.engines.vllm.jobs import BlendJob, StepJobs
-
     return StepJobs(blend=[BlendJob(name, None, Hkvd(), 4, [[5, 6, 7]], None, one) for name, one in adapters.items()])  # type: ignore[arg-type]
 
 
 def test_layers_of_one_adapter_run_together_and_those_of_others_apart(scene: Any) -> None:
-    from cacheblend.engines.vllm.jobs import StepJobs
-
     known = digests(1, 2)
     one, other = adapter(1, known[1]), adapter(2, known[2])
     scene.side.step(blends(a=one, b=other, c=one, base=None))
@@ -308,8 +295,6 @@ def test_layers_of_one_adapter_run_together_and_those_of_others_apart(scene: Any
 
 @pytest.mark.may_fail("no LoRA slot")
 def test_a_job_without_a_slot_waits_for_one_and_is_left_to_vllm_after_a_while(scene: Any) -> None:
-    from cacheblend.engines.vllm.jobs import StepJobs
-
     known = digests(1, 2)
     vllm_computes(scene.loaded, [2])
     scene.side.step(blends(waits=adapter(1, known[1]), base=None))
@@ -328,8 +313,6 @@ def test_a_job_without_a_slot_waits_for_one_and_is_left_to_vllm_after_a_while(sc
 
 
 def test_a_job_for_other_weights_fails_by_name_and_nothing_is_computed_for_it(scene: Any) -> None:
-    from cacheblend.engines.vllm.jobs import StepJobs
-
     scene.side.step(blends(old=adapter(1, "old"), base=None))
     scene.side.step(StepJobs(is_idle=True))
     outcomes = scene.side.take_outcomes()

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from cacheblend.core.errors import ModelNotBlendableError
-from vllm_running import needs_vllm
-
-pytestmark = needs_vllm
+from cacheblend.engines.vllm.internals.attention_shim import AttentionShim
+from cacheblend.engines.vllm.internals.kv_cache import check_caches, fp8_scales, is_fp8, plain_queries, refused_cache
+from vllm_requests import refusals
 
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 
@@ -39,25 +39,7 @@ SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False
     ],
 )
 def test_by_the_configuration(cache_dtype: str, stored: Any, found: str) -> None:
-    from cacheblend.engines.vllm.internals import interface
-
-    parallel = SimpleNamespace(
-        pipeline_parallel_size=1, data_parallel_size=1, distributed_executor_backend="uni", world_size=1
-    )
-    hf = SimpleNamespace(
-        architectures=["LlamaForCausalLM"], **({} if stored is None else {"quantization_config": stored})
-    )
-    model = SimpleNamespace(
-        hf_config=hf, hf_text_config=hf, use_mla=False, is_multimodal_model=False, runner_type="generate"
-    )
-    config: Any = SimpleNamespace(
-        parallel_config=parallel,
-        model_config=model,
-        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
-        lora_config=None,
-        speculative_config=None,
-    )
-    refused = interface.refusals(config)
+    refused = refusals(cache_dtype, hf={} if stored is None else {"quantization_config": stored})
     if not found:
         assert refused == []
     else:
@@ -67,8 +49,6 @@ def test_by_the_configuration(cache_dtype: str, stored: Any, found: str) -> None
 
 def test_scales_that_change_while_serving_are_refused() -> None:
     """They would be 1 when blending reads them, and others later."""
-    from cacheblend.engines.vllm.internals.kv_cache import refused_cache
-
     hf = SimpleNamespace()
     assert "calculate_kv_scales" in refused_cache(SimpleNamespace(cache_dtype="fp8", calculate_kv_scales=True), hf)
     assert refused_cache(SimpleNamespace(cache_dtype="auto", calculate_kv_scales=True), hf) == ""
@@ -83,8 +63,6 @@ def layers_of(cache_dtype: str, scale: Any = 1.0) -> list[Any]:
 
 def test_by_the_layers_that_were_made() -> None:
     """Which is the last word: a layer may have taken another type than the configuration names."""
-    from cacheblend.engines.vllm.internals.kv_cache import check_caches, fp8_scales
-
     fitting = [*layers_of("fp8", 0.25), SimpleNamespace(layer_name="old")]
     check_caches(fitting)
     fitting[2]._k_scale_float, fitting[2]._v_scale_float = 0.25, 0.5
@@ -111,17 +89,12 @@ def test_by_the_layers_that_were_made() -> None:
     ],
 )
 def test_both_sides_know_whether_a_cache_is_fp8(cache_dtype: str, stored: Any, expected: bool) -> None:
-    from cacheblend.engines.vllm.internals.kv_cache import is_fp8
-
     hf = SimpleNamespace(**({} if stored is None else {"quantization_config": stored}))
     assert is_fp8(SimpleNamespace(cache_dtype=cache_dtype), hf) is expected
 
 
 def test_queries_are_not_quantised_while_layers_run_for_a_blend() -> None:
     """As FlashAttention has them beside FP8 caches; afterwards vLLM's own passes have them quantised again."""
-    from cacheblend.engines.vllm.internals.attention_shim import AttentionShim
-    from cacheblend.engines.vllm.internals.kv_cache import plain_queries
-
     quantiser = torch.nn.Identity()
     with_one, without = torch.nn.Module(), SimpleNamespace()
     with_one.query_quant = quantiser

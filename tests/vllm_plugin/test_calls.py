@@ -8,17 +8,15 @@ from torch import nn
 
 from cacheblend.core.errors import ModelNotBlendableError
 from cacheblend.engines.vllm.calls import (
-    Added,
-    First,
     HiddenForm,
     VllmLayerCall,
+    added,
+    first,
     hidden_after,
     hidden_before,
     learn_calls,
 )
-from vllm_running import needs_vllm
-
-pytestmark = needs_vllm
+from cacheblend.engines.vllm.internals.decoder import recording_calls
 
 ROWS, WIDTH = 11, 6
 POSITIONS = torch.arange(ROWS)
@@ -65,8 +63,6 @@ def call(layer: nn.Module, kind: str, positions: torch.Tensor, handed: Any) -> A
 
 
 def learn(kind: str, form: HiddenForm) -> tuple[list[VllmLayerCall], list[Any]]:
-    from cacheblend.engines.vllm.internals.decoder import recording_calls
-
     layers = [Layer(kind, index) for index in range(3)]
     handed: Any = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
     handed = handed[None] if kind == "batch" else handed
@@ -79,11 +75,11 @@ def learn(kind: str, form: HiddenForm) -> tuple[list[VllmLayerCall], list[Any]]:
 @pytest.mark.parametrize(
     ("kind", "form"),
     [
-        ("residual", Added()),
-        ("swapped", Added()),
-        ("unused residual", First()),
-        ("one", Added()),
-        ("batch", Added()),
+        ("residual", added),
+        ("swapped", added),
+        ("unused residual", first),
+        ("one", added),
+        ("batch", added),
     ],
 )
 def test_any_rows_of_a_layer_give_what_they_give_in_the_forward(kind: str, form: HiddenForm) -> None:
@@ -97,19 +93,17 @@ def test_any_rows_of_a_layer_give_what_they_give_in_the_forward(kind: str, form:
         whole = hidden_after(was, learnt)
         returned = learnt.returned(whole.clone())
         parts = returned if isinstance(returned, tuple) else (returned,)
-        assert torch.equal(form.join([part.reshape(ROWS, WIDTH) for part in parts]), whole)
+        assert torch.equal(form([part.reshape(ROWS, WIDTH) for part in parts]), whole)
 
 
 def test_an_unused_residual_is_no_sum() -> None:
     """So that the check of each layer refuses the first form, and tries the next."""
-    calls, recorded = learn("unused residual", Added())
+    calls, recorded = learn("unused residual", added)
     out = calls[1](POSITIONS, hidden_before(recorded[1], calls[1]))
     assert not torch.allclose(out, hidden_after(recorded[1], calls[1]), atol=1e-2)
 
 
 def test_rows_against_rows_are_refused() -> None:
-    from cacheblend.engines.vllm.internals.decoder import recording_calls
-
     class Masked(nn.Module):
         def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             return mask @ hidden
@@ -119,15 +113,13 @@ def test_rows_against_rows_are_refused() -> None:
         for layer in layers:
             hidden = layer(hidden, torch.ones(ROWS, ROWS).tril())
     with pytest.raises(ModelNotBlendableError, match=r"argument 1 of layer 0 is a tensor \[11, 11\]"):
-        learn_calls(layers, recorded, POSITIONS, Added())
+        learn_calls(layers, recorded, POSITIONS, added)
 
 
 def test_a_model_that_changes_what_layers_hand_on_is_refused() -> None:
-    from cacheblend.engines.vllm.internals.decoder import recording_calls
-
     layers, hidden = [Layer("one", 0), Layer("one", 1)], torch.ones(ROWS, WIDTH)
     with recording_calls(layers) as recorded:
         for layer in layers:
             hidden = layer(POSITIONS, hidden * 2)
     with pytest.raises(ModelNotBlendableError, match="layer 1 does not take what layer 0 gives"):
-        learn_calls(layers, recorded, POSITIONS, Added())
+        learn_calls(layers, recorded, POSITIONS, added)

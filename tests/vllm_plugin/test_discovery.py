@@ -7,9 +7,7 @@ Situations: clients that name no chunks; the same passages in other orders, with
 from pathlib import Path
 from typing import Any
 
-from vllm_running import Texts, Vllm, needs_vllm
-
-pytestmark = needs_vllm
+from vllm_running import Served, Texts, tokens
 
 
 def requests(seed: int, count: int) -> tuple[Texts, list[list[int]]]:
@@ -23,18 +21,11 @@ def requests(seed: int, count: int) -> tuple[Texts, list[list[int]]]:
     return texts, found
 
 
-def tokens(step: list[dict[str, Any]]) -> list[list[list[int]]]:
-    return [answer["tokens"] for answer in step]
-
-
-def test_passages_that_recur_are_loaded_and_answers_are_vllms_own(
-    vllm: Vllm, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_passages_that_recur_are_loaded_and_answers_are_vllms_own(llama: Served) -> None:
     _, asked = requests(3, 12)
-    plain = vllm.run(models["llama"], [{"ask": asked}], None)
+    plain = llama.run([{"ask": asked}], None)
     steps = [{"ask": asked, "alone": True}, {"forget": True}, {"ask": asked}, {"count": True}]
-    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0, "discover": True, "min_reused_share": 0.0}
-    found = vllm.run(models["llama"], steps, extra)["answers"]
+    found = llama.run(steps, {"recompute_ratio": 1.0, "discover": True, "min_reused_share": 0.0})["answers"]
     assert tokens(found[0]) == tokens(found[2]) == tokens(plain["answers"][0])
     counted = found[3]
     loaded = sum(value for name, value in counted.items() if "hit_tokens" in name and "vllm" not in name.split()[-1])
@@ -42,13 +33,11 @@ def test_passages_that_recur_are_loaded_and_answers_are_vllms_own(
     assert counted["vllm:cacheblend_discovered_runs"] >= 4
 
 
-def test_nothing_is_learnt_without_the_setting_or_across_tenants(
-    vllm: Vllm, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_nothing_is_learnt_without_the_setting_or_across_tenants(llama: Served, tmp_path: Path) -> None:
     _, asked = requests(4, 6)
     one_tenant: list[dict[str, Any]] = [{"ask": asked, "alone": True}, {"forget": True}, {"ask": asked}]
     a_tenant_each = [{"ask": [ids], "salt": f"tenant {number}"} for number, ids in enumerate(asked)]
     for extra, steps in (({}, one_tenant), ({"discover": True}, a_tenant_each)):
         settings = {"store": f"file://{tmp_path}/{len(extra)}", "min_reused_share": 0.0} | extra
-        counted = vllm.run(models["llama"], [*steps, {"count": True}], settings)["answers"][-1]
+        counted = llama.run([*steps, {"count": True}], settings)["answers"][-1]
         assert not counted.get("vllm:cacheblend_captured_tokens") and not counted.get("vllm:cacheblend_requests")

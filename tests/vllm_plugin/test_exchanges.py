@@ -7,10 +7,9 @@ import torch
 
 import paged_scenes
 from cacheblend.core.select.selectors import Hkvd, NoRows
+from cacheblend.engines.vllm.jobs import StepJobs
+from cacheblend.engines.vllm.worker.worker import Worker
 from rank_threads import Meeting, ThreadGroup, on_all
-from vllm_running import needs_vllm
-
-pytestmark = needs_vllm
 
 
 class Counted(ThreadGroup):
@@ -39,9 +38,6 @@ def test_a_check_takes_one_all_reduce_and_no_layer_takes_one_for_selection(
     checks: tuple[int, ...], in_pages: bool
 ) -> None:
     """And on the host: whether a layer can go on, is loaded, and has ended, and one in front of each collective."""
-    from cacheblend.engines.vllm.jobs import StepJobs
-    from cacheblend.engines.vllm.worker.worker import Worker
-
     layers, tiles = paged_scenes.LAYERS, 5  # of the layers in front of the first check, of 234 rows
     selector = Hkvd(checks, (0.2, 0.1)[: len(checks)]) if checks else NoRows()
 

@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from cacheblend.core.select.selectors import Hkvd
 from reference import Rounding, blend
-from vllm_running import Texts, Vllm, needs_vllm
+from vllm_running import EXTENDED, FORGET, Served, Texts, Vllm, ask, check_blended
 
 pytestmark = [
-    needs_vllm,
     pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's FP8 caches on CPUs need AVX-512"),
 ]
 
@@ -82,18 +81,12 @@ def test_at_ratio_one_answers_are_those_of_vllm_with_that_cache(
     model = models["llama"] if by_command else scaled
     engine = {"kv_cache_dtype": cache} if by_command else {}
     prompts = asked(3, 12)
-    ids, spans = [one.ids for one in prompts], [one.spans for one in prompts]
-    turn = ids[-1] + ids[0]
+    turn = prompts[-1].ids + prompts[0].ids
     told: dict[str, Any] = {"sampling": {"max_tokens": 1, "logprobs": 20}}
-    plain = vllm.run(model, [{"ask": [*ids, turn], **told}], None, **engine)
-    steps = [
-        {"ask": ids, "chunks": spans, "alone": True, **told},
-        {"forget": True},
-        {"ask": ids, "chunks": spans, **told},
-        {"ask": [turn], "chunks": [spans[-1]], **told},
-        {"forget": True},
-        {"ask": ids, **told},
-    ]
+    by_content = ask(prompts, chunks=None, **told)
+    plain = vllm.run(model, [{**by_content, "ask": [*by_content["ask"], turn]}], None, **engine)
+    second = {"ask": [turn], "chunks": [prompts[-1].spans], **told}
+    steps = [ask(prompts, alone=True, **told), FORGET, ask(prompts, **told), second, FORGET, by_content]
     extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0, "in_pages": in_pages}
     found = vllm.run(model, steps, extra, enable_prefix_caching=True, **engine)
     *expected, expected_turn = first_logprobs(plain["answers"][0])
@@ -103,27 +96,24 @@ def test_at_ratio_one_answers_are_those_of_vllm_with_that_cache(
         assert max(distances) < 1.0, distances
         assert statistics.median(distances) < 0.2, distances
     assert apart(first_logprobs(found["answers"][3])[0], expected_turn) < 1.0
-    assert found["metrics"]["vllm:cacheblend_requests"] >= 15
-    assert "vllm:cacheblend_fallbacks" not in " ".join(found["metrics"])
-    unrounded = vllm.run(model, [{"ask": ids, **told}], None, kv_cache_dtype="auto" if by_command else "bfloat16")
+    check_blended(found, 15)
+    unrounded = vllm.run(model, [by_content], None, kv_cache_dtype="auto" if by_command else "bfloat16")
     pairs = zip(first_logprobs(unrounded["answers"][0]), expected, strict=True)
     assert statistics.median(apart(its, mine) for its, mine in pairs) > 2.0
 
 
 @pytest.mark.usefixtures("extension")
 @pytest.mark.parametrize("in_pages", [False, True], ids=["buffers", "pages"])
-def test_at_ratio_one_the_cache_holds_the_bytes_that_vllm_writes(
-    vllm: Vllm, models: dict[str, Path], tmp_path: Path, in_pages: bool
-) -> None:
+def test_at_ratio_one_the_cache_holds_the_bytes_that_vllm_writes(llama: Served, tmp_path: Path, in_pages: bool) -> None:
     """In the first layers, before sums in another order are many."""
     prompt = max(asked(3, 12), key=lambda one: len(one.spans))
-    dumped, how = {}, {"kv_cache_dtype": "fp8", "worker_extension_cls": "injecting.Injecting"}
-    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0, "in_pages": in_pages}
-    ask: dict[str, Any] = {"ask": [prompt.ids], "chunks": [prompt.spans], "sampling": {"max_tokens": 1}}
+    dumped, how = {}, {"kv_cache_dtype": "fp8", **EXTENDED}
+    extra = {"recompute_ratio": 1.0, "in_pages": in_pages}
+    once = ask([prompt], sampling={"max_tokens": 1})
     for name in ("plain", "blended"):
         dump = {"rpc": ["dump_cache", f"{tmp_path}/{name}", 64]}
-        steps = [{**ask, "chunks": [[]]}, dump] if name == "plain" else [ask, {"forget": True}, ask, dump]
-        result = vllm.run(models["llama"], steps, extra, **how)
+        steps = [{**once, "chunks": [[]]}, dump] if name == "plain" else [once, FORGET, once, dump]
+        result = llama.run(steps, extra, **how)
         dumped[name] = torch.load(f"{tmp_path}/{name}")
     assert result["metrics"]["vllm:cacheblend_requests"] == 1
     plain, blended = dumped["plain"], dumped["blended"]
@@ -153,7 +143,7 @@ def nearest(numbers: torch.Tensor) -> torch.Tensor:
 @pytest.mark.usefixtures("extension")
 @pytest.mark.parametrize("attention", ["buffers", "pages", "pages, triton"])
 def test_first_tokens_and_logprobs_are_those_of_the_dense_oracle(
-    vllm: Vllm, models: dict[str, Path], tmp_path: Path, attention: str, monkeypatch: pytest.MonkeyPatch
+    llama: Served, attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In buffers stored rows are rounded as vLLM writes them, and compared unrounded; in pages we place them."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -161,17 +151,14 @@ def test_first_tokens_and_logprobs_are_those_of_the_dense_oracle(
     passages = texts.passages(5)
     count = 1 if "triton" in attention else 4  # its interpreter takes minutes for four
     prompts = [texts.prompt(texts.rng.sample(passages, 4)) for _ in range(count)]
-    ask: dict[str, Any] = {"ask": [one.ids for one in prompts], "chunks": [one.spans for one in prompts]}
-    steps = [{**ask, "alone": True}, {"forget": True}, {**ask, "sampling": {"max_tokens": 1, "logprobs": 8}}]
-    steps.insert(0, {"rpc": ["attend_by", "triton" if "triton" in attention else "products"]})
-    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": RATIO, "check_layers": [1]}
+    steps = [{"rpc": ["attend_by", "triton" if "triton" in attention else "products"]}, ask(prompts, alone=True)]
+    steps += [FORGET, ask(prompts, sampling={"max_tokens": 1, "logprobs": 8})]
+    extra = {"recompute_ratio": RATIO, "check_layers": [1]}
     extra["in_pages"] = in_pages = attention != "buffers"
-    how = {"kv_cache_dtype": "fp8", "worker_extension_cls": "injecting.Injecting"}
-    result = vllm.run(models["llama"], steps, extra, **how)
-    assert result["metrics"]["vllm:cacheblend_requests"] >= len(prompts)
-    assert "vllm:cacheblend_fallbacks" not in " ".join(result["metrics"])
+    result = llama.run(steps, extra, kv_cache_dtype="fp8", **EXTENDED)
+    check_blended(result, len(prompts))
 
-    model = AutoModelForCausalLM.from_pretrained(models["llama"], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(llama.model, dtype=torch.float32)
     selector = Hkvd(check_layers=(1,), ratios=(RATIO,))
     rounding = Rounding(cut, nearest, nearest) if in_pages else Rounding(cut, cut)
     errors, without = [], []
@@ -187,14 +174,14 @@ def test_first_tokens_and_logprobs_are_those_of_the_dense_oracle(
     assert min(without) > 1.0, without  # an oracle that does not round answers otherwise
 
 
-def test_what_is_stored_does_not_depend_on_the_cache(vllm: Vllm, models: dict[str, Path], tmp_path: Path) -> None:
+def test_what_is_stored_does_not_depend_on_the_cache(llama: Served, tmp_path: Path) -> None:
     """Names and bytes: servers with other caches share a folder, and each finds what the other stored."""
     prompts = asked(7, 6)
-    ask: dict[str, Any] = {"ask": [one.ids for one in prompts], "chunks": [one.spans for one in prompts], "alone": True}
+    alone = ask(prompts, alone=True)
     files = {}
     for cache in ("auto", "fp8", "fp8_e5m2"):
         extra = {"store": f"file://{tmp_path}/{cache}", "recompute_ratio": 1.0}
-        vllm.run(models["llama"], [ask], extra, kv_cache_dtype=cache)
+        llama.run([alone], extra, kv_cache_dtype=cache)
         folder = tmp_path / cache
         files[cache] = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
     blocks = [path for path in files["auto"] if path.suffix == ".kv"] or [*files["auto"]]
@@ -204,6 +191,6 @@ def test_what_is_stored_does_not_depend_on_the_cache(vllm: Vllm, models: dict[st
         same = [files[cache][path].read_bytes() == files["auto"][path].read_bytes() for path in blocks]
         assert all(same)
     extra = {"store": f"file://{tmp_path}/auto", "recompute_ratio": 1.0}
-    found = vllm.run(models["llama"], [{**ask}], extra, kv_cache_dtype="fp8")
+    found = llama.run([alone], extra, kv_cache_dtype="fp8")
     assert found["metrics"].get("vllm:cacheblend_captured_tokens", 0) == 0
     assert found["metrics"]["vllm:cacheblend_requests"] >= 4

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import paged_scenes
 from cacheblend.core.errors import ModelNotBlendableError
 from cacheblend.core.kernels import operations
 from cacheblend.core.kernels.attention import attend_rows
@@ -20,10 +21,11 @@ from cacheblend.core.kernels.operations import PLAIN, Served
 from cacheblend.core.load.layer_kv import LayerKV
 from cacheblend.core.plan.plan import Source
 from cacheblend.core.select.selectors import AllRows, Hkvd, NoRows
-from paged_scenes import LAYERS, Fp8, Scene, caches_of
-from vllm_running import needs_vllm
-
-pytestmark = needs_vllm
+from cacheblend.engines.vllm.worker import prefill_factory
+from cacheblend.engines.vllm.worker.paged_cache import RequestBlocks
+from cacheblend.engines.vllm.worker.paged_kv import PagedKV, open_pages
+from cacheblend.engines.vllm.worker.ranks import Ranks
+from paged_scenes import LAYERS, NOTHING, OTHERS, OWN, Fp8, Scene, caches_of, serve_triton
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CACHES = {
@@ -33,23 +35,13 @@ CACHES = {
     "cut": Fp8(is_cut=True, scales=(0.3, 1.7)),
     "other than its name": Fp8(E4M3, "fp8_e5m2"),
 }
-OTHERS, OWN = range(21, 40), [5, 9, 2, 17, 3, 11, 8, 1, 14, 6, 19, 12, 4, 10, 15]
 
 
 @pytest.fixture
 def triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our kernels serve CPUs, under the interpreter."""
     pytest.importorskip("triton", reason="Triton is not installed here")
-    from cacheblend.core.kernels import attention_triton, deviation_triton, kv_placement_triton
-
-    calls: dict[Any, Any] = {
-        operations.ATTEND_FLOAT8: attention_triton.attend_rows,
-        operations.PLACE_FLOAT8: kv_placement_triton.place,
-        operations.KV_DEVIATION: deviation_triton.kv_deviation,
-    }
-    for operation, call in calls.items():
-        served = {(torch.device("cpu"), dtype): Served(call, "Triton") for dtype in (torch.float32, torch.bfloat16)}
-        monkeypatch.setattr(operation, "_served", served)
+    serve_triton(monkeypatch.setattr, operations.ATTEND_FLOAT8, operations.PLACE_FLOAT8, operations.KV_DEVIATION)
 
 
 class Rounded(LayerKV):
@@ -78,8 +70,6 @@ class Rounded(LayerKV):
 
 def by_definition(scene: Scene, fp8: Fp8, job: Any) -> list[torch.Tensor]:
     """The rows of each layer, [kv_heads, 2, rows, head_dim], after a blend of buffers that are rounded."""
-    from cacheblend.engines.vllm.worker import prefill_factory
-
     rows = len(job.plan)
     made: list[Any] = []
     for layer in range(LAYERS):
@@ -114,7 +104,7 @@ def test_a_blend_in_pages_is_that_of_the_definition(name: str, ratio: float, hel
     scene = Scene(in_pages=True, fp8=fp8)
     selector: Any = {0.0: NoRows(), 0.3: Hkvd((1,), (0.3,)), 1.0: AllRows()}[ratio]
     if held:
-        scene.blend(scene.job(OWN, source=SimpleNamespace(find=lambda names: [None] * len(names))))
+        scene.blend(scene.job(OWN, source=NOTHING))
     expected = by_definition(scene, fp8, scene.job(OWN, held, selector))
     shared = [*OTHERS, *OWN[: held // 16]]
     before = scene.bytes_of(shared)
@@ -154,8 +144,6 @@ def test_our_kernels_blend_as_pytorch_does(name: str, layout: str, codec: str) -
 @pytest.mark.parametrize("layout", ["flash", "keys transposed"])
 @pytest.mark.parametrize("name", CACHES)
 def test_the_kind_and_the_places_are_learnt_by_writing(name: str, layout: str, dtype: torch.dtype) -> None:
-    from cacheblend.engines.vllm.worker.paged_cache import RequestBlocks
-
     fp8 = CACHES[name]
     layer = Scene(layout, in_pages=True, fp8=fp8, dtype=dtype).opener._paged[1]
     assert layer.float8 == Float8(fp8.kind, dtype, *fp8.scales)
@@ -170,9 +158,6 @@ def test_the_kind_and_the_places_are_learnt_by_writing(name: str, layout: str, d
 
 def test_equal_rows_have_no_deviation_and_attention_reads_with_scales() -> None:
     """However large they are; a row that is a step away has one."""
-    from cacheblend.engines.vllm.worker.paged_cache import RequestBlocks
-    from cacheblend.engines.vllm.worker.paged_kv import PagedKV
-
     fp8 = CACHES["scales"]
     opener = Scene(in_pages=True, fp8=fp8).opener
     kv = PagedKV(opener._paged[0], opener._pages[0], RequestBlocks.of(OWN, 0, 60, 16))  # type: ignore[index]
@@ -211,7 +196,6 @@ def test_without_pages_rows_are_rounded_once_as_they_are_copied() -> None:
 
 def test_layers_of_both_kinds_stand_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `--kv-cache-dtype-skip-layers` makes them."""
-    import paged_scenes
 
     def mixed(put: Any, shape: Any, dtype: Any, fp8: Any = None) -> list[Any]:
         plain, eight = caches_of(put, shape, dtype), caches_of(put, shape, dtype, fp8)
@@ -241,9 +225,6 @@ def test_a_backend_that_does_not_use_the_scale_is_refused(monkeypatch: pytest.Mo
 
 def test_pages_need_kernels_for_eight_bits() -> None:
     """Those for other pages do not help."""
-    from cacheblend.engines.vllm.worker.paged_kv import open_pages
-    from cacheblend.engines.vllm.worker.ranks import Ranks
-
     opener = Scene(in_pages=None, fp8=CACHES["e4m3"]).opener
     alone, cuda = Ranks(SimpleNamespace(size=1, rank=0)), torch.device("cuda")  # type: ignore[arg-type]
     served: Any = Served(lambda *_: None, "Triton")

@@ -5,6 +5,7 @@ less; in pages, by the backend's kernel and in buffers; second turns, whose held
 plain requests beside and after blended ones; a blend that fails; the shadow check; a request that ends meanwhile.
 """
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,24 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import vllm_table
-from cacheblend.core.select.selectors import Hkvd
-from reference import blend
 from vllm_hybrids import group_count, make_hybrid
-from vllm_running import Asked, Texts, Vllm, needs_vllm
+from vllm_running import (
+    COUNT,
+    EXTENDED,
+    FORGET,
+    Asked,
+    Served,
+    Texts,
+    Vllm,
+    ask,
+    check_blended,
+    check_oracle,
+    close,
+    tokens,
+)
 
-pytestmark = [needs_vllm, pytest.mark.usefixtures("extension")]
+pytestmark = pytest.mark.usefixtures("extension")
 
-EXTENDED: dict[str, Any] = {"worker_extension_cls": "injecting.Injecting", "block_size": 32}
 SCENES = [
     ("ministral", 64, False),
     ("ministral", 64, True),
@@ -33,20 +44,14 @@ SCENES = [
 
 
 @pytest.fixture(scope="module")
-def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made: dict[Any, Path] = {}
-
-    def get(family: str, window: int, layers: list[str] | None = None) -> Path:
-        key = family, window, str(layers)
-        if key not in made:
-            made[key] = make_hybrid(tmp_path_factory.mktemp("hybrid") / "model", family, window, layers)
-        return made[key]
-
-    return get
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return cache(lambda *key: make_hybrid(tmp_path_factory.mktemp("hybrid") / "model", *key))
 
 
-def tokens(step: list[dict[str, Any]]) -> list[Any]:
-    return [answer["tokens"] for answer in step]
+@pytest.fixture
+def hybrid(vllm: Vllm, folders: Any, tmp_path: Path) -> Any:
+    """A model by family, window and, perhaps, types of layers."""
+    return lambda *key: Served(vllm, folders(*key), tmp_path / "store", block_size=32, **EXTENDED)
 
 
 def prompts(seed: int, count: int) -> list[Asked]:
@@ -56,26 +61,12 @@ def prompts(seed: int, count: int) -> list[Asked]:
     return [texts.prompt(texts.rng.sample(passages, 4), question=texts.rng.choice([5, 17, 90])) for _ in range(count)]
 
 
-def ask(asked: list[Asked], **more: Any) -> dict[str, Any]:
-    return {"ask": [one.ids for one in asked], "chunks": [one.spans for one in asked], **more}
-
-
-def close(given: list[dict[str, Any]], right: list[dict[str, Any]]) -> None:
-    """The same tokens, and log-probabilities but for rounding."""
-    assert tokens(given) == tokens(right)
-    for one, other in zip(given, right, strict=True):
-        for mine, its in zip(one["logprobs"][0], other["logprobs"][0], strict=True):
-            assert {token: mine[token] for token in its} == pytest.approx(its, abs=2e-3)
-
-
 @pytest.mark.parametrize(("family", "window", "in_pages"), SCENES)
-def test_full_recompute_answers_as_vllm_alone(
-    vllm: Vllm, hybrids: Any, tmp_path: Path, family: str, window: int, in_pages: bool
-) -> None:
+def test_full_recompute_answers_as_vllm_alone(hybrid: Any, family: str, window: int, in_pages: bool) -> None:
     """Also the plain requests in the same batch, and those after it; and no block stays taken."""
-    model, asked = hybrids(family, window), prompts(21, 5)
+    model, asked = hybrid(family, window), prompts(21, 5)
     likeliest = {"logprobs": 4}
-    plain = vllm.run(model, [{"ask": [one.ids for one in asked], "sampling": likeliest}], None, **EXTENDED)
+    plain = model.run([{"ask": [one.ids for one in asked], "sampling": likeliest}], None)
     mixed = ask([*asked, *asked], sampling=likeliest)
     mixed["chunks"] = [*mixed["chunks"][:5], *[[]] * 5]
     steps = [
@@ -86,67 +77,52 @@ def test_full_recompute_answers_as_vllm_alone(
         {"ask": [one.ids for one in asked], "sampling": likeliest, "chunks": [[]] * 5},
         {"cache": True},
     ]
-    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0, "in_pages": in_pages}
-    found = vllm.run(model, steps, extra, **EXTENDED)
+    found = model.run(steps, {"recompute_ratio": 1.0, "in_pages": in_pages})
     right = plain["answers"][0]
     close(found["answers"][3], right + right)
     close(found["answers"][4], right)
     assert found["answers"][5]["groups"] == group_count(family) and found["answers"][5]["blocks"] == 0
-    assert found["metrics"]["vllm:cacheblend_requests"] >= 8
-    assert "vllm:cacheblend_fallbacks" not in " ".join(found["metrics"])
+    check_blended(found, 8)
 
 
 @pytest.mark.parametrize(("family", "window", "in_pages"), SCENES)
-def test_a_partial_ratio_answers_as_the_dense_oracle(
-    vllm: Vllm, hybrids: Any, tmp_path: Path, family: str, window: int, in_pages: bool
-) -> None:
-    folder, asked = hybrids(family, window), prompts(22, 4)
-    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 0.2, "check_layers": [1], "in_pages": in_pages}
+def test_a_partial_ratio_answers_as_the_dense_oracle(hybrid: Any, family: str, window: int, in_pages: bool) -> None:
+    folder, asked = hybrid(family, window), prompts(22, 4)
+    extra = {"recompute_ratio": 0.2, "check_layers": [1], "in_pages": in_pages}
     steps = [ask(asked, alone=True), {"forget": True}, ask(asked, sampling={"max_tokens": 1, "logprobs": 8})]
-    found = vllm.run(folder, steps, extra, **EXTENDED)
-    assert found["metrics"]["vllm:cacheblend_requests"] >= len(asked)
-    assert "vllm:cacheblend_fallbacks" not in " ".join(found["metrics"])
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    full = 0
-    for one, answer in zip(asked, found["answers"][2], strict=True):
-        right = torch.log_softmax(blend(model, one.prompt, Hkvd((1,), (0.2,))).logits.double(), -1)
-        (given,) = answer["logprobs"][0]
-        assert answer["tokens"][0] == [int(right.argmax())]
-        expected = {int(token): float(right[int(token)]) for token in given}
-        assert {int(token): value for token, value in given.items()} == pytest.approx(expected, abs=2e-3)
-        with torch.no_grad():
-            plain = torch.log_softmax(model(torch.tensor([one.ids])).logits[0, -1].double(), -1)
-        full += bool((plain - right).abs().max() < 2e-3)
-    assert full < len(asked)  # full prefill answers otherwise, or this would show nothing
+    found = folder.run(steps, extra)
+    check_blended(found, len(asked))
+    model = AutoModelForCausalLM.from_pretrained(folder.model, dtype=torch.float32)
+    assert check_oracle(model, asked, found["answers"][2]) < len(asked)
 
 
 @pytest.mark.parametrize("in_pages", [False, True])
-@pytest.mark.parametrize(("window", "layers"), [(64, None), (160, None), (160, ["sliding_attention"] * 4)])
+@pytest.mark.parametrize(("window", "layers"), [(64, None), (160, None), (160, ("sliding_attention",) * 4)])
 def test_a_second_turn_reads_held_rows_that_the_window_has_passed(
-    vllm: Vllm, hybrids: Any, tmp_path: Path, window: int, layers: list[str] | None, in_pages: bool
+    hybrid: Any, window: int, layers: tuple[str, ...] | None, in_pages: bool
 ) -> None:
     """vLLM's tables have the null block for them: they are kept, read, and let go."""
-    model, texts = hybrids("ministral", window, layers), Texts(23)
+    model, texts = hybrid("ministral", window, layers), Texts(23)
     passages = texts.passages(6)
     first = texts.prompt(passages[:3])
-    answers = vllm.run(model, [{"ask": [first.ids]}], None, **EXTENDED)["answers"]
+    answers = model.run([{"ask": [first.ids]}], None)["answers"]
     more = texts.prompt(passages[3:], question=30)
     ids = first.ids + answers[0][0]["tokens"][0] + more.ids
     offset = len(ids) - len(more.ids)
     spans = first.spans + [[start + offset, stop + offset] for start, stop in more.spans]
-    plain = vllm.run(model, [{"ask": [first.ids, ids], "sampling": {"logprobs": 4}}], None, **EXTENDED)
-    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0, "in_pages": in_pages}
+    plain = model.run([{"ask": [first.ids, ids], "sampling": {"logprobs": 4}}], None)
+    extra = {"recompute_ratio": 1.0, "in_pages": in_pages}
     steps = [
-        {"ask": [first.ids], "chunks": [first.spans]},  # fills the store
+        ask([first]),  # fills the store
         ask([more], alone=True),
         {"forget": True},
-        {"ask": [first.ids], "chunks": [first.spans]},
-        {"count": True},
+        ask([first]),
+        COUNT,
         {"ask": [ids], "chunks": [spans], "sampling": {"logprobs": 4}},
         {"count": True},
         {"cache": True},
     ]
-    found = vllm.run(model, steps, extra, **EXTENDED)["answers"]
+    found = model.run(steps, extra)["answers"]
     close(found[5], plain["answers"][0][1:])
     row_layers, held = (
         found[6][name] - found[4].get(name, 0)
@@ -157,28 +133,26 @@ def test_a_second_turn_reads_held_rows_that_the_window_has_passed(
     assert found[7]["blocks"] == 0
 
 
-def test_preempted_requests_are_provided_again(vllm: Vllm, hybrids: Any, tmp_path: Path) -> None:
-    model, texts = hybrids("ministral", 64), Texts(6)
+def test_preempted_requests_are_provided_again(hybrid: Any) -> None:
+    model, texts = hybrid("ministral", 64), Texts(6)
     passages = texts.passages(4)
     asked = [texts.prompt(texts.rng.sample(passages, 3)) for _ in range(4)]
     sampling = {"max_tokens": 200}
-    plain = vllm.run(model, [{"ask": [one.ids for one in asked], "sampling": sampling}], None, **EXTENDED)
-    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0}
+    plain = model.run([{"ask": [one.ids for one in asked], "sampling": sampling}], None)
+    extra = {"recompute_ratio": 1.0}
     steps = [ask(asked, alone=True), {"forget": True}, ask(asked, sampling=sampling), {"cache": True}]
-    found = vllm.run(
-        model, steps, extra, num_gpu_blocks_override=50, max_model_len=640, max_num_batched_tokens=256, **EXTENDED
-    )
+    found = model.run(steps, extra, num_gpu_blocks_override=50, max_model_len=640, max_num_batched_tokens=256)
     assert tokens(found["answers"][2]) == tokens(plain["answers"][0])
     assert found["metrics"]["vllm:num_preemptions"] > 0
     assert found["answers"][3]["blocks"] == 0
 
 
-def test_blended_blocks_of_no_group_are_found_by_a_plain_request(vllm: Vllm, hybrids: Any, tmp_path: Path) -> None:
-    texts, model = Texts(5), hybrids("ministral", 64)
+def test_blended_blocks_of_no_group_are_found_by_a_plain_request(hybrid: Any) -> None:
+    texts, model = Texts(5), hybrid("ministral", 64)
     passages = texts.passages(4)
     warm, asked = texts.prompt(passages), texts.prompt(passages[::-1], front=40, question=40)
     longer = [*asked.ids, *texts.ids(20)]
-    plain = vllm.run(model, [{"ask": [warm.ids, asked.ids, longer]}], None, **EXTENDED)
+    plain = model.run([{"ask": [warm.ids, asked.ids, longer]}], None)
     steps = [
         ask([warm]),
         ask([asked]),
@@ -186,8 +160,7 @@ def test_blended_blocks_of_no_group_are_found_by_a_plain_request(vllm: Vllm, hyb
         {"ask": [asked.ids, longer], "chunks": [[], []]},
         {"ask": [longer], "chunks": [asked.spans]},
     ]
-    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 0.0, "match_content": False}
-    found = vllm.run(model, steps, extra, **EXTENDED)["answers"]
+    found = model.run(steps, {"recompute_ratio": 0.0, "match_content": False})["answers"]
     right = tokens(plain["answers"][0])
     assert tokens(found[0]) == right[:1]
     assert tokens(found[1])[0] != right[1]  # full reuse errs here, so pollution would be seen
@@ -197,22 +170,21 @@ def test_blended_blocks_of_no_group_are_found_by_a_plain_request(vllm: Vllm, hyb
 
 
 @pytest.mark.may_fail("RuntimeError")
-def test_a_blend_that_fails_is_computed_by_vllm(vllm: Vllm, hybrids: Any, tmp_path: Path) -> None:
+def test_a_blend_that_fails_is_computed_by_vllm(hybrid: Any) -> None:
     """Blocks cannot be named where there are several groups: the request is."""
-    model, asked = hybrids("ministral", 64), prompts(24, 3)
-    plain = vllm.run(model, [{"ask": [one.ids for one in asked]}], None, **EXTENDED)
+    model, asked = hybrid("ministral", 64), prompts(24, 3)
+    plain = model.run([{"ask": [one.ids for one in asked]}], None)
     steps: list[dict[str, Any]] = [ask(asked, alone=True)]
     for place, after in (("open", 0), ("run", 3), ("write", 2), ("finish", 0)):
         steps += [{"forget": True}, {"rpc": ["arm_fault", place, 0, "error", after]}, ask(asked), {"cache": True}]
-    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0}
-    found = vllm.run(model, steps, extra, **EXTENDED)
-    for given, cache in zip(found["answers"][3::4], found["answers"][4::4], strict=True):
+    found = model.run(steps, {"recompute_ratio": 1.0})
+    for given, held in zip(found["answers"][3::4], found["answers"][4::4], strict=True):
         assert tokens(given) == tokens(plain["answers"][0])
-        assert cache["blocks"] == 0
+        assert held["blocks"] == 0
     assert found["metrics"]["vllm:cacheblend_fallbacks RuntimeError"] >= 4
 
 
-def test_the_shadow_check_reads_each_groups_blocks(vllm: Vllm, hybrids: Any, tmp_path: Path) -> None:
+def test_the_shadow_check_reads_each_groups_blocks(hybrid: Any) -> None:
     """Of prompts that the window holds; longer ones are not compared."""
     name = "vllm:cacheblend_shadow"
     asked = prompts(25, 3)
@@ -222,36 +194,33 @@ def test_the_shadow_check_reads_each_groups_blocks(vllm: Vllm, hybrids: Any, tmp
         {"forget": True},
         ask(asked, sampling={"max_tokens": 18}),
     ]
-    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0, "shadow": 1.0}
-    found = vllm.run(hybrids("ministral", 1024), steps, extra, **EXTENDED)["metrics"]
+    extra = {"recompute_ratio": 1.0, "shadow": 1.0}
+    found = hybrid("ministral", 1024).run(steps, extra)["metrics"]
     compared = [value for key, value in found.items() if key.startswith(f"{name} ")]
     assert sum(compared) >= len(asked)
     assert not any(value for key, value in found.items() if key.startswith(f"{name}_tokens") and key.endswith(" no"))
-    found = vllm.run(hybrids("ministral", 160), steps, extra, **EXTENDED)["metrics"]
+    found = hybrid("ministral", 160).run(steps, extra)["metrics"]
     assert found[f"{name}_dropped beyond the sliding window"] >= len(asked)
 
 
-def test_a_request_that_ends_while_it_is_provided_leaves_nothing(vllm: Vllm, hybrids: Any, tmp_path: Path) -> None:
+def test_a_request_that_ends_while_it_is_provided_leaves_nothing(hybrid: Any) -> None:
     """With held rows of an earlier turn that were kept for it."""
-    texts, model = Texts(26), hybrids("ministral", 64)
+    texts, model = Texts(26), hybrid("ministral", 64)
     passages = texts.passages(4)
     one, two = texts.prompt(passages[:2]), texts.prompt(passages[2:])
     ids, spans = one.ids + two.ids, one.spans + [[a + len(one.ids), b + len(one.ids)] for a, b in two.spans]
-    steps: list[dict[str, Any]] = [ask([one], alone=True), ask([two], alone=True), {"forget": True}, ask([one])]
+    steps: list[dict[str, Any]] = [ask([one], alone=True), ask([two], alone=True), FORGET, ask([one])]
     for taken in (2, 3, 4, 5):
         steps += [{"begin": f"r{taken}", "ids": ids, "chunks": spans}, {"until": f"r{taken}", "steps": taken}]
         steps += [{"abort": f"r{taken}"}, {"until": "nobody", "steps": 8}, {"cache": True}]
-    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0, "budget_row_layers": 100}
-    found = vllm.run(model, steps, extra, **EXTENDED)["answers"]
+    found = model.run(steps, {"recompute_ratio": 1.0, "budget_row_layers": 100})["answers"]
     assert [step["blocks"] for step in found[8::5]] == [0] * 4
 
 
-def test_memory_of_a_blended_request_with_the_hybrid_manager_on_and_off(
-    vllm: Vllm, hybrids: Any, tmp_path: Path
-) -> None:
+def test_memory_of_a_blended_request_with_the_hybrid_manager_on_and_off(hybrid: Any, tmp_path: Path) -> None:
     """Gemma 3 4B's layers (five in six with a window of 1,024) and a prompt of 4,096 tokens."""
-    types = [("full_attention" if number % 6 == 5 else "sliding_attention") for number in range(34)]
-    model, texts = hybrids("gemma3", 1024, types), Texts(27)
+    types = tuple("full_attention" if number % 6 == 5 else "sliding_attention" for number in range(34))
+    model, texts = hybrid("gemma3", 1024, types), Texts(27)
     asked = texts.prompt(texts.passages(8, 480, 500), question=4096)
     asked.ids = asked.ids[:4096]
     steps = [
@@ -264,7 +233,7 @@ def test_memory_of_a_blended_request_with_the_hybrid_manager_on_and_off(
     for off in (False, True):
         engine["disable_hybrid_kv_cache_manager"] = off
         extra = {"store": f"file://{tmp_path}/{off}", "recompute_ratio": 0.05}
-        result = vllm.run(model, steps, extra, **EXTENDED, **engine)
+        result = model.run(steps, extra, **engine)
         held = result["answers"][4::2]
         assert {step["groups"] for step in held} == ({1} if off else {7})
         assert result["metrics"]["vllm:cacheblend_requests"] == 1

@@ -5,14 +5,11 @@ A hit of vLLM's prefix cache ends inside a stored block nearly always. On a CPU 
 of 16 are in `test_scheduling_random`.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vllm_running import Texts, Vllm, needs_vllm
-
-pytestmark = needs_vllm
+from vllm_running import Served, Texts, tokens
 
 REQUESTS = 40
 
@@ -68,27 +65,23 @@ class History:
     ],
     ids=["blocks of 32", "blocks of 64 beside 48, int8", "ratio .15, int4"],
 )
-def test_every_job_of_a_history_blends(
-    vllm: Vllm, models: dict[str, Path], tmp_path: Path, block_size: int, settings: dict[str, Any]
-) -> None:
+def test_every_job_of_a_history_blends(llama: Served, block_size: int, settings: dict[str, Any]) -> None:
     steps = History(block_size).steps()
     engine: dict[str, Any] = {"enable_prefix_caching": True, "block_size": block_size}
-    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0, "refresh_s": 0, **settings}
-    found = vllm.run(models["llama"], steps, extra, **engine)
+    extra = {"recompute_ratio": 1.0, "refresh_s": 0, **settings}
+    found = llama.run(steps, extra, **engine)
     counted = found["metrics"]
     assert counted["vllm:cacheblend_requests"] >= REQUESTS / 4
     assert counted["vllm:cacheblend_hit_tokens vllm"] > 500 and counted["vllm:cacheblend_hit_tokens disk"] > 500
     if extra["recompute_ratio"] == 1:
-        plain = vllm.run(models["llama"], [{**step, "chunks": None} for step in steps], None, **engine)
+        plain = llama.run([{**step, "chunks": None} for step in steps], None, **engine)
         for step, mine, right in zip(steps, found["answers"], plain["answers"], strict=True):
             if "ask" in step:
-                assert [one["tokens"] for one in mine] == [one["tokens"] for one in right]
+                assert tokens(mine) == tokens(right)
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])
-def test_a_front_of_which_vllm_holds_a_part_is_loaded_from_there_on(
-    vllm: Vllm, models: dict[str, Path], tmp_path: Path, codec: str
-) -> None:
+def test_a_front_of_which_vllm_holds_a_part_is_loaded_from_there_on(llama: Served, codec: str) -> None:
     """The prompt begins with a stored chunk of 204 tokens, of which a plain request has left 192 in vLLM's cache."""
     texts = Texts(7)
     front, other = texts.ids(204), texts.ids(150)
@@ -102,10 +95,10 @@ def test_a_front_of_which_vllm_holds_a_part_is_loaded_from_there_on(
         {"count": True},
     ]
     engine: dict[str, Any] = {"enable_prefix_caching": True, "block_size": 32}
-    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0, "refresh_s": 0, "codec": codec}
-    *_, before, answers, after = vllm.run(models["llama"], steps, extra, **engine)["answers"]
+    extra = {"recompute_ratio": 1.0, "refresh_s": 0, "codec": codec}
+    *_, before, answers, after = llama.run(steps, extra, **engine)["answers"]
     more = {name.removeprefix("vllm:cacheblend_"): after[name] - before.get(name, 0) for name in after}
     assert (more["requests"], more["hit_tokens vllm"], more["hit_tokens disk"]) == (1, 192, 150 + 12 * (codec != "raw"))
     assert codec != "raw" or more["hit_tokens prefix"] == 12
-    plain = vllm.run(models["llama"], [{"ask": [asked]}], None, **engine)["answers"][0]
+    plain = llama.run([{"ask": [asked]}], None, **engine)["answers"][0]
     assert answers[0]["tokens"] == plain[0]["tokens"]

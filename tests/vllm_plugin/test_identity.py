@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.fingerprint import fingerprint_folder
-from vllm_running import needs_vllm
-
-pytestmark = needs_vllm
+from cacheblend.engines.vllm.identity import identify
+from cacheblend.engines.vllm.internals import weight_loader
+from vllm_families import write_model
 
 
 @pytest.fixture
@@ -26,8 +26,8 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def config_of(model: str, dtype: torch.dtype = torch.float32, **load: Any) -> Any:
-    same = {"revision": None, "hf_overrides": {}, "quantization": None, "use_mla": False}
+def config_of(model: str, dtype: torch.dtype = torch.float32, *, use_mla: bool = False, **load: Any) -> Any:
+    same = {"revision": None, "hf_overrides": {}, "quantization": None, "use_mla": use_mla}
     loads = {"load_format": "auto", "download_dir": None, "model_loader_extra_config": {}} | load
     return SimpleNamespace(
         model_config=SimpleNamespace(model=model, hf_config=SimpleNamespace(), dtype=dtype, **same),
@@ -37,8 +37,6 @@ def config_of(model: str, dtype: torch.dtype = torch.float32, **load: Any) -> An
 
 
 def test_formats_of_the_folder_keep_its_name_and_others_have_their_own(folder: Path) -> None:
-    from cacheblend.engines.vllm.identity import identify
-
     plain = fingerprint_folder(folder)
     for of_folder in ("auto", "safetensors", "runai_streamer"):
         assert identify(config_of(str(folder), load_format=of_folder), None).fingerprint == plain
@@ -49,17 +47,20 @@ def test_formats_of_the_folder_keep_its_name_and_others_have_their_own(folder: P
 
 
 def test_a_lower_precision_of_float32_has_its_own_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheblend.engines.vllm.identity import identify
-
     plain = identify(config_of(str(folder)), None).fingerprint
     monkeypatch.setenv("VLLM_FLOAT32_MATMUL_PRECISION", "high")
     assert identify(config_of(str(folder)), None).fingerprint != plain
     assert identify(config_of(str(folder), torch.bfloat16), None).fingerprint == plain
 
 
-def test_a_name_of_the_hub_is_looked_for_where_vllm_downloads_to(folder: Path, tmp_path: Path) -> None:
-    from cacheblend.engines.vllm.identity import identify
+def test_records_of_latents_have_names_of_their_own(tmp_path: Path) -> None:
+    """transformers orders DeepSeek-V3's rotated numbers otherwise: its records are not vLLM's."""
+    folder = write_model("deepseek_v3", tmp_path)
+    expanded, latents = (identify(config_of(str(folder), use_mla=each), None).fingerprint for each in (False, True))
+    assert expanded == fingerprint_folder(folder, {}) != latents
 
+
+def test_a_name_of_the_hub_is_looked_for_where_vllm_downloads_to(folder: Path, tmp_path: Path) -> None:
     kept = tmp_path / "hub" / "models--org--m"
     (kept / "refs").mkdir(parents=True)
     (kept / "refs" / "main").write_text("0123456789abcdef0123456789abcdef01234567")
@@ -72,8 +73,6 @@ def test_a_name_of_the_hub_is_looked_for_where_vllm_downloads_to(folder: Path, t
 
 
 def test_files_that_are_written_to_while_vllm_loads_them_end_the_start(folder: Path) -> None:
-    from cacheblend.engines.vllm.internals import weight_loader
-
     config = config_of(str(folder))
     weight_loader.check_files(folder)  # nothing was loaded in this process
     weight_loader._note_files(config)

@@ -7,6 +7,7 @@ the configuration, by the modules and by the start-up check, and served plainly 
 The families are in `test_reach`; what their pages look like in `test_latent_pages`.
 """
 
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,30 +16,29 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import vllm_running
 import vllm_table
-from cacheblend.core.select.selectors import Hkvd
+from cacheblend.engines.vllm.internals.latent_attention import latent_spec
 from families import VOCAB
-from reference import blend
 from vllm_families import ENGINES, write_model
-from vllm_running import Asked, Texts, Vllm, needs_vllm
+from vllm_requests import refusals
+from vllm_running import EXTENDED, TWO_RANKS, Asked, Served, Texts, Vllm, check_blended, check_oracle, close
 
-pytestmark = [needs_vllm, pytest.mark.usefixtures("extension")]
+pytestmark = pytest.mark.usefixtures("extension")
 
 SCENES = ["deepseek_v2-yarn", "deepseek_v3"]
-EXTENDED = {"worker_extension_cls": "injecting.Injecting"}
 LIKELIEST = {"max_tokens": 4, "logprobs": 4}
 
 
 @pytest.fixture(scope="module")
-def latents(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder, made = tmp_path_factory.mktemp("latents"), dict[str, Path]()
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("latents")
+    return cache(lambda name: write_model(name, folder))
 
-    def get(name: str) -> Path:
-        if name not in made:
-            made[name] = write_model(name, folder)
-        return made[name]
 
-    return get
+@pytest.fixture
+def latents(vllm: Vllm, folders: Any, tmp_path: Path) -> Any:
+    return lambda name: Served(vllm, folders(name), tmp_path / "store", **EXTENDED, **ENGINES.get(name, {}))
 
 
 def prompts(seed: int, count: int) -> list[Asked]:
@@ -49,102 +49,77 @@ def prompts(seed: int, count: int) -> list[Asked]:
 
 
 def ask(asked: list[Asked], **more: Any) -> dict[str, Any]:
-    return {"ask": [one.ids for one in asked], "chunks": [one.spans for one in asked], "sampling": LIKELIEST, **more}
+    return vllm_running.ask(asked, **{"sampling": LIKELIEST, **more})
 
 
 def plainly(asked: list[Asked]) -> dict[str, Any]:
     return ask(asked, chunks=[[]] * len(asked))
 
 
-def close(given: list[dict[str, Any]], right: list[dict[str, Any]]) -> None:
-    """The same tokens, and log-probabilities but for rounding."""
-    for one, other in zip(given, right, strict=True):
-        assert one["tokens"] == other["tokens"]
-        for mine, its in zip(one["logprobs"][0], other["logprobs"][0], strict=True):
-            assert mine == pytest.approx(its, abs=2e-3)
-
-
 @pytest.mark.parametrize("name", SCENES)
-def test_full_recompute_answers_as_vllm_alone(vllm: Vllm, latents: Any, tmp_path: Path, name: str) -> None:
+def test_full_recompute_answers_as_vllm_alone(latents: Any, name: str) -> None:
     """Also the plain requests in the same step, and those after it."""
     model, asked = latents(name), prompts(31, 3)
-    engine = EXTENDED | ENGINES.get(name, {})
-    right = vllm.run(model, [plainly(asked)], None, **engine)["answers"][0]
+    right = model.run([plainly(asked)], None)["answers"][0]
     mixed = ask([*asked, *asked])
     mixed["chunks"] = [*mixed["chunks"][:3], *[[]] * 3]
     steps = [ask(asked, alone=True), {"forget": True}, mixed, plainly(asked), {"cache": True}]
-    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0}
-    found = vllm.run(model, steps, extra, **engine)
+    found = model.run(steps, {"recompute_ratio": 1.0})
     close(found["answers"][2], right + right)
     close(found["answers"][3], right)
     assert found["answers"][4]["blocks"] == 0  # none stays taken
-    assert found["metrics"]["vllm:cacheblend_requests"] >= len(asked)
-    assert "vllm:cacheblend_fallbacks" not in " ".join(found["metrics"])
+    check_blended(found, len(asked))
 
 
 @pytest.mark.parametrize("name", SCENES)
-def test_a_partial_ratio_answers_as_the_dense_oracle(vllm: Vllm, latents: Any, tmp_path: Path, name: str) -> None:
+def test_a_partial_ratio_answers_as_the_dense_oracle(latents: Any, name: str) -> None:
     folder, asked = latents(name), prompts(32, 3)
-    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 0.2, "check_layers": [1], "in_pages": True}
-    steps = [ask(asked, alone=True), {"forget": True}, ask(asked)]
-    found = vllm.run(folder, steps, extra, **EXTENDED, **ENGINES.get(name, {}))
-    assert found["metrics"]["vllm:cacheblend_requests"] >= len(asked)
-    assert "vllm:cacheblend_fallbacks" not in " ".join(found["metrics"])
-    model, full = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), 0
-    for one, answer in zip(asked, found["answers"][2], strict=True):
-        right = torch.log_softmax(blend(model, one.prompt, Hkvd((1,), (0.2,))).logits.double(), -1)
-        given = {int(token): value for token, value in answer["logprobs"][0][0].items()}
-        assert given == pytest.approx({token: float(right[token]) for token in given}, abs=2e-3)
-        with torch.no_grad():
-            plain = torch.log_softmax(model(torch.tensor([one.ids])).logits[0, -1].double(), -1)
-        full += bool((plain - right).abs().max() < 4e-3)
-    assert full < len(asked)  # full prefill answers otherwise, or this would show nothing
+    extra = {"recompute_ratio": 0.2, "check_layers": [1], "in_pages": True}
+    found = folder.run([ask(asked, alone=True), {"forget": True}, ask(asked)], extra)
+    check_blended(found, len(asked))
+    model = AutoModelForCausalLM.from_pretrained(folder.model, dtype=torch.float32)
+    assert check_oracle(model, asked, found["answers"][2]) < len(asked)
 
 
-def test_a_second_turn_answers_as_vllm_alone(vllm: Vllm, latents: Any, tmp_path: Path) -> None:
+def test_a_second_turn_answers_as_vllm_alone(latents: Any) -> None:
     (first,), texts = prompts(33, 1), Texts(34, VOCAB)
-    model, extra = latents("deepseek_v3"), {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0}
-    engine = EXTENDED | ENGINES["deepseek_v3"]
-    answer = vllm.run(model, [plainly([first])], None, **engine)["answers"][0][0]["tokens"][0]
+    model, extra = latents("deepseek_v3"), {"recompute_ratio": 1.0}
+    answer = model.run([plainly([first])], None)["answers"][0][0]["tokens"][0]
     second = texts.prompt([], front=0)
     second.ids, second.spans = [*first.ids, *answer, *texts.ids(19)], first.spans
-    right = vllm.run(model, [plainly([first]), plainly([second])], None, **engine)["answers"]
-    found = vllm.run(model, [ask([first]), ask([first]), ask([second]), plainly([second])], extra, **engine)
+    right = model.run([plainly([first]), plainly([second])], None)["answers"]
+    found = model.run([ask([first]), ask([first]), ask([second]), plainly([second])], extra)
     close(found["answers"][1], right[0])
     close(found["answers"][2] + found["answers"][3], right[1] + right[1])
     assert found["metrics"]["vllm:cacheblend_requests"] == 2
 
 
-def test_two_ranks_answer_as_one(vllm: Vllm, latents: Any, tmp_path: Path) -> None:
+def test_two_ranks_answer_as_one(latents: Any) -> None:
     """Both keep the whole latent, and have half of the heads that it is expanded to; one's store serves two."""
     model, asked = latents("deepseek_v3"), prompts(35, 2)
-    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 0.3}
-    engine = {**EXTENDED, **ENGINES["deepseek_v3"]}
-    one = vllm.run(model, [ask(asked, alone=True), {"forget": True}, ask(asked)], extra, **engine)
-    engine |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    two = vllm.run(model, [ask(asked)], extra, **engine)
+    extra = {"recompute_ratio": 0.3}
+    one = model.run([ask(asked, alone=True), {"forget": True}, ask(asked)], extra)
+    two = model.run([ask(asked)], extra, **TWO_RANKS)
     close(two["answers"][0], one["answers"][2])
     assert two["metrics"]["vllm:cacheblend_requests"] == len(asked)
 
 
 @pytest.mark.may_fail("RuntimeError")
-def test_a_blend_that_fails_is_computed_by_vllm(vllm: Vllm, latents: Any, tmp_path: Path) -> None:
+def test_a_blend_that_fails_is_computed_by_vllm(latents: Any) -> None:
     model, asked = latents("deepseek_v3"), prompts(36, 2)
-    engine = EXTENDED | ENGINES["deepseek_v3"]
-    right = vllm.run(model, [plainly(asked)], None, **engine)["answers"][0]
+    right = model.run([plainly(asked)], None)["answers"][0]
     steps: list[dict[str, Any]] = [ask(asked, alone=True), {"rpc": ["arm_fault", "attention", 0, "error", 2]}]
     steps += [ask(asked, alone=True), {"rpc": ["disarm_fault"]}, ask(asked)]
-    found = vllm.run(model, steps, {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0}, **engine)
+    found = model.run(steps, {"recompute_ratio": 1.0})
     assert found["answers"][3][0]["raised"] == 1
     close(found["answers"][2], right)
     close(found["answers"][4], right)
 
 
-def test_the_shadow_check_agrees_with_full_recompute(vllm: Vllm, latents: Any, tmp_path: Path) -> None:
+def test_the_shadow_check_agrees_with_full_recompute(latents: Any) -> None:
     asked = prompts(37, 3)
     steps = [{"rpc": ["check_exact"]}, ask(asked, alone=True), ask(asked, sampling={"max_tokens": 12}), {"count": True}]
-    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0, "shadow": 1.0}
-    found = vllm.run(latents("deepseek_v3"), steps, extra, **EXTENDED, **ENGINES["deepseek_v3"])["metrics"]
+    found = latents("deepseek_v3").run(steps, {"recompute_ratio": 1.0, "shadow": 1.0})["metrics"]
     shadow = {name: value for name, value in found.items() if "cacheblend_shadow" in name}
     disagreeing = [value for name, value in shadow.items() if "_tokens" in name and " no" in name]
     agreeing = sum(value for name, value in shadow.items() if "_tokens" in name and " yes" in name)
@@ -153,53 +128,39 @@ def test_the_shadow_check_agrees_with_full_recompute(vllm: Vllm, latents: Any, t
 
 def test_what_is_not_blended_of_such_models_is_refused_by_name() -> None:
     """vLLM's CPU build ends with its own words at a model with an indexer, before it asks the connector."""
-    from cacheblend.engines.vllm.internals import interface
-    from cacheblend.engines.vllm.internals.latent_attention import latent_spec
 
-    def refused(*, cache: str = "auto", lora: Any = None, speculative: Any = None, **fields: Any) -> list[str]:
-        text = SimpleNamespace(model_type="deepseek_v32", architectures=["DeepseekV3ForCausalLM"], **fields)
-        parallel = SimpleNamespace(
-            pipeline_parallel_size=1, data_parallel_size=1, world_size=1, distributed_executor_backend="uni"
-        )
-        common = {"use_mla": True, "is_multimodal_model": False, "runner_type": "generate"}
-        model = SimpleNamespace(hf_config=text, hf_text_config=text, **common)
-        others = {"cache_config": SimpleNamespace(cache_dtype=cache), "parallel_config": parallel}
-        config = SimpleNamespace(model_config=model, lora_config=lora, speculative_config=speculative, **others)
-        return interface.refusals(config)
-
-    assert refused() == []
-    (found,) = refused(index_topk=2048)
+    assert refusals(use_mla=True) == []
+    (found,) = refusals(use_mla=True, hf={"model_type": "deepseek_v32", "index_topk": 2048})
     assert "deepseek_v32 with sparse attention to the 2048 tokens that an indexer selects" in found
     for what, fields in (
         ("LoRA", {"lora": SimpleNamespace()}),
         ("an FP8 cache", {"cache": "fp8"}),
         ("speculative decoding", {"speculative": SimpleNamespace(method="ngram")}),
     ):
-        (found,) = refused(**fields)
+        (found,) = refusals(use_mla=True, **fields)
         assert found.startswith(f"MLA attention beside {what}")
     with pytest.raises(Exception, match="attends sparsely, to tokens that an indexer selects"):
         latent_spec(SimpleNamespace(layer_name="layers.0", use_sparse=True))
 
 
 @pytest.mark.parametrize("measure", ["k", "v"])
-def test_a_measure_of_keys_or_values_alone_ends_the_start(vllm: Vllm, latents: Any, measure: str) -> None:
+def test_a_measure_of_keys_or_values_alone_ends_the_start(latents: Any, measure: str) -> None:
     """A layer keeps one vector for both."""
-    extra = {"store": "memory", "measure": measure}
-    refused = vllm.start(latents("deepseek_v3"), [], extra, **EXTENDED, **ENGINES["deepseek_v3"])
+    refused = latents("deepseek_v3").start([], {"store": "memory", "measure": measure})
     assert "answers" not in refused
     assert f"measure '{measure}' compares keys or values alone" in refused["words"]
 
 
-def test_a_model_that_cannot_be_blended_is_named_or_left_to_vllm(vllm: Vllm, latents: Any, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_blended_is_named_or_left_to_vllm(vllm: Vllm, folders: Any, tmp_path: Path) -> None:
     """One whose rotated parts vLLM's own CPU operation turns otherwise than by their positions: it takes slices for
     whole rows. It shows while layers are run, not in the configuration."""
-    model, asked = latents("deepseek_v2"), prompts(38, 2)
-    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 0.0}
-    refused = vllm.start(model, [ask(asked)], extra)
+    model, asked = Served(vllm, folders("deepseek_v2"), tmp_path / "store"), prompts(38, 2)
+    extra = {"recompute_ratio": 0.0}
+    refused = model.start([ask(asked)], extra)
     assert "answers" not in refused
     assert "the keys of layer 0 follow none of the model's 1 rotations" in refused["words"]
-    right = vllm.run(model, [plainly(asked)], None)["answers"][0]
-    left = vllm.run(model, [ask(asked), ask(asked)], {**extra, "on_unblendable": "plain"})
+    right = model.run([plainly(asked)], None)["answers"][0]
+    left = model.run([ask(asked), ask(asked)], {**extra, "on_unblendable": "plain"})
     for given in left["answers"]:
         close(given, right)
     assert not any(value for name, value in left["metrics"].items() if "cacheblend" in name)

@@ -5,19 +5,21 @@ holds (its CPU build caches none of such models); blocks that belong to others; 
 that are no plain product; odd widths; backends that pack what is needed; kernels that need other shapes.
 """
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import ModelNotBlendableError
 from cacheblend.core.kernels.latent import halves
 from cacheblend.core.kernels.operations import attend_rows
-from vllm_running import needs_vllm
-
-pytestmark = needs_vllm
+from cacheblend.engines.settings import BlendSettings
+from cacheblend.engines.vllm.internals import decoder
+from cacheblend.engines.vllm.scheduler.options import RequestOptions
+from cacheblend.engines.vllm.worker.model import attention_of
+from cacheblend.engines.vllm.worker.paged_cache import PagedLayer, RequestBlocks
 
 BLOCKS, SIZE, RANK, ROTARY, HEADS, KEY, VALUE = 7, 16, 40, 8, 3, 12, 20
 
@@ -78,8 +80,6 @@ def kept(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_was_written_is_read_back_and_others_blocks_stay(dtype: torch.dtype, latent_first: bool) -> None:
     """Held rows are read through the same layout, which is learnt."""
-    from cacheblend.engines.vllm.worker.paged_cache import PagedLayer, RequestBlocks
-
     layer = layer_of(dtype, latent_first)
     paged = PagedLayer(layer, 1, (RANK + ROTARY) // 2, SIZE, dtype)
     keys, values = kept(37, dtype)
@@ -95,8 +95,6 @@ def test_what_was_written_is_read_back_and_others_blocks_stay(dtype: torch.dtype
 
 def test_attention_in_the_absorbed_form_is_that_over_expanded_keys_and_values() -> None:
     """With matrices of the moment: vLLM may load other weights while it serves."""
-    from cacheblend.engines.vllm.worker.model import attention_of
-
     layer = layer_of()
     attention = attention_of(layer, 1e-3)
     assert (attention.kept.kv_heads, attention.kept.head_dim) == (1, (RANK + ROTARY) // 2)
@@ -136,45 +134,19 @@ def test_attention_in_the_absorbed_form_is_that_over_expanded_keys_and_values() 
     ids=["a bias", "packed", "odd", "sparse", "indexer"],
 )
 def test_modules_that_are_not_blended_are_refused_with_the_reason(fields: dict[str, Any], message: str) -> None:
-    from cacheblend.engines.vllm.worker.model import attention_of
-
     with pytest.raises(ModelNotBlendableError, match=rf"layers\.0.*{message}"):
         attention_of(layer_of(**fields), 1e-3)
 
 
 def test_rotations_of_slices_are_left_to_the_models_own_operation() -> None:
     """vLLM's CPU kernel takes them for whole rows."""
-    from cacheblend.engines.vllm.internals import decoder
-
     rotary = type("RotaryEmbedding", (torch.nn.Module,), {"forward_cpu": None, "_forward_method": None})
     latent = type("MLAAttention", (torch.nn.Module,), {})
     assert len(decoder.cpu_kernels(torch.nn.ModuleList([rotary()]))) == 1
     assert decoder.cpu_kernels(torch.nn.ModuleList([rotary(), latent()])) == []
 
 
-def test_records_have_names_of_their_own(tmp_path: Path) -> None:
-    """transformers orders DeepSeek-V3's rotated numbers otherwise: its records are not vLLM's."""
-    from cacheblend.engines.fingerprint import fingerprint_folder
-    from cacheblend.engines.vllm.identity import identify
-    from vllm_families import write_model
-
-    folder = write_model("deepseek_v3", tmp_path)
-
-    def named(*, use_mla: bool) -> str:
-        hf, same = SimpleNamespace(), {"revision": None, "hf_overrides": {}, "quantization": None}
-        model = SimpleNamespace(model=str(folder), hf_config=hf, dtype=torch.float32, use_mla=use_mla, **same)
-        load = SimpleNamespace(load_format="auto", download_dir=None, model_loader_extra_config={})
-        config = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(cache_dtype="auto"), load_config=load)
-        return str(identify(config, None).fingerprint)
-
-    assert named(use_mla=False) == fingerprint_folder(folder, {}) != named(use_mla=True)
-
-
 def test_a_request_that_has_rows_compared_compares_keys_and_values_whatever_another_selector_was_set_to() -> None:
     """The start refuses to compare keys alone, but not where the configured selector compares nothing."""
-    from cacheblend.core.config import BlendConfig
-    from cacheblend.engines.settings import BlendSettings
-    from cacheblend.engines.vllm.scheduler.options import RequestOptions
-
     settings = BlendSettings(BlendConfig(selector="head", measure="k"))
     assert RequestOptions(selector="hkvd").selector_of(settings).measure == "kv"

@@ -12,9 +12,7 @@ import pytest
 
 from lab.servers.vllm_server import NAME, Server, ServerSettings, serving
 from vllm_adapters import make_adapter
-from vllm_running import Texts, needs_vllm
-
-pytestmark = needs_vllm
+from vllm_running import Texts
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_running import needs_vllm
-
-pytestmark = needs_vllm
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.engines.vllm.internals import decoder, weight_loader
+from cacheblend.engines.vllm.workspace import ModelSizes, workspace_of
 
 CONNECTOR = {"kv_connector": "CacheBlendConnector", "kv_connector_extra_config": {"store": "/kv"}}
 OTHER = {"kv_connector": "OtherConnector", "kv_connector_extra_config": {"a": 1}}
@@ -42,8 +42,6 @@ def config_of(connector: dict[str, Any] | None) -> Any:
 
 
 def reserved(connector: dict[str, Any] | None, device: str = "meta") -> int:
-    from cacheblend.engines.vllm.internals import weight_loader
-
     weight_loader.release_reserved()
     attention = nn.Linear(2, 2)
     weight_loader._reserve(attention, config_of(connector), torch.device(device))
@@ -53,9 +51,6 @@ def reserved(connector: dict[str, Any] | None, device: str = "meta") -> int:
 
 
 def test_all_that_blending_needs_is_taken_until_the_connector_starts() -> None:
-    from cacheblend.engines.vllm.internals import decoder
-    from cacheblend.engines.vllm.workspace import ModelSizes, workspace_of
-
     sizes = decoder.model_sizes(config_of(CONNECTOR), torch.device("meta"), {})
     assert sizes == ModelSizes(6, 256, 256, 256, 128, 32, 2, 1000, 128)
     assert reserved(CONNECTOR) == workspace_of(sizes).total
@@ -81,20 +76,6 @@ def test_the_connector_is_found_among_several() -> None:
     assert reserved(several) == 0
 
 
-def test_a_gpu_without_that_much_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheblend.core.errors import InvalidInputError
-    from cacheblend.engines.vllm.internals import weight_loader
-
-    attention = nn.Linear(2, 2)
-
-    def full(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(torch, "empty", full)
-    with pytest.raises(InvalidInputError, match="set workspace_bytes, max_model_len or"):
-        weight_loader._reserve(attention, config_of(CONNECTOR), torch.device("meta"))
-
-
 TIER = "cuda://?max_bytes=5MiB, file:///kv"
 
 
@@ -109,8 +90,6 @@ def test_records_that_the_device_keeps_are_taken_as_well(workspace_bytes: int | 
 
 
 def test_what_was_taken_for_records_goes_back_to_the_device_and_only_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheblend.engines.vllm.internals import weight_loader
-
     emptied: list[None] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(None))
     model = nn.Linear(2, 2).to_empty(device="meta")
@@ -130,20 +109,25 @@ def test_what_was_taken_for_records_goes_back_to_the_device_and_only_that(monkey
     ],
 )
 def test_a_tier_that_cannot_be_is_refused_while_the_model_is_loaded(store: str, device: str, message: str) -> None:
-    from cacheblend.core.errors import InvalidInputError
-
     with pytest.raises(InvalidInputError, match=message):
         reserved(CONNECTOR | {"kv_connector_extra_config": {"store": store}}, device)
 
 
-def test_a_gpu_without_room_for_records_is_told_which_bound_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheblend.core.errors import InvalidInputError
-    from cacheblend.engines.vllm.internals import weight_loader
-
+@pytest.mark.parametrize(
+    ("store", "message"),
+    [
+        ("/kv", "set workspace_bytes, max_model_len or"),
+        ("cuda://?max_bytes=500GiB, file:///kv", r"500.00 GiB of it for stored records.*max_bytes of cuda://"),
+    ],
+)
+def test_a_gpu_without_that_much_is_refused_with_a_way_out(
+    store: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    model, extra = nn.Linear(2, 2).to_empty(device="meta"), {"store": "cuda://?max_bytes=500GiB, file:///kv"}
+    model = nn.Linear(2, 2).to_empty(device="meta")
     monkeypatch.setattr(torch, "empty", full)
-    with pytest.raises(InvalidInputError, match=r"500.00 GiB of it for stored records.*max_bytes of cuda://"):
-        weight_loader._reserve(model, config_of(CONNECTOR | {"kv_connector_extra_config": extra}), torch.device("meta"))
+    with pytest.raises(InvalidInputError, match=message):
+        connector = CONNECTOR | {"kv_connector_extra_config": {"store": store}}
+        weight_loader._reserve(model, config_of(connector), torch.device("meta"))

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +17,9 @@ import pytest
 import vision
 from sound_models import SOUND, make_qwen2_audio
 from vision_models import SHOWN
-from vllm_running import SETTINGS, Asked, Texts, Vllm, needs_vllm
+from vllm_requests import refusals
+from vllm_running import SETTINGS, Asked, Texts, Vllm, tokens
 
-pytestmark = needs_vllm
 SOUND_LINE = pytest.mark.feature("models of text and sound", "blends what stands before the first sound")
 CORE = ("sound", "qwen2.5-vl")
 IMAGE_LINE = pytest.mark.feature("vision-language models", "blends what stands before the first image")
@@ -89,10 +88,6 @@ def moved(one: Asked, by: int) -> list[list[int]]:
     return [[start + by, stop + by] for start, stop in one.spans]
 
 
-def tokens(step: list[dict[str, Any]]) -> list[Any]:
-    return [answer["tokens"] for answer in step]
-
-
 @among("sound", *SHOWN)
 def test_at_ratio_one_answers_are_those_of_vllm(vllm: Vllm, scene: Scene, tmp_path: Path) -> None:
     ask = scene.steps(Texts(61), 3)
@@ -133,21 +128,6 @@ def test_approximate_blocks_are_not_found_with_another_item_nor_without_blending
 
 
 def test_models_of_an_encoder_and_a_decoder_are_refused_by_name() -> None:
-    from cacheblend.engines.vllm.internals import interface
-
-    parallel = SimpleNamespace(
-        pipeline_parallel_size=1, data_parallel_size=1, distributed_executor_backend="uni", world_size=1
-    )
-    hf = SimpleNamespace(architectures=["WhisperForConditionalGeneration"])
-    model = SimpleNamespace(hf_config=hf, hf_text_config=hf, use_mla=False, runner_type="generate")
-    config: Any = SimpleNamespace(
-        parallel_config=parallel,
-        model_config=model,
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-        speculative_config=None,
-    )
-    model.is_multimodal_model, model.is_encoder_decoder = True, False
-    assert interface.refusals(config) == []
-    model.is_encoder_decoder = True
-    (refused,) = interface.refusals(config)
+    assert refusals(is_multimodal_model=True, is_encoder_decoder=False) == []
+    (refused,) = refusals(is_multimodal_model=True, is_encoder_decoder=True)
     assert "encoder" in refused

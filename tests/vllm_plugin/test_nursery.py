@@ -9,10 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from vllm_running import needs_vllm
-
-pytestmark = needs_vllm
-
 LIMIT_S = 120
 
 

@@ -7,28 +7,27 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import _custom_ops as ops
 
-from vllm_running import needs_vllm
+from cacheblend.core.errors import ModelNotBlendableError
+from cacheblend.core.kernels.attention import attend_rows
+from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.load.layer_kv import LayerKV
+from cacheblend.engines import processor
+from cacheblend.engines.vllm.internals import interface
+from cacheblend.engines.vllm.worker import paged_attention
+from cacheblend.engines.vllm.worker.paged_attention import longest_runs
+from cacheblend.engines.vllm.worker.paged_cache import NO_SLOT, PagedLayer, RequestBlocks
+from paged_scenes import KV_HEADS as HEADS
+from paged_scenes import SIZE, WIDTH, flash, keys_transposed
 
-pytestmark = needs_vllm
-
-BLOCKS, HEADS, SIZE, WIDTH = 7, 2, 16, 8
+BLOCKS = 7
 Put = Callable[[torch.Tensor, int, int, torch.Tensor, torch.Tensor], None]
 """(cache, block, place, key [heads, width], value)"""
 
 
-def flash(cache: torch.Tensor, block: int, place: int, key: torch.Tensor, value: torch.Tensor) -> None:
-    cache[0, block, place], cache[1, block, place] = key, value
-
-
 def blocks_first(cache: torch.Tensor, block: int, place: int, key: torch.Tensor, value: torch.Tensor) -> None:
     cache[block, :, place, :WIDTH], cache[block, :, place, WIDTH:] = key, value
-
-
-def keys_transposed(cache: torch.Tensor, block: int, place: int, key: torch.Tensor, value: torch.Tensor) -> None:
-    part = cache[block].view(HEADS, 2, SIZE * WIDTH)
-    part[:, 0].view(HEADS, WIDTH, SIZE)[:, :, place] = key
-    part[:, 1].view(HEADS, SIZE, WIDTH)[:, place] = value
 
 
 def padded(cache: torch.Tensor, block: int, place: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -67,8 +66,6 @@ def layer_of(put: Put, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_was_written_is_read_back(name: str, dtype: torch.dtype) -> None:
-    from cacheblend.engines.vllm.worker.paged_cache import PagedLayer, RequestBlocks
-
     put, shape = LAYOUTS[name]
     paged = PagedLayer(layer_of(put, shape, dtype), HEADS, WIDTH, SIZE)
     keys, values = (torch.randn(HEADS, 37, WIDTH).to(dtype) for _ in range(2))
@@ -87,8 +84,6 @@ def test_what_was_written_is_read_back(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_with_strides_is_seen_as_pages(name: str, dtype: torch.dtype) -> None:
     """Of views too: caches are often parts of a larger tensor, or permuted."""
-    from cacheblend.engines.vllm.worker.paged_cache import PagedLayer, RequestBlocks
-
     put, shape = LAYOUTS[name]
     layer = layer_of(put, shape, dtype)
     layer.kv_cache = torch.randn(3, *shape).to(dtype)[1]
@@ -107,8 +102,6 @@ def test_a_layout_with_strides_is_seen_as_pages(name: str, dtype: torch.dtype) -
 
 def test_a_packed_layout_has_no_pages_and_is_read_all_the_same() -> None:
     """As on CPUs with AMX, where pairs of tokens lie side by side."""
-    from cacheblend.engines.vllm.worker.paged_cache import PagedLayer, RequestBlocks
-
     paged = PagedLayer(layer_of(packed, (BLOCKS, HEADS, SIZE, 2 * WIDTH), torch.float32), HEADS, WIDTH, SIZE)
     assert paged.pages() is None
     blocks, rows = RequestBlocks.of([5, 1], 0, 20, SIZE), torch.randn(2, HEADS, 20, WIDTH)
@@ -121,10 +114,6 @@ def test_a_packed_layout_has_no_pages_and_is_read_all_the_same() -> None:
 def test_vllms_own_cpu_cache_has_pages_and_leaves_rows_without_a_slot_alone(
     size: int, isa: str, dtype: torch.dtype
 ) -> None:
-    from vllm import _custom_ops as ops
-
-    from cacheblend.engines.vllm.worker.paged_cache import NO_SLOT, PagedLayer
-
     def update(layer: Any, keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
         parts = cache.view(BLOCKS, HEADS, 2 * size, -1).chunk(2, dim=2)
         ops.cpu_attn_reshape_and_cache(
@@ -144,9 +133,6 @@ def test_vllms_own_cpu_cache_has_pages_and_leaves_rows_without_a_slot_alone(
 
 
 def test_a_cache_that_changes_numbers_is_refused() -> None:
-    from cacheblend.core.errors import ModelNotBlendableError
-    from cacheblend.engines.vllm.worker.paged_cache import PagedLayer
-
     paged = PagedLayer(layer_of(scaled, LAYOUTS["kv, blocks, tokens"][1], torch.float32), HEADS, WIDTH, SIZE)
     with pytest.raises(ModelNotBlendableError, match="no-enable-prefix-caching"):
         paged.read(torch.tensor([1]), 4)
@@ -175,13 +161,6 @@ class Backend:
 def test_rows_are_attended_to_by_products_where_they_are_faster(
     step: int, rows: int, run_rows: float, longest: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cacheblend.core.kernels.attention import attend_rows
-    from cacheblend.core.kernels.attention_spec import AttentionSpec
-    from cacheblend.core.load.loader import LayerKV
-    from cacheblend.engines.vllm.internals import interface
-    from cacheblend.engines.vllm.worker import paged_attention
-    from cacheblend.engines.vllm.worker.paged_cache import RequestBlocks
-
     monkeypatch.setattr(paged_attention, "longest_runs", lambda dtype: longest)
     monkeypatch.setattr(interface, "sequences_metadata", lambda *_: object())
     backend, spec = Backend(), AttentionSpec(0.3)
@@ -216,20 +195,12 @@ def test_rows_are_attended_to_by_products_where_they_are_faster(
 def test_the_processor_and_the_dtype_decide_where_products_are_faster(
     dtype: torch.dtype, extensions: set[str], found: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cacheblend.engines import processor
-    from cacheblend.engines.vllm.worker.paged_attention import longest_runs
-
     monkeypatch.setattr(processor, "extensions", lambda: extensions)
     assert longest_runs(dtype) == found
 
 
 def test_rows_of_a_held_prefix_are_attended_to_and_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefill that lost its prefix computes those rows again; their blocks may be other requests' too."""
-    from cacheblend.core.kernels.attention_spec import AttentionSpec
-    from cacheblend.core.load.layer_kv import LayerKV
-    from cacheblend.engines.vllm.worker import paged_attention
-    from cacheblend.engines.vllm.worker.paged_cache import RequestBlocks
-
     monkeypatch.setattr(paged_attention, "longest_runs", lambda dtype: math.inf)
     backend, rows, held = Backend(), 200, 50
     blocks = RequestBlocks.of([3, 4], held, rows, 100)

@@ -1,6 +1,7 @@
 """Blends in vLLM's own paged cache: the rows of a blend in buffers, and nobody else's blocks touched."""
 
-from collections.abc import Sequence
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,15 +10,18 @@ import torch
 from cacheblend.core.errors import BlockLostError, CacheBlendError
 from cacheblend.core.fuse import rows
 from cacheblend.core.kernels import operations
+from cacheblend.core.kernels.attention_spec import HeadShape
 from cacheblend.core.kernels.kv_placement import Piece, Placement
-from cacheblend.core.kernels.operations import Served
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.select.question_selectors import Hybrid, Query
 from cacheblend.core.select.selectors import AllRows, Hkvd, NoRows
+from cacheblend.engines.vllm.worker import paged_kv, prefill_factory
+from cacheblend.engines.vllm.worker.paged_cache import PagedLayer, RequestBlocks
+from cacheblend.engines.vllm.worker.paged_kv import PagedKV, open_pages
+from cacheblend.engines.vllm.worker.ranks import Ranks
+from campaign import rotating
+from paged_scenes import LAYOUTS, NOTHING, OTHERS, OWN, SPECS, Scene, serve_triton
 from read_counting import CountReads
-from vllm_running import needs_vllm
-
-pytestmark = needs_vllm
 
 SELECTORS = {
     "none": NoRows(),
@@ -28,40 +32,24 @@ SELECTORS = {
     "hybrid": Hybrid((1, 2), (0.3, 0.1), early=0.6),
     "all": AllRows(),
 }
-OTHERS = range(21, 40)
-"""Blocks of other requests."""
-
-OWN = [5, 9, 2, 17, 3, 11, 8, 1, 14, 6, 19, 12, 4, 10, 15]
 MORE = [7, 13, 16, 18, 20]
 
-
-def scene(**how: Any) -> Any:
-    from paged_scenes import Scene
-
-    return Scene(**how)
+EACH = (("flash", "plain"), ("keys transposed", "window"), ("flash", "cap"), ("keys transposed", "sinks"))
+"""Each layout and each way to attend, which every run draws: our kernels take their time under the interpreter."""
 
 
 @pytest.fixture
 def triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our kernels serve CPUs, under the interpreter."""
     pytest.importorskip("triton", reason="Triton is not installed here")
-    from cacheblend.core.kernels import attention_triton, deviation_triton, kv_placement_triton
-
-    calls: dict[Any, Any] = {
-        operations.ATTEND_ROWS: attention_triton.attend_rows,
-        operations.PLACE: kv_placement_triton.place,
-        operations.KV_DEVIATION: deviation_triton.kv_deviation,
-    }
-    for operation, call in calls.items():
-        served = {(torch.device("cpu"), dtype): Served(call, "Triton") for dtype in (torch.float32, torch.bfloat16)}
-        monkeypatch.setattr(operation, "_served", served)
+    serve_triton(monkeypatch.setattr, operations.ATTEND_ROWS, operations.PLACE, operations.KV_DEVIATION)
 
 
 def compare(dense: Any, paged: Any, tolerance: float, *, held: int = 0, selector: str = "hkvd") -> None:
     """Runs the same job both ways on equal caches; `held`: leading rows that vLLM's cache has already."""
     for one in (dense, paged):
         if held:  # computed by an earlier request, and shared with others
-            one.blend(one.job(OWN, source=Nothing()))
+            one.blend(one.job(OWN, source=NOTHING))
     shared = OWN[: held // 16]
     before = paged.bytes_of([*OTHERS, *shared])
     results = [one.blend(one.job(OWN, held, SELECTORS[selector])) for one in (dense, paged)]
@@ -73,40 +61,30 @@ def compare(dense: Any, paged: Any, tolerance: float, *, held: int = 0, selector
         assert torch.equal(now, then)
 
 
-class Nothing:
-    """A source without blocks."""
-
-    def find(self, names: Sequence[Any]) -> list[None]:
-        return [None] * len(names)
-
-
 @pytest.mark.parametrize("held", [0, 32, 80])
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_a_blend_in_pages_is_that_in_buffers(selector: str, held: int) -> None:
     """Whatever selects, and however much of the prompt vLLM holds (its text only, or some of a chunk)."""
-    compare(scene(in_pages=False), scene(in_pages=True), 1e-5, held=held, selector=selector)
+    compare(Scene(in_pages=False), Scene(in_pages=True), 1e-5, held=held, selector=selector)
 
 
 @pytest.mark.usefixtures("triton")
-@pytest.mark.parametrize("spec", ["plain", "window", "cap", "sinks"])
-@pytest.mark.parametrize("layout", ["flash", "keys transposed"])
+@pytest.mark.parametrize(("layout", "spec"), rotating(product(LAYOUTS, SPECS), EACH))
 def test_by_our_kernels_with_windows_caps_and_sinks_over_any_layout(layout: str, spec: str) -> None:
-    dense = scene(layout=layout, in_pages=False, spec=spec)
+    dense = Scene(layout=layout, in_pages=False, spec=spec)
     assert operations.ATTEND_ROWS.on(torch.device("cpu"), torch.float32).is_kernel
-    compare(dense, scene(layout=layout, in_pages=True, spec=spec), 2e-5, held=32)
+    compare(dense, Scene(layout=layout, in_pages=True, spec=spec), 2e-5, held=32)
 
 
 @pytest.mark.usefixtures("triton")
 @pytest.mark.parametrize(("selector", "codec"), [("hybrid", "raw"), ("hkvd", "int8"), ("gradual", "int4")])
 def test_by_our_kernels_in_bfloat16_with_codecs_and_the_question(selector: str, codec: str) -> None:
     how = {"dtype": torch.bfloat16, "codec": codec}
-    compare(scene(in_pages=False, **how), scene(in_pages=True, **how), 0.07, selector=selector)
+    compare(Scene(in_pages=False, **how), Scene(in_pages=True, **how), 0.07, selector=selector)
 
 
 def test_pages_need_neither_buffers_nor_a_copy_of_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheblend.engines.vllm.worker.paged_cache import PagedLayer
-
-    paged = scene(in_pages=True)
+    paged = Scene(in_pages=True)
 
     def never(*_: Any) -> Any:
         raise AssertionError("gathered, or buffered")
@@ -121,7 +99,7 @@ def test_a_layer_is_read_once_where_the_question_is_asked() -> None:
     """The question's pass leaves it in the cache; buffers are freed, and filled again."""
     reads = []
     for in_pages in (False, True):
-        one, layers_read = scene(in_pages=in_pages), list[int]()
+        one, layers_read = Scene(in_pages=in_pages), list[int]()
         one.opener._store = Counting(one.store, layers_read)
         one.blend(one.job(OWN, selector=SELECTORS["query"]))
         reads.append(sum(layers_read))
@@ -167,10 +145,10 @@ class Losing:
 @pytest.mark.parametrize(("layer", "times"), [(1, 1), (3, 1), (3, 2), (2, 3)])
 def test_lost_blocks_restart_the_prefill_in_the_same_pages(layer: int, times: int, held: int) -> None:
     """Once, and then all is computed: the held rows too, which stay as they are."""
-    dense, paged = scene(in_pages=False), scene(in_pages=True)
+    dense, paged = Scene(in_pages=False), Scene(in_pages=True)
     fallbacks = []
     for one in (dense, paged):
-        one.blend(one.job(OWN, source=Nothing()))
+        one.blend(one.job(OWN, source=NOTHING))
         one.opener._store = Losing(one.store, layer, times)
     before = paged.bytes_of([*OTHERS, *OWN[: held // 16]])
     for one in (dense, paged):
@@ -184,7 +162,7 @@ def test_lost_blocks_restart_the_prefill_in_the_same_pages(layer: int, times: in
 
 def test_a_prompt_that_is_given_up_writes_nothing_more_and_can_begin_in_other_blocks() -> None:
     """As when a request is preempted: its blocks are another's then."""
-    dense, paged = scene(in_pages=False), scene(in_pages=True)
+    dense, paged = Scene(in_pages=False), Scene(in_pages=True)
     given_up = paged.opener.blend(paged.job(OWN, selector=SELECTORS["hkvd"]))
     given_up.advance(2)
     given_up.close()
@@ -202,10 +180,7 @@ def test_a_prompt_that_is_given_up_writes_nothing_more_and_can_begin_in_other_bl
 
 
 def test_no_record_is_placed_in_a_shared_block() -> None:
-    from cacheblend.engines.vllm.worker.paged_cache import RequestBlocks
-    from cacheblend.engines.vllm.worker.paged_kv import PagedKV
-
-    paged = scene(in_pages=True)
+    paged = Scene(in_pages=True)
     kv = PagedKV(paged.opener._paged[0], paged.opener._pages[0], RequestBlocks.of(OWN, 32, 100, 16))
     record = torch.randn(2, 2, 20, 16)
     kv.place([record], Placement([Piece(0, 20, 0, 32, 20)]))
@@ -217,9 +192,7 @@ def test_no_record_is_placed_in_a_shared_block() -> None:
 
 def test_blocks_that_a_window_has_passed_keep_a_prompt_in_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The null block stands for all of them."""
-    from cacheblend.engines.vllm.worker.paged_kv import PagedKV
-
-    dense, paged = scene(in_pages=False, spec="window"), scene(in_pages=True, spec="window")
+    dense, paged = Scene(in_pages=False, spec="window"), Scene(in_pages=True, spec="window")
     monkeypatch.setattr(PagedKV, "write", None)
     blocks = [0, 0, *OWN[2:]]
     for one in (dense, paged):
@@ -230,12 +203,7 @@ def test_blocks_that_a_window_has_passed_keep_a_prompt_in_buffers(monkeypatch: p
 
 
 def test_who_decides_whether_pages_are_used(caplog: pytest.LogCaptureFixture) -> None:
-    from types import SimpleNamespace
-
-    from cacheblend.engines.vllm.worker.paged_kv import open_pages
-    from cacheblend.engines.vllm.worker.ranks import Ranks
-
-    opener = scene(in_pages=None).opener
+    opener = Scene(in_pages=None).opener
     assert opener._pages is None  # on a CPU nobody asked for them
     model, alone = opener._model, Ranks(SimpleNamespace(size=1, rank=0))  # type: ignore[arg-type]
     what = opener._paged, model.head_shapes
@@ -260,12 +228,9 @@ def test_who_decides_whether_pages_are_used(caplog: pytest.LogCaptureFixture) ->
 
 def test_an_opener_has_its_kernels_checked_in_the_models_own_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not its first request."""
-    from cacheblend.core.kernels.attention_spec import HeadShape
-    from cacheblend.engines.vllm.worker import prefill_factory
-
     asked: list[Any] = []
     monkeypatch.setattr(prefill_factory, "serve", lambda *args, **options: asked.append(args))
-    scene(in_pages=None, spec="window")
+    Scene(in_pages=None, spec="window")
     ((device, dtype, shapes),) = asked
     assert (device, dtype, set(shapes)) == (torch.device("cpu"), torch.float32, {HeadShape(4, 2, 16, 40)})
 
@@ -273,10 +238,7 @@ def test_an_opener_has_its_kernels_checked_in_the_models_own_shapes(monkeypatch:
 @pytest.mark.parametrize("held", [0, 32])
 def test_no_layer_in_pages_waits_for_the_device(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits is where the embedded engine waits too: nothing is added by blocks, slots or what vLLM holds."""
-    from cacheblend.engines.vllm.worker import paged_kv
-    from cacheblend.engines.vllm.worker.paged_cache import PagedLayer
-
-    paged = scene(in_pages=True)
+    paged = Scene(in_pages=True)
     written: list[Any] = []
     # A device's kernels and its backend wait for nothing; the stand-ins here do.
     monkeypatch.setattr(paged_kv, "attend_rows", lambda query, *_: query.transpose(0, 1).contiguous())

@@ -1,8 +1,6 @@
 """Parallel engines behind one API server (`--data-parallel-size`), and what is refused of parallelism, by name."""
 
 import json
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,28 +10,25 @@ from transformers import AutoTokenizer
 
 from cacheblend.nano import model_path
 from lab.servers.vllm_server import ServerSettings, serving
-from vllm_running import Texts, Vllm, needs_vllm
-
-pytestmark = needs_vllm
+from vllm_requests import refusals
+from vllm_running import Served, Texts
 
 
 @pytest.mark.feature("data parallel 2", "blends")
-def test_two_engines_behind_one_server_blend_and_answer_as_without_the_plugin(
-    vllm: Vllm, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_two_engines_behind_one_server_blend_and_answer_as_without_the_plugin(llama: Served, tmp_path: Path) -> None:
     """Each has a scheduler, workers and a cache of its own, and both the store: what one captures the other blends."""
     texts = Texts(71)
     passages = texts.passages(4)
     first = texts.prompt(passages)
     asked = [texts.prompt(texts.rng.sample(passages, 3), front) for front in range(12, 24)]
     prompts = [first.ids, *(one.ids for one in asked), texts.ids(100)]
-    plain = vllm.run(models["llama"], [{"ask": prompts}], None)["answers"][0]
+    plain = llama.run([{"ask": prompts}], None)["answers"][0]
     right = [answer["tokens"][0] for answer in plain]
-    AutoTokenizer.from_pretrained(model_path()).save_pretrained(models["llama"])
+    AutoTokenizer.from_pretrained(model_path()).save_pretrained(llama.model)
     extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0, "refresh_s": 0, "controller": False}
     extra |= {"allow_untested_version": True, "lookup_timeout_s": 30.0}
     options = ("--enforce-eager", "--data-parallel-size", "2")
-    with serving(ServerSettings(models["llama"], extra, 2048, 512, "float32", options)) as server:
+    with serving(ServerSettings(llama.model, extra, 2048, 512, "float32", options)) as server:
 
         def ask(at: int) -> list[int]:
             spans = None if at else first.spans
@@ -52,9 +47,7 @@ def test_two_engines_behind_one_server_blend_and_answer_as_without_the_plugin(
         server.wait_for_captures(sum(map(len, passages)))
         with ThreadPoolExecutor(6) as pool:
             assert list(pool.map(ask, range(1, len(prompts)))) == right[1:]
-        counted = {
-            name: value for name, value in server.counters().items() if name.startswith("vllm:cacheblend_requests")
-        }
+        counted = {name: n for name, n in server.counters().items() if name.startswith("vllm:cacheblend_requests")}
     engines = [value for name, value in counted.items() if "_total" in name and value]
     assert len(engines) == 2 and sum(engines) >= len(asked), counted
 
@@ -67,15 +60,5 @@ def test_two_engines_behind_one_server_blend_and_answer_as_without_the_plugin(
 )
 def test_pipelines_are_refused_with_the_way_out(engine: dict[str, int]) -> None:
     """vLLM would start four processes before it asks the connector: this asks what the connector asks."""
-    code = (
-        "import sys, json; from types import SimpleNamespace as N\n"
-        "from cacheblend.engines.vllm.internals import interface\n"
-        "parallel = N(**{'tensor_parallel_size': 1, 'data_parallel_size': 1, 'world_size': 2, "
-        "'distributed_executor_backend': 'mp'} | json.loads(sys.argv[1]))\n"
-        "hf = N(architectures=['LlamaForCausalLM'])\n"
-        "model = N(hf_config=hf, hf_text_config=hf, use_mla=False, is_multimodal_model=False, runner_type='generate')\n"
-        "print(interface.refusals(N(parallel_config=parallel, model_config=model, lora_config=None, "
-        "speculative_config=None, cache_config=N(cache_dtype='auto'))))"
-    )
-    ran = subprocess.run([sys.executable, "-c", code, json.dumps(engine)], capture_output=True, text=True, check=True)
-    assert "pipeline parallelism" in ran.stdout and "--tensor-parallel-size" in ran.stdout
+    (refused,) = refusals(parallel=engine)
+    assert "pipeline parallelism" in refused and "--tensor-parallel-size" in refused

@@ -13,10 +13,8 @@ from cacheblend.core.load import layer_kv
 from cacheblend.core.select.question_selectors import Query
 from cacheblend.core.select.selectors import Hkvd
 from cacheblend.engines.vllm import workspace
+from cacheblend.engines.vllm.worker import paged_kv
 from cacheblend.engines.vllm.workspace import HELD_COPIES, ModelSizes, workspace_of
-from vllm_running import needs_vllm
-
-pytestmark = needs_vllm
 
 ROWS = 234  # of the scene's prompt without its last token
 TILE = 48
@@ -32,7 +30,6 @@ SIZES = ModelSizes(
     tile_rows=TILE,
 )
 LAYER = 2 * SIZES.kv_width * ROWS * 4
-OWN = [5, 9, 2, 17, 3, 11, 8, 1, 14, 6, 19, 12, 4, 10, 15]
 
 
 class Peak(TorchDispatchMode):
@@ -83,31 +80,28 @@ def test_what_is_counted_is_what_is_alive() -> None:
 
 def test_held_rows_are_copied_so_often_and_no_more() -> None:
     one = paged_scenes.Scene(in_pages=False)
-    paged, table = one.opener._paged[0], torch.tensor(OWN)
+    paged, table = one.opener._paged[0], torch.tensor(paged_scenes.OWN)
     paged.read(table, ROWS)  # the layout is known
     with Peak() as peak:
         paged.read(table, ROWS)
-    blocks = 2 * SIZES.kv_width * len(OWN) * paged_scenes.SIZE * 4  # the rows, rounded up to blocks
+    blocks = 2 * SIZES.kv_width * len(paged_scenes.OWN) * paged_scenes.SIZE * 4  # the rows, rounded up to blocks
     assert HELD_COPIES * blocks >= peak.most > 2 * LAYER
 
 
 @pytest.mark.parametrize("selector", [Hkvd((1,), (0.3,)), Query(0.3)], ids=["hkvd", "question"])
 def test_a_blend_takes_no_more_than_its_parts_and_less_in_pages(selector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention apart, which a device's kernel computes; nobody else waits for the store."""
-    from cacheblend.engines.vllm.worker import paged_kv
-
     for module in (layer_kv, paged_kv):
         monkeypatch.setattr(module, "attend_rows", lambda query, *_: query.transpose(0, 1).contiguous())
     monkeypatch.setattr(workspace, "ROWS_OPEN", 0)
     monkeypatch.setattr(workspace, "READ_AHEAD_BYTES", 0)
-    monkeypatch.setattr(
-        workspace, "_WEIGHTS", 3 * 4 * paged_scenes.HEADS * 12 * ROWS
-    )  # of the question's 12 rows at most
+    weights = 3 * 4 * paged_scenes.HEADS * 12 * ROWS  # of the question's 12 rows at most
+    monkeypatch.setattr(workspace, "_WEIGHTS", weights)
     most = {}
     for in_pages in (False, True):
         one = paged_scenes.Scene(in_pages=in_pages)
-        one.blend(one.job(OWN, 32, selector))  # what is made once is there
-        job = one.job(OWN, 32, selector)
+        one.blend(one.job(paged_scenes.OWN, 32, selector))  # what is made once is there
+        job = one.job(paged_scenes.OWN, 32, selector)
         with Peak() as peak:
             one.blend(job)
         counted = workspace_of(replace(SIZES, in_pages=in_pages))

@@ -16,9 +16,7 @@ from lab.faults.engine import environment
 from lab.faults.prompts import make_model
 from poison import HISTORIES, TOLERANCE, Tally
 from tiny_folder import train_tokenizer
-from vllm_running import needs_vllm
 
-pytestmark = needs_vllm
 HERE = Path(__file__).parent
 COMMAND = "CACHEBLEND_HISTORIES=400 pytest tests/vllm_plugin/test_poisoned.py"
 SETTINGS = {"pieces": 0.5, "preemption": 0.2, "eviction": 0.3}

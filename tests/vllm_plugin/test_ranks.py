@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from vllm_running import Texts, Vllm, needs_vllm
+from vllm_running import EXTENDED, TWO_RANKS, Served, Texts, Vllm, ask, tokens
 
-pytestmark = [needs_vllm, pytest.mark.usefixtures("extension")]
+pytestmark = pytest.mark.usefixtures("extension")
 
 LAYER = ["readiness", "load", "fill", "project", "run", "attention", "mlp", "select", "write", "hand out"]
 CAPTURING = ["open capture", "run", "mlp", "gather", "host copy"]
@@ -31,38 +31,31 @@ def faults(ranks: int) -> list[tuple[str, Any, str, int]]:
 
 
 def engine(ranks: int) -> dict[str, Any]:
-    options: dict[str, Any] = {"enable_prefix_caching": False, "worker_extension_cls": "injecting.Injecting"}
-    if ranks > 1:
-        options |= {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
-    return options
+    return {"enable_prefix_caching": False, **EXTENDED, **(TWO_RANKS if ranks > 1 else {})}
 
 
 @pytest.mark.may_fail("*")
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_fault_anywhere_costs_one_request_its_blending_and_nothing_else(
-    vllm: Vllm, models: dict[str, Path], tmp_path: Path, ranks: int
-) -> None:
+def test_a_fault_anywhere_costs_one_request_its_blending_and_nothing_else(llama: Served, ranks: int) -> None:
     texts, injected = Texts(31), faults(ranks)
     passages = texts.passages(4)
     first, second = texts.prompt(passages[:3]), texts.prompt([passages[2], passages[3], passages[0]])
-    warm = {"ask": [first.ids, second.ids], "chunks": [first.spans, second.spans], "alone": True}
-    ask: dict[str, Any] = {"ask": [second.ids, first.ids[::-1]], "chunks": [second.spans, []]}  # a plain one beside it
-    ask["sampling"] = {"max_tokens": 4}  # ranks wait for each other in every layer of a step
-    steps: list[dict[str, Any]] = [{**ask, "chunks": [[], []]}, warm, ask]
+    both: dict[str, Any] = {"ask": [second.ids, first.ids[::-1]], "chunks": [second.spans, []]}  # one is plain
+    both["sampling"] = {"max_tokens": 4}  # ranks wait for each other in every layer of a step
+    steps: list[dict[str, Any]] = [{**both, "chunks": [[], []]}, ask([first, second], alone=True), both]
     for fault in injected:
-        steps += [{"rpc": ["arm_fault", *fault]}, ask, {"rpc": ["disarm_fault"]}, ask]
+        steps += [{"rpc": ["arm_fault", *fault]}, both, {"rpc": ["disarm_fault"]}, both]
     for rank in range(ranks):
-        steps += [{"rpc": ["slow_store", 0.05, rank]}, ask, {"rpc": ["slow_store", 0.0, rank]}]
+        steps += [{"rpc": ["slow_store", 0.05, rank]}, both, {"rpc": ["slow_store", 0.0, rank]}]
     captures = [(place, rank) for place in CAPTURING for rank in ([0, 1, "all"] if ranks > 1 else [0])]
     captures = [each for each in captures if each != ("host copy", 1)]  # the first rank copies for all
     for place, rank in captures:
         new = texts.prompt(texts.passages(1))
-        asked = {"ask": [new.ids], "chunks": [new.spans]}
+        asked = ask([new])
         steps += [{"rpc": ["arm_fault", place, rank, "memory", 0]}, asked, {"rpc": ["disarm_fault"]}, asked, asked]
-    extra: dict[str, Any] = {"store": f"file://{tmp_path}/store", "recompute_ratio": 0.1, "min_reused_share": 0.0}
-    result = vllm.run(models["llama"], steps, extra, **engine(ranks))
+    result = llama.run(steps, {"recompute_ratio": 0.1, "min_reused_share": 0.0}, **engine(ranks))
     answers = iter(result["answers"])
-    plain, _, blended = ([answer["tokens"] for answer in next(answers)] for _ in range(3))
+    plain, _, blended = (tokens(next(answers)) for _ in range(3))
     assert plain[0] != blended[0]  # or a fault that was ignored would not be seen
     assert plain[1] == blended[1]
     for fault in injected:
@@ -70,11 +63,11 @@ def test_a_fault_anywhere_costs_one_request_its_blending_and_nothing_else(
         failed, seen, again = next(answers), next(answers), next(answers)
         raised = [one["raised"] for one in seen]
         assert raised == [int(fault[1] in (rank, "all")) for rank in range(ranks)], fault
-        assert [answer["tokens"] for answer in failed] == plain, fault
-        assert [answer["tokens"] for answer in again] == blended, fault
+        assert tokens(failed) == plain, fault
+        assert tokens(again) == blended, fault
     for _ in range(ranks):
         _, slow, _ = (next(answers) for _ in range(3))
-        assert [answer["tokens"] for answer in slow] == blended
+        assert tokens(slow) == blended
     for capture in captures:
         next(answers)
         failed, seen, missed, found = (next(answers) for _ in range(4))
@@ -85,17 +78,16 @@ def test_a_fault_anywhere_costs_one_request_its_blending_and_nothing_else(
         assert missed[0]["cached"] < found[0]["cached"], words
 
 
-def test_each_rank_keeps_what_it_read_in_memory(vllm: Vllm, models: dict[str, Path], tmp_path: Path) -> None:
+def test_each_rank_keeps_what_it_read_in_memory(llama: Served, tmp_path: Path) -> None:
     """The first rank has what it wrote; the other one reads its heads once."""
     texts = Texts(43)
     passages = texts.passages(4)
     asked = [texts.prompt(texts.rng.sample(passages, 3)) for _ in range(4)]
-    ask = {"ask": [one.ids for one in asked], "chunks": [one.spans for one in asked]}
     reads = {"rpc": ["disk_reads"]}
     extra = {"store": f"file://{tmp_path}/store?ram_bytes=64MiB", "recompute_ratio": 0.2}
-    steps = [{**ask, "alone": True}, ask, reads, ask, reads]
-    _, first, before, second, after = vllm.run(models["llama"], steps, extra, **engine(2))["answers"]
-    assert [answer["tokens"] for answer in first] == [answer["tokens"] for answer in second]
+    steps = [ask(asked, alone=True), ask(asked), reads, ask(asked), reads]
+    _, first, before, second, after = llama.run(steps, extra, **engine(2))["answers"]
+    assert tokens(first) == tokens(second)
     assert before == after and before[0] == 0 < before[1]
 
 
@@ -109,8 +101,7 @@ def test_a_fault_beyond_a_sliding_window_harms_nobody_whose_blocks_the_window_ha
     one, plain = texts.prompt(passages, front=60), texts.ids(700)
     decoding = {"max_tokens": 24}
     both = {"ask": [plain, one.ids], "sampling": decoding}
-    warm = {"ask": [one.ids], "chunks": [one.spans]}
-    steps: list[dict[str, Any]] = [{**both, "chunks": [[], []], "alone": True}, warm]
+    steps: list[dict[str, Any]] = [{**both, "chunks": [[], []], "alone": True}, ask([one])]
     for layer in range(1, LAYERS):
         steps += [
             {"rpc": ["arm_fault", "run", 0, "error", layer]},
@@ -119,8 +110,8 @@ def test_a_fault_beyond_a_sliding_window_harms_nobody_whose_blocks_the_window_ha
         ]
     extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 0.1, "budget_row_layers": 100}
     result = vllm.run(models["mistral"], steps, extra, block_size=32, **engine(1))
-    right = [answer["tokens"] for answer in result["answers"][0]]
+    right = tokens(result["answers"][0])
     for number in range(LAYERS - 1):
         _, answers, seen = result["answers"][2 + 3 * number : 5 + 3 * number]
         assert [one_seen["raised"] for one_seen in seen] == [1]
-        assert [answer["tokens"] for answer in answers] == right
+        assert tokens(answers) == right

@@ -3,7 +3,6 @@
 What came of each is noted, and printed at the end of the run.
 """
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,17 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import vllm_table
-from cacheblend.core.select.selectors import Hkvd
 from campaign import rotating
 from families import VOCAB
-from reference import blend
 from vllm_families import ENGINES, REACH, write_model
-from vllm_running import Asked, Texts, Vllm, needs_vllm
-
-pytestmark = needs_vllm
+from vllm_running import FORGET, Texts, Vllm, ask, check_blended, check_oracle, close
 
 RATIO = 0.2
-CLOSE = 2e-3  # of log-probabilities
 
 NOT_RUN = {"minimax_m2": ("AssertionError", "has no sigmoid routing; it blends in the embedded engine")}
 """Families that vLLM's CPU build does not run: its error, which has no words, and what is missing."""
@@ -40,25 +34,12 @@ KINDS = ("llama", "mistral-window", "qwen3_moe", "gemma2", "gpt_oss", "deepseek_
 latent attention, layers in parallel, and one that vLLM does not run."""
 
 
-def asked_of(name: str) -> list[Asked]:
-    """Two prompts of the same passages in different order."""
-    texts = Texts(REACH.index(name), VOCAB)
-    passages = texts.passages(3, 70, 90)
-    return [texts.prompt(passages, front=9), texts.prompt(passages[::-1], front=9)]
-
-
-def reached(name: str, folder: Path, vllm: Vllm) -> dict[str, Any]:
-    """What the child says of a family; where vLLM ended the process, vLLM's words."""
-    asked, model = asked_of(name), write_model(name, folder)
-    prompts, chunks = [one.ids for one in asked], [one.spans for one in asked]
-    job, engine = folder / "job.json", ENGINES.get(name, {})
-    what = {"model": str(model), "engine": engine, "prompts": prompts, "chunks": chunks, "ratio": RATIO}
-    job.write_text(json.dumps({**what, "extra": {"check_layers": [1]}}))
-    code, out = vllm.run_program("reach_child", job), Path(f"{job}.out")
-    if not out.is_file():
-        return {"error": f"vLLM ended with {code}: {Path(f'{job}.words').read_text()[-1000:]}"}
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found | {"model": str(model)}
+ENGINE: dict[str, Any] = {
+    "max_model_len": 1024,
+    "max_num_batched_tokens": 1024,
+    "max_num_seqs": 8,
+    "enable_prefix_caching": True,
+}
 
 
 @pytest.mark.parametrize("name", rotating(REACH, KINDS))
@@ -66,52 +47,35 @@ def test_a_family_answers_as_vllm_at_one_and_as_the_oracle_below(
     vllm: Vllm, tmp_path: Path, name: str, record_property: Callable[[str, object], None]
 ) -> None:
     note = partial(record_property, "reach")
-    found = reached(name, tmp_path, vllm)
+    texts = Texts(REACH.index(name), VOCAB)
+    passages = texts.passages(3, 70, 90)
+    asked = [texts.prompt(passages, front=9), texts.prompt(passages[::-1], front=9)]
+    model, engine = write_model(name, tmp_path), ENGINE | ENGINES.get(name, {})
+    told: dict[str, Any] = {"sampling": {"max_tokens": 4, "logprobs": 4}}
+    alone = vllm.start(model, [ask(asked, chunks=None, **told)], None, **engine)
     if name in NOT_RUN:
         error, reason = NOT_RUN[name]
-        assert error in found["error"]
+        assert error in alone["words"]
         note([name, vllm_table.NOT_RUN, f"vLLM's CPU build {reason} ({error})"])
         return
+    steps: list[dict[str, Any]] = []
+    for ratio in (1.0, RATIO):
+        told["options"] = {"recompute_ratio": ratio}
+        beside = ask([*asked, *asked], **told)  # the same as plain requests
+        beside["chunks"][2:] = [[], []]
+        steps += [FORGET, ask(asked, alone=True, **told)] * 2 + [beside]
     try:
-        check(name, found)
+        result = vllm.run(model, steps, {"store": "memory", "check_layers": [1]}, **engine)
+        answers = result["answers"]
+        for given in (answers[1], answers[3], answers[4][2:], answers[9][2:]):
+            close(given, alone["answers"][0])
+        check_blended(result, 3 * len(asked))
+        if name not in WITHOUT_ORACLE:
+            oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+            if getattr(oracle.config, "attn_logit_softcapping", None):
+                oracle.set_attn_implementation("eager")  # SDPA drops the soft-cap
+            assert check_oracle(oracle, asked, answers[8]) < len(asked)
     except BaseException:
-        note([name, vllm_table.FAILS, found.get("error", "answers").splitlines()[0]])
+        note([name, vllm_table.FAILS, "answers"])
         raise
-    reason = WITHOUT_ORACLE.get(name, "")
-    note([name, "blends", reason])
-
-
-def check(name: str, found: dict[str, Any]) -> None:
-    """Of one family: all answers, and that they were blended."""
-    assert "error" not in found, found["error"]
-    for exact in ("first at 1.0", "again at 1.0", "plain at 1.0", f"plain at {RATIO}"):
-        check_equal(found[exact], found["alone"])
-    assert found["metrics"]["vllm:cacheblend_requests"] >= 3 * len(found["alone"])
-    assert "vllm:cacheblend_fallbacks" not in " ".join(found["metrics"])
-    if name not in WITHOUT_ORACLE:
-        check_oracle(Path(found["model"]), asked_of(name), found[f"again at {RATIO}"])
-
-
-def check_equal(answers: list[Any], right: list[Any]) -> None:
-    """The same tokens, and close log-probabilities."""
-    for answer, other in zip(answers, right, strict=True):
-        assert answer["tokens"] == other["tokens"]
-        for mine, theirs in zip(answer["logprobs"][0], other["logprobs"][0], strict=True):
-            assert mine == pytest.approx(theirs, abs=CLOSE)
-
-
-def check_oracle(folder: Path, asked: list[Asked], answers: list[Any]) -> None:
-    """The first token and its log-probabilities are those of the dense oracle, which differ from full prefill's."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    if getattr(model.config, "attn_logit_softcapping", None):
-        model.set_attn_implementation("eager")  # SDPA drops the soft-cap
-    selector, differ = Hkvd(check_layers=(1,), ratios=(RATIO,)), 0
-    for one, answer in zip(asked, answers, strict=True):
-        right = torch.log_softmax(blend(model, one.prompt, selector).logits.double(), -1)
-        given = {int(token): value for token, value in answer["logprobs"][0][0].items()}
-        assert given == pytest.approx({token: float(right[token]) for token in given}, abs=CLOSE)
-        assert answer["tokens"][0][0] == int(right.argmax())
-        with torch.no_grad():
-            plain = torch.log_softmax(model(torch.tensor([one.ids])).logits[0, -1].double(), -1)
-        differ += bool((plain - right).abs().max() > 2 * CLOSE)
-    assert differ
+    note([name, "blends", WITHOUT_ORACLE.get(name, "")])

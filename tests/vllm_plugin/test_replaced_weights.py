@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from vllm_requests import CHUNK, OTHER, PROMPT, Request, SlowStore, claim, scheduling, start
-from vllm_running import Texts, Vllm, needs_vllm
-
-pytestmark = needs_vllm
-
-RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+from cacheblend.engines.vllm.connector import CacheBlendConnector
+from cacheblend.engines.vllm.jobs import BlendOutcome, StepJobs, StepReport
+from cacheblend.engines.vllm.worker.worker import Worker
+from vllm_requests import CHUNK, OTHER, PROMPT, Request, SlowStore, claim, give, reported, scheduling, start, why
+from vllm_running import COUNT, TWO_RANKS, Texts, Vllm, ask, tokens
 
 
 @pytest.fixture
@@ -42,13 +41,13 @@ class Started:
         texts = Texts(33)
         passages = texts.passages(3)
         one, two = texts.prompt(passages), texts.prompt(passages[::-1])
-        ask = {"ask": [one.ids, two.ids], "chunks": [one.spans, two.spans], "alone": True}
+        both = ask([one, two], alone=True)
         extra = {"store": f"file://{store}", "recompute_ratio": 1.0, "min_reused_share": 0.0}
-        steps = [{"replace": [str(model), str(by)]}, ask, ask, {"count": True}]
-        right = vllm.run(loaded, [ask], None)["answers"][0]
+        steps = [{"replace": [str(model), str(by)]}, both, both, COUNT]
+        right = vllm.run(loaded, [both], None)["answers"][0]
         _, *found, self.counts = vllm.run(model, steps, extra, beside=beside, **engine)["answers"]
         for step in found:
-            assert [each["tokens"] for each in step] == [each["tokens"] for each in right]
+            assert tokens(step) == tokens(right)
 
 
 def kept_in(store: Path) -> list[Path]:
@@ -58,7 +57,7 @@ def kept_in(store: Path) -> list[Path]:
 
 @pytest.mark.may_fail("other weights")
 @pytest.mark.parametrize(
-    ("engine", "beside"), [({}, None), (RANKS, None), ({}, [None])], ids=["one rank", "two ranks", "MultiConnector"]
+    ("engine", "beside"), [({}, None), (TWO_RANKS, None), ({}, [None])], ids=["one rank", "two ranks", "MultiConnector"]
 )
 def test_weights_that_are_replaced_before_the_scheduler_reads_them_name_nothing(
     vllm: Vllm,
@@ -95,10 +94,6 @@ class Ranks:
 
 @pytest.mark.parametrize(("named", "elsewhere"), [("a", 0), ("b", 0), ("a", 1), ("", 0)])
 def test_every_rank_refuses_where_one_does(named: str, elsewhere: int, caplog: pytest.LogCaptureFixture) -> None:
-    from cacheblend.engines.vllm.connector import CacheBlendConnector
-    from cacheblend.engines.vllm.jobs import StepJobs, StepReport
-    from cacheblend.engines.vllm.worker.worker import Worker
-
     worker: Any = object.__new__(Worker)
     taken: list[Any] = []
     worker._ranks, worker.step, worker.close = Ranks(elsewhere), taken.append, lambda: None
@@ -127,12 +122,9 @@ def test_every_rank_refuses_where_one_does(named: str, elsewhere: int, caplog: p
 
 @pytest.mark.may_fail("other weights")
 def test_the_scheduler_side_leaves_everything_to_vllm_once_it_is_told() -> None:
-    from cacheblend.engines.vllm.jobs import BlendOutcome, StepReport
-
     store = SlowStore()
     side = scheduling([CHUNK], store, keeps_events=True)
-    first = Request(PROMPT, name="first")
-    side.allocated(first, [[1] * 9], start(side, first))
+    first = give(side, Request(PROMPT, name="first"))
     assert len(side.take_jobs().blend) == 1
     looked_up = Request([3, *PROMPT], name="looked up")
     side.on_new(looked_up)
@@ -149,9 +141,9 @@ def test_the_scheduler_side_leaves_everything_to_vllm_once_it_is_told() -> None:
         assert start(side, request) == 0
         side.allocated(request, [[1] * 9], 0)
         request.num_output_tokens = 1
-        assert side.finished(request)["cacheblend"]["reason"] == "other weights"
-    assert side.finished(first)["cacheblend"]["reason"] == "other weights"
+        assert why(side, request) == "other weights"
+    assert why(side, first) == "other weights"
     assert not side.take_jobs().capture and not store.asked and not side.is_busy
     assert side.counts.take().data["fallbacks"] == {"other weights": 3}
-    side.reported(StepReport(0, {"first": BlendOutcome("slow store")}))
+    side.reported(reported("first", "slow store"))
     assert side._why_paused == "other weights"  # for ever

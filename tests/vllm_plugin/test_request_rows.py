@@ -5,55 +5,47 @@ are all null; random windows and sizes. Whether answers are right in vLLM is sho
 """
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from cacheblend.core.select.selectors import Hkvd
+from cacheblend.engines.vllm.internals.prefix_cache import (
+    HAS_GROUPS,
+    PrefixCache,
+    first_seen,
+    groups_of,
+    refused_groups,
+    windows_of,
+)
+from cacheblend.engines.vllm.worker.groups import LayerGroups
+from paged_scenes import NOTHING, OWN, Scene
 from vllm_requests import SIZE, Request
-from vllm_running import needs_vllm
-
-pytestmark = needs_vllm
 
 WINDOW = 40  # of `paged_scenes`
 OTHERS = range(31, 40)
 """Blocks of other requests."""
 
-OWN = [5, 9, 2, 17, 3, 11, 8, 1, 14, 6, 19, 12, 4, 10, 15]
 SECOND = [16, 18, 20, 13, 7, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30]
 """Blocks of the second group."""
-
-
-class Nothing:
-    """A source without blocks."""
-
-    def find(self, names: Sequence[Any]) -> list[None]:
-        return [None] * len(names)
-
-
-def scene(**how: Any) -> Any:
-    from paged_scenes import Scene
-
-    return Scene(**how)
 
 
 @pytest.mark.parametrize("in_pages", [False, True])
 @pytest.mark.parametrize("held", [0, 32, 80])
 def test_window_layers_get_what_the_last_token_sees(in_pages: bool, held: int) -> None:
     """And rows in the other layers are those of a request with all of its blocks."""
-    from cacheblend.engines.vllm.worker.groups import LayerGroups
 
     def made() -> Any:
-        return scene(in_pages=in_pages, spec="window", groups=LayerGroups([0, 1, 1, 0], (None, WINDOW)))
+        return Scene(in_pages=in_pages, spec="window", groups=LayerGroups([0, 1, 1, 0], (None, WINDOW)))
 
     whole, passed = made(), made()
     for one in (whole, passed):
         if held:  # an earlier request
-            one.blend(replace(one.job(OWN, source=Nothing()), block_ids=[OWN, SECOND]))
+            one.blend(replace(one.job(OWN, source=NOTHING), block_ids=[OWN, SECOND]))
     rows = len(whole.prompt.token_ids) - 1
     start = (rows + 1 - WINDOW) // SIZE
     table = [0] * start + SECOND[start:]
@@ -75,9 +67,7 @@ def test_window_layers_get_what_the_last_token_sees(in_pages: bool, held: int) -
 
 
 def test_held_rows_that_are_gone_are_computed_again() -> None:
-    from cacheblend.engines.vllm.worker.groups import LayerGroups
-
-    one = scene(in_pages=True, spec="window", groups=LayerGroups([0, 1, 1, 0], (None, WINDOW)))
+    one = Scene(in_pages=True, spec="window", groups=LayerGroups([0, 1, 1, 0], (None, WINDOW)))
     job = one.job(OWN, 80, Hkvd((1,), (0.3,)))
     tables = [OWN, [0] * 12 + SECOND[12:]]
     before = one.bytes_of([*OWN[:5], *OTHERS])
@@ -110,8 +100,6 @@ class FakePool:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_rows_behind_held_ones_see_is_kept_and_let_go(seed: int) -> None:
-    from cacheblend.engines.vllm.internals.prefix_cache import PrefixCache, first_seen
-
     rng = random.Random(seed)
     windows = [None, rng.randint(1, 100), rng.randint(1, 300)]
     request = Request(list(range(400)))
@@ -149,10 +137,6 @@ def test_what_rows_behind_held_ones_see_is_kept_and_let_go(seed: int) -> None:
 
 
 def test_groups_that_are_not_served_are_refused_by_name() -> None:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
-
-    from cacheblend.engines.vllm.internals.prefix_cache import HAS_GROUPS, groups_of, refused_groups, windows_of
-
     if not HAS_GROUPS:
         pytest.skip("this version of vLLM does not tell a connector what its groups hold")
 

@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 
-from vllm_running import Texts, Vllm, needs_vllm
-
-pytestmark = needs_vllm
+from vllm_running import Texts, Vllm
 
 LAYERS = 6
 TEXTS = Texts(31)

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_requests import CHUNK, PROMPT, Request, captured, scheduling
+from cacheblend.core.load.capture import manifest_of
+from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
+from cacheblend.engines.vllm.jobs import AdapterSeen, StepReport
+from cacheblend.engines.vllm.scheduler import adapters
+from vllm_requests import CHUNK, PROMPT, Request, reported, scheduling, why
 from vllm_requests import claim as claim_over
-from vllm_running import needs_vllm
 
-pytestmark = needs_vllm
 SPANS = [[40, 140]]
 
 
@@ -33,17 +35,12 @@ def asked(name: str, adapter: Any = None, **fields: Any) -> Request:
 
 def seen(side: Any, **found: str) -> None:
     """The workers say: `n1="digest"`; what begins with "!" is an error."""
-    from cacheblend.engines.vllm.jobs import AdapterSeen, StepReport
-
     said = {int(key[1:]): AdapterSeen("", it[1:]) if it[0] == "!" else AdapterSeen(it) for key, it in found.items()}
     side.reported(StepReport(adapters=said))
 
 
 def store(side: Any, request: Request) -> Any:
     """The request misses its chunk, which the workers then store; returns the capture job."""
-    from cacheblend.core.load.capture import manifest_of
-    from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
-
     assert claim(side, request, 0) == 0
     side.allocated(request, [[1]], 0)
     request.num_output_tokens = 1
@@ -124,8 +121,6 @@ def test_an_adapter_that_cannot_be_loaded_leaves_its_requests_to_vllm_and_is_ask
 
 @pytest.mark.may_fail("LoRA not loaded in time")
 def test_workers_that_do_not_say_are_not_waited_for_longer_than_a_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheblend.engines.vllm.scheduler import adapters
-
     side, now = scheduling([CHUNK]), 100.0
     monkeypatch.setattr(adapters.time, "monotonic", lambda: now)
     request = asked("r", lora(1))
@@ -135,12 +130,10 @@ def test_workers_that_do_not_say_are_not_waited_for_longer_than_a_look_up(monkey
     assert side.claim(request, 0) is None
     now += 2
     assert side.claim(request, 0) == 0
-    assert side.finished(request)["cacheblend"]["reason"].startswith("LoRA not loaded in time: ")
+    assert why(side, request).startswith("LoRA not loaded in time: ")
 
 
 def test_weights_that_come_back_find_their_chunks_and_no_block_that_vllm_computed_meanwhile() -> None:
-    from cacheblend.engines.vllm.jobs import BlendOutcome, StepReport
-
     side, names = scheduling([]), []
     for round_, digest in enumerate(["x", "y", "x"]):
         adapter = lora(1, inplace=round_ == 2)
@@ -150,9 +143,9 @@ def test_weights_that_come_back_find_their_chunks_and_no_block_that_vllm_compute
             assert claim(side, stale, 0) == 141
             side.allocated(stale, [[1]], 141)
             side.take_jobs()
-            side.reported(StepReport(0, {"stale": BlendOutcome("LoRA changed")}))
+            side.reported(reported("stale", "LoRA changed"))
             side.provided(["stale"])
-            assert side.finished(stale)["cacheblend"]["reason"] == "LoRA changed"
+            assert why(side, stale) == "LoRA changed"
             seen(side, n1="y")
         request = asked(f"first {round_}", adapter)
         side.on_new(request)
@@ -203,17 +196,6 @@ def test_whatever_comes_in_which_order_a_job_has_the_adapter_of_its_request(seed
                 side.provided([request.request_id])
                 side.finished(request)
     assert not side._adapters._came.keys() - live.keys()
-
-
-def test_captured_counts_go_on() -> None:
-    side = scheduling([])
-    request = asked("r", lora(1))
-    side.on_new(request)
-    side.take_jobs()
-    seen(side, n1="digest")
-    store(side, request)
-    side.reported(captured(1))
-    assert not side.is_busy
 
 
 def test_text_that_recurs_is_learnt_within_an_adapter_and_computed_with_it() -> None:

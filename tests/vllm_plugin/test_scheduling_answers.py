@@ -5,10 +5,8 @@ from typing import Any
 
 import pytest
 
-from vllm_requests import CHUNK, OTHER, PROMPT, Request, claim, scheduling, start, with_options
-from vllm_running import needs_vllm
-
-pytestmark = needs_vllm
+from cacheblend.engines.vllm.jobs import BlendOutcome, StepReport
+from vllm_requests import CHUNK, OTHER, PROMPT, Request, claim, give, scheduling, start, why, with_options
 
 
 def test_modes() -> None:
@@ -18,7 +16,7 @@ def test_modes() -> None:
     for request, reason in ((full, "mode full"), (prefix, "nothing stored")):
         assert start(side, request) == 0
         assert request.block_hashes == plain
-        assert side.finished(request)["cacheblend"]["reason"] == reason
+        assert why(side, request) == reason
     exact = with_options([*CHUNK, *range(40), *CHUNK, 7], "exact", mode="prefix")
     assert start(side, exact) == 240
     assert exact.block_hashes == Request(exact.prompt_token_ids).block_hashes
@@ -46,15 +44,13 @@ def test_wrong_options_disable_blending_and_say_so(options: Any, words: str) -> 
     side = scheduling([CHUNK])
     request = Request(PROMPT, kv_transfer_params={"cacheblend": options})
     assert start(side, request) == 0
-    assert words in side.finished(request)["cacheblend"]["reason"]
+    assert words in why(side, request)
     counts = side.counts.take().data
     assert counts["fallbacks"] == {"bad spans": 1}
     assert counts["not_blended"] == {"bad parameters": 1}
 
 
 def test_every_request_is_told_what_became_of_it() -> None:
-    from cacheblend.engines.vllm.jobs import BlendOutcome, StepReport
-
     side = scheduling([CHUNK])
     sampling = SimpleNamespace(prompt_logprobs=None)
     requests = {
@@ -69,8 +65,7 @@ def test_every_request_is_told_what_became_of_it() -> None:
         assert start(side, request) == 0
         told = side.finished(request)["cacheblend"]
         assert (told["blended"], told["reason"], told["hit_tokens"]) == (False, reason, {})
-    done = Request(PROMPT, name="done")
-    side.allocated(done, [[1] * 9], start(side, done))
+    done = give(side, Request(PROMPT, name="done"))
     outcome = BlendOutcome("", {"disk": 100}, 15, 300, 0.31, 1.0)
     side.reported(StepReport(0, {"done": outcome}))
     side.provided(["done"])
@@ -96,7 +91,7 @@ def test_after_a_reset_nothing_old_is_found_and_nothing_old_is_captured() -> Non
     side.on_new(waiting)
     side.reset()
     assert claim(side, waiting, 0) == 0
-    assert side.finished(waiting)["cacheblend"]["reason"] == "cache reset"
+    assert why(side, waiting) == "cache reset"
     side.finished(missing)
     jobs = side.take_jobs()
     assert (jobs.capture, jobs.is_reset) == ([], True)
@@ -113,7 +108,7 @@ def test_after_a_reset_nothing_old_is_found_and_nothing_old_is_captured() -> Non
 def test_after_a_reset_a_request_that_was_blended_before_is_not_blended_again() -> None:
     side = scheduling([CHUNK])
     running, refused = Request(PROMPT, name="running"), Request([*range(1000, 1400), *CHUNK, 7], name="refused")
-    side.allocated(running, [[1] * 9], start(side, running))
+    give(side, running)
     side.provided(["running"])
     side.allocated(running, [[1] * 9], 0)
     assert start(side, refused) == 0
@@ -127,6 +122,6 @@ def test_after_a_reset_a_request_that_was_blended_before_is_not_blended_again() 
     for request in (running, follower):
         assert side.claim(request, 0) == 0
         side.allocated(request, [[1] * 9], 0)
-    reasons = [side.finished(request)["cacheblend"]["reason"] for request in (refused, follower)]
+    reasons = [why(side, request) for request in (refused, follower)]
     assert reasons == ["below min_reused_share", "cache reset"]
     assert side.take_jobs().capture == []  # with the new weights it would be stored under the old ones' names

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
+from cacheblend.core.load.capture import manifest_of
+from cacheblend.engines.vllm.jobs import StepReport
+from cacheblend.engines.vllm.metrics import Counts
+from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue, tokens_within
 from cacheblend.store import MemoryStore
-from vllm_requests import CHUNK, PROMPT, Request, captured, scheduling, start
-from vllm_running import needs_vllm
-
-pytestmark = needs_vllm
+from vllm_requests import CHUNK, PROMPT, Request, scheduling, start
 
 
 def test_chunks_that_were_evicted_are_announced_when_they_are_next_asked_for() -> None:
@@ -55,8 +56,6 @@ def test_an_idle_engine_does_not_wait_for_captures_that_hang(monkeypatch: pytest
 
 
 def test_what_is_captured_is_found_by_content_and_announced() -> None:
-    from cacheblend.core.load.capture import manifest_of
-
     store = MemoryStore(1 << 20)
     side = scheduling([], store, refresh_s=1000)
     side._finder._listing._keeps_changes = True
@@ -66,7 +65,7 @@ def test_what_is_captured_is_found_by_content_and_announced() -> None:
     side.finished(missing)
     (job,) = side.take_jobs().capture
     scheduling([CHUNK], store)  # the workers store it
-    side.reported(captured(1))
+    side.reported(StepReport(1))
     end = time.monotonic() + 30
     events: list[Any] = []
     while not events:
@@ -90,7 +89,7 @@ def test_a_capture_that_failed_is_tried_again_for_the_next_request_that_misses_t
     side.finished(misses("first"))
     assert len(side.take_jobs().capture) == 1
     meanwhile = misses("meanwhile")
-    side.reported(captured(1))  # that it has ended: nothing is in the store
+    side.reported(StepReport(1))  # that it has ended: nothing is in the store
     side.finished(meanwhile)  # it missed the chunk while it was computed
     assert side.take_jobs().capture == []
     side.finished(misses("later"))
@@ -98,9 +97,6 @@ def test_a_capture_that_failed_is_tried_again_for_the_next_request_that_misses_t
 
 
 def test_captures_are_bounded_in_bytes() -> None:
-    from cacheblend.engines.vllm.metrics import Counts
-    from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue
-
     side = scheduling([], capture_bytes=250)
     side._captures = CaptureQueue(256, 250, side.counts)
     chunks = [list(range(at, at + 100)) for at in (100, 200, 300)]
@@ -115,16 +111,14 @@ def test_captures_are_bounded_in_bytes() -> None:
     side.finished(request)
     assert len(side.take_jobs().capture) == 2
     assert side.take_jobs().capture == []
-    side.reported(captured(1))
+    side.reported(StepReport(1))
     assert len(side.take_jobs().capture) == 1
-    side.reported(captured(3))
+    side.reported(StepReport(3))
     assert not side.is_busy
     assert side.counts.take().data["fallbacks"] == {"capture too large": 1}
     assert Counts().take() is None
 
 
 def test_a_bound_of_less_than_a_token_is_a_bound() -> None:
-    from cacheblend.engines.vllm.scheduler.capture_queue import tokens_within
-
     assert [tokens_within(nbytes, 320) for nbytes in (1, 319, 320, 641)] == [1, 1, 1, 2]
     assert tokens_within(1, 0) == 0  # nothing is known of the sizes

@@ -13,10 +13,7 @@ import pytest
 from cacheblend.core.load.layer_kv import PlacedSpans
 from cacheblend.core.plan.plan import Source
 from cacheblend.store import MemoryStore
-from vllm_requests import SIZE, Request, found_tokens, scheduling
-from vllm_running import needs_vllm
-
-pytestmark = needs_vllm
+from vllm_requests import SIZE, Request, found_tokens, reported, scheduling
 
 CHUNKS = [list(range(at * 200, at * 200 + 90 + 7 * at)) for at in range(1, 9)]
 
@@ -101,8 +98,6 @@ class Engine:
 
     def finish(self, name: str) -> None:
         """The workers report a job: provided or given up; then vLLM goes on with the request, or it is preempted."""
-        from cacheblend.engines.vllm.jobs import BlendOutcome, StepReport
-
         request, (job,) = self.loading.pop(name)
         self.side.provided([name])
         how = self.rng.choice(["provided", "provided", "provided", "given up", "aborted", "preempted"])
@@ -111,13 +106,13 @@ class Engine:
             return
         if how == "given up":
             failure = self.rng.choice(["RuntimeError", "slow store"])  # after the second nothing is blended for a while
-            self.side.reported(StepReport(0, {name: BlendOutcome(failure=failure)}))
+            self.side.reported(reported(name, failure))
             assert self.side.claim(request, self.computed(request)) == 0
             self.side.allocated(request, [[1]], 0)
             self.compute(request, self.computed(request), True)
             return
         self.blended += 1
-        self.side.reported(StepReport(0, {name: BlendOutcome()}))
+        self.side.reported(reported(name))
         loaded = [span.start for span in job.plan.spans if span.source.value == "loaded"]
         is_exact = self.front_is_exact(request, job.local_tokens)
         for at in range(job.local_tokens // SIZE, len(job.plan) // SIZE):

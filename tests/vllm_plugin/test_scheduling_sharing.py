@@ -12,22 +12,20 @@ from vllm_requests import (
     Pool,
     Request,
     claim,
-    failed,
+    give,
+    reported,
     scheduling,
     start,
     turn,
     with_options,
 )
-from vllm_running import needs_vllm
-
-pytestmark = needs_vllm
 
 
 def test_equal_prompts_wait_for_the_first_and_share_its_blocks() -> None:
     side, pool = scheduling([CHUNK]), Pool()
     side.cache.bind(pool)
     first, *others = [Request(PROMPT, name=str(number)) for number in range(8)]
-    side.allocated(first, [[1] * 9], start(side, first))
+    give(side, first)
     for request in others:
         assert start(side, request) is None
     side.provided([first.request_id])
@@ -46,11 +44,11 @@ def test_equal_prompts_wait_for_the_first_and_share_its_blocks() -> None:
 def test_one_of_the_others_goes_on_if_the_first_brings_nothing(how: str) -> None:
     side = scheduling([CHUNK])
     first, second, third = [Request(PROMPT, name=str(number)) for number in range(3)]
-    side.allocated(first, [[1] * 9], start(side, first))
+    give(side, first)
     assert start(side, second) is None and start(side, third) is None
     if how == "fails":
         side.provided([first.request_id])
-        side.reported(failed(first))
+        side.reported(reported(first.request_id, "RuntimeError"))
     elif how == "is aborted":
         side.finished(first)
     else:  # no prefix caching, or evicted at once
@@ -64,14 +62,13 @@ def test_prompts_that_share_little_do_not_wait_for_each_other() -> None:
     side = scheduling([CHUNK, OTHER])
     one = Request([*range(40), *CHUNK, *OTHER, *OTHER, 7], name="one")
     two = Request([*range(40), *CHUNK, 9, *OTHER, 10, *OTHER, 7], name="two")
-    side.allocated(one, [[1] * 22], start(side, one))
+    give(side, one, 22)
     assert start(side, two) == len(two.prompt_token_ids) - 1
 
 
 def test_the_settings_of_a_request_are_part_of_what_is_shared() -> None:
     side = scheduling([CHUNK])
-    first = Request(PROMPT, name="first")
-    side.allocated(first, [[1] * 9], start(side, first))
+    give(side, Request(PROMPT, name="first"))
     assert start(side, with_options(PROMPT, "same", recompute_ratio=0.15)) is None
     assert start(side, with_options(PROMPT, "other", recompute_ratio=0.5)) == 141
     jobs = side.take_jobs().blend
@@ -153,12 +150,10 @@ def test_what_vllm_held_exactly_is_not_called_blended() -> None:
     plain = Request(ids)
     pool.held |= set(plain.block_hashes[:26])
     request = Request(ids, name="asked")
-    side.on_new(request)
-    assert claim(side, request, 26 * SIZE) == 540 - 26 * SIZE
+    assert start(side, request, 26 * SIZE) == 540 - 26 * SIZE
     little = Request([*range(40), *CHUNK, *range(300, 900), *CHUNK, 7], name="little")
     pool.held |= set(little.block_hashes[:20])
     side._config = replace(side._config, min_reused_share=0.2)
-    side.on_new(little)
-    assert claim(side, little, 20 * SIZE) == 0
+    assert start(side, little, 20 * SIZE) == 0
     told = side.finished(little)["cacheblend"]
     assert (told["blended"], told["reason"]) == (False, "below min_reused_share")

@@ -10,11 +10,25 @@ from typing import Any
 import pytest
 
 from cacheblend.core.errors import StoreError
+from cacheblend.engines.vllm.scheduler import tracked_requests
+from cacheblend.engines.vllm.scheduler.tracked_requests import LookUp
 from cacheblend.store import MemoryStore
-from vllm_requests import CHUNK, OTHER, PROMPT, Pool, Request, SlowStore, claim, scheduling, start, turn, with_options
-from vllm_running import needs_vllm
-
-pytestmark = needs_vllm
+from vllm_requests import (
+    CHUNK,
+    OTHER,
+    PROMPT,
+    Pool,
+    Request,
+    SlowStore,
+    claim,
+    give,
+    reported,
+    scheduling,
+    start,
+    turn,
+    why,
+    with_options,
+)
 
 
 @pytest.mark.may_fail("slow store")
@@ -34,7 +48,7 @@ def test_nothing_waits_for_a_store_that_does_not_answer() -> None:
     assert time.monotonic() - began < 5  # the store never answers
     for request in requests:
         assert claim(side, request, 0) == 0
-        assert side.finished(request)["cacheblend"]["reason"] == "slow store"
+        assert why(side, request) == "slow store"
     late = Request([77, *PROMPT], name="late")  # every thread waits for the store
     side.on_new(late)
     assert side.claim(late, 0) == 0
@@ -59,8 +73,8 @@ def test_a_look_up_of_which_nobody_waits_takes_no_thread() -> None:
     for request in requests[6:12]:
         side.finished(request)
     store.let_go.set()
-    side._finder._lookups._pool.close()
-    side._finder._lookups._pool.join(30)
+    side._finder._pool.close()
+    side._finder._pool.join(30)
     assert len(store.asked) <= 8  # those that had begun
 
 
@@ -88,7 +102,7 @@ def test_a_list_that_is_long_in_coming_takes_no_thread_from_those_who_name_their
         assert side.claim(request, 0) is None
     assert start(side, Request([9, *CHUNK, 4, 5], [[1, 101]], "named")) == 102
     for request in waiting[:10]:
-        assert side.finished(request)["cacheblend"]["reason"] == "ended before its look-up"
+        assert why(side, request) == "ended before its look-up"
     store.listed.set()
     claimed = [claim(side, request, 0) for request in waiting[10:]]
     assert set(claimed) == {142}
@@ -109,7 +123,7 @@ def test_a_list_that_others_have_waited_for_in_vain_is_waited_for_by_nobody(monk
         side.on_new(second)
         assert side.claim(second, 0) == 0 and side.claim(first, 0) == 0
     for request in (first, second):
-        assert side.finished(request)["cacheblend"]["reason"] == "slow store"
+        assert why(side, request) == "slow store"
     store.listed.set()
     assert start(side, Request([5, *PROMPT], name="third")) == 142
 
@@ -149,7 +163,7 @@ def test_what_loading_may_take_goes_to_the_workers_less_the_look_up() -> None:
     for fields, expected in (({}, None), ({"load_timeout_s": 20.0}, 20.0)):
         side = scheduling([CHUNK], blend_fields=fields)
         request = Request(PROMPT, name="first")
-        side.allocated(request, [[1] * 9], start(side, request))
+        give(side, request)
         (job,) = side.take_jobs().blend
         assert job.load_s is None if expected is None else 0 < job.load_s < expected
 
@@ -158,7 +172,7 @@ def test_a_look_up_that_takes_all_of_it_leaves_the_request_to_vllm(monkeypatch: 
     from cacheblend.engines.vllm.scheduler import chunk_finder as module
 
     class Clock:
-        now = 0.0
+        now = time.monotonic()
 
         def monotonic(self) -> float:
             self.now += 6.0  # between any two looks at it
@@ -168,29 +182,24 @@ def test_a_look_up_that_takes_all_of_it_leaves_the_request_to_vllm(monkeypatch: 
     monkeypatch.setattr(module, "time", Clock())
     request = Request(PROMPT, name="first")
     assert start(side, request) == 0
-    assert side.finished(request)["cacheblend"]["reason"] == "slower to load than to compute"
+    assert why(side, request) == "slower to load than to compute"
 
 
 def test_after_a_load_timeout_others_are_blended_as_before() -> None:
-    from cacheblend.engines.vllm.jobs import BlendOutcome, StepReport
-
     side = scheduling([CHUNK])
-    first = Request(PROMPT, name="first")
-    side.allocated(first, [[1] * 9], start(side, first))
-    side.reported(StepReport(0, {"first": BlendOutcome("load timeout", read_s={"memory": 1.0})}))
+    first = give(side, Request(PROMPT, name="first"))
+    side.reported(reported("first", "load timeout", read_s={"memory": 1.0}))
     assert start(side, Request([5, *PROMPT], name="second")) == 142
-    assert side.finished(first)["cacheblend"]["reason"] == "load timeout"
+    assert why(side, first) == "load timeout"
 
 
 @pytest.mark.may_fail("slow store")
 def test_after_a_slow_read_nothing_is_blended_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheblend.engines.vllm.jobs import BlendOutcome, StepReport
     from cacheblend.engines.vllm.scheduler import scheduler as module
 
     side = scheduling([CHUNK])
-    first = Request(PROMPT, name="first")
-    side.allocated(first, [[1] * 9], start(side, first))
-    side.reported(StepReport(0, {"first": BlendOutcome("slow store")}))
+    give(side, Request(PROMPT, name="first"))
+    side.reported(reported("first", "slow store"))
     assert start(side, Request([5, *PROMPT], name="second")) == 0
     now = time.monotonic()
     monkeypatch.setattr(module.time, "monotonic", lambda: now + module.PAUSE_S)
@@ -199,30 +208,26 @@ def test_after_a_slow_read_nothing_is_blended_for_a_while(monkeypatch: pytest.Mo
 
 def test_who_was_looked_up_before_the_store_became_slow_does_not_wait_for_it_in_turn() -> None:
     """Equal prompts would lead one after the other, and each wait for the reads in vain."""
-    from cacheblend.engines.vllm.jobs import BlendOutcome, StepReport
-
     side = scheduling([CHUNK])
     first, *others = [Request(PROMPT, name=str(number)) for number in range(4)]
-    side.allocated(first, [[1] * 9], start(side, first))
+    give(side, first)
     assert [start(side, other) for other in others] == [None] * 3
     side.provided([first.request_id])
-    side.reported(StepReport(0, {first.request_id: BlendOutcome("slow store")}))
+    side.reported(reported(first.request_id, "slow store"))
     for other in others:
         assert side.claim(other, 0) == 0
         side.allocated(other, [[2] * 9], 0)
-        assert side.finished(other)["cacheblend"]["reason"] == "slow store"
+        assert why(side, other) == "slow store"
 
 
 def test_what_is_shared_in_such_a_pause_is_said_to_be_blended() -> None:
-    from cacheblend.engines.vllm.jobs import BlendOutcome, StepReport
-
     side, pool = scheduling([CHUNK, OTHER]), Pool()
     side.cache.bind(pool)
     ids, spans = [*range(40), *CHUNK, *range(40)], [[40, 140]]
     turn(side, pool, ids, spans, "first turn")
     more = Request([*ids, *OTHER, 7, 8], [*spans, [180, 280]], "second turn")
     side.on_new(more)
-    side.reported(StepReport(0, {"another": BlendOutcome("slow store")}))
+    side.reported(reported("another", "slow store"))
     assert claim(side, more, pool.computed(more)) in (0, None)
     assert side.claim(more, pool.computed(more)) == 0
     side.allocated(more, [[1] * 20], 0)
@@ -239,7 +244,7 @@ def test_a_request_that_ends_during_its_look_up() -> None:
     request = Request([5, *PROMPT])
     side.on_new(request)
     assert side.claim(request, 0) is None
-    assert side.finished(request)["cacheblend"]["reason"] == "ended before its look-up"
+    assert why(side, request) == "ended before its look-up"
     store.let_go.set()
     assert side.take_jobs().dropped == []
 
@@ -274,7 +279,7 @@ def test_a_store_that_fails_disables_blending_only() -> None:
     side = scheduling([], Broken(1 << 20))
     request = Request(PROMPT)
     assert start(side, request) == 0
-    assert side.finished(request)["cacheblend"]["reason"] == "store"
+    assert why(side, request) == "store"
 
 
 def test_a_request_that_comes_to_an_idle_engine_is_looked_up_within_its_first_step(
@@ -300,8 +305,6 @@ def hanging() -> Iterator[Any]:
 
 
 def test_a_look_up_is_waited_for_only_while_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheblend.engines.vllm.scheduler.lookups import LookUp
-
     waits: list[float] = []
     monkeypatch.setattr(LookUp, "wait", lambda self, seconds: waits.append(seconds))
     slow = [Request([name, *CHUNK, 4, 5], [[1, 101]], str(name)) for name in range(3)]
@@ -331,10 +334,8 @@ def test_a_look_up_is_waited_for_only_while_nothing_is_computed(monkeypatch: pyt
 
 
 def test_a_look_up_is_waited_for_once_and_not_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheblend.engines.vllm.scheduler import lookups
-
     waits: list[float] = []
-    monkeypatch.setattr(lookups, "wait", lambda futures, seconds: waits.append(seconds))
+    monkeypatch.setattr(tracked_requests, "wait", lambda futures, seconds: waits.append(seconds))
     request = Request([1, 2, 3, *CHUNK, 4, 5], [[3, 103]])
     with hanging() as side:
         side.on_new(request)

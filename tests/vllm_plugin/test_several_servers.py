@@ -37,9 +37,7 @@ from lab.servers.vllm_server import (
     environment,
 )
 from redis_server import needs_redis, redis_server
-from vllm_running import Texts, Vllm, needs_vllm
-
-pytestmark = needs_vllm
+from vllm_running import Texts, Vllm
 
 REQUESTS, DISTINCT, TOKENS, REFRESH_S = 200, 40, 4, 0.5
 

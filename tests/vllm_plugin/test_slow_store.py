@@ -1,18 +1,15 @@
 """A store that does not answer while others decode: nobody waits for it, neither in a step nor when something ends."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vllm_running import Texts, Vllm, needs_vllm
-
-pytestmark = needs_vllm
+from vllm_running import EXTENDED, Served, Texts, ask
 
 
 @pytest.mark.may_fail("slow store")
 @pytest.mark.usefixtures("extension")
-def test_a_store_that_hangs_holds_up_nobody(vllm: Vllm, models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_store_that_hangs_holds_up_nobody(llama: Served) -> None:
     texts = Texts(41)
     passages = texts.passages(4)
     one, two = texts.prompt(passages[:3]), texts.prompt([passages[3], passages[0], passages[1]])
@@ -24,8 +21,8 @@ def test_a_store_that_hangs_holds_up_nobody(vllm: Vllm, models: dict[str, Path],
 
     steps: dict[str, dict[str, Any]] = {
         "exact": {"ask": [one.ids, two.ids], "chunks": [[], []]},
-        "warm": {"ask": [one.ids, two.ids], "chunks": [one.spans, two.spans], "alone": True},
-        "right": {"ask": [one.ids, two.ids], "chunks": [one.spans, two.spans]},
+        "warm": ask([one, two], alone=True),
+        "right": ask([one, two]),
         "hang": {"rpc": ["hang_store", True]},
         "plain begins": begin("plain", tokens=60),
         "plain decodes": {"until": "plain", "steps": 5},
@@ -50,9 +47,8 @@ def test_a_store_that_hangs_holds_up_nobody(vllm: Vllm, models: dict[str, Path],
         "last begins": begin("last", one),
         "last is read": {"until": "last", "steps": 4},  # and the process ends meanwhile
     }
-    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 0.1, "min_reused_share": 0.0}
-    engine = {"enable_prefix_caching": False, "worker_extension_cls": "injecting.Injecting"}
-    result = vllm.run(models["llama"], list(steps.values()), extra, **engine)
+    extra = {"recompute_ratio": 0.1, "min_reused_share": 0.0}
+    result = llama.run(list(steps.values()), extra, enable_prefix_caching=False, **EXTENDED)
     found = dict(zip(steps, result["answers"], strict=True))
     (exact_two,) = found["exact"][1]["tokens"]
     right_one, right_two = (answer["tokens"] for answer in found["right"])

@@ -9,16 +9,18 @@ tokens of answers that come several at a time. (With seeds vLLM's CPU build ends
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_checks import COUNT, EXTENDED, ask, between, expected, found_in, prompts
-from vllm_running import SHAPE, Texts, Vllm, needs_vllm
+from cacheblend.engines.vllm.internals.interface import refused_speculation
+from vllm_checks import between, expected, found_in, prompts
+from vllm_running import COUNT, EXTENDED, SHAPE, Texts, Vllm, ask, tokens
 
-pytestmark = [needs_vllm, pytest.mark.usefixtures("extension")]
+pytestmark = pytest.mark.usefixtures("extension")
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
@@ -66,10 +68,6 @@ def drafters(terse: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return {"ngram": NGRAM, **found}
 
 
-def tokens(step: list[dict[str, Any]]) -> list[list[list[int]]]:
-    return [answer["tokens"] for answer in step]
-
-
 @pytest.mark.parametrize(
     "method",
     [
@@ -93,7 +91,7 @@ def test_greedy_answers_are_those_without_speculation(
     long: dict[str, Any] = {"sampling": {"max_tokens": 40}}
     plain = vllm.run(terse, [{"ask": [*ids, beside, *turns], **long}], None)
     steps = [
-        {"ask": ids, "chunks": spans, "alone": True, **long},
+        ask(asked, alone=True, **long),
         {"forget": True},
         COUNT,
         {"ask": [*ids, beside], "chunks": [*spans, []], **long},
@@ -159,10 +157,6 @@ def test_the_shadow_check_compares_the_tokens_that_were_taken(vllm: Vllm, terse:
 
 @pytest.mark.feature("speculative decoding, other ways", "refused by name")
 def test_other_ways_to_speculate_are_refused_by_name() -> None:
-    from types import SimpleNamespace
-
-    from cacheblend.engines.vllm.internals.interface import refused_speculation
-
     assert refused_speculation(None) == refused_speculation(SimpleNamespace(method="eagle")) == ""
     words = refused_speculation(SimpleNamespace(method="mtp"))
     assert "'mtp'" in words and "ngram" in words and "leave it out" in words

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+import vllm_running
 from cacheblend.nano import model_path
-from vllm_running import NANO_VOCAB, Asked, Texts, Vllm, needs_vllm
-
-pytestmark = needs_vllm
+from vllm_running import NANO_VOCAB, Asked, Texts, Vllm, check_blended
 
 SCHEMA = {
     "type": "object",
@@ -43,7 +42,7 @@ def obeys(kind: str, text: str) -> bool:
 def ask(asked: list[Asked], kind: str | None, **more: Any) -> dict[str, Any]:
     sampling = {"max_tokens": 40, "ignore_eos": False, "logprobs": 2}
     sampling |= {"structured": KINDS[kind]} if kind else {"max_tokens": 8}
-    return {"ask": [one.ids for one in asked], "chunks": [one.spans for one in asked], "sampling": sampling, **more}
+    return vllm_running.ask(asked, **{"sampling": sampling, **more})
 
 
 @pytest.mark.feature("structured output", "blends")
@@ -68,8 +67,7 @@ def test_constrained_answers(vllm: Vllm, tmp_path: Path, runs_ahead: bool) -> No
         for one in answers:
             text = tokenizer.decode(one["tokens"][0], skip_special_tokens=True)
             assert kind is None or obeys(kind, text), text
-    assert found["metrics"]["vllm:cacheblend_requests"] >= 5 * len(asked)
-    assert "vllm:cacheblend_fallbacks" not in " ".join(found["metrics"])
+    check_blended(found, 5 * len(asked))
 
 
 @pytest.mark.feature("pooling, embeddings", "plain: on_unblendable, or refused by name")

@@ -16,9 +16,7 @@ from transformers import AutoTokenizer
 from cacheblend.nano import model_path
 from cacheblend.store import DiskStore
 from command_line import runner
-from vllm_running import Vllm, needs_vllm
-
-pytestmark = needs_vllm
+from vllm_running import Vllm
 
 
 def text_of(seed: int, sentences: int) -> str:

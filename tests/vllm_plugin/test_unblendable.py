@@ -15,14 +15,15 @@ import torch
 from torch import nn
 
 from cacheblend.core.errors import ModelNotBlendableError
-from vllm_running import Texts, Vllm, needs_vllm
-
-pytestmark = needs_vllm
+from cacheblend.engines.vllm.connector import CacheBlendConnector
+from cacheblend.engines.vllm.internals.decoder import computed_by
+from cacheblend.engines.vllm.internals.interface import metadata_builders
+from cacheblend.engines.vllm.jobs import StepJobs, Unblendable
+from cacheblend.engines.vllm.worker.model import BlendModel
+from vllm_running import FORGET, Texts, Vllm, ask, make_opt, tokens
 
 
 def connector_of(on_unblendable: str) -> Any:
-    from cacheblend.engines.vllm.connector import CacheBlendConnector
-
     made: Any = object.__new__(CacheBlendConnector)
     made._config = SimpleNamespace(
         store="memory", on_unblendable=on_unblendable, budget_row_layers=1, in_pages=None, read_timeout_s=1.0
@@ -40,7 +41,6 @@ def test_a_cache_that_cannot_be_read_is_named_or_left_to_vllm(
     monkeypatch: pytest.MonkeyPatch, on_unblendable: str
 ) -> None:
     from cacheblend.engines.vllm import connector as module
-    from cacheblend.engines.vllm.jobs import StepJobs, Unblendable
 
     def refuse(*args: Any, **options: Any) -> None:
         raise ModelNotBlendableError("keeps eight bits of no known type")
@@ -71,9 +71,7 @@ def test_a_cache_that_cannot_be_read_is_named_or_left_to_vllm(
     assert connector.get_block_ids_with_load_errors() == {4, 5}
     assert connector._worker.take_failed_requests() == {"b"}
     report = connector.build_connector_worker_meta()
-    assert {name: each.failure for name, each in report.outcomes.items()} == dict.fromkeys(
-        "ab", "ModelNotBlendableError"
-    )
+    assert [report.outcomes[name].failure for name in "ab"] == ["ModelNotBlendableError"] * 2
     assert report.captured == 1
     connector.shutdown()
 
@@ -84,8 +82,6 @@ def test_a_request_of_a_model_without_groups_ends() -> None:
 
 @pytest.mark.parametrize("error", [KeyError("lengths"), RuntimeError("a\nb"), AssertionError(), TypeError("forward()")])
 def test_whatever_a_models_own_code_raises_is_named_in_one_line(error: Exception) -> None:
-    from cacheblend.engines.vllm.worker.model import BlendModel
-
     def raises() -> None:
         raise error
 
@@ -97,8 +93,6 @@ def test_whatever_a_models_own_code_raises_is_named_in_one_line(error: Exception
 
 
 def test_memory_that_ran_out_says_nothing_of_the_model() -> None:
-    from cacheblend.engines.vllm.worker.model import BlendModel
-
     def raises() -> None:
         raise torch.OutOfMemoryError
 
@@ -109,8 +103,6 @@ def test_memory_that_ran_out_says_nothing_of_the_model() -> None:
 
 
 def test_a_group_of_a_drafters_layers_alone_has_no_builder() -> None:
-    from cacheblend.engines.vllm.internals.interface import metadata_builders
-
     backend = SimpleNamespace(get_builder_cls=lambda: lambda spec, names, config, device: names)
     cache = torch.zeros(1)
     layers = [SimpleNamespace(layer_name=f"l{n}", get_attn_backend=lambda: backend, kv_cache=cache) for n in range(2)]
@@ -121,8 +113,6 @@ def test_a_group_of_a_drafters_layers_alone_has_no_builder() -> None:
 
 
 def test_a_forward_that_vllm_has_set_is_put_back() -> None:
-    from cacheblend.engines.vllm.internals.decoder import computed_by
-
     own, replaced = nn.Linear(1, 1), nn.Linear(1, 1)
 
     def bringing(rows: torch.Tensor) -> torch.Tensor:
@@ -140,18 +130,11 @@ def test_a_forward_that_vllm_has_set_is_put_back() -> None:
 def test_another_connector_goes_on_beside_a_model_that_is_left_to_vllm(
     vllm: Vllm, tmp_path: Path, in_front: bool
 ) -> None:
-    from transformers import AutoModelForCausalLM, OPTConfig
-
-    torch.manual_seed(0)
-    config = OPTConfig(
-        vocab_size=2048, hidden_size=64, word_embed_proj_dim=64, ffn_dim=64, num_hidden_layers=2, num_attention_heads=2
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "opt")
+    opt = make_opt(tmp_path / "opt")
     texts = Texts(16)
     asked = [texts.prompt(texts.passages(3)) for _ in range(6)]
     naming = [one.spans if number % 2 else [] for number, one in enumerate(asked)]
-    ask = {"ask": [one.ids for one in asked], "chunks": naming, "sampling": {"max_tokens": 8}}
-    steps = [{**ask, "alone": True}, {"forget": True}, ask, {"forget": True}, ask]
+    steps = [ask(asked, chunks=naming, alone=True), *[FORGET, ask(asked, chunks=naming)] * 2]
     other = {
         "kv_connector": "Holding",
         "kv_connector_module_path": "holding",
@@ -161,10 +144,10 @@ def test_another_connector_goes_on_beside_a_model_that_is_left_to_vllm(
     beside = [other, None] if in_front else [None, other]
     extra = {"store": f"file://{tmp_path}/store", "on_unblendable": "plain", "shadow": 1.0}
     engine = {"block_size": 32, "num_gpu_blocks_override": 47, "max_model_len": 1472}  # some of the requests wait
-    given = vllm.run(tmp_path / "opt", steps, extra, beside=beside, **engine)["answers"]
-    right = vllm.run(tmp_path / "opt", steps, None, **engine)["answers"]
+    given = vllm.run(opt, steps, extra, beside=beside, **engine)["answers"]
+    right = vllm.run(opt, steps, None, **engine)["answers"]
     for number in (0, 2, 4):
-        assert [one["tokens"] for one in given[number]] == [one["tokens"] for one in right[number]]
+        assert tokens(given[number]) == tokens(right[number])
     for number in (2, 4):
         cached = [one["cached"] for one in given[number]]
         assert all(cached[::2]) and not any(cached[1::2])  # the other loads what it has saved: prompts without chunks

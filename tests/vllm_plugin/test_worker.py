@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from cacheblend.core.fuse.batching import LayerRows
+from cacheblend.engines.vllm.jobs import CaptureJob, StepJobs
+from cacheblend.engines.vllm.worker import capture_writer, tasks
+from cacheblend.engines.vllm.worker.capture_writer import CaptureWriter
 from rank_threads import ThreadGroup, on_all
-from vllm_running import needs_vllm
 from vllm_workers import LAYERS, Prefill, Store, blend, make_worker
-
-pytestmark = needs_vllm
-
 
 CHUNK = SimpleNamespace(blocks=[], manifest=SimpleNamespace(block_names=(), token_ids=[]))
 """A captured chunk of nothing."""
@@ -24,8 +23,6 @@ CHUNK = SimpleNamespace(blocks=[], manifest=SimpleNamespace(block_names=(), toke
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
-    from cacheblend.engines.vllm.worker.capture_writer import CaptureWriter
-
     monkeypatch.setattr(CaptureWriter, "_on_host", lambda *_: CHUNK)
     store, prefills = Store(), dict[Any, Prefill]()
     made = make_worker(store, SimpleNamespace(size=1, rank=0))
@@ -37,14 +34,10 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def jobs(*names: str, **fields: Any) -> Any:
-    from cacheblend.engines.vllm.jobs import StepJobs
-
     return StepJobs(blend=[blend(name) for name in names], **fields)
 
 
 def captures(*names: str) -> Any:
-    from cacheblend.engines.vllm.jobs import CaptureJob, StepJobs
-
     return StepJobs(capture=[CaptureJob(name, None) for name in names])  # type: ignore[arg-type]
 
 
@@ -135,9 +128,6 @@ def test_vllm_computes_a_prompt_that_has_waited_for_the_store_as_long_as_it_may(
     worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All its waits count, as long as each read took: not what the engine did before it looked again."""
-    from cacheblend.engines.vllm.jobs import StepJobs
-    from cacheblend.engines.vllm.worker import tasks
-
     now = 100.0
     monkeypatch.setattr(tasks, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(worker.side._readiness, "_wait", lambda *_, **__: None)
@@ -184,8 +174,6 @@ def test_a_failure_frees_its_memory_and_costs_one_prompt(worker: Any, error: typ
 
 @pytest.mark.may_fail("OSError")
 def test_dropped_captures_are_counted_and_not_stored(worker: Any) -> None:
-    from cacheblend.engines.vllm.worker import capture_writer
-
     worker.prefills.update({name: Prefill() for name in "abcd"})
     begun = threading.Event()
 
@@ -219,8 +207,6 @@ def test_dropped_captures_are_counted_and_not_stored(worker: Any) -> None:
 
 
 def test_closing_does_not_wait_for_a_store_that_hangs(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheblend.engines.vllm.worker import capture_writer
-
     begun = threading.Event()
     monkeypatch.setattr(capture_writer, "CLOSE_S", 0.01)
 

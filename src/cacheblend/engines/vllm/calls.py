@@ -12,7 +12,7 @@ forward.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -41,36 +41,24 @@ class RecordedCall:
     after: list[Any]
 
 
-class HiddenForm(Protocol):
-    """What the one hidden state [n, width] is, of the tensors that layers hand on."""
-
-    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Of the tensors handed on, [n, width] each, in the order of the layer's results; may write over the last."""
-        ...
+HiddenForm = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+"""From the tensors that a layer hands on, [n, width] each, to the one hidden state; may write over the last."""
 
 
-@dataclass(frozen=True)
-class Added:
+def added(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Their sum: a layer's output, and the residual sum of all before it, which the next layer's norm adds."""
-
-    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See `HiddenForm.join`."""
-        *others, last = parts
-        for part in others:
-            last = last.add_(part)
-        return last
+    *others, last = parts
+    for part in others:
+        last = last.add_(part)
+    return last
 
 
-@dataclass(frozen=True)
-class First:
+def first(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The first: it is the whole sum already, and the others are not needed (Cohere's layers)."""
-
-    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See `HiddenForm.join`."""
-        return parts[0]
+    return parts[0]
 
 
-FORMS: tuple[HiddenForm, ...] = (Added(), First())
+FORMS: tuple[HiddenForm, ...] = (added, first)
 """Tried in this order; the first serves with which all layers compute what they do in the model's own forward."""
 
 
@@ -101,15 +89,11 @@ class VllmLayerCall:
     """Calls one layer with any rows.
 
     Attributes:
-        module: the layer.
         leaves, spec: see `RecordedCall`; None in place of tensors of rows.
-        positions: where the rows' positions go.
         state: what is handed on from layer to layer; the hidden state is passed as the first of them, and None as the
             others, as layer 0 is called.
         inputs: further tensors of rows, which the model computes in front of its layers: cosines and sines.
-        handed_on: the results that are handed on.
         results, output_spec: all tensors of rows that are returned; see `RecordedCall`.
-        form: see `HiddenForm`.
     """
 
     module: Callable[..., Any]
@@ -126,13 +110,7 @@ class VllmLayerCall:
     def __call__(
         self, positions: torch.Tensor, hidden: torch.Tensor, inputs: Sequence[torch.Tensor] = ()
     ) -> torch.Tensor:
-        """The hidden state [n, width] behind the layer; may write over `hidden`.
-
-        Args:
-            positions: [n].
-            hidden: [n, width].
-            inputs: [n, ...] each, as in `inputs`.
-        """
+        """The hidden state [n, width] behind the layer; may write over `hidden`."""
         leaves = list(self.leaves)
         for at in self.positions:
             at.put(leaves, positions)
@@ -141,7 +119,7 @@ class VllmLayerCall:
         self.state[0].put(leaves, hidden)
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         outputs = pytree.tree_leaves(self.module(*args, **kwargs))
-        return self.form.join([at.take(outputs) for at in self.handed_on])
+        return self.form([at.take(outputs) for at in self.handed_on])
 
     def returned(self, hidden: torch.Tensor) -> Any:
         """What the layer would return if [n, width] were the hidden state behind it."""
@@ -158,10 +136,7 @@ def learn_calls(
     """How each layer is called.
 
     Args:
-        modules: the layers.
-        recorded: their calls in one forward of the model.
         positions: [n] of that forward, where n is the size of no other dimension.
-        form: of the hidden state.
 
     Raises:
         ModelNotBlendableError: a layer does not take what the one before gives, or takes rows against rows.
@@ -198,12 +173,12 @@ def learn_calls(
 
 def hidden_before(call: RecordedCall, learnt: VllmLayerCall) -> torch.Tensor:
     """The hidden state [n, width] in front of a recorded layer."""
-    return learnt.form.join([at.take(call.before).clone() for at in learnt.state])
+    return learnt.form([at.take(call.before).clone() for at in learnt.state])
 
 
 def hidden_after(call: RecordedCall, learnt: VllmLayerCall) -> torch.Tensor:
     """The hidden state [n, width] behind a recorded layer."""
-    return learnt.form.join([at.take(call.after).clone() for at in learnt.handed_on])
+    return learnt.form([at.take(call.after).clone() for at in learnt.handed_on])
 
 
 def _link(index: int, before: RecordedCall, after: RecordedCall) -> tuple[tuple[int, ...], tuple[int, ...]]:

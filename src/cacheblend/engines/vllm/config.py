@@ -108,32 +108,25 @@ class ConnectorConfig:
         whole |= {"capture_bytes": 1, "workspace_bytes": 0}
         for name, least in whole.items():
             value = getattr(self, name)
-            if value is None and name in ("chunk_end_token_id", "budget_row_layers", "workspace_bytes"):
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            is_left_out = value is None and name in ("chunk_end_token_id", "budget_row_layers", "workspace_bytes")
+            if not is_left_out and (not _is_number(value, int) or value < least):
                 raise InvalidInputError(f"{name} must be a whole number of at least {least}, got {value!r}")
-        share = self.min_reused_share
-        if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share <= 1:
-            raise InvalidInputError(f"min_reused_share must be in 0..1, got {share!r}")
+        if not _is_number(self.min_reused_share) or not 0 <= self.min_reused_share <= 1:
+            raise InvalidInputError(f"min_reused_share must be in 0..1, got {self.min_reused_share!r}")
         for name in ("match_content", "controller", "allow_untested_version", "in_pages", "discover"):
-            if name == "in_pages" and self.in_pages is None:
-                continue
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidInputError(f"{name} must be true or false, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name == "in_pages" and value is None):
+                raise InvalidInputError(f"{name} must be true or false, got {value!r}")
         if self.on_unblendable not in ("error", "plain"):
             raise InvalidInputError(f'on_unblendable must be "error" or "plain", got {self.on_unblendable!r}')
-        if not isinstance(self.refresh_s, int | float) or isinstance(self.refresh_s, bool) or not self.refresh_s >= 0:
+        if not _is_number(self.refresh_s) or not self.refresh_s >= 0:
             raise InvalidInputError(f"refresh_s must be a number of seconds, 0 or more, got {self.refresh_s!r}")
         for name in ("lookup_timeout_s", "read_timeout_s"):
-            timeout = getattr(self, name)
-            if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
-                raise InvalidInputError(f"{name} must be a number of seconds above 0, got {timeout!r}")
+            value = getattr(self, name)
+            if not _is_number(value) or not value > 0:
+                raise InvalidInputError(f"{name} must be a number of seconds above 0, got {value!r}")
         if not isinstance(self.store, str) or not self.store:
             raise InvalidInputError(f'store must be a URL such as "file:///var/cache/cacheblend", got {self.store!r}')
-        self._check_together()
-
-    def _check_together(self) -> None:
-        """Settings that are in vain without others."""
         if self.discover and not (self.match_content and self.blend.capture):
             raise InvalidInputError(
                 "discover stores text as chunks that are found by content: it needs match_content and capture, and one "
@@ -144,6 +137,10 @@ class ConnectorConfig:
             raise InvalidInputError(f"cost_model {cost_model!r} is for the controller, and controller is false")
 
 
+def _is_number(value: Any, kind: Any = (int, float)) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
 def read_config(extra: Mapping[str, Any]) -> ConnectorConfig:
     """The settings that `kv_connector_extra_config` holds, in this project's form or in UCM's.
 
@@ -152,30 +149,25 @@ def read_config(extra: Mapping[str, Any]) -> ConnectorConfig:
     """
     own = {key: value for key, value in extra.items() if not key.startswith("ucm_")}
     ucm = {key: value for key, value in extra.items() if key.startswith("ucm_")}
-    if ucm:
-        for key, value in _of_ucm(ucm).items():
-            if key in own:
-                raise InvalidInputError(f"{key} is given twice, directly and in the form of UCM; keep one of the two")
-            own[key] = value
+    _check_keys(ucm, ("ucm_connectors", "ucm_sparse_config"), "kv_connector_extra_config")
+    of_ucm = {"store": _store_of_ucm(ucm["ucm_connectors"])} if "ucm_connectors" in ucm else {}
+    if "ucm_sparse_config" in ucm:
+        of_ucm |= _blend_of_ucm(ucm["ucm_sparse_config"])
+    for key, value in of_ucm.items():
+        if key in own:
+            raise InvalidInputError(f"{key} is given twice, directly and in the form of UCM; keep one of the two")
+        own[key] = value
     blend_fields = {each.name for each in fields(BlendConfig)} - set(_NOT_HERE)
     connector_fields = {each.name for each in fields(ConnectorConfig)} - {"blend_fields"}
     _check_keys(own, blend_fields | connector_fields, "kv_connector_extra_config")
-    blend = {key: _as_tuple(value) for key, value in own.items() if key in blend_fields}
+    blend = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in own.items() if key in blend_fields
+    }
     rest = {key: value for key, value in own.items() if key in connector_fields}
     try:
         return ConnectorConfig(blend_fields=blend, **rest)
     except TypeError as error:
         raise InvalidInputError(f"kv_connector_extra_config: a value has the wrong type: {error}") from error
-
-
-def _of_ucm(ucm: Mapping[str, Any]) -> dict[str, Any]:
-    _check_keys(ucm, ("ucm_connectors", "ucm_sparse_config"), "kv_connector_extra_config")
-    found: dict[str, Any] = {}
-    if "ucm_connectors" in ucm:
-        found["store"] = _store_of_ucm(ucm["ucm_connectors"])
-    if "ucm_sparse_config" in ucm:
-        found |= _blend_of_ucm(ucm["ucm_sparse_config"])
-    return found
 
 
 def _store_of_ucm(connectors: Any) -> str:
@@ -237,7 +229,3 @@ def _check_keys(given: Mapping[str, Any], known: Iterable[str], where: str) -> N
             near = difflib.get_close_matches(key, known, 1)
             hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
             raise InvalidInputError(f"{where} has the unknown key {key!r}{hint}")
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

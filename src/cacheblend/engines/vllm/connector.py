@@ -16,13 +16,12 @@ from cacheblend.engines.vllm.internals import decoder, interface, prefix_cache, 
 from cacheblend.engines.vllm.jobs import CaptureJob, StepJobs, StepReport, Unblendable
 from cacheblend.engines.vllm.metrics import BlendPromMetrics, BlendStats
 from cacheblend.engines.vllm.reasons import OTHER_WEIGHTS
-from cacheblend.engines.vllm.scheduler.chunk_finder import ChunkFinder
-from cacheblend.engines.vllm.scheduler.load_control import LoadControl, open_load_control
+from cacheblend.engines.vllm.scheduler.chunk_finder import ChunkFinder, TenantPlanners
+from cacheblend.engines.vllm.scheduler.load_control import open_load_control
 from cacheblend.engines.vllm.scheduler.scheduler import Scheduling
-from cacheblend.engines.vllm.scheduler.tenants import TenantPlanners
 from cacheblend.engines.vllm.stores import device_bytes, shared_store
 from cacheblend.engines.vllm.worker.groups import LayerGroups
-from cacheblend.engines.vllm.worker.idle_worker import Refusal
+from cacheblend.engines.vllm.worker.idle_worker import IdleWorker
 from cacheblend.engines.vllm.worker.model import BlendModel
 from cacheblend.engines.vllm.worker.worker import Worker
 from cacheblend.engines.vllm.workspace import gib, workspace_of
@@ -40,14 +39,8 @@ if TYPE_CHECKING:
 
 
 class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA):
-    """See the package's docstring for how vLLM is configured to use it.
-
-    Args:
-        vllm_config, role, kv_cache_config: vLLM's.
-
-    Raises:
-        InvalidInputError: an unknown setting, or a combination that is not tested; the message names it.
-    """
+    """See the package's docstring for how vLLM is configured to use it. Raises InvalidInputError: an unknown setting,
+    or a combination that is not tested; the message names it."""
 
     def __init__(
         self, vllm_config: interface.VllmConfig, role: interface.KVConnectorRole, kv_cache_config: Any
@@ -56,10 +49,9 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
         self._config = read_config(self._kv_transfer_config.kv_connector_extra_config)
         versions.check_version(versions.vllm_version(), allowed=self._config.allow_untested_version)
         self._scheduling: Scheduling | None = None
-        self._worker: Worker | Refusal | None = None
+        self._worker: Worker | IdleWorker | None = None
         self._unblendable = ""  # the reason, where `on_unblendable` is "plain"
         self._is_compared = False  # the weights of this worker with those that the scheduler's side names
-        self._publishes_events = interface.publishes_events(vllm_config)
         try:
             self._check(vllm_config, kv_cache_config)
         except InvalidInputError as error:
@@ -72,7 +64,7 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
         fields = self._config.blend_fields
         self._settings = resolve_settings(fields, self.identity.folder, self.identity.fingerprint)
         self._selector = self._settings.selector()
-        if interface.keeps_latents(vllm_config):
+        if vllm_config.model_config.use_mla:
             check_latents(self._selector)
         self._planner = self.identity.planner(self._settings.config)
         self._block_size = int(vllm_config.cache_config.block_size)
@@ -89,19 +81,40 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
         if is_scheduler:
             # What cannot be blended is computed; vLLM reads this after it has made the connector, and would fail it.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
-            self._scheduling = self._open_scheduling(vllm_config, kv_cache_config)
+            self._scheduling = self._open_scheduling()
 
-    def _open_scheduling(self, vllm_config: interface.VllmConfig, kv_cache_config: Any) -> Scheduling:
-        finder, windows = self._open_finder(), prefix_cache.windows_of(kv_cache_config)
-        limits = [window for window in (interface.sliding_window(vllm_config), *windows) if window]
+    def _open_scheduling(self) -> Scheduling:
+        blend, layout = self._settings.config, interface.kv_layout(self._vllm_config, self._settings.config.codec)
+        control = None
+        if self._config.controller:
+            control = open_load_control(
+                blend,
+                fingerprint=self.identity.fingerprint,
+                device=str(self._vllm_config.device_config.device_type),
+                layers=len(layout.layers),
+                bytes_per_token=layout.block_bytes(blend.block_size) / blend.block_size,
+            )
+        finder = ChunkFinder(
+            self._config,
+            self._settings,
+            TenantPlanners(self.identity, blend),
+            self._store,
+            control,
+            keeps_events=interface.publishes_events(self._vllm_config),
+        )
+        watch, checked = None, self._config.shadow_settings
+        if checked is not None:
+            watch = ShadowWatch(checked, self.identity.name, self._selector.share, finder.raise_by)
+        windows = prefix_cache.windows_of(self._kv_caches)
+        limits = [window for window in (interface.sliding_window(self._vllm_config), *windows) if window]
         return Scheduling(
             self._config,
             self._settings,
             finder,
             self._block_size,
-            bytes_per_token=interface.kv_layout(vllm_config).block_bytes(1),
+            bytes_per_token=interface.kv_layout(self._vllm_config).block_bytes(1),
             windows=windows,
-            watch=self._open_watch(finder),
+            watch=watch,
             window=min(limits, default=None),
         )
 
@@ -120,32 +133,6 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
             raise error
         self._unblendable = str(error)
         logger.warning("nothing is blended, vLLM computes all prompts: %s", error)
-
-    def _open_finder(self) -> ChunkFinder:
-        return ChunkFinder(
-            self._config,
-            self._settings,
-            TenantPlanners(self.identity, self._settings.config),
-            self._store,
-            self._open_control() if self._config.controller else None,
-            keeps_events=self._publishes_events,
-        )
-
-    def _open_watch(self, finder: ChunkFinder) -> ShadowWatch | None:
-        settings = self._config.shadow_settings
-        if settings is None:
-            return None
-        return ShadowWatch(settings, self.identity.name, self._selector.share, finder.raise_by)
-
-    def _open_control(self) -> LoadControl:
-        config, layout = self._settings.config, interface.kv_layout(self._vllm_config, self._settings.config.codec)
-        return open_load_control(
-            config,
-            fingerprint=self.identity.fingerprint,
-            device=str(self._vllm_config.device_config.device_type),
-            layers=len(layout.layers),
-            bytes_per_token=layout.block_bytes(config.block_size) / config.block_size,
-        )
 
     def _sentence_end_ids(self) -> "npt.NDArray[np.int64] | None":
         """The tokens that end a sentence; None without a tokenizer."""
@@ -169,20 +156,19 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
         """See `Scheduling.claim`; the claimed tokens are provided over several engine steps."""
         if self._scheduling is None:
             return 0, False
-        claimed = self._scheduler.claim(request, num_computed_tokens)
+        claimed = self._scheduling.claim(request, num_computed_tokens)
         return claimed, bool(claimed)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See `Scheduling.allocated`."""
-        if self._scheduling is None:
-            return
-        self._scheduler.allocated(request, [list(ids) for ids in blocks.get_block_ids()], num_external_tokens)
+        if self._scheduling is not None:
+            self._scheduling.allocated(request, [list(ids) for ids in blocks.get_block_ids()], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepJobs:
         """The jobs that the workers start in this step."""
         if self._scheduling is None:
             return StepJobs()
-        jobs = self._scheduler.take_jobs(is_idle=not scheduler_output.total_num_scheduled_tokens)
+        jobs = self._scheduling.take_jobs(is_idle=not scheduler_output.total_num_scheduled_tokens)
         jobs.weights = self.identity.weights
         return jobs
 
@@ -190,8 +176,8 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
         """See `Scheduling.holds` and `Scheduling.finished`; vLLM adds the second to the request's answer."""
         if self._scheduling is None:
             return False, None
-        told = self._scheduler.finished(request)
-        return self._scheduler.holds(request), None if told is None else dict(told)
+        told = self._scheduling.finished(request)
+        return self._scheduling.holds(request), told
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -203,10 +189,10 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
         """Receives what the workers finished."""
         if self._scheduling is None:
             return
-        self._scheduler.provided(connector_output.finished_recving or ())
+        self._scheduling.provided(connector_output.finished_recving or ())
         report = getattr(connector_output, "kv_connector_worker_meta", None)
         if isinstance(report, StepReport):
-            self._scheduler.reported(report)
+            self._scheduling.reported(report)
 
     def has_pending_push_work(self) -> bool:
         """Keeps vLLM stepping while chunks are captured and answers compared, even when there are no requests."""
@@ -214,18 +200,13 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
 
     def take_events(self) -> Iterable[Any]:
         """See `Scheduling.take_events`."""
-        return self._scheduler.take_events() if self._publishes_events and self._scheduling is not None else ()
+        return () if self._scheduling is None else self._scheduling.take_events()
 
     def reset_cache(self) -> bool:
         """See `Scheduling.reset`; vLLM calls it when its weights have changed."""
         if self._scheduling is not None:
             self._scheduling.reset()
         return True
-
-    @property
-    def _scheduler(self) -> Scheduling:
-        assert self._scheduling is not None
-        return self._scheduling
 
     # ---- worker -----------------------------------------------------------------------------------------
 
@@ -238,7 +219,7 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
             self._worker = self._open_worker(reserved)
         except ModelNotBlendableError as error:
             self._leave_to_vllm(error)
-            self._worker = Refusal(self._block_size, self._unblendable)
+            self._worker = IdleWorker(self._block_size, self._unblendable)
 
     def _open_worker(self, reserved: int) -> Worker:
         rows = int(self._vllm_config.scheduler_config.max_num_batched_tokens)
@@ -287,7 +268,7 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
         jobs = self._get_connector_metadata()
         if self._worker is None or not isinstance(jobs, StepJobs):
             return
-        if jobs.weights and not self._is_compared and not isinstance(self._worker, Refusal):
+        if jobs.weights and not self._is_compared and isinstance(self._worker, Worker):
             self._compare_weights(self._worker, jobs.weights)
         self._worker.step(jobs)
 
@@ -308,7 +289,7 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
         )
         logger.error(reason)
         worker.close()
-        self._worker = Refusal(self._block_size, reason, OTHER_WEIGHTS)
+        self._worker = IdleWorker(self._block_size, reason, OTHER_WEIGHTS)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: a prompt's KV is complete before vLLM computes its last token."""
@@ -323,7 +304,7 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
         """Ended requests whose blocks have been read, and requests whose prompts are complete in the paged cache."""
         if self._worker is None:
             return None, None
-        return self._worker.checks.take_read() or None, self._worker.take_provided() or None
+        return self._worker.take_read() or None, self._worker.take_provided() or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """As `get_finished`, and the requests of which everything has to be computed."""
@@ -338,12 +319,7 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
 
     def build_connector_worker_meta(self) -> StepReport | None:
         """What has ended since the last report."""
-        worker = self._worker
-        if worker is None:
-            return None
-        ended, seconds = worker.checks.take_ended()
-        found = worker.captured, worker.take_outcomes(), ended, seconds, worker.adapters.take_seen()
-        return StepReport(*found, has_other_weights=worker.has_other_weights)
+        return None if self._worker is None else self._worker.report()
 
     def capture(self, jobs: list[CaptureJob]) -> None:
         """Computes chunks and stores them; returns when they are stored."""

@@ -30,16 +30,8 @@ OF_FOLDER = frozenset(
 
 
 def identify(config: Any, tokenizer: Any) -> ModelIdentity:
-    """The identity of the model in vLLM's configuration.
-
-    Args:
-        config: vLLM's.
-        tokenizer: see `open_tokenizer`.
-
-    Raises:
-        InvalidInputError: the model's files cannot be found.
-    """
-    model = config.model_config
+    """The identity of the model in vLLM's configuration. Raises InvalidInputError: its files cannot be found."""
+    model, load = config.model_config, config.load_config
     folder = files_of(config)
     stored = getattr(model.hf_config, "quantization_config", None)
     options = {
@@ -47,7 +39,10 @@ def identify(config: Any, tokenizer: Any) -> ModelIdentity:
         # transformers orders the rotated numbers of DeepSeek-V3 otherwise than vLLM
         "latents": "vllm" if model.use_mla else None,
         "quantization": None if stored else model.quantization,  # the folder's own is part of its config.json
-        "weights": _other_weights(config.load_config),
+        # Weights that are not the folder's: random ones, a plug-in's.
+        "weights": None
+        if load.load_format in OF_FOLDER
+        else (str(load.load_format), repr(load.model_loader_extra_config)),
         "float32": float32_precision(model.dtype),
     }
     weights = fingerprint_folder(folder)
@@ -73,10 +68,3 @@ def open_tokenizer(config: Any) -> Any:
         return AutoTokenizer.from_pretrained(model.tokenizer)
     except Exception:
         return None
-
-
-def _other_weights(load: Any) -> Any:
-    """Where weights come from that are not the folder's: random ones, a plug-in's; None: they are the folder's."""
-    if load.load_format in OF_FOLDER:
-        return None
-    return str(load.load_format), repr(load.model_loader_extra_config)

@@ -19,12 +19,7 @@ from cacheblend.engines.vllm.internals.interface import (
 
 @dataclass(frozen=True)
 class AdapterSeen:
-    """What the workers say of a LoRA adapter.
-
-    Attributes:
-        digest: of its weights; empty: it cannot be used.
-        error: why not.
-    """
+    """What the workers say of a LoRA adapter."""
 
     digest: str
     error: str = ""
@@ -35,9 +30,6 @@ class Adapter:
     """The LoRA adapter of a request, as it was when its chunks were named. Equal ones compute the same.
 
     Attributes:
-        number: vLLM's, from 1 on.
-        digest: of its weights.
-        request: vLLM's `LoRARequest`.
         generation: how often the weights of this number have been seen to change.
     """
 
@@ -52,15 +44,12 @@ class BlendJob:
     """A prompt whose KV the workers write to the paged cache.
 
     Attributes:
-        request_id: vLLM's.
         plan: of the prompt without its last token.
-        selector: which loaded rows of this request are recomputed.
         local_tokens: leading tokens that vLLM's own prefix cache holds already.
         block_ids: of the paged cache, in the order of the prompt, for each group of KV cache; the null block where a
             window has passed.
         held_ids: as `block_ids`, of the local tokens: where they lie for the rows right behind them, which may see
             more than the prompt's last one. None: in `block_ids`.
-        adapter: that the request's rows have; None: none.
         load_s: seconds that it may wait for the store, see `BlendConfig.load_timeout_s`; None: no bound.
     """
 
@@ -76,13 +65,7 @@ class BlendJob:
 
 @dataclass(frozen=True, eq=False)
 class CaptureJob:
-    """A chunk that the workers compute alone and store.
-
-    Attributes:
-        chunk: its tokens and its anchor.
-        planner: names its blocks; it has the root of the chunk's tenant.
-        adapter: see `BlendJob`.
-    """
+    """A chunk that the workers compute alone and store."""
 
     chunk: ChunkJob
     planner: Planner
@@ -94,14 +77,10 @@ class CheckJob:
     """An answer that is compared with full prefill.
 
     Attributes:
-        number: of the job, ascending.
-        request_id: vLLM's.
-        prompt_ids: of the prompt.
         token_ids: the answer's first tokens, at least one.
         block_ids: of the prompt in the paged cache, in its order, for each group of KV cache; they are the request's in
             the step that delivers the job, and perhaps not after it.
         is_held: the request has ended, and vLLM keeps its blocks until it is told that they have been read.
-        adapter: see `BlendJob`.
     """
 
     number: int
@@ -145,7 +124,6 @@ class StepJobs(KVConnectorMetadata):
     Attributes:
         blend: prompts to be provided. No worker begins one in the step that delivers it: the front that it shares with
             a plain request may be computed in that very step, after `start_load_kv`.
-        capture: chunks to be computed alone and stored.
         dropped: requests that ended while their prompt was being provided.
         check: an answer to be compared, whose blocks are read in this very step.
         released: requests that ended, and whose blocks need not be read any more.
@@ -179,7 +157,6 @@ class StepReport(KVConnectorWorkerMetadata):
         outcomes: of the prompts that ended since the last report, by request.
         checked: of the check jobs that ended since the last report, by number: the result, or why there is none.
         check_s: seconds that the check took since the last report, where somebody may have waited.
-        adapters: that were seen since the last report, by number.
         has_other_weights: some rank runs other weights than those that blocks are named by, and refuses every job.
     """
 

@@ -52,10 +52,6 @@ class Counts:
         if reason not in DECISIONS and reason not in (LOST_BLOCK, NOT_WRITTEN):  # who met these has counted them
             count_failure(reason)
 
-    def add_not_blended(self, reason: str) -> None:
-        """Counts a request that vLLM computed."""
-        self.add_by(NOT_BLENDED, reason, 1)
-
     def add_discovered(self, now: DiscoveryFigures, before: DiscoveryFigures) -> DiscoveryFigures:
         """Counts what discovery has done since; returns `now`."""
         for name in ("runs", "stored_tokens", "hit_tokens", "unwatched"):
@@ -109,21 +105,14 @@ class BlendStats(KVConnectorStats):
         """All counts by one name each, for the log line."""
         flat: dict[str, int | float] = {}
         for name, value in self.data.items():
-            if isinstance(value, dict):
-                flat |= {f"{name} {label}".strip(): _as_number(count) for label, count in value.items()}
-            else:
-                flat[name] = round(value, 4)
+            for label, count in value.items() if isinstance(value, dict) else (("", value),):
+                number = sum(count) / len(count) if isinstance(count, list) else count  # the mean of observations
+                flat[f"{name} {label}".strip()] = round(number, 4)
         return flat
 
     def is_empty(self) -> bool:
         """Nothing was counted."""
         return not self.data
-
-
-def _as_number(value: Any) -> int | float:
-    """A count as it is, a present value, or the mean of observations."""
-    number = sum(value) / len(value) if isinstance(value, list) else value
-    return round(number, 4) if isinstance(number, float) else int(number)
 
 
 _PLAIN = {

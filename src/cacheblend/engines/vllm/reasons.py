@@ -5,8 +5,9 @@ An error that nobody expected has its type's name as the reason.
 
 from collections.abc import Mapping
 
-from cacheblend.core.failures import LOST_BLOCK, NOT_WRITTEN
-from cacheblend.core.load.budget import LOAD_TIMEOUT
+from cacheblend.core.failures import LOST_BLOCK as LOST_BLOCK
+from cacheblend.core.failures import NOT_WRITTEN as NOT_WRITTEN
+from cacheblend.core.load.budget import LOAD_TIMEOUT as LOAD_TIMEOUT
 
 BAD_SPANS = "bad spans"
 RESET = "cache reset"
@@ -24,26 +25,6 @@ OTHER_WEIGHTS = "other weights"
 
 DECISIONS = frozenset({BAD_SPANS, RESET, QUEUE_FULL, TOO_LARGE, ADAPTER_CHANGED, LOAD_TIMEOUT})
 """A client's or an operator's doing, or a limit that was set. Every other reason is a failure."""
-
-__all__ = [
-    "ADAPTER_CHANGED",
-    "ADAPTER_SLOW",
-    "ADAPTER_UNUSABLE",
-    "BAD_SPANS",
-    "DECISIONS",
-    "LOAD_TIMEOUT",
-    "LOST_BLOCK",
-    "NOT_WRITTEN",
-    "NO_SLOT",
-    "OTHER_WEIGHTS",
-    "QUEUE_FULL",
-    "RANK_FAILED",
-    "RESET",
-    "SLOW_STORE",
-    "TOO_LARGE",
-    "UNREADABLE",
-    "failed",
-]
 
 
 def failed(fallbacks: Mapping[str, float]) -> dict[str, float]:

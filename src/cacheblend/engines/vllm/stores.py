@@ -4,7 +4,7 @@
     a rank's process      reads its heads   device ── memory ── folder ── bucket      of the rank's own device
 
 A device tier (``cuda://`` in front) is a cache of the stores behind it, which look-ups do not need. Where both sides
-share a process, they share all of the store. Knows URLs and places; knows neither vLLM nor what is stored.
+share a process, they share all of the store.
 """
 
 import threading
@@ -20,21 +20,15 @@ _stores_lock = threading.Lock()
 
 
 def device_bytes(url: str) -> int:
-    """Bytes of each rank's device that the store's tier there may take; 0: it has no such tier.
-
-    Raises:
-        InvalidInputError: the URL is wrong, or names a device, or nothing behind it.
-    """
+    """Bytes of each rank's device that the store's tier there may take; 0: it has no such tier. Raises
+    InvalidInputError: the URL is wrong, or names a device, or nothing behind it."""
     front, _ = _parts(url)
     return 0 if front is None else front.max_bytes
 
 
 def check_device(url: str, device: str) -> None:
-    """Checks that a rank on this kind of device (``"cuda"``) can hold the store's tiers.
-
-    Raises:
-        InvalidInputError: a device tier, and no GPU; or as `device_bytes`.
-    """
+    """Checks that a rank on this kind of device (``"cuda"``) can hold the store's tiers. Raises InvalidInputError: a
+    device tier, and no GPU; or as `device_bytes`."""
     if _parts(url)[0] is not None and device == "cpu":
         raise InvalidInputError(
             f"the store {url!r} keeps records in a GPU's memory, and this vLLM computes on a CPU: leave cuda:// out; "
@@ -46,9 +40,7 @@ def shared_store(url: str, engine: str, *, is_one_process: bool, looks_up: bool)
     """The store of one side of an engine; both sides get the same object if they share a process.
 
     Args:
-        url: as configured.
         engine: names the engine among those of this process.
-        is_one_process: the scheduler's side and the only rank share this process.
         looks_up: of the scheduler's side; False: of a rank, whose device is the current one.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Which versions of vLLM the connector starts on: those that all of its tests ran on. Knows version numbers only.
+"""Which versions of vLLM the connector starts on: those that all of its tests ran on.
 
 vLLM's connector interface and scheduler change between minor versions without being announced: on a version whose tests
 did not run, answers may be wrong without an error.
@@ -29,7 +29,6 @@ def check_version(found: str, *, allowed: bool) -> None:
 
     Args:
         found: vLLM's version, as in "0.32.0" or "0.31.1rc2.dev5+cpu".
-        allowed: the setting `allow_untested_version`: a warning is logged instead.
 
     Raises:
         InvalidInputError: it was not tested, and is not allowed; the message names it, the tested ones, the setting.
@@ -54,11 +53,8 @@ def is_tested(found: str) -> bool:
 
 @contextmanager
 def explained_imports() -> Iterator[None]:
-    """Around imports of vLLM's internals, which another version may have elsewhere or not at all.
-
-    Raises:
-        InvalidInputError: one failed on a version that was not tested; the message names it and the tested ones.
-    """
+    """Around imports of vLLM's internals, which another version may have elsewhere or not at all. Raises
+    InvalidInputError: one failed on a version that was not tested; the message names it and the tested ones."""
     try:
         yield
     except ImportError as error:

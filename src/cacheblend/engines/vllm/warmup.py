@@ -37,9 +37,7 @@ def warm_with_vllm(
     """Stores the KV of passages, each computed alone by vLLM's own layers, with its anchor in front of it.
 
     Args:
-        model: folder.
         store: URL of a folder.
-        encode: see `Encode`.
         settings: fields of `BlendConfig`: anchor, block size, codec, salt.
         progress: called with (passages done, passages in all).
         **engine_options: for `vllm.LLM`: dtype, tensor_parallel_size, ...

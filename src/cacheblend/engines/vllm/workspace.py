@@ -1,4 +1,4 @@
-"""The memory that blending takes of a GPU beside vLLM's own. Knows sizes; knows neither vLLM nor tensors."""
+"""The memory that blending takes of a GPU beside vLLM's own."""
 
 from dataclasses import dataclass, fields
 
@@ -26,13 +26,9 @@ class ModelSizes:
     """What the memory depends on.
 
     Attributes:
-        layers: of the model.
-        width: of the hidden state.
         intermediate: width of the MLP; of a mixture of experts, of those that a row goes through.
         query_width: query heads of this rank x head dimension.
         kv_width: KV heads of this rank x head dimension.
-        head_dim: numbers of a head.
-        item_bytes: of a number.
         longest: tokens of the longest prompt.
         tile_rows: rows that go through a layer at once.
         has_kernels: `core.kernels` serves the device.
@@ -100,7 +96,14 @@ def workspace_of(sizes: ModelSizes) -> Workspace:
     records, buffers = (1 + ahead) * layer, 0 if sizes.in_pages else (1 + ahead) * layer
     rows = 2 * sizes.longest + ROWS_OPEN
     waiting = 2 * sizes.kv_width * ROWS_OPEN * sizes.item_bytes  # one layer of the prompts that wait
-    tile, attention = tile_bytes(sizes), attention_bytes(sizes)
+    attending = 4 * sizes.query_width + 6 * sizes.kv_width  # as projected, rotated and laid out; or the MLP's results
+    tile = sizes.tile_rows * (4 * sizes.width + max(3 * sizes.intermediate, attending)) * sizes.item_bytes
+    attention = attention_bytes(sizes)
+    # Of the shadow check: hidden states and a layer's KV of the prompt that is computed in full; a layer as read from
+    # vLLM's cache and with the answer's rows behind it; logits of two passes, and of the answers that wait.
+    read = (HELD_COPIES if sizes.in_pages else 0) + 1  # `Workspace.held` has the copies otherwise
+    logits = (2 * ANSWER_TOKENS + MOST_WAITING + 1) * sizes.checked_vocab * 4
+    check = sizes.longest * sizes.width * sizes.item_bytes + (1 + read) * layer + logits
     return Workspace(
         hidden=rows * sizes.width * sizes.item_bytes,
         layers=records + buffers + max(waiting if sizes.in_pages else 2 * waiting, READ_AHEAD_BYTES),
@@ -109,24 +112,9 @@ def workspace_of(sizes: ModelSizes) -> Workspace:
         attention=attention,
         question=max(0, question_bytes(sizes) - tile - attention),
         chunks=2 * sizes.kv_width * sizes.tile_rows * sizes.layers * sizes.item_bytes,
-        check=check_bytes(sizes, layer) if sizes.checked_vocab else 0,
+        check=check if sizes.checked_vocab else 0,
         tier=sizes.tier_bytes,
     )
-
-
-def check_bytes(sizes: ModelSizes, layer: int) -> int:
-    """Of the shadow check: hidden states and a layer's KV of the prompt that is computed in full; a layer as read from
-    vLLM's cache and with the answer's rows behind it; logits of two passes, and of the answers that wait."""
-    read = (HELD_COPIES if sizes.in_pages else 0) + 1  # `Workspace.held` has the copies otherwise
-    logits = (2 * ANSWER_TOKENS + MOST_WAITING + 1) * sizes.checked_vocab * 4
-    return sizes.longest * sizes.width * sizes.item_bytes + (1 + read) * layer + logits
-
-
-def tile_bytes(sizes: ModelSizes) -> int:
-    """Of one tile in a layer: the MLP's intermediate results, or queries, keys and values as projected, rotated and
-    laid out; and four hidden states."""
-    attending = 4 * sizes.query_width + 6 * sizes.kv_width
-    return sizes.tile_rows * (4 * sizes.width + max(3 * sizes.intermediate, attending)) * sizes.item_bytes
 
 
 def attention_bytes(sizes: ModelSizes) -> int:

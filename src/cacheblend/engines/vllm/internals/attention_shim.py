@@ -11,6 +11,10 @@ AttentionAnswer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Ten
 """(query, keys, values), [n, heads, head_dim] each, to the attention's output [n, heads, head_dim]."""
 
 
+NO_ADAPTER = 0
+"""What vLLM calls the LoRA adapter of rows without one; adapters count from 1."""
+
+
 class AttentionShim:
     """Replaces an attention module in vLLM's look-up, and passes its queries, keys and values to `answer`."""
 
@@ -30,11 +34,8 @@ class AttentionShim:
         return output.copy_(answer(query, key, value).view_as(output))
 
     def opened(self, query: torch.Tensor, output: torch.Tensor) -> tuple[AttentionAnswer, torch.Tensor]:
-        """What answers, and where the answer goes.
-
-        Raises:
-            ModelNotBlendableError: queries come in another type than the answer has.
-        """
+        """What answers, and where the answer goes. Raises ModelNotBlendableError: queries come in another type than the
+        answer has."""
         if self.answer is None:
             raise RuntimeError(f"{self.layer_name} was called outside of a layer runner")
         if query.dtype != output.dtype:

@@ -38,13 +38,7 @@ def connector_settings(config: VllmConfig) -> dict[str, Any] | None:
 
 
 def model_sizes(config: VllmConfig, device: torch.device, extra: Mapping[str, Any]) -> ModelSizes:
-    """What blending's memory depends on, of this rank.
-
-    Args:
-        config: vLLM's.
-        device: of the model.
-        extra: see `connector_settings`.
-    """
+    """What blending's memory depends on, of this rank."""
     model, text = config.model_config, config.model_config.hf_text_config
     ranks = max(1, int(config.parallel_config.tensor_parallel_size))
     wide = int(getattr(text, "intermediate_size", 0) or 0)
@@ -105,11 +99,6 @@ def text_decoder(model: nn.Module, config: VllmConfig) -> nn.Module:
 def forward_as_served(model: Any, config: VllmConfig, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """A multimodal model's forward [n, width] of text, called as vLLM's runner does: with embeddings, and positions [3,
     n] where images have rows and columns.
-
-    Args:
-        model: the loaded model.
-        config: vLLM's.
-        token_ids, positions: [n].
     """
     given = config.model_config
     nothing = torch.zeros(len(token_ids), dtype=torch.bool, device=token_ids.device)
@@ -122,11 +111,8 @@ def forward_as_served(model: Any, config: VllmConfig, token_ids: torch.Tensor, p
 
 
 def layers_with(model: nn.Module, attention: Sequence[nn.Module]) -> list[nn.Module]:
-    """The decoder layers, in order: of a list of modules, each holds one of these attention modules.
-
-    Raises:
-        ModelNotBlendableError: there is no such list.
-    """
+    """The decoder layers, in order: of a list of modules, each holds one of these attention modules. Raises
+    ModelNotBlendableError: there is no such list."""
     wanted, name = {id(each) for each in attention}, type(model).__name__
     for modules in (each for each in model.modules() if isinstance(each, nn.ModuleList)):
         held = [sum(id(each) in wanted for each in layer.modules()) for layer in modules]
@@ -143,11 +129,8 @@ def layers_with(model: nn.Module, attention: Sequence[nn.Module]) -> list[nn.Mod
 
 
 def attention_spec(layer: Any) -> AttentionSpec:
-    """Scaling, window, cap and sinks of an attention module.
-
-    Raises:
-        ModelNotBlendableError: its attention has features that blending does not support.
-    """
+    """Scaling, window, cap and sinks of an attention module. Raises ModelNotBlendableError: its attention has features
+    that blending does not support."""
     impl = layer.impl
     if type(layer).__name__ != "Attention":
         raise ModelNotBlendableError(
@@ -170,7 +153,11 @@ def candidate_rotations(model: nn.Module) -> list[KeyRotation]:
     found: list[KeyRotation] = []
     for rotary in (each for each in model.modules() if hasattr(each, "cos_sin_cache")):
         module: Any = rotary
-        for argument, divisor in ((module.base, 1.0), *_scalings(module)):
+        tried = [(module.base, 1.0)]  # argument of `_compute_inv_freq`, divisor
+        for factor in (getattr(module, "scaling_factor", None), *getattr(module, "scaling_factors", [])):
+            if isinstance(factor, int | float):  # YaRN takes the factor, linear scaling divides
+                tried += [(float(factor), 1.0), (module.base, float(factor))]
+        for argument, divisor in tried:
             try:
                 frequencies = module._compute_inv_freq(argument).detach().cpu().double() / divisor
             except (AttributeError, TypeError, ValueError):
@@ -181,15 +168,6 @@ def candidate_rotations(model: nn.Module) -> list[KeyRotation]:
             frequencies = buffer.detach().cpu().double()
             found += [KeyRotation(frequencies, "half"), KeyRotation(frequencies, "interleaved")]
     return found
-
-
-def _scalings(rotary: Any) -> Iterator[tuple[float, float]]:
-    """(argument of `_compute_inv_freq`, divisor) of scaled rotations: YaRN takes the factor, linear scaling divides."""
-    factors = [getattr(rotary, "scaling_factor", None), *getattr(rotary, "scaling_factors", [])]
-    for factor in factors:
-        if isinstance(factor, int | float):
-            yield float(factor), 1.0
-            yield rotary.base, float(factor)
 
 
 @contextmanager
@@ -212,13 +190,16 @@ def recording_calls(layers: Sequence[nn.Module]) -> Iterator[list[RecordedCall]]
     found: list[RecordedCall] = []
     given: list[tuple[list[Any], Any, list[Any]]] = []
 
+    def copies(leaves: Sequence[Any]) -> list[Any]:
+        return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
     def begin(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        given.append((leaves, spec, _copies(leaves)))
+        given.append((leaves, spec, copies(leaves)))
 
     def end(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         outputs, spec = pytree.tree_flatten(output)
-        found.append(RecordedCall(*given.pop(), outputs, spec, _copies(outputs)))
+        found.append(RecordedCall(*given.pop(), outputs, spec, copies(outputs)))
 
     hooks = [layer.register_forward_pre_hook(begin, with_kwargs=True) for layer in layers]
     hooks += [layer.register_forward_hook(end, with_kwargs=True) for layer in layers]
@@ -227,10 +208,6 @@ def recording_calls(layers: Sequence[nn.Module]) -> Iterator[list[RecordedCall]]
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _copies(leaves: Sequence[Any]) -> list[Any]:
-    return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 @contextmanager

@@ -5,10 +5,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-)
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -55,6 +52,11 @@ def is_one_process(config: VllmConfig) -> bool:
     return parallel.world_size == 1 and parallel.distributed_executor_backend in (None, "uni")
 
 
+def tp_rank() -> int:
+    """The tensor-parallel rank of this process."""
+    return int(get_tensor_model_parallel_rank())
+
+
 # ---- vLLM's paged KV cache ----------------------------------------------------------------------------------
 
 
@@ -62,7 +64,6 @@ def write_paged(layer: Any, keys: torch.Tensor, values: torch.Tensor, slots: tor
     """Writes rows to a layer's paged cache, in its backend's layout.
 
     Args:
-        layer: vLLM's attention module.
         keys, values: [n, kv_heads, head_dim].
         slots: [n] int64, block * block size + place in the block.
     """
@@ -75,10 +76,6 @@ def write_paged(layer: Any, keys: torch.Tensor, values: torch.Tensor, slots: tor
 def metadata_builders(config: VllmConfig, layers: Sequence[Any], kv_cache_config: Any) -> list[Any]:
     """A builder of attention metadata for each group of KV cache, by the backend of its first layer; None: the group
     has none of these layers, but a drafter's.
-
-    Args:
-        config, kv_cache_config: vLLM's.
-        layers: vLLM's attention modules.
     """
     found: list[Any] = []
     named = {layer.layer_name: layer for layer in layers}
@@ -100,7 +97,6 @@ def sequences_metadata(
     """Metadata of sequences that share their blocks; the query rows of each sequence are its last rows.
 
     Args:
-        builder: see `metadata_builders`.
         first_rows: [sequences + 1] int32 on the CPU, the rows of sequence i are first_rows[i] .. first_rows[i + 1] - 1.
         lengths: [sequences] int32 on the CPU, each including its last row.
         block_ids: [blocks] int32 on the cache's device.
@@ -195,32 +191,14 @@ def kv_layout(config: VllmConfig, codec: str = "raw") -> KVLayout:
     """The layout of the model's KV cache, of all heads."""
     model = config.model_config
     heads, head_dim = int(model.get_total_num_kv_heads()), int(model.get_head_size())
-    shape = LayerShape(1, head_dim // 2) if keeps_latents(config) else LayerShape(heads, head_dim)
+    shape = LayerShape(1, head_dim // 2) if model.use_mla else LayerShape(heads, head_dim)
     return KVLayout((shape,) * int(model.get_num_layers(config.parallel_config)), model.dtype, codec)
-
-
-def keeps_latents(config: VllmConfig) -> bool:
-    """Whether the model has latent attention, and vLLM caches latents."""
-    return bool(config.model_config.use_mla)
 
 
 def publishes_events(config: VllmConfig) -> bool:
     """Whether the engine publishes events of its KV cache."""
     events = config.kv_events_config
     return bool(events is not None and events.enable_kv_cache_events)
-
-
-# ---- tensor parallelism -------------------------------------------------------------------------------------
-
-
-def tp_size() -> int:
-    """The number of tensor-parallel ranks."""
-    return int(get_tensor_model_parallel_world_size())
-
-
-def tp_rank() -> int:
-    """The tensor-parallel rank of this process."""
-    return int(get_tensor_model_parallel_rank())
 
 
 # ---- refused configurations ---------------------------------------------------------------------------------

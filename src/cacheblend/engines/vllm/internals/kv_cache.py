@@ -23,12 +23,8 @@ _WAY_OUT = "--kv-cache-dtype bfloat16 makes another one"
 
 
 def refused_cache(cache_config: Any, hf_config: Any) -> str:
-    """What is refused about the cache that the command or, with "auto", the checkpoint asks for; or "".
-
-    Args:
-        cache_config: vLLM's.
-        hf_config: of the model; a checkpoint's scales are used with FP8 types of the command, too.
-    """
+    """What is refused about the cache that the command or, with "auto", the checkpoint asks for; or ""; `hf_config`: of
+    the model; a checkpoint's scales are used with FP8 types of the command, too."""
     asked = str(cache_config.cache_dtype)
     if asked not in (*PLAIN_TYPES, *FP8_TYPES):
         return f"a KV cache of type {asked} ({_WAY_OUT})"
@@ -49,14 +45,8 @@ def is_fp8(cache_config: Any, hf_config: Any) -> bool:
 
 
 def check_caches(layers: Sequence[Any]) -> None:
-    """Refuses attention modules whose caches hold what blending cannot write or read.
-
-    Args:
-        layers: vLLM's attention modules. They may have taken another type than the configuration names.
-
-    Raises:
-        ModelNotBlendableError: with the way out.
-    """
+    """Refuses attention modules whose caches hold what blending cannot write or read. Raises ModelNotBlendableError:
+    with the way out."""
     for layer in layers:
         found, reason = str(getattr(layer, "kv_cache_dtype", "auto")), ""
         if found not in (*PLAIN_TYPES, *FP8_TYPES):

@@ -51,11 +51,7 @@ def refused_latents(config: Any) -> str:
 
 
 def kept_width(layer: Any) -> int:
-    """Numbers that a module keeps of a token, an even number.
-
-    Raises:
-        ModelNotBlendableError: it is odd.
-    """
+    """Numbers that a module keeps of a token, an even number. Raises ModelNotBlendableError: it is odd."""
     rank, rotary_dim = int(layer.kv_lora_rank), int(layer.qk_rope_head_dim)
     if (rank + rotary_dim) % 2:
         raise ModelNotBlendableError(
@@ -65,11 +61,7 @@ def kept_width(layer: Any) -> int:
 
 
 def latent_spec(layer: Any) -> AttentionSpec:
-    """How a module attends.
-
-    Raises:
-        ModelNotBlendableError: in a way that is not blended.
-    """
+    """How a module attends. Raises ModelNotBlendableError: in a way that is not blended."""
     if getattr(layer, "use_sparse", False) or getattr(layer, "indexer", None) is not None:
         raise ModelNotBlendableError(
             f"{layer.layer_name} attends sparsely, to tokens that an indexer selects; the indexer's own keys are not "
@@ -82,10 +74,7 @@ def latent_spec(layer: Any) -> AttentionSpec:
 
 def up_projection(layer: Any) -> UpProjection:
     """The matrices by which a module expands latents, as vLLM keeps them for decoding: views, renewed with weights.
-
-    Raises:
-        ModelNotBlendableError: its backend keeps them in a form of its own.
-    """
+    Raises ModelNotBlendableError: its backend keeps them in a form of its own."""
     keys, values = getattr(layer, "W_UK_T", None), getattr(layer, "W_UV", None)
     if keys is None or values is None:
         raise ModelNotBlendableError(
@@ -97,14 +86,7 @@ def up_projection(layer: Any) -> UpProjection:
 
 def check_expansion(layer: Any, tolerance: float) -> None:
     """Checks that a module's `kv_b_proj`, by which vLLM's prefill expands latents, is `up_projection` and nothing else.
-
-    Args:
-        layer: vLLM's attention module.
-        tolerance: of the difference, as a share.
-
-    Raises:
-        ModelNotBlendableError: it is not.
-    """
+    Raises ModelNotBlendableError: it is not."""
     up = up_projection(layer)
     drawn = torch.randn(_CHECKED_ROWS, int(layer.kv_lora_rank), generator=torch.Generator().manual_seed(0))
     latent = drawn.to(up.keys)
@@ -117,13 +99,8 @@ def check_expansion(layer: Any, tolerance: float) -> None:
 
 
 def write_latents(layer: Any, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-    """Writes rows to a module's paged cache, in its backend's layout; see `interface.write_paged`.
-
-    Args:
-        layer: vLLM's attention module.
-        keys, values: [n, 1, width], the halves of what is kept (`core.kernels.latent`).
-        slots: [n] int64.
-    """
+    """Writes rows to a module's paged cache, in its backend's layout; see `interface.write_paged`; `keys, values`: [n,
+    1, width], the halves of what is kept (`core.kernels.latent`)."""
     turned, latent = parts(keys.transpose(0, 1), values.transpose(0, 1), int(layer.qk_rope_head_dim))
     rows = latent[0].contiguous(), turned.transpose(0, 1).contiguous()
     layer.impl.do_kv_cache_update(*rows, layer.kv_cache, slots, layer.kv_cache_dtype, layer._k_scale)

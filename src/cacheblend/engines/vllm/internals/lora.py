@@ -17,18 +17,11 @@ from torch import nn
 from vllm.config import VllmConfig
 
 from cacheblend.engines.adapters import digest_of
-
-NO_ADAPTER = 0
-"""What vLLM calls the adapter of rows without one; adapters count from 1."""
+from cacheblend.engines.vllm.internals.attention_shim import NO_ADAPTER
 
 
 class LoadedAdapters:
-    """The adapters that a model of this process holds, and the rows of our calls that have one of them.
-
-    Args:
-        model: with vLLM's LoRA layers.
-        config: vLLM's.
-    """
+    """The adapters that a model of this process holds, and the rows of our calls that have one of them."""
 
     def __init__(self, model: nn.Module, config: VllmConfig) -> None:
         from vllm.lora.punica_wrapper import get_punica_wrapper
@@ -57,10 +50,7 @@ class LoadedAdapters:
     @contextmanager
     def applied(self, adapter: int, rows: int, modules: Sequence[Any]) -> Iterator[None]:
         """Inside, these LoRA layers compute so many rows with one adapter; `NO_ADAPTER`: as the model without any.
-
-        Raises:
-            RuntimeError: the adapter is in no slot.
-        """
+        Raises RuntimeError: the adapter is in no slot."""
         self._set_rows(adapter, rows)
         before = [module.punica_wrapper for module in modules]
         try:
@@ -102,12 +92,7 @@ class LoadedAdapters:
         return adapter in self._manager.list_adapters()
 
     def has_place(self, adapter: int, kept: set[int]) -> bool:
-        """Whether the adapter is in a slot, or can be brought into one.
-
-        Args:
-            adapter: its number.
-            kept: adapters that stay where they are.
-        """
+        """Whether the adapter is in a slot, or can be brought into one; `kept`: adapters that stay where they are."""
         if self.is_active(adapter):
             return True
         manager, kept = self._manager, kept | self._pinned()
@@ -115,15 +100,8 @@ class LoadedAdapters:
         return may_enter and (None in manager.lora_index_to_id or self._oldest(kept, active=True) is not None)
 
     def load(self, request: Any, kept: set[int]) -> None:
-        """Reads an adapter's files, as vLLM does, in place of one with its number; others go from memory for it.
-
-        Args:
-            request: vLLM's `LoRARequest`.
-            kept: adapters that stay where they are; `has_place` was true with them.
-
-        Raises:
-            Exception: whatever vLLM raises of an adapter that it cannot load.
-        """
+        """Reads an adapter's files, as vLLM does, in place of one with its number; others go from memory for it. Raises
+        Exception: whatever vLLM raises of an adapter that it cannot load."""
         manager, kept = self._manager, kept | self._pinned()
         found = self._open_loader()._load_adapter(request)
         manager.remove_adapter(request.lora_int_id)

@@ -87,12 +87,7 @@ def salt_from(request: Any, first_token: int, block_size: int, salt: bytes) -> i
 
 
 class PrefixCache:
-    """vLLM's own prefix cache, as its scheduler's process sees it; empty until it is bound.
-
-    Args:
-        block_size: of all groups, in tokens.
-        windows: see `windows_of`.
-    """
+    """vLLM's own prefix cache, as its scheduler's process sees it; empty until it is bound."""
 
     def __init__(self, block_size: int, windows: Sequence[int | None] = (None,)) -> None:
         self._block_size, self._windows = block_size, windows
@@ -138,9 +133,7 @@ class PrefixCache:
         those that no later row sees, and for those that are gone already.
 
         Args:
-            request: vLLM's, with its blocks' present names.
             stop: of the prefix that vLLM holds; a multiple of the block size.
-            tables: of each group, the request's blocks.
         """
         count = -(-stop // self._block_size)
         found, kept = [], []

@@ -34,11 +34,8 @@ def watch_loading() -> None:
 
 
 def model_of(attention: nn.Module) -> nn.Module:
-    """The loaded model that holds this attention module.
-
-    Raises:
-        ModelNotBlendableError: it was loaded before `watch_loading`.
-    """
+    """The loaded model that holds this attention module. Raises ModelNotBlendableError: it was loaded before
+    `watch_loading`."""
     found: nn.Module | None = attention
     top = attention
     while found is not None:
@@ -55,11 +52,7 @@ def model_of(attention: nn.Module) -> nn.Module:
 
 def check_files(folder: Path) -> None:
     """Refuses weights that were written to while vLLM loaded them in this process: they would have the names of what is
-    there now.
-
-    Raises:
-        InvalidInputError: they were.
-    """
+    there now. Raises InvalidInputError: they were."""
     before, now = _begun.pop(folder, {}), states_in(folder)
     changed = [name for name, state in before.items() if now.get(name) != state]
     if changed:
@@ -70,23 +63,14 @@ def check_files(folder: Path) -> None:
 
 
 def release_reserved(*, to_device: bool = False) -> int:
-    """Frees what was taken when models were loaded; bytes. PyTorch keeps them for this process.
-
-    Args:
-        to_device: PyTorch keeps nothing of it, but takes it from the device again when it needs some. It lends what it
-            keeps neither to other streams nor, in large pieces, to small tensors, and a store's records are both.
-    """
+    """Frees what was taken when models were loaded; bytes. PyTorch keeps them for this process; `to_device`: PyTorch
+    keeps nothing of it, but takes it from the device again when it needs some. It lends what it keeps neither to other
+    streams nor, in large pieces, to small tensors, and a store's records are both."""
     freed = sum(taken.numel() for taken in _reserved.values())
     _reserved.clear()
     if to_device and freed:
         torch.cuda.empty_cache()
     return freed
-
-
-def _is_drafter(config: VllmConfig) -> bool:
-    """Whether the model of this configuration drafts for another one, whose memory was taken with that one."""
-    speculative = config.speculative_config
-    return speculative is not None and config.model_config is speculative.draft_model_config
 
 
 def _remember(parent: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -115,9 +99,9 @@ def _reserve(attention: nn.Module, config: VllmConfig, device: torch.device) -> 
     Raises:
         InvalidInputError: the GPU has less, or there is none for the store's tier.
     """
-    extra = connector_settings(config)
-    if extra is None or _is_drafter(config):
-        return
+    extra, speculative = connector_settings(config), config.speculative_config
+    if extra is None or (speculative is not None and config.model_config is speculative.draft_model_config):
+        return  # of a drafter it was taken with the model that it drafts for
     settings = read_config(extra)
     stores.check_device(settings.store, device.type)
     if device.type == "cpu":
@@ -136,10 +120,7 @@ def _reserve(attention: nn.Module, config: VllmConfig, device: torch.device) -> 
 
 def files_of(config: Any) -> Path:
     """The model's folder: as named in vLLM's configuration, or where vLLM put the files that it fetched from the hub.
-
-    Raises:
-        InvalidInputError: they cannot be found.
-    """
+    Raises InvalidInputError: they cannot be found."""
     model = config.model_config
     folder = Path(model.model)
     return folder if folder.is_dir() else cached_snapshot(model.model, model.revision, config.load_config.download_dir)

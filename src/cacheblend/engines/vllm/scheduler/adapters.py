@@ -4,8 +4,6 @@
 
 What a file has today says nothing of the weights that a worker loaded yesterday, and vLLM replaces weights under the
 same name and number. Where that shows only while a job is computed, the job fails, and its report corrects the digest.
-
-Knows vLLM's `LoRARequest`s. Does not know the store, nor slots.
 """
 
 import time
@@ -19,11 +17,7 @@ from cacheblend.engines.vllm.reasons import ADAPTER_SLOW, ADAPTER_UNUSABLE
 
 
 class AdapterUnusableError(CacheBlendError):
-    """The workers cannot use an adapter.
-
-    Attributes:
-        reason: of figures and answers.
-    """
+    """The workers cannot use an adapter."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -32,15 +26,7 @@ class AdapterUnusableError(CacheBlendError):
 
 @dataclass
 class _KnownAdapter:
-    """What is known of a number.
-
-    Attributes:
-        request: the last one of it.
-        adapter: as it was seen; None: the workers have not said.
-        error: why the workers cannot use it.
-        generation: see `Adapter`.
-        last: the digest that was seen last.
-    """
+    """What is known of a number."""
 
     request: Any
     adapter: Adapter | None = None
@@ -50,11 +36,7 @@ class _KnownAdapter:
 
 
 class RequestAdapters:
-    """The adapters of one engine's requests.
-
-    Args:
-        timeout_s: how long a request waits for what the workers say of its adapter.
-    """
+    """The adapters of one engine's requests."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -63,11 +45,8 @@ class RequestAdapters:
         self._came: dict[str, float] = {}
 
     def of(self, request: Any) -> Adapter | None:
-        """The adapter of a request that has one; None: the workers have not said yet.
-
-        Raises:
-            AdapterUnusableError: they cannot load it, or have not in time.
-        """
+        """The adapter of a request that has one; None: the workers have not said yet. Raises AdapterUnusableError: they
+        cannot load it, or have not in time."""
         if request.request_id not in self._came:
             self._ask(request)
         known = self._known[int(request.lora_request.lora_int_id)]

@@ -5,8 +5,7 @@
     names       plain   plain              salted             salted
 
 Everything before the first loaded row is exact and shared with plain requests. In the next turn A may be an exact hit
-of the store, or B a miss: what vLLM still holds of the turn before then decides where salting begins. Knows plans and
-vLLM's requests.
+of the store, or B a miss: what vLLM still holds of the turn before then decides where salting begins.
 """
 
 import hashlib
@@ -43,13 +42,6 @@ def blended_before(request: Any, plan: BlendPlan, salt: bytes, cache: PrefixCach
 
     Where that is beyond the first loaded row, vLLM holds the blocks before it, and only as long as it does may the
     request be blended.
-
-    Args:
-        request: vLLM's, with plain names.
-        plan: of its prompt.
-        salt: see `salt_of`.
-        cache: vLLM's own.
-        block_size: of the paged cache.
     """
     loaded = first_loaded(plan)
     cached = cache.tokens(request)
@@ -81,13 +73,7 @@ class ComingBlocks:
         return request_id in self._names
 
     def leader(self, names: list[bytes], first: int, fewest: int) -> str | None:
-        """The job that brings the first missing block of another request, if jobs bring at least `fewest` in a row.
-
-        Args:
-            names: of the other request's blocks.
-            first: the first one that vLLM lacks.
-            fewest: waiting for fewer blocks is not worth it.
-        """
+        """The job that brings the first missing block of another request, if jobs bring at least `fewest` in a row."""
         if first >= len(names) or names[first] not in self._coming:
             return None
         count = next((n for n, name in enumerate(names[first:]) if name not in self._coming), len(names) - first)

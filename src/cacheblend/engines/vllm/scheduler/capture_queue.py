@@ -2,8 +2,7 @@
 
     add_missed -> waiting (until the request has a token, or ended) -> take: sent to the workers -> finish
 
-Only so many tokens are with the workers at a time, since each holds its KV until it is stored. Knows requests by their
-id and number of tokens. Does not know plans or the store, nor how the workers compute chunks.
+Only so many tokens are with the workers at a time, since each holds its KV until it is stored.
 """
 
 import time
@@ -30,7 +29,6 @@ class CaptureQueue:
         limit: chunks that may be queued or computed at once; more are dropped and counted.
         most_tokens: of anchors and chunks that the workers have at once; a longer chunk is dropped and counted. 0:
             unbounded.
-        counts: gets the dropped chunks.
     """
 
     def __init__(self, limit: int, most_tokens: int, counts: Counts) -> None:
@@ -50,18 +48,8 @@ class CaptureQueue:
         return bool(self._sent or self._queued) and time.monotonic() - self._progress_at < STUCK_S
 
     def add_missed(self, request: Any, jobs: Sequence[CaptureJob], missed_at: float) -> None:
-        """Chunks to be captured once vLLM's request has its first token, so that they do not delay it.
-
-        Args:
-            request: vLLM's.
-            jobs: the chunks.
-            missed_at: when the store was asked for them, by `time.monotonic`.
-        """
+        """Chunks to be captured once vLLM's request has its first token, so that they do not delay it."""
         self._waiting[request.request_id] = (request, jobs, missed_at)
-
-    def add(self, job: CaptureJob) -> bool:
-        """Queues a chunk at once; False: it will not be captured."""
-        return self._add(job, time.monotonic())
 
     @property
     def is_empty(self) -> bool:
@@ -77,7 +65,7 @@ class CaptureQueue:
         """Queues what a request that ended has missed."""
         _, jobs, missed_at = self._waiting.pop(request_id, (None, (), 0.0))
         for job in jobs:
-            self._add(job, missed_at)
+            self.add(job, missed_at)
 
     def take(self) -> list[CaptureJob]:
         """Chunks to be sent to the workers in this step."""
@@ -85,8 +73,11 @@ class CaptureQueue:
         for request_id in started:
             self.end_request(request_id)
         jobs = []
-        while self._queued and self._has_capacity(self._queued[0][1]):
-            chunk_id, job = self._queued.popleft()
+        while self._queued:
+            chunk_id, job = self._queued[0]
+            if self._most_tokens and self._sent_tokens + len(job.chunk) > self._most_tokens:
+                break
+            self._queued.popleft()
             self._sent[chunk_id] = job
             self._sent_tokens += len(job.chunk)
             jobs.append(job)
@@ -95,11 +86,8 @@ class CaptureQueue:
         return jobs
 
     def finish(self, finished: int) -> list[CaptureJob]:
-        """Takes the workers' count of chunks that need no more work; returns the new ones, stored or not.
-
-        Args:
-            finished: since the start, in the order of sending.
-        """
+        """Takes the workers' count of chunks that need no more work; returns the new ones, stored or not; `finished`:
+        since the start, in the order of sending."""
         found = []
         for _ in range(min(finished - self._finished, len(self._sent))):
             chunk_id, job = self._sent.popitem(last=False)
@@ -119,10 +107,8 @@ class CaptureQueue:
         self._waiting.clear()
         self._queued.clear()
 
-    def _has_capacity(self, job: CaptureJob) -> bool:
-        return not self._most_tokens or self._sent_tokens + len(job.chunk) <= self._most_tokens
-
-    def _add(self, job: CaptureJob, missed_at: float) -> bool:
+    def add(self, job: CaptureJob, missed_at: float) -> bool:
+        """Queues a chunk that was missed then, by `time.monotonic`; False: it will not be captured."""
         if len(self._unfinished) >= self._limit:  # before names are computed
             self._counts.add_fallback(QUEUE_FULL)
             return False

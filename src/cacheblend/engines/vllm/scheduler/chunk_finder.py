@@ -1,20 +1,22 @@
 """Finds a request's chunks and plans it: what needs no store at once, the rest in a thread.
 
-    options, token ids -> spans, or runs that the list knows -> look-up: plan, missed chunks, what is loaded
-
-Knows prompts and the store. Does not know vLLM's requests, nor what vLLM's own cache holds.
+options, token ids -> spans, or runs that the list knows -> look-up: plan, missed chunks, what is loaded
 """
 
 import logging
 import math
+import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import StoreError
 from cacheblend.core.load.budget import LEAST_S
 from cacheblend.core.load.capture import ChunkJob, manifest_of
+from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.names import BlockName, TokenIds, join_ids
 from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.planner import Planner
@@ -22,6 +24,7 @@ from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.plan.recurrence import Run
 from cacheblend.engines.chunk_index import ChunkListing, ListChanges
 from cacheblend.engines.discovery import Discovery, DiscoveryFigures
+from cacheblend.engines.identity import ModelIdentity
 from cacheblend.engines.settings import BlendSettings
 from cacheblend.engines.vllm.config import ConnectorConfig
 from cacheblend.engines.vllm.jobs import Adapter, BlendOutcome, CaptureJob
@@ -30,16 +33,15 @@ from cacheblend.engines.vllm.reasons import SLOW_STORE
 from cacheblend.engines.vllm.scheduler.adapters import named
 from cacheblend.engines.vllm.scheduler.block_names import salt_of
 from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue
-from cacheblend.engines.vllm.scheduler.chunks import named_chunks
 from cacheblend.engines.vllm.scheduler.load_control import LoadControl
-from cacheblend.engines.vllm.scheduler.lookups import LookUp, LookUps
-from cacheblend.engines.vllm.scheduler.options import RequestOptions
-from cacheblend.engines.vllm.scheduler.tenants import TenantPlanners
-from cacheblend.engines.vllm.scheduler.tracked_requests import NOTHING_STORED, FoundChunks, Tracked
+from cacheblend.engines.vllm.scheduler.options import RequestOptions, named_chunks
+from cacheblend.engines.vllm.scheduler.tracked_requests import NOTHING_STORED, FoundChunks, LookUp, Tracked
 from cacheblend.store import KVStore
 
 LONG_PROMPT = 1024
 """Tokens from which on contents are matched in a thread: that takes milliseconds."""
+
+THREADS = 8  # of look-ups
 
 FRESH_S = 0.25
 """Seconds that a look-up waits at most for a list that is due."""
@@ -47,14 +49,42 @@ FRESH_S = 0.25
 logger = logging.getLogger("cacheblend.vllm")
 
 
+_MOST_PLANNERS = 4096  # kept; one more is made in microseconds
+
+
+class TenantPlanners:
+    """The planner of each tenant and LoRA adapter: a request's `cache_salt` and adapter are part of its chunks' names.
+
+    The embedded engine gives a tenant of the same name the same planner.
+    """
+
+    def __init__(self, identity: ModelIdentity, config: BlendConfig) -> None:
+        self._identity, self._config = identity, config
+        self._made: OrderedDict[tuple[str, str], Planner] = OrderedDict()
+        self.of()  # a wrong anchor shows at the start
+
+    def of(self, cache_salt: str | None = None, adapter: str = "") -> Planner:
+        """The planner of the requests with this salt and this adapter (see `adapters.named`)."""
+        key = cache_salt or "", adapter
+        if key not in self._made:
+            self._made[key] = replace(self._identity, adapters=adapter).planner(self._config, key[0])
+            while len(self._made) > _MOST_PLANNERS:
+                self._made.popitem(last=False)
+        return self._made[key]
+
+    def renew(self) -> None:
+        """Changes all roots for the rest of this process: what was stored so far is not found any more."""
+        self._config = replace(self._config, salt=f"{self._config.salt}\x1freset {secrets.token_hex(8)}")
+        self._made.clear()
+
+
 class ChunkFinder:
     """Finds the chunks of one engine's requests.
 
+    Attributes:
+        timeout_s: seconds that a request waits for a look-up.
+
     Args:
-        config: the connector's.
-        settings: how prompts are blended.
-        planners: of the engine's tenants.
-        store: where chunks are found.
         control: decides what is loaded; None: all that is stored.
         keeps_events: `take_changes` will be called.
     """
@@ -72,7 +102,8 @@ class ChunkFinder:
         self._settings, self._planners, self._store, self._control = settings, planners, store, control
         self._chunk_end_token_id = config.chunk_end_token_id
         given = settings.config.load_timeout_s
-        self._lookups = LookUps[FoundChunks | None](min(config.lookup_timeout_s, math.inf if given is None else given))
+        self.timeout_s = min(config.lookup_timeout_s, math.inf if given is None else given)
+        self._pool, self._lookups = DaemonPool(THREADS, "cacheblend-lookup"), list[LookUp]()
         self._listing: ChunkListing | None = None
         self._keeps_events = keeps_events
         if config.match_content:
@@ -94,18 +125,9 @@ class ChunkFinder:
 
     def start(
         self, token_ids: TokenIds, options: RequestOptions, cache_salt: str | None, adapter: Adapter | None = None
-    ) -> LookUp[FoundChunks | None] | str:
-        """Starts a request's look-up; or says why there is none.
-
-        Args:
-            token_ids: of its prompt.
-            options: of the request.
-            cache_salt: of its tenant.
-            adapter: that it has; None: none.
-
-        Raises:
-            InvalidInputError: the options cannot be carried out.
-        """
+    ) -> LookUp | str:
+        """Starts a request's look-up; or says why there is none. Raises InvalidInputError: the options cannot be
+        carried out."""
         settings = self._settings  # the floor may change them while the look-up goes on
         options.selector_of(settings)  # raises for wrong ones
         planner = self._planners.of(cache_salt, named(adapter))
@@ -118,12 +140,18 @@ class ChunkFinder:
                 prompt = self._listing.match(planner.root, Prompt.of([text(token_ids)]))
             else:
                 after = self._listing.first_reading()
-                if after is not None and self._listing.age_s > self._lookups.timeout_s:  # others have waited in vain
+                if after is not None and self._listing.age_s > self.timeout_s:  # others have waited in vain
                     return SLOW_STORE
         if prompt is not None and not prompt.chunks:
             return NOTHING_STORED
         look_up = partial(self._look_up, token_ids, prompt, options, planner, settings, adapter)
-        return self._lookups.start(look_up, after) or SLOW_STORE
+        self._lookups = [each for each in self._lookups if not each.future.done()]
+        if sum(each.future.running() and each.is_over for each in self._lookups) >= THREADS:
+            return SLOW_STORE  # every thread waits for a store that did not answer in time
+        began = time.monotonic()
+        future = self._pool.submit(look_up) if after is None else self._pool.submit_after(after, look_up)
+        self._lookups.append(LookUp(future, began, began + self.timeout_s))
+        return self._lookups[-1]
 
     def raise_by(self, factor: float) -> None:
         """From now on the shares that requests name none of are so many times as large; infinite: full recompute."""
@@ -151,7 +179,7 @@ class ChunkFinder:
         if wanted is not None:
             planner, adapter = wanted.asker
             job = CaptureJob(ChunkJob(tuple(planner.anchor.segments(None)), wanted.run.token_ids), planner, adapter)
-            if captures.add(job):
+            if captures.add(job, time.monotonic()):
                 self._discovered[manifest_of(job.chunk, planner, "").chunk_id] = wanted.run
 
     @property
@@ -162,7 +190,7 @@ class ChunkFinder:
     def list_captured(self, captured: Sequence[CaptureJob]) -> None:
         """Has those of the captured chunks found by content that the store took; returns at once."""
         if self._listing is not None and captured:
-            self._lookups.run(partial(self._list, self._listing, captured))
+            self._pool.submit(partial(self._list, self._listing, captured))
 
     def learn(self, plan: BlendPlan, outcome: BlendOutcome) -> None:
         """What the blend of a plan that it found tells of times to come."""
@@ -184,7 +212,7 @@ class ChunkFinder:
 
     def close(self) -> None:
         """Ends the threads; waits for nothing."""
-        self._lookups.close()
+        self._pool.close()
         if self._discovery is not None:
             self._discovery.close()
         if self._listing is not None:

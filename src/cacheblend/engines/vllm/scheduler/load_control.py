@@ -7,8 +7,6 @@ The core's controller decides. It needs to know how long computing takes: from a
 measurement at the start, or from the first outcome that tells its computing time. Before that everything stored is
 loaded. Tiers are learnt from what reading them took; one that nobody has read counts as fast as memory. A tier that was
 left out is read again some day, as its slowness is forgotten little by little.
-
-Knows plans, outcomes and seconds. Does not know vLLM, stores, or who asks.
 """
 
 import math
@@ -41,9 +39,7 @@ class LoadChoice:
     """What is loaded for a prompt.
 
     Attributes:
-        plan: that the workers carry out.
         ratio: share of the loaded rows to recompute, above the one in force; None: that one.
-        decision: the controller's; None: nothing is stored, or it does not know enough to decide.
         is_all_left_out: something is stored, and computing all of it takes less time than loading any.
     """
 
@@ -59,10 +55,7 @@ def open_load_control(
     """The control of an engine, which starts from the cost model that its settings name, if any.
 
     Args:
-        config: the settings.
-        fingerprint: of the model's weights.
         device: kind of device, such as ``"cuda"``.
-        layers: of the model.
         bytes_per_token: of a stored token, over all layers and heads.
 
     Raises:
@@ -79,8 +72,6 @@ class LoadControl:
     """Decides what is loaded, and learns. May be used from several threads.
 
     Args:
-        config: the engine's settings; gives the least ratio.
-        layers: of the model.
         bytes_per_token: of a stored token, over all layers and heads.
         cost_model: to start from; None: nothing is known.
     """
@@ -98,32 +89,28 @@ class LoadControl:
         with self._lock:
             return None if self._controller is None else self._controller.cost_model
 
-    def decide(
-        self, plan: BlendPlan, in_force: float | None = None, *, raises: bool = True, cached_tokens: int = 0
-    ) -> LoadChoice:
+    def decide(self, plan: BlendPlan, in_force: float | None = None, *, raises: bool = True) -> LoadChoice:
         """Which stored blocks of a plan are loaded.
 
         Args:
-            plan: with everything that is stored.
             in_force: ratio of the request, which the floor of the shadow check may have raised, or its client chosen;
                 None: the configured one.
             raises: the ratio may be raised; False where the request has a ratio or selector of its own.
-            cached_tokens: leading tokens that vLLM's prefix cache holds, and nothing reads.
         """
-        asked = _beyond(plan, cached_tokens)
         with self._lock:
             controller = self._controller
-            if controller is None or not _reads(asked):
+            if controller is None or not _reads(plan):
                 return LoadChoice(plan)
-            decision = controller.decide(asked, in_force)
-            left = asked.leaving_out(decision.left_out)
-            if not _reads(left):
-                controller.learn(decision, left, None, {})  # no outcome will come: the slowness is forgotten here
-        names = decision.left_out & {span.name for span in plan.spans}
-        if names:
-            plan = plan.leaving_out(names)
-        ratio = self._rounded(decision, controller.floor if in_force is None else in_force) if raises else None
-        return LoadChoice(plan, ratio, decision, is_all_left_out=not _reads(left))
+            decision = controller.decide(plan, in_force)
+            if decision.left_out:
+                plan = plan.leaving_out(decision.left_out)
+            if not _reads(plan):
+                controller.learn(decision, plan, None, {})  # no outcome will come: the slowness is forgotten here
+        least = controller.floor if in_force is None else in_force
+        steps = math.floor((decision.ratio - least) / RATIO_STEP + 1e-9)
+        raised = raises and steps > 0 and decision.reused
+        ratio = round(min(1.0, least + steps * RATIO_STEP), 6) if raised else None
+        return LoadChoice(plan, ratio, decision, is_all_left_out=not _reads(plan))
 
     def compute_s(self, plan: BlendPlan) -> float | None:
         """How long computing takes what a plan loads; None: not known."""
@@ -132,35 +119,27 @@ class LoadControl:
 
     def learn(self, plan: BlendPlan, outcome: "BlendOutcome") -> None:
         """Learns from a prompt that was provided; a pass that lost blocks, or failed, tells nothing. One that gave a
-        tier up tells that it takes as long as was waited for it at least.
-
-        Args:
-            plan: that the workers were given.
-            outcome: theirs.
-        """
-        if outcome.failure == LOAD_TIMEOUT:
-            self._learn_slow(plan, outcome)
+        tier up tells that it takes as long as was waited for it at least."""
         if outcome.failure:
+            with self._lock:
+                if outcome.failure == LOAD_TIMEOUT and self._controller is not None and outcome.read_s:
+                    expected = self._controller.load_s([span for span in plan.spans if span.source in _STORED])
+                    slow = {
+                        tier: (GIVEN_UP * max(seconds, expected.get(tier, 0.0)), expected.get(tier, 0.0))
+                        for tier, seconds in outcome.read_s.items()
+                    }
+                    self._controller.observe(_expectation(self._controller, plan, outcome), None, slow)
             return
-        carried_out = _beyond(plan, outcome.hit_tokens.get("vllm", 0))
+        cached = outcome.hit_tokens.get("vllm", 0)  # which nothing has read
+        carried_out = plan.with_resident(cached) if 0 < cached < len(plan) else plan
         if sum(outcome.hit_tokens.values()) != sum(carried_out.hit_tokens().values()):
             return
         if outcome.compute_s is not None and outcome.row_layers > 0:
             self.learn_pace(outcome.row_layers, outcome.compute_s)
         with self._lock:
             if self._controller is not None:
-                expected = _expectation(self._controller, carried_out, outcome)
-                self._controller.learn(expected, carried_out, outcome.compute_s, outcome.read_s)
-
-    def _learn_slow(self, plan: BlendPlan, outcome: "BlendOutcome") -> None:
-        with self._lock:
-            if self._controller is not None and outcome.read_s:
-                expected = self._controller.load_s([span for span in plan.spans if span.source in _STORED])
-                slow = {
-                    tier: (GIVEN_UP * max(seconds, expected.get(tier, 0.0)), expected.get(tier, 0.0))
-                    for tier, seconds in outcome.read_s.items()
-                }
-                self._controller.observe(_expectation(self._controller, plan, outcome), None, slow)
+                decided = _expectation(self._controller, carried_out, outcome)
+                self._controller.learn(decided, carried_out, outcome.compute_s, outcome.read_s)
 
     def learn_pace(self, row_layers: int, seconds: float) -> None:
         """Takes how long so many rows times layers took, if nothing is known of computing yet."""
@@ -171,17 +150,6 @@ class LoadControl:
 
     def _open(self, cost_model: CostModel) -> Controller:
         return make_controller(cost_model, self._config, self._layers, self._bytes_per_token)
-
-    @staticmethod
-    def _rounded(decision: Decision, in_force: float) -> float | None:
-        """The decision's ratio, down to a step above the one in force; None: that one."""
-        steps = math.floor((decision.ratio - in_force) / RATIO_STEP + 1e-9)
-        return round(min(1.0, in_force + steps * RATIO_STEP), 6) if steps > 0 and decision.reused else None
-
-
-def _beyond(plan: BlendPlan, cached_tokens: int) -> BlendPlan:
-    """The plan if the first tokens are not read, since vLLM has them."""
-    return plan.with_resident(cached_tokens) if 0 < cached_tokens < len(plan) else plan
 
 
 def _reads(plan: BlendPlan) -> bool:

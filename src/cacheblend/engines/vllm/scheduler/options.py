@@ -2,17 +2,22 @@
 
     {"cacheblend": {"mode": "blend", "recompute_ratio": 0.2, "selector": "hkvd", "chunks": [[12, 268], [270, 512]]}}
 
-Knows settings and selectors. Does not know vLLM.
+Its chunks are the spans that it names, else runs that end with the configured chunk-end token, else what matches chunks
+of the store.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.names import TokenIds
+from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.settings import BlendSettings
-from cacheblend.engines.vllm.scheduler.chunks import Span, read_spans
 
 KEY = "cacheblend"
 """The key of this project's object in a request's and an answer's `kv_transfer_params`."""
@@ -21,14 +26,19 @@ Mode = Literal["blend", "prefix", "full"]
 """What is reused: all that is stored; only what is exact in this prompt; nothing from the store."""
 
 
+Span = tuple[int, int]
+"""[start, stop) of a prompt's tokens."""
+
+MOST_SPANS = 2048
+"""Chunks that a client may name: they are checked in the engine's thread."""
+
+
 @dataclass(frozen=True)
 class RequestOptions:
     """The settings of one request; None: the engine's.
 
     Attributes:
-        mode: see `Mode`.
         recompute_ratio: share of the loaded tokens that are recomputed, 0..1.
-        selector: the name of a selector.
         spans: the prompt's chunks, [start, stop) each, ascending without overlap.
     """
 
@@ -54,11 +64,8 @@ class RequestOptions:
         return replace(self, spans=tuple(span for span in self.spans if span[1] <= end))
 
     def selector_of(self, settings: BlendSettings) -> Selector:
-        """The selector of this request in an engine with these settings.
-
-        Raises:
-            InvalidInputError: no such selector, or a ratio that it cannot have.
-        """
+        """The selector of this request in an engine with these settings. Raises InvalidInputError: no such selector, or
+        a ratio that it cannot have."""
         return settings.selector(self.recompute_ratio, self.selector)
 
 
@@ -67,7 +74,6 @@ def read_options(params: Any, tokens: int) -> RequestOptions:
 
     Args:
         params: as the client sent them; None or without `KEY`: the engine's settings.
-        tokens: the length of the prompt.
 
     Raises:
         InvalidInputError: another form, an unknown key or a wrong value; the message names it.
@@ -85,31 +91,52 @@ def read_options(params: Any, tokens: int) -> RequestOptions:
         raise InvalidInputError(
             f'kv_transfer_params["{KEY}"] has the unknown key {unknown[0]!r}; it has {", ".join(known)}'
         )
-    spans = mine.get("chunks")
-    return RequestOptions(
-        _mode(mine.get("mode", "blend")),
-        _ratio(mine.get("recompute_ratio")),
-        _selector(mine.get("selector")),
-        None if "chunks" not in mine else tuple(read_spans(spans, tokens)),
-    )
+    mode, ratio, selector = mine.get("mode", "blend"), mine.get("recompute_ratio"), mine.get("selector")
+    if mode not in get_args(Mode):
+        raise InvalidInputError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
+    if ratio is not None:
+        if not isinstance(ratio, int | float) or isinstance(ratio, bool) or not 0 <= ratio <= 1:
+            raise InvalidInputError(f"recompute_ratio must be in 0..1, got {ratio!r}")
+        ratio = float(ratio)
+    if selector is not None and not isinstance(selector, str):
+        raise InvalidInputError(f"selector must be a selector's name, got {selector!r}")
+    spans = _read_spans(mine["chunks"], tokens) if "chunks" in mine else None
+    return RequestOptions(mode, ratio, selector, spans)
 
 
-def _mode(given: Any) -> Mode:
-    if given not in get_args(Mode):
-        raise InvalidInputError(f"mode must be one of {', '.join(get_args(Mode))}, got {given!r}")
-    mode: Mode = given
-    return mode
+def _read_spans(given: Any, tokens: int) -> tuple[Span, ...]:
+    if not isinstance(given, list | tuple):
+        raise InvalidInputError(f"chunks must be a list of [start, stop], got {given!r}")
+    if len(given) > MOST_SPANS:
+        raise InvalidInputError(f"{len(given)} chunks; a request may name {MOST_SPANS}")
+    for number, span in enumerate(given):
+        whole = isinstance(span, list | tuple) and len(span) == 2
+        if not whole or not all(isinstance(end, int) and not isinstance(end, bool) for end in span):
+            raise InvalidInputError(f"chunk {number} must be [start, stop], two whole numbers, got {span!r}")
+        if not 0 <= span[0] < span[1] <= tokens:
+            raise InvalidInputError(
+                f"chunk {number} is {span!r}: a span lies within the prompt's 0..{tokens} and is not empty"
+            )
+    for first, second in pairwise(given):
+        if second[0] < first[1]:
+            raise InvalidInputError(
+                f"chunks must ascend without overlap, and {list(second)} begins before {list(first)} ends"
+            )
+    return tuple((start, stop) for start, stop in given)
 
 
-def _ratio(given: Any) -> float | None:
-    if given is None:
+def named_chunks(
+    token_ids: TokenIds, spans: Sequence[Span] | None = None, chunk_end_token_id: int | None = None
+) -> Prompt | None:
+    """The prompt with the chunks that are named, or that end with a token; None where contents decide."""
+    if spans is None and chunk_end_token_id is not None:
+        stops = (np.flatnonzero(token_ids == chunk_end_token_id) + 1).tolist()
+        spans = list(pairwise([0, *stops])) or None  # the text after the last one is the question
+    if spans is None:
         return None
-    if not isinstance(given, int | float) or isinstance(given, bool) or not 0 <= given <= 1:
-        raise InvalidInputError(f"recompute_ratio must be in 0..1, got {given!r}")
-    return float(given)
-
-
-def _selector(given: Any) -> str | None:
-    if given is not None and not isinstance(given, str):
-        raise InvalidInputError(f"selector must be a selector's name, got {given!r}")
-    return given
+    segments: list[Segment] = []
+    at = 0
+    for start, stop in spans:
+        segments += [text(token_ids[at:start]), chunk(token_ids[start:stop])]
+        at = stop
+    return Prompt.of([*segments, text(token_ids[at:])])

@@ -14,8 +14,7 @@ An error in one request disables blending for this request only.
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from cacheblend.core.errors import InvalidInputError, StoreError
@@ -26,13 +25,12 @@ from cacheblend.engines.vllm.config import ConnectorConfig
 from cacheblend.engines.vllm.internals import interface
 from cacheblend.engines.vllm.internals.prefix_cache import PrefixCache, salt_from
 from cacheblend.engines.vllm.jobs import BlendJob, StepJobs, StepReport
-from cacheblend.engines.vllm.metrics import Counts
+from cacheblend.engines.vllm.metrics import NOT_BLENDED, Counts
 from cacheblend.engines.vllm.reasons import BAD_SPANS, OTHER_WEIGHTS, SLOW_STORE, UNREADABLE
 from cacheblend.engines.vllm.scheduler.adapters import AdapterUnusableError, RequestAdapters
 from cacheblend.engines.vllm.scheduler.block_names import ComingBlocks, blended_before
 from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue, tokens_within
 from cacheblend.engines.vllm.scheduler.chunk_finder import ChunkFinder
-from cacheblend.engines.vllm.scheduler.lookups import LookUp
 from cacheblend.engines.vllm.scheduler.options import read_options
 from cacheblend.engines.vllm.scheduler.shadow_answers import AnswerDraws
 from cacheblend.engines.vllm.scheduler.tracked_requests import (
@@ -43,44 +41,11 @@ from cacheblend.engines.vllm.scheduler.tracked_requests import (
     OTHER_CONNECTOR,
     SHARED,
     SLOWER_TO_LOAD,
+    LookUp,
     Tracked,
 )
 
 logger = logging.getLogger("cacheblend.vllm")
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a request is left to vLLM.
-
-    Attributes:
-        label: in `fallbacks`.
-        reason: one of few, in the answer and in `not_blended`.
-        detail: what is wrong, for the client.
-    """
-
-    label: str
-    reason: str
-    detail: str = ""
-
-
-def failure_of(error: Exception, request_id: str) -> Failure:
-    """Names and logs an error."""
-    where = f"request {request_id} is not blended"
-    if isinstance(error, InvalidInputError):
-        logger.warning("%s: %s", where, error)
-        return Failure(BAD_SPANS, "bad parameters", str(error))
-    if isinstance(error, AdapterUnusableError):
-        logger.warning("%s: its LoRA adapter: %s", where, error)
-        return Failure(error.reason, error.reason, str(error))
-    if isinstance(error, TimeoutError):
-        logger.warning("%s: the store did not answer in time", where)
-        return Failure(SLOW_STORE, SLOW_STORE)
-    if isinstance(error, StoreError | OSError):
-        logger.warning("%s: %s", where, error)
-        return Failure(UNREADABLE, UNREADABLE)
-    logger.error(where, exc_info=error)
-    return Failure(type(error).__name__, type(error).__name__)
 
 
 MOST_OUTSTANDING = 8
@@ -102,17 +67,7 @@ that comes to an idle engine is computed in its first step: a step more is a mes
 
 
 class Scheduling:
-    """The scheduler side of one engine.
-
-    Args:
-        config: the connector's.
-        settings: how prompts are blended.
-        finder: of the engine's chunks.
-        block_size: of the paged cache, in tokens.
-        bytes_per_token: of a chunk's KV while it is captured.
-        windows: see `internals.prefix_cache.windows_of`.
-        watch, window: see `AnswerDraws`.
-    """
+    """The scheduler side of one engine; `bytes_per_token`: of a chunk's KV while it is captured."""
 
     def __init__(
         self,
@@ -169,7 +124,6 @@ class Scheduling:
             self.counts.add_fallback(reason)
             return tracked.leave(reason)
         tracked.adapter = None if request.lora_request is None else self._adapters.of(request)
-        tracked.waits_for_adapter = tracked.adapter is None and request.lora_request is not None
         if tracked.waits_for_adapter:
             return  # begins again when it is claimed
         started = self._finder.start(tracked.token_ids, tracked.options, request.cache_salt, tracked.adapter)
@@ -193,7 +147,9 @@ class Scheduling:
                 return None
         is_exact = False  # what vLLM holds
         if tracked.lookup is not None:
-            if not self._is_over(tracked.lookup) or self._settling_s > SETTLING_S:
+            if self._may_wait:  # no request is computed
+                tracked.lookup.wait(IDLE_WAIT_S)
+            if not tracked.lookup.is_over or self._settling_s > SETTLING_S:
                 return None
             self._guarded(request, tracked, self._settle)
             cached = self.cache.tokens(request)
@@ -207,16 +163,11 @@ class Scheduling:
         claimed = self._claimed(tracked, num_computed_tokens, is_exact)
         if not claimed:
             return 0
-        tracked.waits_for = self._leader(request, claimed, num_computed_tokens)
+        first, fewest = num_computed_tokens // self._block_size, max(1, claimed // self._block_size // 2)
+        tracked.waits_for = self._coming.leader(request.block_hashes, first, fewest)  # it makes most of the blocks
         if tracked.waits_for is not None or len(self._outstanding) >= MOST_OUTSTANDING:
             return None
         return claimed
-
-    def _is_over(self, lookup: LookUp[Any]) -> bool:
-        """A look-up has ended; while no request is computed, waits for it a little."""
-        if self._may_wait:
-            lookup.wait(IDLE_WAIT_S)
-        return lookup.is_over
 
     def _settle(self, request: Any, tracked: Tracked) -> None:
         """The look-up is over: decides whether the request is blended, and renames its blocks if so."""
@@ -246,13 +197,7 @@ class Scheduling:
         self._settling_s += time.perf_counter() - began
 
     def _claimed(self, tracked: Tracked, start: int, is_exact: bool) -> int:
-        """The tokens after the first `start` that the workers provide; 0: vLLM computes the rest.
-
-        Args:
-            tracked: a request that may be provided.
-            start: tokens that vLLM holds.
-            is_exact: these tokens are exact.
-        """
+        """The tokens after the first `start` that the workers provide; 0: vLLM computes the rest."""
         found = tracked.found
         assert found is not None
         claimed = len(found.plan) - start
@@ -275,11 +220,6 @@ class Scheduling:
         """Why nothing is blended now; empty: something is."""
         until, reason = self._paused
         return reason if time.monotonic() < until else ""
-
-    def _leader(self, request: Any, claimed: int, start: int) -> str | None:
-        """The request that makes most of the blocks which this one needs, and which it then shares."""
-        fewest = max(1, claimed // self._block_size // 2)
-        return self._coming.leader(request.block_hashes, start // self._block_size, fewest)
 
     def allocated(self, request: Any, block_ids: list[list[int]], claimed: int) -> None:
         """A request got blocks, of each group: at first, after a preemption, or when its prompt has been provided."""
@@ -306,11 +246,7 @@ class Scheduling:
             tracked.missed = None
 
     def take_jobs(self, *, is_idle: bool = False) -> StepJobs:
-        """New jobs since the last call; chunks are captured once their request has its first token.
-
-        Args:
-            is_idle: see `StepJobs`.
-        """
+        """New jobs since the last call; chunks are captured once their request has its first token."""
         jobs, self._jobs, self._settling_s = self._jobs, StepJobs(), 0.0
         self._finder.add_discovered(self._captures, self.counts)
         jobs.capture, jobs.is_idle, jobs.adapters = self._captures.take(), is_idle, self._adapters.take()
@@ -349,7 +285,7 @@ class Scheduling:
 
     # ---- a request ends ---------------------------------------------------------------------------------
 
-    def finished(self, request: Any) -> Mapping[str, Any] | None:
+    def finished(self, request: Any) -> dict[str, Any] | None:
         """A request ended, or was aborted; returns what its client is told. See `holds`."""
         tracked = self._requests.pop(request.request_id, None)
         if request.request_id in self._outstanding:
@@ -363,7 +299,7 @@ class Scheduling:
         if self._paused[1] != OTHER_WEIGHTS:
             self._finder.watch(tracked)
         if tracked.why_not:
-            self.counts.add_not_blended(tracked.why_not)
+            self.counts.add_by(NOT_BLENDED, tracked.why_not, 1)
         return tracked.answer()
 
     def holds(self, request: Any) -> bool:
@@ -391,9 +327,24 @@ class Scheduling:
 
     def _guarded(self, request: Any, tracked: Tracked, what: Callable[[Any, Tracked], None]) -> None:
         """Does something for a request; whatever fails disables blending for this request only."""
+        where = f"request {request.request_id} is not blended"
         try:
             what(request, tracked)
+            return
+        except InvalidInputError as error:
+            logger.warning("%s: %s", where, error)
+            label, reason, detail = BAD_SPANS, "bad parameters", str(error)
+        except AdapterUnusableError as error:
+            logger.warning("%s: its LoRA adapter: %s", where, error)
+            label, reason, detail = error.reason, error.reason, str(error)
+        except TimeoutError:
+            logger.warning("%s: the store did not answer in time", where)
+            label, reason, detail = SLOW_STORE, SLOW_STORE, ""
+        except (StoreError, OSError) as error:
+            logger.warning("%s: %s", where, error)
+            label, reason, detail = UNREADABLE, UNREADABLE, ""
         except Exception as error:
-            failure = failure_of(error, request.request_id)
-            self.counts.add_fallback(failure.label)
-            tracked.leave(failure.reason, failure.detail)
+            logger.error(where, exc_info=error)
+            label, reason, detail = type(error).__name__, type(error).__name__, ""
+        self.counts.add_fallback(label)
+        tracked.leave(reason, detail)

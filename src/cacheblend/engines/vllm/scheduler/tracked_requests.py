@@ -1,10 +1,9 @@
-"""One request as the scheduler side follows it: what was found, what became of it, and what its client is told.
-
-Knows plans and outcomes. Does not know vLLM's scheduler or the store.
-"""
+"""One request as the scheduler side follows it: what was found, what became of it, and what its client is told."""
 
 import hashlib
+import time
 from bisect import bisect_right
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -16,7 +15,6 @@ from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.vllm.jobs import Adapter, BlendOutcome, CaptureJob
 from cacheblend.engines.vllm.reasons import RESET
 from cacheblend.engines.vllm.scheduler.block_names import first_loaded
-from cacheblend.engines.vllm.scheduler.lookups import LookUp
 from cacheblend.engines.vllm.scheduler.options import KEY, RequestOptions
 
 NOTHING_STORED = "nothing stored"
@@ -37,14 +35,10 @@ class FoundChunks:
 
     Attributes:
         plan: of the prompt without its last token.
-        selector: which loaded rows are recomputed.
-        salt: of the blended blocks' names.
         named_by: selector in the salt; blocks of these names may have been recomputed more, not less.
-        missed: chunks that the store lacks, to be captured after the request.
         missed_at: when the store was asked, by `time.monotonic`.
         is_slow: something is stored, and loading any of it takes longer than computing it.
         is_full: the floor of the shadow check has everything computed that is not exact, and something is stored.
-        load_s: see `BlendJob`.
     """
 
     plan: BlendPlan
@@ -89,28 +83,55 @@ class FoundChunks:
         return [*reversed(list(accumulate(lengths))), 0]
 
 
+@dataclass(frozen=True, eq=False)
+class LookUp:
+    """A look-up in the store that has begun, in a thread: no engine step that computes waits for it."""
+
+    future: "Future[FoundChunks | None]"
+    began: float
+    deadline: float
+
+    @property
+    def is_over(self) -> bool:
+        """It has ended, or nobody waits for it any more."""
+        return self.future.done() or time.monotonic() >= self.deadline
+
+    def wait(self, seconds: float) -> None:
+        """Returns when it has ended, or so many seconds after it began."""
+        wait([self.future], max(0.0, self.began + seconds - time.monotonic()))
+
+    def result(self) -> FoundChunks | None:
+        """What was found.
+
+        Raises:
+            TimeoutError: it did not end in time, and is not begun any more.
+            Exception: what the look-up raised.
+        """
+        self.drop()
+        if self.future.cancelled():
+            raise TimeoutError
+        return self.future.result(timeout=0)
+
+    def drop(self) -> None:
+        """Nobody waits for it any more: if it has not begun it never will, and takes no thread from others."""
+        self.future.cancel()
+
+
 @dataclass(eq=False)
 class Tracked:
     """A request from its arrival to its end.
 
     Attributes:
-        request: vLLM's.
         floor_step: of the shadow check, when the request came.
-        options: of this request.
         adapter: that its chunks are named by; None: it has none, or the workers have not looked at it.
-        waits_for_adapter: its look-up begins when the workers have looked at its adapter.
         lookup: under way; None: it has ended, or there was none.
-        found: what the workers may provide; None: vLLM computes the request.
         missed: chunks to be captured once the request has its first token, and when the store was asked for them.
         reason: why vLLM computes the request, one of few; empty: it does not, or this is not known yet.
-        detail: what is wrong, for the client.
         plain_tokens: leading tokens whose blocks have plain names; None: all of them have.
         waits_for: the request whose blocks it will share; None: it waits for none.
         tried: how often it had been preempted when its prompt was last given to the workers; -1: never given.
         held_by_vllm: leading tokens that vLLM's prefix cache held when it was scheduled.
-        outcome: of its last job.
         tenant: what figures call its tenant, since everyone may read them; empty: it has none.
-        block_ids: that it was given with its last job, for each group of KV cache.
         is_asked: whether its answer is compared has been decided.
         token_ids: of its prompt, up to the first image; None: it is vLLM's alone.
         cache_salt: of its tenant, when it came.
@@ -120,8 +141,7 @@ class Tracked:
     floor_step: int = 0
     options: RequestOptions = field(default_factory=RequestOptions)
     adapter: Adapter | None = None
-    waits_for_adapter: bool = False
-    lookup: LookUp[FoundChunks | None] | None = None
+    lookup: LookUp | None = None
     found: FoundChunks | None = None
     missed: tuple[list[CaptureJob], float] | None = None
     reason: str = ""
@@ -142,11 +162,15 @@ class Tracked:
         self.cache_salt = salt
         self.tenant = hashlib.sha256(salt.encode(errors="surrogatepass")).hexdigest()[:8] if salt else ""
 
+    @property
+    def waits_for_adapter(self) -> bool:
+        """Its look-up begins when the workers have looked at its adapter."""
+        return self.request.lora_request is not None and self.adapter is None and not self.reason
+
     def leave(self, reason: str, detail: str = "") -> None:
         """vLLM computes the request, for this reason; its blocks keep the names that they have."""
         self.drop_lookup()
         self.lookup = self.found = self.waits_for = None
-        self.waits_for_adapter = False
         self.reason, self.detail = reason, detail
 
     def drop_lookup(self) -> None:
@@ -170,7 +194,11 @@ class Tracked:
         """What the answer's `kv_transfer_params` say of this request."""
         done = self.outcome if self.outcome is not None and not self.outcome.failure else None
         shared = done is None and self.reason == SHARED
-        chosen = self._chosen(done)
+        chosen = None  # the rows to recompute
+        if self.found is not None and done is not None:
+            chosen = self.found.selector if self.found.is_blended else None
+        elif self.found is not None and shared:
+            chosen = self.found.named_by
         return {
             KEY: {
                 "blended": done is not None or shared,
@@ -183,14 +211,6 @@ class Tracked:
                 "prefill_share": round(done.prefill_share, 4) if done else 0.0,
             }
         }
-
-    def _chosen(self, done: BlendOutcome | None) -> Selector | None:
-        """What chose the rows to recompute; None: nothing was blended for it, nor shared by it."""
-        if self.found is None:
-            return None
-        if done is not None:
-            return self.found.selector if self.found.is_blended else None
-        return self.found.named_by if self.reason == SHARED else None
 
     @property
     def why_not(self) -> str:

@@ -5,7 +5,7 @@
     use    (before it computes) in a slot, and its weights are those that the chunks were named by; else the job fails
 
 vLLM replaces weights under the same number (`load_inplace`), and lets adapters go when it needs their place: so every
-use asks again. All ranks decide alike. Knows vLLM's slots through `internals.lora`; does not know jobs or layers.
+use asks again. All ranks decide alike.
 """
 
 import logging
@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from cacheblend.core.errors import CacheBlendError
-from cacheblend.engines.vllm.internals.lora import NO_ADAPTER, LoadedAdapters
+from cacheblend.engines.vllm.internals.attention_shim import NO_ADAPTER
+from cacheblend.engines.vllm.internals.lora import LoadedAdapters
 from cacheblend.engines.vllm.jobs import Adapter, AdapterSeen
 from cacheblend.engines.vllm.reasons import ADAPTER_CHANGED
 from cacheblend.engines.vllm.worker.ranks import Ranks
@@ -24,11 +25,7 @@ logger = logging.getLogger("cacheblend.vllm")
 
 
 class AdapterChangedError(CacheBlendError):
-    """vLLM holds other weights under an adapter's number than those that a job is for.
-
-    Attributes:
-        reason: of figures and answers.
-    """
+    """vLLM holds other weights under an adapter's number than those that a job is for."""
 
     reason = ADAPTER_CHANGED
 
@@ -37,13 +34,7 @@ class AdapterChangedError(CacheBlendError):
 
 
 class WorkerAdapters:
-    """The adapters of one rank.
-
-    Args:
-        loaded: the model's; None: vLLM was started without LoRA.
-        ranks: that compute together.
-        timeout_s: a job whose adapter cannot be brought into a slot for so long is given up.
-    """
+    """The adapters of one rank; `timeout_s`: after so long without a slot a job is given up."""
 
     def __init__(self, loaded: LoadedAdapters | None, ranks: Ranks, timeout_s: float) -> None:
         self._loaded, self._ranks, self._timeout_s = loaded, ranks, timeout_s
@@ -53,12 +44,7 @@ class WorkerAdapters:
         self._since: dict[int, float] = {}
 
     def begin_step(self, requests: Sequence[Any], *, is_idle: bool) -> None:
-        """An engine step begins: looks at the adapters that requests have come for.
-
-        Args:
-            requests: vLLM's `LoRARequest`s.
-            is_idle: vLLM computes nothing in this step, so that no slot is in use.
-        """
+        """An engine step begins: looks at the adapters that requests have come for."""
         if self._loaded is None:
             return
         self._kept = set() if is_idle else self._loaded.batch() - {NO_ADAPTER}

@@ -31,15 +31,7 @@ logger = logging.getLogger("cacheblend.vllm")
 
 
 class CaptureWriter:
-    """Stores what one rank captured: with several ranks, the first one writes the heads of all.
-
-    Args:
-        model: this rank's part.
-        store: where chunks are kept.
-        counts: get the stored tokens and the failures.
-        name: of the model, for people.
-        ranks: that compute together.
-    """
+    """Stores what one rank captured: with several ranks, the first one writes the heads of all."""
 
     def __init__(self, model: BlendModel, store: KVStore, counts: Counts, name: str, ranks: Ranks) -> None:
         self._model, self._counts, self._name, self._ranks = model, counts, name, ranks
@@ -56,27 +48,21 @@ class CaptureWriter:
         return self._done
 
     def gather(self, kv: Sequence[LayerKV]) -> list[LayerKV]:
-        """What this rank has to write of a chunk: all ranks' heads, or nothing. All ranks call it, in a section.
-
-        Args:
-            kv: [kv_heads of this rank, tokens, head_dim] each, of anchor and chunk.
-        """
+        """What this rank has to write of a chunk: all ranks' heads, or nothing. All ranks call it, in a section; `kv`:
+        [kv_heads of this rank, tokens, head_dim] each, of anchor and chunk."""
         if self._ranks.size == 1:
             return list(kv)
         found = []
+        copies = max(1, self._ranks.size // self._model.total_kv_heads)  # of heads that several ranks hold
         for layer in kv:
-            whole = self._all_heads(layer)
+            whole = LayerKV(*(self._ranks.gather_heads(part)[::copies] for part in layer))
             if self._ranks.rank == 0:
                 found.append(whole)
         return found
 
     def write(self, job: CaptureJob, kv: list[LayerKV]) -> None:
-        """Has a chunk stored; returns before it is.
-
-        Args:
-            job: what was computed.
-            kv: see `gather`; the list is emptied as soon as the host has its content.
-        """
+        """Has a chunk stored; returns before it is; `kv`: see `gather`; the list is emptied as soon as the host has its
+        content."""
         self._unfinished = [chunk for chunk in self._unfinished if not chunk.done()]
         if self._ranks.rank or self._keeper.is_paused:
             self.count_done()
@@ -134,9 +120,3 @@ class CaptureWriter:
             return CapturedChunk(blocks, manifest_of(job.chunk, job.planner, self._name))
         finally:
             kv.clear()
-
-    def _all_heads(self, kv: LayerKV) -> LayerKV:
-        """The heads of all ranks; of heads that several ranks hold, one copy each."""
-        copies = max(1, self._model.tp_size // self._model.total_kv_heads)
-        keys, values = (self._ranks.gather_heads(part)[::copies] for part in kv)
-        return LayerKV(keys, values)

@@ -7,7 +7,7 @@
 
 Rows that are recomputed may see rows that the window of the prompt's last token has passed: a layer of such a group is
 computed in buffers of the prompt's length, one layer at a time, and what the last token still sees is copied to vLLM's
-blocks. Knows tables; does not know plans, nor who computes.
+blocks.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,6 @@ class LayerGroups:
     """The model's groups of KV cache.
 
     Attributes:
-        of_layer: each layer's group.
         windows: of each group, the rows that a row attends to at most, its own among them; None: any.
     """
 
@@ -38,7 +37,6 @@ class GroupRows:
     """A request's rows in one group.
 
     Attributes:
-        blocks: where its rows are written.
         is_whole: all of its rows have blocks of its own, or held ones that can be read.
         held: [n] int64 blocks of the held rows from `first_held` on, which is a block's first row.
         first_held: no row behind the held ones sees one in front of it.
@@ -57,12 +55,6 @@ class GroupRows:
 
 class RequestRows:
     """Where the rows of one request lie.
-
-    Args:
-        job: names its blocks.
-        groups: of the model.
-        block_size: of the paged cache, in tokens.
-        device: of the cache.
 
     Attributes:
         held_tokens: leading rows that vLLM holds.

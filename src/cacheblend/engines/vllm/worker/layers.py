@@ -10,15 +10,15 @@ from cacheblend.core.fuse.batching import LayerRows
 from cacheblend.core.fuse.runner import Attend
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.kernels.float8 import Float8
-from cacheblend.engines.vllm.internals.attention_shim import AttentionAnswer
+from cacheblend.engines.vllm.internals.attention_shim import NO_ADAPTER, AttentionAnswer
 
 
 class DecoderModel(Protocol):
-    """What running layers needs of a model (`BlendModel`)."""
+    """What running layers needs of a model; see `BlendModel`."""
 
     @property
     def layers(self) -> Sequence[Any]:
-        """The decoder layers, called with positions [n] and hidden state [n, width], see `calls.LayerCall`."""
+        """The decoder layers, see `calls.VllmLayerCall`."""
         ...
 
     @property
@@ -26,20 +26,22 @@ class DecoderModel(Protocol):
         """How each layer attends."""
         ...
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, token_ids: torch.Tensor, adapter: int) -> torch.Tensor:
         """[n, width] input of the first layer."""
         ...
 
-    def row_inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Sequence[tuple[torch.Tensor, ...]]:
-        """Further arguments of each layer, [n, ...] each; see `calls.LayerCall`."""
+    def row_inputs(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, adapter: int
+    ) -> Sequence[tuple[torch.Tensor, ...]]:
+        """Further arguments of each layer, [n, ...] each."""
         ...
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, adapter: int) -> torch.Tensor:
         """[n, vocab] of the last layer's output, [n, width]; empty on ranks that do not sample."""
         ...
 
-    def answering(self, layer: int, answer: AttentionAnswer) -> AbstractContextManager[None]:
-        """Inside, `answer` is the attention of this layer."""
+    def answering(self, layer: int, answer: AttentionAnswer, adapter: int, rows: int) -> AbstractContextManager[None]:
+        """Inside, this layer has this attention, and computes so many rows with this adapter."""
         ...
 
 
@@ -59,12 +61,14 @@ class VllmLayerRunner:
     the first one does: without a residual. In bf16 the norm then reads the rounded sum. See `calls.HiddenForm`.
 
     Args:
-        model: whose layers are run.
         token_ids, positions: [rows] int64 on the model's device.
+        adapter: of all rows, in a slot when they are computed; `NO_ADAPTER`: none.
     """
 
-    def __init__(self, model: DecoderModel, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
-        self.model, self.token_ids, self.positions = model, token_ids, positions
+    def __init__(
+        self, model: DecoderModel, token_ids: torch.Tensor, positions: torch.Tensor, adapter: int = NO_ADAPTER
+    ) -> None:
+        self.model, self.token_ids, self.positions, self.adapter = model, token_ids, positions, adapter
         self._row_inputs: Sequence[tuple[torch.Tensor, ...]] | None = None
 
     @property
@@ -74,7 +78,7 @@ class VllmLayerRunner:
 
     def embed(self) -> torch.Tensor:
         """[rows, width]."""
-        return self.model.embed(self.token_ids)
+        return self.model.embed(self.token_ids, self.adapter)
 
     def project(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [kv_heads, n, head_dim], by the layer's norm and projections; `hidden` stays as it is."""
@@ -103,25 +107,26 @@ class VllmLayerRunner:
 
     def _run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, answer: AttentionAnswer) -> torch.Tensor:
         if self._row_inputs is None:
-            self._row_inputs = self.model.row_inputs(self.token_ids, self.positions)
+            self._row_inputs = self.model.row_inputs(self.token_ids, self.positions, self.adapter)
         inputs = [each[rows] for each in self._row_inputs[layer]]
-        with self.model.answering(layer, answer):
+        with self.model.answering(layer, answer, self.adapter, len(rows)):
             out: torch.Tensor = self.model.layers[layer](self.positions[rows], hidden, inputs)
         return out
 
 
 class CheckRunner(VllmLayerRunner):
-    """The layers for a comparison of answers: with logits, over keys and values as vLLM's cache keeps them.
-
-    Args:
-        model, token_ids, positions: see `VllmLayerRunner`.
-        float8: how each layer's cache keeps numbers; None: unchanged.
-    """
+    """The layers for a comparison of answers: with logits, over keys and values as vLLM's cache keeps them; `float8`:
+    how each layer's cache keeps numbers; None: unchanged."""
 
     def __init__(
-        self, model: DecoderModel, token_ids: torch.Tensor, positions: torch.Tensor, float8: Sequence[Float8 | None]
+        self,
+        model: DecoderModel,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        adapter: int,
+        float8: Sequence[Float8 | None],
     ) -> None:
-        super().__init__(model, token_ids, positions)
+        super().__init__(model, token_ids, positions, adapter)
         self._float8 = float8
 
     def project(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,7 +139,7 @@ class CheckRunner(VllmLayerRunner):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `DecoderModel.logits`."""
-        return self.model.logits(hidden)
+        return self.model.logits(hidden, self.adapter)
 
     def _kept(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         float8 = self._float8[layer]
@@ -149,7 +154,7 @@ def join(calls: Sequence[LayerRows]) -> VllmLayerRunner:
     runners = [(cast(VllmLayerRunner, call.runner), call.rows) for call in calls]
     token_ids = torch.cat([runner.token_ids[rows] for runner, rows in runners])
     positions = torch.cat([runner.positions[rows] for runner, rows in runners])
-    return VllmLayerRunner(runners[0][0].model, token_ids, positions)
+    return VllmLayerRunner(runners[0][0].model, token_ids, positions, runners[0][0].adapter)
 
 
 def _as_written(float8: Float8, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,15 +1,12 @@
-"""vLLM's loaded model as blending needs it: layers, shapes, rotations, this rank's heads. Checked when it is created.
+"""vLLM's loaded model as blending needs it: layers, shapes, rotations, this rank's heads; checked when created."""
 
-Does not know prompts, stores or the paged cache.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from cacheblend.core.errors import ModelNotBlendableError
@@ -26,7 +23,7 @@ from cacheblend.engines.vllm.calls import (
     learn_calls,
 )
 from cacheblend.engines.vllm.internals import decoder, interface, kv_cache, latent_attention, lora, weight_loader
-from cacheblend.engines.vllm.internals.attention_shim import AttentionAnswer, AttentionShim
+from cacheblend.engines.vllm.internals.attention_shim import NO_ADAPTER, AttentionAnswer, AttentionShim
 from cacheblend.engines.vllm.worker.layers import VllmLayerRunner
 
 
@@ -35,8 +32,6 @@ class LayerAttention:
     """One layer's attention, on this rank.
 
     Attributes:
-        shim: takes the place of vLLM's module while the layer is run.
-        spec: how it attends.
         kept: shape of its records.
         heads: of queries, and of what they attend to.
     """
@@ -48,30 +43,17 @@ class LayerAttention:
 
 
 def attention_of(layer: Any, tolerance: float) -> LayerAttention:
-    """Of one of vLLM's attention modules.
-
-    Args:
-        layer: the module.
-        tolerance: of sums in another order, as a share.
-
-    Raises:
-        ModelNotBlendableError: it attends in a way that is not blended.
-    """
-    return _of_latents(layer, tolerance) if latent_attention.is_latent(layer) else _of_heads(layer)
-
-
-def _of_heads(layer: Any) -> LayerAttention:
+    """Of one of vLLM's attention modules; `tolerance`: of sums in another order, as a share. Raises
+    ModelNotBlendableError: it attends in a way that is not blended."""
+    if latent_attention.is_latent(layer):
+        spec, width = latent_attention.latent_spec(layer), latent_attention.kept_width(layer)
+        latent_attention.check_expansion(layer, tolerance)
+        heads = HeadShape(int(layer.num_heads), 1, width, spec.window, is_latent=True)
+        return LayerAttention(latent_attention.LatentShim(layer), spec, LayerShape(1, heads.placed_dim), heads)
     spec = decoder.attention_spec(layer)
     kept = LayerShape(int(layer.num_kv_heads), int(layer.head_size))
     heads = HeadShape(int(layer.num_heads), kept.kv_heads, kept.head_dim, spec.window)
     return LayerAttention(AttentionShim(layer), spec, kept, heads)
-
-
-def _of_latents(layer: Any, tolerance: float) -> LayerAttention:
-    spec, width = latent_attention.latent_spec(layer), latent_attention.kept_width(layer)
-    latent_attention.check_expansion(layer, tolerance)
-    heads = HeadShape(int(layer.num_heads), 1, width, spec.window, is_latent=True)
-    return LayerAttention(latent_attention.LatentShim(layer), spec, LayerShape(1, heads.placed_dim), heads)
 
 
 _PROBE_ROWS, _PROBE_SHIFT = 11, 37
@@ -89,15 +71,8 @@ class _EmbeddedError(Exception):
 
 
 class BlendModel:
-    """One rank's part of a model.
-
-    Args:
-        config: vLLM's.
-
-    Raises:
-        ModelNotBlendableError: its layers cannot be run one by one, or its keys cannot be re-positioned; the message
-            says why.
-    """
+    """One rank's part of a model. Raises ModelNotBlendableError: its layers cannot be run one by one, or its keys
+    cannot be re-positioned; the message says why."""
 
     def __init__(self, config: interface.VllmConfig) -> None:
         self._config = config
@@ -109,8 +84,11 @@ class BlendModel:
         self._decoder = decoder.text_decoder(model, config)
         attention = [layer for layer in attention if layer in own]  # a drafter's are not blended
         self._modules = decoder.layers_with(model, attention)
-        self.attention = _in_order(self._modules, attention)
+        by_id = {id(each): each for each in attention}
+        self.attention = [next(by_id[id(each)] for each in one.modules() if id(each) in by_id) for one in self._modules]
         self.adapters = lora.open_adapters(model, config)
+        self._inside = [self.adapters.modules_of(layer) for layer in self._modules] if self.adapters else []
+        self._beside = self.adapters.modules_beside(self._modules) if self.adapters else []
         kv_cache.check_caches(self.attention)
         self.dtype = config.model_config.dtype
         quantised = _QUANTISED_TOLERANCE if config.model_config.quantization else 0.0
@@ -123,15 +101,31 @@ class BlendModel:
         on_cpu = self.device.type == "cpu"
         self._kernels = [decoder.cpu_kernels(layer) if on_cpu else [] for layer in self._modules]
         self.layout = KVLayout(tuple(kind.kept for kind in kinds), self.dtype)  # of this rank's heads
-        self.tp_size, self.tp_rank = interface.tp_size(), interface.tp_rank()
         self.total_kv_heads = interface.kv_layout(config).layers[0].kv_heads
-        self.heads = self._heads_of_rank(kinds[0].kept.kv_heads)
+        self.heads: slice | None = None
+        """The KV heads of a record that this rank has; None: all, in a process that also looks blocks up. One that does
+        not keeps in memory only what it has read by heads (`TieredStore`)."""
+        if not interface.is_one_process(config):
+            start = interface.tp_rank() * self.total_kv_heads // int(config.parallel_config.tensor_parallel_size)
+            self.heads = slice(start, start + kinds[0].kept.kv_heads)
         with torch.inference_mode(), lora.without_adapters(self.adapters, _PROBE_ROWS):
             self._learn()
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, token_ids: torch.Tensor, adapter: int = NO_ADAPTER) -> torch.Tensor:
         """[n, width] input of the first layer: the model's own forward up to there, whatever it does to embeddings."""
-        return self._embed(token_ids, torch.arange(len(token_ids), device=token_ids.device))
+        if self.adapters is None:
+            return self._embed(token_ids, torch.arange(len(token_ids), device=token_ids.device))
+        parts, most = [], self._config.scheduler_config.max_num_batched_tokens
+        for tile in torch.split(token_ids, most):  # vLLM's LoRA layers take memory by rows
+            with self._with_adapter(adapter, len(tile)):
+                parts.append(self._embed(tile, torch.arange(len(tile), device=tile.device)))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _with_adapter(self, adapter: int, rows: int, layer: int | None = None) -> AbstractContextManager[None]:
+        """Inside, so many rows have an adapter in a layer; None: in front of the layers and behind them."""
+        if self.adapters is None:
+            return nullcontext()
+        return self.adapters.applied(adapter, rows, self._beside if layer is None else self._inside[layer])
 
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         first = self.layers[0]
@@ -146,13 +140,16 @@ class BlendModel:
             return embedded.hidden
         raise RuntimeError("the model's forward did not call its first layer")
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, adapter: int = NO_ADAPTER) -> torch.Tensor:
         """[n, vocab] of the last layer's output, [n, width]; empty on ranks that do not sample."""
         model: Any = self._model
-        found: torch.Tensor | None = model.compute_logits(self._tail(hidden))
+        with self._with_adapter(adapter, len(hidden)):
+            found: torch.Tensor | None = model.compute_logits(self._tail(hidden))
         return hidden.new_empty(0) if found is None else found
 
-    def row_inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    def row_inputs(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, adapter: int = NO_ADAPTER
+    ) -> list[tuple[torch.Tensor, ...]]:
         """What the model computes for each layer in front of all of them, [n, ...] each: its forward without layers."""
         found: list[tuple[torch.Tensor, ...]] = []
         if not any(layer.inputs for layer in self.layers):
@@ -166,14 +163,15 @@ class BlendModel:
 
             return forward
 
-        with decoder.computed_by(self._modules, [taking(layer) for layer in self.layers]):
+        functions = [taking(layer) for layer in self.layers]
+        with self._with_adapter(adapter, len(token_ids)), decoder.computed_by(self._modules, functions):
             self._forward(token_ids, positions)
         return found
 
     def _tail(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the model's forward makes of the last layer's output, [n, width]: it is run without its layers."""
         rows = torch.arange(len(hidden), device=hidden.device)
-        functions = [_returning(layer, hidden) for layer in self.layers]
+        functions = [partial(_returned, layer, hidden) for layer in self.layers]
         with decoder.computed_by(self._modules, functions):
             return self._forward(torch.zeros_like(rows), rows)
 
@@ -182,40 +180,23 @@ class BlendModel:
             out: torch.Tensor = self._decoder(token_ids, positions, None, None)
         return out
 
-    def _forward_as_served(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        with decoder.shimmed(self._config, self._shims):
-            return decoder.forward_as_served(self._model, self._config, token_ids, positions)
-
     @contextmanager
-    def answering(self, layer: int, answer: AttentionAnswer) -> Iterator[None]:
-        """Inside, `answer` is the attention of this layer."""
+    def answering(self, layer: int, answer: AttentionAnswer, adapter: int, rows: int) -> Iterator[None]:
+        """Inside, this layer has this attention, and computes so many rows with this adapter."""
         shim = self._shims[self.attention[layer].layer_name]
         shim.answer = answer
+        kernels = decoder.replaced(self._kernels[layer])
         try:
-            with decoder.shimmed(self._config, self._shims), decoder.replaced(self._kernels[layer]):
+            with decoder.shimmed(self._config, self._shims), kernels, self._with_adapter(adapter, rows, layer):
                 yield
         finally:
             shim.answer = None
 
-    def _heads_of_rank(self, kv_heads: int) -> slice | None:
-        """The KV heads of a record that this rank has; None: all, in a process that also looks blocks up.
-
-        A process that does not look them up keeps in memory only what it has read by heads (`TieredStore`).
-        """
-        if interface.is_one_process(self._config):
-            return None
-        first = self.tp_rank * self.total_kv_heads // self.tp_size
-        return slice(first, first + kv_heads)
-
     # ---- checks -----------------------------------------------------------------------------------------
 
     def _learn(self) -> None:
-        """How the layers are called, and how their keys turn.
-
-        Raises:
-            ModelNotBlendableError: see the class; also for whatever the model's own code raises, since nobody knows
-                what layers need that cannot be called one by one.
-        """
+        """How the layers are called, and how their keys turn; refuses the model also for whatever its own code raises,
+        since nobody knows what layers need that cannot be called one by one."""
         try:
             self.layers = self._learn_layers()
             self.rotations = self._find_rotations()
@@ -228,14 +209,8 @@ class BlendModel:
             ) from error
 
     def _learn_layers(self) -> list[VllmLayerCall]:
-        """How the layers are called; checked.
-
-        Raises:
-            ModelNotBlendableError: see the class.
-        """
-        vocab = int(self._config.model_config.get_vocab_size())
-        ids = (torch.arange(1, _PROBE_ROWS + 1, device=self.device) * 7919) % vocab
-        positions = torch.arange(_PROBE_ROWS, device=self.device)
+        """How the layers are called; checked."""
+        ids, positions = self._probe()
         recorded, keys, out = self._checked_forward(ids, positions)
         if len(recorded) != len(self._modules):
             raise ModelNotBlendableError(
@@ -258,15 +233,25 @@ class BlendModel:
         """See `_own_forward`; of a language model inside another model it is compared with the whole model's."""
         if self._decoder is self._model:
             return self._own_forward(ids, positions)
+
+        def as_served(token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            with decoder.shimmed(self._config, self._shims):
+                return decoder.forward_as_served(self._model, self._config, token_ids, positions)
+
         try:
             found = self._own_forward(ids, positions)
-            served = self._own_forward(ids, positions, self._forward_as_served)
+            served = self._own_forward(ids, positions, as_served)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise ModelNotBlendableError(
                 f"the language model of {self._name} cannot be called with tokens and positions alone: {error}"
             ) from error
         self._check_same("the language model", "hidden states", found[2], served[2])
         return found
+
+    def _probe(self) -> tuple[torch.Tensor, torch.Tensor]:
+        vocab = int(self._config.model_config.get_vocab_size())
+        ids = (torch.arange(1, _PROBE_ROWS + 1, device=self.device) * 7919) % vocab
+        return ids, torch.arange(_PROBE_ROWS, device=self.device)
 
     @property
     def _name(self) -> str:
@@ -339,9 +324,7 @@ class BlendModel:
     def _find_rotations(self) -> list[KeyRotation | None]:
         """The rotation of each layer's keys, found by shifting positions and trying the model's own frequencies."""
         candidates = decoder.candidate_rotations(self._model)
-        vocab = int(self._config.model_config.get_vocab_size())
-        ids = (torch.arange(1, _PROBE_ROWS + 1, device=self.device) * 7919) % vocab
-        rows = torch.arange(_PROBE_ROWS, device=self.device)
+        ids, rows = self._probe()
         first, moved = VllmLayerRunner(self, ids, rows), VllmLayerRunner(self, ids, rows + _PROBE_SHIFT)
         hidden = first.embed()
         found: list[KeyRotation | None] = []
@@ -373,12 +356,5 @@ class BlendModel:
         return bool((error <= self._tolerance * other.float().norm(dim=(0, 1)).max() + 1e-9).all())
 
 
-def _in_order(layers: Sequence[nn.Module], attention: Sequence[Any]) -> list[Any]:
-    """The attention module of each layer."""
-    by_id = {id(each): each for each in attention}
-    return [next(by_id[id(each)] for each in layer.modules() if id(each) in by_id) for layer in layers]
-
-
-def _returning(layer: VllmLayerCall, hidden: torch.Tensor) -> Callable[..., Any]:
-    """A layer's `forward` that returns this hidden state [n, width], which is not written to."""
-    return lambda *args, **kwargs: layer.returned(hidden.clone())
+def _returned(layer: VllmLayerCall, hidden: torch.Tensor, *_: Any, **__: Any) -> Any:
+    return layer.returned(hidden.clone())

@@ -40,13 +40,8 @@ def longest_runs(dtype: torch.dtype) -> float:
 
 
 class PagedAttention:
-    """The `RowAttention` of one prompt. Also writes each layer's KV to the paged cache.
-
-    Args:
-        layers: of the paged cache.
-        builder: of the layers' group, see `interface.metadata_builders`.
-        blocks: of the prompt, none of them the null block.
-    """
+    """The `RowAttention` of one prompt. Also writes each layer's KV to the paged cache; `blocks`: of the prompt, none
+    of them the null block."""
 
     def __init__(self, layers: Sequence[PagedLayer], builder: Any, blocks: RequestBlocks) -> None:
         self._layers, self._builder, self._blocks = layers, builder, blocks
@@ -77,14 +72,10 @@ class PagedAttention:
         start = int(positions[0])
         known = self._metadata.get(start)
         if known is None or not torch.equal(known[0], positions):
-            known = self._metadata[start] = (positions, self._make_metadata(positions.cpu(), slots, dtype))
+            at, made = positions.cpu(), None
+            ends = torch.cat([(at.diff() != 1).nonzero().flatten() + 1, torch.tensor([len(at)])])
+            if self._is_fp8 or not _FEW_ROWS <= len(at) < longest_runs(dtype) * len(ends):
+                first_rows, lengths = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int(), at[ends - 1] + 1
+                made = interface.sequences_metadata(self._builder, first_rows, lengths.int(), self._block_ids, slots)
+            known = self._metadata[start] = (positions, made)
         return known[1]
-
-    def _make_metadata(self, positions: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> Any:
-        ends = torch.cat([(positions.diff() != 1).nonzero().flatten() + 1, torch.tensor([len(positions)])])
-        if not self._is_fp8 and _FEW_ROWS <= len(positions) < longest_runs(dtype) * len(ends):
-            return None
-        first_rows = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int()
-        return interface.sequences_metadata(
-            self._builder, first_rows, (positions[ends - 1] + 1).int(), self._block_ids, slots
-        )

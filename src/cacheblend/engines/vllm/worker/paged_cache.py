@@ -1,24 +1,52 @@
 """Writes rows to vLLM's paged KV cache, and reads them back.
 
-Rows are written by the backend, which also rounds them where the cache has eight bits. Where they lie is found out once
-(`cache_layout`). Where those places are those of a tensor with strides, as in every layout but packed ones, kernels
-read and write the blocks themselves (`Pages`).
+Rows are written by the backend, which also rounds them where the cache has eight bits. The layout of a block depends on
+backend, version and machine, and backends offer a way to write rows but none to read them. So known numbers are written
+through the backend to vLLM's null block, which belongs to no request, and searched for in it. That gives the place of
+every (key or value, head, row, dimension) in a block, in any layout that keeps numbers unchanged, or rounds them to
+eight bits: which of the two types is also found out, since some backends know one only, whatever it is called.
+
+Where the places are those of a tensor with strides, as in every layout but packed ones, kernels read and write the
+blocks themselves (`Pages`).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from cacheblend.core.kernels.float8 import Float8
+from cacheblend.core.errors import ModelNotBlendableError
+from cacheblend.core.kernels.float8 import FLOAT8, Float8
 from cacheblend.engines.vllm.internals.interface import attend_paged, write_paged
 from cacheblend.engines.vllm.internals.kv_cache import fp8_scales
 from cacheblend.engines.vllm.internals.prefix_cache import NULL_BLOCK
-from cacheblend.engines.vllm.worker.cache_layout import CacheLayout, LayoutFinder
 
 NO_SLOT = -1
 """vLLM's slot of a row that must not be written."""
+
+_DIGIT = 128  # bf16 holds whole numbers up to 256
+_FLOAT8_DIGIT = 8  # both types of eight bits hold them
+_ABOVE = 65 / 64
+"""Factor on whole numbers that are written to eight bits: whether a backend rounds to the nearest or cuts bits off (on
+CPUs), they arrive as whole numbers, also after a scale that is rounded itself."""
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """How a layer's cache is laid out.
+
+    Attributes:
+        block_dim: the cache's dimension of blocks.
+        places: [kv_heads * 2 * block size * head_dim] int64, place of each number of a record [kv_heads, 2, block size,
+            head_dim] in a flattened block.
+        kind: of a number in eight bits, one of `FLOAT8`; None: they are kept unchanged.
+    """
+
+    block_dim: int
+    places: torch.Tensor
+    kind: torch.dtype | None
 
 
 @dataclass(frozen=True)
@@ -30,7 +58,6 @@ class RequestBlocks:
         slots: [rows] int64 of all rows, block * block size + place in the block; `NO_SLOT` in front of `first`.
         first: the rows in front of it lie in blocks that other requests may share, or a sliding window has passed them,
             and they are never written.
-        block_size: of the cache, in tokens.
     """
 
     table: torch.Tensor
@@ -64,14 +91,7 @@ class Pages(NamedTuple):
 
 
 class PagedLayer:
-    """One attention layer's part of the paged cache.
-
-    Args:
-        attention: vLLM's module.
-        kv_heads, head_dim: of this rank.
-        block_size: of the cache, in tokens.
-        dtype: of the model; None: the cache's, which then is not FP8.
-    """
+    """One attention layer's part of the paged cache; `dtype`: of the model; None: the cache's, which is not FP8."""
 
     def __init__(
         self, attention: Any, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype | None = None
@@ -87,11 +107,7 @@ class PagedLayer:
 
     @property
     def float8(self) -> Float8 | None:
-        """How the cache keeps numbers; None: unchanged.
-
-        Raises:
-            ModelNotBlendableError: see `pages`.
-        """
+        """How the cache keeps numbers; None: unchanged. Raises ModelNotBlendableError: see `pages`."""
         scales = fp8_scales(self._attention)
         if scales is None:
             return None
@@ -104,25 +120,13 @@ class PagedLayer:
         write_paged(self._attention, keys.transpose(0, 1).contiguous(), values.transpose(0, 1).contiguous(), slots)
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: Any) -> torch.Tensor:
-        """Attention of rows [heads, n, head_dim] over the cached KV, as [n, heads, head_dim].
-
-        Args:
-            query, keys, values: of the rows; keys and values are in the cache already.
-            metadata: see `interface.sequences_metadata`.
-        """
+        """Attention of rows [heads, n, head_dim] over the cached KV, as [n, heads, head_dim]."""
         query, keys, values = (part.transpose(0, 1).contiguous() for part in (query, keys, values))
         return attend_paged(self._attention, query, keys, values, metadata)
 
     def read(self, table: torch.Tensor, stop: int) -> torch.Tensor:
-        """A request's rows 0..stop - 1 as one record, [kv_heads, 2, stop, head_dim].
-
-        Args:
-            table: see `RequestBlocks`.
-            stop: at most the rows that these blocks have.
-
-        Raises:
-            ModelNotBlendableError: the backend does not keep numbers unchanged.
-        """
+        """A request's rows 0..stop - 1 as one record, [kv_heads, 2, stop, head_dim]. Raises ModelNotBlendableError: the
+        backend does not keep numbers unchanged."""
         layout = self._find_layout()
         used = table[: -(-stop // self._block_size)]
         blocks = self._cache.index_select(layout.block_dim, used).movedim(layout.block_dim, 0).flatten(1)
@@ -134,11 +138,8 @@ class PagedLayer:
         return record if float8 is None else torch.stack(float8.decode(record.view(float8.kind).unbind(1)), dim=1)
 
     def pages(self) -> Pages | None:
-        """Views of the cache that kernels read and write; None: its numbers do not lie at strides.
-
-        Raises:
-            ModelNotBlendableError: the backend does not keep numbers unchanged, nor in a known type of eight bits.
-        """
+        """Views of the cache that kernels read and write; None: its numbers do not lie at strides. Raises
+        ModelNotBlendableError: the backend does not keep numbers unchanged, nor in a known type of eight bits."""
         layout, cache = self._find_layout(), self._cache
         block = cache.select(layout.block_dim, NULL_BLOCK)
         at = torch.zeros_like(layout.places)  # numbers of the storage, from the beginning of the null block
@@ -163,19 +164,62 @@ class PagedLayer:
 
     @property
     def _number_type(self) -> torch.dtype:
-        return self._cache.dtype if self._dtype is None else self._dtype
+        """Of what is written, before a backend rounds it to eight bits."""
+        return self._dtype if self._dtype is not None and self.is_fp8 else self._cache.dtype
 
     def _find_layout(self) -> CacheLayout:
         if self._layout is None:
-            scales, name = fp8_scales(self._attention), type(self._attention.impl).__name__
-            float8 = None if scales is None else Float8(torch.float8_e4m3fn, self._number_type, *scales)
-            slots = torch.arange(self._block_size, device=self._cache.device) + NULL_BLOCK * self._block_size
-
-            def write(record: torch.Tensor) -> None:
-                self.write(record[:, 0], record[:, 1], slots)
-
-            self._layout = LayoutFinder(self._cache, self._shape, write, float8, name).find()
+            count, device = math.prod(self._shape), self._cache.device
+            block_dim, kept, kind = self._find_block_dim()
+            wanted = torch.arange(count, device=device).view(self._shape)
+            found = torch.zeros(len(kept), dtype=torch.int64, device=device)
+            unit, digit = 1, _DIGIT if kind is None else _FLOAT8_DIGIT
+            while unit < count:  # one digit of each place at a time
+                digits = self._probe(wanted // unit % digit, block_dim, kind)[kept]
+                found += digits.round().long().clamp(0, digit - 1) * unit
+                unit *= digit
+            places = torch.zeros(count, dtype=torch.int64, device=device)
+            inside = found < count
+            places[found[inside]] = kept[inside]
+            check = torch.randn(self._shape) if kind is None else torch.randint(-7, 8, self._shape).float()
+            check = check.to(device, self._number_type)
+            if not torch.equal(self._probe(check, block_dim, kind)[places], check.flatten().float()):
+                raise self._refusal("changes keys and values when it caches them")
+            self._layout = CacheLayout(block_dim, places, kind)
         return self._layout
+
+    def _find_block_dim(self) -> tuple[int, torch.Tensor, torch.dtype | None]:
+        """The cache's block dimension, the places in a flattened block that a write changes, and the numbers' kind."""
+        zeros = torch.zeros(self._shape, device=self._cache.device)
+        for dim in range(self._cache.dim()):
+            for kind in FLOAT8 if self.is_fp8 else (None,):
+                before = self._probe(zeros, dim, kind)
+                changed = ((before == 0) & (self._probe(zeros + 1, dim, kind) == 1)).nonzero().flatten()
+                if len(changed) == zeros.numel():
+                    return dim, changed, kind
+        raise self._refusal(
+            "keeps eight bits of no known type" if self.is_fp8 else "has a KV cache without a block dimension"
+        )
+
+    def _probe(self, record: torch.Tensor, block_dim: int, kind: torch.dtype | None) -> torch.Tensor:
+        """The null block, flattened, in fp32 and without scales, after whole numbers were written to it as a record."""
+        scales = fp8_scales(self._attention)
+        if scales is not None:
+            record = record * (_ABOVE * torch.tensor(scales, device=record.device)[:, None, None])
+        record = record.to(self._number_type)
+        slots = torch.arange(self._block_size, device=record.device) + NULL_BLOCK * self._block_size
+        self.write(record[:, 0], record[:, 1], slots)
+        block = self._cache.select(block_dim, NULL_BLOCK).flatten()
+        return (block if kind is None else block.view(kind)).float()
+
+    def _refusal(self, what: str) -> ModelNotBlendableError:
+        way_out = "so blending cannot read it; start vLLM with --kv-cache-dtype bfloat16"
+        if not self.is_fp8:
+            way_out = (
+                "so a prefix that vLLM cached cannot be read back; turn prefix caching off "
+                "(--no-enable-prefix-caching) to blend with it"
+            )
+        return ModelNotBlendableError(f"the attention backend {type(self._attention.impl).__name__} {what}, {way_out}")
 
 
 def _strided(at: torch.Tensor) -> tuple[int, int, int, int] | None:

@@ -30,13 +30,7 @@ logger = logging.getLogger("cacheblend.vllm")
 
 
 class PagedKV:
-    """One layer of a request's KV; a `LayerCache`.
-
-    Args:
-        layer: of the paged cache; fresh rows are written by its backend.
-        pages: the same as views.
-        blocks: of the request.
-    """
+    """One layer of a request's KV; a `LayerCache`."""
 
     def __init__(self, layer: PagedLayer, pages: Pages, blocks: RequestBlocks) -> None:
         self._layer, self._pages, self._blocks, self._float8 = layer, pages, blocks, layer.float8
@@ -65,11 +59,7 @@ class PagedKV:
         self._layer.write(keys, values, self._blocks.slots[positions])
 
     def place(self, records: Sequence[torch.Tensor], placement: Placement, rotation: KeyRotation | None = None) -> None:
-        """See `LayerCache.place`.
-
-        Raises:
-            CacheBlendError: a row lies in a block that other requests may share.
-        """
+        """See `LayerCache.place`. Raises CacheBlendError: a row lies in a block that other requests may share."""
         start = min((piece.start for piece in placement.pieces), default=self._blocks.first)
         if start < self._blocks.first:
             raise CacheBlendError(
@@ -100,24 +90,25 @@ def open_pages(
     ranks: Ranks,
     wanted: bool | None,
 ) -> list[Pages] | None:
-    """The layers' pages, if prompts are computed in them; None: they have buffers of their own.
-
-    Args:
-        layers: of the paged cache.
-        shapes: of the layers' heads.
-        device, dtype: of the model.
-        ranks: that do the same: all or none.
-        wanted: see `ConnectorConfig.in_pages`; the same on all ranks.
-    """
+    """The layers' pages, if prompts are computed in them; None: they have buffers of their own."""
     if wanted is False or (wanted is None and device.type != "cuda"):
         return None
-    reason = ""
-    for layer, shape in zip(layers, shapes, strict=True) if wanted is None else ():
-        if not is_served(device, dtype, shape, float8=layer.is_fp8):
+    found, reason = list[Pages](), ""
+    for number, (layer, shape) in enumerate(zip(layers, shapes, strict=True)):
+        if wanted is None and not is_served(device, dtype, shape, float8=layer.is_fp8):
             reason = f"no kernel serves {shape} in {dtype} on {device}{' over an FP8 cache' if layer.is_fp8 else ''}"
             break
-    found, reason = (None, reason) if reason else _pages_of(layers, dtype)
-    (is_refused,) = ranks.agree_each([int(found is None)])
+        try:
+            pages = layer.pages()
+        except ModelNotBlendableError as error:
+            reason = str(error)
+            break
+        if pages is None or (pages.keys.dtype != dtype and not layer.is_fp8):
+            what = "no strides" if pages is None else f"the type {pages.keys.dtype}, and the model {dtype}"
+            reason = f"the cache of layer {number} has {what}"
+            break
+        found.append(pages)
+    (is_refused,) = ranks.agree_each([int(bool(reason))])
     if is_refused:
         logger.warning(
             "prompts are blended in buffers of their own, and copied to vLLM's cache: %s", reason or "another rank does"
@@ -125,18 +116,3 @@ def open_pages(
         return None
     logger.info("prompts are blended in vLLM's own cache")
     return found
-
-
-def _pages_of(layers: Sequence[PagedLayer], dtype: torch.dtype) -> tuple[list[Pages] | None, str]:
-    """The pages, or why there are none."""
-    found = []
-    for number, layer in enumerate(layers):
-        try:
-            pages = layer.pages()
-        except ModelNotBlendableError as error:
-            return None, str(error)
-        if pages is None or (pages.keys.dtype != dtype and not layer.is_fp8):
-            what = "no strides" if pages is None else f"the type {pages.keys.dtype}, and the model {dtype}"
-            return None, f"the cache of layer {number} has {what}"
-        found.append(pages)
-    return found, ""

@@ -1,11 +1,8 @@
-"""Opens the prefill of a worker's job: which rows it runs, what it loads, where its KV goes.
-
-Knows the model, the paged cache and the store. Does not know when a job is computed, nor what happens if it fails.
-Opening reads neither the store nor the paged cache.
+"""Opens the prefill of a worker's job: which rows it runs, what it loads, where its KV goes. Opening reads
+neither the store nor the paged cache.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,11 +24,10 @@ from cacheblend.core.plan.plan import RESIDENT, BlendPlan
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.selectors import NoRows, Selector
-from cacheblend.engines.vllm.internals.attention_shim import AttentionAnswer
-from cacheblend.engines.vllm.internals.lora import NO_ADAPTER, LoadedAdapters
+from cacheblend.engines.vllm.internals.attention_shim import NO_ADAPTER
 from cacheblend.engines.vllm.jobs import BlendJob, CaptureJob, CheckJob
-from cacheblend.engines.vllm.worker.groups import GroupRows, LayerGroups, RequestRows
-from cacheblend.engines.vllm.worker.layers import CheckRunner, DecoderModel, VllmLayerRunner
+from cacheblend.engines.vllm.worker.groups import LayerGroups, RequestRows
+from cacheblend.engines.vllm.worker.layers import CheckRunner, VllmLayerRunner
 from cacheblend.engines.vllm.worker.model import BlendModel
 from cacheblend.engines.vllm.worker.paged_attention import PagedAttention
 from cacheblend.engines.vllm.worker.paged_cache import PagedLayer
@@ -40,89 +36,16 @@ from cacheblend.engines.vllm.worker.ranks import FINE, LOST, Ranks
 from cacheblend.engines.vllm.workspace import READ_AHEAD, READ_AHEAD_BYTES
 
 
-class AdaptedModels:
-    """One model with each of its adapters.
-
-    Args:
-        model: without any.
-        loaded: its adapters; None: vLLM was started without LoRA.
-        tile_rows: tokens that are embedded at once.
-    """
-
-    def __init__(self, model: DecoderModel, loaded: LoadedAdapters | None, tile_rows: int) -> None:
-        self._model, self._loaded, self._tile_rows = model, loaded, tile_rows
-        self._inside = [loaded.modules_of(layer.module) for layer in model.layers] if loaded else []
-        self._beside = loaded.modules_beside([layer.module for layer in model.layers]) if loaded else []
-
-    def of(self, adapter: int = NO_ADAPTER) -> DecoderModel:
-        """The model with an adapter, which has to be in a slot when its rows are computed."""
-        if self._loaded is None:
-            return self._model
-        return AdaptedModel(self._model, self._loaded, adapter, self._inside, self._beside, self._tile_rows)
-
-
-class AdaptedModel:
-    """See the module; made by `AdaptedModels`."""
-
-    def __init__(
-        self,
-        model: DecoderModel,
-        loaded: LoadedAdapters,
-        adapter: int,
-        inside: Sequence[Sequence[Any]],
-        beside: Sequence[Any],
-        tile_rows: int,
-    ) -> None:
-        self._model, self._loaded, self._adapter = model, loaded, adapter
-        self._beside, self._tile_rows = beside, tile_rows
-        self.layers = [partial(self._run, *each) for each in zip(model.layers, inside, strict=True)]
-        self.specs = model.specs
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """See `DecoderModel.embed`; some rows at a time, as vLLM's LoRA layers take memory by rows."""
-        parts = []
-        for tile in torch.split(token_ids, self._tile_rows):
-            with self._loaded.applied(self._adapter, len(tile), self._beside):
-                parts.append(self._model.embed(tile))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-    def row_inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Sequence[tuple[torch.Tensor, ...]]:
-        """See `DecoderModel.row_inputs`."""
-        with self._loaded.applied(self._adapter, len(token_ids), self._beside):
-            return self._model.row_inputs(token_ids, positions)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `DecoderModel.logits`."""
-        with self._loaded.applied(self._adapter, len(hidden), self._beside):
-            return self._model.logits(hidden)
-
-    def answering(self, layer: int, answer: AttentionAnswer) -> AbstractContextManager[None]:
-        """See `DecoderModel.answering`."""
-        return self._model.answering(layer, answer)
-
-    def _run(self, layer: Callable[..., Any], modules: Sequence[Any], positions: torch.Tensor, *rest: Any) -> Any:
-        with self._loaded.applied(self._adapter, positions.shape[-1], modules):
-            return layer(positions, *rest)
-
-
 class AgreedLoader(LayerLoader):
-    """A loader that gives a layer on all ranks or on none: a rank that continued alone would wait for the others.
-
-    Args:
-        ranks: that must agree.
-        args, options: see `LayerLoader`.
-    """
+    """A loader that gives a layer on all ranks or on none: a rank that continued alone would wait for the others."""
 
     def __init__(self, ranks: Ranks, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._ranks = ranks
 
     def layer(self, index: int) -> LayerCache:
-        """See `LayerLoader.layer`; where one rank lost a block, every rank loses all of them.
-
-        Raises:
-            RankFailedError: another rank failed.
-        """
+        """See `LayerLoader.layer`; where one rank lost a block, every rank loses all of them. Raises RankFailedError:
+        another rank failed."""
         if index in self._given:
             return super().layer(index)
         kv, reason = None, "another rank lost a block"
@@ -143,18 +66,7 @@ READ_THREADS = 16
 
 
 class Opener:
-    """Opens prefills for one rank.
-
-    Args:
-        model: this rank's part.
-        store: where stored chunks are read.
-        codec: of the stored chunks.
-        block_size: of the paged cache, in tokens.
-        options: of all prefills.
-        sentence_end_ids: the ids of the tokens that end a sentence, for selectors that ask the question.
-        groups, builders, in_pages: see `Worker`.
-        ranks: that compute together.
-    """
+    """Opens prefills for one rank."""
 
     def __init__(
         self,
@@ -175,7 +87,6 @@ class Opener:
         self._sentence_end_ids = sentence_end_ids
         self._options = replace(options, over_ranks=ranks.combine if ranks.size > 1 else None)
         self.tile_rows = options.tile_rows
-        self._adapted = AdaptedModels(model, model.adapters, options.tile_rows)
         self._paged = [
             PagedLayer(layer, shape.kv_heads, shape.head_dim, block_size, model.layout.dtype)
             for layer, shape in zip(model.attention, model.layout.layers, strict=True)
@@ -199,8 +110,8 @@ class Opener:
 
         def copy_to_pages(layer: int, kv: LayerCache) -> None:
             own = rows.of(layer)
-            if self._is_in_place(own):
-                return
+            if own.is_whole and (self._pages is not None or self._builders is not None):
+                return  # its layers are written there as they are computed
             first = own.blocks.first
             self._paged[layer].write(kv.keys[:, first:], kv.values[:, first:], own.blocks.slots[first:])
 
@@ -210,15 +121,11 @@ class Opener:
             return self._open(job, plan, self._store, job.selector, options, caches=self._caches_of(rows, plan))
         if self._builders is not None:
             options = replace(options, attention=self._attention_of(rows, self._builders))
-        held = partial(self._held, rows, job.local_tokens)
+
+        def held(layer: int) -> torch.Tensor:
+            return rows.of(layer).read(self._paged[layer], job.local_tokens)
+
         return self._open(job, plan, self._store, job.selector, options, resident=held)
-
-    def _is_in_place(self, rows: GroupRows) -> bool:
-        """Whether the layers of a group are written to the paged cache as they are computed."""
-        return rows.is_whole and (self._pages is not None or self._builders is not None)
-
-    def _held(self, rows: RequestRows, stop: int, layer: int) -> torch.Tensor:
-        return rows.of(layer).read(self._paged[layer], stop)
 
     def _caches_of(self, rows: RequestRows, plan: BlendPlan) -> Callable[[int], LayerCache]:
         """Each layer's place: the request's blocks, or buffers where they do not hold all that is seen."""
@@ -262,9 +169,9 @@ class Opener:
     def full(self, job: CheckJob, planner: Planner) -> BlendedPrefill:
         """A prefill of a prompt and its answer in full, for the logits of the answer's rows; it leaves no KV."""
         prompt = Prompt.of([text(job.prompt_ids), text(job.token_ids[:-1])])
-        options = replace(self._options, on_layer=_nothing, last_rows=len(job.token_ids))
+        options = replace(self._options, on_layer=lambda layer, kv: None, last_rows=len(job.token_ids))
         plan = planner.plan(prompt, EmptySource())
-        return self._open(job, plan, EmptySource(), NoRows(), options, self._check_runner)
+        return self._open(job, plan, EmptySource(), NoRows(), options, partial(CheckRunner, float8=self._float8))
 
     def read_answer(self, job: CheckJob) -> torch.Tensor:
         """[n, vocab] logits that an answer's tokens were drawn from: its rows over the prompt's KV in the paged cache.
@@ -277,18 +184,13 @@ class Opener:
         rows = torch.arange(len(ids), device=model.device)
         tables = [torch.tensor(table).to(model.device) for table in job.block_ids]
         positions = rows + first
-        runner = self._check_runner(self._model_of(job), ids, positions)
+        adapter = NO_ADAPTER if job.adapter is None else job.adapter.number
+        runner = CheckRunner(model, ids, positions, adapter=adapter, float8=self._float8)
         hidden = runner.embed()
         for layer, paged in enumerate(self._paged):
             held = paged.read(tables[self._groups.of_layer[layer]], first)
             hidden = runner.run(layer, hidden, rows, _behind(held, positions))
         return runner.logits(hidden)
-
-    def _check_runner(self, model: DecoderModel, token_ids: torch.Tensor, positions: torch.Tensor) -> CheckRunner:
-        return CheckRunner(model, token_ids, positions, self._float8)
-
-    def _model_of(self, job: BlendJob | CaptureJob | CheckJob) -> DecoderModel:
-        return self._adapted.of() if job.adapter is None else self._adapted.of(job.adapter.number)
 
     def _open(
         self,
@@ -297,16 +199,16 @@ class Opener:
         source: BlockSource,
         selector: Selector,
         options: PrefillOptions,
-        make_runner: Callable[[DecoderModel, torch.Tensor, torch.Tensor], VllmLayerRunner] = VllmLayerRunner,
+        make_runner: Callable[..., VllmLayerRunner] = VllmLayerRunner,
         **where: Any,
     ) -> BlendedPrefill:
         """`where`: the loader's `resident` or `caches`."""
-        model, adapted = self._model, self._model_of(job)
+        model, adapter = self._model, NO_ADAPTER if job.adapter is None else job.adapter.number
 
         def open_runner(plan: BlendPlan) -> VllmLayerRunner:
             ids = torch.from_numpy(plan.prompt.token_ids.astype("i8"))[plan.prefix_length :]
             positions = torch.arange(plan.prefix_length, len(plan))
-            return make_runner(adapted, ids.to(model.device), positions.to(model.device))
+            return make_runner(model, ids.to(model.device), positions.to(model.device), adapter=adapter)
 
         def open_loader(plan: BlendPlan, first_reused_layer: int) -> LayerLoader:
             what: Sequence[Any] = (plan, source, model.layout, model.rotations)
@@ -337,7 +239,3 @@ def _behind(held: torch.Tensor, positions: torch.Tensor) -> Attend:
 
 def no_sentence_ends() -> None:
     """None: nobody knows where a sentence ends."""
-
-
-def _nothing(layer: int, kv: LayerCache) -> None:
-    """Does nothing: the layer is in the paged cache already."""

@@ -9,8 +9,6 @@ it, each collective is preceded by an exchange of states on the host. A rank tha
 whichever the others are at, and says so there: every exchange has all ranks, and no rank enters a collective that
 another one has left. Ranks whose work has diverged would wait for each other, or mix up rows; the same exchange shows
 it, and it counts as a failure.
-
-Knows states and exchanges. Does not know prompts, layers or vLLM.
 """
 
 import logging
@@ -32,11 +30,7 @@ logger = logging.getLogger("cacheblend.vllm")
 
 
 class RankFailedError(CacheBlendError):
-    """Another rank failed in this section: all ranks give up what they computed in it.
-
-    Attributes:
-        reason: of figures and answers.
-    """
+    """Another rank failed in this section: all ranks give up what they computed in it."""
 
     reason = RANK_FAILED
 
@@ -68,11 +62,7 @@ class Group(Protocol):
 
 
 class Ranks:
-    """What one rank knows of the others. With one rank nothing is exchanged.
-
-    Args:
-        group: the ranks.
-    """
+    """What one rank knows of the others. With one rank nothing is exchanged."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -81,11 +71,7 @@ class Ranks:
 
     @contextmanager
     def section(self) -> Iterator[None]:
-        """A stretch of work that succeeds on all ranks or on none.
-
-        Raises:
-            RankFailedError: another rank failed in it.
-        """
+        """Work that succeeds on all ranks or on none. Raises RankFailedError: another rank failed in it."""
         if self.size == 1:
             yield
             return
@@ -124,19 +110,13 @@ class Ranks:
         return self._group.maximum(list(states)) if self.size > 1 and states else list(states)
 
     def combine(self, value: torch.Tensor, how: Literal["sum", "max"]) -> torch.Tensor:
-        """The sum or the maximum of `value` over all ranks, inside a section (see `OverRanks`).
-
-        Raises:
-            RankFailedError: another rank failed, or ranks have diverged.
-        """
+        """The sum or the maximum of `value` over all ranks, inside a section (see `OverRanks`). Raises RankFailedError:
+        another rank failed, or ranks have diverged."""
         return value if self.size == 1 else self._group.combine(value, how, self._check)
 
     def gather_heads(self, part: torch.Tensor) -> torch.Tensor:
-        """Concatenates [kv_heads of a rank, ...] over all ranks, inside a section.
-
-        Raises:
-            RankFailedError: another rank failed, or ranks have diverged.
-        """
+        """Concatenates [kv_heads of a rank, ...] over all ranks, inside a section. Raises RankFailedError: another rank
+        failed, or ranks have diverged."""
         return part if self.size == 1 else self._group.gather_heads(part)
 
     def _check(self, at: str) -> None:

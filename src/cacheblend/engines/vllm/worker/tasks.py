@@ -1,11 +1,9 @@
 """A worker's unfinished jobs, and which of them can go on without waiting for the store.
 
-    next layer read on all ranks       READY    computed
-    ... not yet                        WAITING  passed over; a read that has just begun is waited for a little
-    ... not in the job's `load_s`      SLOW     given up: vLLM computes the prompt, which takes less time
-    ... not in `read_timeout_s`        LATE     given up: the store hangs
-
-Knows prefills and the ranks, which agree on each job. Does not know how a job is computed.
+next layer read on all ranks       READY    computed
+... not yet                        WAITING  passed over; a read that has just begun is waited for a little
+... not in the job's `load_s`      SLOW     given up: vLLM computes the prompt, which takes less time
+... not in `read_timeout_s`        LATE     given up: the store hangs
 """
 
 import logging
@@ -21,7 +19,6 @@ import torch
 from cacheblend.core.fuse.batching import LayerSteps
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillResult
 from cacheblend.core.load.loader import LayerKV
-from cacheblend.core.plan.blocks import KVLayout
 from cacheblend.engines.vllm.jobs import Adapter, BlendJob, BlendOutcome, CaptureJob
 from cacheblend.engines.vllm.worker.ranks import Ranks
 
@@ -40,13 +37,9 @@ class Task:
     """A job that has not finished.
 
     Attributes:
-        job: what is wanted.
         prefill: None until the job is opened.
-        started: when it was opened.
         busy_s: seconds of computing, with the waits of its loader.
         is_alone: nothing else was computed in those seconds.
-        kv: layers of a chunk that is captured.
-        ended: the outcome and the result of a prompt that is done.
         waits_since: when its next layer was found to be unread; None: it was not.
         read_at: when the read that it waits for ended.
         waited_s: for reads that have ended, between layers that were computed.
@@ -117,12 +110,7 @@ class Task:
 
 
 class Readiness:
-    """Tells which open tasks can go on.
-
-    Args:
-        ranks: that must be able to go on together.
-        read_timeout_s: see above.
-    """
+    """Tells which open tasks can go on."""
 
     def __init__(self, ranks: Ranks, read_timeout_s: float) -> None:
         self._ranks, self._timeout_s = ranks, read_timeout_s
@@ -179,31 +167,6 @@ def _begin_read(task: Task) -> "Future[Any] | int":
         return READY
     task.begin_wait(read)
     return read
-
-
-def outcome_of(
-    result: PrefillResult, local_tokens: int, layout: KVLayout, seconds: float, compute_s: float | None
-) -> BlendOutcome:
-    """The outcome of a prompt that was provided.
-
-    Args:
-        result: of its prefill.
-        local_tokens: leading tokens that vLLM's own prefix cache held.
-        layout: of the model.
-        seconds, compute_s: see `BlendOutcome`.
-    """
-    hits, report = result.plan.hit_tokens(), result.report
-    local = min(local_tokens, hits["prefix"])  # 0 if a lost block forced all of them to be computed
-    by_source = {**hits, "vllm": local, "prefix": hits["prefix"] - local}
-    return BlendOutcome(
-        hit_tokens={source: count for source, count in by_source.items() if count},
-        recomputed_tokens=report.recomputed_tokens,
-        row_layers=report.row_layers,
-        prefill_share=report.row_layers / (len(result.plan) * len(layout.layers)),
-        seconds=seconds,
-        compute_s=compute_s,
-        read_s=result.read_s,
-    )
 
 
 def let_go(error: BaseException, device: torch.device) -> None:

@@ -27,19 +27,18 @@ from cacheblend.core.plan.planner import Planner
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.shadow import CLOSED
 from cacheblend.engines.vllm.internals.tensor_parallel import TensorParallel
-from cacheblend.engines.vllm.jobs import BlendJob, CaptureJob, StepJobs
-from cacheblend.engines.vllm.metrics import Counts
+from cacheblend.engines.vllm.jobs import BlendJob, BlendOutcome, CaptureJob, StepJobs, StepReport
 from cacheblend.engines.vllm.reasons import NO_SLOT, RESET, SLOW_STORE, UNREADABLE
 from cacheblend.engines.vllm.worker.adapters import AdapterChangedError, WorkerAdapters
 from cacheblend.engines.vllm.worker.capture_writer import CaptureWriter
 from cacheblend.engines.vllm.worker.groups import LayerGroups
+from cacheblend.engines.vllm.worker.idle_worker import Outbox
 from cacheblend.engines.vllm.worker.layers import join
 from cacheblend.engines.vllm.worker.model import BlendModel
-from cacheblend.engines.vllm.worker.outbox import Outbox
 from cacheblend.engines.vllm.worker.prefill_factory import Opener, SentenceEnds, no_sentence_ends
 from cacheblend.engines.vllm.worker.ranks import Group, RankFailedError, Ranks
 from cacheblend.engines.vllm.worker.shadow_prefills import AnswerChecks
-from cacheblend.engines.vllm.worker.tasks import LATE, READY, SLOW, WAITING, Readiness, Task, let_go, outcome_of
+from cacheblend.engines.vllm.worker.tasks import LATE, READY, SLOW, WAITING, Readiness, Task, let_go
 from cacheblend.store import KVStore
 
 IDLE_TIMES = 2  # budgets of a step in which vLLM computes nothing: no token waits for it
@@ -52,19 +51,12 @@ class Worker(Outbox):
     """The worker side of one rank.
 
     Args:
-        model: this rank's part of the model.
-        store: where stored chunks are read and written.
-        planner: gives the stored chunks' codec.
         selector: the configured one; requests may have others.
-        block_size: of the paged cache, in tokens.
         budget: row-layers computed in an engine step, up to a tile more; `IDLE_TIMES` as many if vLLM computes nothing.
-        tile_rows: rows that go through a layer at once.
         groups: of the model's KV cache; None: there is one.
         builders: of attention metadata for the backend's own kernel (`PagedAttention`), for each group; None: attend by
             `core.kernels`.
-        in_pages: see `ConnectorConfig.in_pages`.
         sentence_end_ids: see `PrefillOptions`; asked for when a selector needs them.
-        name: of the model, for people.
         read_timeout_s: vLLM computes a prompt of which the store has not given the next layer for so long.
         group: the ranks that compute together; None: vLLM's tensor-parallel group.
     """
@@ -87,6 +79,7 @@ class Worker(Outbox):
         read_timeout_s: float = READ_TIMEOUT_S,
         group: Group | None = None,
     ) -> None:
+        super().__init__(block_size)
         self._model, self._store, self._budget = model, store, budget
         self._ranks = Ranks(TensorParallel() if group is None else group)
         self._opener = Opener(
@@ -108,9 +101,7 @@ class Worker(Outbox):
         self.adapters = WorkerAdapters(model.adapters, self._ranks, read_timeout_s)
         self._is_idle, self._owed = False, 0
         self._arrived: list[BlendJob] = []
-        super().__init__(block_size)
         self._chunks = 0
-        self.counts = Counts()
         self._capture_writer = CaptureWriter(model, store, self.counts, name, self._ranks)
         self.checks = AnswerChecks(self._opener, planner, self._ranks, model.device, self.adapters)
 
@@ -127,7 +118,9 @@ class Worker(Outbox):
         self._is_idle = jobs.is_idle
         self.adapters.begin_step(jobs.adapters, is_idle=jobs.is_idle)
         self._take(jobs)
-        self._give_up_without_slots()
+        tasks = [*self._blends, *self._captures]
+        for late in self.adapters.overdue([task.adapter for task in tasks]):
+            self._give_up(tasks[late], NO_SLOT)
         self._readiness.begin_step(is_idle=jobs.is_idle and not self._captures)
         left = budget = max(1, self._budget * (IDLE_TIMES if jobs.is_idle else 1) - self._owed)
         while left > 0:
@@ -148,8 +141,17 @@ class Worker(Outbox):
         while self.captured < self._chunks:
             self._capture_writer.wait(1.0)  # the last ones are being written
 
+    def report(self) -> StepReport:
+        """What has ended since the last report."""
+        checked, seconds = self.checks.take_ended()
+        return StepReport(self.captured, self.take_outcomes(), checked, seconds, self.adapters.take_seen())
+
+    def take_read(self) -> set[str]:
+        """See `AnswerChecks.take_read`."""
+        return self.checks.take_read()
+
     def is_any(self, own: bool) -> bool:
-        """Whether something holds on any rank; all ranks call it."""
+        """Something holds on any rank; all ranks call it."""
         return bool(self._ranks.agree_each([int(own)])[0])
 
     @property
@@ -206,11 +208,6 @@ class Worker(Outbox):
         self.checks.drop_all(RESET)
         self._store.drop_copies()  # nobody asks for their names any more
 
-    def _give_up_without_slots(self) -> None:
-        tasks = [*self._blends, *self._captures]
-        for late in self.adapters.overdue([task.adapter for task in tasks]):
-            self._give_up(tasks[late], NO_SLOT)
-
     def _choose(self) -> list[Task]:
         """The tasks to advance: prompts that need not wait for the store, then captures."""
         states = self._readiness.of([task for task in self._blends if task.prefill is not None])
@@ -218,7 +215,8 @@ class Worker(Outbox):
             if state not in (READY, WAITING):
                 logger.warning("the store does not give a layer; vLLM computes this request")
                 reason = {SLOW: LOAD_TIMEOUT, LATE: SLOW_STORE}.get(state, UNREADABLE)
-                self._give_up(task, reason, self._waited_for(task) if state == SLOW else None)
+                tier = task.prefill.reading if state == SLOW and task.prefill is not None else ""
+                self._give_up(task, reason, {tier: task.waited_s + task.waiting_s} if tier else None)
         unfinished = [*self._blends, *self._captures]
         admitted = dict(zip(unfinished, self.adapters.admits([task.adapter for task in unfinished]), strict=True))
         for batcher in (self._blends, self._captures):
@@ -291,8 +289,19 @@ class Worker(Outbox):
             task.busy_s += time.perf_counter() - waited
         result = task.prefill.result()
         compute_s = task.busy_s - result.report.wait_s if task.is_alone and not result.report.fallbacks else None
-        seconds, layout = time.perf_counter() - task.started, self._model.layout
-        task.ended = outcome_of(result, task.job.local_tokens, layout, seconds, compute_s), result
+        hits, report = result.plan.hit_tokens(), result.report
+        local = min(task.job.local_tokens, hits["prefix"])  # 0 if a lost block forced all of them to be computed
+        by_source = {**hits, "vllm": local, "prefix": hits["prefix"] - local}
+        outcome = BlendOutcome(
+            hit_tokens={source: count for source, count in by_source.items() if count},
+            recomputed_tokens=report.recomputed_tokens,
+            row_layers=report.row_layers,
+            prefill_share=report.row_layers / (len(result.plan) * len(self._model.layout.layers)),
+            seconds=time.perf_counter() - task.started,
+            compute_s=compute_s,
+            read_s=result.read_s,
+        )
+        task.ended = outcome, result
 
     def _complete(self, task: Task) -> None:
         """Hands over a finished task; nothing here fails on one rank only."""
@@ -313,12 +322,6 @@ class Worker(Outbox):
             logger.error("blending failed; vLLM computes this request", exc_info=error)
             self._give_up(task, type(error).__name__)
         let_go(error, self._model.device)
-
-    @staticmethod
-    def _waited_for(task: Task) -> dict[str, float]:
-        """The tier that a task waits for, and for how long it has."""
-        tier = "" if task.prefill is None else task.prefill.reading
-        return {tier: task.waited_s + task.waiting_s} if tier else {}
 
     def _give_up(self, task: Task, reason: str, read_s: Mapping[str, float] | None = None) -> None:
         self.counts.add_fallback(reason)
