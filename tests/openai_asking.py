@@ -31,7 +31,7 @@ def extras(answer: Any) -> dict[str, Any]:
     return found
 
 
-def stored_in_time(is_so: Any) -> None:
+def in_time(is_so: Any) -> None:
     end = time.monotonic() + 60
     while not is_so():
         assert time.monotonic() < end

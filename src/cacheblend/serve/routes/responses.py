@@ -10,13 +10,11 @@ from typing import Annotated, Any
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from cacheblend.serve.admission import started, unless_disconnected
-from cacheblend.serve.errors import ApiError, log_internal
+from cacheblend.serve.admission import RunningRequest, started, unless_disconnected
+from cacheblend.serve.errors import ApiError, api_error
 from cacheblend.serve.keys import ApiKey
-from cacheblend.serve.lengths import texts_of_chat
-from cacheblend.serve.prompts import ParsedPrompt, chat_prompt
-from cacheblend.serve.responses import report_of, usage_of
-from cacheblend.serve.running_requests import RunningRequest
+from cacheblend.serve.prompts import ParsedPrompt, chat_prompt, texts_of_chat
+from cacheblend.serve.routes.openai import EVENT_STREAM, report_of, usage_of
 from cacheblend.serve.schemas import ChatRequest, ContentPart, Message, ResponsesRequest
 from cacheblend.serve.state import ServerState
 
@@ -25,15 +23,7 @@ _SYSTEM = "system"
 
 @dataclass
 class ResponseObject:
-    """A Response while it is made.
-
-    Attributes:
-        asked: the request.
-        model: its name.
-        text: of the answer, so far.
-        generated: tokens of the answer, so far.
-        finish_reason: of the answer; None: it goes on.
-    """
+    """A Response while it is made: the answer's text and number of tokens so far; `finish_reason` None: it goes on."""
 
     asked: ResponsesRequest
     model: str
@@ -81,7 +71,17 @@ class ResponseObject:
 
     def shown(self, running: RunningRequest, error: ApiError | None = None) -> dict[str, Any]:
         """The object as it is now; with the error that ended it."""
-        asked, is_done = self.asked, self.finish_reason is not None
+        asked, is_done, usage = self.asked, self.finish_reason is not None, None
+        said = asked.text and asked.text.format
+        if is_done:
+            counted = usage_of(running.ask, running.report, self.generated)
+            usage = {
+                "input_tokens": counted["prompt_tokens"],
+                "input_tokens_details": counted["prompt_tokens_details"] | {"cache_write_tokens": 0},
+                "output_tokens": self.generated,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": counted["total_tokens"],
+            }
         return {
             "id": self._id,
             "object": "response",
@@ -98,38 +98,17 @@ class ResponseObject:
             "reasoning": None,
             "store": False,
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
-            "text": _text_of(asked),
+            "text": {
+                "format": {"type": "text"} if said is None else said.model_dump(by_alias=True, exclude_unset=True)
+            },
             "tool_choice": "none",
             "tools": [],
             "top_p": 1.0 if asked.top_p is None else asked.top_p,
             "truncation": "disabled",
-            "usage": self._usage(running) if is_done else None,
+            "usage": usage,
             "metadata": {},
             "cacheblend": report_of(running.report),
         }
-
-    def _usage(self, running: RunningRequest) -> dict[str, Any]:
-        usage = usage_of(running.ask, running.report, self.generated)
-        return {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
-            "output_tokens": self.generated,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": usage["total_tokens"],
-        }
-
-
-def _text_of(asked: ResponsesRequest) -> dict[str, Any]:
-    """The field ``text``, as it was asked."""
-    said = asked.text and asked.text.format
-    return {"format": {"type": "text"} if said is None else said.model_dump(by_alias=True, exclude_unset=True)}
-
-
-async def whole_object(running: RunningRequest, shown: ResponseObject) -> dict[str, Any]:
-    """The Response in one piece, as JSON. Raises the error that ended the request."""
-    async for _ in shown.pieces(running):
-        pass
-    return shown.shown(running)
 
 
 async def response_events(running: RunningRequest, shown: ResponseObject) -> AsyncIterator[str]:
@@ -150,7 +129,7 @@ async def response_events(running: RunningRequest, shown: ResponseObject) -> Asy
         async for piece in shown.pieces(running):
             yield event("response.output_text.delta", **shown.where(), delta=piece, logprobs=[])
     except Exception as error:  # too late for a status: that has been sent
-        yield event("response.failed", response=shown.shown(running, log_internal(error)))
+        yield event("response.failed", response=shown.shown(running, api_error(error)))
         return
     yield event("response.output_text.done", **shown.where(), text=shown.text, logprobs=[])
     yield event("response.content_part.done", **shown.where(), part=shown.part())
@@ -174,8 +153,14 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
         shown = ResponseObject(asked, state.engine.name)
         if asked.stream:
             events = response_events(running, shown)
-            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        return JSONResponse(await unless_disconnected(request, whole_object(running, shown)))
+            return StreamingResponse(events, **EVENT_STREAM)
+
+        async def whole() -> dict[str, Any]:
+            async for _ in shown.pieces(running):
+                pass
+            return shown.shown(running)
+
+        return JSONResponse(await unless_disconnected(request, whole()))
 
 
 def messages_of(asked: ResponsesRequest) -> list[Message]:
