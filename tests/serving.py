@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+import httpx
 import torch
 import uvicorn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -34,6 +35,13 @@ def connected(url: str, timeout: float = 60) -> socket.socket:
     """A connection to a server; closed by ``with``."""
     host, port = url.removeprefix("http://").split(":")
     return socket.create_connection((host, int(port)), timeout)
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready", timeout=60).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def keys_of(folder: Path, *names: str) -> tuple[KeyRing, dict[str, dict[str, str]]]:

@@ -12,8 +12,9 @@ from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.nano import model_path
 from cacheblend.serve.app import create_app
 from cacheblend.serve.settings import ServeSettings
-from openai_asking import PASSAGES, QUESTION, ask, client, extras, in_time
+from openai_asking import PASSAGES, QUESTION, ask, client, extras
 from serving import running
+from small_llama import wait_until
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def test_a_chat_gets_the_engines_own_answer(url: str) -> None:
 
 
 def test_missed_chunks_are_stored_after_the_answer_and_the_question_never_is(url: str) -> None:
-    in_time(lambda: extras(ask(url))["missed_tokens"] == 0)
+    wait_until(lambda: extras(ask(url))["missed_tokens"] == 0)
     again = ask(url)
     report, hits = extras(again), sum(extras(again)["hit_tokens"].values())
     assert report["missed_tokens"] == 0 < hits
@@ -81,7 +82,7 @@ def test_modes(url: str) -> None:
     def of(mode: str) -> dict[str, Any]:
         return extras(ask(url, extra_body={"cacheblend": {"mode": mode, "recompute_ratio": 0.3, "selector": "hkvd"}}))
 
-    in_time(lambda: of("blend")["missed_tokens"] == 0)
+    wait_until(lambda: of("blend")["missed_tokens"] == 0)
     blend, full, reuse, prefix = map(of, ("blend", "full", "reuse", "prefix"))
     loaded = {mode: sum(report["hit_tokens"].values()) for mode, report in (("blend", blend), ("reuse", reuse))}
     assert loaded["blend"] == loaded["reuse"] > 0
@@ -160,7 +161,7 @@ def test_documents_and_tool_messages_are_chunks(url: str) -> None:
     documents = [{"title": f"note {n}", "text": text} for n, text in enumerate(PASSAGES)]
     report = extras(ask(url, messages=asked, max_tokens=2, extra_body={"documents": documents}))
     assert sum(report["hit_tokens"].values()) + report["missed_tokens"] > 0
-    in_time(lambda: len(httpx.get(f"{url}/v1/chunks").json()["data"]) >= len(set(PASSAGES)))
+    wait_until(lambda: len(httpx.get(f"{url}/v1/chunks").json()["data"]) >= len(set(PASSAGES)))
 
 
 def test_completions_of_texts_and_of_token_ids_with_spans(url: str) -> None:

@@ -19,7 +19,7 @@ from cacheblend.serve.settings import ServeSettings
 from cacheblend.store import DiskStore
 from cacheblend.store.base import SMALL_FILE_BYTES
 from campaign import rotating
-from serving import free_port, keys_of, running, shallow
+from serving import free_port, is_ready, keys_of, running, shallow
 
 ODD = ["a/b", "../../etc/passwd", "ü n%2Fï?#&", ".", "..", "🦩", "x" * 1024, " ", "a\nb", "%00", "null"]
 
@@ -250,7 +250,7 @@ def test_a_server_that_is_killed_leaves_a_store_that_the_next_post_completes(tmp
     url = f"http://127.0.0.1:{port}"
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
-            while not answers(url):
+            while not is_ready(url):
                 assert server.poll() is None
                 time.sleep(0.1)
             refused = list[str]()
@@ -271,13 +271,6 @@ def test_a_server_that_is_killed_leaves_a_store_that_the_next_post_completes(tmp
         again = put(http, documents)
         assert again["kept"] == 60 and again["computed_tokens"] == 0
         assert all(each["held"] for each in pages(http, "/v1/documents", 100))
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/ready", timeout=60).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def posted(url: str, body: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@
 them, half of it the same in every run), clients that are slow or vanish.
 """
 
+import copy
 import itertools
 import json
 import random
@@ -191,13 +192,13 @@ def damaged(rng: random.Random, body: dict[str, Any]) -> bytes:
         inside = value
         for step in path:
             inside = inside[step]
-        what = rng.randrange(4)
+        what, odd = rng.randrange(4), copy.deepcopy(rng.choice(ODD))  # or a list could be put into itself
         if what == 0 and isinstance(inside, dict):
             inside.pop(key, None)
         elif what == 1 and isinstance(inside, dict):
-            inside[rng.choice(["", "a", "\ud800", "x" * 300])] = rng.choice(ODD)
+            inside[rng.choice(["", "a", "\ud800", "x" * 300])] = odd
         else:
-            inside[key] = rng.choice(ODD)
+            inside[key] = odd
     raw = bytearray(json.dumps(value).encode())
     for _ in range(rng.choice((0, 0, 0, 0, 0, 0, 1, 5))):
         raw[rng.randrange(len(raw))] = rng.randrange(256)
@@ -244,15 +245,6 @@ def test_clients_that_vanish(shallow_url: str) -> None:  # whose requests may ta
         time.sleep(0.05)
     assert state["active"] == state["waiting"] == 0
     assert threading.active_count() <= threads + 8
-
-
-def test_a_client_that_sends_too_slowly_gets_an_error_and_delays_no_other() -> None:
-    with running(ServeSettings(body_s=1.0), model=shallow()) as url, connected(url, HANG_S) as slow:
-        body = json.dumps(QUESTION).encode()
-        slow.sendall(head(len(body)) + body[:5])
-        assert httpx.post(f"{url}/v1/completions", json=QUESTION, timeout=HANG_S).status_code == 200
-        slow.settimeout(HANG_S)
-        assert slow.recv(4096).startswith(b"HTTP/1.1 408")
 
 
 def test_a_client_that_does_not_read_delays_no_other(url: str) -> None:

@@ -19,8 +19,9 @@ from cacheblend.engines.hf.tickets import Limits
 from cacheblend.serve.settings import ServeSettings
 from cacheblend.store import open_store
 from campaign import rotating
-from openai_asking import PASSAGES, ask, in_time
-from serving import free_port, running
+from openai_asking import PASSAGES, ask
+from serving import free_port, is_ready, running
+from small_llama import wait_until
 
 INTERRUPTED = signal.SIGINT, (0,)
 
@@ -59,7 +60,7 @@ def test_a_full_queue_is_429_with_retry_after(slowly: None) -> None:
             threads = [threading.Thread(target=post) for _ in range(4)]
             for thread in threads:
                 thread.start()
-            in_time(lambda: len(found) >= 3)
+            wait_until(lambda: len(found) >= 3)
             assert [answer.status_code for answer in found] == [429] * 3
             assert all(int(answer.headers["Retry-After"]) >= 1 for answer in found)
         for thread in threads:  # the one that streamed has gone: the one that waits is answered
@@ -76,7 +77,7 @@ def test_a_client_that_leaves_is_not_answered_any_more(url: str, slowly: None) -
         next(one.iter_lines())
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{url}/v1/completions", json=endless, timeout=1)
-    in_time(lambda: httpx.get(f"{url}/ready").json()["active"] == 0)
+    wait_until(lambda: httpx.get(f"{url}/ready").json()["active"] == 0)
 
 
 def test_a_request_whose_time_is_over_ends(slowly: None) -> None:
@@ -125,7 +126,7 @@ def test_a_server_that_is_stopped_answers_what_it_took_and_writes_what_it_missed
     command = [sys.executable, "-c", "from cacheblend.cli import main; main()", *arguments]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
-            in_time(lambda: is_ready(port))
+            wait_until(lambda: is_ready(f"http://127.0.0.1:{port}"))
             events = ask(f"http://127.0.0.1:{port}", stream=True, max_tokens=40, extra_body={"ignore_eos": True})
             first = next(iter(events))
             server.send_signal(sign)
@@ -137,13 +138,6 @@ def test_a_server_that_is_stopped_answers_what_it_took_and_writes_what_it_missed
     with open_store(folder) as store:
         assert len(store.manifests()) == len(set(PASSAGES))
         assert store.verify() == []
-
-
-def is_ready(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 # ---- the page -----------------------------------------------------------------------------------------------

@@ -27,10 +27,6 @@ LOOK_S = 0.5
 """Seconds after which waiting work looks whether its client is still there."""
 
 
-async def _never() -> bool:
-    return False
-
-
 @dataclass(eq=False)
 class _QueuedCall:
     tenant: str
@@ -82,7 +78,7 @@ class FairQueue:
         return len(self._jobs) - self._running
 
     async def run(
-        self, tenant: str, work: Work[T], deadline: float, is_gone: Callable[[], Awaitable[bool]] = _never
+        self, tenant: str, work: Work[T], deadline: float, is_gone: Callable[[], Awaitable[bool]] | None = None
     ) -> T:
         """What the work returns.
 
@@ -138,14 +134,14 @@ class FairQueue:
                     return
         raise full
 
-    async def _turn(self, job: _QueuedCall, deadline: float, is_gone: Callable[[], Awaitable[bool]]) -> None:
+    async def _turn(self, job: _QueuedCall, deadline: float, is_gone: Callable[[], Awaitable[bool]] | None) -> None:
         """Waits for the job's next slice."""
         job.turn = asyncio.get_running_loop().create_future()
         self._turns.setdefault(job.tenant, deque()).append(job)
         self._hand_out()
         try:
             while True:
-                if await is_gone():
+                if is_gone is not None and await is_gone():
                     raise ApiError(499, "the client has disconnected")
                 if self._ended:
                     raise ClosedError("the server is being stopped; what was stored until then stays stored")

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cacheblend.serve.errors import ApiError, api_error
-from cacheblend.serve.log_lines import new_request_id, request_id
+from cacheblend.serve.log_lines import request_id
 from cacheblend.serve.metrics import Metrics
 from cacheblend.serve.state import ServerState
 
@@ -50,7 +51,7 @@ class RequestLog:
             await self._app(scope, receive, send)
             return
         started, status = time.perf_counter(), 0
-        asked = new_request_id()
+        asked = uuid.uuid4().hex  # nothing can be learnt from it
         request_id.set(asked)  # each request is a task of its own
 
         async def noting_status(message: Message) -> None:
@@ -179,9 +180,13 @@ class BodyLimit:
                     return
                 if len(whole) > LARGE:
                     await run_in_threadpool(check_shape, whole, self._values)
-                replayed = _replaying(whole, receive)
+                left: list[Message] = [{"type": "http.request", "body": whole, "more_body": False}]
                 del whole  # the app's own parts keep it, as long as they need it
-                await self._app(scope, replayed, send)
+
+                async def replaying() -> Message:
+                    return left.pop() if left else await receive()
+
+                await self._app(scope, replaying, send)
         except TimeoutError:
             refusal = ApiError(408, f"a request must be sent within {seconds:g} s (--body-timeout)", code="timeout")
         except ApiError as error:
@@ -215,16 +220,6 @@ class BodyLimit:
 
 def _refusal(limit: int, why: str = "") -> ApiError:
     return ApiError(413, f"a request may have at most {limit:,} bytes{why}", code="too_long")
-
-
-def _replaying(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that returns the body first, then further messages."""
-    left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def given() -> Message:
-        return left.pop() if left else await receive()
-
-    return given
 
 
 def check_shape(body: bytes, values: int = VALUES) -> None:

@@ -41,7 +41,7 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/v1/chunks")
     def listed(key: Key, limit: Limit = 100, after: After = "") -> dict[str, Any]:
-        """A page of the key's chunks. How long it takes says nothing of what other keys have stored."""
+        # How long it takes says nothing of what other keys have stored.
         manifests = {manifest.chunk_id: manifest for manifest in tenants.manifests(key)}
         documents = [referring(store, root) for root in tenants.roots(key)]
         of_chunk = {chunk_id: found for each in documents for chunk_id, found in each.items()}
@@ -54,7 +54,6 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
 
     @app.delete("/v1/chunks/{chunk_id}")
     def delete(chunk_id: str, key: Key) -> dict[str, Any]:
-        """Removes a chunk and its blocks, except blocks that it shares with other chunks of the key."""
         manifest = _find(state, key, chunk_id)
         shared = {name for other in tenants.manifests(key) if other is not manifest for name in other.block_names}
         gone = [name for name in manifest.block_names if name not in shared or name == manifest.chunk_id]

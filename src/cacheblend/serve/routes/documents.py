@@ -54,7 +54,7 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
 
     @app.delete("/v1/documents/{document_id:path}")
     def delete(document_id: str, key: Key, collection: Collection = COLLECTION, salt: Salt = "") -> dict[str, Any]:
-        """Drops a document; another key's is reported in the same way as one that does not exist."""
+        # Another key's document is reported in the same way as one that does not exist.
         sync = DocumentSync(state.engine, tenant=tenant_of(key, salt), collection=collection, reads_all=False)
         root, kept = sync.book.planner.root, state.engine.store.documents
         found = kept.get(root, document_name(root, collection, document_id))

@@ -27,6 +27,7 @@ class ResponseObject:
 
     asked: ResponsesRequest
     model: str
+    running: RunningRequest
     text: str = ""
     generated: int = 0
     finish_reason: str | None = None
@@ -41,9 +42,9 @@ class ResponseObject:
             return "in_progress"
         return "incomplete" if self.finish_reason == "length" else "completed"
 
-    async def pieces(self, running: RunningRequest) -> AsyncIterator[str]:
+    async def pieces(self) -> AsyncIterator[str]:
         """Pieces of text as they come; adds them. Raises the error that ended the request."""
-        async for event in running.events():
+        async for event in self.running.events():
             self.text += event.text
             self.generated += event.token_id is not None
             self.finish_reason = event.finish_reason or self.finish_reason
@@ -69,12 +70,12 @@ class ResponseObject:
         """The fields by which an event says what it is about."""
         return {"item_id": self._message_id, "output_index": 0, "content_index": 0}
 
-    def shown(self, running: RunningRequest, error: ApiError | None = None) -> dict[str, Any]:
+    def shown(self, error: ApiError | None = None) -> dict[str, Any]:
         """The object as it is now; with the error that ended it."""
         asked, is_done, usage = self.asked, self.finish_reason is not None, None
         said = asked.text and asked.text.format
         if is_done:
-            counted = usage_of(running.ask, running.report, self.generated)
+            counted = usage_of(self.running.ask, self.running.report, self.generated)
             usage = {
                 "input_tokens": counted["prompt_tokens"],
                 "input_tokens_details": counted["prompt_tokens_details"] | {"cache_write_tokens": 0},
@@ -107,11 +108,11 @@ class ResponseObject:
             "truncation": "disabled",
             "usage": usage,
             "metadata": {},
-            "cacheblend": report_of(running.report),
+            "cacheblend": report_of(self.running.report),
         }
 
 
-async def response_events(running: RunningRequest, shown: ResponseObject) -> AsyncIterator[str]:
+async def response_events(shown: ResponseObject) -> AsyncIterator[str]:
     """The Response as server-sent events; an error becomes ``response.failed``."""
     number = 0
 
@@ -122,19 +123,19 @@ async def response_events(running: RunningRequest, shown: ResponseObject) -> Asy
         return f"event: {kind}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n"
 
     for kind in ("response.created", "response.in_progress"):
-        yield event(kind, response=shown.shown(running))
+        yield event(kind, response=shown.shown())
     yield event("response.output_item.added", output_index=0, item=shown.message())
     yield event("response.content_part.added", **shown.where(), part=shown.part())
     try:
-        async for piece in shown.pieces(running):
+        async for piece in shown.pieces():
             yield event("response.output_text.delta", **shown.where(), delta=piece, logprobs=[])
     except Exception as error:  # too late for a status: that has been sent
-        yield event("response.failed", response=shown.shown(running, api_error(error)))
+        yield event("response.failed", response=shown.shown(api_error(error)))
         return
     yield event("response.output_text.done", **shown.where(), text=shown.text, logprobs=[])
     yield event("response.content_part.done", **shown.where(), part=shown.part())
     yield event("response.output_item.done", output_index=0, item=shown.message())
-    yield event(f"response.{shown.status}", response=shown.shown(running))
+    yield event(f"response.{shown.status}", response=shown.shown())
 
 
 def add_routes(app: FastAPI, state: ServerState) -> None:
@@ -149,16 +150,15 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
             chat = ChatRequest.model_construct(messages=messages, chat_template_kwargs=asked.chat_template_kwargs)
             return chat_prompt(state.engine, chat, state.settings.chunk_tokens)
 
-        running = await started(state, request, asked, key, parse)
-        shown = ResponseObject(asked, state.engine.name)
+        shown = ResponseObject(asked, state.engine.name, await started(state, request, asked, key, parse))
         if asked.stream:
-            events = response_events(running, shown)
+            events = response_events(shown)
             return StreamingResponse(events, **EVENT_STREAM)
 
         async def whole() -> dict[str, Any]:
-            async for _ in shown.pieces(running):
+            async for _ in shown.pieces():
                 pass
-            return shown.shown(running)
+            return shown.shown()
 
         return JSONResponse(await unless_disconnected(request, whole()))
 
