@@ -1,6 +1,5 @@
 """Questions to a server on the model that ships, through OpenAI's own client."""
 
-import time
 from typing import Any
 
 import openai
@@ -29,10 +28,3 @@ def ask(url: str, **options: Any) -> Any:
 def extras(answer: Any) -> dict[str, Any]:
     found: dict[str, Any] = answer.model_extra["cacheblend"]
     return found
-
-
-def stored_in_time(is_so: Any) -> None:
-    end = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.05)

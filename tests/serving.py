@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+import httpx
 import torch
 import uvicorn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -19,6 +20,7 @@ from cacheblend.engines.hf import BlendEngine
 from cacheblend.nano import model_path
 from cacheblend.serve.app import create_app
 from cacheblend.serve.connections import DrainingServer
+from cacheblend.serve.keys import KeyRing, add_key, read_keys
 from cacheblend.serve.settings import ServeSettings
 from cacheblend.store import KVStore
 
@@ -27,6 +29,26 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
+
+
+def connected(url: str, timeout: float = 60) -> socket.socket:
+    """A connection to a server; closed by ``with``."""
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout)
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready", timeout=60).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def keys_of(folder: Path, *names: str) -> tuple[KeyRing, dict[str, dict[str, str]]]:
+    """New keys in a folder's ``keys.json``, and by name the headers of a request with each."""
+    file = folder / "keys.json"
+    headers = {name: {"Authorization": f"Bearer {add_key(file, name)}"} for name in names}
+    return KeyRing(read_keys(file), file), headers
 
 
 @cache

@@ -2,10 +2,13 @@
 
 Situations: the first click of somebody who knows nothing; examples one after the other; the same notes in another
 order; another selector and ratio; passages moved by mouse and by keyboard, written, edited, deleted; nothing to ask
-about; a page of a model that is not the one that ships; a keyed server.
+about; a page of a model that is not the one that ships; a keyed server; Enter twice, and a click on top; a stream that
+is cut in the middle, or ends with an error event; a server that is gone before or between answers; answers that are no
+JSON; a library that cannot be loaded; results older than the prompt; a question that is stopped.
 """
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,8 +17,13 @@ from browsing import answers, ask, ask_example, browser, judged, needs_browser, 
 from cacheblend.engines.settings import PROFILE_NAME, read_profile
 from cacheblend.nano import model_path
 from cacheblend.nano.examples import EXAMPLES
+from cacheblend.serve.keys import ApiKey, KeyRing
+from cacheblend.serve.settings import ServeSettings
+from serving import running
 
 RATIO = str(read_profile(model_path() / PROFILE_NAME).selection.recompute_ratio)
+CHAT = "**/v1/chat/completions"
+EVENT = 'data: {"choices": [{"delta": {"content": "Pag"}}]}\n\n'
 pytestmark = needs_browser
 
 
@@ -28,6 +36,14 @@ def opened() -> Iterator[tuple[Any, str]]:
 @pytest.fixture(scope="module")
 def page(opened: tuple[Any, str]) -> Any:
     return open_page(*opened)
+
+
+@pytest.fixture
+def fresh(opened: tuple[Any, str]) -> Iterator[Any]:
+    """A page of its own; `page` goes through one test after the other."""
+    page = open_page(*opened)
+    yield page
+    page.close()
 
 
 def notes(*numbers: int) -> list[str]:
@@ -217,3 +233,165 @@ def test_a_model_that_does_not_ship_is_promised_nothing(opened: tuple[Any, str])
     assert marks["reuse"] == "not as full recompute" and "right" not in page.locator(".headline").inner_text()
     assert "The answer's words stand in Note 2" in page.locator("#verdict").inner_text()
     page.close()
+
+
+# ---- when something goes wrong ------------------------------------------------------------------------------
+
+
+def counting(page: Any, path: str) -> list[str]:
+    """The requests to a path, as they are made."""
+    made: list[str] = []
+    page.on("request", lambda request: made.append(request.method) if request.url.endswith(path) else None)
+    return made
+
+
+def test_enter_twice_asks_once(fresh: Any) -> None:
+    explained, asked = counting(fresh, "/playground/explain"), counting(fresh, "/v1/chat/completions")
+    held: list[Any] = []
+    fresh.route("**/playground/explain", lambda route: held.append(route))
+    fresh.focus("#question")
+    fresh.keyboard.press("Enter")
+    fresh.keyboard.press("Enter")
+    fresh.locator("#ask").click(force=True)  # marked as disabled, and can be clicked all the same
+    fresh.locator("[data-example='1']").click(force=True)
+    assert fresh.locator("#ask").inner_text() == "Asking …"
+    held[0].continue_()
+    assert wait_until_asked(fresh) == "done"
+    assert len(explained) == 1 and len(asked) == 3
+    assert answers(fresh)["full"] == "Pagon"  # not "PagonPagon", and of the first question
+
+
+def sse(body: str) -> Callable[[Any], None]:
+    return lambda route: route.fulfill(body=body, headers={"Content-Type": "text/event-stream"})
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (sse(EVENT), "ended in the middle of an answer"),
+        (sse(""), "ended in the middle of an answer"),
+        (sse(EVENT + 'data: {"choices": [{"del'), "ended in the middle of an answer"),
+        (sse(EVENT + "data: nonsense\n\n"), "ended in the middle of an answer"),
+        (sse(EVENT + 'data: {"error": {"message": "shutting down"}}\n\ndata: [DONE]\n\n'), "shutting down"),
+        (lambda route: route.abort("connectionreset"), "cannot be reached"),
+        (lambda route: route.fulfill(status=502, body="<html>Bad gateway</html>"), "status 502"),
+        (lambda route: route.fulfill(status=429, json={"error": {"message": "too many wait"}}), "too many wait"),
+    ],
+)
+def test_an_answer_that_breaks_off_says_so_and_can_be_asked_again(
+    fresh: Any, act: Callable[[Any], None], message: str
+) -> None:
+    fresh.route(CHAT, act)
+    fresh.click("#ask")
+    assert wait_until_asked(fresh) == "failed"
+    said = fresh.locator("#error").inner_text()
+    assert message in said and "null" not in said and "undefined" not in said
+    assert fresh.locator("#verdict").inner_text() == "" and not fresh.locator("#map").is_visible()
+    assert judged(fresh)["full"] in ("broke off", "")
+    fresh.unroute(CHAT)
+    fresh.click("#ask")
+    assert wait_until_asked(fresh) == "done" and not fresh.locator("#error").is_visible()
+
+
+def test_a_server_that_is_gone_is_said_to_be(fresh: Any) -> None:
+    ask_example(fresh, 0)
+    fresh.context.set_offline(True)
+    fresh.click("#ask")
+    assert wait_until_asked(fresh) == "failed"
+    assert "cannot be reached" in fresh.locator("#error").inner_text()
+    fresh.context.set_offline(False)
+    fresh.click("#ask")
+    assert wait_until_asked(fresh) == "done"
+    assert "asked once more" in fresh.locator("#verdict").inner_text()  # compared with the result before the failure
+
+
+@pytest.mark.parametrize("status", [None, 500, 200])
+def test_without_its_library_the_page_says_so_and_works_on(opened: tuple[Any, str], status: int | None) -> None:
+    page = open_page(opened[0], "about:blank", wait=False)
+    path = "**/playground/passages"
+    page.route(path, lambda route: route.fulfill(status=status, body="{") if status else route.abort())
+    page.goto(opened[1])
+    page.wait_for_selector("#library-error")
+    assert "could not be loaded" in page.locator("#library-error").inner_text()
+    page.locator("#add > summary").click()
+    page.fill("#own-text", "The boot belongs to Pagon.")
+    page.get_by_role("button", name="Add to the prompt").click()
+    page.fill("#question", "Who has the boot?")
+    page.click("#ask")
+    assert wait_until_asked(page) == "done" and answers(page)["full"] == "Pagon"
+    page.unroute(path)
+    page.get_by_role("button", name="Try again").click()
+    page.wait_for_selector("#examples button")
+    assert not page.locator("#library-error").is_visible()
+    assert page.locator("#question").input_value() == "Who has the boot?"  # what was written stays
+    page.close()
+
+
+def test_results_that_no_longer_fit_the_prompt_are_marked(fresh: Any) -> None:
+    def is_stale() -> bool:
+        stale = fresh.locator("#results").get_attribute("data-stale") == "true"
+        assert fresh.locator("#stale").is_visible() == stale
+        return stale
+
+    ask_example(fresh, 0)
+    assert not is_stale()
+    changes: list[tuple[Callable[[], Any], Callable[[], Any], str]] = [
+        (
+            lambda: fresh.fill("#question", "Who has the cart?"),
+            lambda: fresh.fill("#question", "Who has the bowl?"),
+            "question",
+        ),
+        (
+            lambda: fresh.get_by_role("button", name="Move Note 1 down", exact=True).click(),
+            lambda: fresh.get_by_role("button", name="Move Note 1 up", exact=True).click(),
+            "order",
+        ),
+        (lambda: fresh.select_option("#selector", "head"), lambda: fresh.select_option("#selector", ""), "head"),
+    ]
+    for change, back, what in changes:
+        change()
+        assert is_stale() and what in fresh.locator("#stale").inner_text()
+        back()
+        assert not is_stale()  # the same prompt again
+    fresh.get_by_role("button", name="Remove Note 6").click()
+    assert is_stale() and "Note 6 was removed" in fresh.locator("#stale").inner_text()
+    fresh.get_by_role("button", name="Ask again").click()
+    assert wait_until_asked(fresh) == "done" and not is_stale()
+
+
+def test_a_prompt_that_is_changed_while_it_is_asked_leaves_stale_results(fresh: Any) -> None:
+    def change_and_go_on(route: Any) -> None:
+        fresh.evaluate("document.getElementById('clear').click()")
+        route.continue_()
+
+    fresh.route("**/playground/explain", change_and_go_on)
+    fresh.click("#ask")
+    assert wait_until_asked(fresh) == "done" and answers(fresh)["full"] == "Pagon"
+    assert fresh.locator("#stale").is_visible() and "were removed" in fresh.locator("#stale").inner_text()
+
+
+def test_a_question_can_be_stopped(fresh: Any) -> None:
+    fresh.route(CHAT, lambda route: None)  # never answered
+    fresh.click("#ask")
+    fresh.wait_for_selector("#pane-full[data-state=asking]")
+    fresh.click("#stop")
+    assert wait_until_asked(fresh) == "failed" and fresh.locator("#error").inner_text() == "Stopped."
+    assert not fresh.locator("#stop").is_visible()
+
+
+def test_a_server_with_keys_asks_for_one(opened: tuple[Any, str]) -> None:
+    page = open_page(*opened)
+    assert not page.locator("#key-field").is_visible()  # none is needed here
+    page.close()
+    ring = KeyRing((ApiKey("alice", hashlib.sha256(b"cb-secret").hexdigest(), "t"),))
+    with running(ServeSettings(chunk_tokens=16, keys=ring)) as url:
+        page = open_page(opened[0], url)
+        assert page.locator("#key-field").is_visible()
+        assert "needs one" in page.locator("#key").get_attribute("placeholder")
+        page.click("#ask")
+        assert wait_until_asked(page) == "failed" and "needs an API key" in page.locator("#error").inner_text()
+        assert page.evaluate("document.activeElement.id") == "key"
+        page.fill("#key", "cb-secret")
+        ask_example(page, 0)
+        assert answers(page)["blend"] == "Pagon"
+        page.close()

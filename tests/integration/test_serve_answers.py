@@ -1,8 +1,6 @@
 """The server's answers through OpenAI's own client, on the model that ships: forms, streams, modes and chunks."""
 
 import math
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -14,14 +12,14 @@ from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.nano import model_path
 from cacheblend.serve.app import create_app
 from cacheblend.serve.settings import ServeSettings
-from openai_asking import PASSAGES, QUESTION, ask, client, extras, stored_in_time
+from openai_asking import PASSAGES, QUESTION, ask, client, extras
 from serving import running
+from small_llama import wait_until
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with running(ServeSettings(chunk_tokens=16, drain_s=5)) as address:
-        yield address
+@pytest.fixture
+def url(nano_url: str) -> str:
+    return nano_url
 
 
 # ---- answers ------------------------------------------------------------------------------------------------
@@ -30,14 +28,8 @@ def url() -> Iterator[str]:
 def test_a_chat_gets_the_engines_own_answer(url: str) -> None:
     answer = ask(url)
     with BlendEngine.from_pretrained(model_path(), store="memory") as engine:
-        prompt = engine.chat_prompt(
-            [
-                {
-                    "role": "user",
-                    "content": [*({"type": "chunk", "text": t} for t in PASSAGES), {"type": "text", "text": QUESTION}],
-                }
-            ]
-        )
+        parts = [*({"type": "chunk", "text": text} for text in PASSAGES), {"type": "text", "text": QUESTION}]
+        prompt = engine.chat_prompt([{"role": "user", "content": parts}])
         expected = engine.generate(prompt, SamplingParams(max_new_tokens=8))
     full = ask(url, extra_body={"cacheblend": {"mode": "full"}})
     assert full.choices[0].message.content == expected.text  # nothing was stored: all of it was computed
@@ -47,28 +39,20 @@ def test_a_chat_gets_the_engines_own_answer(url: str) -> None:
 
 
 def test_missed_chunks_are_stored_after_the_answer_and_the_question_never_is(url: str) -> None:
-    ask(url)
-    for _ in range(200):
-        again = ask(url)
-        if extras(again)["missed_tokens"] == 0:
-            break
-        time.sleep(0.05)
-    report = extras(again)
-    assert report["missed_tokens"] == 0 and sum(report["hit_tokens"].values()) > 0
-    assert (
-        again.usage.prompt_tokens_details.cached_tokens
-        == sum(report["hit_tokens"].values()) - report["recomputed_tokens"]
-    )
+    wait_until(lambda: extras(ask(url))["missed_tokens"] == 0)
+    again = ask(url)
+    report, hits = extras(again), sum(extras(again)["hit_tokens"].values())
+    assert report["missed_tokens"] == 0 < hits
+    assert again.usage.prompt_tokens_details.cached_tokens == hits - report["recomputed_tokens"]
     listed = httpx.get(f"{url}/v1/chunks").json()["data"]
     assert len(listed) >= len(set(PASSAGES))
     assert all(one["tokens"] >= 16 for one in listed)
 
 
 def test_a_stream_is_the_whole_answer_in_pieces(url: str) -> None:
-    answer = ask(url, extra_body={"cacheblend": {"mode": "full"}})
-    events = list(
-        ask(url, stream=True, stream_options={"include_usage": True}, extra_body={"cacheblend": {"mode": "full"}})
-    )
+    full: dict[str, Any] = {"extra_body": {"cacheblend": {"mode": "full"}}}
+    answer = ask(url, **full)
+    events = list(ask(url, stream=True, stream_options={"include_usage": True}, **full))
     text = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
     assert text == answer.choices[0].message.content
     assert events[0].choices[0].delta.role == "assistant"
@@ -98,7 +82,7 @@ def test_modes(url: str) -> None:
     def of(mode: str) -> dict[str, Any]:
         return extras(ask(url, extra_body={"cacheblend": {"mode": mode, "recompute_ratio": 0.3, "selector": "hkvd"}}))
 
-    stored_in_time(lambda: of("blend")["missed_tokens"] == 0)
+    wait_until(lambda: of("blend")["missed_tokens"] == 0)
     blend, full, reuse, prefix = map(of, ("blend", "full", "reuse", "prefix"))
     loaded = {mode: sum(report["hit_tokens"].values()) for mode, report in (("blend", blend), ("reuse", reuse))}
     assert loaded["blend"] == loaded["reuse"] > 0
@@ -175,17 +159,9 @@ def test_choices_seeds_stops_and_log_probabilities(url: str) -> None:
 def test_documents_and_tool_messages_are_chunks(url: str) -> None:
     asked = [{"role": "user", "content": QUESTION}]
     documents = [{"title": f"note {n}", "text": text} for n, text in enumerate(PASSAGES)]
-    report = extras(
-        client(url).chat.completions.create(
-            model="nano", messages=asked, max_tokens=2, extra_body={"documents": documents}
-        )
-    )  # type: ignore[arg-type]
+    report = extras(ask(url, messages=asked, max_tokens=2, extra_body={"documents": documents}))
     assert sum(report["hit_tokens"].values()) + report["missed_tokens"] > 0
-    held, end = 0, time.monotonic() + 60
-    while held < len(set(PASSAGES)) and time.monotonic() < end:  # they are stored after the answer
-        held = len(httpx.get(f"{url}/v1/chunks").json()["data"])
-        time.sleep(0.05)
-    assert held >= len(set(PASSAGES))
+    wait_until(lambda: len(httpx.get(f"{url}/v1/chunks").json()["data"]) >= len(set(PASSAGES)))
 
 
 def test_completions_of_texts_and_of_token_ids_with_spans(url: str) -> None:
@@ -201,16 +177,10 @@ def test_completions_of_texts_and_of_token_ids_with_spans(url: str) -> None:
     body = {"cacheblend": {"chunks": spans}}
     answer = client(url).completions.create(prompt=ids, logprobs=2, extra_body=body, **options)
     assert answer.usage is not None and answer.usage.prompt_tokens >= len(ids)
-    assert (
-        answer.choices[0].logprobs is not None
-        and len(answer.choices[0].logprobs.tokens or []) == answer.usage.completion_tokens
-    )
+    assert answer.choices[0].logprobs is not None
+    assert len(answer.choices[0].logprobs.tokens or []) == answer.usage.completion_tokens
     text = client(url).completions.create(prompt="Who has the boot?", stream=True, **options)
     assert "".join(event.choices[0].text for event in text if event.choices) is not None
-
-
-def test_the_model_is_listed(url: str) -> None:
-    assert [model.id for model in client(url).models.list()] == ["nano"]
 
 
 # ---- chunks -------------------------------------------------------------------------------------------------

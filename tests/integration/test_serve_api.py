@@ -6,7 +6,6 @@ kind of request; a conversation with roles, parts and instructions.
 """
 
 import json
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,7 +48,7 @@ def test_one_model(url: str, http: httpx.Client) -> None:
         assert "'nano'" in refused(http.get(f"/v1/models/{name}"), 404, "model")
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
-    assert client.models.retrieve("nano").id == "nano"
+    assert client.models.retrieve("nano").id == "nano" and [model.id for model in client.models.list()] == ["nano"]
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-4")
 
@@ -216,28 +215,6 @@ def test_what_a_response_cannot_be_is_refused_by_name(http: httpx.Client, more: 
 def test_what_is_no_text_message_is_refused(http: httpx.Client, item: Any) -> None:
     refused(http.post("/v1/responses", json={"input": [item]}), 400)
     refused(http.post("/v1/responses", json={"input": "lamp " * 30_000}), 400)
-
-
-def test_a_stream_that_a_drain_cuts_ends_with_response_failed() -> None:
-    lines: list[str] = []
-    with running(ServeSettings(drain_s=0)) as url:
-        began = threading.Event()
-
-        def read() -> None:
-            body = {"input": "lamp", "max_output_tokens": 1900, "ignore_eos": True, "stream": True}
-            with httpx.stream("POST", f"{url}/v1/responses", json=body, timeout=60) as stream:
-                for line in stream.iter_lines():
-                    lines.append(line)
-                    if "output_text.delta" in line:
-                        began.set()
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        began.wait(30)
-    reader.join(30)
-    last = json.loads([line for line in lines if line.startswith("data: ")][-1][6:])
-    assert last["type"] == "response.failed" and last["response"]["error"]["message"]
-    assert last["response"]["status"] == "failed"
 
 
 # ---- prompts ------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from cacheblend.serve.settings import ServeSettings
-from serving import running, shallow
+from serving import connected, running, shallow
 
 WITHIN_S = 0.4
 HANG_S = 300.0
@@ -27,10 +27,7 @@ def url() -> Iterator[str]:
 
 
 def opened(url: str) -> socket.socket:
-    host, port = url.removeprefix("http://").split(":")
-    client = socket.create_connection((host, int(port)), HANG_S)
-    client.settimeout(HANG_S)
-    return client
+    return connected(url, HANG_S)
 
 
 def post(body: bytes, length: int | None = None) -> bytes:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -14,12 +15,11 @@ import httpx
 import pytest
 
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.serve.keys import KeyRing, add_key, read_keys
 from cacheblend.serve.settings import ServeSettings
 from cacheblend.store import DiskStore
 from cacheblend.store.base import SMALL_FILE_BYTES
 from campaign import rotating
-from serving import free_port, running, shallow
+from serving import free_port, is_ready, keys_of, running, shallow
 
 ODD = ["a/b", "../../etc/passwd", "ü n%2Fï?#&", ".", "..", "🦩", "x" * 1024, " ", "a\nb", "%00", "null"]
 
@@ -50,38 +50,43 @@ def pages(http: httpx.Client, path: str, limit: int, **more: str) -> list[dict[s
         after = page["last_id"]
 
 
-def test_documents_are_stored_edited_and_dropped() -> None:
-    with running(ServeSettings(), model=shallow()) as url, httpx.Client(base_url=url, timeout=60) as http:
-        long = text_of(1, 150)
-        first = put(http, {"a": long, "b": "One bell rings.", "empty": " "})
-        assert (first["added"], first["empty"]) == (3, ["empty"]) and first["computed_tokens"] == first["tokens"]
-        assert put(http, {"a": long, "b": "One bell rings."})["kept"] == 2
-        edited = put(http, {"a": long + " A new end."})
-        assert edited["changed"] == 1 and 0 < edited["computed_tokens"] < 0.6 * edited["tokens"]
-        listed = {each["id"]: each for each in http.get("/v1/documents").json()["data"]}
-        assert listed.keys() == {"a", "b", "empty"} and all(each["held"] for each in listed.values())
-        chunks = {each["id"]: each for each in http.get("/v1/chunks").json()["data"]}
-        assert chunks.keys() == {chunk for each in listed.values() for chunk in each["chunks"]}
-        assert all(each["documents"] for each in chunks.values())
-        put(http, {"copy": "One bell rings."})
-        assert http.delete("/v1/documents/b").json()["dropped_chunks"] == 0
-        assert http.delete("/v1/documents/copy").json()["dropped_chunks"] == 1
-        assert http.delete("/v1/documents/a").json()["dropped_chunks"] == len(listed["a"]["chunks"])
-        assert http.delete("/v1/documents/a").status_code == 404
-        assert http.get("/v1/chunks").json()["data"] == []
+@pytest.fixture
+def http() -> Iterator[httpx.Client]:
+    """A client of a server that has stored nothing yet."""
+    with running(ServeSettings(drain_s=5), model=shallow()) as url, httpx.Client(base_url=url, timeout=600) as client:
+        yield client
 
 
-def test_ids_of_any_characters() -> None:
-    with running(ServeSettings(), model=shallow()) as url, httpx.Client(base_url=url, timeout=60) as http:
-        put(http, {name: f"Document {number} of the harbour." for number, name in enumerate(ODD)})
-        assert {each["id"] for each in pages(http, "/v1/documents", 3)} == set(ODD)
-        for name in ODD:
-            if "\n" in name or set(name) == {"."}:
-                gone = http.delete("/v1/documents", params={"id": name})
-            else:
-                gone = http.delete(f"/v1/documents/{quote(name, safe='')}")
-            assert gone.status_code == 200 and gone.json()["id"] == name, name
-        assert http.get("/v1/documents").json()["data"] == []
+def test_documents_are_stored_edited_and_dropped(http: httpx.Client) -> None:
+    long = text_of(1, 150)
+    first = put(http, {"a": long, "b": "One bell rings.", "empty": " "})
+    assert (first["added"], first["empty"]) == (3, ["empty"]) and first["computed_tokens"] == first["tokens"]
+    assert put(http, {"a": long, "b": "One bell rings."})["kept"] == 2
+    edited = put(http, {"a": long + " A new end."})
+    assert edited["changed"] == 1 and 0 < edited["computed_tokens"] < 0.6 * edited["tokens"]
+    listed = {each["id"]: each for each in http.get("/v1/documents").json()["data"]}
+    assert listed.keys() == {"a", "b", "empty"} and all(each["held"] for each in listed.values())
+    chunks = {each["id"]: each for each in http.get("/v1/chunks").json()["data"]}
+    assert chunks.keys() == {chunk for each in listed.values() for chunk in each["chunks"]}
+    assert all(each["documents"] for each in chunks.values())
+    put(http, {"copy": "One bell rings."})
+    assert http.delete("/v1/documents/b").json()["dropped_chunks"] == 0
+    assert http.delete("/v1/documents/copy").json()["dropped_chunks"] == 1
+    assert http.delete("/v1/documents/a").json()["dropped_chunks"] == len(listed["a"]["chunks"])
+    assert http.delete("/v1/documents/a").status_code == 404
+    assert http.get("/v1/chunks").json()["data"] == []
+
+
+def test_ids_of_any_characters(http: httpx.Client) -> None:
+    put(http, {name: f"Document {number} of the harbour." for number, name in enumerate(ODD)})
+    assert {each["id"] for each in pages(http, "/v1/documents", 3)} == set(ODD)
+    for name in ODD:
+        if "\n" in name or set(name) == {"."}:
+            gone = http.delete("/v1/documents", params={"id": name})
+        else:
+            gone = http.delete(f"/v1/documents/{quote(name, safe='')}")
+        assert gone.status_code == 200 and gone.json()["id"] == name, name
+    assert http.get("/v1/documents").json()["data"] == []
 
 
 @pytest.mark.parametrize(
@@ -96,8 +101,8 @@ def test_ids_of_any_characters() -> None:
         ({"documents": [{"id": "a", "text": "a"}, {"id": "a", "text": "b"}]}, None),
     ],
 )
-def test_wrong_documents_change_nothing(body: dict[str, Any], param: str | None) -> None:
-    with running(ServeSettings(), model=shallow()) as url, httpx.Client(base_url=url, timeout=60) as http:
+def test_wrong_documents_change_nothing(shallow_url: str, body: dict[str, Any], param: str | None) -> None:
+    with httpx.Client(base_url=shallow_url, timeout=60) as http:
         headers = {"Content-Type": "application/json"}
         refused = http.post("/v1/documents", content=json.dumps(body), headers=headers)
         assert refused.status_code == 400 and refused.json()["error"]["param"] == param
@@ -107,12 +112,11 @@ def test_wrong_documents_change_nothing(body: dict[str, Any], param: str | None)
 
 
 def test_keys_and_salts_and_collections_keep_equal_ids_apart(tmp_path: Path) -> None:
-    file = tmp_path / "keys.json"
-    mine, theirs = ({"Authorization": f"Bearer {add_key(file, name)}"} for name in ("mine", "theirs"))
+    ring, headers = keys_of(tmp_path, "mine", "theirs")
     with (
-        running(ServeSettings(keys=KeyRing(read_keys(file))), model=shallow()) as url,
-        httpx.Client(base_url=url, timeout=60, headers=mine) as one,
-        httpx.Client(base_url=url, timeout=60, headers=theirs) as other,
+        running(ServeSettings(keys=ring), model=shallow()) as url,
+        httpx.Client(base_url=url, timeout=60, headers=headers["mine"]) as one,
+        httpx.Client(base_url=url, timeout=60, headers=headers["theirs"]) as other,
     ):
         same = {"same": text_of(1)}
         first = put(one, same)
@@ -128,40 +132,38 @@ def test_keys_and_salts_and_collections_keep_equal_ids_apart(tmp_path: Path) -> 
         assert httpx.get(f"{url}/v1/documents").status_code == 401
 
 
-def test_pages_hold_every_chunk_once(tmp_path: Path) -> None:
-    with running(ServeSettings(), model=shallow()) as url, httpx.Client(base_url=url, timeout=60) as http:
-        put(http, {str(number): f"The bell {number} rings in harbour {number * 7}." for number in range(23)})
-        chunks = pages(http, "/v1/chunks", 5)
-        assert len({each["id"] for each in chunks}) == len(chunks) == 23
-        assert [each["id"] for each in chunks] == sorted(each["id"] for each in chunks)
-        documents = pages(http, "/v1/documents", 4)
-        assert {each["id"] for each in documents} == {str(number) for number in range(23)}
-        page = http.get("/v1/chunks", params={"limit": 5}).json()
-        http.delete(f"/v1/chunks/{page['last_id']}")  # a cursor's own entry may go
-        rest = http.get("/v1/chunks", params={"limit": 100, "after": page["last_id"]}).json()
-        assert [each["id"] for each in rest["data"]] == [each["id"] for each in chunks[5:]] and not rest["has_more"]
+def test_pages_hold_every_chunk_once(http: httpx.Client) -> None:
+    put(http, {str(number): f"The bell {number} rings in harbour {number * 7}." for number in range(23)})
+    chunks = pages(http, "/v1/chunks", 5)
+    assert len({each["id"] for each in chunks}) == len(chunks) == 23
+    assert [each["id"] for each in chunks] == sorted(each["id"] for each in chunks)
+    documents = pages(http, "/v1/documents", 4)
+    assert {each["id"] for each in documents} == {str(number) for number in range(23)}
+    page = http.get("/v1/chunks", params={"limit": 5}).json()
+    http.delete(f"/v1/chunks/{page['last_id']}")  # a cursor's own entry may go
+    rest = http.get("/v1/chunks", params={"limit": 100, "after": page["last_id"]}).json()
+    assert [each["id"] for each in rest["data"]] == [each["id"] for each in chunks[5:]] and not rest["has_more"]
 
 
 def test_a_list_reads_nothing_of_other_tenants(tmp_path: Path) -> None:
     """What a page costs is counted in calls to the store: the same, however much the others have stored."""
-    file, asked = tmp_path / "keys.json", list[str]()
-    mine, theirs = ({"Authorization": f"Bearer {add_key(file, name)}"} for name in ("mine", "theirs"))
+    ring, headers = keys_of(tmp_path, "mine", "theirs")
+    asked: list[str] = []
 
     class Counting(DiskStore):
         counts = False
 
         def __getattribute__(self, name: str) -> Any:
-            if name in ("manifests", "pinned", "held", "are_pinned", "find") and DiskStore.__getattribute__(
-                self, "counts"
-            ):
+            look = super().__getattribute__
+            if name in ("manifests", "pinned", "held", "are_pinned", "find") and look("counts"):
                 asked.append(name)
-            return super().__getattribute__(name)
+            return look(name)
 
     store = Counting(tmp_path / "s", durable=False)
     with (
-        running(ServeSettings(keys=KeyRing(read_keys(file))), store, model=shallow()) as url,
-        httpx.Client(base_url=url, timeout=60, headers=mine) as one,
-        httpx.Client(base_url=url, timeout=60, headers=theirs) as other,
+        running(ServeSettings(keys=ring), store, model=shallow()) as url,
+        httpx.Client(base_url=url, timeout=60, headers=headers["mine"]) as one,
+        httpx.Client(base_url=url, timeout=60, headers=headers["theirs"]) as other,
     ):
         put(one, {"a": "The bell rings."})
         calls = []
@@ -227,39 +229,15 @@ def test_documents_posted_at_the_same_time_keep_what_they_share() -> None:
             assert listed == {chunk for each in documents for chunk in each["chunks"]}
 
 
-def test_a_short_post_of_documents_does_not_wait_for_a_long_one(tmp_path: Path) -> None:
-    file, ended = tmp_path / "keys.json", list[str]()
-    many, few = ({"Authorization": f"Bearer {add_key(file, name)}"} for name in ("many", "few"))
-    with running(ServeSettings(keys=KeyRing(read_keys(file)), drain_s=5), model=shallow()) as url:
-        began = threading.Event()
-
-        def post(who: str, count: int, key: dict[str, str]) -> None:
-            with httpx.Client(base_url=url, timeout=600, headers=key) as http:
-                began.set()
-                put(http, {f"{who} {number}": text_of(number) for number in range(count)})
-                ended.append(who)
-
-        long = threading.Thread(target=post, args=("many", 120, many))
-        long.start()
-        began.wait(60)
-        with httpx.Client(base_url=url, timeout=600, headers=many) as http:
-            while not http.get("/v1/documents").json()["data"]:
-                time.sleep(0.02)
-        post("few", 1, few)
-        long.join()
-    assert ended == ["few", "many"]
-
-
-def test_a_post_whose_client_goes_is_completed_by_the_next() -> None:
+def test_a_post_whose_client_goes_is_completed_by_the_next(http: httpx.Client) -> None:
     documents = {str(number): text_of(number) for number in range(80)}
-    with running(ServeSettings(drain_s=5), model=shallow()) as url, httpx.Client(base_url=url, timeout=600) as http:
-        body = {"documents": [{"id": name, "text": text} for name, text in documents.items()]}
-        with pytest.raises(httpx.TimeoutException):
-            httpx.post(f"{url}/v1/documents", json=body, timeout=httpx.Timeout(30, read=0.3))
-        done = put(http, documents)
-        assert done["documents"] == 80 and done["missing_documents"] == 0
-        again = put(http, documents)
-        assert again["kept"] == 80 and again["computed_tokens"] == 0
+    body = {"documents": [{"id": name, "text": text} for name, text in documents.items()]}
+    with pytest.raises(httpx.TimeoutException):
+        http.post("/v1/documents", json=body, timeout=httpx.Timeout(30, read=0.3))
+    done = put(http, documents)
+    assert done["documents"] == 80 and done["missing_documents"] == 0
+    again = put(http, documents)
+    assert again["kept"] == 80 and again["computed_tokens"] == 0
 
 
 @pytest.mark.parametrize("share", rotating([0.05, 0.5]))
@@ -272,7 +250,7 @@ def test_a_server_that_is_killed_leaves_a_store_that_the_next_post_completes(tmp
     url = f"http://127.0.0.1:{port}"
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
-            while not answers(url):
+            while not is_ready(url):
                 assert server.poll() is None
                 time.sleep(0.1)
             refused = list[str]()
@@ -293,13 +271,6 @@ def test_a_server_that_is_killed_leaves_a_store_that_the_next_post_completes(tmp
         again = put(http, documents)
         assert again["kept"] == 60 and again["computed_tokens"] == 0
         assert all(each["held"] for each in pages(http, "/v1/documents", 100))
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/ready", timeout=60).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def posted(url: str, body: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@
 them, half of it the same in every run), clients that are slow or vanish.
 """
 
+import copy
 import itertools
 import json
 import random
@@ -21,27 +22,22 @@ from hypothesis import HealthCheck, Phase, given, settings
 from cacheblend.engines.hf.tickets import Limits
 from cacheblend.serve.settings import ServeSettings
 from campaign import SEED, share
-from serving import running, shallow
+from serving import connected, running, shallow
 
 schemathesis = pytest.importorskip("schemathesis")
 
 CASES = share(2000)
 BODIES = share(600)
 HANG_S = 600.0
-QUESTION = {
-    "model": "nano",
-    "prompt": "The boot was sold to Luden. Who has the boot?",
-    "max_tokens": 4,
-    "temperature": 0,
-}
+PROMPT = "The boot was sold to Luden. Who has the boot?"
+QUESTION = {"model": "nano", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     limits = Limits(active=4, waiting=16)
-    with running(
-        ServeSettings(timeout_s=2, max_tokens=4, chunk_tokens=16, drain_s=1, limits=limits), model=shallow()
-    ) as address:
+    own = ServeSettings(timeout_s=2, max_tokens=4, chunk_tokens=16, drain_s=1, limits=limits)
+    with running(own, model=shallow()) as address:
         yield address
 
 
@@ -196,13 +192,13 @@ def damaged(rng: random.Random, body: dict[str, Any]) -> bytes:
         inside = value
         for step in path:
             inside = inside[step]
-        what = rng.randrange(4)
+        what, odd = rng.randrange(4), copy.deepcopy(rng.choice(ODD))  # or a list could be put into itself
         if what == 0 and isinstance(inside, dict):
             inside.pop(key, None)
         elif what == 1 and isinstance(inside, dict):
-            inside[rng.choice(["", "a", "\ud800", "x" * 300])] = rng.choice(ODD)
+            inside[rng.choice(["", "a", "\ud800", "x" * 300])] = odd
         else:
-            inside[key] = rng.choice(ODD)
+            inside[key] = odd
     raw = bytearray(json.dumps(value).encode())
     for _ in range(rng.choice((0, 0, 0, 0, 0, 0, 1, 5))):
         raw[rng.randrange(len(raw))] = rng.randrange(256)
@@ -228,26 +224,16 @@ def test_damaged_bodies(url: str) -> None:
     assert seen[200] and seen[400]
 
 
-def opened(url: str) -> socket.socket:
-    host, port = url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), HANG_S)
-
-
 def head(length: int) -> bytes:
     lines = ["POST /v1/completions HTTP/1.1", "Host: here", "Content-Type: application/json"]
     return "\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode()
 
 
-def test_clients_that_vanish() -> None:
-    with running(ServeSettings(drain_s=1), model=shallow()) as url:  # whose requests may take ten minutes
-        vanish(url)
-
-
-def vanish(url: str) -> None:
+def test_clients_that_vanish(shallow_url: str) -> None:  # whose requests may take ten minutes
     rng, threads = random.Random(7), threading.active_count()
     body = json.dumps(QUESTION | {"max_tokens": 1500, "ignore_eos": True, "stream": True}).encode()
     for number in range(60):
-        with opened(url) as client:
+        with connected(shallow_url, HANG_S) as client:
             if number % 2:  # without a word of parting
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
             whole = head(len(body)) + body
@@ -255,24 +241,15 @@ def vanish(url: str) -> None:
             if rng.random() < 0.5:
                 time.sleep(rng.random() * 0.05)
     end = time.monotonic() + HANG_S
-    while (state := httpx.get(f"{url}/ready").json())["active"] + state["waiting"] and time.monotonic() < end:
+    while (state := httpx.get(f"{shallow_url}/ready").json())["active"] + state["waiting"] and time.monotonic() < end:
         time.sleep(0.05)
     assert state["active"] == state["waiting"] == 0
     assert threading.active_count() <= threads + 8
 
 
-def test_a_client_that_sends_too_slowly_gets_an_error_and_delays_no_other() -> None:
-    with running(ServeSettings(body_s=1.0), model=shallow()) as url, opened(url) as slow:
-        body = json.dumps(QUESTION).encode()
-        slow.sendall(head(len(body)) + body[:5])
-        assert httpx.post(f"{url}/v1/completions", json=QUESTION, timeout=HANG_S).status_code == 200
-        slow.settimeout(HANG_S)
-        assert slow.recv(4096).startswith(b"HTTP/1.1 408")
-
-
 def test_a_client_that_does_not_read_delays_no_other(url: str) -> None:
     body = json.dumps(QUESTION | {"max_tokens": 1500, "ignore_eos": True, "stream": True, "logprobs": 20}).encode()
-    with opened(url) as slow:
+    with connected(url, HANG_S) as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.sendall(head(len(body)) + body)
         for _ in range(5):

@@ -1,24 +1,23 @@
-"""Which hosts, methods and keys a server answers, and what its figures and log lines say of its store and errors."""
+"""Which hosts and methods a server answers, and what its figures and log lines say of its store and errors."""
 
 import json
-import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from cacheblend.serve.keys import KeyRing, add_key, read_keys, remove_key
+from cacheblend.serve.log_lines import JsonLines
+from cacheblend.serve.metrics import Metrics
 from cacheblend.serve.settings import ServeSettings
+from cacheblend.store import MemoryStore
 from random_words import words
-from serving import running, shallow
+from serving import connected, running, shallow
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with running(ServeSettings(chunk_tokens=16, hosts=("server.example",), drain_s=5), model=shallow()) as address:
-        yield address
+@pytest.fixture
+def url(shallow_url: str) -> str:
+    return shallow_url
 
 
 # ---- names, headers and methods -----------------------------------------------------------------------------
@@ -47,7 +46,7 @@ def test_only_names_of_the_server_are_answered(url: str, host: str, status: int)
 
 def test_a_probe_without_a_host_is_answered_and_an_empty_host_is_not(url: str) -> None:
     for head, status in ((b"HTTP/1.0", b"200"), (b"HTTP/1.0\r\nHost: ", b"403")):
-        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60) as client:
+        with connected(url) as client:
             client.sendall(b"GET /health " + head + b"\r\n\r\n")
             assert client.recv(64).split()[1] == status
 
@@ -65,48 +64,20 @@ def test_a_wrong_method_is_told_the_right_ones_and_a_wrong_query_its_name(url: s
     assert httpx.get(f"{url}/v1/chunks?limit=0").json()["error"]["param"] == "limit"
 
 
-def test_half_of_a_surrogate_pair_is_the_clients_mistake(url: str) -> None:
-    for body in ('{"prompt": "\\ud800"}', '{"chunks": [{"text": "a\\udfff"}]}', '{"messages": [{"role": "\\ud800"}]}'):
-        for path in ("/v1/completions", "/v1/chunks", "/v1/chat/completions", "/playground/explain"):
-            answer = httpx.post(url + path, content=body, headers={"Content-Type": "application/json"})
-            assert answer.status_code == 400, (path, body, answer.text)
-
-
-# ---- keys and figures ---------------------------------------------------------------------------------------
-
-
-def test_a_key_that_is_removed_or_added_is_so_in_a_running_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cacheblend.serve.keys.LOOK_S", 0.0)
-    file, figures = tmp_path / "keys.json", tmp_path / "metrics.json"
-    old, reader = add_key(file, "old"), add_key(figures, "prometheus")
-    settings = ServeSettings(keys=KeyRing(read_keys(file), file), metrics_keys=KeyRing(read_keys(figures), figures))
-    with running(settings, model=shallow()) as url:
-
-        def status(key: str, path: str = "/v1/models") -> int:
-            return httpx.get(url + path, headers={"Authorization": f"Bearer {key}"}).status_code
-
-        assert status(old) == 200 and status(reader) == 401
-        assert status(old, "/metrics") == 401 and status(reader, "/metrics") == 200
-        new = add_key(file, "new")
-        assert status(new) == 200
-        remove_key(file, "old")
-        assert status(old) == 401 and status(new) == 200
-        file.write_text("{")
-        assert status(new) == 200  # what cannot be read changes nothing
-        file.unlink()
-        assert status(new) == 401  # and no key lets nobody in
+# ---- figures ------------------------------------------------------------------------------------------------
 
 
 def test_figures_and_readiness_say_whether_the_store_answers(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheblend.store import MemoryStore
-
     with running(ServeSettings(ready_needs_store=True), model=shallow()) as needing:
-        assert httpx.get(f"{needing}/ready").status_code == 200
+        assert httpx.get(f"{needing}/health").json() == {"status": "ok"}
+        assert httpx.get(f"{needing}/ready").json() == {"status": "ready", "waiting": 0, "active": 0}
+        httpx.post(f"{needing}/v1/completions", json={"prompt": "lamp", "max_tokens": 2}, timeout=60).raise_for_status()
         text = httpx.get(f"{needing}/metrics").text
-        assert 'cacheblend_store_up{tier="memory"} 1.0' in text
+        assert 'cacheblend_store_up{tier="memory"} 1.0' in text and 'cacheblend_requests_total{status="200"}' in text
         assert "process_resident_memory_bytes" in text and "cacheblend_build_info{" in text
+        counted = ("hit_tokens_total", "recomputed_tokens_total", "store_bytes", "requests_waiting")
+        for name in ("ttft_seconds_bucket", "inter_token_seconds_bucket", *counted):
+            assert f"cacheblend_{name}" in text
 
         def fails(_: object) -> None:
             raise OSError("it is gone")
@@ -117,10 +88,7 @@ def test_figures_and_readiness_say_whether_the_store_answers(url: str, monkeypat
         assert httpx.get(f"{url}/ready").status_code == 200  # it does not need one
         text = httpx.get(f"{needing}/metrics").text
         assert 'cacheblend_store_up{tier="memory"} 0.0' in text
-        [errors] = [
-            line for line in text.splitlines() if line.startswith("cacheblend_store_errors_total{") and "answer" in line
-        ]
-        assert float(errors.split()[-1]) >= 1
+        assert float(text.partition('cacheblend_store_errors_total{tier="memory",what="answer"} ')[2].split()[0]) >= 1
 
 
 def test_a_store_whose_folder_is_gone_is_down_until_it_is_back(tmp_path: Path) -> None:
@@ -147,20 +115,21 @@ def test_a_store_whose_folder_is_gone_is_down_until_it_is_back(tmp_path: Path) -
 def test_log_lines_have_a_time_and_the_requests_id(
     url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cacheblend.serve.log_lines import JsonLines
-    from cacheblend.serve.metrics import Metrics
-
     def fails(_: object) -> bytes:
         raise RuntimeError("on purpose")
 
     monkeypatch.setattr(Metrics, "text", fails)
     with caplog.at_level("INFO", "cacheblend.serve"):
-        answers = [httpx.get(f"{url}/metrics"), httpx.get(f"{url}/v1/models")]
+        body = {"prompt": "lamp", "max_tokens": 2}
+        answers = [httpx.get(f"{url}/metrics"), httpx.post(f"{url}/v1/completions", json=body, timeout=60)]
         time.sleep(0.1)
     lines = [json.loads(JsonLines().format(record)) for record in caplog.records]
     ids = [answer.headers["x-request-id"] for answer in answers]
     assert [answer.status_code for answer in answers] == [503, 200] and len(set(ids)) == 2
     [error] = [line for line in lines if line["level"] == "error"]
     assert error["request_id"] == ids[0] and "on purpose" in error["error"] and error["time"].endswith("+00:00")
-    [asked] = [line for line in lines if line.get("path") == "/v1/models"]
-    assert asked["request_id"] == ids[1] and asked["status"] == 200
+    [asked] = [line for line in lines if line.get("path") == "/v1/completions"]
+    assert (asked["request_id"], asked["status"], asked["key"]) == (ids[1], 200, "anyone")
+    assert asked["prompt_tokens"] > 0 and asked["ttft_s"] > 0
+    [message] = [record.message for record in caplog.records if record.name == "cacheblend.serve.requests"]
+    assert json.loads(message)["path"] == "/v1/completions"  # one line of JSON, whatever the log's format

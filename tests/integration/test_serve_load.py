@@ -1,4 +1,4 @@
-"""A server that is busy, loses its store or is stopped, and its figures: metrics, log lines and its page."""
+"""A server that is busy, loses its store or is stopped, and what its page asks for."""
 
 import json
 import signal
@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -20,16 +19,16 @@ from cacheblend.engines.hf.tickets import Limits
 from cacheblend.serve.settings import ServeSettings
 from cacheblend.store import open_store
 from campaign import rotating
-from openai_asking import PASSAGES, ask, stored_in_time
-from serving import free_port, running
+from openai_asking import PASSAGES, ask
+from serving import free_port, is_ready, running
+from small_llama import wait_until
 
 INTERRUPTED = signal.SIGINT, (0,)
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with running(ServeSettings(chunk_tokens=16, drain_s=5)) as address:
-        yield address
+@pytest.fixture
+def url(nano_url: str) -> str:
+    return nano_url
 
 
 # ---- under load ---------------------------------------------------------------------------------------------
@@ -61,9 +60,7 @@ def test_a_full_queue_is_429_with_retry_after(slowly: None) -> None:
             threads = [threading.Thread(target=post) for _ in range(4)]
             for thread in threads:
                 thread.start()
-            deadline = time.monotonic() + 30
-            while len(found) < 3 and time.monotonic() < deadline:
-                time.sleep(0.02)
+            wait_until(lambda: len(found) >= 3)
             assert [answer.status_code for answer in found] == [429] * 3
             assert all(int(answer.headers["Retry-After"]) >= 1 for answer in found)
         for thread in threads:  # the one that streamed has gone: the one that waits is answered
@@ -80,10 +77,7 @@ def test_a_client_that_leaves_is_not_answered_any_more(url: str, slowly: None) -
         next(one.iter_lines())
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{url}/v1/completions", json=endless, timeout=1)
-    end = time.monotonic() + 30
-    while httpx.get(f"{url}/ready").json()["active"] and time.monotonic() < end:
-        time.sleep(0.05)
-    assert httpx.get(f"{url}/ready").json()["active"] == 0
+    wait_until(lambda: httpx.get(f"{url}/ready").json()["active"] == 0)
 
 
 def test_a_request_whose_time_is_over_ends(slowly: None) -> None:
@@ -132,7 +126,7 @@ def test_a_server_that_is_stopped_answers_what_it_took_and_writes_what_it_missed
     command = [sys.executable, "-c", "from cacheblend.cli import main; main()", *arguments]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
-            stored_in_time(lambda: is_ready(port))
+            wait_until(lambda: is_ready(f"http://127.0.0.1:{port}"))
             events = ask(f"http://127.0.0.1:{port}", stream=True, max_tokens=40, extra_body={"ignore_eos": True})
             first = next(iter(events))
             server.send_signal(sign)
@@ -146,40 +140,7 @@ def test_a_server_that_is_stopped_answers_what_it_took_and_writes_what_it_missed
         assert store.verify() == []
 
 
-def is_ready(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-# ---- figures ------------------------------------------------------------------------------------------------
-
-
-def test_figures_of_a_running_server(url: str) -> None:
-    ask(url)
-    text = httpx.get(f"{url}/metrics").text
-    for name in (
-        "cacheblend_ttft_seconds_bucket",
-        "cacheblend_inter_token_seconds_bucket",
-        "cacheblend_requests_total",
-        "cacheblend_hit_tokens_total",
-        "cacheblend_recomputed_tokens_total",
-        "cacheblend_store_bytes",
-        "cacheblend_requests_waiting",
-    ):
-        assert name in text
-    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
-    assert httpx.get(f"{url}/ready").json()["status"] == "ready"
-
-
-def test_one_line_of_json_a_request(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "cacheblend.serve.requests"):
-        ask(url)
-        time.sleep(0.1)
-    line = json.loads(caplog.records[-1].message)
-    assert (line["path"], line["status"], line["key"]) == ("/v1/chat/completions", 200, "anyone")
-    assert line["prompt_tokens"] > 0 and line["ttft_s"] > 0
+# ---- the page -----------------------------------------------------------------------------------------------
 
 
 def test_the_page_and_what_it_asks_for(url: str) -> None:

@@ -18,10 +18,9 @@ import pytest
 from cacheblend.engines.hf.grammar import Grammar
 from cacheblend.engines.hf.grammars import CompiledGrammar, Grammars
 from cacheblend.engines.hf.tickets import Limits
-from cacheblend.serve.keys import KeyRing, add_key, read_keys
 from cacheblend.serve.settings import ServeSettings
 from cacheblend.serve.state import PARSERS
-from serving import running, shallow
+from serving import keys_of, running, shallow
 from small_llama import wait_until
 
 pytest.importorskip("xgrammar", reason="xgrammar is not installed here")
@@ -61,16 +60,15 @@ Ask = Callable[..., httpx.Response]
 @pytest.fixture
 def ask(gate: Gate, tmp_path: Path) -> Iterator[Ask]:
     """Asks with a key's name and the fields of a request."""
-    keys = {name: add_key(tmp_path / "keys.json", name) for name in ("alice", "bob")}
-    settings = ServeSettings(keys=KeyRing(read_keys(tmp_path / "keys.json")), limits=Limits(waiting=WAITING), drain_s=1)
+    ring, keys = keys_of(tmp_path, "alice", "bob")
+    settings = ServeSettings(keys=ring, limits=Limits(waiting=WAITING), drain_s=1)
     with running(settings, model=shallow()) as url, httpx.Client(base_url=url, timeout=60) as client:
 
         def post(name: str, path: str = "/v1/completions", timeout: float = 60, **fields: Any) -> httpx.Response:
-            headers = {"Authorization": f"Bearer {keys[name]}"}
             if path == "/metrics":
-                return client.get(path, headers=headers)
+                return client.get(path, headers=keys[name])
             body = {"prompt": "Who has the boot?", **({"max_tokens": 4} if path == "/v1/completions" else {}), **fields}
-            return client.post(path, json=body, headers=headers, timeout=timeout)
+            return client.post(path, json=body, headers=keys[name], timeout=timeout)
 
         yield post
         gate.open(100)

@@ -17,7 +17,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.hf import BlendEngine, Grammar
 from cacheblend.nano import model_path
 from cacheblend.serve.settings import ServeSettings
-from serving import running
+from serving import running, shallow
 
 pytest.importorskip("xgrammar", reason="xgrammar is not installed here")
 
@@ -158,6 +158,7 @@ def test_a_schema_a_thousand_deep_is_refused(http: httpx.Client) -> None:
 
 def test_without_the_library(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "xgrammar", None)
-    with running(ServeSettings(max_tokens=4, drain_s=1)) as url, httpx.Client(base_url=url, timeout=120) as other:
+    own = ServeSettings(max_tokens=4, drain_s=1)
+    with running(own, model=shallow()) as url, httpx.Client(base_url=url, timeout=120) as other:
         error = post(other, status=400, response_format=FORMAT)["error"]
     assert error["param"] == "response_format" and "pip install 'cacheblend[structured]'" in error["message"]

@@ -108,14 +108,23 @@ def put_together(events: list[dict[str, Any]], number: int = 0) -> tuple[str, li
             if choice["index"] == number:
                 text += choice["delta"].get("content") or ""
                 for call in choice["delta"].get("tool_calls", ()):
-                    assert call["index"] == len(calls)
-                    calls.append({key: value for key, value in call.items() if key != "index"})
+                    assert call.pop("index") == len(calls)
+                    calls.append(call)
                 reason = choice["finish_reason"] or reason
     return text, calls, reason
 
 
-def without_ids(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{"type": call["type"], **call["function"]} for call in calls]
+def both(web: TestClient, number: int = 0, **more: Any) -> tuple[str | None, list[Any], str]:
+    """Content, names and arguments of calls, and finish reason of a choice, which is the same when it is streamed."""
+    choice = ask(web, **more)["choices"][number]
+    message, (text, calls, reason) = choice["message"], put_together(streamed(web, **more), number)
+    whole, pieces = ([each["function"] for each in found] for found in (message.get("tool_calls", []), calls))
+    assert (text, pieces, reason) == (message["content"] or "", whole, choice["finish_reason"])
+    assert "tool_calls" not in message or message["tool_calls"]
+    return message["content"], [(call["name"], json.loads(call["arguments"])["city"]) for call in whole], reason
+
+
+PARIS = "get_weather", "Paris"
 
 
 # ---- answers ------------------------------------------------------------------------------------------------
@@ -123,16 +132,11 @@ def without_ids(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_a_call_in_openais_form(web: TestClient, says: Any) -> None:
     says("Let me look.\n" + CALL)
-    found = ask(web)
-    [choice] = found["choices"]
-    [call] = choice["message"]["tool_calls"]
-    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Let me look.\n"
+    assert both(web) == ("Let me look.\n", [PARIS], "tool_calls")
+    found, events = ask(web), streamed(web)
+    [call] = found["choices"][0]["message"]["tool_calls"]
     assert call["id"].startswith("call_") and call["type"] == "function"
     assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
-    events = streamed(web)
-    text, calls, reason = put_together(events)
-    assert (text, reason) == ("Let me look.\n", "tool_calls")
-    assert without_ids(calls) == without_ids(choice["message"]["tool_calls"])
     assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": None}
     texts = [event["choices"][0]["delta"].get("content") for event in events]
     assert sum(bool(text) for text in texts) > 2  # as it came
@@ -141,11 +145,9 @@ def test_a_call_in_openais_form(web: TestClient, says: Any) -> None:
 
 def test_an_answer_that_is_a_call_alone_has_no_content(web: TestClient, says: Any) -> None:
     says(CALL)
-    assert ask(web)["choices"][0]["message"]["content"] is None
+    assert both(web) == (None, [PARIS], "tool_calls")
     says("Mild.")
-    message = ask(web)["choices"][0]["message"]
-    assert message == {"role": "assistant", "content": "Mild."}
-    assert put_together(streamed(web)) == ("Mild.", [], "stop")
+    assert both(web) == ("Mild.", [], "stop")
 
 
 def test_openais_client_calls_a_tool_and_answers_with_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,39 +176,27 @@ def test_openais_client_calls_a_tool_and_answers_with_its_result(monkeypatch: py
 
 def test_two_answers_have_calls_of_their_own(web: TestClient, says: Any) -> None:
     says("Warm." + CALL, CALL.replace("Paris", "Oslo") + CALL)
+    assert both(web, n=2) == ("Warm.", [PARIS], "tool_calls")
+    assert both(web, 1, n=2) == (None, [("get_weather", "Oslo"), PARIS], "tool_calls")
     found = ask(web, n=2)["choices"]
-    events = streamed(web, n=2)
-    for number, cities in enumerate((["Paris"], ["Oslo", "Paris"])):
-        text, calls, reason = put_together(events, number)
-        message = found[number]["message"]
-        assert [json.loads(call["function"]["arguments"])["city"] for call in message["tool_calls"]] == cities
-        assert without_ids(calls) == without_ids(message["tool_calls"]) and text == (message["content"] or "")
-        assert reason == found[number]["finish_reason"] == "tool_calls"
-    ids = [call["id"] for choice in found for call in choice["message"]["tool_calls"]]
-    assert len(set(ids)) == 3
+    assert len({call["id"] for choice in found for call in choice["message"]["tool_calls"]}) == 3
 
 
 def test_only_the_first_call_where_parallel_calls_are_not_wanted(web: TestClient, says: Any) -> None:
     says("Look: " + CALL + " and " + CALL + " behind")
-    for told, count in ((False, 1), (True, 2), (None, 2)):
-        message = ask(web, parallel_tool_calls=told)["choices"][0]["message"]
-        text, calls, reason = put_together(streamed(web, parallel_tool_calls=told))
-        assert len(message["tool_calls"]) == len(calls) == count and reason == "tool_calls"
-        assert text == message["content"] == ("Look: " if count == 1 else "Look:  and  behind")
+    assert both(web, parallel_tool_calls=False) == ("Look: ", [PARIS], "tool_calls")
+    for told in (True, None):
+        assert both(web, parallel_tool_calls=told) == ("Look:  and  behind", [PARIS] * 2, "tool_calls")
 
 
 def test_none_reads_no_calls_and_shows_no_tools(web: TestClient, says: Any) -> None:
     says(CALL)
-    found = ask(web, tool_choice="none")
-    assert found["choices"][0]["message"] == {"role": "assistant", "content": CALL}
-    assert put_together(streamed(web, tool_choice="none")) == (CALL, [], "stop")
-    plain = ask(web, tools=[])
-    assert found["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"] < ask(web)["usage"]["prompt_tokens"]
-    assert plain["choices"][0]["message"]["content"] == CALL
-    for choice in ("none", "auto"):
+    assert both(web, tool_choice="none") == both(web, tools=[]) == (CALL, [], "stop")
+    counts = {choice: ask(web, tool_choice=choice)["usage"]["prompt_tokens"] for choice in ("none", "auto")}
+    assert counts["none"] == ask(web, tools=[])["usage"]["prompt_tokens"] < counts["auto"]
+    for choice, count in counts.items():
         body = {"messages": ASKED["messages"], "tools": [WEATHER], "tool_choice": choice}
-        count = web.post("/tokenize", json=body).json()["count"]
-        assert count == ask(web, tool_choice=choice)["usage"]["prompt_tokens"]
+        assert web.post("/tokenize", json=body).json()["count"] == count
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}, "odd"])
@@ -227,31 +217,21 @@ def test_tools_beside_a_form_are_refused_by_name(web: TestClient) -> None:
 @pytest.mark.parametrize("told", ["Look: " + CALL[:-40], CALL.replace("get_weather", "get_time"), "Look: <tool_call>"])
 def test_what_is_no_call_is_text_in_the_answer(web: TestClient, says: Any, told: str) -> None:
     says(told)
-    assert ask(web)["choices"][0]["message"] == {"role": "assistant", "content": told}
-    assert put_together(streamed(web)) == (told, [], "stop")
+    assert both(web) == (told, [], "stop")
 
 
 def test_an_answer_that_is_cut_says_so(web: TestClient, says: Any) -> None:
     says(CALL + "Look: " + CALL)
     whole = ask(web)["usage"]["completion_tokens"]
     for most in range(1, whole, 29):
-        choice = ask(web, max_tokens=most)["choices"][0]
-        text, calls, reason = put_together(streamed(web, max_tokens=most))
-        assert reason == choice["finish_reason"] == "length" and text == (choice["message"]["content"] or "")
-        assert without_ids(calls) == without_ids(choice["message"].get("tool_calls", []))
-    first = ask(web, max_tokens=whole - 3, parallel_tool_calls=False)["choices"][0]
-    assert first["finish_reason"] == "tool_calls" and len(first["message"]["tool_calls"]) == 1
+        assert both(web, max_tokens=most)[2] == "length"
+    assert both(web, max_tokens=whole - 3, parallel_tool_calls=False)[1:] == ([PARIS], "tool_calls")
 
 
 def test_a_stop_text_inside(web: TestClient, says: Any) -> None:
     says("Look. " + CALL + " behind")
-    choice = ask(web, stop=["</tool_call>"])["choices"][0]
-    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Look. "
-    text, calls, reason = put_together(streamed(web, stop=["</tool_call>"]))
-    assert (text, reason) == ("Look. ", "tool_calls")
-    assert without_ids(calls) == without_ids(choice["message"]["tool_calls"])
-    cut = ask(web, stop=["Paris"])["choices"][0]
-    assert cut["finish_reason"] == "stop" and cut["message"]["content"] == "Look. " + CALL[: CALL.index("Paris")]
+    assert both(web, stop=["</tool_call>"]) == ("Look. ", [PARIS], "tool_calls")
+    assert both(web, stop=["Paris"]) == ("Look. " + CALL[: CALL.index("Paris")], [], "stop")
 
 
 def test_log_probabilities_are_of_every_token(web: TestClient, says: Any) -> None:
@@ -283,10 +263,7 @@ def test_markers_that_are_special_tokens_are_read(tmp_path: Path, monkeypatch: p
         call = [token, *builder.encode('get_weather[ARGS]{"city": "Paris"}')]
         end = builder.special_ids(["<|user|>"])
         script(monkeypatch, [[*builder.encode("Look. "), *end, *call, *call]])
-        message = ask(web)["choices"][0]["message"]
-        assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_weather"] * 2
-        assert message["content"] == "Look. "
-        assert without_ids(put_together(streamed(web))[1]) == without_ids(message["tool_calls"])
+        assert both(web) == ("Look. ", [PARIS] * 2, "tool_calls")
         plain = ask(web, tools=None)["choices"][0]["message"]["content"]
         assert plain == "Look. " + 'get_weather[ARGS]{"city": "Paris"}' * 2
 
@@ -296,7 +273,7 @@ def test_without_a_known_template_answers_stay_text(monkeypatch: pytest.MonkeyPa
         with engine(template) as opened, server(opened, **settings) as web:
             assert opened.builder is not None
             script(monkeypatch, [opened.builder.encode(CALL)])
-            assert ask(web)["choices"][0]["message"] == {"role": "assistant", "content": CALL}
+            assert both(web) == (CALL, [], "stop")
 
 
 # ---- requests -----------------------------------------------------------------------------------------------
@@ -349,30 +326,9 @@ def test_half_of_a_surrogate_pair_in_a_history_is_no_error_of_the_server() -> No
         ({}, "tools"),
         ([5], "tools.0"),
         ([WEATHER, {"type": "web_search"}], "tools.1.type"),
-        ([WEATHER, {"type": "function", "function": {"name": 5}}], "tools.1.function.name"),
-        ([{"type": "function", "function": {"name": "f", "strict": True}}], "tools.0.function.strict"),
     ],
 )
 def test_wrong_tools_are_refused_by_name(web: TestClient, tools: Any, param: str) -> None:
     for path in ("/v1/chat/completions", "/tokenize"):
         answer = web.post(path, json={"messages": ASKED["messages"], "tools": tools})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
-
-
-def test_huge_tools_are_refused_by_their_length(web: TestClient) -> None:
-    large = [{"type": "function", "function": {"name": "f", "parameters": {"enum": ["lamp"] * 40_000}}}]
-    numbers = [{"type": "function", "function": {"name": "f", "parameters": {"enum": [10**40 + 7] * 40_000}}}]
-    for tools in (large, numbers):
-        for path in ("/v1/chat/completions", "/tokenize"):
-            answer = web.post(path, json={"messages": ASKED["messages"], "tools": tools})
-            assert answer.status_code in (400, 413) and answer.json()["error"]["code"] == "too_long", answer.text
-
-
-def test_numbers_in_tools_are_refused_by_their_length(web: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheblend.engines.tokens.builder import PromptBuilder
-
-    monkeypatch.setattr(PromptBuilder, "chat", lambda *_, **__: pytest.fail("it was tokenised whole"))
-    for value in ([12345678] * 30_000, [int("7" * 4000)] * 30):
-        tools = [{"type": "function", "function": {"name": "f", "parameters": {"enum": value}}}]
-        answer = web.post("/v1/chat/completions", json={**ASKED, "tools": tools})
-        assert answer.status_code in (400, 413) and answer.json()["error"]["code"] == "too_long", answer.text

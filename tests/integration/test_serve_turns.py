@@ -17,47 +17,49 @@ from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.tickets import Limits, QueueFullError, TooLateError
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.fair_queue import FairQueue
-from cacheblend.serve.keys import KeyRing, add_key, read_keys
 from cacheblend.serve.settings import ServeSettings
 from random_words import words
-from serving import running
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with running(ServeSettings(chunk_tokens=16, hosts=("server.example",), drain_s=5)) as address:
-        yield address
-
+from serving import keys_of, running, shallow
 
 # ---- many chunks --------------------------------------------------------------------------------------------
 
 
-def test_a_short_post_does_not_wait_for_a_long_one(tmp_path: Path) -> None:
-    file = tmp_path / "keys.json"
-    many, few = ({"Authorization": f"Bearer {add_key(file, name)}"} for name in ("many", "few"))
-    ended: list[str] = []
-    with running(ServeSettings(keys=KeyRing(read_keys(file)), drain_s=5)) as url:
+def chunks_of(who: str, count: int) -> dict[str, Any]:
+    return {"chunks": [{"text": words(60)} for _ in range(count)]}
 
-        def post(who: str, count: int, key: dict[str, str]) -> None:
-            chunks = [{"text": words(60)} for _ in range(count)]
-            assert httpx.post(f"{url}/v1/chunks", json={"chunks": chunks}, headers=key, timeout=300).status_code == 200
+
+def documents_of(who: str, count: int) -> dict[str, Any]:
+    return {"documents": [{"id": f"{who} {number}", "text": words(480)} for number in range(count)]}
+
+
+@pytest.mark.parametrize(("kind", "post_of", "count"), [("chunks", chunks_of, 300), ("documents", documents_of, 60)])
+def test_a_short_post_does_not_wait_for_a_long_one(
+    tmp_path: Path, kind: str, post_of: Callable[[str, int], dict[str, Any]], count: int
+) -> None:
+    ring, headers = keys_of(tmp_path, "many", "few")
+    ended: list[str] = []
+    with running(ServeSettings(keys=ring, drain_s=5), model=shallow()) as url:
+
+        def post(who: str, number: int) -> None:
+            answer = httpx.post(f"{url}/v1/{kind}", json=post_of(who, number), headers=headers[who], timeout=600)
+            assert answer.status_code == 200
             ended.append(who)
 
-        long = threading.Thread(target=post, args=("many", 300, many))
+        long = threading.Thread(target=post, args=("many", count))
         long.start()
-        time.sleep(0.3)
-        post("few", 1, few)
+        while not httpx.get(f"{url}/v1/{kind}", headers=headers["many"], timeout=600).json()["data"]:
+            time.sleep(0.02)
+        post("few", 1)
         long.join()
     assert ended == ["few", "many"]
 
 
-def test_work_for_a_client_that_is_gone_is_not_done(url: str) -> None:
-    before = len(httpx.get(f"{url}/v1/chunks", timeout=60).json()["data"])
-    chunks = [{"text": words(60)} for _ in range(300)]
+def test_work_for_a_client_that_is_gone_is_not_done(nano_url: str) -> None:
+    before = len(httpx.get(f"{nano_url}/v1/chunks", timeout=60).json()["data"])
     with contextlib.suppress(httpx.TimeoutException):
-        httpx.post(f"{url}/v1/chunks", json={"chunks": chunks}, timeout=0.5)
-    assert httpx.post(f"{url}/v1/chunks", json={"chunks": [{"text": words(60)}]}, timeout=300).status_code == 200
-    assert len(httpx.get(f"{url}/v1/chunks", timeout=60).json()["data"]) < before + 300
+        httpx.post(f"{nano_url}/v1/chunks", json=chunks_of("", 300), timeout=0.5)
+    assert httpx.post(f"{nano_url}/v1/chunks", json=chunks_of("", 1), timeout=300).status_code == 200
+    assert len(httpx.get(f"{nano_url}/v1/chunks", timeout=60).json()["data"]) < before + 300
 
 
 # ---- the queue ----------------------------------------------------------------------------------------------
@@ -140,7 +142,7 @@ def test_places_are_given_back_however_work_ends(seed: int) -> None:
 
 
 def test_a_full_queue_is_told_before_a_text_is_tokenised() -> None:
-    with running(ServeSettings(limits=Limits(active=1, waiting=0))) as url:
+    with running(ServeSettings(limits=Limits(active=1, waiting=0)), model=shallow()) as url:
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": "lamp"})
         assert answer.status_code == 429 and answer.headers["retry-after"]
 
@@ -148,24 +150,37 @@ def test_a_full_queue_is_told_before_a_text_is_tokenised() -> None:
 # ---- a server that ends -------------------------------------------------------------------------------------
 
 
-def test_a_stream_that_a_drain_cuts_ends_with_an_error() -> None:
-    events: list[str] = []
-    with running(ServeSettings(drain_s=0)) as url:
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "lamp", "max_tokens": 1900}),
+        ("/v1/responses", {"input": "lamp", "max_output_tokens": 1900}),
+    ],
+)
+def test_a_stream_that_a_drain_cuts_ends_with_an_error(path: str, body: dict[str, Any]) -> None:
+    told: list[str] = []
+    with running(ServeSettings(drain_s=0), model=shallow()) as url:
         began = threading.Event()
 
         def read() -> None:
-            body = {"prompt": "lamp", "max_tokens": 1900, "ignore_eos": True, "stream": True}
-            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as stream:
-                for line in stream.iter_lines():
-                    began.set()
-                    events.append(line)
+            with httpx.stream(
+                "POST", url + path, json=body | {"ignore_eos": True, "stream": True}, timeout=60
+            ) as stream:
+                for line in filter(None, stream.iter_lines()):
+                    told.append(line)
+                    if '"text":' in line or "output_text.delta" in line:
+                        began.set()
 
         reader = threading.Thread(target=read)
         reader.start()
         began.wait(30)
     reader.join(30)
-    told = [line for line in events if line]
-    assert told[-1] == "data: [DONE]" and json.loads(told[-2][6:])["error"]["code"] == "shutting_down"
+    last = json.loads([line for line in told if line.startswith("data: {")][-1][6:])
+    if path == "/v1/completions":
+        assert told[-1] == "data: [DONE]" and last["error"]["code"] == "shutting_down"
+    else:
+        assert last["type"] == "response.failed" and last["response"]["error"]["message"]
+        assert last["response"]["status"] == "failed"
 
 
 def test_a_post_that_a_drain_cuts_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +192,7 @@ def test_a_post_that_a_drain_cuts_is_told_so(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(BlendEngine, "warm", slowly)
     chunks, found = [{"text": words(600)} for _ in range(60)], list[httpx.Response]()
-    with running(ServeSettings(drain_s=0.5)) as url:
+    with running(ServeSettings(drain_s=0.5), model=shallow()) as url:
         client = threading.Thread(
             target=lambda: found.append(httpx.post(f"{url}/v1/chunks", json={"chunks": chunks}, timeout=300))
         )

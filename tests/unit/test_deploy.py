@@ -12,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,18 @@ import typer
 import yaml
 
 from cacheblend.cli import app
+from cacheblend.core.report import BlendReport
 from cacheblend.engines.hf.configs import expected_layout
+from cacheblend.engines.hf.shadow_check import ShadowCheck
 from cacheblend.engines.hf.shapes import SHAPES, shape_config
+from cacheblend.engines.shadow import Compared, Labels, ShadowSettings, ShadowWatch
 from cacheblend.engines.vllm import reasons
 from cacheblend.engines.vllm.config import read_config
 from cacheblend.engines.vllm.reasons import DECISIONS
+from cacheblend.serve.metrics import Metrics
+from cacheblend.store import MemoryStore
 from cacheblend.store.open import check_store_url
 from deployment import DEPLOY, KUSTOMIZED, ROOT, compose, containers, image_command, needs_kubectl, rendered
-from metrics_text import metrics_text
 
 KUBERNETES = "1.32"
 CUSTOM = ("ServiceMonitor",)
@@ -239,13 +244,41 @@ def rules() -> list[dict[str, Any]]:
     return [rule for group in yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
 
 
+@cache
+def metrics_text() -> str:
+    """The text of a server's /metrics, every metric among it at least once."""
+    with MemoryStore() as store:
+        watch = ShadowWatch(ShadowSettings(0.5), "nano", 0.15)
+        watch.add(Labels("a", "hkvd"), Compared(0.1, (True,)), 0)
+        watch.drop("queue full")
+        check = ShadowCheck(watch, lambda prompt, rows: None, lambda: 0, lambda: None)  # type: ignore[arg-type, return-value]
+        metrics = Metrics(store, lambda: 3, lambda: 2, lambda: {"queue full": 5, "failed": 1}, check)
+        report = BlendReport(10, {"memory": 4}, ttft_s=0.2, fallbacks=["1 block(s) lost: gone", "and again"])
+        metrics.report(report, "blend")
+        metrics.request(200)
+        metrics.gap(0.01)
+        return metrics.text().decode()
+
+
 def known() -> dict[str, set[str]]:
     """The labels of each metric that the server has."""
-    lines = [line for line in metrics_text().splitlines() if not line.startswith("#")]
     found: dict[str, set[str]] = {}
-    for line in lines:
+    for line in (line for line in metrics_text().splitlines() if not line.startswith("#")):
         found.setdefault(re.split(r"[{ ]", line)[0], set()).update(re.findall(r'(\w+)="', line))
     return found
+
+
+def test_failures_are_counted_by_reason() -> None:
+    text = metrics_text()
+    assert 'cacheblend_fallbacks_total{reason="lost block"} 2.0' in text
+    assert 'cacheblend_captures_given_up_total{reason="queue full"} 5.0' in text
+    assert "cacheblend_requests_waiting 3.0" in text
+
+
+def test_every_metric_of_the_dashboard_exists() -> None:
+    panels = json.loads((ROOT / "examples/grafana.json").read_text())["panels"]
+    asked = {name for p in panels for t in p["targets"] for name in re.findall(r"cacheblend_\w+", t["expr"])}
+    assert len(asked) >= 10 and asked <= known().keys()
 
 
 def test_alerts_ask_for_metrics_and_labels_that_exist() -> None:

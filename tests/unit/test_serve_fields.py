@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.fields import ACCEPTED, REFUSED, REFUSED_RESPONSES, check_fields
@@ -88,10 +89,6 @@ def test_the_page_says_of_every_field_what_becomes_of_it() -> None:
 
 @pytest.mark.parametrize("where", ["cacheblend", "response_format", "stream_options"])
 def test_many_unknown_fields_are_refused_by_the_first(where: str) -> None:
-    from pydantic import ValidationError
-
-    from cacheblend.serve.schemas import ChatRequest
-
     body = {"messages": [{"role": "user", "content": "x"}], where: {f"k{number}": 0 for number in range(1000)}}
     with pytest.raises(ValidationError, match="there is no field 'k0'") as told:
         ChatRequest.model_validate(body)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend.core.names import BlockName
-from cacheblend.serve.pages import page_of
+from cacheblend.serve.routes.chunks import page_of
 
 NAMES = st.sets(st.binary(min_size=1, max_size=3), max_size=30).map(lambda names: [BlockName(n) for n in sorted(names)])
 

@@ -14,21 +14,13 @@ from cacheblend.engines.hf.scheduler import Limits
 from cacheblend.serve.keys import KeyRing, add_key, read_keys
 from cacheblend.serve.settings import ServeSettings
 
+COUNTS = ("chunk_tokens", "max_body_bytes", "max_prompt_tokens", "max_chunks", "max_choices", "max_tokens")
+
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        *(
-            ({name: 0}, f"{name} must be 1 or more, got 0")
-            for name in (
-                "chunk_tokens",
-                "max_body_bytes",
-                "max_prompt_tokens",
-                "max_chunks",
-                "max_choices",
-                "max_tokens",
-            )
-        ),
+        *(({name: 0}, f"{name} must be 1 or more, got 0") for name in COUNTS),
         ({"store_bytes": -1}, "store_bytes must be 0 or more, got -1"),
         ({"pin_bytes": -1}, "pin_bytes must be 0 or more"),
         ({"drain_s": -1.0}, "drain_s must be 0 or more"),

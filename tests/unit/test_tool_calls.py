@@ -20,9 +20,9 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.tokens.builder import PromptBuilder
 from cacheblend.engines.tokens.chat import strings_in
 from cacheblend.serve.errors import ApiError
-from cacheblend.serve.tools.call_reader import CallReader
-from cacheblend.serve.tools.formats import CHOICES, FORMATS, Call, format_of
-from cacheblend.serve.tools.requests import check_tools, names_of, with_argument_objects
+from cacheblend.serve.prompts import with_argument_objects
+from cacheblend.serve.schemas import check_tools
+from cacheblend.serve.tool_calls import CHOICES, FORMATS, Call, CallReader, format_of
 from tokenizers_for_tests import byte_level
 
 NAMES = ("f", "g", "get_weather", "a.b-c")
@@ -318,7 +318,9 @@ def test_what_is_no_tool_is_refused_with_its_place(tool: dict[str, Any], param: 
 
 def test_many_tools() -> None:
     tools = check_tools([{"type": "function", "function": {"name": f"f{number}"}} for number in range(128)])
-    assert read("hermes", [written("hermes", "f127", {})], names_of(tools))[1] == [Call("f127", "{}")]
+    assert read("hermes", [written("hermes", "f127", {})], (each["function"]["name"] for each in tools))[1] == [
+        Call("f127", "{}")
+    ]
 
 
 def call_of(arguments: Any) -> dict[str, Any]:

@@ -1,43 +1,88 @@
-"""From a request that its schema has checked to one that runs: the model, the prompt, sampling parameters.
+"""From a request that its schema has checked to one that runs: the model, the form, the prompt, sampling parameters.
 
-What every kind of answer shares; how it is written is in `responses` and `routes.responses`.
+What every kind of answer shares; how it is written is in `routes.openai` and `routes.responses`.
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from fastapi import Request
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt
+from cacheblend.core.report import BlendReport
 from cacheblend.engines.hf import SamplingParams
 from cacheblend.engines.hf.grammars import CompiledGrammar
-from cacheblend.engines.hf.tickets import Ask
+from cacheblend.engines.hf.scheduler import Scheduler
+from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event, Ticket, TokenEvent
 from cacheblend.serve.errors import ApiError
-from cacheblend.serve.forms import grammar_of
 from cacheblend.serve.keys import ApiKey
+from cacheblend.serve.metrics import Metrics
 from cacheblend.serve.prompts import ParsedPrompt
-from cacheblend.serve.running_requests import RunningRequest
-from cacheblend.serve.schemas import Extras, Sampling
+from cacheblend.serve.schemas import Extras, Sampling, grammar_of
 from cacheblend.serve.state import ServerState
 from cacheblend.serve.tenants import tenant_of
 
 T = TypeVar("T")
 
 
+@dataclass
+class RunningRequest:
+    """A request while the scheduler runs it: its events on the server's own loop, and its figures for the metrics."""
+
+    ask: Ask
+    scheduler: Scheduler
+    metrics: Metrics
+    report: BlendReport | None = None  # how it was prefilled; None until it is done
+    _last_token_at: dict[int, float] = field(default_factory=dict)  # by choice
+    _inbox: "asyncio.Queue[Event]" = field(default_factory=asyncio.Queue)
+    _ticket: Ticket | None = None
+
+    def start(self) -> None:
+        """Queues the request; on the server's loop. Raises as `Scheduler.submit`."""
+        loop, inbox = asyncio.get_running_loop(), self._inbox
+
+        def on_event(event: Event) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped
+                loop.call_soon_threadsafe(inbox.put_nowait, event)
+
+        self._ticket = self.scheduler.submit(self.ask, on_event)
+
+    async def events(self) -> AsyncIterator[TokenEvent]:
+        """The tokens of a started request as they come; raises the error that ended it.
+
+        Leaving the iteration early cancels the request.
+        """
+        done = False
+        try:
+            while True:
+                event = await self._inbox.get()
+                if isinstance(event, DoneEvent):
+                    done = True
+                    self.report = event.report
+                    if event.error is not None:
+                        raise event.error
+                    return
+                now, before = time.perf_counter(), self._last_token_at.get(event.choice)
+                if before is not None:
+                    self.metrics.gap(now - before)
+                self._last_token_at[event.choice] = now
+                yield event
+        finally:
+            if not done and self._ticket is not None:
+                self._ticket.cancel()
+            elif self.report is not None:
+                self.metrics.report(self.report, self.ask.mode)
+
+
 async def started(
     state: ServerState, request: Request, asked: Sampling, key: ApiKey, parse: Callable[[], ParsedPrompt]
 ) -> RunningRequest:
-    """The request, queued.
-
-    Args:
-        state: of the server.
-        request: noted in it, for the log.
-        asked: what it says.
-        key: its key.
-        parse: makes its prompt; called on a worker thread.
+    """The request, queued, and noted in `request` for the log; `parse`, which makes its prompt, runs on a thread.
 
     Raises:
         ApiError: a wrong model or value.
@@ -78,32 +123,34 @@ async def unless_disconnected(request: Request, answer: Awaitable[T]) -> T:
 
 
 def _scheduler_request(
-    state: ServerState,
-    asked: Sampling,
-    key: ApiKey,
-    parse: Callable[[], ParsedPrompt],
-    grammar: CompiledGrammar | None,
+    state: ServerState, asked: Sampling, key: ApiKey, parse: Callable[[], ParsedPrompt], grammar: CompiledGrammar | None
 ) -> Ask:
     """What the scheduler runs; tokenises the prompt, so it is called on a worker thread."""
-    settings, extras = state.settings, asked.cacheblend or Extras()
+    settings, extras, vocabulary = state.settings, asked.cacheblend or Extras(), state.engine.survey.vocab_size
     if asked.n > settings.max_choices:
         raise ApiError(400, f"n is {asked.n}; at most {settings.max_choices} choices are allowed", param="n")
-    _check_token_ids(state, asked)
-    salt = _salt(asked, extras)
+    for name, ids in (("logit_bias", asked.logit_bias or ()), ("stop_token_ids", asked.stop_token_ids or ())):
+        for token in ids:
+            if not 0 <= token < vocabulary:
+                raise ApiError(400, f"{name} has token {token}; ids are in 0..{vocabulary - 1}", param=name)
+    if asked.cache_salt and extras.salt and asked.cache_salt != extras.salt:
+        raise ApiError(400, "cache_salt and cacheblend.salt are two names of one thing, and differ", param="cache_salt")
+    salt = extras.salt or asked.cache_salt or ""
     prompt, keep_text, shown = parse()
     state.check_size(prompt)
     remembered = state.tenants.remember_salt(key, salt)
     state.tenants.count(key)
-    ratio, name = extras.recompute_ratio, extras.selector
-    named = None if name is None else state.engine.settings.selector(ratio, name)
+    ratio, selector = extras.recompute_ratio, None
+    if extras.selector is not None:
+        selector, ratio = state.engine.settings.selector(ratio, extras.selector), None
     return Ask(
         prompt,
         _sampling_params(state, asked, prompt, grammar),
         grammar=grammar,
         choices=asked.n,
         mode=extras.mode,
-        ratio=ratio if named is None else None,
-        selector=named,
+        ratio=ratio,
+        selector=selector,
         deadline=time.monotonic() + settings.timeout_s,
         logprobs=asked.wanted_logprobs(),
         tenant=tenant_of(key, salt),
@@ -115,12 +162,7 @@ def _scheduler_request(
 
 
 async def _form(state: ServerState, request: Request, asked: Sampling) -> CompiledGrammar | None:
-    """The form of the answer, compiled, before anything is computed; None: any text.
-
-    Raises:
-        ApiError: it is wrong, nothing satisfies it, or it contradicts other fields.
-        QueueFullError, TooLateError: see `ServerState.compile`.
-    """
+    """The form of the answer, compiled, before anything is computed; None: any text."""
     said = {name: getattr(asked, name, None) for name in ("response_format", "text", "structured_outputs")}
     if all(form is None for form in said.values()):
         return None
@@ -141,42 +183,17 @@ async def _form(state: ServerState, request: Request, asked: Sampling) -> Compil
         raise ApiError(400, f"{field}: {error}", param=field) from None
 
 
-def _bad_words(state: ServerState, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Each word's tokens, as it begins a text and as it stands behind a space.
-
-    Raises:
-        ApiError: token ids are all that this server knows.
-    """
-    builder = state.engine.builder
-    if words and builder is None:
-        raise ApiError(400, "bad_words are text, and this server has no tokenizer", param="bad_words")
-    found = [builder.encode(front + word) for word in words for front in ("", " ")] if builder is not None else []
-    return tuple(dict.fromkeys(tuple(int(token) for token in ids) for ids in found))
-
-
-def _check_token_ids(state: ServerState, asked: Sampling) -> None:
-    for name, ids in (("logit_bias", asked.logit_bias or ()), ("stop_token_ids", asked.stop_token_ids or ())):
-        for token in ids:
-            if not 0 <= token < state.engine.survey.vocab_size:
-                raise ApiError(
-                    400, f"{name} has token {token}; ids are in 0..{state.engine.survey.vocab_size - 1}", param=name
-                )
-
-
-def _salt(asked: Sampling, extras: Extras) -> str:
-    """Of the request, by either name."""
-    if asked.cache_salt and extras.salt and asked.cache_salt != extras.salt:
-        raise ApiError(400, "cache_salt and cacheblend.salt are two names of one thing, and differ", param="cache_salt")
-    return extras.salt or asked.cache_salt or ""
-
-
 def _sampling_params(
     state: ServerState, asked: Sampling, prompt: Prompt, grammar: CompiledGrammar | None
 ) -> SamplingParams:
-    wanted = asked.wanted_tokens or state.settings.max_tokens
+    words, builder = asked.bad_words or (), state.engine.builder
+    if words and builder is None:
+        raise ApiError(400, "bad_words are text, and this server has no tokenizer", param="bad_words")
+    # As it begins a text, and as it stands behind a space.
+    bad = [builder.encode(front + word) for word in words for front in ("", " ")] if builder is not None else []
     stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
     return SamplingParams(
-        max_new_tokens=wanted,
+        max_new_tokens=asked.wanted_tokens or state.settings.max_tokens,
         temperature=1.0 if asked.temperature is None else asked.temperature,
         top_p=1.0 if asked.top_p is None else asked.top_p,
         top_k=max(0, asked.top_k or 0),
@@ -185,7 +202,7 @@ def _sampling_params(
         presence_penalty=asked.presence_penalty or 0.0,
         frequency_penalty=asked.frequency_penalty or 0.0,
         logit_bias=tuple((asked.logit_bias or {}).items()),
-        bad_words=_bad_words(state, asked.bad_words or []),
+        bad_words=tuple(dict.fromkeys(tuple(int(token) for token in ids) for ids in bad)),
         seed=asked.seed,
         stop=stop,
         stop_token_ids=tuple(asked.stop_token_ids or ()),

@@ -12,11 +12,9 @@ from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.serve.bodies import VALUES
 from cacheblend.serve.errors import add_error_handlers
-from cacheblend.serve.guard import HostGuard
 from cacheblend.serve.memory import trim_heap_periodically
-from cacheblend.serve.middleware import BodyLimit, RequestLog
+from cacheblend.serve.middleware import BodyLimit, HostGuard, RequestLog
 from cacheblend.serve.routes import chunks, documents, health, openai, playground, responses, tokens
 from cacheblend.serve.schemas import ErrorAnswer
 from cacheblend.serve.settings import ServeSettings
@@ -24,12 +22,7 @@ from cacheblend.serve.state import ServerState
 
 
 def create_app(engine: BlendEngine, settings: ServeSettings | None = None) -> FastAPI:
-    """The app over an engine.
-
-    Args:
-        engine: with a tokenizer; stays open after the app has stopped.
-        settings: of the server.
-    """
+    """The app over an engine, which stays open after the app has stopped."""
     settings = settings or ServeSettings()
     state = ServerState(engine, settings)
 
@@ -45,24 +38,13 @@ def create_app(engine: BlendEngine, settings: ServeSettings | None = None) -> Fa
 
     errors: dict[int | str, dict[str, Any]] = {code: {"model": ErrorAnswer} for code in ("4XX", 503)}
     app = FastAPI(title="CacheBlend", lifespan=lifespan, docs_url=None, redoc_url=None, responses=errors)
-    app.add_middleware(
-        BodyLimit,
-        max_bytes=settings.max_body_bytes,
-        seconds=settings.body_s,
-        check=state.key_of_header,
-        limit_of=state.body_bytes,
-        values=max(VALUES, 2 * (engine.survey.max_length or 0)),
-    )
+    app.add_middleware(BodyLimit, state=state)
     app.state.server = state
     app.add_middleware(HostGuard, hosts=None if settings.keys.keys else settings.hosts)
     app.add_middleware(RequestLog, metrics=state.metrics)
     add_error_handlers(app)
-    openai.add_routes(app, state)
-    responses.add_routes(app, state)
-    tokens.add_routes(app, state)
-    health.add_routes(app, state)
-    chunks.add_routes(app, state)
-    documents.add_routes(app, state)
+    for routes in (openai, responses, tokens, health, chunks, documents):
+        routes.add_routes(app, state)
     if settings.playground:
         playground.add_routes(app, state)
     return app

@@ -18,14 +18,12 @@ import json
 import resource
 import socket
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from cacheblend.serve.errors import ApiError
-from cacheblend.serve.settings import ServeSettings
 from cacheblend.serve.state import ServerState
 
 MORE_S = 5
@@ -73,7 +71,7 @@ class WatchedConnection(asyncio.Protocol):
         open_ones = [each for each in self.connections if isinstance(each, WatchedConnection) and not each.is_ending]
         if len(open_ones) > self.most:
             waiting = [each for each in open_ones if each.is_waiting and each is not self]
-            min(waiting, key=lambda each: each.since, default=self).refuse(self.most)
+            min(waiting, key=lambda each: each.since, default=self).refuse()
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
@@ -93,12 +91,13 @@ class WatchedConnection(asyncio.Protocol):
         """It takes no more requests."""
         return self._refused or self.transport.is_closing()
 
-    def refuse(self, most: int) -> None:
+    def refuse(self) -> None:
         """Ends the connection with 503, since there are too many."""
         self._refused = True
-        error = ApiError(503, f"{most:,} connections are open (--connections); try again", code="too_many_connections")
+        message = f"{self.most:,} connections are open (--connections); try again"
+        error = ApiError(503, message, code="too_many_connections")
         self.transport.write(_answer("503 Service Unavailable", error, "Retry-After: 5"))
-        stays = len(self.connections) <= most + most // 4 + 8  # a flood of refused ones takes no files either
+        stays = len(self.connections) <= self.most + self.most // 4 + 8  # a flood of refused ones takes no files either
         asyncio.get_running_loop().call_later(_REFUSED_S if stays else 0, self.transport.close)
 
     def pause_writing(self) -> None:
@@ -124,13 +123,9 @@ class WatchedConnection(asyncio.Protocol):
                 self.transport.abort()  # closing would wait for the client to read
         elif not self._refused and not self.running and now > self.since + headers_s:
             if self._began and not self.transport.is_closing():
-                self.transport.write(_refusal(headers_s))
+                message = f"a request's headers must be sent within {headers_s:g} s (--header-timeout)"
+                self.transport.write(_answer("408 Request Timeout", ApiError(408, message, code="timeout")))
             self.transport.close()
-
-
-def _refusal(seconds: float) -> bytes:
-    error = ApiError(408, f"a request's headers must be sent within {seconds:g} s (--header-timeout)", code="timeout")
-    return _answer("408 Request Timeout", error)
 
 
 def _answer(status: str, error: ApiError, *headers: str) -> bytes:
@@ -139,48 +134,34 @@ def _answer(status: str, error: ApiError, *headers: str) -> bytes:
     return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
 
 
-def watched(protocol: type[asyncio.Protocol], most: int) -> type[asyncio.Protocol]:
-    """One of uvicorn's protocols whose connections `end_overdue` looks at.
-
-    Args:
-        protocol: uvicorn's.
-        most: connections at a time; never more than half of the files that the process may open.
-    """
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    fitting = most if files == resource.RLIM_INFINITY else min(most, max(1, files // 2))
-    return type(f"WatchedConnection{protocol.__name__}", (WatchedConnection, protocol), {"most": fitting})
-
-
-def end_overdue(connections: Iterable[object], headers_s: float, unread_s: float) -> None:
-    """Closes connections that keep the server waiting; see `WatchedConnection.end_if_overdue`."""
-    for each in list(connections):
-        if isinstance(each, WatchedConnection):
-            each.end_if_overdue(headers_s, unread_s)
-
-
 class DrainingServer(uvicorn.Server):
     """A server that ends its requests before it cuts their connections.
 
     Args:
-        config: its ``timeout_graceful_shutdown`` is set.
+        config: of the server; its ``timeout_graceful_shutdown`` is set.
         state: of the app that it serves: its ``state.server``.
     """
 
     def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
-        config.timeout_graceful_shutdown = grace_s(state.settings)
+        config.timeout_graceful_shutdown = round(state.settings.drain_s) + MORE_S
         super().__init__(config)
         self._state = state
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn."""
-        self.config.http_protocol_class = watched(self.config.http_protocol_class, self._state.settings.connections)
+        """See uvicorn. The connections of its protocol are watched; they take at most half of the process's files."""
+        protocol, most = self.config.http_protocol_class, self._state.settings.connections
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        fitting = most if files == resource.RLIM_INFINITY else min(most, max(1, files // 2))
+        named = f"WatchedConnection{protocol.__name__}"
+        self.config.http_protocol_class = type(named, (WatchedConnection, protocol), {"most": fitting})
         await super().startup(sockets)
 
     async def on_tick(self, counter: int) -> bool:
         """See uvicorn."""
         if counter % TICKS == 0:
-            settings = self._state.settings
-            end_overdue(self.server_state.connections, settings.headers_s, settings.body_s)
+            for each in list(self.server_state.connections):
+                if isinstance(each, WatchedConnection):
+                    each.end_if_overdue(self._state.settings.headers_s, self._state.settings.body_s)
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -191,8 +172,3 @@ class DrainingServer(uvicorn.Server):
         await super().shutdown(sockets)
         ending.cancel()
         await drained
-
-
-def grace_s(settings: ServeSettings) -> int:
-    """Seconds after which connections are cut."""
-    return round(settings.drain_s) + MORE_S

@@ -8,7 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from cacheblend.core.errors import CacheBlendError, InvalidInputError, ModelChangedError, StoreError
+from cacheblend.core.errors import CacheBlendError, ModelChangedError, StoreError
 from cacheblend.core.failures import count_failure
 from cacheblend.engines.hf.tickets import ClosedError, QueueFullError, TooLateError
 from cacheblend.serve.log_lines import request_id
@@ -65,36 +65,25 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, headers)
 
 
-def log_internal(error: Exception) -> ApiError:
-    """As `api_error`; logs an error whose cause the client is not told."""
-    converted = api_error(error)
-    if converted.code == "internal":
-        logger.error("a request failed", exc_info=error, extra={"request_id": request_id.get()})
-        count_failure("request")
-    return converted
-
-
 def api_error(error: Exception) -> ApiError:
-    """The error to send to the client; gives no details of errors that the client did not cause."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, ModelChangedError):
-        return ApiError(503, str(error), code="model_changed", retry_after_s=1)
-    if isinstance(error, InvalidInputError):
-        return ApiError(400, str(error))
-    if isinstance(error, QueueFullError):
-        return ApiError(429, str(error), code="queue_full", retry_after_s=error.retry_after_s)
-    if isinstance(error, TooLateError):
-        return ApiError(503, str(error), code="timeout", retry_after_s=1)
-    if isinstance(error, ClosedError):
-        return ApiError(503, str(error), code="shutting_down", retry_after_s=5)
-    if isinstance(error, StoreError):
-        return ApiError(503, "the store is not available at the moment", code="store", retry_after_s=5)
-    if isinstance(error, HTTPException):
-        cause = f": {error.__cause__}" if error.status_code == 400 and error.__cause__ else ""  # a body that is no JSON
-        return ApiError(error.status_code, f"{error.detail}{cause}")
-    if isinstance(error, CacheBlendError):
-        return ApiError(400, str(error))
+    """The error to send to the client. One that the client did not cause is logged, and sent without its details."""
+    match error:
+        case ApiError():
+            return error
+        case ModelChangedError():
+            return ApiError(503, str(error), code="model_changed", retry_after_s=1)
+        case QueueFullError():
+            return ApiError(429, str(error), code="queue_full", retry_after_s=error.retry_after_s)
+        case TooLateError():
+            return ApiError(503, str(error), code="timeout", retry_after_s=1)
+        case ClosedError():
+            return ApiError(503, str(error), code="shutting_down", retry_after_s=5)
+        case StoreError():
+            return ApiError(503, "the store is not available at the moment", code="store", retry_after_s=5)
+        case CacheBlendError():
+            return ApiError(400, str(error))
+    logger.error("a request failed", exc_info=error, extra={"request_id": request_id.get()})
+    count_failure("request")
     return ApiError(503, "the request failed inside the server; its log says why", code="internal", retry_after_s=1)
 
 
@@ -114,7 +103,8 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, error: HTTPException) -> Response:
-        response = api_error(error).response()
+        cause = f": {error.__cause__}" if error.status_code == 400 and error.__cause__ else ""  # a body that is no JSON
+        response = ApiError(error.status_code, f"{error.detail}{cause}").response()
         response.headers.update(error.headers or {})  # a 405's Allow
         return response
 

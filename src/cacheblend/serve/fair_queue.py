@@ -9,7 +9,7 @@ the tenant's other work after each slice, so that long work holds up short work 
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,34 +21,19 @@ from cacheblend.serve.errors import ApiError
 
 T = TypeVar("T")
 Work = Callable[[], T | Generator[None, None, T]]
-Step = Callable[[], None]
 SLICE_TOKENS, SLICE_CHARACTERS = 1024, 1 << 18
 """Tokens that work computes, and characters that it tokenises, before other requests have their turn."""
 LOOK_S = 0.5
 """Seconds after which waiting work looks whether its client is still there."""
 
 
-async def _never() -> bool:
-    return False
-
-
 @dataclass(eq=False)
 class _QueuedCall:
-    """One piece of work.
-
-    Attributes:
-        tenant: whose it is.
-        work: not started yet, or None.
-        turn: waits for the next slice; None while a slice runs.
-        slices: of work that is a generator.
-        found: what the work returned; None before.
-    """
-
     tenant: str
-    work: Work[Any] | None
-    turn: "asyncio.Future[None] | None" = None
-    slices: Generator[None, None, Any] | None = None
-    found: list[Any] = field(default_factory=list)
+    work: Work[Any] | None  # None: it has begun
+    turn: "asyncio.Future[None] | None" = None  # waits for the next slice; None while a slice runs
+    slices: Generator[None, None, Any] | None = None  # of work that is a generator
+    found: list[Any] = field(default_factory=list)  # what the work returned
 
     def advance(self) -> None:
         """Runs a slice, on a worker thread."""
@@ -75,7 +60,9 @@ class FairQueue:
         runner: calls a slice in a worker's thread.
     """
 
-    def __init__(self, workers: int, limit: int, runner: Callable[[Step], object] = lambda step: step()) -> None:
+    def __init__(
+        self, workers: int, limit: int, runner: Callable[[Callable[[], None]], object] = lambda advance: advance()
+    ) -> None:
         self._workers, self._limit, self._runner = workers, limit, runner
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="cacheblend-queue")
         self._jobs: dict[_QueuedCall, None] = {}  # all that have come and not ended, the newest last
@@ -91,7 +78,7 @@ class FairQueue:
         return len(self._jobs) - self._running
 
     async def run(
-        self, tenant: str, work: Work[T], deadline: float, is_gone: Callable[[], Awaitable[bool]] = _never
+        self, tenant: str, work: Work[T], deadline: float, is_gone: Callable[[], Awaitable[bool]] | None = None
     ) -> T:
         """What the work returns.
 
@@ -113,12 +100,19 @@ class FairQueue:
         try:
             while not job.found:
                 await self._turn(job, deadline, is_gone)
-                await self._slice(job)
+                job.turn = None
+                running = asyncio.get_running_loop().run_in_executor(self._threads, self._runner, job.advance)
+                # The worker stays taken as long as its thread runs, even if nobody awaits it any more.
+                running.add_done_callback(lambda _: self._release())
+                await asyncio.shield(running)
             found: T = job.found[0]
             return found
         finally:
             del self._jobs[job]
-            self._forget(job)
+            if job in (waiting := self._turns.get(tenant, deque())):
+                waiting.remove(job)
+                if not waiting:
+                    del self._turns[tenant]
 
     def end(self) -> None:
         """Ends all work before its next slice, with `ClosedError`."""
@@ -131,26 +125,23 @@ class FairQueue:
     def _make_room(self, tenant: str) -> None:
         if len(self._jobs) < self._limit + self._workers:
             return
-        counts: dict[str, int] = {}
-        for job in self._jobs:
-            counts[job.tenant] = counts.get(job.tenant, 0) + 1
+        counts, full = Counter(job.tenant for job in self._jobs), QueueFullError(self.waiting, 5)
         most = max(counts, key=lambda each: counts[each], default=tenant)
-        full = QueueFullError(self.waiting, 5)
-        if counts.get(most, 0) > counts.get(tenant, 0) + 1:
+        if counts[most] > counts[tenant] + 1:
             for job in reversed(self._jobs):
                 if job.tenant == most and job.work is not None and job.turn is not None and not job.turn.done():
                     job.turn.set_exception(full)
                     return
         raise full
 
-    async def _turn(self, job: _QueuedCall, deadline: float, is_gone: Callable[[], Awaitable[bool]]) -> None:
+    async def _turn(self, job: _QueuedCall, deadline: float, is_gone: Callable[[], Awaitable[bool]] | None) -> None:
         """Waits for the job's next slice."""
         job.turn = asyncio.get_running_loop().create_future()
         self._turns.setdefault(job.tenant, deque()).append(job)
         self._hand_out()
         try:
             while True:
-                if await is_gone():
+                if is_gone is not None and await is_gone():
                     raise ApiError(499, "the client has disconnected")
                 if self._ended:
                     raise ClosedError("the server is being stopped; what was stored until then stays stored")
@@ -166,13 +157,6 @@ class FairQueue:
             if not turn.cancel() and turn.exception() is None:  # it had its turn, and does not take it
                 self._release()
             raise
-
-    async def _slice(self, job: _QueuedCall) -> None:
-        """Runs a slice. The worker stays taken as long as its thread runs, even if nobody awaits it any more."""
-        job.turn = None
-        running = asyncio.get_running_loop().run_in_executor(self._threads, self._runner, job.advance)
-        running.add_done_callback(lambda _: self._release())
-        await asyncio.shield(running)
 
     def _release(self) -> None:
         self._running -= 1
@@ -190,10 +174,3 @@ class FairQueue:
             if job.turn is not None and not job.turn.done():
                 self._running += 1
                 job.turn.set_result(None)
-
-    def _forget(self, job: _QueuedCall) -> None:
-        jobs = self._turns.get(job.tenant)
-        if jobs is not None and job in jobs:
-            jobs.remove(job)
-            if not jobs:
-                del self._turns[job.tenant]

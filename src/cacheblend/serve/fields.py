@@ -6,41 +6,9 @@ nothing about the answer, and are accepted. Any other field is refused as unknow
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, NamedTuple
-
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from typing import Any, NamedTuple
 
 from cacheblend.serve.errors import ApiError
-
-
-class Closed(BaseModel):
-    """An object that refuses fields that it does not have: one by one, or all of them by the first, if there are many.
-
-    Each would be an error of its own, made on the server's loop: 260,000 take seconds and a gigabyte.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_few_unknown(cls, data: Any) -> Any:
-        if cls.model_config.get("extra") == "forbid" and isinstance(data, dict):
-            known = {*cls.model_fields} | {field.alias for field in cls.model_fields.values()}
-            if len(data) > 2 * len(known):
-                name = next(name for name in data if name not in known)
-                raise ValueError(f"there is no field {name[:80]!r}")
-        return data
-
-
-def _few(biases: Any) -> Any:
-    """Before each is looked at, as each could be two errors."""
-    if isinstance(biases, dict) and len(biases) > 1024:
-        raise ValueError(f"it has {len(biases)} tokens; at most 1024 are taken")
-    return biases
-
-
-Bias = Annotated[float, Field(ge=-100, le=100)]
-Biases = Annotated[dict[int, Bias], Field(max_length=1024), BeforeValidator(_few)]
 
 
 class Refused(NamedTuple):

@@ -90,11 +90,8 @@ class KeyRing:
             return ANYONE
         scheme, _, given = (authorization or "").partition(" ")
         digest = hashlib.sha256(given.strip().encode()).hexdigest()
-        found = None
-        for key in keys:
-            if hmac.compare_digest(key.sha256, digest):
-                found = key
-        return found if scheme.lower() == "bearer" else None
+        found = [key for key in keys if hmac.compare_digest(key.sha256, digest)]
+        return found[-1] if found and scheme.lower() == "bearer" else None
 
 
 def _stamp(file: Path | None) -> tuple[int, ...]:

@@ -2,18 +2,12 @@
 
 import json
 import logging
-import uuid
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
 request_id: ContextVar[str | None] = ContextVar("cacheblend_request_id", default=None)
 """Of the request that is being served; None outside of one."""
-
-
-def new_request_id() -> str:
-    """Another one, which nothing can be learnt from."""
-    return uuid.uuid4().hex
 
 
 class JsonLines(logging.Formatter):

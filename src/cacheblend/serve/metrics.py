@@ -5,10 +5,12 @@ The names of the metrics are part of the interface: do not rename them.
 
 import platform
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
+from itertools import accumulate
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, Info, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -16,19 +18,56 @@ from cacheblend.core.load.budget import LOAD_TIMEOUT, LOOK_UP, LateTiers
 from cacheblend.core.report import BlendReport
 from cacheblend.engines.discovery import DiscoveryFigures
 from cacheblend.engines.hf.shadow_check import ShadowCheck
+from cacheblend.engines.metrics import DISCOVERED, SHADOW_COUNTERS, SHADOW_GAUGES, SHADOW_KL, WHOSE, Texts
 from cacheblend.engines.shadow import ShadowFigures
-from cacheblend.engines.shadow.watch import KL_BUCKETS, SeriesFigures
+from cacheblend.engines.shadow.watch import KL_BUCKETS
 from cacheblend.store import KVStore, StoreStats
 from cacheblend.store.speed import tiers_of
 
-LABELS = ("model", "tenant", "selector", "settings")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
 _GAPS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
+_COUNTED: Texts = {
+    "requests": (("status",), "Requests, by HTTP status."),
+    "prompt_tokens": ((), "Tokens of prompts."),
+    "generated_tokens": ((), "Tokens of answers."),
+    "hit_tokens": (("source",), "Tokens of prompts found in the store, by tier."),
+    "missed_tokens": ((), "Tokens of chunks that were not stored."),
+    "recomputed_tokens": ((), "Tokens loaded and recomputed."),
+    "changed_contents": ((), "Texts of chats that the chat template changed or dropped."),
+    "fallbacks": (("reason",), "Stored KV that was computed instead, by reason."),
+}
+"""Counters that requests raise."""
 
-class StoreWatch(Collector):  # type: ignore[misc, unused-ignore]
-    """Bytes, blocks and errors of each tier; asks the store when Prometheus does. Safe to call from several threads.
+_STORE_FAILURES = "What a store failed to do: answer when asked for its state, write a block, keep it undamaged."
+_SHOWN: dict[type[Any], Texts] = {
+    CounterMetricFamily: {
+        "store_errors": (("tier", "what"), _STORE_FAILURES),
+        "captures_given_up": (("reason",), "Missed chunks that were not stored, by reason."),
+        **DISCOVERED,
+        **{name: (("model", *labels), text) for name, (labels, text) in SHADOW_COUNTERS.items()},
+    },
+    GaugeMetricFamily: {
+        "store_bytes": (("tier",), "Bytes of stored blocks."),
+        "store_blocks": (("tier",), "Stored blocks."),
+        "store_up": (("tier",), "1 if the tier answers, else 0."),
+        "requests_waiting": ((), "Requests in the queue."),
+        "requests_active": ((), "Requests being prefilled or decoded."),
+        "discovered_wasted_tokens": ((), "Tokens of learnt runs that were stored and that no prompt has used."),
+        "watched_tokens": ((), "Recent tokens kept to learn from."),
+        **{name: (("model", *labels), text) for name, (labels, text) in SHADOW_GAUGES.items()},
+    },
+    HistogramMetricFamily: {"shadow_kl": (("model", *WHOSE), SHADOW_KL)},
+}
+"""Present values, which are asked for when Prometheus asks; by kind."""
+
+Values = Mapping[str, Mapping[Any, Any]]
+"""Of metrics by name, the values by labels, which are tuples; of a histogram, its cumulated buckets and sum."""
+
+
+class StoreWatch:
+    """Bytes, blocks and errors of each tier of a store. Safe to call from several threads.
 
     Args:
         store: the server's.
@@ -46,7 +85,8 @@ class StoreWatch(Collector):  # type: ignore[misc, unused-ignore]
         found: dict[str, StoreStats | None] = {}
         for name, tier in self._tiers.items():
             try:
-                found[name] = tier.stats() if tier.is_reachable and not self._is_late(name) else None
+                late = max(self._late_tiers.left_s(name), self._late_tiers.left_s(LOOK_UP)) > 0
+                found[name] = tier.stats() if tier.is_reachable and not late else None
             except Exception:  # whatever it is, this tier is of no use now
                 found[name] = None
             if found[name] is None:
@@ -54,158 +94,81 @@ class StoreWatch(Collector):  # type: ignore[misc, unused-ignore]
                     self._no_answer[name] += 1
         return found
 
-    def _is_late(self, tier: str) -> bool:
-        return max(self._late_tiers.left_s(tier), self._late_tiers.left_s(LOOK_UP)) > 0
-
     def down(self) -> list[str]:
         """Tiers that do not answer."""
         return [name for name, stats in self.stats().items() if stats is None]
 
+    def values(self) -> Values:
+        """The present values."""
+        found = self.stats()
+        there = {(name,): stats for name, stats in found.items() if stats is not None}
+        errors = {(name, "answer"): self._no_answer[name] for name in found}
+        errors |= {(name, "write"): stats.write_failures for (name,), stats in there.items()}
+        errors |= {(name, "damage"): stats.damaged for (name,), stats in there.items()}
+        return {
+            "store_bytes": {tier: stats.bytes for tier, stats in there.items()},
+            "store_blocks": {tier: stats.blocks for tier, stats in there.items()},
+            "store_up": {(name,): stats is not None for name, stats in found.items()},
+            "store_errors": errors,
+        }
+
+
+def _discovery_values(figures: DiscoveryFigures) -> Values:
+    return {
+        **{name: {(): getattr(figures, name.removeprefix("discovered_"))} for name in DISCOVERED},
+        "discovered_wasted_tokens": {(): figures.wasted_tokens},
+        "watched_tokens": {(): figures.watched_tokens},
+    }
+
+
+def _shadow_values(figures: ShadowFigures, waiting: int) -> Values:
+    model, ends = figures.model, [*map(str, KL_BUCKETS), "+Inf"]
+    series = {(model, *each.labels): each for each in figures.series}
+    tokens = {(*labels, "yes"): each.agreed for labels, each in series.items()}
+    agreement = {(*labels, of): found for labels, each in series.items() for of, found in each.agreement.items()}
+    compared = {labels: (share, bound) for labels, (share, bound, rows) in agreement.items() if rows}
+    return {
+        "shadow": {labels: each.compared for labels, each in series.items()},
+        "shadow_tokens": tokens | {(*labels, "no"): each.differed for labels, each in series.items()},
+        "shadow_kl": {
+            labels: (list(zip(ends, accumulate(map(float, each.kl_counts)), strict=True)), each.kl_sum)
+            for labels, each in series.items()
+        },
+        "shadow_agreement": {labels: share for labels, (share, _) in compared.items()},
+        "shadow_agreement_bound": {labels: bound for labels, (_, bound) in compared.items()},
+        "shadow_dropped": {(model, reason): count for reason, count in figures.dropped.items()},
+        "shadow_changes": {(model, "raised"): figures.raised, (model, "lowered"): figures.lowered},
+        "shadow_waiting": {(model,): waiting},
+        "shadow_ratio": {} if figures.ratio is None else {(model,): figures.ratio},
+    }
+
+
+class _PresentValues(Collector):  # type: ignore[misc, unused-ignore]
+    def __init__(self, ask: Callable[[], Values]) -> None:
+        self._ask = ask
+
     def collect(self) -> Iterable[Metric]:
         """See prometheus_client."""
-        nbytes = GaugeMetricFamily("cacheblend_store_bytes", "Bytes of stored blocks.", labels=["tier"])
-        blocks = GaugeMetricFamily("cacheblend_store_blocks", "Stored blocks.", labels=["tier"])
-        up = GaugeMetricFamily("cacheblend_store_up", "1 if the tier answers, else 0.", labels=["tier"])
-        what = "What a store failed to do: answer when asked for its state, write a block, keep it undamaged."
-        errors = CounterMetricFamily("cacheblend_store_errors", what, labels=["tier", "what"])
-        for name, stats in self.stats().items():
-            up.add_metric([name], stats is not None)
-            errors.add_metric([name, "answer"], self._no_answer[name])
-            if stats is not None:
-                nbytes.add_metric([name], stats.bytes)
-                blocks.add_metric([name], stats.blocks)
-                errors.add_metric([name, "write"], stats.write_failures)
-                errors.add_metric([name, "damage"], stats.damaged)
-        return [nbytes, blocks, up, errors]
-
-
-class ShadowCollector(Collector):  # type: ignore[misc, unused-ignore]
-    """Figures of the shadow check of one engine.
-
-    Args:
-        figures: gives the present ones.
-        waiting: number of answers that wait to be compared.
-    """
-
-    def __init__(self, figures: Callable[[], ShadowFigures], waiting: Callable[[], int]) -> None:
-        self._figures, self._waiting = figures, waiting
-
-    def collect(self) -> Iterable[Metric]:
-        """All metrics."""
-        figures = self._figures()
-        yield from _of_series(figures)
-        model = [figures.model]
-        dropped = CounterMetricFamily(
-            "cacheblend_shadow_dropped", "Answers that were drawn and not compared.", labels=["model", "reason"]
-        )
-        for reason, count in figures.dropped.items():
-            dropped.add_metric([*model, reason], count)
-        changes = CounterMetricFamily(
-            "cacheblend_shadow_changes", "Steps of the recompute ratio.", labels=["model", "direction"]
-        )
-        changes.add_metric([*model, "raised"], figures.raised)
-        changes.add_metric([*model, "lowered"], figures.lowered)
-        waiting = GaugeMetricFamily("cacheblend_shadow_waiting", "Answers that wait to be compared.", labels=["model"])
-        waiting.add_metric(model, self._waiting())
-        ratio = GaugeMetricFamily(
-            "cacheblend_shadow_ratio", "Recompute ratio of requests that name none; 1: full.", labels=["model"]
-        )
-        if figures.ratio is not None:
-            ratio.add_metric(model, figures.ratio)
-        yield from (dropped, changes, waiting, ratio)
-
-
-def _of_series(figures: ShadowFigures) -> Iterator[Metric]:
-    total = CounterMetricFamily("cacheblend_shadow", "Answers compared with full prefill.", labels=LABELS)
-    tokens = CounterMetricFamily(
-        "cacheblend_shadow_tokens", "Answer tokens compared with full prefill.", labels=[*LABELS, "agreed"]
-    )
-    kl = HistogramMetricFamily(
-        "cacheblend_shadow_kl", "KL(full || blended) of the first token, in nats.", labels=LABELS
-    )
-    share = GaugeMetricFamily(
-        "cacheblend_shadow_agreement", "Agreement with full prefill in the window.", labels=[*LABELS, "of"]
-    )
-    bound = GaugeMetricFamily("cacheblend_shadow_agreement_bound", "Its exact lower bound.", labels=[*LABELS, "of"])
-    for series in figures.series:
-        labels = [figures.model, *series.labels]
-        total.add_metric(labels, series.compared)
-        tokens.add_metric([*labels, "yes"], series.agreed)
-        tokens.add_metric([*labels, "no"], series.differed)
-        kl.add_metric(labels, _buckets(series), series.kl_sum)
-        for of, (agreement, least, rows) in series.agreement.items():
-            if rows:
-                share.add_metric([*labels, of], agreement)
-                bound.add_metric([*labels, of], least)
-    yield from (total, tokens, kl, share, bound)
-
-
-def _buckets(series: SeriesFigures) -> list[tuple[str, float]]:
-    """Cumulated counts by upper end."""
-    ends = [*map(str, KL_BUCKETS), "+Inf"]
-    counts = [sum(series.kl_counts[: number + 1]) for number in range(len(ends))]
-    return list(zip(ends, map(float, counts), strict=True))
-
-
-class _GivenUp(Collector):  # type: ignore[misc, unused-ignore]
-    """Chunks that were missed and could not be stored, by reason."""
-
-    def __init__(self, counts: Callable[[], Mapping[str, int]]) -> None:
-        self._counts = counts
-
-    def collect(self) -> Iterable[Metric]:
-        found = CounterMetricFamily(
-            "cacheblend_captures_given_up", "Missed chunks that were not stored, by reason.", labels=["reason"]
-        )
-        for reason, count in self._counts().items():
-            found.add_metric([reason], count)
-        return [found]
-
-
-class _Discovered(Collector):  # type: ignore[misc, unused-ignore]
-    """What discovery has found, stored and reused."""
-
-    def __init__(self, figures: Callable[[], DiscoveryFigures]) -> None:
-        self._figures = figures
-
-    def collect(self) -> Iterable[Metric]:
-        figures = self._figures()
-        counted = {
-            "runs": ("Runs of text that were learnt from requests.", figures.runs),
-            "stored_tokens": ("Tokens of learnt runs that were stored.", figures.stored_tokens),
-            "hit_tokens": ("Tokens of prompts loaded from learnt runs.", figures.hit_tokens),
-            "unwatched": ("Requests that came too fast to be learnt from.", figures.unwatched),
-        }
-        for name, (what, value) in counted.items():
-            yield CounterMetricFamily(f"cacheblend_discovered_{name}", what, value=value)
-        wasted = "Tokens of learnt runs that were stored and that no prompt has used."
-        yield GaugeMetricFamily("cacheblend_discovered_wasted_tokens", wasted, value=figures.wasted_tokens)
-        yield GaugeMetricFamily(
-            "cacheblend_watched_tokens", "Recent tokens kept to learn from.", figures.watched_tokens
-        )
-
-
-def _build_info(registry: CollectorRegistry) -> None:
-    """``cacheblend_build_info``: versions, as labels of a constant."""
-    versions = {name: version(name) for name in ("cacheblend", "torch", "transformers")}
-    Info("cacheblend_build", "Versions.", registry=registry).info(
-        {"version": versions.pop("cacheblend"), "python": platform.python_version(), **versions}
-    )
+        values = self._ask()
+        for kind, texts in _SHOWN.items():
+            for name, (labels, text) in texts.items():
+                if name not in values:
+                    continue
+                family = kind(f"cacheblend_{name}", text, labels=labels)
+                for of, value in values[name].items():
+                    family.add_metric(of, *value) if isinstance(value, tuple) else family.add_metric(of, value)
+                yield family
 
 
 class Metrics:
     """The metrics of one server; safe to call from several threads.
 
     Args:
-        store: the store whose bytes are reported.
+        store: whose tiers are reported, as the attribute `store`.
         waiting, active: return the present number of such requests.
         given_up: see `Background.given_up`.
-        shadow: the engine's shadow check; None: it has none.
-        discovered: figures of the engine's discovery; None: it has none.
+        shadow, discovered: of the engine; None: it has none.
         late_tiers: of the engine, that requests pass over.
-
-    Attributes:
-        store: whether its tiers answer.
     """
 
     def __init__(
@@ -218,16 +181,25 @@ class Metrics:
         discovered: Callable[[], DiscoveryFigures] | None = None,
         late_tiers: LateTiers | None = None,
     ) -> None:
-        self._registry = registry = CollectorRegistry()
         self.store = StoreWatch(store, late_tiers)
-        registry.register(self.store)
+
+        def ask() -> Values:
+            return {
+                **self.store.values(),
+                "captures_given_up": {(reason,): count for reason, count in given_up().items()},
+                "requests_waiting": {(): waiting()},
+                "requests_active": {(): active()},
+                **({} if shadow is None else _shadow_values(shadow.watch.figures(), shadow.waiting)),
+                **({} if discovered is None else _discovery_values(discovered())),
+            }
+
+        self._registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        _build_info(registry)
-        registry.register(_GivenUp(given_up))
-        if shadow is not None:
-            registry.register(ShadowCollector(shadow.watch.figures, lambda: shadow.waiting))
-        if discovered is not None:
-            registry.register(_Discovered(discovered))
+        versions = {name: version(name) for name in ("cacheblend", "torch", "transformers")}
+        Info("cacheblend_build", "Versions.", registry=registry).info(
+            {"version": versions.pop("cacheblend"), "python": platform.python_version(), **versions}
+        )
+        registry.register(_PresentValues(ask))
         self._ttft = Histogram(
             "cacheblend_ttft_seconds",
             "Time to first token, including the time in the queue.",
@@ -238,27 +210,14 @@ class Metrics:
         self._gap = Histogram(
             "cacheblend_inter_token_seconds", "Time between two tokens.", buckets=_GAPS, registry=registry
         )
-
-        def counter(name: str, what: str, *labels: str) -> Counter:
-            return Counter(f"cacheblend_{name}", what, labels, registry=registry)
-
-        self._requests = counter("requests", "Requests, by HTTP status.", "status")
-        self._prompt = counter("prompt_tokens", "Tokens of prompts.")
-        self._generated = counter("generated_tokens", "Tokens of answers.")
-        self._hits = counter("hit_tokens", "Tokens of prompts found in the store, by tier.", "source")
-        self._missed = counter("missed_tokens", "Tokens of chunks that were not stored.")
-        self._recomputed = counter("recomputed_tokens", "Tokens loaded and recomputed.")
-        self._changed = counter("changed_contents", "Texts of chats that the chat template changed or dropped.")
-        self._fallbacks = counter("fallbacks", "Stored KV that was computed instead, by reason.", "reason")
-        for name, what, now in (
-            ("cacheblend_requests_waiting", "Requests in the queue.", waiting),
-            ("cacheblend_requests_active", "Requests being prefilled or decoded.", active),
-        ):
-            Gauge(name, what, registry=registry).set_function(now)
+        self._counters = {
+            name: Counter(f"cacheblend_{name}", text, labels, registry=registry)
+            for name, (labels, text) in _COUNTED.items()
+        }
 
     def request(self, status: int) -> None:
         """Counts a response."""
-        self._requests.labels(str(status)).inc()
+        self._counters["requests"].labels(str(status)).inc()
 
     def gap(self, seconds: float) -> None:
         """Records the time between two tokens of an answer."""
@@ -267,17 +226,13 @@ class Metrics:
     def report(self, report: BlendReport, mode: str) -> None:
         """Records a request that had at least its first token."""
         self._ttft.labels(mode).observe(report.ttft_s)
-        self._prompt.inc(report.prompt_tokens)
-        self._generated.inc(report.generated_tokens)
-        self._missed.inc(report.missed_tokens)
-        self._recomputed.inc(report.recomputed_tokens)
-        self._changed.inc(report.changed_contents)
+        for name in ("prompt_tokens", "generated_tokens", "missed_tokens", "recomputed_tokens", "changed_contents"):
+            self._counters[name].inc(getattr(report, name))
         for source, tokens in report.hit_tokens.items():
-            self._hits.labels(source).inc(tokens)
-        if report.fallbacks:
-            self._fallbacks.labels("lost block").inc(len(report.fallbacks))
-        if report.load_timeouts:
-            self._fallbacks.labels(LOAD_TIMEOUT).inc(len(report.load_timeouts))
+            self._counters["hit_tokens"].labels(source).inc(tokens)
+        for reason, found in (("lost block", report.fallbacks), (LOAD_TIMEOUT, report.load_timeouts)):
+            if found:
+                self._counters["fallbacks"].labels(reason).inc(len(found))
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -1,34 +1,46 @@
-"""ASGI middleware in front of all routes: the request log, and limits on request bodies."""
+"""ASGI middleware in front of all routes, outermost first: the request log, the check of ``Host``, limits on bodies."""
 
 import asyncio
+import ipaddress
 import json
 import logging
+import re
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cacheblend.serve.bodies import LARGE, VALUES, BodyBudget, BodyShare, check_shape
-from cacheblend.serve.errors import ApiError, log_internal
-from cacheblend.serve.keys import ApiKey
-from cacheblend.serve.log_lines import new_request_id, request_id
+from cacheblend.serve.errors import ApiError, api_error
+from cacheblend.serve.log_lines import request_id
 from cacheblend.serve.metrics import Metrics
+from cacheblend.serve.state import ServerState
 
+HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Content-Security-Policy": "frame-ancestors 'none'",
+}
+"""Of every answer: no type but the given one, and no frame in another page."""
 BODIES = 8
 """Bodies of the longest kind that are in memory at a time; half of them, where there is one tenant."""
+LARGE = 1 << 16
+"""Bytes from which on a body is looked at before it is parsed."""
+VALUES, CONTAINERS = 1 << 18, 1 << 16
+"""Values, and lists and objects, of a body: these are parsed and checked in a tenth of a second."""
+FREE = 1 << 16
+"""Bytes of every body that count against no bound: short requests are read whatever long ones there are."""
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+"""Keeps no way back: texts may have 16 MB. One that nothing ends goes to the end: or each quote in it began one."""
 requests_log = logging.getLogger("cacheblend.serve.requests")
 
 
 class RequestLog:
-    """Logs one line of JSON per request and counts it; turns uncaught errors into responses.
-
-    Args:
-        app: the next ASGI app.
-        metrics: of the server.
-    """
+    """Logs one line of JSON per request and counts it; turns uncaught errors into responses."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
@@ -39,7 +51,7 @@ class RequestLog:
             await self._app(scope, receive, send)
             return
         started, status = time.perf_counter(), 0
-        asked = new_request_id()
+        asked = uuid.uuid4().hex  # nothing can be learnt from it
         request_id.set(asked)  # each request is a task of its own
 
         async def noting_status(message: Message) -> None:
@@ -52,7 +64,7 @@ class RequestLog:
         try:
             await self._app(scope, receive, noting_status)
         except Exception as error:
-            converted = log_internal(error)
+            converted = api_error(error)
             if not status:
                 await converted.response()(scope, receive, noting_status)
         finally:
@@ -73,86 +85,118 @@ def _line(scope: Scope, status: int, seconds: float) -> dict[str, Any]:
     }
     report = getattr(state.get("running"), "report", None)
     if report is not None:
-        line |= {
-            "prompt_tokens": report.prompt_tokens,
-            "hit_tokens": report.hit_tokens,
-            "recomputed_tokens": report.recomputed_tokens,
-            "recompute_ratio": report.recompute_ratio,
-            "generated_tokens": report.generated_tokens,
-            "ttft_s": round(report.ttft_s, 4),
-        }
+        counted = ("prompt_tokens", "hit_tokens", "recomputed_tokens", "recompute_ratio", "generated_tokens")
+        line |= {name: getattr(report, name) for name in counted}
+        line["ttft_s"] = round(report.ttft_s, 4)
     return line
 
 
-class BodyLimit:
-    """Refuses bodies that are too long, without keeping them, or too slow, or sent without a valid key.
+class HostGuard:
+    """Refuses requests to a foreign name, adds `HEADERS`, and answers HEAD as GET without the body.
+
+    Where no keys are set, anyone who reaches the server may ask, and a foreign page reaches it through its visitor's
+    browser, by a name of its own that it has pointed at this machine (DNS rebinding). So ``Host`` must name the
+    server. Browsers always send it; probes of load balancers, by HTTP/1.0, do not.
 
     Args:
         app: the next ASGI app.
-        max_bytes: bytes of a body.
-        seconds: time from a body's first to its last byte.
-        check: called with the header ``authorization`` (None: missing) before a body is read; whose it is. Raises
-            `ApiError` if it has no valid key.
-        limit_of: bytes of a body to this path; at most `max_bytes`. What is longer is read and not kept, so that
-            the client reads the refusal.
-        values: see `check_shape`.
+        hosts: names that the server has, besides ``localhost`` and addresses; ``*``: any. None: it is not checked.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        max_bytes: int,
-        seconds: float,
-        check: Callable[[str | None], ApiKey],
-        limit_of: Callable[[str], int],
-        values: int = VALUES,
-    ) -> None:
-        self._app, self._max_bytes, self._seconds, self._check = app, max_bytes, seconds, check
-        self._limit_of, self._values = limit_of, values
-        self._budget = BodyBudget(BODIES * max_bytes)
+    def __init__(self, app: ASGIApp, hosts: Sequence[str] | None) -> None:
+        self._app = app
+        self._hosts = None if hosts is None or "*" in hosts else {"localhost", *(name.lower() for name in hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI interface."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
+        is_head = scope["method"] == "HEAD"
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
+            elif is_head and message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
+
+        named = Headers(scope=scope).get("host")
+        if self._hosts is not None and named is not None and not self._is_own(host := _host_in(named)):
+            refusal = ApiError(
+                403,
+                f"this server is not called {host[:80]!r}; start it with --allowed-host NAME if it is",
+                code="host_not_allowed",
+            )
+            await refusal.response()(scope, receive, sending)
+            return
+        await self._app({**scope, "method": "GET"} if is_head else scope, receive, sending)
+
+    def _is_own(self, host: str) -> bool:
+        try:
+            ipaddress.ip_address(host)  # nobody can point those elsewhere
+        except ValueError:
+            return host in (self._hosts or ())
+        return True
+
+
+def _host_in(header: str) -> str:
+    """The name in a ``Host`` header, without its port and in lower case."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0].lower()
+    return header.partition(":")[0].rstrip(".").lower()
+
+
+class BodyLimit:
+    """Refuses bodies that are too long, without keeping them, or too slow, or sent without a valid key.
+
+    A body that is too long for its path (`ServerState.body_bytes`), but not for the server, is read and not kept, so
+    that the client reads the refusal.
+    """
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app, self._state, self._max_bytes = app, state, state.settings.max_body_bytes
+        self._values = max(VALUES, 2 * (state.engine.survey.max_length or 0))
+        self._budget = BodyBudget(BODIES * self._max_bytes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI interface."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers, seconds = Headers(scope=scope), self._state.settings.body_s
         announced = headers.get("content-length", "0")
         try:
             if not announced.isdecimal() or int(announced) > self._max_bytes:
                 raise _refusal(self._max_bytes)
             has_body = announced != "0" or "transfer-encoding" in headers
-            tenant = self._check(headers.get("authorization")).name if has_body else ""
-            limit = min(self._max_bytes, self._limit_of(scope["path"]))
-            with self._budget.open(tenant) as share:
-                await self._serve(limit, share, scope, receive, send)
+            tenant = self._state.key_of_header(headers.get("authorization")).name if has_body else ""
+            limit = self._state.body_bytes(scope["path"])
+            with self._budget.open(tenant) as take:
+                whole = await asyncio.wait_for(self._read(receive, limit, take), seconds)
+                if whole is None:
+                    return
+                if len(whole) > LARGE:
+                    await run_in_threadpool(check_shape, whole, self._values)
+                left: list[Message] = [{"type": "http.request", "body": whole, "more_body": False}]
+                del whole  # the app's own parts keep it, as long as they need it
+
+                async def replaying() -> Message:
+                    return left.pop() if left else await receive()
+
+                await self._app(scope, replaying, send)
         except TimeoutError:
-            refusal = ApiError(
-                408, f"a request must be sent within {self._seconds:g} s (--body-timeout)", code="timeout"
-            )
+            refusal = ApiError(408, f"a request must be sent within {seconds:g} s (--body-timeout)", code="timeout")
         except ApiError as error:
             refusal = error
         else:
             return
         await refusal.response()(scope, receive, send)
 
-    async def _serve(self, limit: int, share: BodyShare, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on whose body is read and looked at; errors are raised before any of it is passed on."""
-        whole = await asyncio.wait_for(self._read(receive, limit, share), self._seconds)
-        if whole is None:
-            return
-        if len(whole) > LARGE:
-            await run_in_threadpool(check_shape, whole, self._values)
-        given = _replaying(whole, receive)
-        del whole  # the app's own parts keep it, as long as they need it
-        await self._app(scope, given, send)
-
-    async def _read(self, receive: Receive, limit: int, share: BodyShare) -> bytes | None:
-        """The whole body, since a chunked one announces no length; None: the client has disconnected.
-
-        Raises:
-            ApiError: the body is too long, or the server is reading too many.
-        """
+    async def _read(self, receive: Receive, limit: int, take: Callable[[int], None]) -> bytes | None:
+        """The whole body, since a chunked one announces no length; None: the client has disconnected."""
         parts: list[bytes] = []
         read = 0
         while True:
@@ -166,7 +210,7 @@ class BodyLimit:
             if read > limit:
                 parts.clear()
             else:
-                share.take(len(part))
+                take(len(part))
                 parts.append(part)
             if not message.get("more_body"):
                 if read > limit:
@@ -178,11 +222,72 @@ def _refusal(limit: int, why: str = "") -> ApiError:
     return ApiError(413, f"a request may have at most {limit:,} bytes{why}", code="too_long")
 
 
-def _replaying(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that returns the body first, then further messages."""
-    left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+def check_shape(body: bytes, values: int = VALUES) -> None:
+    """Refuses JSON of more values, or more lists and objects, than are parsed in a moment.
 
-    async def given() -> Message:
-        return left.pop() if left else await receive()
+    Parsing and checking JSON holds up every other request. Text is quick; millions of numbers or empty lists are not.
 
-    return given
+    Args:
+        body: JSON or not; only its punctuation is looked at.
+        values: numbers, texts and others; at most `VALUES` or the tokens of a context, whichever is more.
+
+    Raises:
+        ApiError: 413, it has more.
+    """
+    found, nested = body.count(b","), body.count(b"[") + body.count(b"{")
+    if found <= values and nested <= CONTAINERS:
+        return
+    found = nested = at = 0
+    for match in _STRING.finditer(body):  # the same outside of texts
+        found += body.count(b",", at, match.start())
+        nested += body.count(b"[", at, match.start()) + body.count(b"{", at, match.start())
+        at = match.end()
+    found += body.count(b",", at)
+    nested += body.count(b"[", at) + body.count(b"{", at)
+    for count, most, what in ((found, values, "values"), (nested, CONTAINERS, "lists and objects")):
+        if count > most:
+            raise ApiError(
+                413, f"the body has {count:,} {what}; at most {most:,} are read; send several requests", code="too_long"
+            )
+
+
+class BodyBudget:
+    """Bytes of all bodies that are in memory at a time, since many connections may send a part of a long one.
+
+    A tenant takes at most half of what the others leave, so that there is always something left for one more.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._taken: dict[str, int] = {}
+
+    @contextmanager
+    def open(self, tenant: str) -> Iterator[Callable[[int], None]]:
+        """One body of a tenant: a function that takes so many bytes more; all are given back in the end.
+
+        The body's first `FREE` bytes do not count. The function raises `ApiError`, 503, where other bodies have
+        the bytes.
+        """
+        read = counted = 0
+
+        def take(count: int) -> None:
+            nonlocal read, counted
+            read += count
+            more = max(0, read - FREE) - counted
+            taken, own = sum(self._taken.values()), self._taken.get(tenant, 0)
+            if more > 0 and own + more > (self._limit - (taken - own)) // 2:
+                raise ApiError(
+                    503,
+                    f"{taken:,} bytes of other requests are being read, {own:,} of this key's own",
+                    code="overloaded",
+                    retry_after_s=5,
+                )
+            counted += more
+            self._taken[tenant] = own + more
+
+        try:
+            yield take
+        finally:
+            self._taken[tenant] = self._taken.get(tenant, 0) - counted
+            if not self._taken[tenant]:
+                del self._taken[tenant]

@@ -1,29 +1,40 @@
-"""From a request to a prompt of text and chunks.
+"""From a request to a prompt of text and chunks, and how long its texts may be.
 
 chat         documents are chunks, and so are text parts of a message's content list and tool messages that are long
              enough; the last text of the last user message is the question, which is never stored
 completions  chunks are given as spans of a prompt of token ids
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.engines.hf import BlendEngine, Passage
+from cacheblend.engines.tokens.chat import strings_in
 from cacheblend.serve.errors import ApiError
-from cacheblend.serve.schemas import ChatRequest, CompletionRequest, Message
-from cacheblend.serve.tools.requests import with_argument_objects
+from cacheblend.serve.schemas import ChatRequest, CompletionRequest, Message, RequestDocument, wrong_value
 
 _TEMPLATE_OPTIONS = frozenset({"tools", "enable_thinking", "thinking", "reasoning_effort"})
 """The ``chat_template_kwargs`` that are passed to the template: others might replace it, or name files."""
+USUAL = 8
+"""Characters of a token, usually: text with more is counted before it is tokenised as a whole."""
+PIECE = 1 << 16
+"""Characters that are counted at a time."""
+CUT = 16
+"""Tokens that a cut between two pieces may add."""
+ESCAPED = 6
+r"""Bytes of a character in JSON at most: ``\u00e9``."""
+BESIDE = 1 << 20
+"""Bytes of a body for all that is not part of a text."""
 
 
 class ParsedPrompt(NamedTuple):
     """A request's prompt.
 
     Attributes:
-        prompt: the prompt.
         keep_text: whether text in front of its first chunk may be stored: not if it has the question.
         shown: special tokens that are part of the answer's text.
     """
@@ -34,12 +45,7 @@ class ParsedPrompt(NamedTuple):
 
 
 def chat_prompt(engine: BlendEngine, request: ChatRequest, chunk_tokens: int) -> ParsedPrompt:
-    """The prompt of a chat request.
-
-    Args:
-        engine: whose chat template is used.
-        request: checked by its schema.
-        chunk_tokens: smallest number of tokens of a text that becomes a chunk of its own.
+    """The prompt of a chat request, where a text of at least `chunk_tokens` tokens is a chunk of its own.
 
     Raises:
         InvalidInputError: the template rejects the messages, or the prompt is too long.
@@ -61,7 +67,12 @@ def chat_prompt(engine: BlendEngine, request: ChatRequest, chunk_tokens: int) ->
         options.pop("tools", None)
     elif request.tools:
         options["tools"] = request.tools
-    is_last = bool(documents) or any(_has_chunk(message) for message in messages[: question + 1])
+    is_last = bool(documents) or any(
+        part["type"] == "chunk"
+        for message in messages[: question + 1]
+        if isinstance(message["content"], list)
+        for part in message["content"]
+    )
     return ParsedPrompt(_rendered(engine, messages, documents, options), keep_text=is_last)
 
 
@@ -125,28 +136,21 @@ def _message(engine: BlendEngine, message: Message, chunk_tokens: int, *, is_las
     extra = dict(message.model_extra or {})
     if not extra.get("tool_calls"):  # null and an empty list are no calls, which not every template knows
         extra.pop("tool_calls", None)
-    content = message.content
-    if content is None:  # a message with tool calls; some templates read the content without checking for None
-        return {"role": message.role, "content": "", **extra}
+    content: Any = (
+        "" if message.content is None else message.content
+    )  # None beside tool calls: some templates read it without checking
     if isinstance(content, str):
-        is_chunk = message.role == "tool" and _is_long(engine, content, chunk_tokens)
-        return {"role": message.role, "content": [_part(content, is_chunk=is_chunk)] if is_chunk else content, **extra}
+        if message.role == "tool" and _is_long(engine, content, chunk_tokens):
+            content = [{"type": "chunk", "text": content}]
+        return {"role": message.role, "content": content, **extra}
     parts = []
     for number, part in enumerate(content):
         if part.type != "text" or part.text is None:
             raise ApiError(400, f"a content part of type {part.type!r}: only text is read", param="messages")
         is_question = is_last_user and number == len(content) - 1
-        parts.append(_part(part.text, is_chunk=not is_question and _is_long(engine, part.text, chunk_tokens)))
+        is_chunk = not is_question and _is_long(engine, part.text, chunk_tokens)
+        parts.append({"type": "chunk" if is_chunk else "text", "text": part.text})
     return {"role": message.role, "content": parts, **extra}
-
-
-def _has_chunk(message: dict[str, Any]) -> bool:
-    content = message.get("content")
-    return isinstance(content, list) and any(part["type"] == "chunk" for part in content)
-
-
-def _part(content: str, *, is_chunk: bool) -> dict[str, str]:
-    return {"type": "chunk" if is_chunk else "text", "text": content}
 
 
 def _is_long(engine: BlendEngine, content: str, tokens: int) -> bool:
@@ -157,3 +161,141 @@ def _is_long(engine: BlendEngine, content: str, tokens: int) -> bool:
     if len(content) >= tokens * (engine.builder.longest_token + 1):
         return True
     return len(engine.builder.encode(content)) >= tokens
+
+
+def with_argument_objects(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with the arguments of their calls as objects, which transformers' templates expect; clients send
+    them as JSON. Copies what it changes.
+
+    Raises:
+        ApiError: calls of another form, or arguments that are no JSON object; with their place.
+    """
+    return [
+        {**message, "tool_calls": _with_objects(message["tool_calls"], f"messages.{number}.tool_calls")}
+        if "tool_calls" in message
+        else message
+        for number, message in enumerate(messages)
+    ]
+
+
+def _with_objects(calls: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise wrong_value(where, calls, "must be a list of calls")
+    changed = []
+    for number, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise wrong_value(f"{where}.{number}", call, 'must be {"id", "type": "function", "function": {...}}')
+        place = f"{where}.{number}.function"
+        if not isinstance(function.get("name"), str):
+            raise wrong_value(f"{place}.name", function.get("name"), "must be a text")
+        arguments = _object(function.get("arguments"), f"{place}.arguments")
+        changed.append({**call, "function": {**function, "arguments": arguments}})
+    return changed
+
+
+def _object(arguments: Any, where: str) -> dict[str, Any]:
+    found = arguments
+    if arguments is None or arguments == "":  # of a function without parameters
+        return {}
+    if isinstance(arguments, str):
+        try:
+            found = json.loads(arguments)
+        except (ValueError, RecursionError):
+            raise wrong_value(where, arguments, "must be a JSON object, as text") from None
+    if not isinstance(found, dict):
+        raise wrong_value(where, arguments, "must be a JSON object, as text")
+    return found
+
+
+class TextLimit:
+    """The longest texts that fit a model's context: what is too long is refused before it is tokenised.
+
+    A token stands for at most as many characters as the tokenizer's longest one has. Text that is long but within that
+    bound is counted piece by piece, and refused at the piece with which it exceeds the context: tokenising 16 MB takes
+    seconds and 1.5 GB.
+
+    Args:
+        engine: the model's.
+        max_tokens: of a prompt, if that is less than the context.
+
+    Attributes:
+        characters: of the longest text that may fit; None: there is no bound.
+        body_bytes: of a body with such a text as JSON; None: there is no bound.
+    """
+
+    def __init__(self, engine: BlendEngine, max_tokens: int | None = None) -> None:
+        self._engine = engine
+        bounds = [bound for bound in (max_tokens, engine.survey.max_length) if bound is not None]
+        self._tokens = min(bounds, default=0)
+        self.characters: int | None = None
+        self.body_bytes: int | None = None
+        if bounds and engine.builder is not None:
+            self.characters = self._tokens * (engine.builder.longest_token + 1)
+            self.body_bytes = ESCAPED * self.characters + BESIDE
+
+    def check(self, texts: Iterable[str], what: str = "the prompt") -> None:
+        """Refuses texts that together exceed the context for certain; others may exceed it once they are tokenised.
+
+        Raises:
+            ApiError: they do; with `what` in the message.
+        """
+        found = list(texts)
+        length, builder = sum(map(len, found)), self._engine.builder
+        if self.characters is None or builder is None:
+            return
+        if length > self.characters:
+            raise ApiError(
+                400,
+                f"{what} has {length:,} characters; {self._tokens:,} tokens are read at most, which are never more "
+                f"than {self.characters:,} characters; shorten it",
+                code="too_long",
+            )
+        if length <= USUAL * self._tokens:
+            return
+        tokens = characters = 0
+        for parts in _pieces(found):
+            joined = " ".join(parts)  # without it they would be one word, which takes long to tokenise
+            tokens += max(0, builder.count(joined) - len(parts) - CUT)
+            characters += sum(map(len, parts))
+            if tokens > self._tokens:
+                raise ApiError(
+                    400,
+                    f"{what} has more than {tokens:,} tokens in its first {characters:,} characters; "
+                    f"{self._tokens:,} are read at most; shorten it",
+                    code="too_long",
+                )
+
+
+def _pieces(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Texts of about `PIECE` characters together: long ones are cut, and short ones put together."""
+    parts: list[str] = []
+    length = 0
+    for each in texts:
+        for start in range(0, len(each), PIECE):
+            parts.append(each[start : start + PIECE])
+            length += len(parts[-1])
+            if length >= PIECE:
+                yield parts
+                parts, length = [], 0
+    if parts:
+        yield parts
+
+
+def texts_of(asked: ChatRequest | CompletionRequest) -> Iterable[str]:
+    """The texts of a request that go into its prompt."""
+    if isinstance(asked, CompletionRequest):
+        given = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt
+        return (text for text in given if isinstance(text, str))
+    return chain(texts_of_chat(asked.messages, asked.documents), strings_in([asked.tools, asked.chat_template_kwargs]))
+
+
+def texts_of_chat(messages: Iterable[Message], documents: Iterable[RequestDocument] | None = None) -> Iterable[str]:
+    """The texts of messages, what is passed to the template with them, and of documents for them."""
+    messages = list(messages)
+    contents = (message.content for message in messages)
+    extras = strings_in([message.model_extra for message in messages])
+    parts = (
+        [content] if isinstance(content, str) else [part.text or "" for part in content or ()] for content in contents
+    )
+    return chain(chain.from_iterable(parts), (document.text for document in documents or ()), extras)

@@ -3,17 +3,36 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StringConstraints, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictInt,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
 
+from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.documents import COLLECTION, LONGEST_ID
+from cacheblend.engines.hf.grammar import Grammar
+from cacheblend.engines.hf.grammar_schema import check_depth
 from cacheblend.engines.hf.prefiller import Mode
 from cacheblend.serve.errors import ApiError
-from cacheblend.serve.fields import REFUSED, REFUSED_RESPONSES, Biases, Closed, Refused, check_fields
-from cacheblend.serve.forms import ResponseFormat, StructuredOutputs, TextOptions
-from cacheblend.serve.tools.requests import ToolChoice, Tools
+from cacheblend.serve.fields import ACCEPTED, REFUSED, REFUSED_RESPONSES, Refused, check_fields
 
+SEED_MAX = 2**63 - 1
+Name = Annotated[str, StringConstraints(max_length=256)]
+Count = Annotated[int, Field(ge=1, le=1 << 20)]
+Ratio = Annotated[float, Field(ge=0, le=1)]
+TokenIds = Annotated[list[StrictInt], Field(fail_fast=True)]  # one error per element could be longer than the body
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+Schema = dict[str, Any] | bool
 _Path = tuple[Any, str | int] | None
 """Where a value is in a body: the path of what contains it, and its key there; None: the body itself."""
+_LONGEST_TOOL_NAME = 256
 
 
 def check_unicode(body: Any) -> None:
@@ -49,26 +68,217 @@ def _check_text(path: _Path, value: str) -> None:
         raise ApiError(400, message, param=where or None) from None
 
 
-SEED_MAX = 2**63 - 1
-Name = Annotated[str, StringConstraints(max_length=256)]
-TokenIds = Annotated[list[StrictInt], Field(fail_fast=True)]  # one error per element could be longer than the body
-Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+class Closed(BaseModel):
+    """An object that refuses fields that it does not have: one by one, or all of them by the first, if there are many.
+
+    Each would be an error of its own, made on the server's loop: 260,000 take seconds and a gigabyte.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_unknown(cls, data: Any) -> Any:
+        if cls.model_config.get("extra") == "forbid" and isinstance(data, dict):
+            known = {*cls.model_fields} | {field.alias for field in cls.model_fields.values()}
+            if len(data) > 2 * len(known):
+                name = next(name for name in data if name not in known)
+                raise ValueError(f"there is no field {name[:80]!r}")
+        return data
 
 
 class Body(Closed):
     """The body of a request; refuses text that is not valid Unicode, which no tokenizer and no answer can encode.
 
+    Attributes:
+        refused, accepted: see `check_fields`; None: pydantic refuses unknown fields, or ignores them.
+
     Raises:
-        ApiError: some text, a key included, has a lone surrogate (JSON can write one, e.g. ``"\\ud800"``).
+        ApiError: an unknown field; or some text, a key included, has a lone surrogate, as JSON can write it.
     """
 
     model_config = ConfigDict(extra="ignore")
+    refused: ClassVar[Mapping[str, Refused] | None] = None
+    accepted: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def _check_unicode(cls, data: Any) -> Any:
+    def _check(cls, data: Any) -> Any:
+        if cls.refused is not None:
+            check_fields(data, cls.model_fields, cls.refused, cls.accepted)
         check_unicode(data)
         return data
+
+
+# ---- the form of an answer: OpenAI's response_format, its Responses' text, vLLM's structured_outputs ----
+
+_JSON_OBJECT = Grammar("json_object")
+
+
+class Form(Closed):
+    """An object that says the form of an answer; null is "not said"."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, data: Any) -> Any:
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class JsonSchema(Form):
+    """The schema of a `ResponseFormat`.
+
+    Attributes:
+        schema_: the schema; ``schema`` in JSON.
+        strict: nothing comes of it: every answer has the schema's form.
+        name, description: nothing comes of them.
+    """
+
+    schema_: Schema = Field(alias="schema")
+    strict: bool = False
+    name: Name = ""
+    description: str = ""
+
+
+class ResponseFormat(Form):
+    """`response_format` of chats and completions."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_due(self) -> Self:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise ValueError("json_schema belongs to the type json_schema, which needs it")
+        return self
+
+    def grammar(self) -> Grammar | None:
+        """The grammar; None: any text. Raises `InvalidInputError`."""
+        if self.json_schema is not None:
+            return grammar_of_schema(self.json_schema.schema_)
+        return _JSON_OBJECT if self.type == "json_object" else None
+
+
+class TextFormat(JsonSchema):
+    """`format` of `TextOptions`: the fields of a schema beside its type."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    schema_: Schema | None = Field(alias="schema", default=None)  # type: ignore[assignment]
+
+    @model_validator(mode="after")
+    def _schema_where_due(self) -> Self:
+        if (self.schema_ is not None) != (self.type == "json_schema"):
+            raise ValueError("schema belongs to the type json_schema, which needs it")
+        return self
+
+
+class TextOptions(Form):
+    """`text` of ``/v1/responses``; a `verbosity` other than the default is said in the prompt."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] = "medium"
+
+    def grammar(self) -> Grammar | None:
+        """See `ResponseFormat`."""
+        if self.format is None or self.format.type == "text":
+            return None
+        return _JSON_OBJECT if self.format.schema_ is None else grammar_of_schema(self.format.schema_)
+
+
+class StructuredOutputs(Form):
+    """vLLM's `structured_outputs`: one of its fields."""
+
+    json_: Schema | str | None = Field(alias="json", default=None)
+    regex: str | None = None
+    choice: Annotated[list[str], Field(max_length=4096, fail_fast=True)] | None = None
+    grammar_: str | None = Field(alias="grammar", default=None)
+    json_object: Literal[True] | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        said = [name.rstrip("_") for name in type(self).model_fields if getattr(self, name) is not None]
+        if len(said) != 1:
+            raise ValueError(f"give one of json, regex, choice, grammar, json_object; got {', '.join(said) or 'none'}")
+        return self
+
+    def grammar(self) -> Grammar:
+        """See `ResponseFormat`."""
+        if self.json_ is not None:
+            is_text = isinstance(self.json_, str)
+            return Grammar("json_schema", self.json_) if is_text else grammar_of_schema(self.json_)  # type: ignore
+        if self.choice is not None:
+            return Grammar.of_choices(self.choice)
+        if self.regex is not None:
+            return Grammar("regex", self.regex)
+        return _JSON_OBJECT if self.grammar_ is None else Grammar("ebnf", self.grammar_)
+
+
+def grammar_of_schema(schema: Schema) -> Grammar:
+    """Raises `InvalidInputError`."""
+    check_depth(schema)  # before it is written as JSON, which is recursive
+    return Grammar.of_schema(schema)
+
+
+def grammar_of(**said: ResponseFormat | TextOptions | StructuredOutputs | None) -> tuple[Grammar | None, str | None]:
+    """The grammar that a request's fields say, and the field.
+
+    Raises:
+        ApiError: several say one, or one is wrong.
+    """
+    found: tuple[Grammar | None, str | None] = None, None
+    for name, form in said.items():
+        try:
+            grammar = None if form is None else form.grammar()
+        except InvalidInputError as error:
+            raise ApiError(400, f"{name}: {error}", param=name) from None
+        if grammar is not None and found[0] is not None:
+            raise ApiError(400, f"{found[1]} and {name} both say the form of the answer; give one", param=name)
+        found = found if grammar is None else (grammar, name)
+    return found
+
+
+# ---- tools ----
+
+
+def check_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The tools.
+
+    Raises:
+        ApiError: one is no function, or asks for what is not done; with its place.
+    """
+    for number, tool in enumerate(tools):
+        where = f"tools.{number}"
+        if (kind := tool.get("type")) != "function":
+            raise wrong_value(f"{where}.type", kind, 'must be "function"; other tools are not called')
+        function = tool.get("function")
+        if not isinstance(function, dict):
+            raise wrong_value(f"{where}.function", function, "must be an object with a name")
+        name = function.get("name")
+        if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_TOOL_NAME:
+            raise wrong_value(f"{where}.function.name", name, f"must be a text of 1 to {_LONGEST_TOOL_NAME} characters")
+        for key, kinds, what in (
+            ("description", str, "a text"),
+            ("parameters", dict, "a JSON schema, which is an object"),
+            ("strict", bool, "true or false"),
+        ):
+            if (value := function.get(key)) is not None and not isinstance(value, kinds):
+                raise wrong_value(f"{where}.function.{key}", value, f"must be {what}")
+        if function.get("strict"):
+            message = "is not supported: arguments are as the model writes them; leave it out and check them"
+            raise wrong_value(f"{where}.function.strict", True, message)
+    return tools
+
+
+Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True), AfterValidator(check_tools)]
+ToolChoice = Literal["none", "auto"]
+
+
+def wrong_value(where: str, value: Any, what: str) -> ApiError:
+    """400 for a value within a list or object that no schema describes, with its place."""
+    shown = value if isinstance(value, bool | int | float | str) or value is None else type(value).__name__
+    return ApiError(400, f"{where} {what}; got {str(shown)[:80]!r}", param=where)
+
+
+# ---- requests ----
 
 
 class Extras(Closed):
@@ -82,7 +292,7 @@ class Extras(Closed):
         chunks: spans [start, stop) of a prompt that is given as token ids.
     """
 
-    recompute_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    recompute_ratio: Ratio | None = None
     selector: Name | None = None
     salt: Name = ""
     mode: Mode = "blend"
@@ -126,30 +336,35 @@ class StreamOptions(Closed):
     include_obfuscation: Literal[False] | None = None
 
 
-class Sampling(Body):
-    """Fields that all kinds of request have.
+def _few(biases: Any) -> Any:
+    """Before each is looked at, as each could be two errors."""
+    if isinstance(biases, dict) and len(biases) > 1024:
+        raise ValueError(f"it has {len(biases)} tokens; at most 1024 are taken")
+    return biases
 
-    Attributes:
-        refused: fields that nothing would come of.
-    """
+
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Biases = Annotated[dict[int, Bias], Field(max_length=1024), BeforeValidator(_few)]
+
+
+class Sampling(Body):
+    """Fields that all kinds of request have."""
 
     model_config = ConfigDict(extra="ignore")
     refused: ClassVar[Mapping[str, Refused]] = REFUSED
+    accepted: ClassVar[Mapping[str, str]] = ACCEPTED
 
     @model_validator(mode="before")
     @classmethod
-    def _check_fields(cls, data: Any) -> Any:
-        check_fields(data, cls.model_fields, cls.refused)
-        if isinstance(data, dict):  # null is "not said", as OpenAI has it
-            data = {name: value for name, value in data.items() if value is not None}
-        return data
+    def _without_null(cls, data: Any) -> Any:  # null is "not said", as OpenAI has it
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
     model: Name = ""
-    max_tokens: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=1 << 20)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_p: Ratio | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -186,7 +401,7 @@ class ChatRequest(Sampling):
     """``/v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
@@ -261,7 +476,7 @@ class ResponsesRequest(Sampling):
     refused: ClassVar[Mapping[str, Refused]] = REFUSED_RESPONSES
     input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    max_output_tokens: Count | None = None
     text: TextOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -274,14 +489,9 @@ class ResponsesRequest(Sampling):
 class TokenizeRequest(Body):
     """``POST /tokenize``, as vLLM has it: a text or a chat."""
 
-    model_config = ConfigDict(extra="ignore")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_fields(cls, data: Any) -> Any:
-        known = cls.model_fields
-        check_fields(data, known, {name: refused for name, refused in REFUSED.items() if name not in known}, {})
-        return data
+    refused: ClassVar[Mapping[str, Refused]] = {
+        name: what for name, what in REFUSED.items() if name not in ("add_special_tokens", "tool_choice")
+    }
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
@@ -303,12 +513,7 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     """``POST /detokenize``, as vLLM has it."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_fields(cls, data: Any) -> Any:
-        check_fields(data, cls.model_fields, {}, {})
-        return data
-
+    refused: ClassVar[Mapping[str, Refused]] = {}
     model: Name = ""
     tokens: TokenIds
 

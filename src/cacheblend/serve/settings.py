@@ -7,7 +7,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.hf.tickets import Limits
 from cacheblend.engines.shadow import ShadowSettings
 from cacheblend.serve.keys import KeyRing
-from cacheblend.serve.tools.formats import AUTO, format_of
+from cacheblend.serve.tool_calls import AUTO, format_of
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,15 @@ from cacheblend.engines.hf.background import run_apart
 from cacheblend.engines.hf.scheduler import Scheduler
 from cacheblend.engines.hf.shadow_start import watch
 from cacheblend.engines.hf.tickets import QueueFullError
+from cacheblend.engines.tokens.builder import PromptBuilder
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.fair_queue import FairQueue, Work
 from cacheblend.serve.keys import ApiKey
-from cacheblend.serve.lengths import TextLimit
 from cacheblend.serve.metrics import Metrics
+from cacheblend.serve.prompts import TextLimit
 from cacheblend.serve.settings import ServeSettings
 from cacheblend.serve.tenants import Tenants
-from cacheblend.serve.tools.formats import format_of
+from cacheblend.serve.tool_calls import format_of
 
 T = TypeVar("T")
 PARSERS = 4
@@ -32,15 +33,8 @@ PARSERS = 4
 class ServerState:
     """State of one server. Methods may be called from any thread, coroutines on the server's loop.
 
-    Args:
-        engine: stays open after the server has stopped; its owner closes it.
-        settings: of the server.
-
     Attributes:
-        engine, settings: the same.
-        scheduler: runs the requests.
-        metrics: counters for Prometheus.
-        tenants: what each key has stored.
+        engine: stays open after the server has stopped; its owner closes it.
         call_format: in which tool calls are read from answers; None: they are not.
     """
 
@@ -60,8 +54,7 @@ class ServerState:
         )
         self.tenants = Tenants(engine, settings.store_bytes, settings.pin_bytes)
         self.text_limit = TextLimit(engine, settings.max_prompt_tokens)
-        template = getattr(engine.tokenizer, "chat_template", None)
-        self.call_format = format_of(settings.tool_call_parser, template)
+        self.call_format = format_of(settings.tool_call_parser, getattr(engine.tokenizer, "chat_template", None))
         self._side = FairQueue(1, settings.limits.waiting, run_apart)
         self._parsing = FairQueue(PARSERS, settings.limits.waiting)
         self._compiling = FairQueue(1, settings.limits.waiting)
@@ -89,16 +82,14 @@ class ServerState:
     async def compile(self, request: Request, work: Callable[[], T]) -> T:
         """Runs what compiles the form of an answer, which may take seconds: one at a time, and no prompt waits for it.
 
-        Raises:
-            QueueFullError, TooLateError, ApiError: see `FairQueue.run`.
+        Raises as `parse`.
         """
         return await self._prepare(self._compiling, request, work)
 
     async def _prepare(self, queue: FairQueue, request: Request, work: Callable[[], T]) -> T:
         if (waiting := self._parsing.waiting + self.scheduler.waiting) >= self.settings.limits.waiting:
             raise QueueFullError(waiting, 1)  # forms have a bound of their own, and turn away forms alone
-        deadline = time.monotonic() + self.settings.timeout_s
-        return await queue.run(request.state.key, work, deadline, request.is_disconnected)
+        return await self._run(queue, request, work)
 
     async def run_serially(self, request: Request, work: Work[T]) -> T:
         """Runs work that does not go through the scheduler (storing, explaining), a slice of it at a time.
@@ -107,11 +98,13 @@ class ServerState:
             request: whose key takes turns with the others.
             work: a function, or one that returns a generator whose ``yield`` lets others go first.
 
-        Raises:
-            QueueFullError, TooLateError, ApiError: see `FairQueue.run`.
+        Raises as `parse`.
         """
+        return await self._run(self._side, request, work)
+
+    async def _run(self, queue: FairQueue, request: Request, work: Work[T]) -> T:
         deadline = time.monotonic() + self.settings.timeout_s
-        return await self._side.run(request.state.key, work, deadline, request.is_disconnected)
+        return await queue.run(request.state.key, work, deadline, request.is_disconnected)
 
     def end_queues(self) -> None:
         """Ends what the queues hold; their clients are told."""
@@ -156,10 +149,12 @@ class ServerState:
         if len(prompt.chunks) > max_chunks:
             raise ApiError(400, f"the prompt has {len(prompt.chunks)} chunks; at most {max_chunks} are allowed")
 
+    def builder(self) -> PromptBuilder:
+        """What tokenises texts. Raises `ApiError` if the engine has no tokenizer."""
+        if self.engine.builder is None:
+            raise ApiError(400, "this server has no tokenizer")
+        return self.engine.builder
+
     def token_text(self, token: int) -> str:
         """Text of one token; empty for a special token."""
         return self.engine.builder.decode([token]) if self.engine.builder else str(token)
-
-    def token_label(self, token: int) -> str:
-        """Text of one token; the name of a special token."""
-        return self.token_text(token) or str(self.engine.tokenizer.convert_ids_to_tokens(token))

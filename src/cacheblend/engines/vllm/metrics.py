@@ -8,6 +8,7 @@ from prometheus_client import Counter
 from cacheblend.core.failures import count_failure
 from cacheblend.core.fuse.prefill import PrefillResult
 from cacheblend.engines.discovery import DiscoveryFigures
+from cacheblend.engines.metrics import DISCOVERED
 from cacheblend.engines.vllm import shadow_metrics
 from cacheblend.engines.vllm.config import read_config
 from cacheblend.engines.vllm.internals.decoder import connector_settings
@@ -121,10 +122,7 @@ _PLAIN = {
     "recomputed_tokens": "Loaded tokens that were recomputed after the last selection.",
     "row_layers": "Rows times layers that blending computed.",
     "captured_tokens": "Tokens of missed chunks that were computed alone and stored.",
-    "discovered_runs": "Runs of text that were learnt from requests.",
-    "discovered_stored_tokens": "Tokens of learnt runs that were stored.",
-    "discovered_hit_tokens": "Tokens of prompts loaded from learnt runs.",
-    "discovered_unwatched": "Requests that came too fast to be learnt from.",
+    **{name: words for name, (_, words) in DISCOVERED.items()},
     "load_seconds": "Seconds of reading stored KV and copying it to the device.",
     "wait_seconds": "Seconds that blending waited for stored KV.",
     "blend_seconds": "Seconds from the first layer of a blended prompt to its last.",

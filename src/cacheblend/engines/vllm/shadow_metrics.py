@@ -10,28 +10,21 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from cacheblend.engines.metrics import SHADOW_COUNTERS, SHADOW_GAUGES, SHADOW_KL, WHOSE
 from cacheblend.engines.shadow.watch import KL_BUCKETS
 
 COMPARED, TOKENS, KL, DROPPED, CHANGES = "shadow", "shadow_tokens", "shadow_kl", "shadow_dropped", "shadow_changes"
 AGREEMENT, BOUND, RATIO, WAITING = "shadow_agreement", "shadow_agreement_bound", "shadow_ratio", "shadow_waiting"
 
-_WHOSE = ("tenant", "selector", "settings")
-_COUNTERS = {
-    COMPARED: (_WHOSE, "Answers compared with full prefill."),
-    TOKENS: ((*_WHOSE, "agreed"), "Answer tokens compared with full prefill."),
-    DROPPED: (("reason",), "Answers that were drawn and not compared."),
-    CHANGES: (("direction",), "Steps of the recompute ratio."),
-}
 _GAUGES = {
-    AGREEMENT: ((*_WHOSE, "of"), "Agreement with full prefill in the window; not a number: nothing was compared yet."),
-    BOUND: ((*_WHOSE, "of"), "Its exact lower bound."),
-    RATIO: ((), "Recompute ratio of requests that name none; 1: full."),
+    **SHADOW_GAUGES,
+    AGREEMENT: ((*WHOSE, "of"), "Agreement with full prefill in the window; not a number: nothing was compared yet."),
     WAITING: ((), "Answers that were drawn and are not compared yet."),
 }
 REPLACED = frozenset(_GAUGES)
 """Of these the last values count; of all others the sums."""
 
-NAMES = frozenset([*_COUNTERS, *_GAUGES, KL])
+NAMES = frozenset([*SHADOW_COUNTERS, *_GAUGES, KL])
 
 
 def joined(*labels: str) -> str:
@@ -52,12 +45,11 @@ class ShadowPromMetrics:
             named = {"name": f"vllm:cacheblend_{name}", "documentation": words, "labelnames": [*labelnames, *labels]}
             return metric_types[kind](**named, **options)
 
-        self._counters = {name: make(Counter, name, *what) for name, what in _COUNTERS.items()}
+        self._counters = {name: make(Counter, name, *what) for name, what in SHADOW_COUNTERS.items()}
         self._gauges = {
             name: make(Gauge, name, *what, multiprocess_mode="mostrecent") for name, what in _GAUGES.items()
         }
-        words = "KL(full || blended) of the first token, in nats."
-        self._kl = make(Histogram, KL, _WHOSE, words, buckets=list(KL_BUCKETS))
+        self._kl = make(Histogram, KL, WHOSE, SHADOW_KL, buckets=list(KL_BUCKETS))
 
     def observe(self, name: str, found: dict[str, Any], labels: list[object]) -> None:
         """Takes what has come of one of `NAMES` in a step; `labels` are vLLM's."""

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Query, Request
-from starlette.concurrency import run_in_threadpool
 
 from cacheblend.core.names import BlockName
 from cacheblend.engines.documents import COLLECTION, LONGEST_ID, Document
@@ -18,7 +17,7 @@ from cacheblend.engines.tokens.chunker import Cutting
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.fair_queue import SLICE_CHARACTERS, SLICE_TOKENS
 from cacheblend.serve.keys import ApiKey
-from cacheblend.serve.pages import After, Limit, page_of
+from cacheblend.serve.routes.chunks import After, Limit, page_of
 from cacheblend.serve.schemas import DocumentsRequest
 from cacheblend.serve.state import ServerState
 from cacheblend.serve.tenants import tenant_of
@@ -38,25 +37,52 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
         return await state.run_serially(request, lambda: _put(state, asked, key))
 
     @app.get("/v1/documents")
-    async def listed(
+    def listed(
         key: Key, collection: Collection = COLLECTION, salt: Salt = "", limit: Limit = 100, after: After = ""
     ) -> dict[str, Any]:
-        return await run_in_threadpool(_list, state, key, collection, salt, limit, after)
+        root = state.engine.follow().planner_of(tenant_of(key, salt)).root
+        kept = state.engine.store.documents
+
+        def read(name: BlockName) -> DocumentRecord | DamagedRecord | None:
+            record = kept.get(root, name)
+            return None if isinstance(record, DocumentRecord) and record.collection != collection else record
+
+        def show(page: list[DocumentRecord | DamagedRecord]) -> list[dict[str, Any]]:
+            return [_shown(state, each) for each in page]
+
+        return page_of(kept.names(root), limit, after, read, show)
 
     @app.delete("/v1/documents/{document_id:path}")
-    async def delete(
-        document_id: str, key: Key, collection: Collection = COLLECTION, salt: Salt = ""
-    ) -> dict[str, Any]:
-        return await run_in_threadpool(_delete, state, key, document_id, collection, salt)
+    def delete(document_id: str, key: Key, collection: Collection = COLLECTION, salt: Salt = "") -> dict[str, Any]:
+        # Another key's document is reported in the same way as one that does not exist.
+        sync = DocumentSync(state.engine, tenant=tenant_of(key, salt), collection=collection, reads_all=False)
+        root, kept = sync.book.planner.root, state.engine.store.documents
+        found = kept.get(root, document_name(root, collection, document_id))
+        if found is None:
+            raise ApiError(404, f"there is no document {document_id[:80]!r}", code="document_not_found")
+        if isinstance(found, DamagedRecord):
+            kept.delete(root, found.name)  # its chunks are unknown, and evicted in their turn
+        else:
+            sync.drop([document_id])
+        report = sync.finish()
+        state.tenants.forget_chunks(sync.dropped_chunks)
+        state.tenants.forget_count(key)
+        return {
+            "id": document_id,
+            "object": "document",
+            "deleted": True,
+            "dropped_chunks": report.dropped_chunks,
+            "pinned_chunks": report.pinned_chunks,
+        }
 
     @app.delete("/v1/documents")
-    async def delete_any(
+    def delete_any(
         document_id: Annotated[str, Query(alias="id", min_length=1, max_length=LONGEST_ID)],
         key: Key,
         collection: Collection = COLLECTION,
         salt: Salt = "",
     ) -> dict[str, Any]:  # an id of line ends or dots, which clients and paths do not keep
-        return await run_in_threadpool(_delete, state, key, document_id, collection, salt)
+        return delete(document_id, key, collection, salt)
 
 
 def _put(state: ServerState, asked: DocumentsRequest, key: ApiKey) -> Generator[None, None, dict[str, Any]]:
@@ -110,20 +136,6 @@ def _in_slices(sync: DocumentSync, documents: list[Document]) -> Iterator[None]:
             yield
 
 
-def _list(state: ServerState, key: ApiKey, collection: str, salt: str, limit: int, after: str) -> dict[str, Any]:
-    root = state.engine.follow().planner_of(tenant_of(key, salt)).root
-    kept = state.engine.store.documents
-
-    def read(name: BlockName) -> DocumentRecord | DamagedRecord | None:
-        record = kept.get(root, name)
-        return None if isinstance(record, DocumentRecord) and record.collection != collection else record
-
-    def show(page: list[DocumentRecord | DamagedRecord]) -> list[dict[str, Any]]:
-        return [_shown(state, each) for each in page]
-
-    return page_of(kept.names(root), limit, after, read, show)
-
-
 def _shown(state: ServerState, record: DocumentRecord | DamagedRecord) -> dict[str, Any]:
     """A document as clients see it, without its text; a damaged one, whose id is unknown, by its record's name."""
     if isinstance(record, DamagedRecord):
@@ -136,28 +148,4 @@ def _shown(state: ServerState, record: DocumentRecord | DamagedRecord) -> dict[s
         "tokens": record.tokens,
         "chunks": [blocks[-1].hex() for blocks in record.chunks],
         "held": all(state.engine.store.held(names)),
-    }
-
-
-def _delete(state: ServerState, key: ApiKey, document_id: str, collection: str, salt: str) -> dict[str, Any]:
-    """Drops a document; another key's is reported in the same way as one that does not exist."""
-    tenant = tenant_of(key, salt)
-    sync = DocumentSync(state.engine, tenant=tenant, collection=collection, reads_all=False)
-    root = sync.book.planner.root
-    found = state.engine.store.documents.get(root, document_name(root, collection, document_id))
-    if found is None:
-        raise ApiError(404, f"there is no document {document_id[:80]!r}", code="document_not_found")
-    if isinstance(found, DamagedRecord):
-        state.engine.store.documents.delete(root, found.name)  # its chunks are unknown, and evicted in their turn
-    else:
-        sync.drop([document_id])
-    report = sync.finish()
-    state.tenants.forget_chunks(sync.dropped_chunks)
-    state.tenants.forget_count(key)
-    return {
-        "id": document_id,
-        "object": "document",
-        "deleted": True,
-        "dropped_chunks": report.dropped_chunks,
-        "pinned_chunks": report.pinned_chunks,
     }

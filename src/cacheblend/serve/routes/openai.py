@@ -1,38 +1,45 @@
-"""OpenAI's chats and completions, and its list of models.
+"""OpenAI's chats and completions, whole and streamed, and its list of models.
 
 POST /v1/chat/completions   POST /v1/completions   GET /v1/models, /v1/models/{id}
 """
 
+import json
 import time
-from collections.abc import Callable
-from typing import Annotated, Any
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, ClassVar
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from cacheblend.serve.admission import check_model, started, unless_disconnected
+from cacheblend.core.report import BlendReport
+from cacheblend.engines.hf.tickets import Ask, TokenEvent
+from cacheblend.serve.admission import RunningRequest, check_model, started, unless_disconnected
+from cacheblend.serve.errors import api_error
 from cacheblend.serve.keys import ApiKey
-from cacheblend.serve.lengths import texts_of
-from cacheblend.serve.prompts import ParsedPrompt, chat_prompt, completion_prompt
-from cacheblend.serve.responses import AnswerFormat, ChatFormat, CompletionFormat, streamed_response, whole_response
+from cacheblend.serve.prompts import ParsedPrompt, chat_prompt, completion_prompt, texts_of
 from cacheblend.serve.schemas import ChatRequest, CompletionRequest, Sampling, StreamOptions
 from cacheblend.serve.state import ServerState
-from cacheblend.serve.tools.call_reader import CallReader, ToolChatFormat
-from cacheblend.serve.tools.formats import Format
-from cacheblend.serve.tools.requests import names_of
+from cacheblend.serve.tool_calls import CallReader
+
+DONE = "data: [DONE]\n\n"
+EVENT_STREAM: dict[str, Any] = {"media_type": "text/event-stream", "headers": {"Cache-Control": "no-cache"}}
+TokenText = Callable[[int], str]
 
 
 def add_routes(app: FastAPI, state: ServerState) -> None:
     """Adds the routes of this module to the app."""
     Key = Annotated[ApiKey, Depends(state.authenticate)]  # noqa: N806
+    engine = state.engine
     model = {
-        "id": state.engine.name,
+        "id": engine.name,
         "object": "model",
         "created": int(time.time()),
         "owned_by": "you",
-        "root": state.engine.name,  # this and the next as vLLM has it; no path of the server's
+        "root": engine.name,  # this and the next as vLLM has it; no path of the server's
         "parent": None,
-        "max_model_len": state.engine.survey.max_length,
+        "max_model_len": engine.survey.max_length,
     }
 
     @app.get("/v1/models")
@@ -46,37 +53,28 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, asked: ChatRequest, key: Key) -> Any:
+        calls = state.call_format if asked.may_call_tools else None
+
         def parse() -> ParsedPrompt:
             state.text_limit.check(texts_of(asked))
-            prompt = chat_prompt(state.engine, asked, state.settings.chunk_tokens)
-            return prompt._replace(shown=_markers(state, calls))
+            prompt = chat_prompt(engine, asked, state.settings.chunk_tokens)
+            if calls is None or engine.builder is None:
+                return prompt
+            return prompt._replace(shown=engine.builder.special_ids([*calls.markers, *calls.inner]))
 
-        calls = state.call_format if asked.may_call_tools else None
-        return await _answer(state, request, asked, key, parse, _chat_format(state, asked, calls))
+        new_reader = None
+        if calls is not None:
+            names = {tool["function"]["name"] for tool in asked.tools or ()}
+            new_reader = lambda: CallReader(calls, names, only_first=asked.parallel_tool_calls is False)  # noqa: E731
+        return await _answer(state, request, asked, key, parse, ChatFormat(state.token_text, new_reader))
 
     @app.post("/v1/completions")
     async def completions(request: Request, asked: CompletionRequest, key: Key) -> Any:
         def parse() -> ParsedPrompt:
             state.text_limit.check(texts_of(asked))
-            return completion_prompt(state.engine, asked)
+            return completion_prompt(engine, asked)
 
         return await _answer(state, request, asked, key, parse, CompletionFormat(state.token_text))
-
-
-def _markers(state: ServerState, calls: Format | None) -> frozenset[int]:
-    """The special tokens that calls are written with."""
-    if calls is None or state.engine.builder is None:
-        return frozenset()
-    return state.engine.builder.special_ids([*calls.markers, *calls.inner])
-
-
-def _chat_format(state: ServerState, asked: ChatRequest, calls: Format | None) -> AnswerFormat:
-    """How a chat is answered; with the calls of its tools, if they are read."""
-    chat = ChatFormat(state.token_text)
-    if calls is None:
-        return chat
-    only_first, names = asked.parallel_tool_calls is False, names_of(asked.tools or ())
-    return ToolChatFormat(chat, lambda: CallReader(calls, names, only_first=only_first), calls.new_id)
 
 
 async def _answer(
@@ -85,13 +83,210 @@ async def _answer(
     asked: Sampling,
     key: ApiKey,
     parse: Callable[[], ParsedPrompt],
-    response_format: AnswerFormat,
+    form: "ChatFormat | CompletionFormat",
 ) -> Any:
     """The response to a request, whole or as a stream."""
-    model, running = state.engine.name, await started(state, request, asked, key, parse)
+    running = await started(state, request, asked, key, parse)
     if asked.stream:
-        options = asked.stream_options or StreamOptions()
-        with_usage, in_each = options.include_usage, options.include_usage and options.continuous_usage_stats
-        events = streamed_response(running, response_format, model, with_usage=with_usage, in_each=in_each)
-        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-    return JSONResponse(await unless_disconnected(request, whole_response(running, response_format, model)))
+        events = streamed_response(running, form, state.engine.name, asked.stream_options or StreamOptions())
+        return StreamingResponse(events, **EVENT_STREAM)
+    return JSONResponse(await unless_disconnected(request, whole_response(running, form, state.engine.name)))
+
+
+@dataclass
+class ResponseChoice:
+    """One choice, put together from its events."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    events: list[TokenEvent] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def add(self, event: TokenEvent) -> None:
+        """Appends the next token."""
+        self.text += event.text
+        if event.token_id is not None:
+            self.token_ids.append(event.token_id)
+        self.events.append(event)
+        self.finish_reason = event.finish_reason or self.finish_reason
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """``chat.completion``; for one request.
+
+    Attributes:
+        token_text: the text of a token, for log-probabilities.
+        new_reader: makes what reads a choice's tool calls; None: they are not read.
+        kind: prefix of ids.
+        objects: the field ``object`` of a whole response, and of a stream's events.
+    """
+
+    token_text: TokenText
+    new_reader: Callable[[], CallReader] | None = None
+    kind: ClassVar = "chatcmpl"
+    objects: ClassVar = ("chat.completion", "chat.completion.chunk")
+    _readers: dict[int, CallReader] = field(default_factory=dict)
+
+    def opening(self, number: int) -> dict[str, Any] | None:
+        """A choice in the event before its first token; None: there is no such event."""
+        delta = {"role": "assistant", "content": "" if self.new_reader is None else None}  # beside calls there is none
+        return {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def piece(self, event: TokenEvent, offset: int) -> dict[str, Any]:
+        """A choice in the event of one token; `offset` characters of the choice were sent before."""
+        text, reason, calls = event.text, event.finish_reason, []
+        if self.new_reader is not None:
+            reader = self._readers.get(event.choice) or self._readers.setdefault(event.choice, self.new_reader())
+            first = reader.calls
+            text, found = reader.read(text, ended=reason is not None)
+            calls = [{"index": first + number, **call} for number, call in enumerate(found)]
+            reason = reason and reader.finish_reason(reason)
+        delta = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
+        return {"index": event.choice, "delta": delta, "logprobs": self._logprobs([event]), "finish_reason": reason}
+
+    def choice(self, number: int, choice: ResponseChoice) -> dict[str, Any]:
+        """A choice of a whole response."""
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text}
+        reason = choice.finish_reason
+        if self.new_reader is not None:
+            reader = self.new_reader()
+            text, calls = reader.read(choice.text, ended=True)
+            message["content"] = text if text or not calls else None
+            if calls:
+                message["tool_calls"] = calls
+            reason = reason and reader.finish_reason(reason)
+        logprobs = self._logprobs(choice.events)
+        return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def _logprobs(self, events: list[TokenEvent]) -> dict[str, Any] | None:
+        found = [
+            self._token(event.token_id, event.logprob)
+            | {"top_logprobs": [self._token(token, value) for token, value in event.top]}
+            for event in events
+            if event.token_id is not None and event.logprob is not None
+        ]
+        return {"content": found, "refusal": None} if found else None
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self.token_text(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+@dataclass(frozen=True)
+class CompletionFormat:
+    """``text_completion``; `token_text` as of `ChatFormat`."""
+
+    token_text: TokenText
+    kind: ClassVar = "cmpl"
+    objects: ClassVar = ("text_completion", "text_completion")
+
+    def opening(self, number: int) -> dict[str, Any] | None:
+        """See `ChatFormat`."""
+        return None
+
+    def piece(self, event: TokenEvent, offset: int) -> dict[str, Any]:
+        """See `ChatFormat`."""
+        logprobs = self._logprobs([event], offset)
+        return {"index": event.choice, "text": event.text, "logprobs": logprobs, "finish_reason": event.finish_reason}
+
+    def choice(self, number: int, choice: ResponseChoice) -> dict[str, Any]:
+        """See `ChatFormat`."""
+        logprobs = self._logprobs(choice.events, 0)
+        return {"index": number, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+
+    def _logprobs(self, events: list[TokenEvent], offset: int) -> dict[str, Any] | None:
+        found = [event for event in events if event.token_id is not None and event.logprob is not None]
+        if not found:
+            return None
+        tokens = [self.token_text(event.token_id or 0) for event in found]
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [event.logprob for event in found],
+            "top_logprobs": [{self.token_text(token): value for token, value in event.top} for event in found],
+            "text_offset": offsets,
+        }
+
+
+async def whole_response(running: RunningRequest, form: ChatFormat | CompletionFormat, model: str) -> dict[str, Any]:
+    """The response in one piece, as JSON.
+
+    Raises:
+        Exception: the error that ended the request.
+    """
+    choices = [ResponseChoice() for _ in range(running.ask.choices)]
+    async for event in running.events():
+        choices[event.choice].add(event)
+    return {
+        **_head(form.kind, form.objects[0], model),
+        "choices": [form.choice(number, choice) for number, choice in enumerate(choices)],
+        "usage": usage_of(running.ask, running.report, sum(len(choice.token_ids) for choice in choices)),
+        "cacheblend": report_of(running.report),
+    }
+
+
+async def streamed_response(
+    running: RunningRequest, form: ChatFormat | CompletionFormat, model: str, options: StreamOptions
+) -> AsyncIterator[str]:
+    """The response as server-sent events; an error becomes an event, too.
+
+    The last event carries the report. By default that is the event of the last token, so that clients may read
+    ``choices[0]`` of every event; with `include_usage` it is one without a choice, as OpenAI specifies.
+    """
+    head = _head(form.kind, form.objects[1], model)
+    generated, lengths, last = 0, [0] * running.ask.choices, None
+    for number in range(running.ask.choices):
+        opening = form.opening(number)
+        if opening is not None:
+            yield _sse({**head, "choices": [opening]})
+    try:
+        async for event in running.events():
+            if last is not None:
+                yield _sse(last)
+            generated += event.token_id is not None
+            piece, last = {**head, "choices": [form.piece(event, lengths[event.choice])]}, None
+            if options.include_usage and options.continuous_usage_stats:
+                piece["usage"] = usage_of(running.ask, running.report, generated)
+            lengths[event.choice] += len(event.text)
+            if event.finish_reason is None:
+                yield _sse(piece)
+            else:  # may be the last event, which gets the report
+                last = piece
+    except Exception as error:  # too late for a status: that has been sent
+        yield _sse(api_error(error).body())
+        yield DONE
+        return
+    if options.include_usage:
+        if last is not None:
+            yield _sse(last)
+        last = {**head, "choices": [], "usage": usage_of(running.ask, running.report, generated)}
+    yield _sse({**(last or head), "cacheblend": report_of(running.report)})
+    yield DONE
+
+
+def _head(kind: str, object_name: str, model: str) -> dict[str, Any]:
+    return {"id": f"{kind}-{uuid.uuid4().hex}", "object": object_name, "created": int(time.time()), "model": model}
+
+
+def usage_of(ask: Ask, report: BlendReport | None, generated: int) -> dict[str, Any]:
+    """OpenAI's usage; tokens count as cached if they were loaded and not recomputed."""
+    cached = 0 if report is None else max(0, sum(report.hit_tokens.values()) - report.recomputed_tokens)
+    return {
+        "prompt_tokens": len(ask.prompt),
+        "completion_tokens": generated,
+        "total_tokens": len(ask.prompt) + generated,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def report_of(report: BlendReport | None) -> dict[str, Any] | None:
+    """The field ``cacheblend`` of a response: how the request was prefilled."""
+    return None if report is None else asdict(report)
+
+
+def _sse(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"

@@ -30,10 +30,9 @@ from cacheblend.engines.hf.state import ModelState
 from cacheblend.engines.settings import PROFILE_NAME, read_profile
 from cacheblend.nano import model_path
 from cacheblend.nano.examples import EXAMPLES, answer_of, notes
-from cacheblend.serve.errors import ApiError
 from cacheblend.serve.keys import ApiKey
 from cacheblend.serve.routes.chunks import manifest_for
-from cacheblend.serve.schemas import Body, Name, RequestDocument
+from cacheblend.serve.schemas import Body, Name, Ratio, RequestDocument
 from cacheblend.serve.state import ServerState
 from cacheblend.serve.tenants import tenant_of
 
@@ -47,18 +46,11 @@ PAGE_HEADERS = {
 
 
 class Explain(Body):
-    """A prompt to explain, and how it is blended.
-
-    Attributes:
-        documents: the passages, each a chunk.
-        question: asked about them.
-        recompute_ratio: overrides the engine's ratio.
-        selector: overrides the engine's selector; uses the selector's default settings.
-    """
+    """A prompt to explain, and how it is blended; a selector that is named has its default settings."""
 
     documents: Annotated[list[RequestDocument], Field(min_length=1, max_length=64)]
     question: str
-    recompute_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    recompute_ratio: Ratio | None = None
     selector: Name | None = None
 
 
@@ -74,15 +66,36 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
     async def moved() -> Any:
         return RedirectResponse("/")
 
-    library = _library() | {"model": _model(state.engine), "needs_key": bool(state.settings.keys.keys)}
+    texts, engine = notes(), state.engine
+    library = {
+        "passages": [{"title": f"Note {number}", "text": text} for number, text in enumerate(texts, 1)],
+        "questions": [
+            {"title": each.title, "about": each.about, "text": each.question, "passages": each.order}
+            | (_expected(each.question, [texts[index] for index in each.order]) or {})
+            for each in EXAMPLES
+        ],
+        "model": {
+            "name": engine.name,
+            "parameters": sum(weights.numel() for weights in engine.model.parameters()),
+            "layers": len(engine.survey.layout.layers),
+            "dtype": str(engine.survey.layout.dtype).removeprefix("torch."),
+            "device": engine.model.device.type,
+            "is_shipped": engine.fingerprint == read_profile(model_path() / PROFILE_NAME).fingerprint,
+        },
+        "needs_key": bool(state.settings.keys.keys),
+    }
 
     @app.get("/playground/passages", include_in_schema=False)
     async def passages() -> Any:
-        return library | {"settings": _model_settings(state.engine)}
+        """With the selector that the engine uses by itself, and its ratio now; None if it has no fixed one."""
+        settings = engine.settings
+        ratio = 1.0 if settings.is_full else settings.selector().share
+        shown = {"selector": settings.config.selector, "recompute_ratio": ratio, "shadow": engine.shadow is not None}
+        return library | {"settings": shown}
 
     @app.get("/playground/shadow", include_in_schema=False)
     async def shadow(key: Key) -> dict[str, Any]:
-        return _shadow(state.engine.shadow)
+        return _shadow(engine.shadow)
 
     @app.post("/playground/explain", include_in_schema=False)
     async def explain(request: Request, asked: Explain, key: Key) -> dict[str, Any]:
@@ -91,41 +104,10 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
 
 
-def _library() -> dict[str, Any]:
-    """Passages of the kind that the shipped model was trained on, and examples: questions about them in an order."""
-    texts = notes()
-    questions = []
-    for each in EXAMPLES:
-        question = {"title": each.title, "about": each.about, "text": each.question, "passages": each.order}
-        questions.append(question | (_expected(each.question, [texts[index] for index in each.order]) or {}))
-    passages = [{"title": f"Note {number}", "text": text} for number, text in enumerate(texts, 1)]
-    return {"passages": passages, "questions": questions}
-
-
 def _expected(question: str, texts: list[str]) -> dict[str, Any] | None:
     """What is right, and the sentences that the answer needs; None if that is not known."""
     found = answer_of(question, texts)
     return found and {"answer": found.text, "places": [place._asdict() for place in found.places]}
-
-
-def _model(engine: BlendEngine) -> dict[str, Any]:
-    """What the page says of the model."""
-    return {
-        "name": engine.name,
-        "parameters": sum(weights.numel() for weights in engine.model.parameters()),
-        "layers": len(engine.survey.layout.layers),
-        "dtype": str(engine.survey.layout.dtype).removeprefix("torch."),
-        "device": engine.model.device.type,
-        "is_shipped": engine.fingerprint == read_profile(model_path() / PROFILE_NAME).fingerprint,
-    }
-
-
-def _model_settings(engine: BlendEngine) -> dict[str, Any]:
-    """The selector that the engine uses by itself, and its ratio at present; None if it has no fixed one."""
-    settings = engine.settings
-    ratio = 1.0 if settings.is_full else settings.selector().share
-    shadow = engine.shadow is not None
-    return {"selector": settings.config.selector, "recompute_ratio": ratio, "shadow": shadow}
 
 
 def _shadow(shadow: ShadowCheck | None) -> dict[str, Any]:
@@ -148,8 +130,7 @@ def _shadow(shadow: ShadowCheck | None) -> dict[str, Any]:
 
 def _explain(state: ServerState, asked: Explain, key: ApiKey) -> dict[str, Any]:
     engine = state.engine
-    if engine.builder is None:
-        raise ApiError(400, "this server has no tokenizer")
+    state.builder()
     state.text_limit.check([asked.question, *(each.text for each in asked.documents)])
     documents = [Passage(each.text, each.title) for each in asked.documents]
     prompt = engine.chat_prompt([{"role": "user", "content": asked.question}], documents)
@@ -198,7 +179,12 @@ def _recorded_prefill(
 
 def _segments(state: ServerState, plan: BlendPlan, watched: Recorded) -> list[dict[str, Any]]:
     """The prompt by segment: each token's text and source, and for loaded tokens a strength 0..1."""
-    strengths, kept = _strengths(watched), set(watched.kept)
+    strengths, kept, tokenizer = dict[int, float](), set(watched.kept), state.engine.tokenizer
+    by_deviation = _measured(watched) == "deviation"  # hybrid has both, on scales that cannot be compared
+    for asked in watched.asked:
+        values = asked.deviation if by_deviation else asked.attention
+        if values is not None:  # the last layer that measured it counts
+            strengths |= dict(zip(asked.positions.tolist(), values.float().tolist(), strict=True))
     highest = max(strengths.values(), default=0.0) or 1.0
     ids = plan.prompt.token_ids.tolist()
     found: list[dict[str, Any]] = []
@@ -210,10 +196,10 @@ def _segments(state: ServerState, plan: BlendPlan, watched: Recorded) -> list[di
             source = {Source.PREFIX: "prefix", Source.LOADED: "loaded"}.get(span.source, "fresh")
             if source == "loaded" and position in kept:
                 source = "recomputed"
-            strength = strengths.get(position, 0.0) / highest
-            found[-1]["tokens"].append(
-                {"text": state.token_label(ids[position]), "source": source, "strength": round(strength, 3)}
-            )
+            token = ids[position]
+            shown = state.token_text(token) or str(tokenizer.convert_ids_to_tokens(token))  # a special token's name
+            strength = round(strengths.get(position, 0.0) / highest, 3)
+            found[-1]["tokens"].append({"text": shown, "source": source, "strength": strength})
     return found
 
 
@@ -222,14 +208,3 @@ def _measured(watched: Recorded) -> str:
     if any(asked.deviation is not None for asked in watched.asked):
         return "deviation"
     return "attention" if any(asked.attention is not None for asked in watched.asked) else ""
-
-
-def _strengths(watched: Recorded) -> dict[int, float]:
-    """By position what `_measured` names: the deviation at the last layer that measured it, or the attention."""
-    found: dict[int, float] = {}
-    by_deviation = _measured(watched) == "deviation"  # hybrid has both, on scales that cannot be compared
-    for asked in watched.asked:
-        values = asked.deviation if by_deviation else asked.attention
-        if values is not None:
-            found |= dict(zip(asked.positions.tolist(), values.float().tolist(), strict=True))
-    return found

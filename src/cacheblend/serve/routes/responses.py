@@ -10,13 +10,11 @@ from typing import Annotated, Any
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from cacheblend.serve.admission import started, unless_disconnected
-from cacheblend.serve.errors import ApiError, log_internal
+from cacheblend.serve.admission import RunningRequest, started, unless_disconnected
+from cacheblend.serve.errors import ApiError, api_error
 from cacheblend.serve.keys import ApiKey
-from cacheblend.serve.lengths import texts_of_chat
-from cacheblend.serve.prompts import ParsedPrompt, chat_prompt
-from cacheblend.serve.responses import report_of, usage_of
-from cacheblend.serve.running_requests import RunningRequest
+from cacheblend.serve.prompts import ParsedPrompt, chat_prompt, texts_of_chat
+from cacheblend.serve.routes.openai import EVENT_STREAM, report_of, usage_of
 from cacheblend.serve.schemas import ChatRequest, ContentPart, Message, ResponsesRequest
 from cacheblend.serve.state import ServerState
 
@@ -25,18 +23,11 @@ _SYSTEM = "system"
 
 @dataclass
 class ResponseObject:
-    """A Response while it is made.
-
-    Attributes:
-        asked: the request.
-        model: its name.
-        text: of the answer, so far.
-        generated: tokens of the answer, so far.
-        finish_reason: of the answer; None: it goes on.
-    """
+    """A Response while it is made: the answer's text and number of tokens so far; `finish_reason` None: it goes on."""
 
     asked: ResponsesRequest
     model: str
+    running: RunningRequest
     text: str = ""
     generated: int = 0
     finish_reason: str | None = None
@@ -51,9 +42,9 @@ class ResponseObject:
             return "in_progress"
         return "incomplete" if self.finish_reason == "length" else "completed"
 
-    async def pieces(self, running: RunningRequest) -> AsyncIterator[str]:
+    async def pieces(self) -> AsyncIterator[str]:
         """Pieces of text as they come; adds them. Raises the error that ended the request."""
-        async for event in running.events():
+        async for event in self.running.events():
             self.text += event.text
             self.generated += event.token_id is not None
             self.finish_reason = event.finish_reason or self.finish_reason
@@ -79,9 +70,19 @@ class ResponseObject:
         """The fields by which an event says what it is about."""
         return {"item_id": self._message_id, "output_index": 0, "content_index": 0}
 
-    def shown(self, running: RunningRequest, error: ApiError | None = None) -> dict[str, Any]:
+    def shown(self, error: ApiError | None = None) -> dict[str, Any]:
         """The object as it is now; with the error that ended it."""
-        asked, is_done = self.asked, self.finish_reason is not None
+        asked, is_done, usage = self.asked, self.finish_reason is not None, None
+        said = asked.text and asked.text.format
+        if is_done:
+            counted = usage_of(self.running.ask, self.running.report, self.generated)
+            usage = {
+                "input_tokens": counted["prompt_tokens"],
+                "input_tokens_details": counted["prompt_tokens_details"] | {"cache_write_tokens": 0},
+                "output_tokens": self.generated,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": counted["total_tokens"],
+            }
         return {
             "id": self._id,
             "object": "response",
@@ -98,41 +99,20 @@ class ResponseObject:
             "reasoning": None,
             "store": False,
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
-            "text": _text_of(asked),
+            "text": {
+                "format": {"type": "text"} if said is None else said.model_dump(by_alias=True, exclude_unset=True)
+            },
             "tool_choice": "none",
             "tools": [],
             "top_p": 1.0 if asked.top_p is None else asked.top_p,
             "truncation": "disabled",
-            "usage": self._usage(running) if is_done else None,
+            "usage": usage,
             "metadata": {},
-            "cacheblend": report_of(running.report),
-        }
-
-    def _usage(self, running: RunningRequest) -> dict[str, Any]:
-        usage = usage_of(running.ask, running.report, self.generated)
-        return {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
-            "output_tokens": self.generated,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": usage["total_tokens"],
+            "cacheblend": report_of(self.running.report),
         }
 
 
-def _text_of(asked: ResponsesRequest) -> dict[str, Any]:
-    """The field ``text``, as it was asked."""
-    said = asked.text and asked.text.format
-    return {"format": {"type": "text"} if said is None else said.model_dump(by_alias=True, exclude_unset=True)}
-
-
-async def whole_object(running: RunningRequest, shown: ResponseObject) -> dict[str, Any]:
-    """The Response in one piece, as JSON. Raises the error that ended the request."""
-    async for _ in shown.pieces(running):
-        pass
-    return shown.shown(running)
-
-
-async def response_events(running: RunningRequest, shown: ResponseObject) -> AsyncIterator[str]:
+async def response_events(shown: ResponseObject) -> AsyncIterator[str]:
     """The Response as server-sent events; an error becomes ``response.failed``."""
     number = 0
 
@@ -143,19 +123,19 @@ async def response_events(running: RunningRequest, shown: ResponseObject) -> Asy
         return f"event: {kind}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n"
 
     for kind in ("response.created", "response.in_progress"):
-        yield event(kind, response=shown.shown(running))
+        yield event(kind, response=shown.shown())
     yield event("response.output_item.added", output_index=0, item=shown.message())
     yield event("response.content_part.added", **shown.where(), part=shown.part())
     try:
-        async for piece in shown.pieces(running):
+        async for piece in shown.pieces():
             yield event("response.output_text.delta", **shown.where(), delta=piece, logprobs=[])
     except Exception as error:  # too late for a status: that has been sent
-        yield event("response.failed", response=shown.shown(running, log_internal(error)))
+        yield event("response.failed", response=shown.shown(api_error(error)))
         return
     yield event("response.output_text.done", **shown.where(), text=shown.text, logprobs=[])
     yield event("response.content_part.done", **shown.where(), part=shown.part())
     yield event("response.output_item.done", output_index=0, item=shown.message())
-    yield event(f"response.{shown.status}", response=shown.shown(running))
+    yield event(f"response.{shown.status}", response=shown.shown())
 
 
 def add_routes(app: FastAPI, state: ServerState) -> None:
@@ -170,12 +150,17 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
             chat = ChatRequest.model_construct(messages=messages, chat_template_kwargs=asked.chat_template_kwargs)
             return chat_prompt(state.engine, chat, state.settings.chunk_tokens)
 
-        running = await started(state, request, asked, key, parse)
-        shown = ResponseObject(asked, state.engine.name)
+        shown = ResponseObject(asked, state.engine.name, await started(state, request, asked, key, parse))
         if asked.stream:
-            events = response_events(running, shown)
-            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        return JSONResponse(await unless_disconnected(request, whole_object(running, shown)))
+            events = response_events(shown)
+            return StreamingResponse(events, **EVENT_STREAM)
+
+        async def whole() -> dict[str, Any]:
+            async for _ in shown.pieces():
+                pass
+            return shown.shown()
+
+        return JSONResponse(await unless_disconnected(request, whole()))
 
 
 def messages_of(asked: ResponsesRequest) -> list[Message]:

@@ -11,8 +11,7 @@ from cacheblend.engines.tokens.chat import strings_in
 from cacheblend.serve.admission import check_model
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.keys import ApiKey
-from cacheblend.serve.lengths import texts_of_chat
-from cacheblend.serve.prompts import chat_prompt
+from cacheblend.serve.prompts import chat_prompt, texts_of_chat
 from cacheblend.serve.schemas import ChatRequest, DetokenizeRequest, TokenizeRequest
 from cacheblend.serve.state import ServerState
 
@@ -45,30 +44,22 @@ def _tokenize(state: ServerState, asked: TokenizeRequest) -> dict[str, Any]:
 
 
 def _ids(state: ServerState, asked: TokenizeRequest) -> list[int]:
-    engine = state.engine
-    if engine.builder is None:
-        raise ApiError(400, "this server has no tokenizer")
+    builder = state.builder()
     beside = strings_in([asked.prompt, asked.tools, asked.chat_template_kwargs])
     state.text_limit.check([*texts_of_chat(asked.messages or (), asked.documents), *beside], "the text")
-    if asked.messages is not None:
-        if asked.add_special_tokens:
-            raise ApiError(400, "a chat's special tokens are those of its template", param="add_special_tokens")
-        chat = ChatRequest.model_construct(
-            messages=asked.messages,
-            documents=asked.documents,
-            tools=asked.tools,
-            tool_choice=asked.tool_choice,
-            chat_template_kwargs=asked.chat_template_kwargs,
-        )
-        found: list[int] = chat_prompt(engine, chat, state.settings.chunk_tokens).prompt.token_ids.tolist()
-        return found
-    return engine.builder.text_ids(asked.prompt or "", special=asked.add_special_tokens is not False)
+    if asked.messages is None:
+        return builder.text_ids(asked.prompt or "", special=asked.add_special_tokens is not False)
+    if asked.add_special_tokens:
+        raise ApiError(400, "a chat's special tokens are those of its template", param="add_special_tokens")
+    same = {"messages", "documents", "tools", "tool_choice", "chat_template_kwargs"}
+    chat = ChatRequest.model_construct(**{name: getattr(asked, name) for name in same})
+    found: list[int] = chat_prompt(state.engine, chat, state.settings.chunk_tokens).prompt.token_ids.tolist()
+    return found
 
 
 def _detokenize(state: ServerState, asked: DetokenizeRequest) -> dict[str, Any]:
     engine, size = state.engine, state.engine.survey.vocab_size
-    if engine.builder is None:
-        raise ApiError(400, "this server has no tokenizer")
+    state.builder()
     most = state.settings.max_prompt_tokens or engine.survey.max_length
     if most is not None and len(asked.tokens) > most:
         raise ApiError(400, f"{len(asked.tokens):,} tokens are given; at most {most:,} are read", code="too_long")
