@@ -21,10 +21,21 @@ from cacheblend.core.select.selection import Selection
 from cacheblend.engines.bounds import allowed_errors, lower_bound
 from cacheblend.engines.hf.shadow_check import ShadowCheck
 from cacheblend.engines.settings import BlendSettings
-from cacheblend.engines.shadow import Compared, Floor, Labels, ShadowSettings, ShadowWatch, compare, factors_from
-from cacheblend.engines.shadow.comparison import MOST_KL, kl_divergence
-from cacheblend.engines.shadow.floor import FULL_ABOVE, MOST_WINDOWS
-from cacheblend.engines.shadow.watch import MOST_TENANTS, OTHERS
+from cacheblend.engines.shadow import (
+    FULL_ABOVE,
+    MOST_KL,
+    MOST_TENANTS,
+    MOST_WINDOWS,
+    OTHERS,
+    Compared,
+    Floor,
+    Labels,
+    ShadowSettings,
+    ShadowWatch,
+    compare,
+    factors_from,
+    kl_divergence,
+)
 from cacheblend.serve.metrics import Metrics
 from cacheblend.store import MemoryStore
 from campaign import share

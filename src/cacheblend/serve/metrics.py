@@ -17,8 +17,7 @@ from cacheblend.core.load.budget import LOAD_TIMEOUT, LOOK_UP
 from cacheblend.core.report import BlendReport
 from cacheblend.engines.discovery import DiscoveryFigures
 from cacheblend.engines.hf.shadow_check import ShadowCheck
-from cacheblend.engines.shadow import ShadowFigures
-from cacheblend.engines.shadow.watch import KL_BUCKETS, SeriesFigures
+from cacheblend.engines.shadow import KL_BUCKETS, SeriesFigures, ShadowFigures
 from cacheblend.store import KVStore, StoreStats
 from cacheblend.store.speed import tiers_of
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from cacheblend.engines.shadow.watch import KL_BUCKETS
+from cacheblend.engines.shadow import KL_BUCKETS
 
 COMPARED, TOKENS, KL, DROPPED, CHANGES = "shadow", "shadow_tokens", "shadow_kl", "shadow_dropped", "shadow_changes"
 AGREEMENT, BOUND, RATIO, WAITING = "shadow_agreement", "shadow_agreement_bound", "shadow_ratio", "shadow_waiting"
