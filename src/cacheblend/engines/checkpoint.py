@@ -75,11 +75,7 @@ def loaded_files(folder: Path, variant: str | None = None, use_safetensors: bool
 
 def weights_in(folder: Path, variant: str | None = None, use_safetensors: bool | None = None) -> tuple[list[Path], str]:
     """What a folder's name has to cover: its weight files and those that an index names elsewhere; and which shards are
-    loaded, where the folder holds others beside them, else nothing.
-
-    Raises:
-        InvalidInputError: as `loaded_files`.
-    """
+    loaded, where the folder holds others beside them, else nothing. Raises as `loaded_files`."""
     files, loaded = weight_files(folder), loaded_files(folder, variant, use_safetensors)
     shards = {file for file in files if re.fullmatch(r".*-\d+-of-\d+\.\w+", file.name)}
     others = {file for file in shards if file.suffix == loaded[0].suffix} - set(loaded) if len(loaded) > 1 else set()
@@ -88,11 +84,8 @@ def weights_in(folder: Path, variant: str | None = None, use_safetensors: bool |
 
 
 def check_files(folder: Path, variant: str | None = None, use_safetensors: bool | None = None) -> None:
-    """Refuses weight files that are not whole, before anything is read from them.
-
-    Raises:
-        InvalidInputError: a file is missing, empty, cut off, or a pointer in its place; the message names it.
-    """
+    """Raises `InvalidInputError` for a weight file that is missing, empty, cut off, or a pointer in its place, before
+    anything is read from it."""
     for file in loaded_files(folder, variant, use_safetensors):
         with file.open("rb") as stream:
             start, size = stream.read(len(_LFS_POINTER)), os.fstat(stream.fileno()).st_size
@@ -111,12 +104,9 @@ def check_files(folder: Path, variant: str | None = None, use_safetensors: bool 
 
 
 def sample_of(file: Path) -> str:
-    """SHA-256, hex, of a sample of a file's bytes: headers, and a few spots of every tensor.
+    """SHA-256, hex, of a sample of a file's bytes: headers, and a few spots of every tensor. Raises `OSError`.
 
     Reads at most `FILE_SPOTS` spots, or one of each tensor, and asks for all of them before it waits for the first.
-
-    Raises:
-        OSError: it cannot be read.
     """
     found = hashlib.sha256()
     descriptor = os.open(file, os.O_RDONLY)

@@ -52,6 +52,9 @@ class ChunkListing:
         fresh_s: seconds that a look-up waits for a list that is due, while readings are as quick: else the old one
             serves.
         keeps_changes: `take_changes` will be called.
+
+    Attributes:
+        has_read: the list has been read at least once.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class ChunkListing:
         self._indexes: OrderedDict[BlockName, ChunkIndex] = OrderedDict()
         self._changes: deque[tuple[bool, ChunkManifest]] = deque()  # in their order; True: added
         self._stamp: Hashable | None = None
-        self._is_read = False
+        self.has_read = False
         self._reading_s = 0.0  # what the last reading took
         self._forgotten: set[BlockName] = set()  # since the last reading began
         self._lost: set[BlockName] = set()  # listed, and announced as taken off
@@ -100,19 +103,15 @@ class ChunkListing:
         if ended is not None and ended.exception() is not None:
             logger.warning("the store's list of chunks cannot be read: %s", ended.exception())
             count_failure("list of chunks")
-        return self._is_read and not self._is_waited_for(self._reading)
+        return self.has_read and not self._is_waited_for(self._reading)
 
     def update(self) -> None:
         """Returns when the list has been read: at least once, or after this call if `refresh_s` is 0. A list that is
-        being read again is waited for while that is quick.
-
-        Raises:
-            StoreError: the list cannot be read.
-        """
+        being read again is waited for while that is quick. Raises `StoreError`."""
         reading = self._reading
-        if self._refresh_s == 0 or (reading is None and not self._is_read):
+        if self._refresh_s == 0 or (reading is None and not self.has_read):
             self._read()
-        elif reading is not None and not self._is_read:
+        elif reading is not None and not self.has_read:
             reading.result()
         elif reading is not None and self._is_waited_for(reading):
             done, _ = wait([reading], self._fresh_s)  # its error is logged by the next `refresh`
@@ -141,7 +140,7 @@ class ChunkListing:
     def first_reading(self) -> Future[None] | None:
         """The reading of a list that was never read, which begins if none is under way; None: only `update` is to be
         waited for."""
-        if self._refresh_s == 0 or self._is_read:
+        if self._refresh_s == 0 or self.has_read:
             return None
         with self._starting:
             if self._reading is None:
@@ -152,11 +151,6 @@ class ChunkListing:
     def age_s(self) -> float:
         """Seconds since the reading that is under way, or the last one, began."""
         return time.monotonic() - self._read_at
-
-    @property
-    def has_read(self) -> bool:
-        """The list has been read at least once."""
-        return self._is_read
 
     def has_index(self, root: BlockName) -> bool:
         """`match` need not make an index first."""
@@ -191,11 +185,8 @@ class ChunkListing:
             return [listed[name] for name in sorted(listed)]
 
     def observe(self, held: Mapping[BlockName, bool]) -> None:
-        """Reports chunks as taken off, or back, by whether the store holds their blocks: evicted ones stay listed.
-
-        Args:
-            held: by chunk, as a look-up found it.
-        """
+        """Reports chunks as taken off, or back, by whether a look-up found their blocks held: evicted ones stay
+        listed."""
         if not self._keeps_changes:
             return
         with self._lock:
@@ -261,7 +252,7 @@ class ChunkListing:
                 self._apply(ListChanges(added, removed))
                 self._stamp = stamp
             self._reading_s = time.monotonic() - began  # of a list that has changed: asking whether it has is quick
-        self._is_read = True
+        self.has_read = True
 
     def _is_waited_for(self, reading: Future[None] | None) -> bool:
         return reading is not None and not reading.done() and self._reading_s <= self._fresh_s

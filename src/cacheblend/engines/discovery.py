@@ -14,14 +14,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from itertools import accumulate
+from typing import Any, Generic, TypeVar
 
+from cacheblend.core.config import BlendConfig
 from cacheblend.core.failures import count_failure
 from cacheblend.core.load.threads import DaemonPool
-from cacheblend.core.names import BlockName
+from cacheblend.core.names import BlockName, join_ids
 from cacheblend.core.plan.blocks import ChunkManifest
-from cacheblend.core.plan.intervals import Interval
 from cacheblend.core.plan.plan import BlendPlan, Source
+from cacheblend.core.plan.planner import Anchor
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.plan.recurrence import Learnt, Recurrences, Run
 from cacheblend.engines.chunk_index import ChunkListing
@@ -37,6 +39,9 @@ MOST_BEHIND = 64
 STUCK_S = 10.0
 """Seconds without a watched request after which the rest waits for the next one: a store hangs that is asked to take
 something off."""
+
+REFRESH_S = 30.0
+"""Seconds after which the store's list is read again: others may have stored chunks."""
 
 Asker = TypeVar("Asker")
 logger = logging.getLogger("cacheblend.engine")
@@ -65,12 +70,7 @@ class DiscoveryFigures:
 
 @dataclass(frozen=True)
 class WantedChunks(Generic[Asker]):
-    """A run to be stored.
-
-    Attributes:
-        run: the run.
-        asker: what the engine said of the last request that had it.
-    """
+    """A run to be stored, and what the engine said of the last request that had it."""
 
     run: Run
     asker: Asker
@@ -93,17 +93,8 @@ class _Stored:
 
 
 class Discovery(Generic[Asker]):
-    """Of one engine. May be used from any thread.
-
-    Args:
-        store: where chunks are found; its owner closes it.
-        listing: of the chunks in it; its owner closes it.
-        min_run_tokens: see `Recurrences`.
-        watch_tokens: likewise.
-
-    Raises:
-        InvalidInputError: as `Recurrences`.
-    """
+    """Of one engine. May be used from any thread. Raises as `Recurrences`; store and listing are closed by their
+    owners."""
 
     def __init__(self, store: KVStore, listing: ChunkListing, min_run_tokens: int, watch_tokens: int) -> None:
         self._store, self._listing = store, listing
@@ -212,7 +203,10 @@ class Discovery(Generic[Asker]):
         wanted: Callable[[], None],
     ) -> None:
         try:
-            learnt = self._recurrences.see(root, prompt.token_ids, chunks_in(prompt))
+            stops = list(accumulate(map(len, prompt.segments)))
+            segments = zip(prompt.segments, stops, strict=True)
+            chunks = [(stop - len(segment), stop) for segment, stop in segments if segment.is_chunk]  # marked or found
+            learnt = self._recurrences.see(root, prompt.token_ids, chunks)
             with self._lock:
                 if resets != self._resets:
                     return
@@ -298,25 +292,23 @@ class Discovery(Generic[Asker]):
                     for blocks in record.chunks
                     for name in blocks
                 }
-                self._remove([each for each in chunks if each.root == root and each.chunk_id not in kept], kept)
-
-    def _remove(self, chunks: Sequence[ChunkManifest], kept: set[BlockName]) -> None:
-        """Takes chunks off the store, and their blocks but the kept ones."""
-        self._listing.forget(chunk.chunk_id for chunk in chunks)
-        with self._lock:
-            kept = kept.union(*(each.manifest.block_names for each in self._stored.values()))
-        for chunk in chunks:
-            self._store.delete_manifest(chunk.chunk_id)
-            for name in chunk.block_names:
-                if name not in kept:  # chunks that begin alike share blocks
-                    self._store.delete(name)
+                gone = [each for each in chunks if each.root == root and each.chunk_id not in kept]
+                self._listing.forget(chunk.chunk_id for chunk in gone)
+                with self._lock:
+                    kept = kept.union(*(each.manifest.block_names for each in self._stored.values()))
+                for chunk in gone:
+                    self._store.delete_manifest(chunk.chunk_id)
+                    for name in chunk.block_names:
+                        if name not in kept:  # chunks that begin alike share blocks
+                            self._store.delete(name)
 
 
-def chunks_in(prompt: Prompt) -> list[Interval]:
-    """Where the prompt's chunks stand, marked or found."""
-    found, at = list[Interval](), 0
-    for segment in prompt.segments:
-        if segment.is_chunk:
-            found.append((at, at + len(segment)))
-        at += len(segment)
-    return found
+def open_discovery(
+    store: KVStore, config: BlendConfig, anchor: Anchor
+) -> tuple[ChunkListing | None, Discovery[Any] | None]:
+    """What finds chunks in plain text, and what learns new ones, as `BlendConfig.discover` asks for; both None: text is
+    text. An anchor that depends on the prompt would give a run another KV in each."""
+    if not config.discover or anchor.rule == "system":
+        return None, None
+    listing = ChunkListing(store, join_ids(anchor.segments(None)), config.min_run_tokens, REFRESH_S)
+    return listing, Discovery(store, listing, config.min_run_tokens, config.watch_tokens)

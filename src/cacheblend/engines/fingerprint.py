@@ -141,11 +141,8 @@ def _join(config: Mapping[str, Any], digests: Iterable[tuple[str, str]]) -> str:
 
 
 def file_digest(file: Path) -> str:
-    """SHA-256 of a file's bytes, hex; noted in the user's cache folder.
-
-    Raises:
-        InvalidInputError: it is written to all the while.
-    """
+    """SHA-256 of a file's bytes, hex; noted in the user's cache folder. Raises `InvalidInputError` if it is written to
+    all the while."""
     note = _cache_folder() / f"{hashlib.sha256(str(file.resolve()).encode()).hexdigest()}.json"
     for _ in range(_TRIES):
         state, began = state_of(file), time.time_ns()

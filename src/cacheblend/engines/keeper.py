@@ -23,14 +23,8 @@ logger = logging.getLogger("cacheblend.engine")
 
 @dataclass(frozen=True)
 class WarmReport:
-    """What `warm` did.
-
-    Attributes:
-        stored: chunks computed and stored.
-        held: chunks that the store held already.
-        tokens: of the chunks stored.
-        seconds: in all.
-    """
+    """What `warm` did: chunks that were computed and stored, chunks that the store held already, and tokens of the
+    former."""
 
     stored: int
     held: int
@@ -40,9 +34,6 @@ class WarmReport:
 
 class ChunkKeeper:
     """Keeps chunks in one store. May be used from several threads.
-
-    Args:
-        store: where chunks are kept; its owner closes it.
 
     Attributes:
         listeners: called with each chunk that was stored, by the thread that stored it.
@@ -59,11 +50,7 @@ class ChunkKeeper:
         return time.monotonic() < self._resume_at
 
     def is_held(self, manifest: ChunkManifest) -> bool:
-        """Whether the store holds all blocks of a chunk, and lists it.
-
-        Raises:
-            StoreError: the store cannot be asked.
-        """
+        """Whether the store holds all blocks of a chunk, and lists it. Raises `StoreError`."""
         held = self._store.find(manifest.block_names)
         return all(entry is not None for entry in held) and self._store.has_manifest(manifest.chunk_id)
 

@@ -160,11 +160,8 @@ MOST_WINDOWS = 16
 
 
 def factors_from(ratio: float | None) -> tuple[float, ...]:
-    """By step what a ratio is multiplied with, infinite for full recompute; a ratio of 1 has no further step.
-
-    Args:
-        ratio: the configured one; None, or below `LEAST`: it cannot be raised in steps.
-    """
+    """The factor of the ratio at each step, infinite for full recompute. A ratio of 1 has no further step; None, or one
+    below `LEAST`, cannot be raised in steps."""
     factors = [1.0]
     if ratio is not None and ratio >= 1:
         return (1.0,)
@@ -176,13 +173,7 @@ def factors_from(ratio: float | None) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Change:
-    """A step.
-
-    Attributes:
-        raised: else lowered.
-        agreement, bound, rows: of the window that decided.
-        step: the new one.
-    """
+    """A step. `agreement`, `bound` and `rows` are of the window that decided; `step` is the new one."""
 
     raised: bool
     agreement: float
@@ -225,12 +216,8 @@ class Floor:
         return min(rated(window, self._settings.confidence) for window in self._windows)
 
     def add(self, first: bool, token: bool) -> Change | None:
-        """Takes a comparison made with the step in force; the change that follows from it, if any.
-
-        Args:
-            first: whether the first tokens agree.
-            token: whether a token of the answer, drawn at random, agrees.
-        """
+        """Takes whether first tokens agree, and a token of the answer drawn at random, of a comparison made with the
+        step in force; the change that follows from it, if any."""
         for window, agreed in zip(self._windows, (first, token), strict=True):
             window.append(agreed)
         self._since += 1
@@ -312,8 +299,6 @@ class SeriesFigures:
     """The figures of one combination of labels.
 
     Attributes:
-        labels: it.
-        confidence: of the bounds.
         windows: by `FIRST_TOKEN` and `ANSWER`, whether they agreed in the last comparisons with the ratio in force.
         compared: requests since the start.
         agreed, differed: answer tokens since the start.
@@ -358,10 +343,8 @@ class ShadowFigures:
     """A snapshot of the watch.
 
     Attributes:
-        model: its name.
-        series: one for each combination of labels.
         dropped: requests that were drawn and not compared, by reason.
-        raised, lowered: steps of the ratio.
+        raised, lowered: steps of the ratio so far.
         ratio: in force; 1: full recompute; None: the selector has none.
     """
 
@@ -377,7 +360,7 @@ class ShadowFigures:
 
 
 class ShadowWatch:
-    """The watch of one model. May be used from several threads.
+    """Figures, history and floor of one model's checked answers. May be used from several threads.
 
     Args:
         settings: of the check.
@@ -441,15 +424,9 @@ class ShadowWatch:
         return self._random.random() < self.settings.share
 
     def add(self, labels: Labels, compared: Compared, step: int | None) -> Labels:
-        """Takes a comparison, and moves the ratio if it calls for that.
+        """Takes a comparison, and moves the ratio if it calls for that; returns the labels under which it is counted.
 
-        Args:
-            labels: of the request.
-            compared: the result.
-            step: the floor's when the request was blended; None: the request had settings of its own.
-
-        Returns:
-            The labels under which it is counted.
+        `step` is the floor's when the request was blended; None: the request had settings of its own.
         """
         with self._lock:
             drawn = self._random.choice(compared.agreed)

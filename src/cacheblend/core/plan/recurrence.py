@@ -153,13 +153,8 @@ class Recurrences:
         return [run for known in self._known.values() for run in known.runs.values()]
 
     def see(self, root: BlockName, token_ids: TokenIds, chunks: Iterable[Interval] = ()) -> Learnt:
-        """Takes note of a request.
-
-        Args:
-            root: model, tenant and salt.
-            token_ids: of the prompt.
-            chunks: intervals that are chunks already, by a mark or by content: nothing is learnt in them.
-        """
+        """Takes note of a request; nothing is learnt in `chunks`, intervals that are chunks already, by a mark or by
+        content."""
         self._number += 1
         known = self._known.setdefault(root, _KnownText(ChunkIndex(self._shortest)))
         seen, new, split, covered = self._recognise(known, token_ids)
@@ -197,7 +192,8 @@ class Recurrences:
             run = known.runs.get(match.chunk.chunk_id)
             if run is None:  # split by an earlier match of this request
                 continue
-            cuts = [cut for cut in (match.offset, match.offset + len(match)) if self._may_cut(run, cut)]
+            ends, shortest = (match.offset, match.offset + len(match)), self._shortest
+            cuts = [cut for cut in ends if shortest <= cut <= len(run) - shortest]
             if not cuts:
                 seen[run.name] = run
                 continue
@@ -211,9 +207,6 @@ class Recurrences:
         for run in seen.values():
             run.see(self._number)
         return list(seen.values()), new, split, covered
-
-    def _may_cut(self, run: Run, cut: int) -> bool:
-        return self._shortest <= cut <= len(run) - self._shortest
 
     def _learn(self, known: _KnownText, root: BlockName, token_ids: TokenIds, sightings: int) -> Run | None:
         """A new run; None if it is known, and then it is seen once more."""

@@ -57,12 +57,9 @@ class WatchedAnswer:
     """An answer that was drawn to be compared.
 
     Attributes:
-        labels: of its figures.
-        origin: see `Origin`.
-        prompt_ids: of its prompt.
         first: [vocab] logits of its first token.
-        token_ids: of the answer, as far as they are compared.
-        likeliest: of each of them, the likeliest token: scalars on the model's device, which nothing waits for.
+        token_ids: as far as they are compared.
+        likeliest: the likeliest token at each of them: scalars on the model's device, which nothing waits for.
     """
 
     labels: Labels
@@ -84,13 +81,13 @@ class WatchedAnswer:
 
 
 class ShadowCheck:
-    """The shadow check of one engine; `begin` and `submit` may be called from several threads, `advance` from one at a
+    """The shadow check of one engine. `begin` and `submit` may be called from several threads, `advance` from one at a
     time.
 
     Args:
         watch: draws, and takes the results.
         open_full: opens a full prefill of a prompt that keeps the logits of so many last rows.
-        version: of the model's adapters, as it is now; see `AdapterFollower.version`.
+        version: of the model's adapters, as it is now.
         wake: called when there is something to compute.
     """
 

@@ -40,12 +40,7 @@ def joined(*labels: str) -> str:
 
 
 class ShadowPromMetrics:
-    """The metrics `vllm:cacheblend_shadow*`.
-
-    Args:
-        metric_types: vLLM's own kinds of counters, gauges and histograms.
-        labelnames: of vLLM's labels.
-    """
+    """The metrics `vllm:cacheblend_shadow*`, of vLLM's own kinds of counters, gauges and histograms."""
 
     def __init__(self, metric_types: dict[Any, Any], labelnames: list[str]) -> None:
         def make(kind: Any, name: str, labels: tuple[str, ...], words: str, **options: Any) -> Any:

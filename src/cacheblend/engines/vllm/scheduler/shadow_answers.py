@@ -33,16 +33,7 @@ PREEMPTED = "preempted"
 
 @dataclass(eq=False)
 class Drawn:
-    """A request whose answer will be compared.
-
-    Attributes:
-        request: vLLM's.
-        labels: of its figures.
-        step: of the floor; None: the request names a ratio or a selector.
-        block_ids: of its prompt, for each group of KV cache.
-        preemptions: how often it had been preempted when its prompt was provided.
-        adapter: that it has; None: none.
-    """
+    """A request whose answer will be compared. `step` is the floor's; None: the request names a ratio or a selector."""
 
     request: Any
     labels: Labels
@@ -58,8 +49,8 @@ class AnswerDraws:
     Args:
         watch: draws, and takes the results; None: nothing is checked.
         counts: get the figures.
-        window: rows that a sliding window has; a longer prompt with its answer is not compared, since vLLM frees
-            blocks that the window has passed. None: there is no window.
+        window: rows of a sliding window; a longer prompt with its answer is not compared, since vLLM frees blocks that
+            the window has passed. None: there is no window.
     """
 
     def __init__(self, watch: ShadowWatch | None, counts: Counts, window: int | None = None) -> None:

@@ -37,11 +37,9 @@ class AnswerToCheck:
     """An answer that waits to be compared, or is.
 
     Attributes:
-        job: which one.
         first: [vocab] logits that its first token was drawn from; empty on ranks that do not sample.
         likeliest: [n] the likeliest token of each compared one; as `first`.
         prefill: the full one over prompt and answer; None until it is opened.
-        steps: runs it through its layers.
     """
 
     job: CheckJob
@@ -52,15 +50,7 @@ class AnswerToCheck:
 
 
 class AnswerChecks:
-    """The checks of one rank.
-
-    Args:
-        opener: of prefills.
-        planner: any tenant's.
-        ranks: that compute together.
-        device: of the model.
-        adapters: of the model.
-    """
+    """The checks of one rank; `planner`: any tenant's."""
 
     def __init__(
         self, opener: Opener, planner: Planner, ranks: Ranks, device: torch.device, adapters: WorkerAdapters
@@ -74,17 +64,10 @@ class AnswerChecks:
         self._seconds = 0.0
 
     def step(self, jobs: StepJobs, *, has_time: bool) -> int:
-        """What is checked in an engine step. Raises nothing.
+        """Checks a little in an engine step; the rows of a layer that it computed. Raises nothing.
 
-        Beside requests a tile is computed whether they have left time or not: `may_check` comes as rarely as its share
-        of the time demands, and under a load that never leaves any nothing would be compared otherwise.
-
-        Args:
-            jobs: of the step.
-            has_time: prompts and chunks have left some of the step's budget.
-
-        Returns:
-            Rows of a layer that were computed for a full prefill.
+        Beside requests a tile is computed whether they have left time (`has_time`) or not: `may_check` comes as rarely
+        as its share of the time demands, and under a load that never leaves any nothing would be compared otherwise.
         """
         self._read.update(jobs.released)
         goes_on = jobs.may_check and (has_time or not jobs.is_check_free)
@@ -140,8 +123,7 @@ class AnswerChecks:
         self._waiting.append(answer)
 
     def _advance(self) -> int:
-        """Opens a full prefill, or computes a tile of a layer of it, and compares when it is done; returns the tile's
-        rows."""
+        """Opens a full prefill, or computes a tile of a layer of it, and compares when it is done; the tile's rows."""
         if self._under_way is None:
             self._under_way = self._waiting.popleft()
         answer = self._under_way
