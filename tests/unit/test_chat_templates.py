@@ -241,7 +241,6 @@ def test_a_template_that_is_passed_has_its_own_special_tokens() -> None:
 
 # ---- passages are chunks ------------------------------------------------------------------------------------------
 
-WITH_DOCUMENTS = [name for name, template in TEMPLATES.items() if "documents" in template.place_for]
 PASSAGES = [
     Passage("The quick brown fox jumps over the lazy dog, and the dog sleeps on. It sleeps.", "Fox"),
     Passage('  Who wrote "it"? The answer is in C:\\new\\table:\n\nnobody knows.  \n', "Author"),

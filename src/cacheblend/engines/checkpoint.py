@@ -37,13 +37,13 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def state_of(file: Path) -> State:
-    """Raises `OSError`."""
+    """Size, times and inode of a file. Raises `OSError`."""
     found = file.stat()
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
 
 def states_in(folder: Path) -> dict[str, State]:
-    """Of the weight files, the config and the indices; equal ones say that nothing was written meanwhile."""
+    """States of the weight files, the config and the indices; equal states mean that nothing was written in between."""
     files = [*weight_files(folder), folder / "config.json", *sorted(folder.glob("*.index.json"))]
     found = {}
     for file in files:
@@ -74,8 +74,9 @@ def loaded_files(folder: Path, variant: str | None = None, use_safetensors: bool
 
 
 def weights_in(folder: Path, variant: str | None = None, use_safetensors: bool | None = None) -> tuple[list[Path], str]:
-    """What a folder's name has to cover: its weight files and those that an index names elsewhere; and which shards are
-    loaded, where the folder holds others beside them, else nothing. Raises as `loaded_files`."""
+    """The files that a folder's fingerprint covers: its weight files and those that an index names elsewhere; and the
+    names of the shards that are loaded if the folder holds others as well, else an empty string. Raises as
+    `loaded_files`."""
     files, loaded = weight_files(folder), loaded_files(folder, variant, use_safetensors)
     shards = {file for file in files if re.fullmatch(r".*-\d+-of-\d+\.\w+", file.name)}
     others = {file for file in shards if file.suffix == loaded[0].suffix} - set(loaded) if len(loaded) > 1 else set()
@@ -137,7 +138,7 @@ def _spots(begin: int, end: int, count: int) -> Iterator[tuple[int, int]]:
 
 
 def _regions(file: Path, descriptor: int, size: int) -> tuple[bytes, list[tuple[int, int]]]:
-    """A file's header, and (begin, end) of each tensor's bytes; of an unknown format even parts of the file."""
+    """A file's header, and (begin, end) of each tensor's bytes; equal parts of the file if its format is unknown."""
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         if file.suffix == ".safetensors":
             header = _header(descriptor, size)

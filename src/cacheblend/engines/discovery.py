@@ -1,7 +1,7 @@
-"""Text that recurs is stored without any mark: then the store's list (`chunk_index`) finds it in plain text.
+"""Text that recurs is stored without being marked; the store's list (`chunk_index`) then finds it in plain text.
 
     watch     after its first token: what recurs is learnt, in a thread
-    take      when there is time: the run of most worth, to be computed alone and stored
+    take      when there is time: the most valuable run, to be computed alone and stored
     stored    it can be found now
 
 Knows prompts, plans and the list. Does not know how a chunk is computed, or when.
@@ -70,7 +70,7 @@ class DiscoveryFigures:
 
 @dataclass(frozen=True)
 class WantedChunks(Generic[Asker]):
-    """A run to be stored, and what the engine said of the last request that had it."""
+    """A run to be stored, and what the engine passed with the last request that contained it."""
 
     run: Run
     asker: Asker
@@ -93,8 +93,8 @@ class _Stored:
 
 
 class Discovery(Generic[Asker]):
-    """Of one engine. May be used from any thread. Raises as `Recurrences`; store and listing are closed by their
-    owners."""
+    """Learns recurring text for one engine. Thread-safe. Raises as `Recurrences`; the caller closes store and
+    listing."""
 
     def __init__(self, store: KVStore, listing: ChunkListing, min_run_tokens: int, watch_tokens: int) -> None:
         self._store, self._listing = store, listing
@@ -109,12 +109,13 @@ class Discovery(Generic[Asker]):
 
     @property
     def figures(self) -> DiscoveryFigures:
-        """What it has done; takes the same time whatever is stored."""
+        """What it has done so far; takes constant time."""
         return self._figures
 
     @property
     def has_work(self) -> bool:
-        """A request is being watched, or a run is wanted; not while the store hangs: that keeps no engine stepping."""
+        """A request is being watched or a run is wanted; False while the store hangs, so that no idle engine keeps
+        stepping."""
         return bool(self._wanted) or (bool(self._behind) and time.monotonic() - self._progress_at < STUCK_S)
 
     def watch(
@@ -148,14 +149,14 @@ class Discovery(Generic[Asker]):
                 self._behind -= 1
 
     def take(self, suits: Callable[[Run], bool]) -> WantedChunks[Asker] | None:
-        """The run of most worth of those that suit, which is not wanted any more; None: there is none."""
+        """Removes and returns the most valuable wanted run that suits; None if there is none."""
         with self._lock:
             suiting = [each for each in self._wanted.values() if suits(each.run)]
             best = max(suiting, key=lambda each: each.run.worth(self._recurrences.number), default=None)
             return None if best is None else self._wanted.pop(best.run.name)
 
     def stored(self, run: Run, manifest: ChunkManifest, *, computed: bool = True) -> None:
-        """A run is in the store, and was computed for it or was there: it is found from now on."""
+        """Notes that a run is in the store, computed for it or already there; it is found from now on."""
         with self._lock:
             before = self._stored.get(manifest.chunk_id) or _Stored(manifest, computed, set())
             stored = _Stored(manifest, True, before.runs) if computed else before
@@ -167,8 +168,8 @@ class Discovery(Generic[Asker]):
         self._listing.add([manifest])
 
     def reset(self) -> None:
-        """Forgets all that was seen: the names of everything stored have changed. Nothing that was asked before it is
-        wanted after it, since it would be computed with new weights and stored under old names."""
+        """Forgets everything: the names of all stored chunks have changed. What was asked before is not wanted
+        afterwards, since it would be computed with new weights and stored under old names."""
         with self._lock:
             self._wanted, self._stored, self._chunk_of = {}, {}, {}
             self._resets += 1
@@ -176,7 +177,7 @@ class Discovery(Generic[Asker]):
             self._pool.submit(self._recurrences.forget)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Waits until all requests were watched; False if that took longer than `timeout` seconds."""
+        """Waits until all requests have been watched; False if that took longer than `timeout` seconds."""
         try:
             self._pool.submit(int).exception(timeout)  # behind them in the one thread, whatever was interrupted
         except TimeoutError:
@@ -186,7 +187,7 @@ class Discovery(Generic[Asker]):
         return True
 
     def close(self) -> None:
-        """Ends the thread; waits for nothing, and has nobody wait for what is not watched any more."""
+        """Ends the thread without waiting; requests not yet watched are discarded."""
         self._pool.close()
         with self._lock:
             self._behind = 0
@@ -228,7 +229,7 @@ class Discovery(Generic[Asker]):
                 self._behind, self._progress_at = max(0, self._behind - 1), time.monotonic()
 
     def _count_hits(self, plan: BlendPlan) -> list[ChunkManifest]:
-        """Returns what is to be deleted: evicted chunks of runs that were split, which would hide their parts."""
+        """Returns the chunks to be deleted: evicted chunks of runs that were split, which would hide their parts."""
         lost = {name for name, is_held in plan.held_chunks().items() if not is_held and name in self._stored}
         for span in plan.spans:
             name = plan.chunk_ids.get(span.segment)
@@ -248,8 +249,8 @@ class Discovery(Generic[Asker]):
             self._wanted = {each.run.name: each for each in worth[: MOST_WANTED * 3 // 4]}
 
     def _give_up(self, learnt: Learnt) -> list[ChunkManifest]:
-        """Forgets runs. Of those that were stored, the chunks that were used stay, and serve the parts that a run was
-        split into; the others are returned, to be deleted."""
+        """Forgets runs. Of the stored ones, chunks that were used stay and serve the parts that their run was split
+        into; the others are returned, to be deleted."""
         gone, parts = [], dict[BlockName, set[BlockName]]()
         for part in learnt.new:
             if part.part_of is not None:
@@ -277,12 +278,11 @@ class Discovery(Generic[Asker]):
         return stored
 
     def _add(self, **more: int) -> None:
-        """Adds to figures."""
         self._figures = replace(self._figures, **{name: getattr(self._figures, name) + n for name, n in more.items()})
 
     def _delete(self, chunks: Sequence[ChunkManifest]) -> None:
-        """Takes chunks off the store, so that others keep their place and parts are found elsewhere; those stay that
-        are pinned, or that a document has."""
+        """Deletes chunks, so that others keep their place and parts are found elsewhere; pinned chunks and those of a
+        document stay."""
         for root in dict.fromkeys(chunk.root for chunk in chunks):
             with self._store.documents.changing(root):
                 kept = self._store.pinned() | {
@@ -306,8 +306,9 @@ class Discovery(Generic[Asker]):
 def open_discovery(
     store: KVStore, config: BlendConfig, anchor: Anchor
 ) -> tuple[ChunkListing | None, Discovery[Any] | None]:
-    """What finds chunks in plain text, and what learns new ones, as `BlendConfig.discover` asks for; both None: text is
-    text. An anchor that depends on the prompt would give a run another KV in each."""
+    """The listing that finds chunks in plain text, and the discovery that learns new ones; both None unless
+    `BlendConfig.discover` asks for it, or if the anchor depends on the prompt, since a run's KV would differ in
+    each."""
     if not config.discover or anchor.rule == "system":
         return None, None
     listing = ChunkListing(store, join_ids(anchor.segments(None)), config.min_run_tokens, REFRESH_S)

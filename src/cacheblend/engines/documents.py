@@ -85,7 +85,7 @@ DocumentLike = Document | Mapping[str, Any] | Any
 
 @dataclass(frozen=True, eq=False)
 class PlannedDocument:
-    """A document's record as it is to be, and the chunks that it names, as `BlendEngine.warm` takes them."""
+    """A document's intended record, and the chunks that it names, as `BlendEngine.warm` takes them."""
 
     record: DocumentRecord
     segments: list[Segment]
@@ -93,8 +93,7 @@ class PlannedDocument:
 
 @dataclass
 class Dropped:
-    """Ids of chunks that were dropped since no document has them any more, and how many stay because they are
-    pinned."""
+    """Ids of dropped chunks, and how many were kept because they are pinned."""
 
     chunks: list[BlockName] = field(default_factory=list)
     pinned: int = 0
@@ -120,7 +119,7 @@ class DocumentBook:
     known: dict[BlockName, DocumentRecord | DamagedRecord] = field(default_factory=dict)
 
     def read(self) -> list[DamagedRecord]:
-        """Reads which documents of the collection there are, to `known`; returns the root's damaged records."""
+        """Reads the collection's records into `known`; returns the root's damaged records."""
         records = self.store.documents.all(self.planner.root)
         damaged = [each for each in records if isinstance(each, DamagedRecord)]
         intact = [each for each in records if isinstance(each, DocumentRecord) and each.collection == self.collection]
@@ -129,14 +128,14 @@ class DocumentBook:
         return damaged
 
     def digest(self, document: Document) -> str:
-        """A hash, hexadecimal: another one says that the document has to be cut again."""
+        """Hexadecimal hash; a different one means that the document has to be cut again."""
         chain = self.planner.chain_of(self.anchor).hex()
         parts = (self.rules, str(self.planner.block_size), chain, document.title, document.text)
         framed = b"".join(len(part.encode()).to_bytes(8, "little") + part.encode() for part in parts)
         return hashlib.sha256(framed).hexdigest()
 
     def is_current(self, record: DocumentRecord, digest: str) -> bool:
-        """Nothing is left to be done for a document: it is unchanged, and the store holds and lists all its chunks."""
+        """Whether the document is unchanged, and the store holds and lists all its chunks."""
         if record.digest != digest or record.stale:
             return False
         held = all(self.store.held([name for blocks in record.chunks for name in blocks]))
@@ -145,10 +144,8 @@ class DocumentBook:
     def plan(
         self, document: Document, pieces: list[TokenIds], digest: str, before: DocumentRecord | None
     ) -> PlannedDocument:
-        """What is to be stored of a document that was cut into `pieces`, [tokens] each.
-
-        `before` is what is known of it: chunks that it has no longer become stale.
-        """
+        """The record and chunks of a document that was cut into `pieces`, [tokens] each; chunks of `before`, its known
+        record, that it no longer has become stale."""
         label = document.title or document.id
         labels = [f"{label} #{number}" if len(pieces) > 1 else label for number in range(1, len(pieces) + 1)]
         anchor = tuple(self.anchor)
@@ -162,7 +159,7 @@ class DocumentBook:
         return PlannedDocument(record, segments)
 
     def put(self, records: Iterable[DocumentRecord]) -> list[DocumentRecord]:
-        """Keeps records, before their chunks are computed; returns them with the stale chunks of those that another
+        """Writes records before their chunks are computed; returns them with the chunks added to `stale` that another
         sync has put since they were planned."""
         put, root, kept = list[DocumentRecord](), self.planner.root, self.store.documents
         with kept.changing(root):
@@ -177,8 +174,8 @@ class DocumentBook:
         return put
 
     def settle(self, records: Iterable[DocumentRecord]) -> Dropped:
-        """Drops the chunks of records that others have dropped or replaced while these chunks were computed, except
-        those that a document has."""
+        """Drops the chunks of records that another sync has dropped or replaced while these chunks were computed,
+        except those of a document."""
         root, kept = self.planner.root, self.store.documents
         with kept.changing(root):
             gone = []
@@ -190,7 +187,7 @@ class DocumentBook:
             return self._drop([blocks for record in gone for blocks in record.chunks], frozenset())
 
     def release(self, records: Iterable[DocumentRecord]) -> Dropped:
-        """Drops the stale chunks of records, except those that another document has."""
+        """Drops the stale chunks of records, except those of another document."""
         root, kept = self.planner.root, self.store.documents
         with kept.changing(root):
             now = [found for each in records if isinstance(found := kept.get(root, each.name), DocumentRecord)]
@@ -201,7 +198,7 @@ class DocumentBook:
         return dropped
 
     def forget(self, names: Iterable[BlockName]) -> tuple[int, Dropped]:
-        """Drops documents with the chunks that no other one has: (documents, chunks). A damaged record is left: its
+        """Drops documents and the chunks that no other document has: (documents, chunks). Leaves damaged records, whose
         chunks are unknown."""
         root, kept = self.planner.root, self.store.documents
         with kept.changing(root):
@@ -214,10 +211,10 @@ class DocumentBook:
         return len(gone), dropped
 
     def _drop(self, chunks: list[Blocks], without: frozenset[BlockName]) -> Dropped:
-        """Drops chunks that no document has but those named `without`. Within `changing`.
+        """Drops chunks that no document has, except those in `without`. Within `changing`.
 
-        Of a chunk's blocks those stay that a document's chunk shares. A chunk that belongs to no document may lose a
-        block that it shares, and misses it then.
+        Blocks that a document's chunk shares stay. A chunk that belongs to no document may lose a block that it shares,
+        and misses it then.
         """
         if not chunks:
             return Dropped()
@@ -262,7 +259,8 @@ def each_document(documents: Iterable[DocumentLike]) -> Iterator[Document]:
 
 
 def check_document_ids(ids: object) -> None:
-    """Raises `InvalidInputError` for a single id, whose characters would be taken for ids, and what is no list."""
+    """Raises `InvalidInputError` for a single id, whose characters would be taken for ids, and for anything but a
+    list."""
     if isinstance(ids, str | bytes):
         raise InvalidInputError(f"ids must be a list of ids, [{shown(ids)}], got one: {shown(ids)}")
     check_type(ids, Iterable, "ids", "a list of ids")

@@ -1,6 +1,5 @@
-"""What a loaded model computes with beside the weights that it was opened with, and whether that has changed since it
-was last asked: adapters (LoRA and others), weights that were written to, and a lower precision of float32
-multiplications. An engine follows each change.
+"""Detects changes of a loaded model: adapters (LoRA and others), weights that were written to, and a lower precision of
+float32 multiplications. An engine follows each change.
 """
 
 import hashlib
@@ -46,12 +45,13 @@ class AdapterWatch:
 
     @property
     def digest(self) -> str:
-        """Of the adapters in effect now (names, settings, weights), of weights that were changed, and of the precision,
-        hex; empty if nothing differs from the model as it was opened."""
+        """Hex digest of the active adapters (names, settings, weights), of changed weights, and of the precision; empty
+        if the model is as it was opened."""
         return self.digest_of_copy(self._model)
 
     def look(self, *, anew: bool = False) -> bool:
-        """Looks again; True if anything has changed, also where `digest` stays. `anew`: takes it that something has."""
+        """Looks again; True after any change, even if `digest` stays the same. `anew`: assume that something has
+        changed."""
         marks, is_written = self._weight_marks, not torch.equal(self._weight_sample, _joined(self._weight_samples))
         if (
             not anew
@@ -79,7 +79,7 @@ class AdapterWatch:
         return True
 
     def describes(self, model: nn.Module) -> bool:
-        """Whether a copy of the model's modules has the adapters that the last look found."""
+        """Whether a copy of the model's modules has the adapters found by the last look."""
         layers = [layer for _, layer in adapted_layers(model)]
         tensors = _tensors_in_effect(layers)
         return _states(layers) == self._states and all(map(operator.is_, tensors, self._tensors))
@@ -115,7 +115,7 @@ class AdapterWatch:
         return {name: adapters for name, adapters in merged.items() if adapters}
 
     def digest_of_copy(self, model: nn.Module) -> str:
-        """`digest` of a copy of the model's modules, whichever adapters the model itself has been switched to since."""
+        """`digest` of a copy of the model's modules, whichever adapters the model has been switched to since."""
         found = hashlib.sha256()
         described = False
         for name, layer in adapted_layers(model):
@@ -136,8 +136,8 @@ class AdapterWatch:
 
 
 class Adapted(NamedTuple):
-    """A model as it was at a look: a copy of its modules, which keeps the adapters in effect; their digest
-    (`AdapterWatch`); and another number than at any other change."""
+    """A frozen copy of the model with its active adapters, their digest (`AdapterWatch`), and a version unique to this
+    change."""
 
     model: PreTrainedModel
     digest: str
@@ -145,8 +145,7 @@ class Adapted(NamedTuple):
 
 
 class AdapterFollower:
-    """Notices that the model's adapters have changed. Thread-safe. `followed`: the version that the engine is in step
-    with."""
+    """Keeps an engine in step with its model's adapters. Thread-safe. `followed`: the version that the engine knows."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -154,13 +153,13 @@ class AdapterFollower:
         self.followed = self._watch.version
 
     def version(self) -> int:
-        """Looks; another number says that the adapters are not those of the last one."""
+        """Looks; a different number than last time means other adapters."""
         with self._lock:
             self._watch.look()
             return self._watch.version
 
     def has_changed(self) -> bool:
-        """Looks; True if the engine does not know yet what it saw."""
+        """Looks; whether there is a change that the engine does not know yet."""
         return self.version() != self.followed
 
     def adapted(self) -> Adapted:
@@ -169,7 +168,7 @@ class AdapterFollower:
             return self._adapted()
 
     def follow(self, renew: Callable[[Adapted], None]) -> None:
-        """Looks; after a change calls `renew` with what it found, and again if that fails."""
+        """Looks; after a change calls `renew` with the model as it is now, and again if that fails."""
         with self._lock:
             self._watch.look()
             if self._watch.version != self.followed:
@@ -190,8 +189,8 @@ class AdapterFollower:
 
 
 def precision_of(model: nn.Module) -> str:
-    """In what the model's float32 multiplications are done, as `torch.set_float32_matmul_precision` sets it for the
-    process, if that is less than float32: ``tf32`` or ``bf16``; else nothing."""
+    """``tf32`` or ``bf16`` if the model's float32 multiplications have a lower precision
+    (`torch.set_float32_matmul_precision`), else an empty string."""
     weight = next((each for each in model.parameters() if each.is_floating_point()), None)
     if weight is None or weight.dtype != torch.float32:
         return ""
@@ -295,7 +294,7 @@ def _mark(tensor: Any) -> Any:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it has an address and values to look at: of other classes each decides what it offers."""
+    """Whether it has an address and values to look at; subclasses of tensors may not."""
     return type(tensor) in (torch.Tensor, nn.Parameter)
 
 

@@ -70,13 +70,14 @@ class WatchedAnswer:
     likeliest: list[torch.Tensor] = field(default_factory=list)
 
     def add(self, token: int, logits: torch.Tensor) -> None:
-        """The answer's next token, and the logits [vocab] that it was drawn from, before penalties and temperature."""
+        """Adds the answer's next token, and the logits [vocab] that it was drawn from, before penalties and
+        temperature."""
         if len(self.token_ids) < ANSWER_TOKENS:
             self.token_ids.append(token)
             self.likeliest.append(logits.argmax())
 
     def forced(self) -> Prompt:
-        """The prompt with what was answered, but for the last compared token, which nothing is compared behind."""
+        """The prompt followed by the answer without its last compared token, behind which nothing is compared."""
         return Prompt.of([text(self.prompt_ids), text(self.token_ids[:-1])])
 
 
@@ -109,7 +110,7 @@ class ShadowCheck:
 
     @property
     def waiting(self) -> int:
-        """Answers that wait or are being compared."""
+        """Number of answers that wait or are being compared."""
         with self._lock:
             return len(self._queue) + (self._current is not None)
 
@@ -119,7 +120,7 @@ class ShadowCheck:
         return bool(self.waiting) and not self._closed
 
     def begin(self, result: PrefillResult, origin: Origin) -> WatchedAnswer | None:
-        """A prompt was prefilled; None if its answer is not compared: it is exact, or was not drawn."""
+        """Called after a prompt's prefill; None if its answer is exact or was not drawn."""
         report, plan = result.report, result.plan
         candidates, own = len(plan.candidate_rows), origin.step is not None
         if self._last_version not in (None, origin.version):
@@ -131,7 +132,8 @@ class ShadowCheck:
         return WatchedAnswer(labels, origin, plan.prompt.token_ids, result.logits)
 
     def submit(self, watched: WatchedAnswer) -> None:
-        """The answer has ended, was cancelled or failed: what there is of it is compared when there is time."""
+        """Called when the answer has ended, was cancelled or failed; its tokens so far are compared when there is
+        time."""
         if not watched.token_ids:
             self.watch.drop(NO_ANSWER)
             return
@@ -147,7 +149,7 @@ class ShadowCheck:
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Computes a little: a tile of a layer, or the comparison. Raises nothing."""
+        """Computes a tile of a layer, or the comparison. Never raises."""
         try:
             if self._prefill is None:
                 self._open()
@@ -171,7 +173,7 @@ class ShadowCheck:
                 torch.cuda.empty_cache()  # requests need some of it
 
     def close(self) -> None:
-        """Drops what waits; call it when nothing is computed any more. Idempotent."""
+        """Drops all waiting answers; call it once nothing is computed any more. Idempotent."""
         with self._lock:
             self._closed, left = True, len(self._queue) + (self._current is not None)
             self._queue.clear()

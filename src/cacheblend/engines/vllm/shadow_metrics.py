@@ -1,4 +1,4 @@
-"""The shadow check's figures on their way to vLLM's Prometheus endpoint. Names and labels are part of the interface.
+"""Carries the shadow check's figures to vLLM's Prometheus endpoint. Names and labels are part of the interface.
 
     scheduler side   watch ──> Counts: {name: {labels joined by "|": number, or numbers}}
     API server       what has come since the last time ──> counters, gauges, a histogram
@@ -35,7 +35,7 @@ NAMES = frozenset([*_COUNTERS, *_GAUGES, KL])
 
 
 def joined(*labels: str) -> str:
-    """Labels as one text, as vLLM transports them."""
+    """Labels as one string, as vLLM transports them."""
     return "|".join(labels)
 
 
@@ -55,7 +55,7 @@ class ShadowPromMetrics:
         self._kl = make(Histogram, KL, _WHOSE, words, buckets=list(KL_BUCKETS))
 
     def observe(self, name: str, found: dict[str, Any], labels: list[object]) -> None:
-        """Takes what has come of one of `NAMES` in a step; `labels` are vLLM's."""
+        """Adds a step's values of one of `NAMES`; `labels` are vLLM's."""
         for text, value in found.items():
             every = [*labels, *(text.split("|") if text else ())]
             if name in self._counters:

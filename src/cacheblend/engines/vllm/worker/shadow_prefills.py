@@ -64,7 +64,8 @@ class AnswerChecks:
         self._seconds = 0.0
 
     def step(self, jobs: StepJobs, *, has_time: bool) -> int:
-        """Checks a little in an engine step; the rows of a layer that it computed. Raises nothing.
+        """Reads, opens or computes a little in an engine step; returns the rows of a layer that it computed. Never
+        raises.
 
         Beside requests a tile is computed whether they have left time (`has_time`) or not: `may_check` comes as rarely
         as its share of the time demands, and under a load that never leaves any nothing would be compared otherwise.
@@ -83,12 +84,12 @@ class AnswerChecks:
         return rows
 
     def take_read(self) -> set[str]:
-        """Requests that have ended, and whose blocks are not needed any more, since the last call."""
+        """Ended requests whose blocks are no longer needed, since the last call."""
         read, self._read = self._read, set()
         return read
 
     def take_ended(self) -> tuple[dict[int, Compared | str], float]:
-        """What has ended since the last call, see `StepReport`, and the seconds that the check took."""
+        """Results since the last call, see `StepReport`, and the seconds that the check took."""
         found, self._ended, self._seconds = (self._ended, self._seconds), {}, 0.0
         return found
 
@@ -104,7 +105,8 @@ class AnswerChecks:
         return bool(self._waiting) or self._under_way is not None
 
     def _take(self, job: CheckJob) -> None:
-        """Reads what the answer was drawn from: its rows once more, over the KV that they were computed with."""
+        """Computes the answer's rows once more, over the KV that they were computed with, for the logits it was drawn
+        from."""
         if job.is_held:
             self._read.add(job.request_id)
         if self._adapters.admits([job.adapter]) != [True]:
@@ -142,7 +144,7 @@ class AnswerChecks:
         return rows
 
     def _compute(self, answer: AnswerToCheck) -> Compared | None:
-        """A part of the prefill; in the end the result, None on ranks that do not sample."""
+        """Computes a part of the prefill; at its end returns the result, None on ranks that do not sample."""
         self._adapters.use(answer.job.adapter)
         if answer.prefill is None or answer.steps is None:
             answer.prefill = self._opener.full(answer.job, self._planner)
@@ -180,7 +182,7 @@ class AnswerChecks:
         let_go(error, self._device)
 
     def _now(self) -> float:
-        """A clock that a device's own work moves on, too."""
+        """A clock that includes the device's pending work."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
