@@ -9,8 +9,15 @@ import torch
 
 from cacheblend.core.fuse.prefill import PrefillOptions
 from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
-from cacheblend.core.kernels.operations import ATTEND_FLOAT8, ATTEND_ROWS, KV_DEVIATION, PLACE, PLACE_FLOAT8
-from cacheblend.core.kernels.operations import Operation, Served
+from cacheblend.core.kernels.operations import (
+    ATTEND_FLOAT8,
+    ATTEND_ROWS,
+    KV_DEVIATION,
+    PLACE,
+    PLACE_FLOAT8,
+    Operation,
+    Served,
+)
 from cacheblend.core.kernels.rope import KeyRotation, Turn, reposition_keys
 from cacheblend.core.load.capture import ChunkJob, blocks_of
 from cacheblend.core.plan.blocks import KVLayout, LayerShape

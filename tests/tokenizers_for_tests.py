@@ -30,10 +30,6 @@ LLAMA2 = (
     "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
 )
 LLAMA2_WITHOUT_BOS = LLAMA2.removeprefix("{{ bos_token }}")
-DROPS_SYSTEM = (
-    "{% for m in messages %}{% if m.role != 'system' %}<|im_start|>{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
-)
-REPEATS_CONTENT = "{% for m in messages %}{{ m.content }} {{ m.content }}<|im_end|>{% endfor %}"
 REFUSES = "{{ raise_exception('roles must alternate') }}"
 
 

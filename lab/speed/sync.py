@@ -13,9 +13,11 @@ from typing import Any
 
 from cacheblend.bench.stamp import stamp
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.names import TokenIds
 from cacheblend.data import read_passages
 from cacheblend.engines.documents import Document
 from cacheblend.engines.hf import BlendEngine, DocumentSync, SyncReport
+from cacheblend.engines.hf.document_sync import Cutter
 from cacheblend.engines.tokens.chunker import Cutting
 
 EDITS = tuple(product(("replaced", "inserted", "deleted"), ("start", "middle", "end")))
@@ -106,9 +108,7 @@ def _by_edit(
     cutting: Cutting,
 ) -> dict[str, float]:
     """The share of its document's tokens that each kind of edit changes, by how the documents are cut."""
-    from cacheblend.engines.hf.document_chunks import cut_whole, cutter
-
-    cut, _ = cutter(engine, cutting, 0)
+    cut = Cutter.of(engine, cutting, 0)
     shares: dict[str, list[float]] = {}
     for before, after, kind in zip(texts, edited, edits, strict=True):
         held = {piece.tobytes() for piece in cut_whole(cut, Document("before", " ".join(before)))}
@@ -116,6 +116,17 @@ def _by_edit(
         new = sum(len(piece) for piece in pieces if piece.tobytes() not in held)
         shares.setdefault(" ".join(kind), []).append(new / sum(map(len, pieces)))
     return {kind: sum(each) / len(each) for kind, each in shares.items()}
+
+
+def cut_whole(cutter: Cutter, document: Document) -> list[TokenIds]:
+    """A document's chunks."""
+    steps = cutter.steps(document)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as ended:
+            pieces: list[TokenIds] = ended.value
+            return pieces
 
 
 def line(found: dict[str, Any]) -> str:

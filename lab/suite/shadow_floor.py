@@ -10,8 +10,7 @@ import time
 
 from cacheblend import BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf.shadow_start import watch
-from cacheblend.engines.shadow import ShadowSettings
-from cacheblend.engines.shadow.watch import Moment
+from cacheblend.engines.shadow import Moment, ShadowSettings
 from cacheblend.nano import model_path
 from lab.nano.questions import Prompts, draw_questions
 from lab.suite.suite import SETTINGS

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cacheblend.engines.hf.grammar import Grammar
     from cacheblend.engines.hf.request import Answer
     from cacheblend.engines.hf.sampling import SamplingParams
-    from cacheblend.engines.tokens.chat import Passage
+    from cacheblend.engines.tokens.passage import Passage
     from cacheblend.store.open import open_store
 
 __version__ = "0.1.0"

@@ -7,7 +7,6 @@ or all of them by mistake; a library that is not installed.
 """
 
 import asyncio
-import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+import random_words
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.documents import Document
 from cacheblend.retrievers import DocumentServer, DocumentServerError, text_id
@@ -24,13 +24,11 @@ from cacheblend.serve.keys import KeyRing, add_key, read_keys
 from cacheblend.serve.settings import ServeSettings
 from serving import free_port, running
 
-WORDS = ["lamp", "ferry", "keeper", "tower", "salt", "rope", "winter", "bell", "harbour", "stone", "letter"]
 QUESTION = "Who has the boot?"
 
 
 def text_of(seed: int, count: int = 20) -> str:
-    rng = random.Random(seed)
-    return " ".join(f"The {rng.choice(WORDS)} of the {rng.choice(WORDS)} is {rng.randrange(99)}." for _ in range(count))
+    return random_words.text_of(seed, count)
 
 
 @pytest.fixture(scope="module")

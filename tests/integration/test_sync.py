@@ -17,10 +17,11 @@ from cacheblend.core.errors import InvalidInputError, StoreFullError
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines.documents import Document, referring
 from cacheblend.engines.hf import BlendEngine, DocumentSync, SyncReport
-from cacheblend.engines.hf.document_chunks import cut_whole, cutter
+from cacheblend.engines.hf.document_sync import Cutter
 from cacheblend.engines.tokens.chunker import Cutting
 from cacheblend.store import DiskStore, KVStore, MemoryStore
 from cacheblend.store.documents import DocumentRecord
+from lab.speed.sync import cut_whole
 from serving import shallow
 
 NO_CAPTURE = BlendConfig(capture=False, discover=False)
@@ -50,6 +51,10 @@ def sentences(rng: random.Random, count: int) -> list[str]:
     return [" ".join(rng.choice(words) for _ in range(rng.randint(4, 9))).capitalize() + "." for _ in range(count)]
 
 
+def text_of(seed: int | str, count: int) -> str:
+    return " ".join(sentences(random.Random(seed), count))
+
+
 def records(engine: BlendEngine, tenant: str = "") -> list[DocumentRecord]:
     found = engine.store.documents.all(engine.planner_of(tenant).root)
     assert all(isinstance(each, DocumentRecord) for each in found)
@@ -73,7 +78,7 @@ def check(engine: BlendEngine, documents: dict[str, str], tenant: str = "") -> N
 
 
 def test_documents_in_whatever_form_callers_have_them(shared: BlendEngine) -> None:
-    bodies = {name: " ".join(sentences(random.Random(name), 12)) for name in "abc"}
+    bodies = {name: text_of(name, 12) for name in "abc"}
     given: list[Any] = [
         {"id": "a", "text": bodies["a"]},
         SimpleNamespace(id="b", page_content=bodies["b"], metadata={}),
@@ -122,7 +127,7 @@ def test_any_history_ends_with_the_chunks_of_what_is_there(shared: BlendEngine, 
 
 
 def test_a_chunk_of_two_documents_stays_until_both_are_gone(shared: BlendEngine) -> None:
-    body = " ".join(sentences(random.Random(1), 3))
+    body = text_of(1, 3)
     first = sync(shared, {"a": body, "b": body}, tenant="two")
     assert first.chunks == 2 * first.computed_chunks and first.tokens == 2 * first.computed_tokens
     (has,) = {
@@ -136,7 +141,7 @@ def test_a_chunk_of_two_documents_stays_until_both_are_gone(shared: BlendEngine)
 
 
 def test_collections_and_tenants_with_equal_ids_are_apart(shared: BlendEngine) -> None:
-    one, other = ({"same": " ".join(sentences(random.Random(seed), 12))} for seed in (2, 3))
+    one, other = ({"same": text_of(seed, 12)} for seed in (2, 3))
     sync(shared, one, tenant="t1")
     sync(shared, other, tenant="t2")
     sync(shared, other, tenant="t1", collection="second")
@@ -184,7 +189,7 @@ def test_ids_that_cannot_be_kept_are_refused(wrong: str) -> None:
 
 def test_stored_chunks_are_exact_and_found_in_plain_text(tmp_path: Path) -> None:
     """In another order in a prompt at r = 1: no miss, and the logits of full prefill. Unmarked: found all the same."""
-    body = " ".join(sentences(random.Random(7), 60))
+    body = text_of(7, 60)
     config = BlendConfig(capture=False)
     with BlendEngine.from_pretrained(shallow(), store=tmp_path / "s", config=config, dtype="float32") as engine:
         sync(engine, {"a": body}, cutting=Cutting(140, 64))
@@ -208,7 +213,7 @@ def _found(engine: BlendEngine, prompt: Prompt) -> Prompt:
 
 
 def test_chunks_that_vanished_are_restored(tmp_path: Path) -> None:
-    documents = {name: " ".join(sentences(random.Random(name), 20)) for name in "abc"}
+    documents = {name: text_of(name, 20) for name in "abc"}
     with opened(DiskStore(tmp_path / "s", durable=False)) as engine:
         sync(engine, documents)
         (record,) = [each for each in records(engine) if each.id == "b"]
@@ -221,7 +226,7 @@ def test_chunks_that_vanished_are_restored(tmp_path: Path) -> None:
 
 
 def test_damaged_records_are_named_and_replaced_by_what_is_given(tmp_path: Path) -> None:
-    documents = {name: " ".join(sentences(random.Random(name), 10)) for name in "abc"}
+    documents = {name: text_of(name, 10) for name in "abc"}
     with opened(DiskStore(tmp_path / "s", durable=False)) as engine:
         sync(engine, documents)
         for each in records(engine):
@@ -239,7 +244,7 @@ def test_damaged_records_are_named_and_replaced_by_what_is_given(tmp_path: Path)
 
 def test_a_sync_that_is_cut_short_anywhere_goes_on(tmp_path: Path) -> None:
     """The store fails at each of its writes in turn; what was computed before is not computed again."""
-    before = {name: " ".join(sentences(random.Random(name), 12)) for name in "abcd"}
+    before = {name: text_of(name, 12) for name in "abcd"}
     after = {"a": before["a"], "b": before["b"] + " The end is new.", "c": "All else.", "e": "A letter came."}
 
     class Failing(DiskStore):
@@ -316,7 +321,7 @@ def test_syncs_at_the_same_time_leave_what_they_refer_to(tmp_path: Path, seed: i
 
 
 def test_a_store_that_is_too_small_says_so(tmp_path: Path) -> None:
-    documents = {str(n): " ".join(sentences(random.Random(n), 20)) for n in range(6)}
+    documents = {str(n): text_of(n, 20) for n in range(6)}
     with opened(DiskStore(tmp_path / "s", durable=False)) as engine:
         sync(engine, documents)
         nbytes = engine.store.stats().bytes
@@ -327,7 +332,7 @@ def test_a_store_that_is_too_small_says_so(tmp_path: Path) -> None:
 
 
 def test_another_model_or_setting_has_documents_of_its_own(tmp_path: Path) -> None:
-    documents = {"a": " ".join(sentences(random.Random(1), 20))}
+    documents = {"a": text_of(1, 20)}
     with opened(tmp_path / "s") as engine:
         sync(engine, documents)
         old = engine.planner.root
@@ -339,7 +344,7 @@ def test_another_model_or_setting_has_documents_of_its_own(tmp_path: Path) -> No
 
 
 def test_other_cuts_are_a_change(shared: BlendEngine) -> None:
-    documents = {"a": " ".join(sentences(random.Random(1), 20))}
+    documents = {"a": text_of(1, 20)}
     sync(shared, documents, tenant="cuts")
     done = sync(shared, documents, tenant="cuts", cutting=Cutting(100, 20))
     assert done.changed == 1 and done.dropped_chunks > 0
@@ -350,10 +355,9 @@ def test_other_cuts_are_a_change(shared: BlendEngine) -> None:
 def test_a_long_document_is_tokenised_in_parts(
     shared: BlendEngine, monkeypatch: pytest.MonkeyPatch, between: str
 ) -> None:
-    monkeypatch.setattr("cacheblend.engines.hf.document_chunks.ENCODED_AT_ONCE", 100)
+    monkeypatch.setattr("cacheblend.engines.hf.document_sync.ENCODED_AT_ONCE", 100)
     body = between.join(["Lamp", "ferry"] * 60)
-    cut, _ = cutter(shared, CUTTING, 0)
-    pieces = cut_whole(cut, Document("a", body))
+    pieces = cut_whole(Cutter.of(shared, CUTTING, 0), Document("a", body))
     assert shared.builder is not None
     assert shared.builder.decode([int(i) for piece in pieces for i in piece]).strip() == body
 
@@ -362,8 +366,8 @@ def test_others_have_their_turn_between_the_parts_of_a_long_document(
     shared: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that meanwhile stored another text of the same document included: its chunks are stale then, and go."""
-    monkeypatch.setattr("cacheblend.engines.hf.document_chunks.ENCODED_AT_ONCE", 100)
-    text, other = (" ".join(sentences(random.Random(seed), 20)) for seed in (5, 6))
+    monkeypatch.setattr("cacheblend.engines.hf.document_sync.ENCODED_AT_ONCE", 100)
+    text, other = (text_of(seed, 20) for seed in (5, 6))
     long = DocumentSync(shared, tenant="turns", cutting=CUTTING, reads_all=False)
     steps = long.steps([Document("a", text)], 1 << 16)
     assert [next(steps) for _ in range(len(text) // 100)] == [None] * (len(text) // 100)
@@ -371,3 +375,50 @@ def test_others_have_their_turn_between_the_parts_of_a_long_document(
     assert [each for each in steps if each is not None] == [1]
     assert long.finish().changed == 1 and long.dropped_chunks
     check(shared, {"a": text}, "turns")
+
+
+# ---- syncs of the same documents at the same time ------------------------------------------------------------------
+#
+# They leave no chunk that nobody has: it would stay until the store is full. Two syncs read the same records and then
+# put other texts of one document, in any order of their ends; documents are dropped, or edited, while another sync
+# computes them; a third document has one of their chunks.
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[BlendEngine, BlendEngine]]:
+    folder: Path = tmp_path_factory.mktemp("together") / "s"
+    with opened(DiskStore(folder, durable=False)) as one, opened(DiskStore(folder, durable=False)) as two:
+        yield one, two
+
+
+@pytest.mark.parametrize("is_first_last", [False, True])
+def test_two_texts_of_one_document_at_once(pair: tuple[BlendEngine, BlendEngine], is_first_last: bool) -> None:
+    one, two = pair
+    tenant = f"two {is_first_last}"
+    sync(one, {"a": text_of(1, 20)}, tenant=tenant)
+    syncs = [DocumentSync(engine, cutting=CUTTING, tenant=tenant) for engine in pair]
+    for each, seed in zip(syncs, (2, 3), strict=True):
+        each.put([Document("a", text_of(seed, 20))])
+    for each in syncs[::-1] if is_first_last else syncs:
+        each.finish()
+    check(two, {"a": text_of(3, 20)}, tenant)
+
+
+@pytest.mark.parametrize("then", ["dropped", "edited"])
+def test_documents_that_change_while_they_are_computed(pair: tuple[BlendEngine, BlendEngine], then: str) -> None:
+    one, two = pair
+    sync(two, {"c": text_of(6, 20)}, tenant=then)  # its chunks are those of "b", too
+    first = DocumentSync(one, cutting=CUTTING, tenant=then, reads_all=False)
+    steps = first.steps([Document("a", text_of(5, 20)), Document("b", text_of(6, 20))], 48)
+    for _ in range(4):
+        next(steps)
+    second = DocumentSync(two, cutting=CUTTING, tenant=then, reads_all=False)
+    if then == "dropped":
+        second.drop(["a", "b"])
+    else:
+        second.put([Document("a", text_of(7, 20)), Document("b", "")])
+    second.finish()
+    assert all(step is None for step in steps)
+    report = first.finish()
+    assert report.missing_documents == 0 and report.dropped_chunks > 0
+    check(two, {"c": text_of(6, 20)} | ({"a": text_of(7, 20), "b": ""} if then == "edited" else {}), then)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.engines.adapters import AdapterWatch, adapted_layers
+from cacheblend.engines.adapters import adapted_layers
 from cacheblend.engines.fingerprint import fingerprint_model, with_adapters
+from cacheblend.engines.hf.adapter_watch import AdapterWatch
 from cacheblend.engines.identity import ModelIdentity
 from fake_adapters import add_adapter, disable, layers, merge, set_adapter, unload, unmerge
 from families import tiny_model

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 import tokenizers_for_tests as tokenizers
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.tokens import Passage, PromptBuilder, chat
+from unit.test_chat_templates import handed
 
 TEMPLATES_DRAWN = 24
 CONVERSATIONS = 8
@@ -151,10 +152,6 @@ def conversation(rng: random.Random, source: str) -> Chat:
 def special_tokens(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[str]:
     shown = {*SPECIAL, *ADDED, "<s>", "</s>"}
     return [token for token in tokenizer.convert_ids_to_tokens(ids) if token in shown]
-
-
-def handed(passages: list[Passage]) -> list[dict[str, str]]:
-    return [{"title": p.title, "text": p.text} if p.title else {"text": p.text} for p in passages]
 
 
 @pytest.mark.parametrize("kind", MAKERS)

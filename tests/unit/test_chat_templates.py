@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 import tokenizers_for_tests as tokenizers
-from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.tokens import Passage, PromptBuilder
 from campaign import share
+from unit.test_tokens import TRICKY
 
 FILE = Path(__file__).parents[1] / "chat_templates.txt"
 CONVERSATIONS = 20
@@ -241,7 +241,6 @@ def test_a_template_that_is_passed_has_its_own_special_tokens() -> None:
 
 # ---- passages are chunks ------------------------------------------------------------------------------------------
 
-WITH_DOCUMENTS = [name for name, template in TEMPLATES.items() if "documents" in template.place_for]
 PASSAGES = [
     Passage("The quick brown fox jumps over the lazy dog, and the dog sleeps on. It sleeps.", "Fox"),
     Passage('  Who wrote "it"? The answer is in C:\\new\\table:\n\nnobody knows.  \n', "Author"),
@@ -301,12 +300,6 @@ def test_changed_contents_are_counted(name: str, content: str, changed: int) -> 
     assert builder.chat([{"role": "user", "content": content}]).changed_contents == changed
 
 
-def test_what_a_template_refuses_is_refused() -> None:
-    builder = PromptBuilder(TEMPLATES["gemma3"].tokenizer)
-    with pytest.raises(InvalidInputError, match=r"the chat template refused the messages: .*roles must alternate"):
-        builder.chat([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
-
-
 def test_thoughts_of_earlier_answers_are_left_out_as_the_template_leaves_them_out() -> None:
     template = TEMPLATES["qwen3"]
     messages = [
@@ -331,7 +324,7 @@ CODE = [
 CODE += ["<h1>Title</h1>\n\n\n", "    ", "        x", "|||EMAIL_ADDRESS|||", "\n\n\n\n", "\t\t\t", "a  b   c    d"]
 texts = st.lists(st.sampled_from([*WORDS, *SPACES, *CODE]) | st.text(max_size=6), max_size=8).map("".join)
 special = st.sampled_from(["<s>", "</s>", "<|im_start|>", "<|im_end|>", "[SEP]", "[UNK]", "<unk>"])
-prompts = st.lists(texts | special, max_size=4).map("".join)
+prompts = st.lists(texts | special | st.sampled_from(TRICKY), max_size=4).map("".join)
 ENCODERS = {name: make() for name, make in MAKERS.items()}
 BUILDERS = {name: PromptBuilder(tokenizer) for name, tokenizer in ENCODERS.items()}
 NO_DUMMY_PREFIX = ["byte_level", "byte_level bos", "neox", "gemma", "word_level"]

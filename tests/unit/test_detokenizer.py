@@ -160,14 +160,6 @@ def test_ids_without_a_text_hold_up_nothing() -> None:
     assert decoded < 64 * len(ids)
 
 
-def test_text_is_returned_as_soon_as_it_is_certain() -> None:
-    for name in ("byte_level", "gemma"):
-        builder = builder_of(name)
-        ids = builder._tokenizer.convert_tokens_to_ids(["a", ".", "a"])
-        detokenizer = builder.detokenizer()
-        assert [detokenizer.push(i) for i in ids * 20] == ["a", ".", "a"] * 20
-
-
 def test_a_stop_text_of_byte_tokens_ends_the_answer_at_once() -> None:
     """Llama 2's line break is a byte token: what it is may change, but the answer ends here."""
     builder = builder_of("llama")

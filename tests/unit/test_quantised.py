@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.engines.adapters import AdapterWatch, digest_of
+from cacheblend.engines.adapters import digest_of
 from cacheblend.engines.fingerprint import fingerprint_model
 from cacheblend.engines.hf import BlendEngine
+from cacheblend.engines.hf.adapter_watch import AdapterWatch
 from fake_adapters import add_adapter, set_adapter
 from families import tiny_model
 from parity.scenes import RAG, A, B, C, open_engine

@@ -14,17 +14,20 @@ from vllm_running import needs_vllm
 
 pytestmark = needs_vllm
 
+FLOOR: dict[str, Any] = {"shadow_floor": 0.8, "blend_fields": {"recompute_ratio": 0.2}}
 GOOD, BAD = Compared(0.0, (True,)), Compared(2.0, (False,))
 
 
 class Clock:
-    """The time that the scheduler side reads."""
+    """Stands where a test has moved it."""
 
     def __init__(self) -> None:
         self.now = 1000.0
 
     def monotonic(self) -> float:
         return self.now
+
+    perf_counter = monotonic
 
 
 @pytest.fixture
@@ -59,6 +62,13 @@ def request_of(name: str = "r", **fields: Any) -> Request:
     return Request([zlib.crc32(name.encode()), *PROMPT[1:]], name=name, output_token_ids=[], **fields)
 
 
+def provided(name: str = "r", *, recomputed: int = 15, hits: Any = None, **settings: Any) -> tuple[Any, Request]:
+    """A side that checks every answer, and a request whose prompt was provided."""
+    side, request = scheduling([CHUNK], shadow=1.0, **settings), request_of(name)
+    provide(side, request, recomputed=recomputed, hits=hits)
+    return side, request
+
+
 def answer(request: Request, tokens: int) -> None:
     request.output_token_ids = list(range(tokens))
     request.num_output_tokens = tokens
@@ -79,8 +89,7 @@ def end(side: Any, request: Request) -> bool:
 
 
 def test_an_answer_is_read_once_it_has_sixteen_tokens() -> None:
-    side, request = scheduling([CHUNK], shadow=1.0), request_of()
-    provide(side, request)
+    side, request = provided()
     answer(request, ANSWER_TOKENS - 1)
     assert side.take_jobs().check is None
     answer(request, ANSWER_TOKENS + 3)
@@ -95,8 +104,7 @@ def test_an_answer_is_read_once_it_has_sixteen_tokens() -> None:
 
 
 def test_a_shorter_answer_is_read_when_it_has_ended_from_blocks_that_vllm_keeps() -> None:
-    side, request = scheduling([CHUNK], shadow=1.0), request_of()
-    provide(side, request)
+    side, request = provided()
     answer(request, 3)
     assert side.take_jobs().check is None
     assert end(side, request)
@@ -110,8 +118,7 @@ def test_a_shorter_answer_is_read_when_it_has_ended_from_blocks_that_vllm_keeps(
     ids=["all of it recomputed", "nothing loaded", "exact hits"],
 )
 def test_exact_answers_are_not_drawn(recomputed: int, hits: Any) -> None:
-    side, request = scheduling([CHUNK], shadow=1.0), request_of()
-    provide(side, request, recomputed=recomputed, hits=hits)
+    side, request = provided(recomputed=recomputed, hits=hits)
     answer(request, 20)
     assert side.take_jobs().check is None and not end(side, request) and not dropped(side)
 
@@ -145,9 +152,7 @@ def test_requests_that_end_without_an_answer_or_were_preempted_are_counted() -> 
 
 
 def test_one_answer_is_read_in_a_step_and_few_blocks_are_kept() -> None:
-    side = scheduling([CHUNK], shadow=1.0)
-    running = request_of("running")
-    provide(side, running)
+    side, running = provided("running")
     answer(running, 20)
     ended = [request_of(str(number)) for number in range(MOST_WAITING + 2)]
     for request in ended:
@@ -189,8 +194,7 @@ def test_a_tenant_is_shown_by_a_hash_of_its_salt() -> None:
 
 
 def test_a_prompt_beyond_the_window_is_counted_only_if_it_was_drawn() -> None:
-    side = scheduling([CHUNK], shadow=1.0, window=len(PROMPT) + 15)
-    provide(side, request_of())
+    side, _ = provided(window=len(PROMPT) + 15)
     assert dropped(side) == {"beyond the sliding window": 1}
 
 
@@ -255,7 +259,7 @@ def check(side: Any, number: int, result: Compared, **options: Any) -> Any:
 
 
 def test_disagreement_raises_the_ratio_of_requests_that_name_none() -> None:
-    side = scheduling([CHUNK], shadow=1.0, shadow_floor=0.8, blend_fields={"recompute_ratio": 0.2})
+    side = scheduling([CHUNK], shadow=1.0, **FLOOR)
     found = [check(side, number, BAD) for number in range(6)]
     assert [round(each.selector.share, 3) for each in found] == [0.2] * 5 + [0.3]
     assert found[0].salt == found[4].salt != found[5].salt  # blended blocks of the lower ratio are not found any more
@@ -269,9 +273,7 @@ def test_disagreement_raises_the_ratio_of_requests_that_name_none() -> None:
 
 
 def test_an_answer_names_the_ratio_that_was_in_force_when_its_request_came() -> None:
-    side = scheduling([CHUNK], shadow=1.0, shadow_floor=0.8, blend_fields={"recompute_ratio": 0.2})
-    early = request_of("early")
-    provide(side, early)
+    side, early = provided("early", **FLOOR)
     for number in range(5):
         check(side, number, BAD)
     later, own, exact = request_of("later"), request_of("own"), request_of("exact")
@@ -297,7 +299,7 @@ def test_the_loading_controller_raises_what_it_recomputes_above_the_ratio_in_for
         asked.append((in_force, raises))
         return LoadChoice(plan, ratio=0.45 if raises else None)
 
-    side = scheduling([CHUNK], shadow=1.0, shadow_floor=0.8, blend_fields={"recompute_ratio": 0.2})
+    side = scheduling([CHUNK], shadow=1.0, **FLOOR)
     side._finder._control = SimpleNamespace(decide=decide, learn=lambda *_: None, compute_s=lambda plan: None)
     for number in range(5):
         assert check(side, number, BAD).named_by.share == pytest.approx(0.2)
@@ -333,7 +335,7 @@ def test_full_recompute_loads_what_is_exact_and_is_left_again() -> None:
 
 
 def test_requests_that_were_under_way_when_the_ratio_changed_move_nothing() -> None:
-    side = scheduling([CHUNK], shadow=1.0, shadow_floor=0.8, blend_fields={"recompute_ratio": 0.2})
+    side = scheduling([CHUNK], shadow=1.0, **FLOOR)
     late = [request_of(f"late {number}") for number in range(5)]
     for request in late:
         provide(side, request)

@@ -11,22 +11,11 @@ import pytest
 import torch
 
 from cacheblend.engines.shadow import MOST_WAITING, Compared
+from vllm_plugin.test_checking import Clock
 from vllm_running import needs_vllm
 from vllm_workers import LAYERS, Prefill, Store, blend, make_worker
 
 pytestmark = needs_vllm
-
-
-class Clock:
-    """Stands where time has moved it."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    perf_counter = monotonic
 
 
 class Tiles(Prefill):

@@ -14,13 +14,8 @@ _HALVINGS = 60
 
 @lru_cache(4096)
 def lower_bound(successes: int, trials: int, confidence: float) -> float:
-    """One-sided lower bound of a proportion (Clopper-Pearson), valid for any number of trials.
-
-    It is the proportion at which `successes` or more have the probability 1 - `confidence`.
-
-    Raises:
-        InvalidInputError: impossible counts, or a confidence outside 0..1.
-    """
+    """One-sided lower bound of a proportion (Clopper-Pearson), valid for any number of trials: the proportion at which
+    `successes` or more have the probability 1 - `confidence`. Raises `InvalidInputError`."""
     _check(successes, trials, confidence)
     error = 1 - confidence
     if successes == 0:
@@ -49,11 +44,8 @@ def reaches(successes: int, trials: int, threshold: float, confidence: float) ->
 
 @lru_cache(64)
 def needed_rows(threshold: float, confidence: float, errors: int = 0) -> int:
-    """Fewest rows whose lower bound reaches the threshold with `errors` failures: 299 for 99 % at 95 %.
-
-    Raises:
-        InvalidInputError: threshold or confidence is not between 0 and 1.
-    """
+    """Fewest rows whose lower bound reaches the threshold with `errors` failures: 299 for 99 % at 95 %. Raises
+    `InvalidInputError`."""
     check_share("threshold", threshold)
     check_share("confidence", confidence)
 

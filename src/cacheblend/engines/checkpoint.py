@@ -37,13 +37,13 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def state_of(file: Path) -> State:
-    """Raises `OSError`."""
+    """Size, times and inode of a file. Raises `OSError`."""
     found = file.stat()
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
 
 def states_in(folder: Path) -> dict[str, State]:
-    """Of the weight files, the config and the indices; equal ones say that nothing was written meanwhile."""
+    """States of the weight files, the config and the indices; equal states mean that nothing was written in between."""
     files = [*weight_files(folder), folder / "config.json", *sorted(folder.glob("*.index.json"))]
     found = {}
     for file in files:
@@ -74,12 +74,9 @@ def loaded_files(folder: Path, variant: str | None = None, use_safetensors: bool
 
 
 def weights_in(folder: Path, variant: str | None = None, use_safetensors: bool | None = None) -> tuple[list[Path], str]:
-    """What a folder's name has to cover: its weight files and those that an index names elsewhere; and which shards are
-    loaded, where the folder holds others beside them, else nothing.
-
-    Raises:
-        InvalidInputError: as `loaded_files`.
-    """
+    """The files that a folder's fingerprint covers: its weight files and those that an index names elsewhere; and the
+    names of the shards that are loaded if the folder holds others as well, else an empty string. Raises as
+    `loaded_files`."""
     files, loaded = weight_files(folder), loaded_files(folder, variant, use_safetensors)
     shards = {file for file in files if re.fullmatch(r".*-\d+-of-\d+\.\w+", file.name)}
     others = {file for file in shards if file.suffix == loaded[0].suffix} - set(loaded) if len(loaded) > 1 else set()
@@ -88,11 +85,8 @@ def weights_in(folder: Path, variant: str | None = None, use_safetensors: bool |
 
 
 def check_files(folder: Path, variant: str | None = None, use_safetensors: bool | None = None) -> None:
-    """Refuses weight files that are not whole, before anything is read from them.
-
-    Raises:
-        InvalidInputError: a file is missing, empty, cut off, or a pointer in its place; the message names it.
-    """
+    """Raises `InvalidInputError` for a weight file that is missing, empty, cut off, or a pointer in its place, before
+    anything is read from it."""
     for file in loaded_files(folder, variant, use_safetensors):
         with file.open("rb") as stream:
             start, size = stream.read(len(_LFS_POINTER)), os.fstat(stream.fileno()).st_size
@@ -111,12 +105,9 @@ def check_files(folder: Path, variant: str | None = None, use_safetensors: bool 
 
 
 def sample_of(file: Path) -> str:
-    """SHA-256, hex, of a sample of a file's bytes: headers, and a few spots of every tensor.
+    """SHA-256, hex, of a sample of a file's bytes: headers, and a few spots of every tensor. Raises `OSError`.
 
     Reads at most `FILE_SPOTS` spots, or one of each tensor, and asks for all of them before it waits for the first.
-
-    Raises:
-        OSError: it cannot be read.
     """
     found = hashlib.sha256()
     descriptor = os.open(file, os.O_RDONLY)
@@ -147,7 +138,7 @@ def _spots(begin: int, end: int, count: int) -> Iterator[tuple[int, int]]:
 
 
 def _regions(file: Path, descriptor: int, size: int) -> tuple[bytes, list[tuple[int, int]]]:
-    """A file's header, and (begin, end) of each tensor's bytes; of an unknown format even parts of the file."""
+    """A file's header, and (begin, end) of each tensor's bytes; equal parts of the file if its format is unknown."""
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         if file.suffix == ".safetensors":
             header = _header(descriptor, size)

@@ -35,23 +35,26 @@ logger = logging.getLogger("cacheblend.store")
 
 @dataclass
 class ListChanges:
-    """Chunks that were listed and taken off since they were last asked for."""
+    """Chunks that were added to the list and removed from it since the last call."""
 
     added: list[ChunkManifest] = field(default_factory=list)
     removed: list[ChunkManifest] = field(default_factory=list)
 
 
 class ChunkListing:
-    """An index of a store's chunks for each root. May be used from any thread.
+    """An index of a store's chunks for each root. Thread-safe.
 
     Args:
         store: its list is read.
-        anchor_ids: chunks with another anchor are of no use and left out; None: none is.
+        anchor_ids: chunks with another anchor are ignored; None: no anchor is compared.
         min_tokens: shorter runs are not matched.
         refresh_s: the list is read again after so many seconds; 0: for each request, which waits for it.
-        fresh_s: seconds that a look-up waits for a list that is due, while readings are as quick: else the old one
-            serves.
-        keeps_changes: `take_changes` will be called.
+        fresh_s: a look-up waits at most so many seconds for a list that is due, as long as readings are that quick;
+            otherwise the previous list serves.
+        keeps_changes: record changes for `take_changes`.
+
+    Attributes:
+        has_read: the list has been read at least once.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class ChunkListing:
         self._indexes: OrderedDict[BlockName, ChunkIndex] = OrderedDict()
         self._changes: deque[tuple[bool, ChunkManifest]] = deque()  # in their order; True: added
         self._stamp: Hashable | None = None
-        self._is_read = False
+        self.has_read = False
         self._reading_s = 0.0  # what the last reading took
         self._forgotten: set[BlockName] = set()  # since the last reading began
         self._lost: set[BlockName] = set()  # listed, and announced as taken off
@@ -88,7 +91,7 @@ class ChunkListing:
             self._start_reading()
 
     def refresh(self) -> bool:
-        """Starts a reading if one is due. True: the list is as new as it has to be; False: `update` first."""
+        """Starts a reading if one is due. True: the list is recent enough; False: call `update` first."""
         if self._refresh_s == 0:
             return False
         with self._starting:
@@ -100,19 +103,15 @@ class ChunkListing:
         if ended is not None and ended.exception() is not None:
             logger.warning("the store's list of chunks cannot be read: %s", ended.exception())
             count_failure("list of chunks")
-        return self._is_read and not self._is_waited_for(self._reading)
+        return self.has_read and not self._is_waited_for(self._reading)
 
     def update(self) -> None:
-        """Returns when the list has been read: at least once, or after this call if `refresh_s` is 0. A list that is
-        being read again is waited for while that is quick.
-
-        Raises:
-            StoreError: the list cannot be read.
-        """
+        """Returns once the list has been read: at least once, or after this call if `refresh_s` is 0. Waits for a
+        reading under way only while readings are quick. Raises `StoreError`."""
         reading = self._reading
-        if self._refresh_s == 0 or (reading is None and not self._is_read):
+        if self._refresh_s == 0 or (reading is None and not self.has_read):
             self._read()
-        elif reading is not None and not self._is_read:
+        elif reading is not None and not self.has_read:
             reading.result()
         elif reading is not None and self._is_waited_for(reading):
             done, _ = wait([reading], self._fresh_s)  # its error is logged by the next `refresh`
@@ -120,7 +119,7 @@ class ChunkListing:
                 self._reading_s = float("inf")
 
     def match(self, root: BlockName, prompt: Prompt) -> Prompt:
-        """A prompt whose plain text is cut at the chunks of this root that it contains."""
+        """Cuts the plain text of a prompt at the chunks of this root that it contains."""
         index = self._index(root)
         if self._lock.acquire(blocking=False):  # while a list is applied, the order of use matters less than this call
             try:
@@ -131,7 +130,7 @@ class ChunkListing:
         return with_matches(prompt, index)
 
     def match_now(self, root: BlockName, prompt: Prompt) -> Prompt:
-        """As `match`, and waits for nothing: chunks of a list that has not been read yet are not found."""
+        """As `match`, but never waits: chunks of a list that has not been read yet are not found."""
         self.refresh()
         if not self.has_index(root):
             self.prepare(root)
@@ -139,9 +138,8 @@ class ChunkListing:
         return self.match(root, prompt)
 
     def first_reading(self) -> Future[None] | None:
-        """The reading of a list that was never read, which begins if none is under way; None: only `update` is to be
-        waited for."""
-        if self._refresh_s == 0 or self._is_read:
+        """The first reading of the list, started if necessary; None if only `update` has to be waited for."""
+        if self._refresh_s == 0 or self.has_read:
             return None
         with self._starting:
             if self._reading is None:
@@ -150,26 +148,21 @@ class ChunkListing:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the reading that is under way, or the last one, began."""
+        """Seconds since the current or last reading began."""
         return time.monotonic() - self._read_at
 
-    @property
-    def has_read(self) -> bool:
-        """The list has been read at least once."""
-        return self._is_read
-
     def has_index(self, root: BlockName) -> bool:
-        """`match` need not make an index first."""
+        """Whether `match` finds an index ready."""
         return root in self._indexes
 
     def prepare(self, root: BlockName) -> None:
-        """Has the index of a root made in a thread."""
+        """Builds the index of a root in a thread."""
         if root not in self._indexes and root not in self._preparing and not self._is_closed:
             self._preparing.add(root)
             self._submit(self._prepare, root)
 
     def add(self, chunks: Sequence[ChunkManifest]) -> None:
-        """Adds chunks that were stored here, before the store's list is read again."""
+        """Adds chunks that were stored by this process, before the store's list is read again."""
         with self._lock:
             self._forgotten.difference_update(chunk.chunk_id for chunk in chunks)
             new = [chunk for chunk in chunks if chunk.chunk_id not in self._listed and self._is_wanted(chunk)]
@@ -178,24 +171,20 @@ class ChunkListing:
             self.observe({chunk.chunk_id: True for chunk in chunks})
 
     def forget(self, chunk_ids: Iterable[BlockName]) -> None:
-        """Takes chunks off that were dropped here, before the store's list is read again."""
+        """Removes chunks that were dropped by this process, before the store's list is read again."""
         with self._lock:
             gone = [self._listed.pop(name) for name in chunk_ids if name in self._listed]
             self._forgotten.update(chunk.chunk_id for chunk in gone)
             self._apply(ListChanges(removed=gone))
 
     def chunks(self, root: BlockName) -> list[ChunkManifest]:
-        """The chunks of a root as they are known, ordered by id; takes the same time whatever other roots have."""
+        """The known chunks of a root, ordered by id; takes constant time in the chunks of other roots."""
         with self._lock:
             listed = self._by_root.get(root, {})
             return [listed[name] for name in sorted(listed)]
 
     def observe(self, held: Mapping[BlockName, bool]) -> None:
-        """Reports chunks as taken off, or back, by whether the store holds their blocks: evicted ones stay listed.
-
-        Args:
-            held: by chunk, as a look-up found it.
-        """
+        """Reports chunks as removed or back, by whether a look-up found their blocks: evicted chunks stay listed."""
         if not self._keeps_changes:
             return
         with self._lock:
@@ -205,8 +194,8 @@ class ChunkListing:
             self._note([self._listed[name] for name in back], [self._listed[name] for name in lost])
 
     def take_changes(self, most: int) -> ListChanges:
-        """What was listed and taken off since the last call, at most so many; none unless `keeps_changes`, nor while a
-        list is applied, which is not waited for."""
+        """At most so many changes since the last call; none unless `keeps_changes`, and none while a list is being
+        applied, since this never waits."""
         taken, seen = ListChanges(), set[BlockName]()
         if not self._lock.acquire(blocking=False):
             return taken
@@ -220,19 +209,19 @@ class ChunkListing:
         return taken
 
     def withdraw(self) -> None:
-        """Reports every chunk as taken off: it is listed, but this engine finds it no more."""
+        """Reports every chunk as removed: still listed, but no longer found by this engine."""
         with self._lock:
             if self._keeps_changes:
                 self._changes = deque(change for change in self._changes if not change[0])
                 self._note([], [chunk for name, chunk in self._listed.items() if name not in self._lost])
 
     def close(self) -> None:
-        """Waits for nothing; what is known is found from now on, and nothing is read any more."""
+        """Stops reading without waiting; known chunks are still found."""
         self._is_closed = True
         self._pool.close()
 
     def _submit(self, what: Callable[..., None], *args: Any) -> Future[None] | None:
-        """Has it called in the thread; None: another thread has closed the list meanwhile."""
+        """Runs it in the thread; None if the list has been closed meanwhile."""
         try:
             return self._pool.submit(what, *args)
         except RuntimeError:
@@ -261,7 +250,7 @@ class ChunkListing:
                 self._apply(ListChanges(added, removed))
                 self._stamp = stamp
             self._reading_s = time.monotonic() - began  # of a list that has changed: asking whether it has is quick
-        self._is_read = True
+        self.has_read = True
 
     def _is_waited_for(self, reading: Future[None] | None) -> bool:
         return reading is not None and not reading.done() and self._reading_s <= self._fresh_s

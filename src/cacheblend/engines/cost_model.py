@@ -16,25 +16,14 @@ _TOKENS = 256  # block size for which bytes per token are computed, since tokens
 
 
 def write_cost_model(path: Path, cost_model: CostModel, fingerprint: str, device: str, layout: KVLayout) -> None:
-    """Writes a cost model for `read_cost_model`.
-
-    Args:
-        path: of the file.
-        cost_model: to be written.
-        fingerprint: of the model's weights.
-        device: kind of device it was measured on, such as ``"cuda"``.
-        layout: of the stored chunks.
-    """
+    """Writes a cost model for `read_cost_model`, with the model's fingerprint and the kind of device, such as
+    ``cuda``."""
     data = {"format": FORMAT, "model": fingerprint, "device": device, "codec": layout.codec, **cost_model.to_dict()}
     path.write_text(json.dumps(data, indent=1) + "\n")
 
 
 def load_cost_model(path: str | Path) -> CostModel:
-    """Reads a cost model of any model.
-
-    Raises:
-        InvalidInputError: it cannot be read.
-    """
+    """Reads a cost model of any model. Raises `InvalidInputError`."""
     return CostModel.from_dict(_content(path))
 
 

@@ -1,7 +1,7 @@
-"""Text that recurs is stored without any mark: then the store's list (`chunk_index`) finds it in plain text.
+"""Text that recurs is stored without being marked; the store's list (`chunk_index`) then finds it in plain text.
 
     watch     after its first token: what recurs is learnt, in a thread
-    take      when there is time: the run of most worth, to be computed alone and stored
+    take      when there is time: the most valuable run, to be computed alone and stored
     stored    it can be found now
 
 Knows prompts, plans and the list. Does not know how a chunk is computed, or when.
@@ -14,14 +14,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from itertools import accumulate
+from typing import Any, Generic, TypeVar
 
+from cacheblend.core.config import BlendConfig
 from cacheblend.core.failures import count_failure
 from cacheblend.core.load.threads import DaemonPool
-from cacheblend.core.names import BlockName
+from cacheblend.core.names import BlockName, join_ids
 from cacheblend.core.plan.blocks import ChunkManifest
-from cacheblend.core.plan.intervals import Interval
 from cacheblend.core.plan.plan import BlendPlan, Source
+from cacheblend.core.plan.planner import Anchor
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.plan.recurrence import Learnt, Recurrences, Run
 from cacheblend.engines.chunk_index import ChunkListing
@@ -37,6 +39,9 @@ MOST_BEHIND = 64
 STUCK_S = 10.0
 """Seconds without a watched request after which the rest waits for the next one: a store hangs that is asked to take
 something off."""
+
+REFRESH_S = 30.0
+"""Seconds after which the store's list is read again: others may have stored chunks."""
 
 Asker = TypeVar("Asker")
 logger = logging.getLogger("cacheblend.engine")
@@ -65,12 +70,7 @@ class DiscoveryFigures:
 
 @dataclass(frozen=True)
 class WantedChunks(Generic[Asker]):
-    """A run to be stored.
-
-    Attributes:
-        run: the run.
-        asker: what the engine said of the last request that had it.
-    """
+    """A run to be stored, and what the engine passed with the last request that contained it."""
 
     run: Run
     asker: Asker
@@ -93,17 +93,8 @@ class _Stored:
 
 
 class Discovery(Generic[Asker]):
-    """Of one engine. May be used from any thread.
-
-    Args:
-        store: where chunks are found; its owner closes it.
-        listing: of the chunks in it; its owner closes it.
-        min_run_tokens: see `Recurrences`.
-        watch_tokens: likewise.
-
-    Raises:
-        InvalidInputError: as `Recurrences`.
-    """
+    """Learns recurring text for one engine. Thread-safe. Raises as `Recurrences`; the caller closes store and
+    listing."""
 
     def __init__(self, store: KVStore, listing: ChunkListing, min_run_tokens: int, watch_tokens: int) -> None:
         self._store, self._listing = store, listing
@@ -118,12 +109,13 @@ class Discovery(Generic[Asker]):
 
     @property
     def figures(self) -> DiscoveryFigures:
-        """What it has done; takes the same time whatever is stored."""
+        """What it has done so far; takes constant time."""
         return self._figures
 
     @property
     def has_work(self) -> bool:
-        """A request is being watched, or a run is wanted; not while the store hangs: that keeps no engine stepping."""
+        """A request is being watched or a run is wanted; False while the store hangs, so that no idle engine keeps
+        stepping."""
         return bool(self._wanted) or (bool(self._behind) and time.monotonic() - self._progress_at < STUCK_S)
 
     def watch(
@@ -157,14 +149,14 @@ class Discovery(Generic[Asker]):
                 self._behind -= 1
 
     def take(self, suits: Callable[[Run], bool]) -> WantedChunks[Asker] | None:
-        """The run of most worth of those that suit, which is not wanted any more; None: there is none."""
+        """Removes and returns the most valuable wanted run that suits; None if there is none."""
         with self._lock:
             suiting = [each for each in self._wanted.values() if suits(each.run)]
             best = max(suiting, key=lambda each: each.run.worth(self._recurrences.number), default=None)
             return None if best is None else self._wanted.pop(best.run.name)
 
     def stored(self, run: Run, manifest: ChunkManifest, *, computed: bool = True) -> None:
-        """A run is in the store, and was computed for it or was there: it is found from now on."""
+        """Notes that a run is in the store, computed for it or already there; it is found from now on."""
         with self._lock:
             before = self._stored.get(manifest.chunk_id) or _Stored(manifest, computed, set())
             stored = _Stored(manifest, True, before.runs) if computed else before
@@ -176,8 +168,8 @@ class Discovery(Generic[Asker]):
         self._listing.add([manifest])
 
     def reset(self) -> None:
-        """Forgets all that was seen: the names of everything stored have changed. Nothing that was asked before it is
-        wanted after it, since it would be computed with new weights and stored under old names."""
+        """Forgets everything: the names of all stored chunks have changed. What was asked before is not wanted
+        afterwards, since it would be computed with new weights and stored under old names."""
         with self._lock:
             self._wanted, self._stored, self._chunk_of = {}, {}, {}
             self._resets += 1
@@ -185,7 +177,7 @@ class Discovery(Generic[Asker]):
             self._pool.submit(self._recurrences.forget)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Waits until all requests were watched; False if that took longer than `timeout` seconds."""
+        """Waits until all requests have been watched; False if that took longer than `timeout` seconds."""
         try:
             self._pool.submit(int).exception(timeout)  # behind them in the one thread, whatever was interrupted
         except TimeoutError:
@@ -195,7 +187,7 @@ class Discovery(Generic[Asker]):
         return True
 
     def close(self) -> None:
-        """Ends the thread; waits for nothing, and has nobody wait for what is not watched any more."""
+        """Ends the thread without waiting; requests not yet watched are discarded."""
         self._pool.close()
         with self._lock:
             self._behind = 0
@@ -212,7 +204,10 @@ class Discovery(Generic[Asker]):
         wanted: Callable[[], None],
     ) -> None:
         try:
-            learnt = self._recurrences.see(root, prompt.token_ids, chunks_in(prompt))
+            stops = list(accumulate(map(len, prompt.segments)))
+            segments = zip(prompt.segments, stops, strict=True)
+            chunks = [(stop - len(segment), stop) for segment, stop in segments if segment.is_chunk]  # marked or found
+            learnt = self._recurrences.see(root, prompt.token_ids, chunks)
             with self._lock:
                 if resets != self._resets:
                     return
@@ -234,7 +229,7 @@ class Discovery(Generic[Asker]):
                 self._behind, self._progress_at = max(0, self._behind - 1), time.monotonic()
 
     def _count_hits(self, plan: BlendPlan) -> list[ChunkManifest]:
-        """Returns what is to be deleted: evicted chunks of runs that were split, which would hide their parts."""
+        """Returns the chunks to be deleted: evicted chunks of runs that were split, which would hide their parts."""
         lost = {name for name, is_held in plan.held_chunks().items() if not is_held and name in self._stored}
         for span in plan.spans:
             name = plan.chunk_ids.get(span.segment)
@@ -254,8 +249,8 @@ class Discovery(Generic[Asker]):
             self._wanted = {each.run.name: each for each in worth[: MOST_WANTED * 3 // 4]}
 
     def _give_up(self, learnt: Learnt) -> list[ChunkManifest]:
-        """Forgets runs. Of those that were stored, the chunks that were used stay, and serve the parts that a run was
-        split into; the others are returned, to be deleted."""
+        """Forgets runs. Of the stored ones, chunks that were used stay and serve the parts that their run was split
+        into; the others are returned, to be deleted."""
         gone, parts = [], dict[BlockName, set[BlockName]]()
         for part in learnt.new:
             if part.part_of is not None:
@@ -283,12 +278,11 @@ class Discovery(Generic[Asker]):
         return stored
 
     def _add(self, **more: int) -> None:
-        """Adds to figures."""
         self._figures = replace(self._figures, **{name: getattr(self._figures, name) + n for name, n in more.items()})
 
     def _delete(self, chunks: Sequence[ChunkManifest]) -> None:
-        """Takes chunks off the store, so that others keep their place and parts are found elsewhere; those stay that
-        are pinned, or that a document has."""
+        """Deletes chunks, so that others keep their place and parts are found elsewhere; pinned chunks and those of a
+        document stay."""
         for root in dict.fromkeys(chunk.root for chunk in chunks):
             with self._store.documents.changing(root):
                 kept = self._store.pinned() | {
@@ -298,25 +292,24 @@ class Discovery(Generic[Asker]):
                     for blocks in record.chunks
                     for name in blocks
                 }
-                self._remove([each for each in chunks if each.root == root and each.chunk_id not in kept], kept)
-
-    def _remove(self, chunks: Sequence[ChunkManifest], kept: set[BlockName]) -> None:
-        """Takes chunks off the store, and their blocks but the kept ones."""
-        self._listing.forget(chunk.chunk_id for chunk in chunks)
-        with self._lock:
-            kept = kept.union(*(each.manifest.block_names for each in self._stored.values()))
-        for chunk in chunks:
-            self._store.delete_manifest(chunk.chunk_id)
-            for name in chunk.block_names:
-                if name not in kept:  # chunks that begin alike share blocks
-                    self._store.delete(name)
+                gone = [each for each in chunks if each.root == root and each.chunk_id not in kept]
+                self._listing.forget(chunk.chunk_id for chunk in gone)
+                with self._lock:
+                    kept = kept.union(*(each.manifest.block_names for each in self._stored.values()))
+                for chunk in gone:
+                    self._store.delete_manifest(chunk.chunk_id)
+                    for name in chunk.block_names:
+                        if name not in kept:  # chunks that begin alike share blocks
+                            self._store.delete(name)
 
 
-def chunks_in(prompt: Prompt) -> list[Interval]:
-    """Where the prompt's chunks stand, marked or found."""
-    found, at = list[Interval](), 0
-    for segment in prompt.segments:
-        if segment.is_chunk:
-            found.append((at, at + len(segment)))
-        at += len(segment)
-    return found
+def open_discovery(
+    store: KVStore, config: BlendConfig, anchor: Anchor
+) -> tuple[ChunkListing | None, Discovery[Any] | None]:
+    """The listing that finds chunks in plain text, and the discovery that learns new ones; both None unless
+    `BlendConfig.discover` asks for it, or if the anchor depends on the prompt, since a run's KV would differ in
+    each."""
+    if not config.discover or anchor.rule == "system":
+        return None, None
+    listing = ChunkListing(store, join_ids(anchor.segments(None)), config.min_run_tokens, REFRESH_S)
+    return listing, Discovery(store, listing, config.min_run_tokens, config.watch_tokens)

@@ -4,7 +4,7 @@
                                                  put before the chunks are computed, so that
                                                  no other process drops one of them meanwhile
 
-Knows stores and token ids. Does not know how a chunk is computed.
+Does not know how a chunk is computed.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from cacheblend.core.load.capture import ChunkJob, manifest_of
 from cacheblend.core.names import BlockName, TokenIds, state_name
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Segment, chunk
-from cacheblend.engines.tokens.chat import Passage
+from cacheblend.engines.tokens.passage import Passage
 from cacheblend.store import KVStore
 from cacheblend.store.documents import Blocks, DamagedRecord, DocumentRecord
 
@@ -26,6 +26,9 @@ LONGEST_ID = 1024
 
 COLLECTION = "documents"
 """The collection of documents for which none is named."""
+
+MOST_DROPPED = 0.5
+"""Share of a collection's documents that is dropped without being asked: a source may be empty by mistake."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +85,7 @@ DocumentLike = Document | Mapping[str, Any] | Any
 
 @dataclass(frozen=True, eq=False)
 class PlannedDocument:
-    """A document's record as it is to be, and its chunks.
-
-    Attributes:
-        record: names the chunks.
-        segments: the chunks, as `BlendEngine.warm` takes them.
-    """
+    """A document's intended record, and the chunks that it names, as `BlendEngine.warm` takes them."""
 
     record: DocumentRecord
     segments: list[Segment]
@@ -95,12 +93,7 @@ class PlannedDocument:
 
 @dataclass
 class Dropped:
-    """Chunks that no document has any more.
-
-    Attributes:
-        chunks: ids of those that were dropped.
-        pinned: how many stay, because they are pinned.
-    """
+    """Ids of dropped chunks, and how many were kept because they are pinned."""
 
     chunks: list[BlockName] = field(default_factory=list)
     pinned: int = 0
@@ -108,14 +101,14 @@ class Dropped:
 
 @dataclass(frozen=True, eq=False)
 class DocumentBook:
-    """The documents of one model and tenant in one store, in one collection.
+    """The documents of one model and tenant in one store, in one collection. Every method raises `StoreError`.
 
     Attributes:
-        store: holds records and chunks.
         planner: names the chunks.
         anchor: in front of each chunk, segment by segment.
         collection: the documents' own name space.
-        rules: says how documents are cut; they are cut again when it changes.
+        rules: how documents are cut; they are cut again when it changes.
+        known: records that were read, by name.
     """
 
     store: KVStore
@@ -126,8 +119,7 @@ class DocumentBook:
     known: dict[BlockName, DocumentRecord | DamagedRecord] = field(default_factory=dict)
 
     def read(self) -> list[DamagedRecord]:
-        """Reads which documents of the collection there are, to `known`; the root's damaged records. Raises
-        `StoreError`."""
+        """Reads the collection's records into `known`; returns the root's damaged records."""
         records = self.store.documents.all(self.planner.root)
         damaged = [each for each in records if isinstance(each, DamagedRecord)]
         intact = [each for each in records if isinstance(each, DocumentRecord) and each.collection == self.collection]
@@ -136,14 +128,14 @@ class DocumentBook:
         return damaged
 
     def digest(self, document: Document) -> str:
-        """Says whether a document has to be cut again, hexadecimal."""
+        """Hexadecimal hash; a different one means that the document has to be cut again."""
         chain = self.planner.chain_of(self.anchor).hex()
         parts = (self.rules, str(self.planner.block_size), chain, document.title, document.text)
         framed = b"".join(len(part.encode()).to_bytes(8, "little") + part.encode() for part in parts)
         return hashlib.sha256(framed).hexdigest()
 
     def is_current(self, record: DocumentRecord, digest: str) -> bool:
-        """Nothing is left to be done for a document: it is unchanged, and the store holds and lists all its chunks."""
+        """Whether the document is unchanged, and the store holds and lists all its chunks."""
         if record.digest != digest or record.stale:
             return False
         held = all(self.store.held([name for blocks in record.chunks for name in blocks]))
@@ -152,14 +144,8 @@ class DocumentBook:
     def plan(
         self, document: Document, pieces: list[TokenIds], digest: str, before: DocumentRecord | None
     ) -> PlannedDocument:
-        """What is to be stored of a document.
-
-        Args:
-            document: to be stored.
-            pieces: the chunks that it was cut into, [tokens] each.
-            digest: of it.
-            before: what is known of it; chunks that it has no longer become stale.
-        """
+        """The record and chunks of a document that was cut into `pieces`, [tokens] each; chunks of `before`, its known
+        record, that it no longer has become stale."""
         label = document.title or document.id
         labels = [f"{label} #{number}" if len(pieces) > 1 else label for number in range(1, len(pieces) + 1)]
         anchor = tuple(self.anchor)
@@ -173,8 +159,8 @@ class DocumentBook:
         return PlannedDocument(record, segments)
 
     def put(self, records: Iterable[DocumentRecord]) -> list[DocumentRecord]:
-        """Keeps records, before their chunks are computed; returns them with the stale chunks of those that another
-        sync has put since they were planned. Raises `StoreError`."""
+        """Writes records before their chunks are computed; returns them with the chunks added to `stale` that another
+        sync has put since they were planned."""
         put, root, kept = list[DocumentRecord](), self.planner.root, self.store.documents
         with kept.changing(root):
             for record in records:
@@ -188,8 +174,8 @@ class DocumentBook:
         return put
 
     def settle(self, records: Iterable[DocumentRecord]) -> Dropped:
-        """Drops the chunks of records that others have dropped or replaced while these chunks were computed, except
-        those that a document has. Raises `StoreError`."""
+        """Drops the chunks of records that another sync has dropped or replaced while these chunks were computed,
+        except those of a document."""
         root, kept = self.planner.root, self.store.documents
         with kept.changing(root):
             gone = []
@@ -201,7 +187,7 @@ class DocumentBook:
             return self._drop([blocks for record in gone for blocks in record.chunks], frozenset())
 
     def release(self, records: Iterable[DocumentRecord]) -> Dropped:
-        """Drops the stale chunks of records, except those that another document has. Raises `StoreError`."""
+        """Drops the stale chunks of records, except those of another document."""
         root, kept = self.planner.root, self.store.documents
         with kept.changing(root):
             now = [found for each in records if isinstance(found := kept.get(root, each.name), DocumentRecord)]
@@ -212,10 +198,8 @@ class DocumentBook:
         return dropped
 
     def forget(self, names: Iterable[BlockName]) -> tuple[int, Dropped]:
-        """Drops documents with the chunks that no other one has: (documents, chunks). Raises `StoreError`.
-
-        A damaged record is left: its chunks are unknown.
-        """
+        """Drops documents and the chunks that no other document has: (documents, chunks). Leaves damaged records, whose
+        chunks are unknown."""
         root, kept = self.planner.root, self.store.documents
         with kept.changing(root):
             now = [found for name in names if isinstance(found := kept.get(root, name), DocumentRecord)]
@@ -227,10 +211,10 @@ class DocumentBook:
         return len(gone), dropped
 
     def _drop(self, chunks: list[Blocks], without: frozenset[BlockName]) -> Dropped:
-        """Drops chunks that no document has but those named `without`. Within `changing`.
+        """Drops chunks that no document has, except those in `without`. Within `changing`.
 
-        Of a chunk's blocks those stay that a document's chunk shares. A chunk that belongs to no document may lose a
-        block that it shares, and misses it then.
+        Blocks that a document's chunk shares stay. A chunk that belongs to no document may lose a block that it shares,
+        and misses it then.
         """
         if not chunks:
             return Dropped()
@@ -258,11 +242,8 @@ class DocumentBook:
 
 
 def check_name(name: str, what: str) -> None:
-    """Refuses a document's id, or a collection's name, that cannot be kept.
-
-    Raises:
-        InvalidInputError: it is empty, too long, or has a lone surrogate.
-    """
+    """Raises `InvalidInputError` for a document's id, or a collection's name, that is empty, too long, or has a lone
+    surrogate."""
     check_encodable(name, what)
     if not name:
         raise InvalidInputError(f"{what} is empty; give each document one of its own")
@@ -278,7 +259,8 @@ def each_document(documents: Iterable[DocumentLike]) -> Iterator[Document]:
 
 
 def check_document_ids(ids: object) -> None:
-    """Raises `InvalidInputError` for a single id, whose characters would be taken for ids, and what is no list."""
+    """Raises `InvalidInputError` for a single id, whose characters would be taken for ids, and for anything but a
+    list."""
     if isinstance(ids, str | bytes):
         raise InvalidInputError(f"ids must be a list of ids, [{shown(ids)}], got one: {shown(ids)}")
     check_type(ids, Iterable, "ids", "a list of ids")

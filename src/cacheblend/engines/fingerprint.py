@@ -113,8 +113,8 @@ def fingerprint_model(model: PreTrainedModel) -> str:
 
 
 def with_own_code(fingerprint: str, model: PreTrainedModel) -> str:
-    """The fingerprint of a model whose classes were imported from beside its weights (`trust_remote_code`): of these
-    files, too. Of all other models it is the same."""
+    """The fingerprint of a model whose classes were imported from files beside its weights (`trust_remote_code`), which
+    it then covers; unchanged for all other models."""
     classes = {type(part) for part in model.modules()} | {type(model.config)}
     names = {base.__module__ for each in classes for base in each.__mro__}
     modules = [sys.modules.get(name) for name in names if name.startswith(f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}.")]
@@ -127,7 +127,7 @@ def with_own_code(fingerprint: str, model: PreTrainedModel) -> str:
 
 
 def with_adapters(fingerprint: str, adapters: str) -> str:
-    """The fingerprint of a model with adapters in effect, whose digest is `adapters` (`AdapterWatch`); empty: none."""
+    """The fingerprint of a model with active adapters, whose digest is `adapters` (`AdapterWatch`); empty: none."""
     return hashlib.sha256(f"{fingerprint}\nadapters {adapters}".encode()).hexdigest() if adapters else fingerprint
 
 
@@ -141,11 +141,8 @@ def _join(config: Mapping[str, Any], digests: Iterable[tuple[str, str]]) -> str:
 
 
 def file_digest(file: Path) -> str:
-    """SHA-256 of a file's bytes, hex; noted in the user's cache folder.
-
-    Raises:
-        InvalidInputError: it is written to all the while.
-    """
+    """SHA-256 of a file's bytes, hex, cached in the user's cache folder. Raises `InvalidInputError` if the file keeps
+    changing."""
     note = _cache_folder() / f"{hashlib.sha256(str(file.resolve()).encode()).hexdigest()}.json"
     for _ in range(_TRIES):
         state, began = state_of(file), time.time_ns()
@@ -172,7 +169,7 @@ def _write(note: Path, text: str) -> None:
 
 
 def _described(value: Any) -> Any:
-    """An option's value, with the digest of a tensor in its place: its `repr` would leave most of it out."""
+    """An option's value, tensors replaced by their digests, since their `repr` omits most of them."""
     if torch.is_tensor(value):
         return digest_of(value)
     if isinstance(value, Mapping) and any(map(torch.is_tensor, value.values())):

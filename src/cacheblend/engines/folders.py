@@ -32,11 +32,8 @@ def model_folder(model: str | Path, *, revision: str | None = None, cache_dir: s
 
 
 def cached_snapshot(name: str, revision: str | None = None, cache_dir: str | Path | None = None) -> Path:
-    """The folder of a model's snapshot in the hub's cache on this machine.
-
-    Raises:
-        InvalidInputError: there is none.
-    """
+    """The folder of a model's snapshot in the hub's cache on this machine. Raises `InvalidInputError` if there is
+    none."""
     from huggingface_hub import snapshot_download
 
     if not _HUB_NAME.fullmatch(name):

@@ -50,7 +50,8 @@ class ModelIdentity:
         """The planner for prompts of one tenant; no tenant finds blocks that another one stored.
 
         Raises:
-            InvalidInputError: the model has no BOS token, and the configured anchor needs one; or the tenant's name has
+            InvalidInputError: the configured anchor needs a BOS token that the model does not have; or the tenant's
+            name has
                 a lone surrogate.
         """
         check_encodable(tenant, f"the tenant {tenant!r}")

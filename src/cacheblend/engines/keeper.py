@@ -1,6 +1,7 @@
-"""Keeps computed chunks in a store, for every engine: is a chunk held, store it, pause after a store error.
+"""Keeps computed chunks in a store, for every engine: checks whether a chunk is held, stores it, pauses after a store
+error.
 
-Knows stores, blocks and manifests. Does not know how a chunk is computed, in which thread, or when.
+Does not know how a chunk is computed, in which thread, or when.
 """
 
 import logging
@@ -23,14 +24,8 @@ logger = logging.getLogger("cacheblend.engine")
 
 @dataclass(frozen=True)
 class WarmReport:
-    """What `warm` did.
-
-    Attributes:
-        stored: chunks computed and stored.
-        held: chunks that the store held already.
-        tokens: of the chunks stored.
-        seconds: in all.
-    """
+    """What `warm` did: chunks computed and stored, chunks that the store already held, tokens of the stored chunks,
+    seconds."""
 
     stored: int
     held: int
@@ -39,13 +34,10 @@ class WarmReport:
 
 
 class ChunkKeeper:
-    """Keeps chunks in one store. May be used from several threads.
-
-    Args:
-        store: where chunks are kept; its owner closes it.
+    """Keeps chunks in one store. Thread-safe.
 
     Attributes:
-        listeners: called with each chunk that was stored, by the thread that stored it.
+        listeners: called with each stored chunk, by the thread that stored it.
     """
 
     def __init__(self, store: KVStore) -> None:
@@ -55,15 +47,11 @@ class ChunkKeeper:
 
     @property
     def is_paused(self) -> bool:
-        """The store failed to take a chunk less than `PAUSE_S` ago: computing another one would be wasted."""
+        """The store refused a chunk less than `PAUSE_S` ago: computing another one would be wasted."""
         return time.monotonic() < self._resume_at
 
     def is_held(self, manifest: ChunkManifest) -> bool:
-        """Whether the store holds all blocks of a chunk, and lists it.
-
-        Raises:
-            StoreError: the store cannot be asked.
-        """
+        """Whether the store holds all blocks of a chunk, and lists it. Raises `StoreError`."""
         held = self._store.find(manifest.block_names)
         return all(entry is not None for entry in held) and self._store.has_manifest(manifest.chunk_id)
 

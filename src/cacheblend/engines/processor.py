@@ -1,4 +1,4 @@
-"""What decides how fast this CPU multiplies matrices: which way of computing is chosen, and what results say of it."""
+"""Properties of this CPU that determine the speed of matrix products; results name them."""
 
 import platform
 
@@ -21,9 +21,9 @@ def instructions() -> str:
 
 
 def multiplies_bf16() -> bool:
-    """Whether this CPU has instructions for products of bf16; others take several times as long as for float32's.
+    """Whether this CPU has instructions for bf16 products; on others they take several times as long as in float32.
 
-    oneDNN says yes to every x86 with AVX-512, where it converts to float32 and back: its word counts elsewhere.
+    oneDNN answers yes for every x86 with AVX-512, where it converts to float32 and back; its answer counts elsewhere.
     """
     if platform.machine() in _X86:
         return bool(extensions())

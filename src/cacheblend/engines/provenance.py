@@ -23,7 +23,7 @@ def machine() -> dict[str, Any]:
         "processor": _processor(),
         "instructions": processor.instructions(),
         "cores": torch.multiprocessing.cpu_count(),
-        "memory_gib": round(_memory_bytes() / 2**30, 1),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -93,7 +93,3 @@ def _processor() -> str:
     fields = dict(line.split(":", 1) for line in lines if ":" in line)
     named = {key.strip(): value.strip() for key, value in fields.items()}
     return f"{named.get('model name', platform.processor())} family {named.get('cpu family', '?')}"
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

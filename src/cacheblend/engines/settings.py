@@ -99,19 +99,28 @@ def resolve_settings(
         return BlendSettings(config)
     if by_hand:
         return BlendSettings(BlendConfig.of(overrides))
-    path = profile_file(folder) if file is None else Path(file)
+    named, old = folder / PROFILE_NAME, folder / _OLD_PROFILE_NAME
+    path = Path(file) if file is not None else old if old.is_file() and not named.exists() else named
     if file is None and not path.is_file():
         return BlendSettings(BlendConfig.of(overrides), source=f"the defaults; {folder.resolve().name} has no profile")
-    return _of_profile(read_profile(path), path, fingerprint, overrides)
+    profile = read_profile(path)
+    if profile.fingerprint != fingerprint:
+        source = f"the defaults; the profile {path} was made for other weights or load options, and is not used"
+        logger.warning("%s: measure a new one with cacheblend doctor --quality", source)
+        return BlendSettings(BlendConfig.of(overrides), source=source)
+    source = f"the profile {path} ({describe(profile.settings)})"
+    if not profile.blend:
+        source = (
+            f"the profile {path}: no setting passed on {profile.measured.data or 'its data'}, so nothing is blended"
+        )
+        logger.warning("%s; give a ratio or a configuration to blend nevertheless", source)
+    return BlendSettings(profile.config(**overrides), profile, source)
 
 
 def check_settings(
     config: BlendConfig | Mapping[str, Any] | None, folder: Path, file: str | Path | None = None
 ) -> None:
     """Refuses what `resolve_settings` and an engine would refuse, as far as that is known before weights are read.
-
-    Args:
-        config, folder, file: as for `resolve_settings`.
 
     Raises:
         InvalidInputError: a wrong setting, a check layer that the model does not have, or a profile or cost model that
@@ -137,26 +146,6 @@ def layers_of(folder: Path) -> int | None:
     return count if isinstance(count, int) else None
 
 
-def profile_file(folder: Path) -> Path:
-    """Where a folder's profile is or would be; a file of the old name counts if there is none of the new name."""
-    named, old = folder / PROFILE_NAME, folder / _OLD_PROFILE_NAME
-    return old if old.is_file() and not named.exists() else named
-
-
-def _of_profile(profile: Profile, path: Path, fingerprint: str, overrides: dict[str, Any]) -> BlendSettings:
-    if profile.fingerprint != fingerprint:
-        source = f"the defaults; the profile {path} was made for other weights or load options, and is not used"
-        logger.warning("%s: measure a new one with cacheblend doctor --quality", source)
-        return BlendSettings(BlendConfig.of(overrides), source=source)
-    if not profile.blend:
-        source = (
-            f"the profile {path}: no setting passed on {profile.measured.data or 'its data'}, so nothing is blended"
-        )
-        logger.warning("%s; give a ratio or a configuration to blend nevertheless", source)
-        return BlendSettings(profile.config(**overrides), profile, source)
-    return BlendSettings(profile.config(**overrides), profile, f"the profile {path} ({describe(profile.settings)})")
-
-
 def describe(settings: Mapping[str, Any]) -> str:
     """Fields of a configuration in one line: ``hkvd, recompute_ratio 0.15, check_layers 1``."""
     words = [str(settings.get("selector", BlendConfig.selector))]
@@ -169,11 +158,7 @@ def describe(settings: Mapping[str, Any]) -> str:
 
 
 def read_profile(file: Path) -> Profile:
-    """Reads a profile.
-
-    Raises:
-        InvalidInputError: the file cannot be read or is not a profile; the message names file and field.
-    """
+    """Reads a profile. Raises `InvalidInputError` if the file cannot be read or is none, with file and field."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -186,11 +171,7 @@ def read_profile(file: Path) -> Profile:
 
 
 def write_profile(file: Path, profile: Profile) -> None:
-    """Writes a profile atomically.
-
-    Raises:
-        InvalidInputError: the folder cannot be written to.
-    """
+    """Writes a profile atomically. Raises `InvalidInputError` if the folder cannot be written to."""
     _write(file, json.dumps(profile.to_dict(), indent=2, ensure_ascii=False) + "\n")
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.engines.documents import Document
-from cacheblend.retrievers.client import MOST_DROPPED, DocumentServer, IndexReport
+from cacheblend.engines.documents import MOST_DROPPED, Document
+from cacheblend.retrievers.client import DocumentServer, IndexReport
 
 try:
     from chromadb.api.models.Collection import Collection

@@ -9,10 +9,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from cacheblend.core.errors import CacheBlendError, InvalidInputError, check_encodable, check_type
-from cacheblend.engines.documents import COLLECTION, Document, DocumentLike, check_document_ids, each_document
-
-MOST_DROPPED = 0.5
-"""Share of a collection's documents that is dropped without being asked: a source may be empty by mistake."""
+from cacheblend.engines.documents import (
+    COLLECTION,
+    MOST_DROPPED,
+    Document,
+    DocumentLike,
+    check_document_ids,
+    each_document,
+)
 
 _BATCH_DOCUMENTS, _BATCH_BYTES = 256, 1 << 20  # of a request; one document may be larger
 _HINTS = {
@@ -24,12 +28,7 @@ _WHOLE = 1 << 20  # tokens: a passage is sent whole, so it is stored whole, as l
 
 
 class DocumentServerError(CacheBlendError):
-    """A server of documents does not answer, or refuses.
-
-    Attributes:
-        status: of HTTP; None: no answer.
-        code: the server's own name of what is wrong; None: it gave none.
-    """
+    """A server of documents does not answer (`status` is None), or refuses; `code`: its own name of what is wrong."""
 
     def __init__(self, message: str, status: int | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -42,7 +41,6 @@ class IndexReport:
 
     Attributes:
         kept, added, changed, restored: passages that were there, were new, had another text, or had lost chunks.
-        dropped: passages that are gone.
         tokens, computed_tokens: of the passages, and of these, what was computed.
         without_text: passages that have no text to store.
     """

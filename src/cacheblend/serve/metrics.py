@@ -19,8 +19,7 @@ from cacheblend.core.report import BlendReport
 from cacheblend.engines.discovery import DiscoveryFigures
 from cacheblend.engines.hf.shadow_check import ShadowCheck
 from cacheblend.engines.metrics import DISCOVERED, SHADOW_COUNTERS, SHADOW_GAUGES, SHADOW_KL, WHOSE, Texts
-from cacheblend.engines.shadow import ShadowFigures
-from cacheblend.engines.shadow.watch import KL_BUCKETS
+from cacheblend.engines.shadow import KL_BUCKETS, ShadowFigures
 from cacheblend.store import KVStore, StoreStats
 from cacheblend.store.speed import tiers_of
 

@@ -1,13 +1,13 @@
-"""Recurring text: runs of token ids that stand in several requests are learnt, wherever they stand, without any mark.
+"""Recurring text: learns runs of token ids that recur across requests, at any position, without markers.
 
     request 1   A B C          nothing is known
     request 2   x B D A        B and A stand in request 1: both are learnt, cut where the requests differ
     request 3   y A B          both are seen again
     request 4   z B' D         only B' of B recurs: B is split into B' and its rest
 
-Candidates come from fingerprints (`fingerprints`), each extended both ways by comparing ids, so that a run is maximal.
-What two requests begin with is left to the exact prefix. Nothing is learnt across roots: a root
-stands for model, tenant and salt. Knows token ids. Does not know stores, engines or text.
+Candidates come from fingerprints (`fingerprints`), each extended in both directions by comparing ids, so that a run is
+maximal. What two requests begin with is left to the exact prefix. Nothing is learnt across roots: a root stands for
+model, tenant and salt. Knows token ids. Does not know stores, engines or text.
 """
 
 from collections import OrderedDict
@@ -64,19 +64,19 @@ class Run:
         return float(self.weight * 0.5 ** ((at - self.seen_at) / HALF_LIFE))
 
     def worth(self, at: int) -> float:
-        """Tokens that storing it is expected to save, up to a factor: decayed sightings x tokens."""
+        """Expected tokens saved by storing it, up to a factor: decayed sightings x tokens."""
         return self.decayed(at) * len(self)
 
 
 @dataclass(frozen=True)
 class Learnt:
-    """What one request told.
+    """What one request taught.
 
     Attributes:
         new: runs that were seen for the second time, those of split runs among them.
         seen: runs that were known.
-        split: runs that were given up for the parts that they were split into.
-        forgotten: runs that were given up because there were too many.
+        split: runs that were replaced by the parts that they were split into.
+        forgotten: runs that were dropped because there were too many.
     """
 
     new: Sequence[Run] = ()
@@ -99,7 +99,7 @@ class _KnownText:
     runs: dict[BlockName, Run] = field(default_factory=dict)
 
     def add(self, runs: Iterable[Run]) -> None:
-        """Has runs found that are still known."""
+        """Indexes runs that are still known."""
         kept = [run for run in runs if run.name in self.runs]
         self.index.add(
             [ChunkManifest(run.name, run.root, run.token_ids[:0], run.token_ids, (run.name,)) for run in kept]
@@ -153,13 +153,7 @@ class Recurrences:
         return [run for known in self._known.values() for run in known.runs.values()]
 
     def see(self, root: BlockName, token_ids: TokenIds, chunks: Iterable[Interval] = ()) -> Learnt:
-        """Takes note of a request.
-
-        Args:
-            root: model, tenant and salt.
-            token_ids: of the prompt.
-            chunks: intervals that are chunks already, by a mark or by content: nothing is learnt in them.
-        """
+        """Learns from a request; nothing is learnt inside `chunks`, intervals that are already chunks."""
         self._number += 1
         known = self._known.setdefault(root, _KnownText(ChunkIndex(self._shortest)))
         seen, new, split, covered = self._recognise(known, token_ids)
@@ -178,7 +172,7 @@ class Recurrences:
         return Learnt(new, seen, split, self._forget_runs())
 
     def forget(self, root: BlockName | None = None) -> None:
-        """Drops what is known of a root; of all roots if None."""
+        """Forgets a root; all roots if None."""
         for number in [number for number, text in self._watched.items() if root in (None, text.root)]:
             self._watched_tokens -= len(self._watched.pop(number).token_ids)
         for each in [each for each in self._known if root in (None, each)]:
@@ -197,7 +191,8 @@ class Recurrences:
             run = known.runs.get(match.chunk.chunk_id)
             if run is None:  # split by an earlier match of this request
                 continue
-            cuts = [cut for cut in (match.offset, match.offset + len(match)) if self._may_cut(run, cut)]
+            ends, shortest = (match.offset, match.offset + len(match)), self._shortest
+            cuts = [cut for cut in ends if shortest <= cut <= len(run) - shortest]
             if not cuts:
                 seen[run.name] = run
                 continue
@@ -211,9 +206,6 @@ class Recurrences:
         for run in seen.values():
             run.see(self._number)
         return list(seen.values()), new, split, covered
-
-    def _may_cut(self, run: Run, cut: int) -> bool:
-        return self._shortest <= cut <= len(run) - self._shortest
 
     def _learn(self, known: _KnownText, root: BlockName, token_ids: TokenIds, sightings: int) -> Run | None:
         """A new run; None if it is known, and then it is seen once more."""
@@ -233,7 +225,7 @@ class Recurrences:
         self._known_tokens -= len(run)
 
     def _forget_runs(self) -> list[Run]:
-        """Drops the runs of least worth while there are too many; a quarter at once, so that it is rare."""
+        """Drops the least valuable runs while there are too many; a quarter at once, so that it is rare."""
         if self._known_tokens <= self._budget:
             return []
         dropped = []
@@ -250,7 +242,7 @@ class Recurrences:
     def _recurring(
         self, root: BlockName, token_ids: TokenIds, hashes: npt.NDArray[np.uint64], at: npt.NDArray[np.int64]
     ) -> list[Interval]:
-        """The maximal runs that stand in a watched prompt, too, without what both begin with."""
+        """The maximal runs that a watched prompt contains as well, without the beginning that both share."""
         found: set[Interval] = set()
         beginnings: dict[int, int] = {}  # tokens that a prompt begins with as this one does
         stops: dict[tuple[int, int], int] = {}  # by prompt and shift against it: compared up to here
@@ -292,7 +284,7 @@ def equal_around(ours: TokenIds, here: int, theirs: TokenIds, place: int) -> Int
 
 
 def _equal_length(ours: TokenIds, theirs: TokenIds) -> int:
-    """How many leading ids are equal; takes time in proportion to them."""
+    """Number of leading ids that are equal; takes time in proportion to them."""
     end, at, step = min(len(ours), len(theirs)), 0, 128
     while at < end:
         stop = min(end, at + step)

@@ -4,20 +4,21 @@ sync = DocumentSync(engine, collection="manuals")
 vanished = sync.vanished({document.id for document in documents})
 sync.put(documents)
 report = sync.finish(vanished)
-
-Knows the embedded engine and documents; does not know where these come from.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
 
 from cacheblend.core.errors import InvalidInputError, check_type
-from cacheblend.core.names import BlockName, join_ids
+from cacheblend.core.names import BlockName, TokenIds, as_token_ids, join_ids
 from cacheblend.core.plan.prompt import Segment
 from cacheblend.engines.documents import (
     COLLECTION,
+    MOST_DROPPED,
     Document,
     DocumentBook,
     DocumentLike,
@@ -27,7 +28,6 @@ from cacheblend.engines.documents import (
     check_name,
     each_document,
 )
-from cacheblend.engines.hf.document_chunks import cutter, is_long
 from cacheblend.engines.hf.state import FollowedModel
 from cacheblend.engines.tokens.chunker import Cutting
 from cacheblend.store.documents import DamagedRecord, DocumentRecord, document_name
@@ -40,11 +40,46 @@ if TYPE_CHECKING:
 Progress = Callable[[int], None]
 """Called with the number of documents done."""
 
-MOST_DROPPED = 0.5
-"""Share of a collection's documents that one sync drops without being asked: a source may be empty by mistake."""
+ENCODED_AT_ONCE = 1 << 17
+"""Characters of a part of a document that are tokenised together, which takes about a tenth of a second; a tokenizer
+keeps 400 bytes for each of its tokens."""
 
 _BATCH_DOCUMENTS, _BATCH_TOKENS = 256, 1 << 16  # of which the records are put, and the chunks computed, together
 _FEW_RELEASES = 256  # all records are read to release stale chunks, so not for every batch
+
+
+@dataclass(frozen=True)
+class Cutter:
+    """Tokenises documents and cuts them into chunks; `encode`, `cutting` and sentence `ends`: of their model."""
+
+    encode: Callable[[str], list[int]]
+    cutting: Cutting
+    ends: npt.NDArray[Any] | None
+
+    @staticmethod
+    def of(engine: "BlendEngine", cutting: Cutting, anchor_tokens: int) -> "Cutter":
+        """What cuts an engine's documents, so that a chunk fits behind its anchor. Raises `InvalidInputError` if the
+        engine has no tokenizer."""
+        if engine.builder is None:
+            raise InvalidInputError("documents are texts, and this engine has no tokenizer: open it with one")
+        longest = engine.survey.max_length
+        most = cutting.most if longest is None else min(cutting.most, longest - anchor_tokens)
+        fitted = Cutting(most, min(cutting.least, max(1, most // 2)))
+        return Cutter(engine.builder.encode, fitted, engine.sentence_end_ids())
+
+    def steps(self, document: Document) -> Generator[None, None, list[TokenIds]]:
+        """Returns a document's chunks; yields between the parts of a long one, which are cut in front of a space."""
+        text, at, ids = document.text, 0, list[TokenIds]()
+        if not text.strip():
+            return []
+        while len(text) - at > ENCODED_AT_ONCE:
+            stop = text.rfind(" ", at + 1, at + ENCODED_AT_ONCE)
+            stop = stop if stop > at else at + ENCODED_AT_ONCE
+            ids.append(as_token_ids(self.encode(text[at:stop])))
+            at = stop
+            yield
+        ids.append(as_token_ids(self.encode(text[at:])))
+        return self.cutting.cut(join_ids(ids), self.ends)
 
 
 @dataclass
@@ -129,7 +164,8 @@ class DocumentSync:
         self._state = state or engine.follow()
         prompt = None if system is None else engine.prompt(system)
         anchor = self._state.planner.anchor.segments(prompt)
-        self._cut, rules = cutter(engine, cutting or Cutting(), len(join_ids(anchor)))
+        self._cutter = Cutter.of(engine, cutting or Cutting(), len(join_ids(anchor)))
+        rules = f"1 {self._cutter.cutting.most} {self._cutter.cutting.least}"
         self.book = DocumentBook(engine.store, self._state.planner_of(tenant), anchor, collection, rules)
         self.report, self.dropped_chunks = SyncReport(), list[BlockName]()
         self._reads_all, self._began = reads_all, time.perf_counter()
@@ -142,10 +178,6 @@ class DocumentSync:
     def put(self, documents: Iterable[DocumentLike], progress: Progress | None = None) -> None:
         """Stores documents, or what changed of them.
 
-        Args:
-            documents: in whatever form `Document.of` takes.
-            progress: see `Progress`.
-
         Raises:
             InvalidInputError: two documents with one id, or one without.
             ModelChangedError: the model's adapters were switched meanwhile.
@@ -157,11 +189,8 @@ class DocumentSync:
                 progress(done)
 
     def steps(self, documents: Iterable[DocumentLike], tokens: int) -> Iterator[int | None]:
-        """As `put`, in steps between which others may have their turn, a sync of the same documents included.
-
-        Args:
-            documents: to be stored.
-            tokens: computed in a step, about.
+        """As `put`, in steps of about so many computed tokens, between which others may have their turn, a sync of the
+        same documents included.
 
         Yields:
             The number of documents done, behind each; None between two steps of computing, or of tokenising.
@@ -186,11 +215,8 @@ class DocumentSync:
         self._forget([document_name(root, self.book.collection, each) for each in ids])
 
     def vanished(self, ids: Collection[str], most: float = MOST_DROPPED) -> list[BlockName]:
-        """Names of the collection's documents that are not among `ids`, a set.
-
-        Raises:
-            InvalidInputError: they are more than the share `most` of all.
-        """
+        """Names of the collection's documents that are not among `ids`, a set. Raises `InvalidInputError` if they are
+        more than the share `most` of all."""
         check_document_ids(ids)
         records = [each for each in self.book.known.values() if isinstance(each, DocumentRecord)]
         gone = [each.name for each in records if each.id not in ids]
@@ -207,7 +233,8 @@ class DocumentSync:
         self._forget(list(vanished))
         self._do_release()
         if not self._dry_run:
-            self.report.missing_documents = self._count_missing()
+            records = [each for each in self.book.known.values() if isinstance(each, DocumentRecord)]
+            self.report.missing_documents = sum(not self.book.is_current(each, each.digest) for each in records)
         self.report.seconds = time.perf_counter() - self._began
         return self.report
 
@@ -222,8 +249,8 @@ class DocumentSync:
             report.kept += 1
             self._count(before)
             return
-        pieces = yield from self._cut.steps(document)
-        if is_long(document):  # others had their turn: it may have another record now
+        pieces = yield from self._cutter.steps(document)
+        if len(document.text) > ENCODED_AT_ONCE:  # others had their turn: it may have another record now
             before = self._known(name)
         if isinstance(before, DamagedRecord):
             report.damaged += [] if self._reads_all else [before.reason]
@@ -255,7 +282,13 @@ class DocumentSync:
         """Puts the batch's records, then computes its chunks, so many tokens in a step."""
         batch, self._batch, self._batch_tokens = self._batch, [], 0
         if self._dry_run:
-            self._note_missing(batch)
+            planned_chunks = [pair for each in batch for pair in zip(each.record.chunks, each.segments, strict=True)]
+            for blocks, segment in planned_chunks:
+                held = all(self.book.store.held(blocks)) and self.book.store.has_manifest(blocks[-1])
+                if not held and blocks[-1] not in self._would_compute:
+                    self._would_compute.add(blocks[-1])
+                    self.report.computed_chunks += 1
+                    self.report.computed_tokens += len(segment)
         elif batch:
             records = self.book.put(planned.record for planned in batch)
             self._release += [record for record in records if record.stale]
@@ -267,15 +300,6 @@ class DocumentSync:
             self._count_dropped(self.book.settle(records))
         if len(self._release) >= max(_FEW_RELEASES, len(self.book.known) // 8):
             self._do_release()
-
-    def _note_missing(self, batch: list[PlannedDocument]) -> None:
-        for planned in batch:
-            for blocks, segment in zip(planned.record.chunks, planned.segments, strict=True):
-                held = all(self.book.store.held(blocks)) and self.book.store.has_manifest(blocks[-1])
-                if not held and blocks[-1] not in self._would_compute:
-                    self._would_compute.add(blocks[-1])
-                    self.report.computed_chunks += 1
-                    self.report.computed_tokens += len(segment)
 
     # ---- dropping ---------------------------------------------------------------------------------------
 
@@ -298,10 +322,6 @@ class DocumentSync:
         self.dropped_chunks += dropped.chunks
         self.report.dropped_chunks += len(dropped.chunks)
         self.report.pinned_chunks += dropped.pinned
-
-    def _count_missing(self) -> int:
-        records = [each for each in self.book.known.values() if isinstance(each, DocumentRecord)]
-        return sum(not self.book.is_current(record, record.digest) for record in records)
 
 
 def slices(segments: Iterable[Segment], tokens: int) -> Iterator[list[Segment]]:

@@ -24,6 +24,7 @@ from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillResult
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.prompt import Prompt, Segment
 from cacheblend.core.select.selectors import Selector, check_ratio
+from cacheblend.engines.discovery import open_discovery
 from cacheblend.engines.fingerprint import fingerprint_model
 from cacheblend.engines.folders import model_folder
 from cacheblend.engines.hf.adapter_watch import AdapterFollower
@@ -40,7 +41,6 @@ from cacheblend.engines.hf.arguments import (
 from cacheblend.engines.hf.background import CLOSE_S, Background
 from cacheblend.engines.hf.batch import Batch, check_prompts
 from cacheblend.engines.hf.decode import Decoding
-from cacheblend.engines.hf.discovery import open_unmarked
 from cacheblend.engines.hf.grammars import Grammars
 from cacheblend.engines.hf.model_loader import open_folder
 from cacheblend.engines.hf.prefiller import Mode, Prefiller, controller_for
@@ -135,7 +135,7 @@ class BlendEngine(FollowedModel):
         self._is_closed = False
         self.grammars = Grammars(tokenizer, survey.vocab_size, self.eos_ids)
         self.shadow: ShadowCheck | None = None  # set by `shadow_start.watch`
-        self._listing, self.discovery = unmarked = open_unmarked(self.store, self.config, planner.anchor)
+        self._listing, self.discovery = unmarked = open_discovery(self.store, self.config, planner.anchor)
         self._warmer = ChunkWarmer(model, self.store, self.config, self.background, name, self.adapters, *unmarked)
 
     @staticmethod

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import ModelNotBlendableError
@@ -40,18 +40,6 @@ class Plain:
 
     logits: torch.Tensor
     kv: list[LayerKV]
-
-
-@dataclass(frozen=True)
-class Distance:
-    """Relative distances between two results: last logits, and KV of the median row."""
-
-    logits: float
-    kv: float
-
-    def worst(self) -> float:
-        """The larger one."""
-        return max(self.logits, self.kv)
 
 
 class LiveCheck:
@@ -115,14 +103,14 @@ class LiveCheck:
         deep = self._survey.num_layers > 1
         selector: Selector = Hkvd(check_layers=(1,), ratios=(1.0,)) if deep else AllRows()
         chunks = [chunk(self._ids(self._chunk_tokens).tolist()) for _ in range(CHUNKS)]
-        prompts = [self._prompt([self._text(), *chunks, self._text()]) for _ in range(self._prompts)]
+        prompts = [Prompt.of([self._text(), *chunks, self._text()]) for _ in range(self._prompts)]
         kinds = self._survey.kinds
         return self._invariant(chunks, prompts, selector, loads=not kinds.states or len(kinds.blended_layers) > 0)
 
     def _lone_chunk(self) -> tuple[bool, str]:
         """Second exactness invariant: a chunk directly after its anchor is an exact prefix at any ratio."""
         chunks = [chunk(self._ids(self._chunk_tokens).tolist())]
-        prompts = [self._prompt([*chunks, self._text()]) for _ in range(self._prompts)]
+        prompts = [Prompt.of([*chunks, self._text()]) for _ in range(self._prompts)]
         return self._invariant(chunks, prompts, NoRows(), loads=not self._survey.kinds.stepped)
 
     @torch.no_grad()
@@ -148,7 +136,7 @@ class LiveCheck:
                 report, kv = blended.report, [blended.kv[layer] for layer in self._survey.kinds.kv_layers]
                 if loads and report.loaded_tokens != sum(map(len, chunks)):
                     return False, f"only {report.loaded_tokens} of {sum(map(len, chunks))} stored tokens were loaded"
-                distances.append(_distance(Plain(blended.logits, kv), plain).worst())
+                distances.append(_distance(Plain(blended.logits, kv), plain))
         return self._judge(statistics.median(distances), statistics.median(noises), f"{len(prompts[0])} tokens")
 
     def _judge(self, distance: float, noise: float, what: str) -> tuple[bool, str]:
@@ -174,28 +162,19 @@ class LiveCheck:
                     f"{type(self._model).__name__} cannot be run with a cache of only keys and values "
                     f"(it may keep other state): {error}"
                 ) from error
-        return Plain(out.logits[0, -1], self._kv_of(cache))
-
-    def _kv_of(self, cache: DynamicCache) -> list[LayerKV]:
-        """KV of the only sequence in the cache, one entry per layer.
-
-        Raises:
-            ModelNotBlendableError: the model keeps state other than keys and values.
-        """
-        layers = len(self._survey.layout.layers)
-        kept = kv_of_cache(self._model, cache)
+        kept, layers = kv_of_cache(self._model, cache), len(self._survey.layout.layers)
         if len(kept) != layers:
             raise ModelNotBlendableError(
                 f"{type(self._model).__name__} caches the keys and values of {len(kept)} layers, and {layers} have "
                 "attention; the others keep something that blending does not know"
             )
-        return kept
+        return Plain(out.logits[0, -1], kept)
 
     def _noise(self, ids: torch.Tensor, plain: Plain) -> float:
         """The model's own noise: largest distance of two other plain computations from `plain`; 0 in full precision."""
         if not self._is_half:
             return 0.0
-        return max(_distance(self._plain(ids, split=len(ids) // part), plain).worst() for part in (2, 3))
+        return max(_distance(self._plain(ids, split=len(ids) // part), plain) for part in (2, 3))
 
     def _ids(self, count: int) -> torch.Tensor:
         drawn = torch.randint(self._survey.vocab_size, (count,), generator=self._random)
@@ -204,15 +183,12 @@ class LiveCheck:
     def _text(self) -> Segment:
         return text(self._ids(TEXT_TOKENS).tolist())
 
-    @staticmethod
-    def _prompt(segments: list[Segment]) -> Prompt:
-        return Prompt.of(segments)
 
-
-def _distance(one: Plain, other: Plain) -> Distance:
+def _distance(one: Plain, other: Plain) -> float:
+    """Relative distance of two results: of their last logits, or of KV of the median row if that is larger."""
     wanted = other.logits.float()
     spread = (wanted - wanted.mean()).norm().clamp(min=1e-12)
-    return Distance(float((one.logits.float() - wanted).norm() / spread), _row_distance(one.kv, other.kv))
+    return max(float((one.logits.float() - wanted).norm() / spread), _row_distance(one.kv, other.kv))
 
 
 def _row_distance(one: list[LayerKV], other: list[LayerKV]) -> float:

@@ -56,12 +56,9 @@ class WatchedAnswer:
     """An answer that was drawn to be compared.
 
     Attributes:
-        labels: of its figures.
-        origin: see `Origin`.
-        prompt_ids: of its prompt.
         first: [vocab] logits of its first token.
-        token_ids: of the answer, as far as they are compared.
-        likeliest: of each of them, the likeliest token: scalars on the model's device, which nothing waits for.
+        token_ids: as far as they are compared.
+        likeliest: the likeliest token at each of them: scalars on the model's device, which nothing waits for.
     """
 
     labels: Labels
@@ -72,49 +69,26 @@ class WatchedAnswer:
     likeliest: list[torch.Tensor] = field(default_factory=list)
 
     def add(self, token: int, logits: torch.Tensor) -> None:
-        """The answer's next token, and the logits [vocab] that it was drawn from, before penalties and temperature."""
+        """Adds the answer's next token, and the logits [vocab] that it was drawn from, before penalties and
+        temperature."""
         if len(self.token_ids) < ANSWER_TOKENS:
             self.token_ids.append(token)
             self.likeliest.append(logits.argmax())
 
     def forced(self) -> Prompt:
-        """The prompt with what was answered, but for the last compared token, which nothing is compared behind."""
+        """The prompt followed by the answer without its last compared token, behind which nothing is compared."""
         return Prompt.of([text(self.prompt_ids), text(self.token_ids[:-1])])
 
 
-class _Pass:
-    """A full prefill under way, left and gone on with between the tiles of a layer."""
-
-    def __init__(self, watched: WatchedAnswer, prefill: BlendedPrefill) -> None:
-        self.watched, self.prefill = watched, prefill
-        self._steps: LayerSteps | None = None
-        self._tile: LayerRows | None = None
-
-    def advance(self) -> bool:
-        """Computes a tile of a layer; True once all layers are done."""
-        if self._tile is None:
-            self._steps = self.prefill.next_layer()
-            self._tile = next(self._steps, None)
-        if self._tile is not None and self._steps is not None:
-            try:
-                self._tile = self._steps.send(self._tile.run())
-            except StopIteration:
-                self._tile = None
-        return self.prefill.done
-
-
 class ShadowCheck:
-    """The shadow check of one engine; `begin` and `submit` may be called from several threads, `advance` from one at a
+    """The shadow check of one engine. `begin` and `submit` may be called from several threads, `advance` from one at a
     time.
 
     Args:
         watch: draws, and takes the results.
         open_full: opens a full prefill of a prompt that keeps the logits of so many last rows.
-        version: of the model's adapters, as it is now; see `AdapterFollower.version`.
+        version: of the model's adapters, as it is now.
         wake: called when there is something to compute.
-
-    Attributes:
-        watch: the same.
     """
 
     def __init__(
@@ -126,16 +100,16 @@ class ShadowCheck:
     ) -> None:
         self.watch, self._open_full, self._version, self._wake = watch, open_full, version, wake
         self._queue: deque[WatchedAnswer] = deque()
-        self._current: WatchedAnswer | None = (
-            None  # from the moment it leaves the queue: opening its pass takes a while
-        )
-        self._pass: _Pass | None = None
+        self._current: WatchedAnswer | None = None  # since it left the queue: opening its prefill takes a while
+        self._prefill: BlendedPrefill | None = None
+        self._steps: LayerSteps | None = None  # of the layer under way
+        self._tile: LayerRows | None = None  # to be computed next
         self._lock, self._closed = threading.Lock(), False
         self._last_version: int | None = None
 
     @property
     def waiting(self) -> int:
-        """Answers that wait or are being compared."""
+        """Number of answers that wait or are being compared."""
         with self._lock:
             return len(self._queue) + (self._current is not None)
 
@@ -145,17 +119,20 @@ class ShadowCheck:
         return bool(self.waiting) and not self._closed
 
     def begin(self, result: PrefillResult, origin: Origin) -> WatchedAnswer | None:
-        """A prompt was prefilled; None if its answer is not compared: it is exact, or was not drawn."""
+        """Called after a prompt's prefill; None if its answer is exact or was not drawn."""
         report, plan = result.report, result.plan
         candidates, own = len(plan.candidate_rows), origin.step is not None
-        self._follow(origin.version)
+        if self._last_version not in (None, origin.version):
+            self.watch.begin_anew()  # other adapters make another model, which what was seen does not describe
+        self._last_version = origin.version
         if not self.watch.takes(candidates, report.recomputed_tokens, by_floor=own and bool(plan.left_out)):
             return None
         labels = Labels(origin.tenant, report.selector, "engine" if own else "request")
         return WatchedAnswer(labels, origin, plan.prompt.token_ids, result.logits)
 
     def submit(self, watched: WatchedAnswer) -> None:
-        """The answer has ended, was cancelled or failed: what there is of it is compared when there is time."""
+        """Called when the answer has ended, was cancelled or failed; its tokens so far are compared when there is
+        time."""
         if not watched.token_ids:
             self.watch.drop(NO_ANSWER)
             return
@@ -171,12 +148,21 @@ class ShadowCheck:
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Computes a little: a tile of a layer, or the comparison. Raises nothing."""
+        """Computes a tile of a layer, or the comparison. Never raises."""
         try:
-            if self._pass is None:
+            if self._prefill is None:
                 self._open()
-            elif self._pass.advance():
-                self._finish(self._pass)
+                return
+            if self._tile is None:
+                self._steps = self._prefill.next_layer()
+                self._tile = next(self._steps, None)
+            if self._tile is not None and self._steps is not None:
+                try:
+                    self._tile = self._steps.send(self._tile.run())
+                except StopIteration:
+                    self._tile = None
+            if self._prefill.done:
+                self._compare(self._prefill.result().logits)
         except Exception as error:
             logger.warning("a shadow check failed; its request is not affected", exc_info=True)
             self.watch.drop(FAILED)
@@ -186,7 +172,7 @@ class ShadowCheck:
                 torch.cuda.empty_cache()  # requests need some of it
 
     def close(self) -> None:
-        """Drops what waits; call it when nothing is computed any more. Idempotent."""
+        """Drops all waiting answers; call it once nothing is computed any more. Idempotent."""
         with self._lock:
             self._closed, left = True, len(self._queue) + (self._current is not None)
             self._queue.clear()
@@ -201,30 +187,25 @@ class ShadowCheck:
             watched = self._current = self._queue.popleft()
         if self._is_stale(watched):
             self._end()
-            return
-        self._pass = _Pass(watched, self._open_full(watched.forced(), len(watched.token_ids)))
+        else:
+            self._prefill = self._open_full(watched.forced(), len(watched.token_ids))
 
-    def _finish(self, done: _Pass) -> None:
-        watched, full = done.watched, done.prefill.result().logits
-        if not self._is_stale(watched):  # adapters may have been switched while it was computed
+    def _compare(self, full: torch.Tensor) -> None:
+        watched = self._current
+        if watched is not None and not self._is_stale(watched):  # adapters may have been switched meanwhile
             likeliest = torch.stack(watched.likeliest).tolist()
             compared = compare(watched.first, likeliest, full.reshape(len(likeliest), -1))
             self.watch.add(watched.labels, compared, watched.origin.step)
         self._end()
 
     def _end(self) -> None:
-        done, self._pass, self._current = self._pass, None, None
+        done, self._prefill, self._current = self._prefill, None, None
+        self._steps = self._tile = None
         if done is not None:
-            done.prefill.close()
+            done.close()
 
     def _is_stale(self, watched: WatchedAnswer) -> bool:
         if self._version() == watched.origin.version:
             return False
         self.watch.drop(OTHER_ADAPTERS)
         return True
-
-    def _follow(self, version: int) -> None:
-        """Other adapters make another model: what was seen of the last one does not describe it."""
-        if self._last_version not in (None, version):
-            self.watch.begin_anew()
-        self._last_version = version

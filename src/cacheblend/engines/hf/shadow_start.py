@@ -12,14 +12,15 @@ from cacheblend.engines.shadow import ShadowSettings, ShadowWatch
 
 
 def watch(engine: BlendEngine, settings: ShadowSettings, *, seed: int | None = None) -> ShadowWatch:
-    """From now on a share of the engine's blended answers is compared with full prefill, when there is time.
+    """Compares a share of the engine's blended answers with full prefill from now on, when there is time.
 
     Without a scheduler that is when no request has been under way for a moment (`background.QUIET_S`); under a
-    scheduler that is never idle, the check takes as large a share of the time as of the requests.
+    scheduler that is never idle, the check takes as large a share of the time as of the requests. With a floor, the
+    engine's ratio may be raised for requests that name none.
 
     Args:
         engine: with no check yet.
-        settings: of the check. With a floor, the engine's ratio may be raised for requests that name none.
+        settings: of the check.
         seed: of what is drawn; None: another one each time.
 
     Returns:

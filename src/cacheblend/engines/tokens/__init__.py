@@ -1,7 +1,8 @@
 """Texts and messages to token ids, the same in every engine."""
 
 from cacheblend.engines.tokens.builder import PromptBuilder
-from cacheblend.engines.tokens.chat import Content, Message, Passage
+from cacheblend.engines.tokens.chat import Content, Message
+from cacheblend.engines.tokens.passage import Passage
 from cacheblend.engines.tokens.sentences import find_sentence_end_ids
 
 __all__ = ["Content", "Message", "Passage", "PromptBuilder", "find_sentence_end_ids"]

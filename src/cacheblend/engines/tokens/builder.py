@@ -27,13 +27,13 @@ from cacheblend.engines.tokens.chat import (
     Conversation,
     Guard,
     Message,
-    Passage,
     Place,
     Rendered,
     TemplateDocument,
 )
 from cacheblend.engines.tokens.detokenizer import Detokenizer
 from cacheblend.engines.tokens.encoder import Encoded, TextEncoder
+from cacheblend.engines.tokens.passage import Passage
 from cacheblend.engines.tokens.template import TemplateSource
 
 _THOUGHT = re.compile(r"think|thought|reason", re.IGNORECASE)
@@ -68,7 +68,8 @@ class PromptBuilder:
         self._special = {token["id"] for token in spec["added_tokens"] if token["special"]}
         self._all = TextEncoder(spec)
         self._front, self._back = self._find_specials_around()
-        self._source = TemplateSource.of(self._templates())
+        templates = tokenizer.chat_template  # several by name, one, or none
+        self._source = TemplateSource.of(templates.values() if isinstance(templates, dict) else [templates or ""])
         markers = self._find_markers({number: text for number, text in added.items() if number not in self._special})
         self._guarded = {number: added[number] for number in (self._special | markers) - {tokenizer.unk_token_id}}
         self._plain = TextEncoder(spec, self._special | markers)
@@ -97,11 +98,8 @@ class PromptBuilder:
         return Prompt.of([core_prompt.text([self.bos_id]), *prompt.segments])
 
     def text_ids(self, text: str, *, special: bool = True) -> list[int]:
-        """Ids of a caller's own text, as the tokenizer makes them; `special`: with the special tokens around it.
-
-        Raises:
-            InvalidInputError: the text has a lone surrogate.
-        """
+        """Ids of a caller's own text, as the tokenizer makes them; `special`: with the special tokens around it. Raises
+        `InvalidInputError` for a lone surrogate."""
         check_encodable(text, "the text")
         ids = self._all.whole(text).ids
         return [*self._front, *ids, *self._back] if special else ids
@@ -158,11 +156,8 @@ class PromptBuilder:
         return [number for number, (first, last) in inside if first >= start and last <= stop]
 
     def encode(self, text: str, what: str = "the text") -> list[int]:
-        """Ids of a passage, or of any other text in which no special token is parsed; `what` names it for messages.
-
-        Raises:
-            InvalidInputError: the text has a lone surrogate.
-        """
+        """Ids of a passage, or of any other text in which no special token is parsed; `what` names it in the
+        `InvalidInputError` for a lone surrogate."""
         check_encodable(text, what)
         return self._encode(text).ids
 
@@ -205,11 +200,8 @@ class PromptBuilder:
         return frozenset(number for number in ids if number in self._special)
 
     def passage(self, passage: Passage, where: str) -> Segment:
-        """The passage as a chunk; `where` names its place for messages.
-
-        Raises:
-            InvalidInputError: it has no token, or its text or title has a lone surrogate.
-        """
+        """The passage as a chunk; `where` names its place in messages. Raises `InvalidInputError` for a passage without
+        a token or with a lone surrogate."""
         _check(passage, where)
         return core_prompt.chunk(self.encode(passage.text, f"{where}: the text"), passage.title)
 
@@ -241,20 +233,17 @@ class PromptBuilder:
             apart |= {(start, stop), *((place.start, place.stop) for place in rendered.places_in(start, stop))}
         while True:
             pieces = chain.from_iterable(rendered.without_own(*span) for span in _merged(apart))
-            encoded = self._encode_but(rendered.text, [(start, stop) for start, stop in pieces if start < stop])
+            text, parts, at = rendered.text, list[Encoded](), 0
+            for start, stop in [*((start, stop) for start, stop in pieces if start < stop), (len(text), len(text))]:
+                between = text[at:start]
+                parts.append((self._all.continued(between) if at else self._all.whole(between)).moved(at))
+                parts.append(self._encode(text[start:stop]).moved(start))
+                at = stop
+            encoded = Encoded.joined(parts)
             found = {span for span in self._forged(rendered, encoded) if span not in apart}
             if not found:
                 return encoded
             apart |= found
-
-    def _encode_but(self, text: str, apart: Sequence[tuple[int, int]]) -> Encoded:
-        parts, at = [], 0
-        for start, stop in [*apart, (len(text), len(text))]:
-            between = text[at:start]
-            parts.append((self._all.continued(between) if at else self._all.whole(between)).moved(at))
-            parts.append(self._encode(text[start:stop]).moved(start))
-            at = stop
-        return Encoded.joined(parts)
 
     def _forged(self, rendered: Rendered, encoded: Encoded) -> list[tuple[int, int]]:
         """Spans of the text in which special tokens were found that are not the template's: a letter of them is the
@@ -276,7 +265,8 @@ class PromptBuilder:
         segments: list[Segment] = []
         ids, offsets = encoded
         at = 0
-        for place in [*rendered.places, _behind(rendered.text)]:
+        end = len(rendered.text)
+        for place in [*rendered.places, Place(end, end, -1)]:
             start = at
             while start < len(ids) and offsets[start][0] < place.start:
                 start += 1
@@ -295,8 +285,7 @@ class PromptBuilder:
     def _front_of(self, rendered: Rendered, contents: Sequence[Content]) -> list[Segment] | None:
         """The text in front of the first passage as it is whichever passage that is: as in front of a letter, or on its
         own where it shares a token with one. None: there is no passage."""
-        passages = (place.start for place in rendered.places if isinstance(contents[place.content], Passage))
-        stop = next(passages, None)
+        stop = next((place.start for place in rendered.places if isinstance(contents[place.content], Passage)), None)
         if stop is None:
             return None
         for behind in (_LETTER, ""):
@@ -308,17 +297,12 @@ class PromptBuilder:
         return self._segments(front, Encoded(ids[:tokens], offsets[:tokens]), contents)
 
     def _chunk(self, passage: Passage, text: str, run: Encoded) -> list[Segment]:
-        """The tokens that a passage has in a prompt: those in a row that it has on its own, too, are a chunk.
-
-        Args:
-            passage: what was passed to the template, of which nothing but spaces at its ends may have gone.
-            text: what it became.
-            run: tokens of the text, in the prompt.
-        """
+        """The tokens that a passage has in a prompt, `run`: those in a row that it has on its own, too, are a chunk.
+        `text` is what the template made of it; nothing but spaces at its ends may have gone."""
         trimmed, title = text.strip(), passage.title
         is_same = trimmed == passage.text.strip()
         whole = passage.text if is_same else trimmed  # the same at all places, whether trimmed there or not
-        run = run.moved(_spaces(whole) - _spaces(text))
+        run = run.moved(len(whole) - len(whole.lstrip()) - (len(text) - len(text.lstrip())))
         alone = self._encode(whole)
         if run.ids == alone.ids:
             return [core_prompt.chunk(run.ids, title)] if run.ids else []
@@ -336,11 +320,6 @@ class PromptBuilder:
         ids, own = self._tokenizer("a")["input_ids"], self._all.whole("a").ids
         at = next((at for at in range(len(ids)) if ids[at : at + len(own)] == own), 0)
         return list(ids[:at]), list(ids[at + len(own) :])
-
-    def _templates(self) -> list[str]:
-        """The sources of the chat template, or of all if there are several."""
-        template = self._tokenizer.chat_template
-        return list(template.values()) if isinstance(template, dict) else [template or ""]
 
     def _find_markers(self, added: Mapping[int, str]) -> set[int]:
         """Of added tokens that are not special those that the chat template writes itself (``<think>``)."""
@@ -404,16 +383,6 @@ def _check(content: Content, where: str) -> None:
             core_prompt.chunk([])
     else:
         check_encodable(content, f"{where}: the text")
-
-
-def _spaces(text: str) -> int:
-    """In front of a text."""
-    return len(text) - len(text.lstrip())
-
-
-def _behind(text: str) -> Place:
-    """Where a text ends, as of no content."""
-    return Place(len(text), len(text), -1)
 
 
 def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

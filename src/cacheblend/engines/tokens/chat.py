@@ -21,114 +21,14 @@ Knows strings. Does not know tokenizers.
 import json
 import re
 from bisect import bisect_left, bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, chain, groupby
 from typing import Any, NamedTuple
 
-from cacheblend.core.errors import InvalidInputError, shown
-
-
-@dataclass(frozen=True)
-class Passage:
-    """A text that is reused as a unit at any position.
-
-    Attributes:
-        text: what the model reads.
-        title: a name for people; the model reads it where a chat template writes the titles of documents.
-    """
-
-    text: str
-    title: str = ""
-
-    def __post_init__(self) -> None:
-        for name in ("text", "title"):
-            if not isinstance(getattr(self, name), str):
-                raise InvalidInputError(f"a passage's {name} must be a text, got {getattr(self, name)!r}")
-
-    @staticmethod
-    def of(value: object, where: str = "") -> "Passage":
-        """A passage of what callers have. Knows the forms, not the libraries that they come from.
-
-        Args:
-            value: a passage; a text; a mapping with the text as ``text``, ``content``, ``contents`` or
-                ``page_content``, and maybe a ``title``; a document of LangChain (`page_content`) or Haystack
-                (`content`); a node of LlamaIndex, with or without a score, of which the passage is what LlamaIndex
-                shows a model (`get_content`); any object with a `text`. A title is taken from the metadata, too
-                (``title`` or ``source``).
-            where: names its place for messages.
-
-        Raises:
-            InvalidInputError: it is none of these, or a message of a chat.
-        """
-        if isinstance(value, Passage):
-            return value
-        if isinstance(value, str):
-            return Passage(value)
-        text, title = _text_and_title(value)
-        if isinstance(text, str):
-            return Passage(text, title)
-        place = f"{where}: " if where else ""
-        raise InvalidInputError(f"{place}a passage is {_FORMS}, {_unlike(value)}")
-
-    @staticmethod
-    def is_like(value: object) -> bool:
-        """Whether `of` makes a passage of it."""
-        return isinstance(value, Passage | str) or isinstance(_text_and_title(value)[0], str)
-
-
-_FORMS = (
-    'a Passage, a text, {"text": ..., "title": ...}, or a document of LangChain, LlamaIndex or Haystack (page_content, '
-    "get_content, content)"
-)
-_TEXT_KEYS = ("text", "content", "contents", "page_content")
-
-
-def _text_and_title(value: object) -> tuple[object, str]:
-    """What a mapping or a document of another library has as text, None if nothing, and as title."""
-    if isinstance(value, Mapping):
-        texts = [value[key] for key in _TEXT_KEYS if isinstance(value.get(key), str)]
-        text = texts[0] if len(texts) == 1 and "role" not in value else None
-        metadata = value.get("metadata") or value.get("meta")
-        title = value.get("title")
-    else:
-        text = _text_of(value)
-        metadata, title = (
-            getattr(value, "metadata", None) or getattr(value, "meta", None),
-            getattr(value, "title", None),
-        )
-    if not title and isinstance(metadata, Mapping):
-        title = metadata.get("title") or metadata.get("source")
-        title = title if isinstance(title, str) else ""
-    return text, title or ""
-
-
-def _text_of(value: object) -> object:
-    """The text of another library's document; None of a message, which has a role, or LangChain's and LlamaIndex's
-    `additional_kwargs`."""
-    if isinstance(value, type) or hasattr(value, "role") or hasattr(value, "additional_kwargs"):
-        return None
-    for name in ("page_content", "get_content", "content", "text"):
-        found = getattr(value, name, None)
-        if name == "get_content" and callable(found):
-            try:
-                found = found(metadata_mode="llm")
-            except (TypeError, ValueError):
-                found = found()
-        if isinstance(found, str):
-            return found
-    return None
-
-
-def _unlike(value: object) -> str:
-    """Why a value is no passage."""
-    if (isinstance(value, Mapping) and "role" in value) or hasattr(value, "role"):
-        return f"not a message, {shown(value)}"
-    if isinstance(value, Mapping) and sum(isinstance(value.get(key), str) for key in _TEXT_KEYS) > 1:
-        return f"with one text, not several under text, content, contents and page_content: {shown(value)}"
-    return f"got {shown(value)}"
-
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.engines.tokens.passage import Passage
 
 Content = str | Passage
 Message = dict[str, Any]
@@ -199,13 +99,7 @@ class Guard:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a content, or a part of it, is in a rendered text.
-
-    Attributes:
-        start: its first character.
-        stop: the one behind its last.
-        content: its number, from 0.
-    """
+    """Where a content, or a part of it, is in a rendered text; contents are numbered from 0."""
 
     start: int
     stop: int
@@ -267,7 +161,6 @@ class _Field(NamedTuple):
     """Contents as one text.
 
     Attributes:
-        text: as it is.
         guarded: with other letters for special tokens.
         left: (start, stop) of thought markers, which stay as they are.
         contents: (number, start, stop) of each.
@@ -284,12 +177,9 @@ _Letter = tuple[bool, str]
 
 
 class _Trace(NamedTuple):
-    """Which letters a template is handed in place of the conversation's own, by code point.
+    """Letters that a template is handed in place of the conversation's own, by code point.
 
     Attributes:
-        contents: for those of contents.
-        beside: for those of texts beside them.
-        roles: for those of roles.
         read: letters of contents that stay as they are, and are not marked.
         marked: whether the first and last letter of each content are marked.
     """
@@ -302,16 +192,7 @@ class _Trace(NamedTuple):
 
 
 class Conversation:
-    """Messages and documents, to be rendered by a template.
-
-    Args:
-        messages: see `Message`.
-        documents: passages for the template.
-        options: for the template.
-        guard: of the tokenizer and the template.
-
-    Attributes:
-        contents: of the messages, then the documents.
+    """Messages and documents, to be rendered by a template. `contents`: of the messages, then the documents.
 
     Raises:
         InvalidInputError: a content part that is neither text nor chunk; or an unknown role that is a part of a special
@@ -323,19 +204,16 @@ class Conversation:
     ) -> None:
         self.contents: list[Content] = []
         self._messages, self._options, self._guard = list(messages), dict(options), guard
-        for message in messages:
-            self._check_role(message.get("role"))
-        parts = [self._numbers(message) for message in messages]
-        self._passages = [self._number(document) for document in documents]
+        self._numbers = [self._number(message) for message in messages]  # of each one's contents; None: it has no text
+        self._passages = list(range(len(self.contents), len(self.contents) + len(documents)))
+        self.contents += documents
         titles = [document.title for document in documents]
-        beside = strings_in([self._messages, self._options])
-        self._letters = _StandIns(chain(map(_text, self.contents), titles, beside))
+        self._letters = _StandIns(chain(map(_text, self.contents), titles, strings_in([self._messages, self._options])))
         self._marks: dict[str, tuple[int, int]] = {}  # by letter: a content's number, and the place of its letter in it
         self._mark_of: dict[tuple[int, int], str] = {}  # the other way round
         # What the template is handed: of each message, None if it has no text; and of each document.
-        self._fields = [None if part is None else self._field(at, part) for at, part in enumerate(parts)]
+        self._fields = [None if found is None else self._field(at, found) for at, found in enumerate(self._numbers)]
         self._documents = [self._field(None, [number]) for number in self._passages]
-        self._parts = parts
 
     def render(self, render: Render) -> Rendered:
         """The conversation by a template. Documents that it does not use start the last user message.
@@ -344,12 +222,15 @@ class Conversation:
             InvalidInputError: as `render`; or the template makes a special token of what is none in the conversation,
                 in a way in which it cannot be told from the template's own.
         """
+        # Rendered twice: with special tokens guarded, and with all letters of which these are made traced as well.
         guarded, everywhere = self._rendered(render, None), self._traced(render)
-        if self._documents and not self._has_all_documents(guarded, everywhere):
+        if self._documents and not self._uses_documents(guarded, everywhere):
             question = max((i for i, m in enumerate(self._messages) if m.get("role") == "user"), default=-1)
-            self._fields[question] = self._field(question, [*self._passages, *(self._parts[question] or ())])
+            self._fields[question] = self._field(question, [*self._passages, *(self._numbers[question] or ())])
             self._documents = []
             guarded, everywhere = self._rendered(render, None), self._traced(render)
+
+        # Where traces changed what the template did, it reads letters of the conversation, which stay as they are.
         traced = marked = self._same(everywhere, guarded)
         if traced is None:
             read = self._read(render, guarded)
@@ -357,34 +238,41 @@ class Conversation:
             traced = guarded if traced is None else traced  # of a template that tells the time
             marked = self._same(self._traced(render, read), guarded)
             self._check_own(render, guarded, traced, read)
+
+        # Contents are where their marks are, or else their texts.
         text = self._letters.put_right(guarded)
-        places = self._places(self._places_by_text(text) if marked is None else self._marked_places(text, marked))
+        places: list[Place] = []
+        found = self._places_by_text(text) if marked is None else self._places_by_marks(text, marked)
+        for place in sorted(found, key=lambda place: (place.start, -place.stop)):
+            if place.start < place.stop and (not places or place.start >= places[-1].stop):
+                places.append(place)
+        times = Counter(place.content for place in places)
+        once = (place for place in places if times[place.content] == 1)
+        as_is = {p.content for p in once if text[p.start : p.stop] == _text(self.contents[p.content])}
+        changed = {number for number, _ in self._marks.values()} - as_is  # of those that have a letter to be found by
         spans, own = tuple(self._letters.guards_in(guarded)), tuple(self._own(text, traced))
-        return Rendered(text, traced, places, spans, own, self._changed(text, places))
+        return Rendered(text, traced, tuple(places), spans, own, len(changed))
 
     # ---- what the template is handed --------------------------------------------------------------------
 
-    def _check_role(self, role: Any) -> None:
-        """Its letters are not traced, see `_trace`."""
-        if not isinstance(role, str) or role in self._guard.roles:
-            return
-        words = re.findall(r"\w+", role)
-        for token in sorted(self._guard.texts):
-            if any(len(word) > 1 and word in token for word in words):
+    def _number(self, message: Message) -> list[int] | None:
+        """Adds a message's contents; their numbers, None if it has no text."""
+        role, content = message.get("role"), message.get("content")
+        if isinstance(role, str) and role not in self._guard.roles:  # its letters are not traced, see `_rendered`
+            words = [word for word in re.findall(r"\w+", role) if len(word) > 1]
+            token = next((token for token in sorted(self._guard.texts) if any(word in token for word in words)), None)
+            if token is not None:
                 raise InvalidInputError(
                     f"the role {role!r} is none of the template's, and a part of the special token {token!r}; use "
                     f"another one, as {', '.join(sorted(ROLES)[:4])}"
                 )
-
-    def _numbers(self, message: Message) -> list[int] | None:
-        content = message.get("content")
+        parts: list[Content] = [content] if isinstance(content, str) and content else []
         if isinstance(content, list):
-            return [self._number(_content_part(part)) for part in content]
-        return [self._number(content)] if isinstance(content, str) and content else None
-
-    def _number(self, content: Content) -> int:
-        self.contents.append(content)
-        return len(self.contents) - 1
+            parts = [_content_part(part) for part in content]
+        elif not parts:
+            return None
+        self.contents += parts
+        return list(range(len(self.contents) - len(parts), len(self.contents)))
 
     def _field(self, message: int | None, numbers: Sequence[int]) -> _Field:
         """Contents as one text. `message`: whose they are; None: it is a document."""
@@ -408,6 +296,32 @@ class Conversation:
     def _guarded(self, text: str) -> str:
         return self._guard.pattern.sub(lambda found: self._letters.guarded(found[0]), text)
 
+    def _rendered(self, render: Render, trace: _Trace | None) -> str:
+        """What the template makes of the conversation, special tokens guarded, and traced unless `trace` is None."""
+        messages, documents = list[Message](), list[TemplateDocument]()
+        for message, field in zip(self._messages, self._fields, strict=True):
+            content = None if field is None else self._content(field, trace)
+            handed: Message = {}
+            for key, value in message.items():  # in their order
+                if key == "content" and content is not None:
+                    handed[key] = content
+                elif key == "role" and isinstance(value, str):
+                    # Templates write roles into special tokens (``<|user|>``), those of harmless messages, too.
+                    handed[key] = self._guarded(value).translate({} if trace is None else trace.roles)
+                else:
+                    handed |= self._beside({key: value}, trace)
+            messages.append(handed if content is None else handed | {"content": content})
+        for number, field in zip(self._passages, self._documents, strict=False):
+            passage = self.contents[number]
+            title = self._beside(passage.title, trace) if isinstance(passage, Passage) else ""
+            text = self._content(field, trace)
+            documents.append(TemplateDocument({"title": title, "text": text} if title else {"text": text}))
+        options = {
+            name: value if name == "chat_template" else self._beside(value, trace)
+            for name, value in self._options.items()
+        }
+        return self._letters.unescaped(render(messages, documents, options))
+
     def _content(self, field: _Field, trace: _Trace | None) -> str:
         """A field as the template is handed it; `trace`: None, it is not traced."""
         if trace is None:
@@ -424,25 +338,14 @@ class Conversation:
             free = [at for at in range(start, stop) if at not in fixed] if fixed else range(start, stop)
             for places in (free, free[::-1]):
                 suited = _first_suited(field.guarded, field.text, places, trace.read, self._guard.letters)
-                if suited is not None:
-                    letters[suited] = self._mark(number, suited - start, field.guarded[suited])
+                if suited is None:
+                    continue
+                key = number, suited - start
+                if key not in self._mark_of:
+                    self._mark_of[key] = self._letters.mark(field.guarded[suited])
+                    self._marks[self._mark_of[key]] = key
+                letters[suited] = self._mark_of[key]
         return "".join(letters)
-
-    def _mark(self, number: int, place: int, letter: str) -> str:
-        if (number, place) not in self._mark_of:
-            mark = self._mark_of[number, place] = self._letters.mark(letter)
-            self._marks[mark] = number, place
-        return self._mark_of[number, place]
-
-    def _trace(self, read: Set[_Letter], *, marked: bool) -> _Trace:
-        """Of all letters of special tokens but those that are read."""
-        contents, beside = (
-            {ord(letter): self._letters.traced(letter) for letter in self._guard.letters if (kind, letter) not in read}
-            for kind in (True, False)
-        )
-        # Templates write roles into special tokens (``<|user|>``), those of harmless messages, too.
-        roles = {code: letter for code, letter in beside.items() if not chr(code).isalnum() and chr(code) != "_"}
-        return _Trace(contents, beside, roles, {letter for is_content, letter in read if is_content}, marked)
 
     def _beside(self, value: Any, trace: _Trace | None) -> Any:
         """A JSON value for the template; itself where nothing stands in for anything."""
@@ -456,36 +359,16 @@ class Conversation:
 
         return _with_texts(value, change)
 
-    def _handed(self, message: Message, field: _Field | None, trace: _Trace | None) -> Message:
-        """A message for the template, its keys in order."""
-        handed: Message = {}
-        for key, value in message.items():
-            if key == "content" and field is not None:
-                handed[key] = ""
-            elif key == "role" and isinstance(value, str):
-                handed[key] = self._guarded(value).translate({} if trace is None else trace.roles)
-            else:
-                handed |= self._beside({key: value}, trace)
-        return handed if field is None else handed | {"content": self._content(field, trace)}
-
-    def _rendered(self, render: Render, trace: _Trace | None) -> str:
-        messages = [self._handed(*pair, trace) for pair in zip(self._messages, self._fields, strict=True)]
-        documents = []
-        for number, field in zip(self._passages, self._documents, strict=False):
-            passage = self.contents[number]
-            title = self._beside(passage.title, trace) if isinstance(passage, Passage) else ""
-            text = self._content(field, trace)
-            documents.append(TemplateDocument({"title": title, "text": text} if title else {"text": text}))
-        options = {
-            name: value if name == "chat_template" else self._beside(value, trace)
-            for name, value in self._options.items()
-        }
-        return self._letters.unescaped(render(messages, documents, options))
-
     def _traced(self, render: Render, read: Set[_Letter] = frozenset(), *, marked: bool = True) -> str | None:
-        """With traces of all letters but those that are read; None if the template refuses them."""
+        """With traces of all letters of special tokens but those that are read; None if the template refuses them."""
+        contents, beside = (
+            {ord(letter): self._letters.traced(letter) for letter in self._guard.letters if (kind, letter) not in read}
+            for kind in (True, False)
+        )
+        roles = {code: letter for code, letter in beside.items() if not chr(code).isalnum() and chr(code) != "_"}
+        in_contents = {letter for is_content, letter in read if is_content}
         try:
-            return self._rendered(render, self._trace(read, marked=marked))
+            return self._rendered(render, _Trace(contents, beside, roles, in_contents, marked))
         except InvalidInputError:
             return None
 
@@ -493,7 +376,56 @@ class Conversation:
         """The text with traces if it is the other one but for these."""
         return traced if traced is not None and self._letters.without_traces(traced) == guarded else None
 
-    # ---- what the template reads ------------------------------------------------------------------------
+    # ---- what it made of it -----------------------------------------------------------------------------
+
+    def _own(self, text: str, traced: str) -> Iterator[tuple[int, int]]:
+        """Where special tokens are of which no letter is the conversation's."""
+        found = (found.span() for found in self._guard.pattern.finditer(text))
+        return ((start, stop) for start, stop in found if text[start:stop] == traced[start:stop])
+
+    def _uses_documents(self, guarded: str, traced: str | None) -> bool:
+        """Whether the template used each document: its marks are rendered, or its text if it has none."""
+        text, numbers = self._letters.put_right(guarded), {number for number, _, _ in self._marks_in(traced or "")}
+        marked = set[int]() if traced is None else {number for number, _ in self._marks.values()}
+        return all(n in numbers if n in marked else _text(self.contents[n]) in text for n in self._passages)
+
+    def _marks_in(self, marked: str) -> Iterator[tuple[int, int, int]]:
+        """The marks of a text: a content's number, the place of its letter in it, and that in the text."""
+        found = ((found[0], found.start()) for found in _MARK.finditer(marked))
+        return ((*self._marks[letter], position) for letter, position in found if letter in self._marks)
+
+    def _places_by_marks(self, text: str, marked: str) -> Iterator[Place]:
+        """The contents by their marks; text around these that is the content's, too, belongs to them."""
+        seen: dict[int, list[tuple[int, int]]] = {}  # by content: (position in the text, place in the content)
+        for number, place, position in self._marks_in(marked):
+            seen.setdefault(number, []).append((position, place))
+        for number, marks in seen.items():
+            content = _text(self.contents[number])
+            while marks:
+                start, first = marks.pop(0)
+                stop, last = start, first
+                if marks and marks[0][1] > first:
+                    stop, last = marks.pop(0)
+                before = _common(content[:first][::-1], text[max(0, start - first) : start][::-1])
+                behind = content[last + 1 :]
+                behind_it = _common(behind, text[stop + 1 : stop + 1 + len(behind)])
+                yield Place(start - before, stop + 1 + behind_it, number)
+
+    def _places_by_text(self, text: str) -> Iterator[Place]:
+        """The contents by their texts: as they are, trimmed, or as JSON."""
+        at = 0
+        for number, content in enumerate(map(_text, self.contents)):
+            trimmed = content.strip()
+            for form in (content, trimmed, *(json.dumps(trimmed, ensure_ascii=ascii)[1:-1] for ascii in (False, True))):
+                start = text.find(form, at) if len(form) >= _LONG_ENOUGH else -1
+                if start < 0 and len(form) >= _LONG_ENOUGH:
+                    start = text.find(form)
+                if start >= 0:
+                    at = start + len(form)
+                    yield Place(start, at, number)
+                    break
+
+    # ---- where the template reads letters of the conversation -------------------------------------------
 
     def _read(self, render: Render, guarded: str) -> Set[_Letter]:
         """Letters of the conversation that the template reads: with others in their place it does something else."""
@@ -535,80 +467,9 @@ class Conversation:
                     "of the messages what it takes away or replaces"
                 )
 
-    def _own(self, text: str, traced: str) -> Iterator[tuple[int, int]]:
-        """Where special tokens are of which no letter is the conversation's."""
-        found = (found.span() for found in self._guard.pattern.finditer(text))
-        return ((start, stop) for start, stop in found if text[start:stop] == traced[start:stop])
-
-    # ---- what it made of it -----------------------------------------------------------------------------
-
-    def _has_all_documents(self, guarded: str, traced: str | None) -> bool:
-        """Whether the template used each document: its marks are rendered, or its text if it has none."""
-        text, numbers = self._letters.put_right(guarded), {number for number, _, _ in self._marks_in(traced or "")}
-        marked = set[int]() if traced is None else {number for number, _ in self._marks.values()}
-        return all(n in numbers if n in marked else _text(self.contents[n]) in text for n in self._passages)
-
-    def _marks_in(self, marked: str) -> Iterator[tuple[int, int, int]]:
-        """The marks of a text: a content's number, the place of its letter in it, and that in the text."""
-        found = ((found[0], found.start()) for found in _MARK.finditer(marked))
-        return ((*self._marks[letter], position) for letter, position in found if letter in self._marks)
-
-    @staticmethod
-    def _places(found: Iterable[Place]) -> tuple[Place, ...]:
-        places: list[Place] = []
-        for place in sorted(found, key=lambda place: (place.start, -place.stop)):
-            if place.start < place.stop and (not places or place.start >= places[-1].stop):
-                places.append(place)
-        return tuple(places)
-
-    def _marked_places(self, text: str, marked: str) -> Iterator[Place]:
-        """The contents by their marks; text around these that is the content's, too, belongs to them."""
-        seen: dict[int, list[tuple[int, int]]] = {}  # by content: (position in the text, place in the content)
-        for number, place, position in self._marks_in(marked):
-            seen.setdefault(number, []).append((position, place))
-        for number, marks in seen.items():
-            content = _text(self.contents[number])
-            while marks:
-                start, first = marks.pop(0)
-                stop, last = start, first
-                if marks and marks[0][1] > first:
-                    stop, last = marks.pop(0)
-                before = _common(content[:first][::-1], text[max(0, start - first) : start][::-1])
-                behind = content[last + 1 :]
-                behind_it = _common(behind, text[stop + 1 : stop + 1 + len(behind)])
-                yield Place(start - before, stop + 1 + behind_it, number)
-
-    def _places_by_text(self, text: str) -> Iterator[Place]:
-        """The contents by their texts: as they are, trimmed, or as JSON."""
-        at = 0
-        for number, content in enumerate(map(_text, self.contents)):
-            trimmed = content.strip()
-            for form in (content, trimmed, *(json.dumps(trimmed, ensure_ascii=ascii)[1:-1] for ascii in (False, True))):
-                start = text.find(form, at) if len(form) >= _LONG_ENOUGH else -1
-                if start < 0 and len(form) >= _LONG_ENOUGH:
-                    start = text.find(form)
-                if start >= 0:
-                    at = start + len(form)
-                    yield Place(start, at, number)
-                    break
-
-    def _changed(self, text: str, places: Sequence[Place]) -> int:
-        """How many contents are not in the text once, as they are; those that have no letter to be found by are left
-        out."""
-        found: dict[int, list[Place]] = {}
-        for place in places:
-            found.setdefault(place.content, []).append(place)
-        marked = {number for number, _ in self._marks.values()}
-        same = {n for n, [p, *more] in found.items() if not more and text[p.start : p.stop] == _text(self.contents[n])}
-        return len(marked - same)
-
 
 class _StandIns:
-    """Letters that stand in for others, one for one.
-
-    Args:
-        texts: all texts that are rendered, whose own letters are not used.
-    """
+    """Letters that stand in for others, one for one; none of those of the texts that are rendered."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         used, halves = set[str](), {"low": set[str](), "high": set[str]()}
@@ -638,25 +499,20 @@ class _StandIns:
     def traced(self, letter: str) -> str:
         """A letter for one of which special tokens are made; the same for the same letter."""
         if letter not in self._traces:
-            self._traces[letter] = self._stand_in(self._free, letter)
+            self._traces[letter] = self._next(self._free)
+            self._traced[ord(self._traces[letter])] = letter
         return self._traces[letter]
 
     def mark(self, letter: str) -> str:
         """Another letter at each call, for one of a text or one that stands in for it."""
-        return self._stand_in(self._free_marks, letter)
+        other = self._next(self._free_marks)
+        self._traced[ord(other)] = letter
+        return other
 
     def guards_in(self, text: str) -> Iterator[tuple[int, int]]:
         """Where runs of letters that `guarded` returned are: (start, stop)."""
-        start = stop = -1
-        for found in _PRIVATE.finditer(text):
-            if ord(found[0]) in self._guarded:
-                if found.start() != stop:
-                    if stop >= 0:
-                        yield start, stop
-                    start = found.start()
-                stop = found.end()
-        if stop >= 0:
-            yield start, stop
+        runs = re.compile(f"[{''.join(self._guards.values())}]+" if self._guards else "(?!)")
+        return (found.span() for found in runs.finditer(text))
 
     def without_traces(self, text: str) -> str:
         """The text with what marks and traces stand for."""
@@ -676,11 +532,6 @@ class _StandIns:
 
         text = _PYTHON_ESCAPE.sub(letter_of, text) if "\\U" in text else text
         return _ESCAPE.sub(letter_of, text) if "\\ud" in text else text
-
-    def _stand_in(self, free: Iterator[str], letter: str) -> str:
-        other = self._next(free)
-        self._traced[ord(other)] = letter
-        return other
 
     @staticmethod
     def _next(free: Iterator[str]) -> str:

@@ -38,12 +38,8 @@ class Encoded(NamedTuple):
 
 
 class TextEncoder:
-    """Encodes texts, without the tokens that a tokenizer sets around a whole prompt.
-
-    Args:
-        spec: of the backend (``tokenizer.json``).
-        guarded: ids of added tokens that are not parsed.
-    """
+    """Encodes texts, without the tokens that a tokenizer sets around a whole prompt; added tokens in `guarded` are not
+    parsed."""
 
     def __init__(self, spec: dict[str, Any], guarded: Set[int] = frozenset()) -> None:
         kept = [token for token in spec["added_tokens"] if token["id"] not in guarded]
@@ -53,36 +49,32 @@ class TextEncoder:
         self._rest = self._first if plain == spec else Tokenizer.from_str(json.dumps(plain))
         # Without the guarded ones in front of it an added token may get another number here.
         numbers = {self._first.token_to_id(token["content"]): int(token["id"]) for token in kept}
-        self._renumbered = {here: there for here, there in numbers.items() if here != there}
+        self._numbers = {here: there for here, there in numbers.items() if here != there}
         self._added = frozenset(numbers)
 
     def whole(self, text: str) -> Encoded:
         """Tokens of a text that a prompt begins with."""
-        return self._numbered(_encoded(self._first, text))
+        encoding = _encoded(self._first, text)
+        return self._renumbered(encoding.ids, encoding.offsets)
 
     def continued(self, text: str) -> Encoded:
         """Tokens of a text with others in front of it: SentencePiece sets no space there, but behind added tokens."""
         encoding = _encoded(self._rest, text)
         if self._rest is self._first or self._added.isdisjoint(encoding.ids):
-            return self._numbered(encoding)
+            return self._renumbered(encoding.ids, encoding.offsets)
         head = next(at for at, number in enumerate(encoding.ids) if number in self._added)
         start = encoding.offsets[head][0]
         spaced = _encoded(self._first, text)
         tail = next((at for at, (first, _) in enumerate(spaced.offsets) if first >= start), len(spaced.offsets))
-        front = Encoded(encoding.ids[:head], encoding.offsets[:head])
-        return self._renumber(Encoded.joined([front, Encoded(spaced.ids[tail:], spaced.offsets[tail:])]))
+        ids = [*encoding.ids[:head], *spaced.ids[tail:]]
+        return self._renumbered(ids, [*encoding.offsets[:head], *spaced.offsets[tail:]])
 
     def count(self, text: str) -> int:
         """Tokens of a text."""
         return len(_encoded(self._rest, text))
 
-    def _numbered(self, encoding: Encoding) -> Encoded:
-        return self._renumber(Encoded(encoding.ids, encoding.offsets))
-
-    def _renumber(self, encoded: Encoded) -> Encoded:
-        if not self._renumbered:
-            return encoded
-        return Encoded([self._renumbered.get(number, number) for number in encoded.ids], encoded.offsets)
+    def _renumbered(self, ids: list[int], offsets: list[tuple[int, int]]) -> Encoded:
+        return Encoded([self._numbers.get(i, i) for i in ids] if self._numbers else ids, offsets)
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> Encoding:

@@ -10,13 +10,8 @@ AFTER_A_STOP = " \t\"'\u201d\u2019\u00bb\u300d\u300f)]*_"  # may follow a stop i
 
 
 def find_sentence_end_ids(tokenizer: Any) -> npt.NDArray[np.int64]:
-    """Ids of all tokens whose text ends a sentence, [n] ascending; no special token does.
-
-    Takes about a second for a vocabulary of 150,000.
-
-    Args:
-        tokenizer: a transformers tokenizer with a ``tokenizers`` backend.
-    """
+    """Ids of all tokens whose text ends a sentence, [n] ascending; no special token does. Takes about a second for a
+    vocabulary of 150,000. The tokenizer needs a ``tokenizers`` backend."""
     backend = tokenizer.backend_tokenizer
     ids = sorted(backend.get_vocab(with_added_tokens=True).values())
     texts = backend.decode_batch([[i] for i in ids], skip_special_tokens=True)

@@ -1,4 +1,4 @@
-"""The shadow check's figures on their way to vLLM's Prometheus endpoint. Names and labels are part of the interface.
+"""Carries the shadow check's figures to vLLM's Prometheus endpoint. Names and labels are part of the interface.
 
     scheduler side   watch ──> Counts: {name: {labels joined by "|": number, or numbers}}
     API server       what has come since the last time ──> counters, gauges, a histogram
@@ -11,7 +11,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 
 from cacheblend.engines.metrics import SHADOW_COUNTERS, SHADOW_GAUGES, SHADOW_KL, WHOSE
-from cacheblend.engines.shadow.watch import KL_BUCKETS
+from cacheblend.engines.shadow import KL_BUCKETS
 
 COMPARED, TOKENS, KL, DROPPED, CHANGES = "shadow", "shadow_tokens", "shadow_kl", "shadow_dropped", "shadow_changes"
 AGREEMENT, BOUND, RATIO, WAITING = "shadow_agreement", "shadow_agreement_bound", "shadow_ratio", "shadow_waiting"
@@ -28,17 +28,12 @@ NAMES = frozenset([*SHADOW_COUNTERS, *_GAUGES, KL])
 
 
 def joined(*labels: str) -> str:
-    """Labels as one text, as vLLM transports them."""
+    """Labels as one string, as vLLM transports them."""
     return "|".join(labels)
 
 
 class ShadowPromMetrics:
-    """The metrics `vllm:cacheblend_shadow*`.
-
-    Args:
-        metric_types: vLLM's own kinds of counters, gauges and histograms.
-        labelnames: of vLLM's labels.
-    """
+    """The metrics `vllm:cacheblend_shadow*`, of vLLM's own kinds of counters, gauges and histograms."""
 
     def __init__(self, metric_types: dict[Any, Any], labelnames: list[str]) -> None:
         def make(kind: Any, name: str, labels: tuple[str, ...], words: str, **options: Any) -> Any:
@@ -52,7 +47,7 @@ class ShadowPromMetrics:
         self._kl = make(Histogram, KL, WHOSE, SHADOW_KL, buckets=list(KL_BUCKETS))
 
     def observe(self, name: str, found: dict[str, Any], labels: list[object]) -> None:
-        """Takes what has come of one of `NAMES` in a step; `labels` are vLLM's."""
+        """Adds a step's values of one of `NAMES`; `labels` are vLLM's."""
         for text, value in found.items():
             every = [*labels, *(text.split("|") if text else ())]
             if name in self._counters:

@@ -33,16 +33,7 @@ PREEMPTED = "preempted"
 
 @dataclass(eq=False)
 class Drawn:
-    """A request whose answer will be compared.
-
-    Attributes:
-        request: vLLM's.
-        labels: of its figures.
-        step: of the floor; None: the request names a ratio or a selector.
-        block_ids: of its prompt, for each group of KV cache.
-        preemptions: how often it had been preempted when its prompt was provided.
-        adapter: that it has; None: none.
-    """
+    """A request whose answer will be compared. `step` is the floor's; None: the request names a ratio or a selector."""
 
     request: Any
     labels: Labels
@@ -58,8 +49,8 @@ class AnswerDraws:
     Args:
         watch: draws, and takes the results; None: nothing is checked.
         counts: get the figures.
-        window: rows that a sliding window has; a longer prompt with its answer is not compared, since vLLM frees
-            blocks that the window has passed. None: there is no window.
+        window: rows of a sliding window; a longer prompt with its answer is not compared, since vLLM frees blocks that
+            the window has passed. None: there is no window.
     """
 
     def __init__(self, watch: ShadowWatch | None, counts: Counts, window: int | None = None) -> None:
@@ -81,14 +72,14 @@ class AnswerDraws:
 
     @property
     def is_busy(self) -> bool:
-        """There is something to compute, and vLLM has not been idle for long."""
+        """Whether there is something to compute, and vLLM has not been idle for long."""
         waits = bool(self._open or self._held or self._released)
         return waits and time.monotonic() - self._request_at < IDLE_S
 
     # ---- a request --------------------------------------------------------------------------------------
 
     def begin(self, tracked: Tracked) -> None:
-        """A request's prompt was provided: draws, once for each request."""
+        """Called when a request's prompt has been provided: draws, once for each request."""
         found, done, request = tracked.found, tracked.outcome, tracked.request
         if self.watch is None or found is None or done is None or done.failure or tracked.is_asked:
             return
@@ -113,13 +104,13 @@ class AnswerDraws:
         self._show_waiting()
 
     def settled(self, *, is_left_out: bool) -> None:
-        """A request's look-up is over; `is_left_out`: the floor has computed what is stored of it."""
+        """Called when a request's look-up is over; `is_left_out`: the floor has its stored tokens computed."""
         if is_left_out and self.watch is not None:
             self.watch.takes(0, 0, by_floor=True)
             self._show()
 
     def finished(self, request: Any) -> bool:
-        """A request ended, or was aborted; whether vLLM has to keep its blocks until they have been read."""
+        """Called when a request has ended or was aborted; whether vLLM has to keep its blocks until they are read."""
         drawn = self._drawn.pop(request.request_id, None)
         if drawn is None:
             return False
@@ -135,7 +126,7 @@ class AnswerDraws:
         return True
 
     def reset(self) -> None:
-        """The weights have changed: answers of the old ones are not compared with the new ones."""
+        """Drops all checks: the weights have changed."""
         self._released += [job.request_id for job in self._held]
         dropped = [*self._drawn, *(job.number for job in self._held)]
         for job in self._held:
@@ -151,7 +142,7 @@ class AnswerDraws:
     # ---- a step -----------------------------------------------------------------------------------------
 
     def fill(self, jobs: StepJobs, *, has_requests: bool) -> None:
-        """Adds to a step's jobs what is checked in it."""
+        """Adds this step's checks to its jobs."""
         if self.watch is None:
             return
         now = time.monotonic()
@@ -184,7 +175,7 @@ class AnswerDraws:
             self._show()
 
     def _next(self) -> CheckJob | None:
-        """An answer that is read in this step: an ended one, or one with as many tokens as are compared."""
+        """The answer to be read in this step: one that has ended, or has as many tokens as are compared."""
         for request_id, drawn in [*self._drawn.items()]:
             if drawn.request.num_preemptions != drawn.preemptions:  # vLLM has freed its blocks
                 del self._drawn[request_id]
@@ -218,7 +209,6 @@ class AnswerDraws:
         self._counts.put(names.WAITING, {"": len(self._drawn) + len(self._open)})
 
     def _show(self) -> None:
-        """Has the present figures reported."""
         if self.watch is None:
             return
         figures = self.watch.figures()

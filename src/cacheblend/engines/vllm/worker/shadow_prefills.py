@@ -37,11 +37,9 @@ class AnswerToCheck:
     """An answer that waits to be compared, or is.
 
     Attributes:
-        job: which one.
         first: [vocab] logits that its first token was drawn from; empty on ranks that do not sample.
         likeliest: [n] the likeliest token of each compared one; as `first`.
         prefill: the full one over prompt and answer; None until it is opened.
-        steps: runs it through its layers.
     """
 
     job: CheckJob
@@ -52,15 +50,7 @@ class AnswerToCheck:
 
 
 class AnswerChecks:
-    """The checks of one rank.
-
-    Args:
-        opener: of prefills.
-        planner: any tenant's.
-        ranks: that compute together.
-        device: of the model.
-        adapters: of the model.
-    """
+    """The checks of one rank; `planner`: any tenant's."""
 
     def __init__(
         self, opener: Opener, planner: Planner, ranks: Ranks, device: torch.device, adapters: WorkerAdapters
@@ -74,17 +64,11 @@ class AnswerChecks:
         self._seconds = 0.0
 
     def step(self, jobs: StepJobs, *, has_time: bool) -> int:
-        """What is checked in an engine step. Raises nothing.
+        """Reads, opens or computes a little in an engine step; returns the rows of a layer that it computed. Never
+        raises.
 
-        Beside requests a tile is computed whether they have left time or not: `may_check` comes as rarely as its share
-        of the time demands, and under a load that never leaves any nothing would be compared otherwise.
-
-        Args:
-            jobs: of the step.
-            has_time: prompts and chunks have left some of the step's budget.
-
-        Returns:
-            Rows of a layer that were computed for a full prefill.
+        Beside requests a tile is computed whether they have left time (`has_time`) or not: `may_check` comes as rarely
+        as its share of the time demands, and under a load that never leaves any nothing would be compared otherwise.
         """
         self._read.update(jobs.released)
         goes_on = jobs.may_check and (has_time or not jobs.is_check_free)
@@ -100,12 +84,12 @@ class AnswerChecks:
         return rows
 
     def take_read(self) -> set[str]:
-        """Requests that have ended, and whose blocks are not needed any more, since the last call."""
+        """Ended requests whose blocks are no longer needed, since the last call."""
         read, self._read = self._read, set()
         return read
 
     def take_ended(self) -> tuple[dict[int, Compared | str], float]:
-        """What has ended since the last call, see `StepReport`, and the seconds that the check took."""
+        """Results since the last call, see `StepReport`, and the seconds that the check took."""
         found, self._ended, self._seconds = (self._ended, self._seconds), {}, 0.0
         return found
 
@@ -121,7 +105,8 @@ class AnswerChecks:
         return bool(self._waiting) or self._under_way is not None
 
     def _take(self, job: CheckJob) -> None:
-        """Reads what the answer was drawn from: its rows once more, over the KV that they were computed with."""
+        """Computes the answer's rows once more, over the KV that they were computed with, for the logits it was drawn
+        from."""
         if job.is_held:
             self._read.add(job.request_id)
         if self._adapters.admits([job.adapter]) != [True]:
@@ -140,8 +125,7 @@ class AnswerChecks:
         self._waiting.append(answer)
 
     def _advance(self) -> int:
-        """Opens a full prefill, or computes a tile of a layer of it, and compares when it is done; returns the tile's
-        rows."""
+        """Opens a full prefill, or computes a tile of a layer of it, and compares when it is done; the tile's rows."""
         if self._under_way is None:
             self._under_way = self._waiting.popleft()
         answer = self._under_way
@@ -160,7 +144,7 @@ class AnswerChecks:
         return rows
 
     def _compute(self, answer: AnswerToCheck) -> Compared | None:
-        """A part of the prefill; in the end the result, None on ranks that do not sample."""
+        """Computes a part of the prefill; at its end returns the result, None on ranks that do not sample."""
         self._adapters.use(answer.job.adapter)
         if answer.prefill is None or answer.steps is None:
             answer.prefill = self._opener.full(answer.job, self._planner)
@@ -198,7 +182,7 @@ class AnswerChecks:
         let_go(error, self._device)
 
     def _now(self) -> float:
-        """A clock that a device's own work moves on, too."""
+        """A clock that includes the device's pending work."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
