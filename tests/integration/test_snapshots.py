@@ -54,16 +54,12 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
         yield opened
 
 
-def test_every_store_keeps_snapshots(store: KVStore) -> None:
-    with open_engine(tiny_model(FAMILY), store=store) as engine:
-        assert prefix_and_check(engine) == (40, [])
-
-
 def test_a_missing_snapshot_is_made_again(store: KVStore) -> None:
     """First what is in front of it is used, then nothing; the next request makes it again, and `warm` does too."""
     with open_engine(tiny_model(FAMILY), store=store, capture=True) as engine:
         kinds = engine.survey.kinds
         assert kinds.state_bytes / engine.survey.layout.block_bytes(1) > len(A)  # so there is one, at A's end
+        assert prefix_and_check(engine) == (40, [])
         assert store.delete(snapshot_of(engine))
         assert prefix_and_check(engine)[0] == 0
         assert engine.warm([A]).stored == 1

@@ -58,53 +58,39 @@ def batch_of(*jobs: Job, rows: int = 100) -> PrefillBatcher[Job]:
     return batcher
 
 
-def test_a_single_job_runs_alone() -> None:
-    assert run_all(batch_of(Job("a", 500, 50))) == [(layer, "a") for layer in range(LAYERS)]
+TURNS = [(0, "a"), (1, "a"), (0, "b"), (1, "b")]
+ONE_BY_ONE = [(layer, name) for name in "ab" for layer in range(LAYERS)]
+TOGETHER = [*TURNS, *((layer, "ab") for layer in range(2, LAYERS))]
 
 
-def test_the_next_job_joins_after_the_selection() -> None:
-    steps = run_all(batch_of(Job("a", 500, 50), Job("b", 400, 40)))
-    assert steps == [(0, "a"), (1, "a"), (0, "b"), (1, "b"), *((layer, "ab") for layer in range(2, LAYERS))]
+@pytest.mark.parametrize(
+    ("jobs", "late", "steps"),
+    [
+        ([("a", 500, 50)], {}, ONE_BY_ONE[:LAYERS]),
+        ([("a", 500, 50), ("b", 400, 40)], {}, TOGETHER),
+        ([("a", 500, 60), ("b", 400, 10)], {}, ONE_BY_ONE),
+        ([("a", 500, 10)], {3: ("b", 500, 10)}, ONE_BY_ONE),
+        ([("a", 500, 10), ("b", 600, 99)], {}, [*TURNS, *((n, name) for name in "ab" for n in range(2, LAYERS))]),
+    ],
+    ids=["alone", "joins behind the selection", "no capacity", "late", "more rows than estimated"],
+)
+def test_the_order_of_jobs(
+    jobs: list[tuple[str, int, int]], late: dict[int, tuple[str, int, int]], steps: list[tuple[int, str]]
+) -> None:
+    later = {number: Job(*job) for number, job in late.items()}
+    assert run_all(batch_of(*(Job(*job) for job in jobs)), later) == steps
 
 
-def test_a_job_without_capacity_waits_until_the_batch_is_done() -> None:
-    steps = run_all(batch_of(Job("a", 500, 60), Job("b", 400, 10)))
-    assert [names for _, names in steps] == ["a"] * LAYERS + ["b"] * LAYERS
-
-
-def test_a_late_job_does_not_delay_running_jobs() -> None:
-    steps = run_all(batch_of(Job("a", 500, 10)), {3: Job("b", 500, 10)})
-    assert [names for _, names in steps] == ["a"] * LAYERS + ["b"] * LAYERS
-
-
-def test_a_restarted_job_does_not_delay_the_oldest_job() -> None:
-    a, b = Job("a", 500, 10), Job("b", 500, 10)
-    batcher = batch_of(a, b)
-    while a.layer < 4:
+@pytest.mark.parametrize(("lost", "names"), [("b", ["a"] * 2 + ["b"] * LAYERS), ("a", ["a"] * 4 + ["ab"] * 2)])
+def test_a_restarted_job_does_not_delay_the_oldest_job(lost: str, names: list[str]) -> None:
+    """Which, itself restarted, is batched with the others again."""
+    jobs = {name: Job(name, 500, 10) for name in "ab"}
+    batcher = batch_of(*jobs.values())
+    while jobs["a"].layer < 4:
         for job in batcher.next():
             job.layer += 1
-    b.layer = 0  # lost a block
-    assert [names for _, names in run_all(batcher)] == ["a"] * 2 + ["b"] * LAYERS
-
-
-def test_a_restarted_oldest_job_is_batched_with_the_others_again() -> None:
-    a, b = Job("a", 500, 10), Job("b", 500, 10)
-    batcher = batch_of(a, b)
-    while a.layer < 4:
-        for job in batcher.next():
-            job.layer += 1
-    a.layer = 0
-    assert [names for _, names in run_all(batcher)] == ["a"] * 4 + ["ab"] * 2
-
-
-def test_a_job_with_more_rows_than_estimated_waits_for_the_oldest_job() -> None:
-    steps = run_all(batch_of(Job("a", 500, 10), Job("b", 600, 99)))
-    assert steps == [
-        *((layer, "a") for layer in range(2)),
-        *((layer, "b") for layer in range(2)),
-        *((layer, "a") for layer in range(2, LAYERS)),
-        *((layer, "b") for layer in range(2, LAYERS)),
-    ]
+    jobs[lost].layer = 0
+    assert [each for _, each in run_all(batcher)] == names
 
 
 def test_removed_jobs_no_longer_run() -> None:

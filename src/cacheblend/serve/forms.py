@@ -5,8 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, StringConstraints, model_validator
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.engines.hf.grammar import Grammar
-from cacheblend.engines.hf.grammar_schema import check_depth
+from cacheblend.engines.hf.grammar import Grammar, check_depth
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.fields import Closed
 

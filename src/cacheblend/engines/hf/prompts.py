@@ -90,20 +90,17 @@ class PromptReader:
         Raises:
             InvalidInputError: texts without a tokenizer, or a lone surrogate in a text or title.
         """
-        return [self._segment(part, f"chunk {number}") for number, part in enumerate(_as_list(chunks), 1)]
-
-    def check_stop(self, stop: Sequence[str]) -> None:
-        """Raises `InvalidInputError` for stop texts that nobody could find."""
-        if stop and self.builder is None:
-            raise InvalidInputError("without a tokenizer the engine cannot find stop texts; use stop_token_ids")
-
-    def _segment(self, part: PassageLike | Segment, where: str) -> Segment:
-        if isinstance(part, Segment):
-            check_encodable(part.label, f"{where}: the label")
-            return chunk(part.stored_ids, part.label)  # of a part, the whole chunk is what is stored
-        if self.builder is None:
-            raise InvalidInputError("this engine has no tokenizer: pass chunks as segments of token ids")
-        return self.builder.passage(Passage.of(part, where), where)
+        found = []
+        for number, part in enumerate(_as_list(chunks), 1):
+            where = f"chunk {number}"
+            if isinstance(part, Segment):
+                check_encodable(part.label, f"{where}: the label")
+                found.append(chunk(part.stored_ids, part.label))  # of a part, the whole chunk is what is stored
+            elif self.builder is None:
+                raise InvalidInputError("this engine has no tokenizer: pass chunks as segments of token ids")
+            else:
+                found.append(self.builder.passage(Passage.of(part, where), where))
+        return found
 
     def _needed_builder(self) -> PromptBuilder:
         if self.builder is None:
@@ -123,11 +120,6 @@ def _as_list(values: Any) -> list[Any]:
 
 
 def _parts_of(parts: object) -> list[Any]:
-    """A prompt's parts.
-
-    Raises:
-        InvalidInputError: it is nothing that has parts.
-    """
     if Passage.is_like(parts):
         return [parts]
     if _is_message(parts):
@@ -155,33 +147,30 @@ def _is_message(part: object) -> bool:
 
 
 def _messages(messages: Any) -> list[Message]:
-    """Messages with contents that are texts, or parts ``{"type": "text" or "chunk", "text"}``.
-
-    Raises:
-        InvalidInputError: one is no message; it is named by its number.
-    """
+    """Messages with contents that are texts, or parts ``{"type": "text" or "chunk", "text"}``."""
     wanted = 'messages are a list of {"role": ..., "content": ...}'
     if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
         raise InvalidInputError(f"{wanted}, got {shown(messages)}")
     given = list(messages)
     if given and all(isinstance(each, list | tuple) for each in given):
         raise InvalidInputError(f"{wanted}, got {len(given)} lists: make a prompt of each, for generate_batch")
-    return [_message(message, f"message {number}", wanted) for number, message in enumerate(given, 1)]
-
-
-def _message(message: Any, where: str, wanted: str) -> Message:
-    if not isinstance(message, Mapping):
-        raise InvalidInputError(f"{wanted}, {where} is {shown(message)}")
-    if not isinstance(message.get("role"), str):
-        raise InvalidInputError(f"{where} has no role, user, assistant or system: {shown(message)}")
-    if len(message) == 1:
-        raise InvalidInputError(f"{where} has no content: {shown(message)}")
-    content = message.get("content")
-    if isinstance(content, list | tuple):
-        return {**message, "content": [_content_part(part) for part in content]}
-    if content is not None and not isinstance(content, str):
-        raise InvalidInputError(f"the content of {where} must be a text or a list of parts, got {shown(content)}")
-    return dict(message)
+    read: list[Message] = []
+    for number, message in enumerate(given, 1):
+        where = f"message {number}"
+        if not isinstance(message, Mapping):
+            raise InvalidInputError(f"{wanted}, {where} is {shown(message)}")
+        if not isinstance(message.get("role"), str):
+            raise InvalidInputError(f"{where} has no role, user, assistant or system: {shown(message)}")
+        if len(message) == 1:
+            raise InvalidInputError(f"{where} has no content: {shown(message)}")
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            read.append({**message, "content": [_content_part(part) for part in content]})
+        elif content is None or isinstance(content, str):
+            read.append(dict(message))
+        else:
+            raise InvalidInputError(f"the content of {where} must be a text or a list of parts, got {shown(content)}")
+    return read
 
 
 def _content_part(part: object) -> object:

@@ -1,7 +1,7 @@
-"""What the engine returns: a request in progress, pieces of its answer, and the finished answer."""
+"""What the engine returns: a request in progress, pieces of its answer as text, and the finished answer."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cacheblend.core.fuse.result import PrefillResult
@@ -9,8 +9,8 @@ from cacheblend.core.report import BlendReport
 from cacheblend.engines.hf.ambient import without_ambient
 from cacheblend.engines.hf.decode import Decoding, compute_logits
 from cacheblend.engines.hf.shadow_check import WatchedAnswer
-from cacheblend.engines.hf.text_stream import TextStream
 from cacheblend.engines.hf.view import ModelView
+from cacheblend.engines.tokens.detokenizer import Detokenizer
 
 
 @dataclass(frozen=True)
@@ -38,22 +38,82 @@ class Delta:
     answer: Answer | None = None
 
 
+class TextStream:
+    """Streams the text of an answer without incomplete characters and without parts of a stop text.
+
+    Args:
+        detokenizer: turns ids into text; None: answers have none.
+        stop: texts that end the answer.
+
+    Attributes:
+        stopped: True once a stop text was found.
+    """
+
+    def __init__(self, detokenizer: Detokenizer | None, stop: Sequence[str] = ()) -> None:
+        self._detokenizer, self._stop = detokenizer, stop
+        self._sent: list[str] = []
+        self._held = ""  # settled, but may begin a stop text
+        self._tail = ""  # may change
+        self.stopped = False
+
+    @property
+    def text(self) -> str:
+        """The text of all tokens so far, cut at a stop text."""
+        return "".join(self._sent) + self._held + self._tail
+
+    def push(self, token_id: int) -> str:
+        """Adds a token; returns the new text that later tokens cannot change."""
+        if self._detokenizer is None or self.stopped:
+            return ""
+        self._held += self._detokenizer.push(token_id)
+        self._tail = self._detokenizer.tail
+        return self._send(final=False)
+
+    def finish(self) -> str:
+        """Returns the text that was held back."""
+        if self._detokenizer is None or self.stopped:
+            return ""
+        self._held += self._detokenizer.finish()
+        self._tail = ""
+        return self._send(final=True)
+
+    def _send(self, final: bool) -> str:
+        """Sends what is settled. A stop text cannot begin in what was sent before."""
+        seen = self._held + self._tail
+        found = [at for at in map(seen.find, self._stop) if at >= 0]
+        if found:
+            self._held, self._tail, self.stopped = seen[: min(found)], "", True
+        certain = len(self._held) if final or self.stopped else self._certain()
+        new, self._held = self._held[:certain], self._held[certain:]
+        self._sent.append(new)
+        return new
+
+    def _certain(self) -> int:
+        """Characters in front of the longest end that may begin a stop text, whatever the tail becomes."""
+        held = self._held
+        longest = min(len(held), max(map(len, self._stop), default=1) - 1)
+        for at in range(len(held) - longest, len(held)):
+            if any(stop.startswith(held[at:]) and stop != held[at:] for stop in self._stop):
+                return at
+        return len(held)
+
+
 @without_ambient
 class Request:
     """A prompt after its prefill; `step` generates its tokens. Always call `finish` at the end, or use `with`.
 
     Args:
-        view: view of the model.
-        decoding: decoding state of the answer.
-        result: result of the prefill.
-        started: time at which the request was started, by `time.perf_counter`.
+        view: of the model.
+        decoding: of the answer.
+        result: of the prefill.
+        started: by `time.perf_counter`.
         store_missed: stores what the prefill missed; called after the first token, so as not to delay it.
         end: called once, by `finish`.
         watched: takes the answer's tokens, to be compared later; None: it is not compared.
 
     Attributes:
-        report: report of the request so far.
-        token_ids: tokens of the answer so far.
+        report: of the request so far.
+        token_ids: of the answer so far.
         to_store: result of the prefill, until it has been passed to `store_missed`; None afterwards.
     """
 
@@ -98,7 +158,10 @@ class Request:
             if new:
                 yield Delta(new)
         tail = text.finish()
-        yield Delta(tail, self._answer(text))
+        self.report.total_s = time.perf_counter() - self._started
+        self.report.generated_tokens = len(self.token_ids)
+        reason = "stop" if text.stopped else self._decoding.sampler.finish_reason or "stop"
+        yield Delta(tail, Answer(text.text, list(self.token_ids), reason, self.report))
 
     def finish(self) -> None:
         """Ends the request, so that missed chunks can be captured. Idempotent."""
@@ -114,13 +177,6 @@ class Request:
 
     def __exit__(self, *_: object) -> None:
         self.finish()
-
-    def _answer(self, text: TextStream) -> Answer:
-        """The answer as generated so far; completes the report."""
-        self.report.total_s = time.perf_counter() - self._started
-        self.report.generated_tokens = len(self.token_ids)
-        reason = "stop" if text.stopped else self._decoding.sampler.finish_reason or "stop"
-        return Answer(text.text, list(self.token_ids), reason, self.report)
 
     def _take_stored(self) -> None:
         result, self.to_store = self.to_store, None

@@ -100,19 +100,8 @@ class LayerCall:
     kwargs: dict[str, Any]
 
 
-def _tapped(call: LayerCall) -> LayerCall:
-    """The same call of a layer with latent attention, with a tap in the cache's place that its attention knows too."""
-    tap = LatentTap()
-    kwargs = {name: _with_tap(value, tap) for name, value in call.kwargs.items()}
-    return LayerCall(tuple(_with_tap(value, tap) for value in call.args), {**kwargs, "past_key_values": tap})
-
-
-def _with_tap(value: Any, tap: LatentTap) -> Any:
-    return replace(value, tap=tap) if isinstance(value, LayerMask) else value
-
-
 class _AllLayersSeenError(Exception):
-    """Raised to end a shell's forward after the last layer."""
+    """Ends a shell's forward after the last layer."""
 
 
 class _Stub(nn.Module):
@@ -152,9 +141,6 @@ class _Shell:
 class ModelView:
     """A view of a causal language model whose layers can be run one at a time.
 
-    Args:
-        model: a transformers causal language model.
-
     Attributes:
         latent: for each layer, its module that attends over latents; None where keys and values are cached per head.
         recurrent: layers that keep a state; found by the survey.
@@ -185,9 +171,7 @@ class ModelView:
     def open(self, token_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[LayerCall]]:
         """Embeds the rows: the first layer's input [1, n, width], and the arguments of each layer.
 
-        Args:
-            token_ids: [n] int64 on the model's device.
-            positions: [n] int64 on the model's device, in any order.
+        `token_ids` and `positions`, in any order, are [n] int64 on the model's device.
         """
         shell = _Shell(self, None)
         with contextlib.suppress(_AllLayersSeenError):
@@ -201,17 +185,16 @@ class ModelView:
     def run_layer(
         self, index: int, hidden: torch.Tensor, call: LayerCall, state: LayerState | None = None
     ) -> torch.Tensor:
-        """The layer's output [n, width] for hidden states [n, width].
+        """The layer's output [n, width] for hidden states [n, width] and the layer's arguments for these rows.
 
-        Args:
-            index: of the layer.
-            hidden: of the rows.
-            call: the layer's arguments for these rows.
-            state: of a recurrent layer in front of the rows, which then are in order and without gaps; it is changed to
-                that behind them. None: the layer keeps none.
+        `state`: of a recurrent layer in front of the rows, which then are in order and without gaps; it is changed to
+        that behind them. None: the layer keeps none.
         """
-        if self.latent[index] is not None:
-            call = _tapped(call)
+        if self.latent[index] is not None:  # a tap in the cache's place, which the attention knows too
+            latent_tap = LatentTap()
+            args = tuple(_with_tap(value, latent_tap) for value in call.args)
+            kwargs = {name: _with_tap(value, latent_tap) for name, value in call.kwargs.items()}
+            call = LayerCall(args, {**kwargs, "past_key_values": latent_tap})
         elif state is not None:
             tap = StateTap(state)
             call = LayerCall(call.args, {n: tap if n in CACHE_ARGUMENTS else v for n, v in call.kwargs.items()})
@@ -222,11 +205,9 @@ class ModelView:
         return output[0]
 
     def close(self, hidden: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Computes logits [n, vocab] with the model's own norm and head.
+        """Logits [n, vocab] by the model's own norm and head.
 
-        Args:
-            hidden: the last layer's output for these rows, [n, width].
-            token_ids, positions: token ids and positions of the rows, [n] each.
+        `hidden`: the last layer's output for the rows, [n, width]; `token_ids` and `positions` are theirs, [n] each.
         """
         shell = _Shell(self, (hidden[:, None],) if self._layers_give_tuples else hidden[:, None])
         with self.threads.layer():
@@ -248,8 +229,12 @@ class ModelView:
             shell.model = None  # its stubs know the shell: as a cycle, both would keep the rows until a collection
 
 
+def _with_tap(value: Any, tap: LatentTap) -> Any:
+    return replace(value, tap=tap) if isinstance(value, LayerMask) else value
+
+
 def _find_layers(model: PreTrainedModel) -> str:
-    """Finds the module path of the list of decoder layers."""
+    """The module path of the list of decoder layers."""
     config = model.config.get_text_config(decoder=True)
     count = getattr(config, "num_hidden_layers", None)
     found: list[str] = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
@@ -273,9 +258,8 @@ def _find_layers(model: PreTrainedModel) -> str:
 
 
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the module tree that keeps its mode and its active adapters, whatever the model is switched to.
-
-    Parameters and buffers are shared.
+    """A copy of the module tree that keeps its mode and its active adapters, whatever the model is switched to;
+    parameters and buffers are shared.
     """
     frozen: PreTrainedModel = _twin(model, {}, None)
     return frozen
