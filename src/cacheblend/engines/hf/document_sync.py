@@ -34,8 +34,8 @@ from cacheblend.store.documents import DamagedRecord, DocumentRecord, document_n
 
 if TYPE_CHECKING:
     from cacheblend.engines.hf.engine import BlendEngine
-    from cacheblend.engines.hf.prefiller import ModelState
     from cacheblend.engines.hf.prompts import PromptLike
+    from cacheblend.engines.hf.state import ModelState
 
 Progress = Callable[[int], None]
 """Called with the number of documents done."""

@@ -9,6 +9,7 @@ arguments of each layer, and return the last layer's output where logits are nee
 import contextlib
 import copy
 import re
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -105,37 +106,47 @@ class _AllLayersSeenError(Exception):
 
 
 class _Stub(nn.Module):
-    """Replaces a layer in the shell; all attributes except `forward` are the layer's own."""
+    """Replaces a layer in shells; all attributes except `forward` are the layer's own.
 
-    def __init__(self, layer: nn.Module, shell: "_Shell", index: int) -> None:
+    Made once for all shells, which takes longer than a shell's whole forward; so that of the calling thread is asked.
+    """
+
+    def __init__(self, layer: nn.Module, index: int, running: threading.local) -> None:
         super().__init__()
-        self.__dict__.update({"_layer": layer, "_shell": shell, "_index": index})
+        self.__dict__.update({"_layer": layer, "_index": index, "_running": running})
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_layer"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._shell.visit(self._index, args, kwargs)
+        return self._running.shell.visit(self._index, args, kwargs)
+
+
+class _Stubs(nn.ModuleList):
+    """Of all layers; models take a slice of them in each forward, which would be a new list."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return self if index == slice(None, len(self)) else super().__getitem__(index)
 
 
 class _Shell:
-    """The model's forward with stubs instead of layers; one per call, so that concurrent calls share no state."""
+    """What the stubs have seen in one forward of the model, and what they give for it."""
 
-    def __init__(self, view: "ModelView", output: Any) -> None:
+    def __init__(self, num_layers: int, output: Any) -> None:
         self.calls: list[LayerCall] = []
         self.first_hidden: torch.Tensor | None = None
-        self._output, self._num_layers = output, len(view.layers)
-        stubs = nn.ModuleList(_Stub(layer, self, i) for i, layer in enumerate(view.layers))
-        self.model: Any = _with_child(view.model, view.layers_path, stubs)
+        self._output, self._num_layers = output, num_layers
 
     def visit(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._output is not None:
+            return self._output
         kwargs = dict(kwargs)
         hidden = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
         self.first_hidden = hidden if self.first_hidden is None else self.first_hidden
         self.calls.append(LayerCall(args[1:], kwargs))
-        if index == self._num_layers - 1 and self._output is None:
+        if index == self._num_layers - 1:
             raise _AllLayersSeenError
-        return hidden if self._output is None else self._output
+        return hidden
 
 
 class ModelView:
@@ -157,6 +168,8 @@ class ModelView:
         self.layers: Sequence[nn.Module] = list(self.model.get_submodule(self.layers_path))
         if model.device.type == "cuda":
             run_norms_in_one_call(self.layers)
+        self._running = threading.local()  # has the shell of the forward that a thread runs
+        self._stubs = _Stubs(_Stub(layer, i, self._running) for i, layer in enumerate(self.layers))
         self.latent: Sequence[Any] = [latent_attention(layer) for layer in self.layers]
         self._called: Sequence[Callable[..., Any]] = self.layers
         self._layers_give_tuples = False
@@ -173,7 +186,7 @@ class ModelView:
 
         `token_ids` and `positions`, in any order, are [n] int64 on the model's device.
         """
-        shell = _Shell(self, None)
+        shell = _Shell(len(self.layers), None)
         with contextlib.suppress(_AllLayersSeenError):
             self._run(shell, token_ids[None], positions[None])
         if shell.first_hidden is None or len(shell.calls) != len(self.layers):
@@ -209,24 +222,27 @@ class ModelView:
 
         `hidden`: the last layer's output for the rows, [n, width]; `token_ids` and `positions` are theirs, [n] each.
         """
-        shell = _Shell(self, (hidden[:, None],) if self._layers_give_tuples else hidden[:, None])
+        shell = _Shell(len(self.layers), (hidden[:, None],) if self._layers_give_tuples else hidden[:, None])
         with self.threads.layer():
             logits: torch.Tensor = self._run(shell, token_ids[:, None], positions[:, None]).logits[:, 0]
         return logits
 
-    @staticmethod
-    def _run(shell: _Shell, token_ids: torch.Tensor, positions: torch.Tensor) -> Any:
-        """The shell's output for ids and positions, [sequences, rows] each.
+    def _run(self, shell: _Shell, token_ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        """The model's output for ids and positions, [sequences, rows] each, with the shell's instead of the layers'.
 
         The mask says that no row is padding. Without one, transformers looks in the positions for sequences that are
         packed into one: rows at positions that are not consecutive would be masked from each other, and the host would
         wait for the device once a mask.
         """
         everything = torch.ones(token_ids.shape, dtype=torch.bool, device=token_ids.device)
+        model = _with_child(
+            self.model, self.layers_path, self._stubs
+        )  # its own: what forwards note, no other call sees
+        self._running.shell = shell
         try:
-            return shell.model(input_ids=token_ids, attention_mask=everything, position_ids=positions, use_cache=False)
+            return model(input_ids=token_ids, attention_mask=everything, position_ids=positions, use_cache=False)
         finally:
-            shell.model = None  # its stubs know the shell: as a cycle, both would keep the rows until a collection
+            self._running.shell = None  # it keeps the rows
 
 
 def _with_tap(value: Any, tap: LatentTap) -> Any:

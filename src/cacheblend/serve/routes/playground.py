@@ -25,8 +25,9 @@ from cacheblend.core.select.recorder import Recorded
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf import BlendEngine, Passage
 from cacheblend.engines.hf.baselines import agreement, full_recompute
-from cacheblend.engines.hf.prefiller import Mode, ModelState
+from cacheblend.engines.hf.prefiller import Mode
 from cacheblend.engines.hf.shadow_check import ShadowCheck
+from cacheblend.engines.hf.state import ModelState
 from cacheblend.engines.settings import PROFILE_NAME, read_profile
 from cacheblend.nano import model_path
 from cacheblend.nano.examples import EXAMPLES, answer_of, notes
