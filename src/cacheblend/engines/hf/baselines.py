@@ -38,7 +38,7 @@ class FirstToken:
         logits: [vocab] at the prompt's last position.
         ttft_s: seconds until the logits are computed.
         row_layers: rows times layers computed.
-        kv: KV cache of the prompt, as decoding takes it; None if the method keeps none.
+        kv: of the prompt, as decoding takes it; None if the method keeps none.
         report: set by the methods that load stored KV.
         states: of recurrent layers behind the prompt, beside a list as `kv`.
     """
@@ -179,15 +179,8 @@ def _plain(engine: BlendEngine, prompt: Prompt, cache: DynamicCache, *, known: i
 class PlainDecoding:
     """Decodes one sequence with transformers' own forward and cache, one token per `step`.
 
-    Args:
-        model: the loaded model.
-        kv: the prompt's KV, one entry per layer, or a filled transformers cache. A list is moved into such a cache
-            after the first token, and emptied.
-        prompt_ids, logits, params, eos_ids: see `Sampler`.
-        states: of recurrent layers, beside a list as `kv`.
-
-    Attributes:
-        sampler: of the answer.
+    `kv` has one entry per layer, or is a filled transformers cache; a list is moved into such a cache after the first
+    token, and emptied. `states` are those of recurrent layers, beside a list. The others are as for `Sampler`.
     """
 
     def __init__(

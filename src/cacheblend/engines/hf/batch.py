@@ -35,16 +35,13 @@ class BatchError(CacheBlendError):
 def answer_all(
     scheduler: Scheduler, prompts: Iterable[PromptLike], ask_of: Callable[[PromptLike, int], Ask], waiting: int
 ) -> list[Answer]:
-    """The answers to prompts, in order.
+    """The answers to prompts, in order; raises `BatchError` if some could not be answered, after all others were.
 
     Args:
         scheduler: without a thread; closed at the end.
         prompts: read one at a time.
         ask_of: makes a request of a prompt and its place.
         waiting: prompts that are read ahead.
-
-    Raises:
-        BatchError: some prompts could not be answered, after all others were.
     """
     answers: list[Answer | None] = []
     errors: dict[int, Exception] = {}

@@ -9,7 +9,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -38,7 +37,7 @@ from cacheblend.engines.hf.decode import Decoding
 from cacheblend.engines.hf.discovery import open_unmarked
 from cacheblend.engines.hf.grammars import Grammars
 from cacheblend.engines.hf.model_loader import open_folder
-from cacheblend.engines.hf.prefiller import Mode, ModelState, Prefiller
+from cacheblend.engines.hf.prefiller import Mode, Prefiller
 from cacheblend.engines.hf.prompts import PassageLike, PromptLike, PromptReader
 from cacheblend.engines.hf.request import Answer, Delta, Request, TextStream
 from cacheblend.engines.hf.sampling import (
@@ -49,8 +48,7 @@ from cacheblend.engines.hf.sampling import (
     sampling_of,
 )
 from cacheblend.engines.hf.scheduler import Scheduler
-from cacheblend.engines.hf.shadow_check import WatchedAnswer
-from cacheblend.engines.hf.state import FollowedModel
+from cacheblend.engines.hf.state import FollowedModel, ModelState
 from cacheblend.engines.hf.survey import survey_model
 from cacheblend.engines.hf.tickets import Ask, Limits
 from cacheblend.engines.hf.warmup import ChunkWarmer, Progress
@@ -136,6 +134,7 @@ class BlendEngine(FollowedModel):
         self.grammars = Grammars(tokenizer, survey.vocab_size, self.eos_ids)
         self._listing, self.discovery = unmarked = open_unmarked(self.store, self.config, planner.anchor)
         self._warmer = ChunkWarmer(model, self.store, self.config, self.background, name, self.adapters, *unmarked)
+        self._after_request = self._warmer.after_request
 
     @staticmethod
     def from_pretrained(
@@ -360,8 +359,7 @@ class BlendEngine(FollowedModel):
         except BaseException:
             self.background.end_request()
             raise
-        view = state.survey.view
-        return Request(view, decoding, result, started, self.store_missed, partial(self._end, watched), watched)
+        return Request(self, state.survey.view, decoding, result, started, watched)
 
     def _ask(self, prompt: PromptLike, params: SamplingParams, ratio: float | None) -> Ask:
         """A request of what `start` and `generate_batch` take."""
@@ -417,13 +415,6 @@ class BlendEngine(FollowedModel):
 
         scheduler = Scheduler(self, Limits(active=concurrency, waiting=concurrency), has_thread=False)
         return answer_all(scheduler, prompts, ask_of, concurrency)
-
-    def _end(self, watched: WatchedAnswer | None) -> None:
-        try:
-            if watched is not None and self.shadow is not None:
-                self.shadow.submit(watched)
-        finally:
-            self.background.end_request()
 
     def prefill(
         self,

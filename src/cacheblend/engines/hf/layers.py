@@ -33,19 +33,15 @@ class OfRows:
 
 
 class HfLayerRunner:
-    """Runs the layers for one prompt. Row i has the token `token_ids[i]` at `positions[i]`.
+    """Runs the layers for one prompt. Row i has the token `token_ids[i]` at `positions[i]`, [rows] int64 each.
 
     Args:
-        view: view of the model.
-        token_ids: [rows] int64 on the model's device.
-        positions: [rows] int64, best on the model's device too.
+        view: of the model.
+        token_ids: on the model's device.
+        positions: best on the model's device, too.
         states: of recurrent layers in front of the first row, which the runner goes on from and changes; None: there
             are no rows in front.
-        cuts: numbers of rows behind which the states are copied; tiles end there.
-
-    Attributes:
-        states: of recurrent layers, behind the rows that each has computed.
-        snapshots: copies of the states, by the number of rows in front.
+        cuts: numbers of rows behind which the states are copied (`snapshots`); tiles end there.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -14,7 +14,6 @@ import torch
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.cost.controller import GIVEN_UP, Controller, Decision
-from cacheblend.core.errors import ModelChangedError
 from cacheblend.core.failures import count_failure
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions
 from cacheblend.core.fuse.result import PrefillResult
@@ -32,14 +31,12 @@ from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.selectors import AllRows, NoRows, Selector
 from cacheblend.engines.cost_model import floor_of
-from cacheblend.engines.hf.adapter_watch import Adapted
 from cacheblend.engines.hf.ambient import without_ambient
 from cacheblend.engines.hf.compilation import compile_layers
 from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.engines.hf.recurrent import LayerKinds, Resuming
-from cacheblend.engines.hf.survey import Survey, survey_model
+from cacheblend.engines.hf.survey import Survey
 from cacheblend.engines.hf.thread_count import ThreadCount
-from cacheblend.engines.identity import ModelIdentity
 from cacheblend.store import KVStore
 
 
@@ -129,16 +126,8 @@ class HfPrefill(BlendedPrefill):
 class Prefiller:
     """Opens prefills on one model and one store.
 
-    Args:
-        survey: of the model.
-        store: the store to load KV from.
-        config: the blend configuration.
-        controller: decides which stored blocks are loaded; None: all of them.
-        device: the model's device.
-        sentence_end_ids: returns the ids of the tokens that end a sentence; called if a selector uses the question.
-
-    Attributes:
-        late_tiers: of the store, that are passed over for a while.
+    A `controller` decides which stored blocks are loaded; None: all of them. `sentence_end_ids` is called if a selector
+    uses the question. `late_tiers` are those of the store that are passed over for a while.
     """
 
     def __init__(
@@ -346,48 +335,3 @@ class Prefiller:
             prefill.advance()
             self.synchronize()
             self._pace.learn(rows, time.perf_counter() - started)
-
-
-@dataclass(frozen=True)
-class ModelState:
-    """A model with certain adapters in effect, and the names of what it computes.
-
-    It never changes: after a switch an engine has another one. Who keeps one for as long as a request takes computes
-    with the adapters by which its blocks are named, whichever the model is switched to meanwhile.
-
-    Attributes:
-        adapted: a frozen copy of the caller's model, for plain forwards, and the version of its adapters.
-        survey: of that copy.
-        identity: what blocks are named by.
-        planner: of the tenant ``""``.
-        prefiller: opens prefills on the survey's view.
-        config: how to blend.
-    """
-
-    adapted: Adapted
-    survey: Survey
-    identity: ModelIdentity
-    planner: Planner
-    prefiller: Prefiller
-    config: BlendConfig
-
-    def planner_of(self, tenant: str) -> Planner:
-        """The planner of a tenant; what one tenant stored no other finds."""
-        return self.identity.planner(self.config, tenant) if tenant else self.planner
-
-    def renewed(self, adapted: Adapted) -> "ModelState":
-        """The same model with other adapters or weights, which are surveyed anew.
-
-        Raises:
-            ModelChangedError: its KV has another dtype or shape.
-        """
-        survey = survey_model(adapted.model)
-        if survey.layout != self.survey.layout:
-            raise ModelChangedError(
-                f"the model's KV is of {survey.layout.dtype} now, and was of {self.survey.layout.dtype} and "
-                f"{self.survey.layout.block_bytes(1)} bytes a token when the engine was opened; open another one on it"
-            )
-        identity = replace(self.identity, adapters=adapted.digest)
-        return ModelState(
-            adapted, survey, identity, identity.planner(self.config), self.prefiller.of(survey), self.config
-        )

@@ -19,11 +19,11 @@ PromptLike = Prompt | str | Sequence[PassageLike] | Sequence[Message]
 
 
 class PromptReader:
-    """Makes prompts for one model.
+    """Makes prompts for one model, whose limits every prompt is checked against.
 
     Args:
         tokenizer: the model's; None: prompts and chunks are token ids only.
-        survey: of the model, whose limits every prompt is checked against.
+        survey: of the model.
         sentence_end_ids: ids of the tokens that end a sentence; None: the tokenizer says it.
 
     Attributes:
@@ -42,15 +42,10 @@ class PromptReader:
         return self._sentence_end_ids
 
     def read(self, parts: PromptLike, *, is_one: bool = True) -> Prompt:
-        """A prompt of texts and passages, of a message list, or one that is a prompt already.
+        """A prompt of `parts`, as `BlendEngine.prompt` takes them.
 
-        Args:
-            parts: see `PromptLike`; whatever `Passage.of` takes is a passage, but for texts, which are plain text.
-            is_one: several texts without a passage are one prompt; False: they may as well be several prompts, and are
-                refused.
-
-        Raises:
-            InvalidInputError: it cannot be made, or ids or length are outside the model's limits.
+        `is_one`: several texts without a passage are one prompt; False: they may as well be several prompts, and are
+        refused.
         """
         if not isinstance(parts, Prompt):
             builder = self._needed_builder()
@@ -85,11 +80,7 @@ class PromptReader:
         return self.read(self._needed_builder().chat(_messages(messages), passages, **options))
 
     def segments(self, chunks: Iterable[PassageLike | Segment]) -> list[Segment]:
-        """Chunks of passages, texts, or token ids; a single one is a list of it.
-
-        Raises:
-            InvalidInputError: texts without a tokenizer, or a lone surrogate in a text or title.
-        """
+        """Chunks of passages, texts, or token ids; a single one is a list of it."""
         found = []
         for number, part in enumerate(_as_list(chunks), 1):
             where = f"chunk {number}"

@@ -251,19 +251,9 @@ class PromptStates:
 
 
 class Resuming(Recurrence):
-    """One prefill's states.
-
-    Args:
-        kinds: of the model's layers.
-        source: the store.
-        device: of the model.
-        token_bytes: bytes of a token's KV in the store.
-        chunks: stored chunks can be exact prefixes.
-
-    Attributes:
-        states: that the pass goes on from; empty at the prompt's start.
-        lost: why snapshots that were held could not be used, one line each.
-        saveable_share: see `BlendReport`.
+    """One prefill's states: those that the pass goes on from, empty at the prompt's start, and why snapshots that were
+    held could not be used (`lost`). `token_bytes` is the size of a token's KV in the store; `chunks`: stored chunks can
+    be exact prefixes.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """What the engine returns: a request in progress, pieces of its answer as text, and the finished answer."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cacheblend.core.fuse.result import PrefillResult
@@ -9,6 +9,7 @@ from cacheblend.core.report import BlendReport
 from cacheblend.engines.hf.ambient import without_ambient
 from cacheblend.engines.hf.decode import Decoding, compute_logits
 from cacheblend.engines.hf.shadow_check import WatchedAnswer
+from cacheblend.engines.hf.state import FollowedModel
 from cacheblend.engines.hf.view import ModelView
 from cacheblend.engines.tokens.detokenizer import Detokenizer
 
@@ -39,14 +40,8 @@ class Delta:
 
 
 class TextStream:
-    """Streams the text of an answer without incomplete characters and without parts of a stop text.
-
-    Args:
-        detokenizer: turns ids into text; None: answers have none.
-        stop: texts that end the answer.
-
-    Attributes:
-        stopped: True once a stop text was found.
+    """Streams the text of an answer without incomplete characters and without parts of a stop text, which ends it
+    (`stopped`). Without a detokenizer answers have none.
     """
 
     def __init__(self, detokenizer: Detokenizer | None, stop: Sequence[str] = ()) -> None:
@@ -103,34 +98,31 @@ class Request:
     """A prompt after its prefill; `step` generates its tokens. Always call `finish` at the end, or use `with`.
 
     Args:
-        view: of the model.
+        engine: is told of missed chunks after the first token, so as not to delay it, and of the request's end.
+        view: of the model that the prompt was prefilled on.
         decoding: of the answer.
         result: of the prefill.
         started: by `time.perf_counter`.
-        store_missed: stores what the prefill missed; called after the first token, so as not to delay it.
-        end: called once, by `finish`.
         watched: takes the answer's tokens, to be compared later; None: it is not compared.
 
     Attributes:
         report: of the request so far.
         token_ids: of the answer so far.
-        to_store: result of the prefill, until it has been passed to `store_missed`; None afterwards.
+        to_store: result of the prefill, until it has been passed on for storing; None afterwards.
     """
 
     def __init__(
         self,
+        engine: FollowedModel,
         view: ModelView,
         decoding: Decoding,
         result: PrefillResult,
         started: float,
-        store_missed: Callable[[PrefillResult], None],
-        end: Callable[[], None],
-        watched: WatchedAnswer | None = None,
+        watched: WatchedAnswer | None,
     ) -> None:
-        self._view, self._decoding, self._started = view, decoding, started
+        self._engine, self._view, self._decoding, self._started = engine, view, decoding, started
         self.to_store: PrefillResult | None = result
-        self._store_missed, self._end, self._watched = store_missed, end, watched
-        self._finished = False
+        self._watched, self._finished = watched, False
         self.report, self.token_ids = result.report, list[int]()
 
     @property
@@ -139,7 +131,7 @@ class Request:
         return self._decoding.sampler.finish_reason is not None
 
     def step(self) -> int:
-        """Generates the next token. After the first one, passes the prefill to `store_missed`."""
+        """Generates the next token. After the first one, passes the prefill on for storing."""
         if self.token_ids:
             self._take_stored()
         compute_logits(self._view, [self._decoding])
@@ -165,12 +157,17 @@ class Request:
 
     def finish(self) -> None:
         """Ends the request, so that missed chunks can be captured. Idempotent."""
-        if not self._finished:
-            self._finished = True
+        if self._finished:
+            return
+        self._finished = True
+        try:
+            self._take_stored()
+        finally:
             try:
-                self._take_stored()
+                if self._watched is not None and self._engine.shadow is not None:
+                    self._engine.shadow.submit(self._watched)
             finally:
-                self._end()
+                self._engine.background.end_request()
 
     def __enter__(self) -> "Request":
         return self
@@ -181,4 +178,4 @@ class Request:
     def _take_stored(self) -> None:
         result, self.to_store = self.to_store, None
         if result is not None:
-            self._store_missed(result)
+            self._engine.store_missed(result)

@@ -1,13 +1,14 @@
-"""What an engine and its schedulers do for a request on a model whose adapters may be switched meanwhile."""
+"""A model whose adapters may be switched meanwhile, and what its engine and schedulers do for a request on it."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
 from transformers import PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.errors import InvalidInputError, check_type, shown
+from cacheblend.core.errors import InvalidInputError, ModelChangedError, check_type, shown
 from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.plan.planner import Planner
@@ -16,13 +17,58 @@ from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.chunk_index import ChunkListing
 from cacheblend.engines.hf.adapter_watch import Adapted, AdapterFollower
 from cacheblend.engines.hf.background import Background
-from cacheblend.engines.hf.prefiller import Mode, ModelState, Prefiller
+from cacheblend.engines.hf.prefiller import Mode, Prefiller
 from cacheblend.engines.hf.shadow_check import Origin, ShadowCheck
-from cacheblend.engines.hf.survey import Survey
+from cacheblend.engines.hf.survey import Survey, survey_model
 from cacheblend.engines.hf.view import ModelView
-from cacheblend.engines.hf.warmup import ChunkWarmer
+from cacheblend.engines.identity import ModelIdentity
 from cacheblend.engines.settings import BlendSettings
 from cacheblend.engines.tokens import PromptBuilder
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """A model with certain adapters in effect, and the names of what it computes.
+
+    It never changes: after a switch an engine has another one. Who keeps one for as long as a request takes computes
+    with the adapters by which its blocks are named, whichever the model is switched to meanwhile.
+
+    Attributes:
+        adapted: a frozen copy of the caller's model, for plain forwards, and the version of its adapters.
+        survey: of that copy.
+        identity: what blocks are named by.
+        planner: of the tenant ``""``.
+        prefiller: opens prefills on the survey's view.
+        config: how to blend.
+    """
+
+    adapted: Adapted
+    survey: Survey
+    identity: ModelIdentity
+    planner: Planner
+    prefiller: Prefiller
+    config: BlendConfig
+
+    def planner_of(self, tenant: str) -> Planner:
+        """The planner of a tenant; what one tenant stored no other finds."""
+        return self.identity.planner(self.config, tenant) if tenant else self.planner
+
+    def renewed(self, adapted: Adapted) -> "ModelState":
+        """The same model with other adapters or weights, which are surveyed anew.
+
+        Raises:
+            ModelChangedError: its KV has another dtype or shape.
+        """
+        survey = survey_model(adapted.model)
+        if survey.layout != self.survey.layout:
+            raise ModelChangedError(
+                f"the model's KV is of {survey.layout.dtype} now, and was of {self.survey.layout.dtype} and "
+                f"{self.survey.layout.block_bytes(1)} bytes a token when the engine was opened; open another one on it"
+            )
+        identity = replace(self.identity, adapters=adapted.digest)
+        return ModelState(
+            adapted, survey, identity, identity.planner(self.config), self.prefiller.of(survey), self.config
+        )
 
 
 class FollowedModel:
@@ -41,7 +87,7 @@ class FollowedModel:
     adapters: AdapterFollower
     _state: ModelState
     _listing: ChunkListing | None
-    _warmer: ChunkWarmer
+    _after_request: Callable[..., None]  # of `ChunkWarmer`
 
     def follow(self) -> ModelState:
         """The model as it is now, after a look at its adapters; requests that have begun keep the state they have."""
@@ -145,4 +191,4 @@ class FollowedModel:
 
         Call it after the first token has been drawn.
         """
-        self._warmer.after_request(self._state, tenant, result, text=text, may_keep=may_keep)
+        self._after_request(self._state, tenant, result, text=text, may_keep=may_keep)

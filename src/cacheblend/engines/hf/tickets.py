@@ -100,15 +100,14 @@ class Ask:
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """A token of one choice.
+    """A token of one choice, whose last event has a `finish_reason`.
 
     Attributes:
         choice: index of the choice, from 0.
         text: new text that later tokens cannot change; may be empty.
-        token_id: id of the token; None for an event after the last token that carries held-back text.
-        logprob: log-probability before any penalty or temperature; None if not requested.
+        token_id: None for an event after the last token that carries held-back text.
+        logprob: before any penalty or temperature; None if not requested.
         top: (token id, log-probability) of the most likely tokens.
-        finish_reason: set in the choice's last event.
     """
 
     choice: int
@@ -121,12 +120,8 @@ class TokenEvent:
 
 @dataclass(frozen=True)
 class DoneEvent:
-    """The last event of a request.
-
-    Attributes:
-        report: None if the request failed before its first token.
-        error: why it failed; None if it did not.
-    """
+    """The last event of a request: its report, None if it failed before its first token, and why it failed, if it
+    did."""
 
     report: BlendReport | None
     error: Exception | None = None

@@ -29,8 +29,9 @@ from cacheblend.engines.discovery import Discovery
 from cacheblend.engines.hf.adapter_watch import AdapterFollower
 from cacheblend.engines.hf.background import CLOSE_S, Background
 from cacheblend.engines.hf.caches import kv_of_cache
-from cacheblend.engines.hf.prefiller import ModelState, Prefiller
+from cacheblend.engines.hf.prefiller import Prefiller
 from cacheblend.engines.hf.recurrent import SHORTEST, snapshot_blocks
+from cacheblend.engines.hf.state import ModelState
 from cacheblend.engines.hf.survey import Survey, check_mode
 from cacheblend.engines.keeper import ChunkKeeper, WarmReport
 from cacheblend.store import KVStore, WriteBehind
@@ -102,13 +103,10 @@ class ChunkWarmer:
         store: where they go.
         config: batch size and whether misses are captured.
         background: runs the work that is done after requests.
-        name: of the model, for people.
+        name: human-readable model name.
         adapters: of the model; KV computed while they change is not stored.
         listing: chunks that are stored are added to; None: nothing is found in plain text.
         discovery: learns text that recurs; None: nothing is learnt.
-
-    Attributes:
-        keeper: stores the chunks.
     """
 
     def __init__(
@@ -319,11 +317,7 @@ class ChunkWarmer:
 
     def _compute(self, jobs: Sequence[ChunkJob], state: ModelState, planner: Planner) -> list[CapturedChunk]:
         """The chunks' KV, with the adapters that the planner names: by one padded forward of the model, or by prefills
-        of their own, which note recurrent layers' states.
-
-        Raises:
-            InvalidInputError: the model is in training mode.
-            ModelChangedError: its adapters have changed.
+        of their own, which note recurrent layers' states. Raises `ModelChangedError` if the adapters have changed.
         """
         check_mode(self._model)
         captured: list[CapturedChunk] = []
