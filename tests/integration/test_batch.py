@@ -206,14 +206,16 @@ def test_whatever_fails_no_answer_is_lost_and_none_is_waited_for(
         with monkeypatch.context() as patched:
             for owner, name in draw.sample(places, draw.randint(1, 3)):
                 patched.setattr(owner, name, failing(getattr(owner, name), draw))
-            batch = Thread(PROMPTS, engine)
-            batch.start()
-            batch.join(120)
-            assert not batch.is_alive()
-        for place, (answer, tokens) in enumerate(zip(batch.answers, alone, strict=True)):
-            assert place in batch.errors if answer is None else answer.token_ids == tokens
+            batch = list[Any]()
+            thread = threading.Thread(target=lambda: batch.extend(answered(engine)), daemon=True)
+            thread.start()
+            thread.join(120)
+            assert not thread.is_alive()
+        answers, errors = batch
+        for place, (answer, tokens) in enumerate(zip(answers, alone, strict=True)):
+            assert place in errors if answer is None else answer.token_ids == tokens
         if places is AT_THE_END:
-            assert not batch.errors
+            assert not errors
         assert engine.background._requests == 0
         assert [answer.token_ids for answer in engine.generate_batch(PROMPTS, PARAMS)] == alone
         assert engine.flush(60)
@@ -229,20 +231,11 @@ def failing(real: Any, draw: random.Random) -> Any:
     return call
 
 
-class Thread(threading.Thread):
-    """Answers a batch, so that a test can tell that it does not end."""
-
-    def __init__(self, prompts: list[PromptLike], engine: BlendEngine) -> None:
-        super().__init__(daemon=True)
-        self.prompts, self.engine = prompts, engine
-        self.answers: list[Any] = []
-        self.errors: dict[int, Exception] = {}
-
-    def run(self) -> None:
-        try:
-            self.answers = [*self.engine.generate_batch(self.prompts, PARAMS, concurrency=3)]
-        except BatchError as error:
-            self.answers, self.errors = error.answers, error.errors
+def answered(engine: BlendEngine) -> tuple[list[Any], dict[int, Exception]]:
+    try:
+        return [*engine.generate_batch(PROMPTS, PARAMS, concurrency=3)], {}
+    except BatchError as error:
+        return error.answers, error.errors
 
 
 @pytest.mark.may_fail("scheduler")

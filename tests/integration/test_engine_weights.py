@@ -215,15 +215,13 @@ def test_device_map_says_where_the_model_goes(folder: Path, monkeypatch: pytest.
 
 
 def test_weights_that_are_handed_over_are_part_of_the_name(folder: Path) -> None:
+    """In memory, or in a file of llama.cpp."""
     held = load_file(folder / "model.safetensors")
     plain = fingerprint.fingerprint_folder(folder)
     one = fingerprint.fingerprint_folder(folder, {"state_dict": held})
     assert one == fingerprint.fingerprint_folder(folder, {"state_dict": dict(reversed(held.items()))}) != plain
     held["model.embed_tokens.weight"][200, 30] += 1  # in the middle, which no repr shows
     assert fingerprint.fingerprint_folder(folder, {"state_dict": held}) != one
-
-
-def test_the_weights_in_a_file_of_llama_cpp_are_part_of_the_name(folder: Path) -> None:
     (folder / "w.gguf").write_bytes(bytes(5000))
     before = model_loader._changing(folder, {"gguf_file": "w.gguf"})
     (folder / "w.gguf").write_bytes(bytes(4999) + b"1")
