@@ -1,21 +1,17 @@
 """Engines on a tiny llama in a folder, the prompts that they are asked, and what their answers and blocks must be."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from cacheblend.core.config import BlendConfig
 from cacheblend.core.names import BlockName, chain_names, split_blocks
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import Answer, BlendEngine, Passage, SamplingParams
-from cacheblend.store import KVStore
 from tokenizers_for_tests import sentencepiece
 
 CONTEXT, LAYERS, BLOCK = 256, 4, 8
@@ -55,34 +51,6 @@ def build_llama(path: Path) -> Path:
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
-
-
-@contextmanager
-def opened_once(folder: Path, cache: Path) -> Iterator[BlendEngine]:
-    """An engine loaded once; the tests' engines use its model and tokenizer."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a model this small is not faster with more threads, and slower on a busy machine
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(cache))
-        with BlendEngine.from_pretrained(folder) as engine:
-            yield engine
-    torch.set_num_threads(threads)
-
-
-@contextmanager
-def opening(loaded: BlendEngine) -> Iterator[Open]:
-    """Opens engines on a loaded one's model, and closes them at the end."""
-    opened: list[BlendEngine] = []
-
-    def open_one(store: KVStore | str | Path | None = None, **settings: Any) -> BlendEngine:
-        config = BlendConfig(**{"block_size": BLOCK, **settings})
-        known = {"fingerprint": "tiny", "name": loaded.name}
-        opened.append(BlendEngine(loaded.model, loaded.tokenizer, store=store, config=config, **known))
-        return opened[-1]
-
-    yield open_one
-    for engine in opened:
-        engine.close()
 
 
 def plain(engine: BlendEngine, prompt: Prompt, tokens: int = GREEDY.max_new_tokens) -> list[int]:

@@ -1,11 +1,18 @@
-"""Servers that tests of several files share, where none asks for settings of its own."""
+"""Fixtures of several files: a tiny llama in a folder, and engines on it; servers without settings of their own."""
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from cacheblend.core.config import BlendConfig
+from cacheblend.engines.hf import BlendEngine
 from cacheblend.serve.settings import ServeSettings
+from cacheblend.store import KVStore
 from serving import running, shallow
+from small_llama import BLOCK, Open, build_llama
 
 SETTINGS = ServeSettings(chunk_tokens=16, hosts=("server.example",), drain_s=5)
 
@@ -22,3 +29,37 @@ def shallow_url() -> Iterator[str]:
     """The address of a server on two of its layers."""
     with running(SETTINGS, model=shallow()) as address:
         yield address
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder, which no test writes to."""
+    return build_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="module")
+def loaded(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
+    """An engine loaded once; the tests' engines use its model and tokenizer."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a model this small is not faster with more threads, and slower on a busy machine
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        with BlendEngine.from_pretrained(built) as engine:
+            yield engine
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def open_engine(loaded: BlendEngine) -> Iterator[Open]:
+    """Opens engines on a loaded one's model, and closes them at the end."""
+    opened: list[BlendEngine] = []
+
+    def open_one(store: KVStore | str | Path | None = None, **settings: Any) -> BlendEngine:
+        config = BlendConfig(**{"block_size": BLOCK, **settings})
+        known = {"fingerprint": "tiny", "name": loaded.name}
+        opened.append(BlendEngine(loaded.model, loaded.tokenizer, store=store, config=config, **known))
+        return opened[-1]
+
+    yield open_one
+    for engine in opened:
+        engine.close()

@@ -31,16 +31,7 @@ GREEDY = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
 
 
 @contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Any:
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@contextlib.contextmanager
-def everything(turn_on: Callable[[Any], None], on: Any, off: Any) -> Any:
+def set_to(turn_on: Callable[[Any], None], on: Any, off: Any) -> Any:
     """What is the process's or the thread's, and has no context of its own."""
     turn_on(on)
     try:
@@ -62,12 +53,12 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "gradients": torch.enable_grad,
     "inference mode": torch.inference_mode,
     "default device": lambda: torch.device("meta"),
-    "default dtype float64": lambda: default_dtype(torch.float64),
-    "default dtype bfloat16": lambda: default_dtype(torch.bfloat16),
-    "default dtype float16": lambda: default_dtype(torch.float16),
-    "default device of the thread": lambda: everything(torch.set_default_device, "meta", None),
-    "deterministic algorithms": lambda: everything(torch.use_deterministic_algorithms, True, False),
-    "denormals": lambda: everything(torch.set_flush_denormal, True, False),
+    "default dtype float64": lambda: set_to(torch.set_default_dtype, torch.float64, torch.float32),
+    "default dtype bfloat16": lambda: set_to(torch.set_default_dtype, torch.bfloat16, torch.float32),
+    "default dtype float16": lambda: set_to(torch.set_default_dtype, torch.float16, torch.float32),
+    "default device of the thread": lambda: set_to(torch.set_default_device, "meta", None),
+    "deterministic algorithms": lambda: set_to(torch.use_deterministic_algorithms, True, False),
+    "denormals": lambda: set_to(torch.set_flush_denormal, True, False),
     "no oneDNN": lambda: torch.backends.mkldnn.flags(enabled=False),
     "hooks of saved tensors": torch.autograd.graph.save_on_cpu,
     "a mode": Passing,
@@ -142,11 +133,6 @@ def outcomes(engine: BlendEngine, draws: Callable[[], AbstractContextManager[Any
     return [torch.as_tensor(each).float() for each in found]
 
 
-def in_another_thread(work: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(work).result()
-
-
 def drawn(seed: int) -> Callable[[], AbstractContextManager[Any]]:
     draws = random.Random(seed)
 
@@ -167,7 +153,7 @@ def test_the_default_dtype_changes_nothing_in_any_family(family: str) -> None:
     with torch.no_grad():
         wanted = model(input_ids=prompt).logits
         for dtype in (torch.float64, torch.bfloat16):
-            with default_dtype(dtype):
+            with set_to(torch.set_default_dtype, dtype, torch.float32):
                 found = model(input_ids=prompt).logits
             torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
 
@@ -182,7 +168,8 @@ def test_no_setting_around_any_call_changes_what_is_computed_or_stored(family: s
         for number, (one, two) in enumerate(zip(wanted, found, strict=True)):
             torch.testing.assert_close(one, two, atol=2e-5, rtol=1e-4, msg=lambda text, n=number: f"{n}: {text}")
         again = outcomes(other, nothing)  # from what was stored inside of settings
-        elsewhere = in_another_thread(lambda: outcomes(other, drawn(200 + seed)))
+        with ThreadPoolExecutor(1) as pool:
+            elsewhere = pool.submit(outcomes, other, drawn(200 + seed)).result()
         for one, two in zip([*wanted, *wanted], [*again, *elsewhere], strict=True):
             torch.testing.assert_close(one, two, atol=2e-5, rtol=1e-4)
 

@@ -1,8 +1,7 @@
 """What an answer says is what the tokenizer makes of all its tokens, up to a stop text, and it ends for that reason."""
 
 import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from transformers import PreTrainedTokenizerFast
 from cacheblend.engines.hf import Answer, BlendEngine, SamplingParams
 from cacheblend.engines.hf.sampling import Sampler
 from cacheblend.store import MemoryStore
-from small_llama import build_llama, opened_once
 from tokenizers_for_tests import byte_level, sentencepiece
 
 SNIPPETS = ["The dog", "\n\n", "ÿ" * 15, "你好世界", "😀", "\ue000\U000f0000\U0010fffd", "\ufffd", "déjà </s> vu"]
@@ -20,13 +18,6 @@ TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
     "metaspace": lambda: sentencepiece(dummy_prefix="metaspace"),
     "byte_level": byte_level,
 }
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
-    folder: Path = tmp_path_factory.mktemp("model")
-    with opened_once(build_llama(folder), folder / "cache") as engine:
-        yield engine
 
 
 def drawn(draw: random.Random, tokenizer: PreTrainedTokenizerFast) -> list[int]:
@@ -73,6 +64,6 @@ def test_an_answers_text_is_that_of_its_tokens(name: str, loaded: BlendEngine, m
             check(tokenizer, engine.generate("Who?", params), ids, stops)
             check(tokenizer, engine.generate_batch(["Who?"], params)[0], ids, stops)
             *deltas, last = engine.stream("Who?", params)
-            assert last.answer is not None
+            assert last.answer is not None and all(delta.answer is None for delta in deltas)
             assert "".join(delta.text for delta in (*deltas, last)) == last.answer.text
             check(tokenizer, last.answer, ids, stops)

@@ -16,11 +16,11 @@ from cacheblend.engines.hf import batch as batch_module
 from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.prefiller import HfPrefill
 from cacheblend.engines.hf.prompts import PromptLike
+from cacheblend.engines.hf.request import TextStream
 from cacheblend.engines.hf.sampling import Sampler
 from cacheblend.engines.hf.scheduler import Scheduler
 from cacheblend.engines.hf.shadow_check import ShadowCheck
 from cacheblend.engines.hf.shadow_start import watch
-from cacheblend.engines.hf.text_stream import TextStream
 from cacheblend.engines.shadow import ShadowSettings
 from lab.nano.questions import Prompts, draw_questions
 from serving import shallow
@@ -60,17 +60,12 @@ def test_answers_are_those_of_single_requests_in_order(
         assert not answer.report.fallbacks
 
 
-def test_all_forms_of_a_prompt(engine: BlendEngine) -> None:
+def test_all_forms_of_a_prompt_or_none(engine: BlendEngine) -> None:
     chat = [{"role": "user", "content": "Who has the bell?"}]
     forms: list[Any] = ["Who has the bell?", chat, engine.prompt("Who?"), PROMPTS[0], Passage("The bell.")]
     answers = engine.generate_batch(forms, PARAMS)
     assert [each.token_ids for each in answers] == [engine.generate(form, PARAMS).token_ids for form in forms]
-
-
-def test_no_prompts(engine: BlendEngine) -> None:
-    assert engine.generate_batch([]) == []
-    assert engine.generate_batch(iter(()), PARAMS) == []
-    assert engine.generate_batch([], []) == []
+    assert engine.generate_batch([]) == engine.generate_batch(iter(()), PARAMS) == engine.generate_batch([], []) == []
 
 
 def test_parameters_of_each_prompt(engine: BlendEngine) -> None:
@@ -183,11 +178,7 @@ def test_an_interrupt_at_any_time_leaves_the_engine_whole(
     assert [answer.token_ids for answer in engine.generate_batch(PROMPTS, PARAMS)] == alone
 
 
-AT_THE_END: list[tuple[type, str]] = [
-    (ShadowCheck, "submit"),
-    (Background, "end_request"),
-    (Scheduler, "_leave"),
-]
+AT_THE_END: list[tuple[type, str]] = [(ShadowCheck, "submit"), (Background, "end_request"), (Scheduler, "_leave")]
 ON_THE_WAY: list[tuple[type, str]] = [
     *AT_THE_END,
     (PrefillBatcher, "remove"),
@@ -215,14 +206,16 @@ def test_whatever_fails_no_answer_is_lost_and_none_is_waited_for(
         with monkeypatch.context() as patched:
             for owner, name in draw.sample(places, draw.randint(1, 3)):
                 patched.setattr(owner, name, failing(getattr(owner, name), draw))
-            batch = Thread(PROMPTS, engine)
-            batch.start()
-            batch.join(120)
-            assert not batch.is_alive()
-        for place, (answer, tokens) in enumerate(zip(batch.answers, alone, strict=True)):
-            assert place in batch.errors if answer is None else answer.token_ids == tokens
+            batch = list[Any]()
+            thread = threading.Thread(target=lambda: batch.extend(answered(engine)), daemon=True)
+            thread.start()
+            thread.join(120)
+            assert not thread.is_alive()
+        answers, errors = batch
+        for place, (answer, tokens) in enumerate(zip(answers, alone, strict=True)):
+            assert place in errors if answer is None else answer.token_ids == tokens
         if places is AT_THE_END:
-            assert not batch.errors
+            assert not errors
         assert engine.background._requests == 0
         assert [answer.token_ids for answer in engine.generate_batch(PROMPTS, PARAMS)] == alone
         assert engine.flush(60)
@@ -238,20 +231,11 @@ def failing(real: Any, draw: random.Random) -> Any:
     return call
 
 
-class Thread(threading.Thread):
-    """Answers a batch, so that a test can tell that it does not end."""
-
-    def __init__(self, prompts: list[PromptLike], engine: BlendEngine) -> None:
-        super().__init__(daemon=True)
-        self.prompts, self.engine = prompts, engine
-        self.answers: list[Any] = []
-        self.errors: dict[int, Exception] = {}
-
-    def run(self) -> None:
-        try:
-            self.answers = [*self.engine.generate_batch(self.prompts, PARAMS, concurrency=3)]
-        except BatchError as error:
-            self.answers, self.errors = error.answers, error.errors
+def answered(engine: BlendEngine) -> tuple[list[Any], dict[int, Exception]]:
+    try:
+        return [*engine.generate_batch(PROMPTS, PARAMS, concurrency=3)], {}
+    except BatchError as error:
+        return error.answers, error.errors
 
 
 @pytest.mark.may_fail("scheduler")
@@ -326,11 +310,7 @@ def test_options_without_effect_are_named_once_for_a_line(engine: BlendEngine) -
         list(engine.stream(PROMPTS[0], SamplingParams(max_new_tokens=1, top_k=40, top_p=0.9)))
         engine.chat([{"role": "user", "content": "Who?"}], max_new_tokens=1, top_k=40, top_p=0.9)
         engine.generate_batch(PROMPTS[:1], max_new_tokens=1, top_k=40, top_p=0.9)
-    assert [each.filename for each in warned] == [__file__] * 4
-
-
-def test_options_that_have_an_effect_are_not_warned_of(engine: BlendEngine, recwarn: pytest.WarningsRecorder) -> None:
-    engine.generate(PROMPTS[0], max_new_tokens=1, top_k=40, temperature=1.0)
-    engine.generate(PROMPTS[0], max_new_tokens=1, seed=3)
-    SamplingParams(top_k=40).within(None, 3)
-    assert not [each for each in recwarn if "without effect" in str(each.message)]
+        engine.generate(PROMPTS[0], max_new_tokens=1, top_k=40, temperature=1.0)  # these have an effect
+        engine.generate(PROMPTS[0], max_new_tokens=1, seed=3)
+        SamplingParams(top_k=40).within(None, 3)
+    assert [each.filename for each in warned if "without effect" in str(each.message)] == [__file__] * 4

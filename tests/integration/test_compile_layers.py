@@ -59,28 +59,23 @@ def test_the_real_compiler_serves_any_number_of_rows_with_few_graphs() -> None:
         assert counters["stats"]["unique_graphs"] - graphs <= 6
 
 
-def test_layers_that_compute_something_else_are_not_used(caplog, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(None, "layer 0 of 64 rows differs by"), ("no C++ compiler\nwas found", "RuntimeError: no C++ compiler")],
+    ids=["computes something else", "fails"],
+)
+def test_a_compiler_that_is_wrong_is_not_used(error, message, caplog, monkeypatch) -> None:
     model = tiny_model("llama")
 
     def wrong(layer, **_):
-        return lambda *args, **kwargs: 1.001 * layer(*args, **kwargs)
+        def call(*args, **kwargs):
+            if error is not None:
+                raise RuntimeError(error)
+            return 1.001 * layer(*args, **kwargs)
+
+        return call
 
     monkeypatch.setattr(torch, "compile", wrong)
     with caplog.at_level(logging.WARNING, "cacheblend.compile"), open_engine(model, compile_layers=True) as engine:
         assert_same(run(engine, RAG, Hkvd((1,), (1.0,))).result, *plain_kv(model, RAG.token_ids), 1e-5)
-    assert "layer 0 of 64 rows differs by" in caplog.text
-
-
-def test_a_compiler_that_fails_is_not_used(caplog, monkeypatch) -> None:
-    model = tiny_model("llama")
-
-    def failing(layer, **_):
-        def call(*args, **kwargs):
-            raise RuntimeError("no C++ compiler\nwas found")
-
-        return call
-
-    monkeypatch.setattr(torch, "compile", failing)
-    with caplog.at_level(logging.WARNING, "cacheblend.compile"), open_engine(model, compile_layers=True) as engine:
-        assert_same(run(engine, RAG, Hkvd((1,), (1.0,))).result, *plain_kv(model, RAG.token_ids), 1e-5)
-    assert "layers are not compiled: RuntimeError: no C++ compiler" in caplog.text
+    assert f"layers are not compiled: {message}" in caplog.text

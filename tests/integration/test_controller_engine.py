@@ -54,11 +54,16 @@ def test_blocks_slower_to_load_than_to_compute_are_computed(cost_model: str) -> 
 
 
 def test_blocks_of_a_fast_tier_are_loaded(cost_model: str) -> None:
+    """And those of a slow one, where the request names a ratio."""
     with open_engine(tiny_model("llama"), store=MemoryStore(), cost_model=cost_model) as engine:
         report = engine.prefill(RAG).report
         assert (report.left_out_tokens, report.missed_tokens) == (0, 0)
         assert report.recomputed_tokens < report.loaded_tokens
         assert "all stored blocks from memory" in report.decision
+    with open_engine(tiny_model("llama"), store=ThrottledStore(1e9, tier="slow"), cost_model=cost_model) as engine:
+        report = engine.prefill(RAG, ratio=0.15).report
+        assert (report.decision, report.left_out_tokens) == ("", 0)
+        assert report.hit_tokens["slow"] > 0
 
 
 @pytest.mark.parametrize("raised_by", [1.0, 1.5, 3.0])
@@ -77,31 +82,15 @@ def test_expected_times_count_the_ratio_that_the_shadow_checks_floor_has_raised(
         assert decision == controller_of(known, higher, engine.stored_layout).decide(plan)
 
 
-def test_an_explicit_ratio_bypasses_the_controller(cost_model: str) -> None:
-    with open_engine(tiny_model("llama"), store=ThrottledStore(1e9, tier="slow"), cost_model=cost_model) as engine:
-        report = engine.prefill(RAG, ratio=0.15).report
-        assert (report.decision, report.left_out_tokens) == ("", 0)
-        assert report.hit_tokens["slow"] > 0
-
-
-def test_blocks_left_out_are_not_captured_again(cost_model: str) -> None:
-    with open_engine(
-        tiny_model("llama"), store=ThrottledStore(1e9, tier="slow"), cost_model=cost_model, capture=True
-    ) as engine:
-        blocks = engine.store.stats().blocks
-        engine.generate(RAG, FOUR)
-        assert engine.flush(timeout=60)
-        assert len(engine.store.manifests()) == 3
-        assert engine.store.stats().blocks <= blocks + 1  # the system prompt, whose KV is exact
-
-
-def test_blocks_left_out_are_promoted_after_the_request(cost_model: str) -> None:
+def test_blocks_left_out_are_not_captured_again_but_promoted(cost_model: str) -> None:
     store = TieredStore(MemoryStore(), ThrottledStore(1e9, tier="slow"))
-    with open_engine(tiny_model("llama"), store=store, cost_model=cost_model) as engine:
+    with open_engine(tiny_model("llama"), store=store, cost_model=cost_model, capture=True) as engine:
         store.front.prune(0)
-        stored = len(A) + len(B) + len(C)
+        stored, blocks = len(A) + len(B) + len(C), store.back.stats().blocks
         assert engine.generate(RAG, FOUR).report.left_out_tokens == stored
         assert engine.flush(timeout=60)
+        assert len(engine.store.manifests()) == 3
+        assert store.back.stats().blocks <= blocks + 1  # the system prompt, whose KV is exact
         report = engine.generate(RAG, FOUR).report
         assert (report.left_out_tokens, report.hit_tokens["memory"]) == (0, stored)
 
@@ -164,20 +153,16 @@ def test_compute_time_is_learnt_only_from_prefills_that_run_alone(
         ({"model": "x"}, "another model"),
         ({"codec": "int8"}, "codec int8, not raw"),
         ({"device": "cuda"}, "device cuda, not cpu"),
+        (None, "cannot be read"),
     ],
 )
-def test_a_cost_model_of_another_setup_is_refused(cost_model: str, change: dict[str, object], message: str) -> None:
-    Path(cost_model).write_text(json.dumps(json.loads(Path(cost_model).read_text()) | change))
+def test_a_cost_model_of_another_setup_is_refused(
+    cost_model: str, change: dict[str, object] | None, message: str
+) -> None:
+    changed = "{" if change is None else json.dumps(json.loads(Path(cost_model).read_text()) | change)
+    Path(cost_model).write_text(changed)
     with pytest.raises(InvalidInputError, match=message):
         open_engine(tiny_model("llama"), [], cost_model=cost_model)
-
-
-def test_an_unreadable_cost_model_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text("{")
-    with pytest.raises(InvalidInputError, match="cannot be read"):
-        open_engine(tiny_model("llama"), [], cost_model=str(tmp_path / "x.json"))
-    with pytest.raises(InvalidInputError, match="cannot be read"):
-        open_engine(tiny_model("llama"), [], cost_model=str(tmp_path / "none.json"))
 
 
 def test_calibrate_and_ask_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,41 +23,20 @@ from small_llama import (
     PASSAGES,
     SOON,
     Open,
-    build_llama,
     check_sums,
     names_of,
-    opened_once,
-    opening,
     plain,
 )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
-
-
-@pytest.fixture(scope="module")
-def loaded(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
-    with opened_once(folder, tmp_path_factory.mktemp("cache")) as engine:
-        yield engine
-
-
-@pytest.fixture
-def open_engine(loaded: BlendEngine) -> Iterator[Open]:
-    with opening(loaded) as open_one:
-        yield open_one
-
 
 # ---- stores -----------------------------------------------------------------------------------------------
 
 
 def test_a_second_engine_hits_the_chunks_of_the_first_on_disk(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    with BlendEngine.from_pretrained(folder, store=tmp_path / "store") as first:
+    copy = shutil.copytree(built, tmp_path / "copy")
+    with BlendEngine.from_pretrained(built, store=tmp_path / "store") as first:
         cold = first.generate(PARTS, GREEDY, ratio=1.0)
         assert first.flush(SOON)
     with BlendEngine.from_pretrained(copy, store=f"file://{tmp_path}/store?ram_bytes=1MiB") as second:
@@ -147,8 +126,8 @@ def test_a_lost_block_is_recomputed_and_reported(open_engine: Open) -> None:
 # ---- models, tokenizers, folders --------------------------------------------------------------------------
 
 
-def test_an_engine_without_a_tokenizer_takes_ids(folder: Path) -> None:
-    model = LlamaForCausalLM.from_pretrained(folder).eval()
+def test_an_engine_without_a_tokenizer_takes_ids(built: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(built).eval()
     passage = chunk(range(20, 45), "ids")
     with BlendEngine(model, config=BlendConfig(block_size=BLOCK)) as engine:
         assert engine.warm([passage]).tokens == 25
@@ -163,28 +142,24 @@ def test_an_engine_without_a_tokenizer_takes_ids(folder: Path) -> None:
         BlendEngine(model, config=BlendConfig(anchor="bos"))
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="no model folder"):
-        BlendEngine.from_pretrained(tmp_path)
+def test_a_folder_that_cannot_be_opened_is_refused(built: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(built, tmp_path / "broken")
+    (broken / "config.json").write_text("{")
+    for folder, message in ((tmp_path, "no model folder"), (broken, "is not JSON")):
+        with pytest.raises(InvalidInputError, match=message):
+            BlendEngine.from_pretrained(folder)
 
 
-def test_options_that_change_the_kv_change_the_block_names(folder: Path, loaded: BlendEngine) -> None:
+def test_options_that_change_the_kv_change_the_block_names(built: Path, loaded: BlendEngine) -> None:
     linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}
-    with BlendEngine.from_pretrained(folder, rope_parameters=linear) as other:
+    with BlendEngine.from_pretrained(built, rope_parameters=linear) as other:
         assert other.planner.root != loaded.planner.root
 
 
-def test_a_folder_without_a_tokenizer_takes_ids(folder: Path, tmp_path: Path) -> None:
-    bare = shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*", "special*", "chat*"))
+def test_a_folder_without_a_tokenizer_takes_ids(built: Path, tmp_path: Path) -> None:
+    bare = shutil.copytree(built, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*", "special*", "chat*"))
     with pytest.raises(InvalidInputError, match=r"no tokenizer .*; add or repair its files") as caught:
         BlendEngine.from_pretrained(bare)
     assert "with_tokenizer=False" in caught.value.__notes__[0] and "with_tokenizer" not in str(caught.value)
     with BlendEngine.from_pretrained(bare, with_tokenizer=False) as engine:
         assert engine.generate(Prompt.of([text([5, 6, 7])]), GREEDY).token_ids
-
-
-def test_a_config_that_is_not_json_is_refused(folder: Path, tmp_path: Path) -> None:
-    broken = shutil.copytree(folder, tmp_path / "broken")
-    (broken / "config.json").write_text("{")
-    with pytest.raises(InvalidInputError, match="is not JSON"):
-        BlendEngine.from_pretrained(broken)

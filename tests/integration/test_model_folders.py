@@ -23,7 +23,6 @@ from cacheblend.engines import fingerprint
 from cacheblend.engines.hf import BlendEngine, model_loader
 from fake_adapters import add_adapter
 from families import tiny_model
-from small_llama import build_llama
 
 Tensors = dict[str, torch.Tensor]
 CHUNK = chunk(list(range(40, 70)))
@@ -39,11 +38,6 @@ def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dynamic_modules, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     as_in_another_process()
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 @pytest.fixture(scope="module")
@@ -216,13 +210,10 @@ def test_experts_that_are_missing_are_refused(family: str, tmp_path: Path) -> No
             assert "missing" in (said := refused(folder, **options)) or "other shapes" in said
 
 
-def test_a_config_that_cannot_be_opened_is_one_sentence(built: Path, tensors: Tensors, tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_are_one_sentence(built: Path, tensors: Tensors, tmp_path: Path) -> None:
     folder = write(tmp_path / "model", built, one_safetensors, tensors, model_type="of_tomorrow")
     assert "the config of" in refused(folder) and "of_tomorrow" in refused(folder)
-
-
-def test_a_file_of_llama_cpp_that_cannot_be_read_is_one_sentence(built: Path, tensors: Tensors, tmp_path: Path) -> None:
-    folder = write(tmp_path / "model", built, one_safetensors, tensors)
+    folder = write(tmp_path / "gguf", built, one_safetensors, tensors)
     (folder / "w.gguf").write_bytes(b"GGUF" + bytes(5000))
     assert str(folder) in refused(folder, gguf_file="w.gguf")
 
@@ -351,19 +342,16 @@ def test_an_adapter_beside_the_weights_needs_no_other_model(
 def test_a_model_beside_its_adapter_is_as_complete_as_any(built: Path, tensors: Tensors, tmp_path: Path) -> None:
     """Of a model that it puts an adapter on, transformers says what was missing of the adapter alone."""
     for name, message in ((None, ""), (UP, UP), ("model.layers.1.self_attn.q_proj.weight", r"1\.self_attn\.q_proj")):
-        folder = write(
-            tmp_path / str(name), built, one_safetensors, tensors if name is None else without(name)(tensors)
-        )
-        model = LlamaForCausalLM.from_pretrained(folder)
+        held = tensors if name is None else without(name)(tensors)
+        folder = write(tmp_path / str(name), built, one_safetensors, held)
+        model, missing, named = LlamaForCausalLM.from_pretrained(folder), set[str](), message
         add_adapter(model, "default", 0)
         if name is None:
             assert model_loader.read_weights(Opens(model), folder, "auto") is model
-            lora = "model.layers.1.self_attn.q_proj.lora_A.default.weight"
-            with pytest.raises(InvalidInputError, match=r"lora_A\.default\.weight missing"):
-                model_loader.read_weights(Opens(model, missing_keys={lora}), folder, "auto")
-        else:
-            with pytest.raises(InvalidInputError, match=message):
-                model_loader.read_weights(Opens(model), folder, "auto")
+            missing = {"model.layers.1.self_attn.q_proj.lora_A.default.weight"}
+            named = r"lora_A\.default\.weight missing"
+        with pytest.raises(InvalidInputError, match=named):
+            model_loader.read_weights(Opens(model, missing_keys=missing), folder, "auto")
 
 
 def test_peft_folders(built: Path, tensors: Tensors, tmp_path: Path) -> None:

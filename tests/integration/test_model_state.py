@@ -31,25 +31,19 @@ def tiny(layers: int = 3) -> LlamaForCausalLM:
 
 
 def test_a_model_in_training_mode_is_refused_and_not_switched() -> None:
+    """A part of it is named, unless it drops nothing."""
     model = tiny().train()
     with pytest.raises(InvalidInputError, match=r"LlamaForCausalLM is in training mode.*call model\.eval\(\) first"):
         BlendEngine(model)
     assert model.training
     diagnosis = diagnose(model)
     assert not diagnosis.blendable and "training mode" in diagnosis.reason
-
-
-def test_a_part_of_the_model_in_training_mode_is_named() -> None:
-    model = tiny()
+    model.eval()
+    model.model.layers[1].mlp.train()
+    assert diagnose(model).blendable
     model.model.layers[1].self_attn.train()
     with pytest.raises(InvalidInputError, match=r"^model\.layers\.1\.self_attn of LlamaForCausalLM is in training"):
         BlendEngine(model)
-
-
-def test_a_part_that_drops_nothing_may_be_in_training_mode() -> None:
-    model = tiny()
-    model.model.layers[1].mlp.train()
-    assert diagnose(model).blendable
 
 
 @pytest.mark.may_fail("background work")
@@ -72,14 +66,11 @@ def test_nothing_is_stored_once_the_model_is_switched_to_training() -> None:
         assert engine.warm([unseen]).stored == 1
 
 
-def test_doctor_says_no_to_a_model_of_one_layer() -> None:
+def test_a_model_of_one_layer_is_refused_where_a_layer_is_checked() -> None:
     diagnosis = diagnose(tiny(layers=1))
     assert not diagnosis.blendable
     assert diagnosis.reason.startswith("layers: one decoder layer")
     assert diagnose(tiny(layers=2)).blendable
-
-
-def test_a_model_of_one_layer_is_refused_where_a_layer_is_checked() -> None:
     for selector in ("hkvd", "hybrid"):
         with pytest.raises(InvalidInputError, match=r"the model has one layer only, .*use a selector without check"):
             open_engine(tiny(layers=1), selector=selector)

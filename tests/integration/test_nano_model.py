@@ -32,10 +32,10 @@ def right(engine: BlendEngine, row: QuestionRow, selector: Selector) -> bool:
 
     params = SamplingParams(max_new_tokens=8)
     decoding = PlainDecoding(engine.model, result.kv, engine.ids_of(prompt), result.logits, params, engine.eos_ids)
-    while decoding.finish_reason is None:
+    while decoding.sampler.finish_reason is None:
         decoding.step()
     assert engine.builder is not None
-    return engine.builder.decode(decoding.token_ids) == row.answers[0]
+    return engine.builder.decode(decoding.sampler.token_ids) == row.answers[0]
 
 
 def share(engine: BlendEngine, category: str, selector: Selector) -> float:

@@ -3,7 +3,7 @@
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,8 @@ from families import tiny_model
 from parity.scenes import QUESTION, RAG, SYSTEM, UNSEEN, A, B, C, greedy, open_engine
 
 PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
+ENDLESS = SamplingParams(max_new_tokens=100_000, ignore_eos=True)
+Schedule = Callable[..., Scheduler]
 PROMPTS = (RAG, Prompt.of([SYSTEM, C, UNSEEN, A, QUESTION]), Prompt.of([B, QUESTION, A, QUESTION]))
 
 
@@ -59,67 +61,58 @@ class Listener:
                 self.tokens.setdefault(event.choice, []).append(event.token_id)
 
 
+@pytest.fixture
+def schedule(engine: BlendEngine) -> Iterator[Schedule]:
+    """Makes schedulers, which are closed at the end, and before the engine."""
+    made: list[Scheduler] = []
+
+    def make(limits: Limits | None = None, on: BlendEngine = engine) -> Scheduler:
+        made.append(Scheduler(on, limits))
+        return made[-1]
+
+    yield make
+    for scheduler in made:
+        scheduler.close()
+
+
 def submit(scheduler: Scheduler, prompt: Prompt, params: SamplingParams = PARAMS, **ask: object) -> Listener:
     listener = Listener()
     scheduler.submit(Ask(prompt, params, **ask), listener)  # type: ignore[arg-type]
     return listener
 
 
-def test_concurrent_answers_equal_single_answers(engine: BlendEngine) -> None:
+def test_concurrent_answers_equal_single_answers(engine: BlendEngine, schedule: Schedule) -> None:
     expected = [engine.generate(prompt, PARAMS, ratio=0.3).token_ids for prompt in PROMPTS]
-    scheduler = Scheduler(engine, Limits(active=3, row_layers=50))
-    try:
-        listeners = [submit(scheduler, prompt, ratio=0.3) for prompt in PROMPTS * 4]
-        done = [listener.wait() for listener in listeners]
-    finally:
-        scheduler.close()
+    scheduler = schedule(Limits(active=3, row_layers=50))
+    listeners = [submit(scheduler, prompt, ratio=0.3) for prompt in PROMPTS * 4]
+    done = [listener.wait() for listener in listeners]
     assert all(each.error is None for each in done)
     assert [listener.tokens[0] for listener in listeners] == expected * 4
     reports = [each.report for each in done]
     assert all(r is not None and 0 < r.ttft_s <= r.total_s and r.generated_tokens == 6 for r in reports)
 
 
-@pytest.mark.parametrize("mode", ["full", "prefix"])
-def test_exact_modes_equal_generate(engine: BlendEngine, mode: str) -> None:
-    scheduler = Scheduler(engine)
-    try:
-        listener = submit(scheduler, RAG, mode=mode)
-        report = listener.wait().report
-    finally:
-        scheduler.close()
-    assert listener.tokens[0] == greedy(tiny_model("llama"), RAG, 6)
-    assert report is not None and report.hit_tokens["memory"] == 0
-    assert report.recomputed_tokens == 0
+@pytest.mark.parametrize(("mode", "loaded"), [("full", 0), ("prefix", 0), ("reuse", 115)])
+def test_modes_load_and_recompute_what_they_say(schedule: Schedule, mode: str, loaded: int) -> None:
+    listener = submit(schedule(), RAG, mode=mode)
+    report = listener.wait().report
+    assert report is not None and (report.hit_tokens["memory"], report.recomputed_tokens) == (loaded, 0)
+    if not loaded:
+        assert listener.tokens[0] == greedy(tiny_model("llama"), RAG, 6)
 
 
-def test_full_reuse_recomputes_nothing(engine: BlendEngine) -> None:
-    scheduler = Scheduler(engine)
-    try:
-        report = submit(scheduler, RAG, mode="reuse").wait().report
-    finally:
-        scheduler.close()
-    assert report is not None and (report.hit_tokens["memory"], report.recomputed_tokens) == (115, 0)
-
-
-def test_each_choice_has_its_own_seed(engine: BlendEngine) -> None:
+def test_each_choice_has_its_own_seed(schedule: Schedule) -> None:
     params = SamplingParams(max_new_tokens=6, temperature=3.0, seed=7, ignore_eos=True)
-    scheduler = Scheduler(engine)
-    try:
-        three, one = submit(scheduler, RAG, params, choices=3), submit(scheduler, RAG, params)
-        three.wait(), one.wait()
-    finally:
-        scheduler.close()
+    scheduler = schedule()
+    three, one = submit(scheduler, RAG, params, choices=3), submit(scheduler, RAG, params)
+    three.wait(), one.wait()
     assert len({tuple(ids) for ids in three.tokens.values()}) == 3
     assert one.tokens[0] == three.tokens[0]
 
 
-def test_log_probabilities(engine: BlendEngine) -> None:
-    scheduler = Scheduler(engine)
-    try:
-        listener = submit(scheduler, RAG, logprobs=3)
-        listener.wait()
-    finally:
-        scheduler.close()
+def test_log_probabilities(schedule: Schedule) -> None:
+    listener = submit(schedule(), RAG, logprobs=3)
+    listener.wait()
     for event in listener.events:
         assert event.logprob is not None and len(event.top) == 3
         assert event.top[0] == (event.token_id, event.logprob)  # greedy
@@ -137,47 +130,47 @@ class Slow:
         assert self.go_on.wait(60)
         return self._inner(*arguments, **options)  # type: ignore[arg-type]
 
-
-def test_a_full_queue_reports_when_to_retry(engine: BlendEngine) -> None:
-    slow, scheduler = Slow(engine), Scheduler(engine, Limits(active=1, waiting=2))
-    try:
-        first = submit(scheduler, RAG)
-        while scheduler.waiting:
-            time.sleep(0.01)  # until it is being planned
-        others = [submit(scheduler, RAG) for _ in range(2)]
-        with pytest.raises(QueueFullError, match="2 requests wait") as raised:
-            submit(scheduler, RAG)
-        assert raised.value.retry_after_s >= 1
-        slow.go_on.set()
-        assert all(listener.wait().error is None for listener in (first, *others))
-    finally:
-        slow.go_on.set()
-        scheduler.close()
-
-
-def test_cancelled_and_expired_requests_end_without_delaying_others(engine: BlendEngine) -> None:
-    slow, scheduler = Slow(engine), Scheduler(engine, Limits(active=1))
-    try:
+    def begin(self, scheduler: Scheduler) -> Listener:
+        """A request that is being planned."""
         first = submit(scheduler, RAG)
         while scheduler.waiting:
             time.sleep(0.01)
-        cancelled = Listener()
-        ticket: Ticket = scheduler.submit(Ask(RAG, PARAMS), cancelled)
-        late, last = submit(scheduler, RAG, deadline=time.monotonic() - 1), submit(scheduler, RAG)
-        ticket.cancel()
-        slow.go_on.set()
-        assert first.wait().error is None
-        assert cancelled.wait().report is None and not cancelled.tokens
-        assert isinstance(late.wait().error, TooLateError)
-        assert last.wait().error is None
-    finally:
-        slow.go_on.set()
-        scheduler.close()
+        return first
 
 
-def test_a_request_cancelled_during_decoding_ends(engine: BlendEngine) -> None:
-    scheduler = Scheduler(engine)
-    listener = Listener()
+@pytest.fixture
+def slow(engine: BlendEngine, schedule: Schedule) -> Iterator[Slow]:
+    made = Slow(engine)
+    yield made
+    made.go_on.set()  # before its scheduler is closed
+
+
+def test_a_full_queue_reports_when_to_retry(slow: Slow, schedule: Schedule) -> None:
+    scheduler = schedule(Limits(active=1, waiting=2))
+    first = slow.begin(scheduler)
+    others = [submit(scheduler, RAG) for _ in range(2)]
+    with pytest.raises(QueueFullError, match="2 requests wait") as raised:
+        submit(scheduler, RAG)
+    assert raised.value.retry_after_s >= 1
+    slow.go_on.set()
+    assert all(listener.wait().error is None for listener in (first, *others))
+
+
+def test_cancelled_and_expired_requests_end_without_delaying_others(slow: Slow, schedule: Schedule) -> None:
+    scheduler = schedule(Limits(active=1))
+    first, cancelled = slow.begin(scheduler), Listener()
+    ticket: Ticket = scheduler.submit(Ask(RAG, PARAMS), cancelled)
+    late, last = submit(scheduler, RAG, deadline=time.monotonic() - 1), submit(scheduler, RAG)
+    ticket.cancel()
+    slow.go_on.set()
+    assert first.wait().error is None
+    assert cancelled.wait().report is None and not cancelled.tokens
+    assert isinstance(late.wait().error, TooLateError)
+    assert last.wait().error is None
+
+
+def test_a_request_cancelled_during_decoding_ends(schedule: Schedule) -> None:
+    scheduler, listener = schedule(), Listener()
     ticket: list[Ticket] = []
 
     def on_event(event: Event) -> None:
@@ -185,15 +178,12 @@ def test_a_request_cancelled_during_decoding_ends(engine: BlendEngine) -> None:
         if isinstance(event, TokenEvent) and ticket:
             ticket[0].cancel()
 
-    try:
-        ticket.append(scheduler.submit(Ask(RAG, SamplingParams(max_new_tokens=100_000, ignore_eos=True)), on_event))
-        listener.wait()
-        assert scheduler.active == 0
-    finally:
-        scheduler.close()
+    ticket.append(scheduler.submit(Ask(RAG, ENDLESS), on_event))
+    listener.wait()
+    assert scheduler.active == 0
 
 
-def test_an_error_ends_only_its_own_request(engine: BlendEngine) -> None:
+def test_an_error_ends_only_its_own_request(engine: BlendEngine, schedule: Schedule) -> None:
     inner = engine.open_prefill
 
     def open_prefill(prompt: Prompt, **options: object) -> object:
@@ -202,17 +192,24 @@ def test_an_error_ends_only_its_own_request(engine: BlendEngine) -> None:
         return inner(prompt, **options)  # type: ignore[arg-type]
 
     engine.open_prefill = open_prefill  # type: ignore[method-assign, assignment]
-    scheduler = Scheduler(engine)
-    try:
-        first, second, third = (submit(scheduler, prompt) for prompt in PROMPTS)
-        assert first.wait().error is None and third.wait().error is None
-        assert isinstance(second.wait().error, InvalidInputError)
-    finally:
-        scheduler.close()
+    scheduler, failed = schedule(), Listener()
+
+    def on_event(event: Event) -> None:
+        failed(event)
+        if isinstance(event, TokenEvent):
+            raise ValueError("cannot be delivered")
+
+    first, second, third = (submit(scheduler, prompt) for prompt in PROMPTS)
+    scheduler.submit(Ask(RAG, PARAMS), on_event)
+    assert first.wait().error is None and third.wait().error is None and len(third.tokens[0]) == 6
+    assert isinstance(second.wait().error, InvalidInputError)
+    assert isinstance(failed.wait().error, ValueError)
 
 
-def test_an_answer_that_cannot_start_ends_its_own_request(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler, calls = Scheduler(engine), iter([True])
+def test_an_answer_that_cannot_start_ends_its_own_request(
+    engine: BlendEngine, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, calls = schedule(), iter([True])
 
     def make_sampler(*arguments: Any) -> Sampler:
         if next(calls, False):
@@ -220,18 +217,15 @@ def test_an_answer_that_cannot_start_ends_its_own_request(engine: BlendEngine, m
         return Sampler(*arguments)
 
     monkeypatch.setattr("cacheblend.engines.hf.scheduler.Sampler", make_sampler)
-    try:
-        assert isinstance(submit(scheduler, RAG).wait().error, MemoryError)
-        other = submit(scheduler, RAG)
-        assert other.wait().error is None and len(other.tokens[0]) == 6
-        assert engine.flush(timeout=60)
-    finally:
-        scheduler.close()
+    assert isinstance(submit(scheduler, RAG).wait().error, MemoryError)
+    other = submit(scheduler, RAG)
+    assert other.wait().error is None and len(other.tokens[0]) == 6
+    assert engine.flush(timeout=60)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_requests_end_when_the_scheduler_thread_ends(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = Scheduler(engine)
+def test_requests_end_when_the_scheduler_thread_ends(schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = schedule()
 
     def leave() -> None:
         raise SystemExit
@@ -245,62 +239,36 @@ def test_requests_end_when_the_scheduler_thread_ends(engine: BlendEngine, monkey
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_request_that_is_being_planned_counts_as_active_and_ends_with_the_thread(engine: BlendEngine) -> None:
-    inner, asked = engine.open_prefill, [0]
+def test_a_request_that_is_being_planned_counts_as_active_and_ends_with_the_thread(
+    slow: Slow, schedule: Schedule
+) -> None:
+    inner, asked = slow._inner, iter(range(2))
 
     def open_prefill(*given: Any, **options: Any) -> Any:
-        asked[0] += 1
-        if asked[0] == 2:
+        if next(asked) == 1:
             raise SystemExit
         return inner(*given, **options)
 
-    engine.open_prefill = open_prefill  # type: ignore[method-assign, assignment]
-    slow, scheduler = Slow(engine), Scheduler(engine, Limits(active=1))
-    try:
-        first = submit(scheduler, RAG)
-        while scheduler.waiting:
-            time.sleep(0.01)
-        assert scheduler.active == 1
-        slow.go_on.set()
-        assert first.wait().error is None
-        assert isinstance(submit(scheduler, RAG).wait().error, ClosedError)
-        assert scheduler.active == 0
-    finally:
-        slow.go_on.set()
-        scheduler.close()
+    slow._inner = open_prefill  # type: ignore[method-assign]
+    scheduler = schedule(Limits(active=1))
+    first = slow.begin(scheduler)
+    assert scheduler.active == 1
+    slow.go_on.set()
+    assert first.wait().error is None
+    assert isinstance(submit(scheduler, RAG).wait().error, ClosedError)
+    assert scheduler.active == 0
 
 
-def test_a_request_for_more_answers_than_the_limit_runs_alone(engine: BlendEngine) -> None:
-    scheduler = Scheduler(engine, Limits(active=2))
-    try:
-        listeners = [submit(scheduler, RAG, choices=choices) for choices in (1, 3, 1)]
-        assert [listener.wait().error for listener in listeners] == [None] * 3
-        assert [len(listener.tokens) for listener in listeners] == [1, 3, 1]
-    finally:
-        scheduler.close()
+def test_a_request_for_more_answers_than_the_limit_runs_alone(schedule: Schedule) -> None:
+    scheduler = schedule(Limits(active=2))
+    listeners = [submit(scheduler, RAG, choices=choices) for choices in (1, 3, 1)]
+    assert [listener.wait().error for listener in listeners] == [None] * 3
+    assert [len(listener.tokens) for listener in listeners] == [1, 3, 1]
 
 
-def test_a_failing_listener_ends_only_its_own_request(engine: BlendEngine) -> None:
-    scheduler, failed = Scheduler(engine), Listener()
-
-    def on_event(event: Event) -> None:
-        failed(event)
-        if isinstance(event, TokenEvent):
-            raise ValueError("cannot be delivered")
-
-    try:
-        scheduler.submit(Ask(RAG, PARAMS), on_event)
-        other = submit(scheduler, PROMPTS[1])
-        assert isinstance(failed.wait().error, ValueError)
-        assert other.wait().error is None and len(other.tokens[0]) == 6
-    finally:
-        scheduler.close()
-
-
-def test_closing_waits_for_running_requests_and_ends_the_rest(engine: BlendEngine) -> None:
-    scheduler = Scheduler(engine, Limits(active=1))
-    done = submit(scheduler, RAG)
-    endless = submit(scheduler, RAG, SamplingParams(max_new_tokens=100_000, ignore_eos=True))
+def test_closing_waits_for_running_requests_and_ends_the_rest(schedule: Schedule) -> None:
+    scheduler = schedule(Limits(active=1))
+    done, endless = submit(scheduler, RAG), submit(scheduler, RAG, ENDLESS)
     scheduler.close(timeout=3)
     assert done.wait().error is None
     assert isinstance(endless.wait().error, ClosedError)
@@ -308,27 +276,21 @@ def test_closing_waits_for_running_requests_and_ends_the_rest(engine: BlendEngin
         submit(scheduler, RAG)
 
 
-def test_missed_chunks_are_captured_after_the_requests() -> None:
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_missed_chunks_are_captured(is_idle: bool) -> None:
+    """After the requests, or under continuous load."""
     with open_engine(tiny_model("llama"), [A], capture=True) as engine:
-        scheduler = Scheduler(engine)
-        try:
-            report = submit(scheduler, RAG).wait().report
-            assert report is not None and report.missed_tokens > 0
-            assert engine.flush(timeout=60)
-            again = submit(scheduler, RAG).wait().report
-            assert again is not None and again.missed_tokens == 0
-        finally:
-            scheduler.close()
-
-
-def test_missed_chunks_are_captured_under_continuous_load() -> None:
-    with open_engine(tiny_model("llama"), [A], capture=True) as engine:
-        engine.background.begin_request()  # a request that never ends
+        if not is_idle:
+            engine.background.begin_request()  # a request that never ends
         patient, busy = Scheduler(engine, Limits(catch_up_s=60.0)), Scheduler(engine, Limits(catch_up_s=0.0))
         try:
-            for _ in range(3):
+            for _ in range(1 if is_idle else 3):
                 report = submit(patient, RAG).wait().report
                 assert report is not None and report.missed_tokens > 0
+            if is_idle:
+                assert engine.flush(timeout=60)
+                again = submit(patient, RAG).wait().report
+                assert again is not None and again.missed_tokens == 0
             end = time.monotonic() + 60
             while report is not None and report.missed_tokens:  # a tenth of the time is little on a busy machine
                 assert time.monotonic() < end
@@ -337,4 +299,5 @@ def test_missed_chunks_are_captured_under_continuous_load() -> None:
         finally:
             patient.close()
             busy.close()
-            engine.background.end_request()
+            if not is_idle:
+                engine.background.end_request()

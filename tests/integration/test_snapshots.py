@@ -54,16 +54,12 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
         yield opened
 
 
-def test_every_store_keeps_snapshots(store: KVStore) -> None:
-    with open_engine(tiny_model(FAMILY), store=store) as engine:
-        assert prefix_and_check(engine) == (40, [])
-
-
 def test_a_missing_snapshot_is_made_again(store: KVStore) -> None:
     """First what is in front of it is used, then nothing; the next request makes it again, and `warm` does too."""
     with open_engine(tiny_model(FAMILY), store=store, capture=True) as engine:
         kinds = engine.survey.kinds
         assert kinds.state_bytes / engine.survey.layout.block_bytes(1) > len(A)  # so there is one, at A's end
+        assert prefix_and_check(engine) == (40, [])
         assert store.delete(snapshot_of(engine))
         assert prefix_and_check(engine)[0] == 0
         assert engine.warm([A]).stored == 1
@@ -89,6 +85,9 @@ def test_a_damaged_snapshot_is_reported_removed_and_made_again(kind: str, tmp_pa
     with open_engine(tiny_model(FAMILY), store=open_store(folder)) as engine:
         name = snapshot_of(engine)
         engine.store.close()
+    with open_store(folder) as store, open_engine(tiny_model(FAMILY), [], store=store) as engine:  # another process
+        assert prefix_and_check(engine) == (40, [])
+        assert not store.verify()
     [file] = [path for path in folder.rglob("*") if path.is_file() and name.hex() in path.name]
     data = bytearray(file.read_bytes())
     data[-2000] ^= 1
@@ -151,14 +150,6 @@ def test_a_store_without_room_for_a_snapshot_fails_no_request() -> None:
         for prompt in (LEADING, RAG, LEADING):
             assert engine.generate(prompt, PARAMS, ratio=1.0).token_ids == greedy(engine.model, prompt, 6)
             engine.flush(60)
-
-
-def test_another_process_finds_what_one_has_stored(tmp_path: Path) -> None:
-    with open_engine(tiny_model(FAMILY), store=open_store(tmp_path)) as engine:
-        engine.store.close()
-    with open_store(tmp_path) as store, open_engine(tiny_model(FAMILY), [], store=store) as engine:
-        assert prefix_and_check(engine) == (40, [])
-        assert not store.verify()
 
 
 def test_tenants_have_snapshots_of_their_own() -> None:

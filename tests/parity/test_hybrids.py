@@ -24,7 +24,6 @@ from cacheblend.engines.hf.baselines import finish, full_recompute, fused, prefi
 from cacheblend.engines.hf.caches import kv_of_cache, whole_cache
 from cacheblend.engines.hf.recurrent import LayerKinds
 from cacheblend.engines.hf.survey import survey_model
-from cacheblend.engines.hf.view import ModelView
 from campaign import rotating
 from families import HYBRID, tiny_model
 from parity.scenes import (
@@ -240,7 +239,7 @@ def test_a_state_that_is_ignored_is_noticed() -> None:
 
     model.model.layers[2].conv.__class__ = Forgetful
     with pytest.raises(ModelNotBlendableError, match=r"layer 2 .* do not go on from it"):
-        survey_model(model, ModelView(model))
+        survey_model(model)
 
 
 def test_half_precision_finds_the_same_layers() -> None:
@@ -248,7 +247,7 @@ def test_half_precision_finds_the_same_layers() -> None:
     for family in FAMILIES:
         kinds = warm(family).survey.kinds
         model = tiny_model(family, torch.bfloat16)
-        half = survey_model(model, ModelView(model)).kinds
+        half = survey_model(model).kinds
         assert (half.kv_layers, set(half.states), half.stepped) == (kinds.kv_layers, set(kinds.states), kinds.stepped)
 
 

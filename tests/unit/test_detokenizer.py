@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from cacheblend.engines.hf.text_stream import TextStream
+from cacheblend.engines.hf.request import TextStream
 from cacheblend.engines.tokens import PromptBuilder
 from cacheblend.engines.tokens.detokenizer import Detokenizer
 from campaign import share

@@ -49,10 +49,13 @@ def test_halves_of_one_tensor_are_joined_without_a_copy() -> None:
     assert torch.equal(other_rows, torch.cat([keys, whole[:, 3:8, 12:]], -1))
 
 
-def test_layers_with_heads_are_left_as_they_are() -> None:
+def test_heads_are_left_as_they_are_and_queries_of_another_width_refused() -> None:
     keys, values = drawn(2, 3, 4), drawn(2, 3, 4, seed=1)
     found = attended(keys, values, AttentionSpec(1.0))
     assert found[0] is keys and found[1] is values
+    with pytest.raises(InvalidInputError, match="do not fit together"):
+        spec = AttentionSpec(1.0, is_latent=True)
+        attend_rows(drawn(4, 2, 12), drawn(1, 9, 12), drawn(1, 9, 12), torch.tensor([1, 2]), spec)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -65,12 +68,6 @@ def test_attention_over_latents_is_that_of_one_shared_head(window: int | None, d
     assert torch.equal(attend_rows(query, *kept.chunk(2, -1), positions, latent), wanted)
     last = attend_last(query[:, 2], *(each.clone() for each in kept.chunk(2, -1)), latent)
     torch.testing.assert_close(last, wanted[2], atol=2e-2 if dtype is torch.bfloat16 else 1e-5, rtol=0)
-
-
-def test_a_query_of_another_width_is_refused() -> None:
-    keys, values = drawn(1, 9, 12), drawn(1, 9, 12)
-    with pytest.raises(InvalidInputError, match="do not fit together"):
-        attend_rows(drawn(4, 2, 12), keys, values, torch.tensor([1, 2]), AttentionSpec(1.0, is_latent=True))
 
 
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
@@ -146,11 +143,8 @@ def test_an_expansion_that_is_no_matrix_for_each_head_is_refused() -> None:
     shifted.kv_b_proj.bias = torch.nn.Parameter(torch.ones(4 * 24))
     with pytest.raises(ModelNotBlendableError, match="in another way than by one matrix for each head"):
         latent_shape(shifted, torch.zeros(1))
-
-
-def test_attention_that_caches_nothing_is_refused() -> None:
     with pytest.raises(ModelNotBlendableError, match="without caching them"):
-        attend_absorbed(attention(), drawn(4, 3, 16), LatentTap(), lambda q, k, v, spec: q, AttentionSpec(1.0))
+        attend_absorbed(plain, drawn(4, 3, 16), LatentTap(), lambda q, k, v, spec: q, AttentionSpec(1.0))
 
 
 def test_code_that_caches_expanded_keys_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

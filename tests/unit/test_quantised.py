@@ -66,15 +66,12 @@ def quantised(family: str = "llama", kind: type[Int8] = Int8, settings: object =
 
 
 def test_copies_agree_and_every_part_counts() -> None:
+    """Not where an object lies: processes that quantise equally agree."""
     one = fingerprint_model(quantised())
     assert one == fingerprint_model(quantised()) != fingerprint_model(tiny_model("llama"))  # type: ignore[arg-type]
     others = [quantised(bits=100.0), quantised(settings="other"), quantised()]
     others[2].model.layers[3].self_attn.k_proj.weight.data_[0, 0] += 1
     assert len({one, *map(fingerprint_model, others)}) == 4
-
-
-def test_where_an_object_lies_is_no_part_of_it() -> None:
-    """Processes that quantise equally agree."""
     assert fingerprint_model(quantised(settings=Settings())) == fingerprint_model(quantised(settings=Settings()))
 
 
@@ -92,6 +89,7 @@ def test_a_quantised_model_is_blended() -> None:
 
 
 def test_adapters_on_a_quantised_model_are_watched() -> None:
+    """And scales: a merge into a quantised weight quantises it anew."""
     model = quantised()
     add_adapter(model, "a", seed=1)
     add_adapter(model, "b", seed=2)
@@ -101,13 +99,6 @@ def test_adapters_on_a_quantised_model_are_watched() -> None:
     set_adapter(model, "a")
     assert watch.look() and watch.digest != before
     assert fingerprint_model(model) == fingerprint_model(quantised())
-
-
-def test_a_scale_that_is_rewritten_is_seen() -> None:
-    """A merge into a quantised weight quantises it anew."""
-    model = quantised()
-    add_adapter(model, "a", seed=1)
-    watch = AdapterWatch(model)
     for layer in model.model.layers:
         layer.self_attn.k_proj.base_layer.weight.scale *= 1.5
     assert watch.look()

@@ -86,9 +86,14 @@ def test_a_number_that_was_chosen_is_left_alone(monkeypatch: pytest.MonkeyPatch)
         torch.set_num_threads(1 if following.is_following else 2)  # the program's own choice since
         assert set(used(following)) == {torch.get_num_threads()}
     torch.set_num_threads(2)
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    with monkeypatch.context() as chosen:
+        chosen.setenv("OMP_NUM_THREADS", "2")
+        assert not ThreadCount().is_following
+    monkeypatch.setattr(thread_count, "_libraries", lambda: None)  # one thread has no number of its own
     count = ThreadCount()
     assert not count.is_following
+    count.is_single = True
+    assert used(count) == [2, 2, 2, 2]
 
 
 def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -141,6 +146,7 @@ def test_the_number_of_other_threads_never_changes() -> None:
 
 
 def test_the_number_comes_back_whatever_fails_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the program has set another one meanwhile."""
     count = busy()
     for context in (count.held, count.layer):
         with pytest.raises(KeyError), context():
@@ -154,6 +160,9 @@ def test_the_number_comes_back_whatever_fails_inside(monkeypatch: pytest.MonkeyP
     with pytest.raises(KeyError), count.layer():
         pass
     assert torch.get_num_threads() == 2
+    with count.held():
+        torch.set_num_threads(3)
+    assert torch.get_num_threads() == 3
 
 
 def test_engines_and_a_program_in_several_threads_keep_their_numbers() -> None:
@@ -180,21 +189,6 @@ def test_engines_and_a_program_in_several_threads_keep_their_numbers() -> None:
     for thread in threads:
         thread.join(60)
     assert len(ends) == 12 and all(before == after for before, after in ends)
-
-
-def test_a_number_that_is_set_inside_stays() -> None:
-    count = busy()
-    with count.held():
-        torch.set_num_threads(3)
-    assert torch.get_num_threads() == 3
-
-
-def test_where_one_thread_has_no_number_of_its_own_it_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thread_count, "_libraries", lambda: None)
-    count = ThreadCount()
-    assert not count.is_following
-    count.is_single = True
-    assert used(count) == [2, 2, 2, 2]
 
 
 @pytest.mark.parametrize("shares", [[1.0], [0.3], [0.3, 1.0]])

@@ -17,8 +17,7 @@ from pydantic import (
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.documents import COLLECTION, LONGEST_ID
-from cacheblend.engines.hf.grammar import Grammar
-from cacheblend.engines.hf.grammar_schema import check_depth
+from cacheblend.engines.hf.grammar import Grammar, check_depth
 from cacheblend.engines.hf.prefiller import Mode
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.fields import ACCEPTED, REFUSED, REFUSED_RESPONSES, Refused, check_fields

@@ -42,7 +42,7 @@ def run_apart(work: Callable[[], Found]) -> Found:
 
 
 @dataclass(frozen=True)
-class _IdleJob:
+class _Job:
     work: Callable[[], Any]
     patient: bool
     since: float = field(default_factory=time.monotonic)
@@ -62,10 +62,8 @@ class IdleWork(Protocol):
 
 
 class Background:
-    """A queue of small jobs, run between requests by one thread, which ends when no job may run.
-
-    Args:
-        limit: of waiting jobs; more are dropped and counted.
+    """A queue of small jobs, run between requests by one thread, which ends when no job may run. Of more than `limit`
+    waiting jobs the rest is dropped and counted.
 
     Attributes:
         idle_work: what is done when nothing else is; None: nothing. Whoever sets it calls `wake` when there is some.
@@ -74,7 +72,7 @@ class Background:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._jobs: OrderedDict[Hashable, _IdleJob] = OrderedDict()
+        self._jobs: OrderedDict[Hashable, _Job] = OrderedDict()
         self._changed = threading.Condition()
         self._requests = 0
         self._working = False
@@ -135,7 +133,7 @@ class Background:
                     logger.warning("the background queue is %s; further jobs are dropped", why)
                 self.dropped += 1
                 return False
-            self._jobs[key] = _IdleJob(job, patient)
+            self._jobs[key] = _Job(job, patient)
             self._start()
             return True
 
@@ -150,7 +148,7 @@ class Background:
             if key is None or self._working or time.monotonic() - self._jobs[key].since < after_s:
                 return False
             job = self._take(key)
-        self._hold_up(job.work)
+        self._run(job.work, holds_up=True)
         return True
 
     def advance_idle(self) -> bool:
@@ -163,15 +161,8 @@ class Background:
             if self._working or self._closed or work is None or not work.has_work:
                 return False
             self._working, self._running = True, None
-        self._hold_up(work.advance)
+        self._run(work.advance, holds_up=True)
         return True
-
-    def _hold_up(self, work: Callable[[], Any]) -> None:
-        self.holds_up_requests = True
-        try:
-            self._run(work)
-        finally:
-            self.holds_up_requests = False
 
     def flush(self, timeout: float | None = None) -> bool:
         """Waits until every queued job is done, running jobs even during requests; False after `timeout` seconds. Idle
@@ -202,18 +193,18 @@ class Background:
             thread = self._thread
         if thread is not None:
             thread.join(timeout)
-        if left := thread is not None and thread.is_alive():
-            logger.warning("closed with a background job that has not ended; it may wait for the store")
-        return not left
+            if thread.is_alive():
+                logger.warning("closed with a background job that has not ended; it may wait for the store")
+                return False
+        return True
 
     def _may_work(self) -> bool:
         return bool(self._jobs) and not self._working and (self._requests == 0 or self._flushing > 0)
 
     def _may_idle(self) -> bool:
         """Idle work is there, and nothing else; it may have to wait for `_quiet_left_s` yet."""
-        if self.idle_work is None or self._requests or self._flushing or self._working or self._closed:
-            return False
-        return not self._jobs and self.idle_work.has_work
+        busy = self._requests or self._flushing or self._working or self._closed or self._jobs
+        return self.idle_work is not None and not busy and self.idle_work.has_work
 
     @property
     def _quiet_left_s(self) -> float:
@@ -244,11 +235,12 @@ class Background:
                     return
             self._run(work)
 
-    def _take(self, key: Hashable) -> _IdleJob:
+    def _take(self, key: Hashable) -> _Job:
         self._running, self._working = key, True
         return self._jobs.pop(key)
 
-    def _run(self, work: Callable[[], Any]) -> None:
+    def _run(self, work: Callable[[], Any], *, holds_up: bool = False) -> None:
+        self.holds_up_requests = holds_up
         try:
             work()
         except Exception:
@@ -256,6 +248,7 @@ class Background:
             count_failure("background work")
             logger.warning("background work failed; its request is not affected", exc_info=True)
         finally:
+            self.holds_up_requests = False
             with self._changed:
                 self._working = False
                 self._start()

@@ -1,7 +1,7 @@
 """Methods that compute a first token, for benchmarks, `ask --compare` and `demo` to compare on the same prompt.
 
 Full recompute, prefix caching, and the fused path with any selector (full reuse, blend); and transformers' own decode
-loop. Knows nothing of quality scores: that is `evaluation`.
+loop.
 """
 
 import time
@@ -22,8 +22,8 @@ from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.ambient import without_ambient
 from cacheblend.engines.hf.caches import fill_cache
 from cacheblend.engines.hf.recurrent import States
+from cacheblend.engines.hf.request import TextStream
 from cacheblend.engines.hf.sampling import Sampler, SamplingParams
-from cacheblend.engines.hf.text_stream import TextStream
 from cacheblend.engines.shadow import kl_divergence
 
 TOUCHED_ROWS = 64
@@ -38,7 +38,7 @@ class FirstToken:
         logits: [vocab] at the prompt's last position.
         ttft_s: seconds until the logits are computed.
         row_layers: rows times layers computed.
-        kv: KV cache of the prompt, as decoding takes it; None if the method keeps none.
+        kv: of the prompt, as decoding takes it; None if the method keeps none.
         report: set by the methods that load stored KV.
         states: of recurrent layers behind the prompt, beside a list as `kv`.
     """
@@ -131,27 +131,24 @@ def finish(
     params: SamplingParams,
     seen: Callable[[int, torch.Tensor], None] | None = None,
 ) -> tuple[str, list[int]]:
-    """Decodes the answer that follows a method's first logits: (text, token ids).
+    """Decodes the answer that follows a method's first logits on its engine and prompt: (text, token ids). Consumes its
+    KV.
 
-    Args:
-        engine: the engine that the method ran on.
-        prompt: the prompt that the method ran on.
-        first: the method's result; decoding consumes its KV.
-        params: sampling parameters.
-        seen: called after each token with its id and the logits [vocab] that it was sampled from.
+    `seen` is called after each token with its id and the logits [vocab] that it was sampled from.
     """
     assert first.kv is not None
     ids = engine.ids_of(prompt)
     decoding = PlainDecoding(engine.model, first.kv, ids, first.logits, params, engine.eos_ids, first.states)
     stream = TextStream(engine.builder.detokenizer() if engine.builder else None, params.stop)
-    while decoding.finish_reason is None and not stream.stopped:
+    sampler = decoding.sampler
+    while sampler.finish_reason is None and not stream.stopped:
         with engine.prefiller.threads.layer():
             token = decoding.step()
         stream.push(token)
         if seen is not None:
-            seen(token, decoding.logits)
+            seen(token, sampler.logits)
     stream.finish()
-    return stream.text, decoding.token_ids
+    return stream.text, sampler.token_ids
 
 
 @without_ambient
@@ -182,12 +179,8 @@ def _plain(engine: BlendEngine, prompt: Prompt, cache: DynamicCache, *, known: i
 class PlainDecoding:
     """Decodes one sequence with transformers' own forward and cache, one token per `step`.
 
-    Args:
-        model: the loaded model.
-        kv: the prompt's KV, one entry per layer, or a filled transformers cache. A list is moved into such a cache
-            after the first token, and emptied.
-        prompt_ids, logits, params, eos_ids: see `Sampler`.
-        states: of recurrent layers, beside a list as `kv`.
+    `kv` has one entry per layer, or is a filled transformers cache; a list is moved into such a cache after the first
+    token, and emptied. `states` are those of recurrent layers, beside a list. The others are as for `Sampler`.
     """
 
     def __init__(
@@ -201,34 +194,16 @@ class PlainDecoding:
         states: States | None = None,
     ) -> None:
         self._model, self._kv, self._states = model, kv, states
-        self._sampler = Sampler(prompt_ids, logits, params, eos_ids)
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The answer so far."""
-        return self._sampler.token_ids
-
-    @property
-    def finish_reason(self) -> str | None:
-        """See `Sampler`."""
-        return self._sampler.finish_reason
-
-    @property
-    def logits(self) -> torch.Tensor:
-        """See `Sampler`."""
-        return self._sampler.logits
+        self.sampler = Sampler(prompt_ids, logits, params, eos_ids)
 
     def step(self) -> int:
-        """Samples the next token; sets `finish_reason` after the last one."""
-        if self._sampler.has_begun:
-            self._sampler.logits = self._forward()
-        return self._sampler.sample()
-
-    def _forward(self) -> torch.Tensor:
-        if not isinstance(self._kv, DynamicCache):
-            self._kv = fill_cache(self._model, self._kv, self._states)
-        last = self._sampler.last_id
-        position = torch.tensor([[len(self._sampler) - 1]], device=last.device)
-        out = self._model(input_ids=last[None], position_ids=position, past_key_values=self._kv, use_cache=True)
-        logits: torch.Tensor = out.logits[0, -1]
-        return logits
+        """Samples the next token; sets the sampler's `finish_reason` after the last one."""
+        sampler = self.sampler
+        if sampler.has_begun:
+            if not isinstance(self._kv, DynamicCache):
+                self._kv = fill_cache(self._model, self._kv, self._states)
+            position = torch.tensor([[len(sampler) - 1]], device=sampler.last_id.device)
+            ids = sampler.last_id[None]
+            out = self._model(input_ids=ids, position_ids=position, past_key_values=self._kv, use_cache=True)
+            sampler.logits = out.logits[0, -1]
+        return sampler.sample()

@@ -1,11 +1,9 @@
 """Answers to many prompts: a scheduler in the caller's thread, fed as places become free.
 
-    prompts, read one at a time ─> a few waiting ─> some running ─> answers, in the prompts' order
-
-Knows prompts and the scheduler; does not know how either works.
+prompts, read one at a time ─> a few waiting ─> some running ─> answers, in the prompts' order
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cacheblend.core.errors import CacheBlendError, InvalidInputError, shown
 from cacheblend.core.plan.prompt import Prompt
@@ -34,68 +32,29 @@ class BatchError(CacheBlendError):
         self.answers, self.errors = answers, dict(errors)
 
 
-class Batch:
-    """Answers prompts, so many at a time.
+def answer_all(
+    scheduler: Scheduler, prompts: Iterable[PromptLike], ask_of: Callable[[PromptLike, int], Ask], waiting: int
+) -> list[Answer]:
+    """The answers to prompts, in order; raises `BatchError` if some could not be answered, after all others were.
 
     Args:
         scheduler: without a thread; closed at the end.
+        prompts: read one at a time.
         ask_of: makes a request of a prompt and its place.
         waiting: prompts that are read ahead.
     """
+    answers: list[Answer | None] = []
+    errors: dict[int, Exception] = {}
 
-    def __init__(self, scheduler: Scheduler, ask_of: Callable[[PromptLike, int], Ask], waiting: int) -> None:
-        self._scheduler, self._ask_of, self._most_waiting = scheduler, ask_of, waiting
-        self._answers: list[Answer | None] = []
-        self._errors: dict[int, Exception] = {}
-
-    def run(self, prompts: Iterable[PromptLike]) -> list[Answer]:
-        """The answers, in order.
-
-        Raises:
-            BatchError: some prompts could not be answered, after all others were.
-        """
-        rest = iter(prompts)
-        try:
-            while self._feed(rest) or self._scheduler.waiting or self._scheduler.active:
-                self._scheduler.run()
-        finally:  # an interrupt, or an error of `prompts`: what is under way is given up
-            self._scheduler.close()
-        answers = [answer for answer in self._answers if answer is not None]
-        for place, answer in enumerate(self._answers):
-            if answer is None and place not in self._errors:
-                self._errors[place] = CacheBlendError("its request ended without an answer; see the log for the reason")
-        if self._errors:
-            raise BatchError(self._answers, self._errors)
-        return answers
-
-    def _feed(self, rest: Iterator[PromptLike]) -> bool:
-        """Submits prompts until enough wait; False if there are no more."""
-        while self._scheduler.waiting < self._most_waiting:
-            try:
-                prompt = next(rest)
-            except StopIteration:
-                return False
-            place = len(self._answers)
-            self._answers.append(None)
-            try:
-                ask = self._ask_of(prompt, place)
-            except Exception as error:
-                self._errors[place] = error
-            else:
-                self._scheduler.submit(ask, self._collect(place))
-        return True
-
-    def _collect(self, place: int) -> Callable[[Event], None]:
-        """Takes a request's events."""
+    def collector(place: int) -> Callable[[Event], None]:
         texts, ids, reasons = list[str](), list[int](), list[str]()
 
         def on_event(event: Event) -> None:
             if isinstance(event, DoneEvent):
                 if event.error is not None:
-                    self._errors[place] = event.error
+                    errors[place] = event.error
                 else:
-                    report = event.report or BlendReport()
-                    self._answers[place] = Answer("".join(texts), ids, reasons[-1], report)
+                    answers[place] = Answer("".join(texts), ids, reasons[-1], event.report or BlendReport())
                 return
             texts.append(event.text)
             ids.extend(() if event.token_id is None else (event.token_id,))
@@ -103,13 +62,40 @@ class Batch:
 
         return on_event
 
+    rest = iter(prompts)
+
+    def feed() -> bool:
+        """Submits prompts until enough wait; False if there are no more."""
+        while scheduler.waiting < waiting:
+            try:
+                prompt = next(rest)
+            except StopIteration:
+                return False
+            place = len(answers)
+            answers.append(None)
+            try:
+                ask = ask_of(prompt, place)
+            except Exception as error:
+                errors[place] = error
+            else:
+                scheduler.submit(ask, collector(place))
+        return True
+
+    try:
+        while feed() or scheduler.waiting or scheduler.active:
+            scheduler.run()
+    finally:  # an interrupt, or an error of `prompts`: what is under way is given up
+        scheduler.close()
+    for place, answer in enumerate(answers):
+        if answer is None and place not in errors:
+            errors[place] = CacheBlendError("its request ended without an answer; see the log for the reason")
+    if errors:
+        raise BatchError(answers, errors)
+    return [answer for answer in answers if answer is not None]
+
 
 def check_prompts(prompts: object) -> None:
-    """Refuses what is one prompt and not several.
-
-    Raises:
-        InvalidInputError: the message says what to call, or to pass.
-    """
+    """Refuses what is one prompt and not several; the message says what to call, or to pass."""
     wanted = "prompts must be a list or another iterable of prompts"
     if isinstance(prompts, str | bytes):
         raise InvalidInputError(f"{wanted}, got one text, {shown(prompts)}; pass [text], or call generate(text)")

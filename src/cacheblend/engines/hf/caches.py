@@ -57,12 +57,8 @@ def kv_of_cache(model: nn.Module, cache: DynamicCache, row: int = 0) -> list[Lay
 
 
 def fill_cache(model: Any, kv: list[LayerKV], states: States | None = None) -> DynamicCache:
-    """Moves a prompt's KV into a transformers cache; empties `kv` layer by layer, so that no layer is held twice.
-
-    Args:
-        model: transformers' own.
-        kv: one entry per layer, of no heads where a layer has no attention.
-        states: of recurrent layers; copied.
+    """Moves a prompt's KV into a cache of transformers' model; empties `kv`, one entry per layer (of no heads where a
+    layer has no attention), so that no layer is held twice. `states` of recurrent layers are copied.
     """
     cache, dims = DynamicCache(config=model.config), rotary_dims(model)
     for layer in range(len(kv)):

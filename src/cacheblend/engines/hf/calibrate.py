@@ -17,10 +17,9 @@ _CHUNK = 256
 
 
 def calibrate(engine: BlendEngine, *, lengths: Sequence[int] = LENGTHS, rounds: int = 3) -> CostModel:
-    """Measures the cost model of the engine's model on its device, with its store.
+    """Measures the cost model of the engine's model on its device, with the store that it will use later.
 
     Args:
-        engine: opened with the store that it will use later.
         lengths: prompt lengths in tokens, ascending; lengths over the model's context are skipped.
         rounds: measured rounds, after one warm-up; the median counts.
 

@@ -40,12 +40,7 @@ _TOLERANCE = {
 
 @torch.no_grad()
 def compile_layers(view: ModelView, device: torch.device, backend: str = "inductor") -> str:
-    """Has the view run compiled layers, once they agree with the plain ones.
-
-    Args:
-        view: whose layers are compiled; the user's model is not.
-        device: of the model.
-        backend: of torch.compile.
+    """Has the view run compiled layers, once they agree with the plain ones; the user's model is not compiled.
 
     Returns:
         Why the plain layers stay, which a warning says too; "" if the compiled ones serve.
@@ -69,19 +64,20 @@ def _difference(
 ) -> str:
     """What differs between the layers on noise, "" if nothing does; leaves the view with the compiled ones.
 
-    Each tile is computed with two kinds of attention: what is compiled must not remember the one that it has seen.
+    Each tile is computed with two attentions, to all rows and to half of them: what is compiled must not remember the
+    one that it has seen.
     """
     vocab = view.model.get_input_embeddings().num_embeddings
     ids = torch.randint(vocab, (_TOKENS,), generator=torch.Generator().manual_seed(0)).to(device)
     runner, rows = HfLayerRunner(view, ids, torch.arange(_TOKENS)), torch.arange(_TOKENS, device=device)
     noise = runner.embed()
-    for tile, layer, attend in product(_TILES, range(len(plain)), (_attend, _attend_to_half)):
+    for tile, layer, reach in product(_TILES, range(len(plain)), (1, 2)):
         found = []
         for layers in (plain, compiled):
             view.run_as(layers)
             hidden, index = noise.clone()[tile], rows[tile]
             keys, values = runner.project(layer, hidden, index)
-            out = runner.run(layer, hidden, index, partial(attend, rows[: len(index)]))
+            out = runner.run(layer, hidden, index, partial(_attend, rows[: len(index)] // reach))
             found.append([part.float() for part in (keys, values, out)])
         for one, other in zip(*found, strict=True):
             error = float((one - other).abs().max() / one.abs().max().clamp_min(1e-6))
@@ -95,9 +91,3 @@ def _attend(
     positions: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec
 ) -> torch.Tensor:
     return attend_rows(query, keys, values, positions, spec)
-
-
-def _attend_to_half(
-    positions: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec
-) -> torch.Tensor:
-    return attend_rows(query, keys, values, positions // 2, spec)

@@ -12,13 +12,10 @@ from cacheblend.core.plan.blocks import KVLayout, LayerShape
 
 
 def expected_layout(config: PretrainedConfig, dtype: torch.dtype | None = None) -> KVLayout:
-    """Derives the KV layout from a config alone, for plans and measurements that load no model.
+    """The KV layout by a config alone, for plans and measurements that load no model; `survey_model` finds the real
+    one.
 
-    Assumes that all layers have the same shape; `survey_model` finds a model's real layout.
-
-    Args:
-        config: a model's config.
-        dtype: dtype of the KV cache; None: that of the config, or fp32 if it has none.
+    Assumes that all layers have the same shape. `dtype` None: that of the config, or fp32 if it has none.
 
     Raises:
         AttributeError: the config lacks the number of layers, heads or dimensions.
@@ -50,23 +47,17 @@ def check_config(config: Any) -> None:
             "each row attends to (DeepSeek sparse attention), so a row's KV depends on a selection that stored KV does "
             "not have; serve it without blending"
         )
-    _check_layers(text)
-    for _ in shift_limits(text):
-        pass
-
-
-def _check_layers(config: Any) -> None:
-    """Refuses layers that take more than hidden states, or that have no KV of their own."""
-    what = {
+    unsupported = {
         "hidden_size_per_layer_input": "gives each layer an input of its own beside the hidden states",
         "num_kv_shared_layers": "has layers that use the keys and values of others",
     }
-    for name, found in what.items():
-        if value := getattr(config, name, None):
+    for name, found in unsupported.items():
+        if value := getattr(text, name, None):
             raise ModelNotBlendableError(
-                f"{config.model_type} {found} ({name} = {value}), which blending does not support; "
-                f"models of {config.model_type} whose config.json has 0 there can be blended"
+                f"{text.model_type} {found} ({name} = {value}), which blending does not support; "
+                f"models of {text.model_type} whose config.json has 0 there can be blended"
             )
+    list(shift_limits(text))
 
 
 def shift_limits(config: Any) -> Iterator[int | None]:

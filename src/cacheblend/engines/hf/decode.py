@@ -78,10 +78,7 @@ def _grown(kv: LayerKV, length: int, together: bool) -> LayerKV:
 
 @torch.no_grad()
 def compute_logits(view: ModelView, answers: Sequence[Decoding]) -> None:
-    """Sets the logits for each answer's next token.
-
-    Answers without a token yet keep the logits of their prefill; all others go through the layers together.
-    """
+    """Sets the logits for each answer's next token; answers without a token yet keep those of their prefill."""
     begun = [answer for answer in answers if answer.sampler.has_begun]
     if begun:
         with view.threads.held():

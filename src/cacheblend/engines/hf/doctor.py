@@ -4,8 +4,10 @@ Only collects and words the results; the survey and the live check do the examin
 cannot be blended: it reports a failed check.
 """
 
+import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,24 +20,16 @@ from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.core.plan.blocks import LayerShape
 from cacheblend.engines.checkpoint import check_files, weight_files
 from cacheblend.engines.hf.ambient import without_ambient
-from cacheblend.engines.hf.configs import check_config
 from cacheblend.engines.hf.latent import LatentShape
 from cacheblend.engines.hf.live_check import LiveCheck
 from cacheblend.engines.hf.model_loader import class_of, loading_reason, read_config, read_weights
 from cacheblend.engines.hf.survey import Survey, survey_model
-from cacheblend.engines.hf.view import ModelView
 from cacheblend.engines.tokens import PromptBuilder
 
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check.
-
-    Attributes:
-        name: what was checked.
-        ok: False if it prevents blending; None if it is only information.
-        detail: what was found.
-    """
+    """The result of one check. `ok`: False if it prevents blending; None if it is only information."""
 
     name: str
     ok: bool | None
@@ -66,7 +60,7 @@ class Diagnosis:
 
 
 class _StopError(Exception):
-    """Raised when a failed check makes all later checks impossible."""
+    """A failed check makes all later checks impossible."""
 
 
 @without_ambient
@@ -83,10 +77,10 @@ def diagnose(
 
     Args:
         model: a model folder, or a loaded transformers model, which is not changed.
-        tokenizer: tokenizer of a loaded model; None skips the tokenizer checks.
+        tokenizer: of a loaded model; None skips the tokenizer checks.
         name: display name; empty: the folder's name or the model's class.
-        dtype: dtype to load a folder's weights in; ``auto`` keeps the stored one.
-        device: device to load a folder's weights to; None takes CUDA if there is any.
+        dtype: to load a folder's weights in; ``auto`` keeps the stored one.
+        device: for a folder's weights; None takes CUDA if there is any.
         on_check: called with what the live run, which may take minutes, has checked.
     """
     is_folder = isinstance(model, str | Path)
@@ -121,29 +115,26 @@ def _open(
     folder: Path, dtype: str | torch.dtype, device: str | torch.device | None, found: Diagnosis
 ) -> tuple[PreTrainedModel, Any]:
     """Model and tokenizer (None if it cannot be loaded); the config is checked before the weights are read."""
-    config_file = folder / "config.json"
-    weights = weight_files(folder)
+    config_file, weights = folder / "config.json", weight_files(folder)
     missing = [what for what, there in (("config.json", config_file.is_file()), ("weights", weights)) if not there]
     if missing:
         found.checks.append(Check("files", False, f"{folder} has no {' and no '.join(missing)}"))
         raise _StopError
     size = sum(file.stat().st_size for file in weights) / 2**30
     found.checks.append(Check("files", True, f"config.json, {len(weights)} weight file(s), {size:.2f} GiB"))
+    what = "config"
     try:
         json.loads(config_file.read_text())
         opens = class_of(read_config(folder))
-    except Exception as error:
-        raise _fail(found, "config", error) from error
-    try:
+        what = "weights"
         check_files(folder)
         model = read_weights(opens, folder, dtype)
         model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except Exception as error:
-        raise _fail(found, "weights", error) from error
-    try:
+        raise _fail(found, what, error) from error
+    with contextlib.suppress(Exception):
         return model, AutoTokenizer.from_pretrained(folder)
-    except Exception:
-        return model, None
+    return model, None
 
 
 def _tokenizer_checks(tokenizer: Any) -> Iterator[Check]:
@@ -169,8 +160,7 @@ def _tokenizer_checks(tokenizer: Any) -> Iterator[Check]:
 
 def _survey(model: PreTrainedModel, found: Diagnosis) -> Survey:
     try:
-        check_config(model.config)
-        survey = survey_model(model, ModelView(model))
+        survey = survey_model(model)
     except Exception as error:
         raise _fail(found, "architecture", error) from error
     layers, attend = survey.num_layers, len(survey.kinds.kv_layers)
@@ -186,17 +176,30 @@ def _survey(model: PreTrainedModel, found: Diagnosis) -> Survey:
 
 
 def _describe(survey: Survey) -> Iterator[Check]:
-    layout = survey.layout
-    yield Check("KV cache", True, f"{_shapes(survey)}, {_name(layout.dtype)}: {layout.block_bytes(1)} bytes a token")
-    if any(survey.latents):
-        yield Check("latent attention", True, _saving(survey))
-    if survey.kinds.states:
-        yield Check("recurrent layers", True, _recurrent(survey))
-        yield Check("what can be saved", None, _saveable(survey))
+    layout, kinds, latents = survey.layout, survey.kinds, [latent for latent in survey.latents if latent is not None]
+    shapes = [f"{n} layers: {_shape(*kept)}" for kept, n in _counts(zip(layout.layers, survey.latents, strict=True))]
+    dtype = str(layout.dtype).removeprefix("torch.")
+    yield Check("KV cache", True, f"{'; '.join(shapes)}, {dtype}: {layout.block_bytes(1)} bytes a token")
+    if latents:
+        share = sum(latent.width for latent in latents) / sum(latent.expanded for latent in latents)
+        kept = f"{len(latents)} layers keep latents, {share:.1%} of their keys and values expanded"
+        yield Check("latent attention", True, f"{kept}; attention is over the latents (absorbed form)")
+    if kinds.states:
+        steps = " one row at a time, so only behind a prefix that leaves few rows" if kinds.stepped else ""
+        kept = f"{len(kinds.states)} of {kinds.num_layers} layers keep a state, {kinds.state_bytes} bytes in all"
+        yield Check("recurrent layers", True, f"{kept}; exact prefixes are stored with it and go on from it{steps}")
+        detail = (
+            f"the exact prefix, and behind it at most {kinds.saveable:.0%} of the compute: rows can be left out in "
+            f"{len(kinds.blended_layers)} of {kinds.num_layers} layers, those behind the last recurrent one"
+            if kinds.blended_layers
+            else "the exact prefix, and nothing behind it: a state needs every row, and no attention layer behind the "
+            "last recurrent one could leave rows out (0% of the compute); chunks are reused behind their anchor only"
+        )
+        yield Check("what can be saved", None, detail)
     windows = [f"{n} sliding by {window}" if window else f"{n} full" for window, n in _counts(survey.windows)]
-    yield Check("windows", True, f"layers: {_joined(windows)}")
-    turns = [_rotation(rotation, n, survey) for rotation, n in _counts(survey.rotations)]
-    yield Check("re-positioning", True, _joined(turns))
+    yield Check("windows", True, f"layers: {'; '.join(windows)}")
+    turns = [f"{n} layers: {_turn(rotation, survey)}" for rotation, n in _counts(survey.rotations)]
+    yield Check("re-positioning", True, "; ".join(turns))
     context = "no limit in the config" if survey.context_length is None else f"{survey.context_length} tokens"
     if survey.length_limit is None:
         yield Check("length", True, f"context: {context}")
@@ -205,67 +208,21 @@ def _describe(survey: Survey) -> Iterator[Check]:
         yield Check("length", None, f"context: {context}; {limit}")
 
 
-def _shapes(survey: Survey) -> str:
-    layers = list(zip(survey.layout.layers, survey.latents, strict=True))
-    return _joined([f"{n} layers: {_shape(shape, latent)}" for (shape, latent), n in _counts(layers)])
-
-
 def _shape(shape: LayerShape, latent: LatentShape | None) -> str:
     if latent is None:
         return f"{shape.kv_heads} KV heads of {shape.head_dim}"
     return f"a latent of {latent.rank} and a rotated key part of {latent.rotary_dim}"
 
 
-def _saving(survey: Survey) -> str:
-    found = [latent for latent in survey.latents if latent is not None]
-    kept, expanded = sum(latent.width for latent in found), sum(latent.expanded for latent in found)
-    return (
-        f"{len(found)} layers keep latents, {kept / expanded:.1%} of their keys and values expanded; "
-        "attention is over the latents (absorbed form)"
-    )
-
-
-def _recurrent(survey: Survey) -> str:
-    kinds = survey.kinds
-    steps = " one row at a time, so only behind a prefix that leaves few rows" if kinds.stepped else ""
-    return (
-        f"{len(kinds.states)} of {kinds.num_layers} layers keep a state, {kinds.state_bytes} bytes in all; exact "
-        f"prefixes are stored with it and go on from it{steps}"
-    )
-
-
-def _saveable(survey: Survey) -> str:
-    kinds = survey.kinds
-    if not kinds.blended_layers:
-        return (
-            "the exact prefix, and nothing behind it: a state needs every row, and no attention layer behind the last "
-            "recurrent one could leave rows out (0% of the compute); chunks are reused behind their anchor only"
-        )
-    return (
-        f"the exact prefix, and behind it at most {kinds.saveable:.0%} of the compute: rows can be left out in "
-        f"{len(kinds.blended_layers)} of {kinds.num_layers} layers, those behind the last recurrent one"
-    )
-
-
-def _rotation(rotation: KeyRotation | None, count: int, survey: Survey) -> str:
+def _turn(rotation: KeyRotation | None, survey: Survey) -> str:
     if rotation is None:
-        return f"{count} layers: keys without positions (NoPE)"
+        return "keys without positions (NoPE)"
     head_dim = max(shape.head_dim for shape in survey.head_shapes)
     slowest, fastest = rotation.inv_freq.min(), rotation.inv_freq.max()
-    return (
-        f"{count} layers: {rotation.pairing} pairing, {rotation.rotary_dim} of {head_dim} dims, "
-        f"{fastest:.3g} .. {slowest:.3g} rad a position"
-    )
+    turned = f"{rotation.pairing} pairing, {rotation.rotary_dim} of {head_dim} dims"
+    return f"{turned}, {fastest:.3g} .. {slowest:.3g} rad a position"
 
 
-def _counts(values: Sequence[Any]) -> list[tuple[Any, int]]:
+def _counts(values: Iterable[Any]) -> list[tuple[Any, int]]:
     """Distinct values in order, each with its number of layers (rotations compare by identity)."""
-    return [(value, sum(other == value for other in values)) for value in dict.fromkeys(values)]
-
-
-def _joined(parts: Sequence[str]) -> str:
-    return "; ".join(parts)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return list(Counter(values).items())

@@ -9,9 +9,8 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Unpack, get_args
+from typing import Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -19,48 +18,37 @@ import torch
 from transformers import PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.errors import InvalidInputError, check_type
+from cacheblend.core.errors import InvalidInputError, check_type, shown
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillResult
+from cacheblend.core.names import as_token_ids
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.prompt import Prompt, Segment
 from cacheblend.core.select.selectors import Selector, check_ratio
+from cacheblend.engines.cost_model import controller_of, read_cost_model
 from cacheblend.engines.discovery import open_discovery
 from cacheblend.engines.fingerprint import fingerprint_model
 from cacheblend.engines.folders import model_folder
 from cacheblend.engines.hf.adapter_watch import AdapterFollower
 from cacheblend.engines.hf.ambient import without_ambient
-from cacheblend.engines.hf.arguments import (
-    check_ids,
-    check_model,
-    check_opening,
-    check_path,
-    check_progress,
-    check_tokenizer,
-    config_of,
-)
 from cacheblend.engines.hf.background import CLOSE_S, Background
-from cacheblend.engines.hf.batch import Batch, check_prompts
+from cacheblend.engines.hf.batch import answer_all, check_prompts
 from cacheblend.engines.hf.decode import Decoding
 from cacheblend.engines.hf.grammars import Grammars
 from cacheblend.engines.hf.model_loader import open_folder
-from cacheblend.engines.hf.prefiller import Mode, Prefiller, controller_for
+from cacheblend.engines.hf.prefiller import Mode, Prefiller
 from cacheblend.engines.hf.prompts import PassageLike, PromptLike, PromptReader
-from cacheblend.engines.hf.request import Answer, Delta, Request
+from cacheblend.engines.hf.request import Answer, Delta, Request, TextStream
 from cacheblend.engines.hf.sampling import (
     Sampler,
     SamplingOptions,
     SamplingParams,
     check_params,
-    eos_ids_of,
     sampling_of,
 )
 from cacheblend.engines.hf.scheduler import Scheduler
-from cacheblend.engines.hf.shadow_check import Origin, ShadowCheck, WatchedAnswer
 from cacheblend.engines.hf.state import FollowedModel, ModelState
 from cacheblend.engines.hf.survey import survey_model
-from cacheblend.engines.hf.text_stream import TextStream
 from cacheblend.engines.hf.tickets import Ask, Limits
-from cacheblend.engines.hf.view import ModelView
 from cacheblend.engines.hf.warmup import ChunkWarmer, Progress
 from cacheblend.engines.identity import ModelIdentity
 from cacheblend.engines.keeper import WarmReport
@@ -100,17 +88,21 @@ class BlendEngine(FollowedModel):
         sentence_end_ids: Sequence[int] | None = None,
         name: str = "",
     ) -> None:
-        check_model(model)
-        check_tokenizer(tokenizer)
+        _check_model(model)
+        if tokenizer is not None and not hasattr(tokenizer, "bos_token_id"):  # `PromptBuilder` checks its backend
+            raise InvalidInputError(
+                "tokenizer must be one of transformers, AutoTokenizer.from_pretrained(path), or None for prompts of "
+                f"token ids, got {shown(tokenizer)}"
+            )
         check_type(name, str, "name")
         check_type(fingerprint, str | None, "fingerprint")
-        self.model, self.config, self.name = model, config_of(config).on(model.device.type), name
+        config = config if isinstance(config, BlendConfig) else BlendConfig.of({} if config is None else config)
+        self.model, self.config, self.name = model, config.on(model.device.type), name
         self.settings = BlendSettings(self.config)
         adapters = AdapterFollower(model)
         adapted = adapters.adapted()
-        view = ModelView(adapted.model)
-        survey = survey_model(model, view)
-        check_ids(bos_id, sentence_end_ids, survey.vocab_size)
+        survey = survey_model(adapted.model)
+        _check_ids(bos_id, sentence_end_ids, survey.vocab_size)
         selector = survey.fit_selector(self.config.make_selector())
         self.tokenizer = tokenizer
         self.prompts = PromptReader(tokenizer, survey, sentence_end_ids)
@@ -123,20 +115,24 @@ class BlendEngine(FollowedModel):
         identity = ModelIdentity(None, self.fingerprint, dtype, bos_id, name, adapted.digest)
         planner = identity.planner(self.config)
         self.stored_layout = replace(survey.layout, codec=self.config.codec)
+        controller = None
         if self.config.cost_model is not None:
             survey.kinds.check_none("the loading controller (cost_model)")
-        controller = controller_for(self.config, self.fingerprint, self.stored_layout, model.device)
+            where = self.fingerprint, self.stored_layout, model.device.type
+            cost_model = read_cost_model(self.config.cost_model, *where)
+            controller = controller_of(cost_model, self.config, self.stored_layout)
         self._owns_store, on_gpu = not isinstance(store, KVStore), model.device.type == "cuda"
         self.store = store if isinstance(store, KVStore) else open_store(store, page_locked=on_gpu)
         ends = self.sentence_end_ids
-        prefiller = Prefiller(view, survey, self.store, self.config, controller, model.device, ends)
-        super().__init__(adapters, ModelState(adapted, view, survey, identity, planner, prefiller, self.config))
+        prefiller = Prefiller(survey, self.store, self.config, controller, model.device, ends)
+        self.adapters = adapters
+        self._state = ModelState(adapted, survey, identity, planner, prefiller, self.config)
         self.background = Background(self.config.capture_queue)
         self._is_closed = False
         self.grammars = Grammars(tokenizer, survey.vocab_size, self.eos_ids)
-        self.shadow: ShadowCheck | None = None  # set by `shadow_start.watch`
         self._listing, self.discovery = unmarked = open_discovery(self.store, self.config, planner.anchor)
         self._warmer = ChunkWarmer(model, self.store, self.config, self.background, name, self.adapters, *unmarked)
+        self._after_request = self._warmer.after_request
 
     @staticmethod
     def from_pretrained(
@@ -170,7 +166,9 @@ class BlendEngine(FollowedModel):
                 missing, damaged, or written to meanwhile, or a damaged profile.
             ModelNotBlendableError: the model cannot be blended.
         """
-        check_path(path)
+        way_out = "; BlendEngine(model, tokenizer) takes a model that is open"
+        wanted = "the path of a model's folder" + (way_out if isinstance(path, PreTrainedModel) else "")
+        check_type(path, str | Path, "path", wanted)
         check_type(profile, str | Path | None, "profile", "the path of a profile's file")
         check_type(with_tokenizer, bool, "with_tokenizer")
         if not isinstance(store, KVStore):
@@ -207,15 +205,6 @@ class BlendEngine(FollowedModel):
         """A message list through the model's chat template; see `PromptReader.chat`."""
         return self.prompts.chat(messages, documents, **options)
 
-    def ids_of(self, prompt: Prompt) -> torch.Tensor:
-        """The prompt's ids, [tokens] int64 on the model's device."""
-        return torch.from_numpy(prompt.token_ids.astype("i8")).to(self.model.device)
-
-    @property
-    def eos_ids(self) -> list[int]:
-        """Ids that end the model's answers, by its generation config and its tokenizer."""
-        return eos_ids_of(self.model, self.tokenizer, self.survey.vocab_size)
-
     def sentence_end_ids(self) -> npt.NDArray[np.int64] | None:
         """Ids of the tokens that end a sentence, [n], found once; None if they are unknown."""
         return self.prompts.sentence_end_ids()
@@ -246,7 +235,8 @@ class BlendEngine(FollowedModel):
             StoreError: the store is full or cannot be written to; what was stored before stays.
         """
         self.background.check_open()
-        check_progress(progress)
+        if progress is not None and not callable(progress):
+            raise InvalidInputError(f"progress must be a function or None, got {shown(progress)}")
         segments, state = self.prompts.segments(chunks), state or self.follow()
         anchor = state.planner.anchor.segments(None if system is None else self.prompt(system))
         return self._warmer.warm(state, tenant, anchor, segments, progress)
@@ -367,12 +357,13 @@ class BlendEngine(FollowedModel):
         except BaseException:
             self.background.end_request()
             raise
-        return Request(state.view, decoding, result, started, self.store_missed, partial(self._end, watched), watched)
+        return Request(self, state.survey.view, decoding, result, started, watched)
 
     def _ask(self, prompt: PromptLike, params: SamplingParams, ratio: float | None) -> Ask:
         """A request of what `start` and `generate_batch` take."""
         read = self.prompts.read(prompt, is_one=False)
-        self.prompts.check_stop(params.stop)
+        if params.stop and self.builder is None:
+            raise InvalidInputError("without a tokenizer the engine cannot find stop texts; use stop_token_ids")
         params = params.within(self.survey.max_length, len(read))
         return Ask(read, params, grammar=self.grammars.compile(params.grammar), ratio=ratio)
 
@@ -421,18 +412,7 @@ class BlendEngine(FollowedModel):
             return self._ask(prompt, for_all or each[place], ratio)
 
         scheduler = Scheduler(self, Limits(active=concurrency, waiting=concurrency), has_thread=False)
-        return Batch(scheduler, ask_of, concurrency).run(prompts)
-
-    def origin(self, state: ModelState, *, own: bool, tenant: str = "") -> Origin:
-        """What a prefill that was just opened is computed with; see `Origin`."""
-        return Origin(state.adapted.version, self.shadow.watch.step if own and self.shadow else None, tenant)
-
-    def _end(self, watched: WatchedAnswer | None) -> None:
-        try:
-            if watched is not None and self.shadow is not None:
-                self.shadow.submit(watched)
-        finally:
-            self.background.end_request()
+        return answer_all(scheduler, prompts, ask_of, concurrency)
 
     def prefill(
         self,
@@ -453,57 +433,22 @@ class BlendEngine(FollowedModel):
                 prefill.advance()
         return prefill.result()
 
-    def open_prefill(
-        self,
-        prompt: Prompt,
-        *,
-        ratio: float | None = None,
-        selector: Selector | None = None,
-        mode: Mode = "blend",
-        tenant: str = "",
-        state: ModelState | None = None,
-    ) -> BlendedPrefill:
-        """A prompt's prefill, planned and not begun; close it, or use `with`.
 
-        Args:
-            prompt: checked by `prompt`.
-            ratio: overrides the configured recompute ratio.
-            selector: overrides the configured selector.
-            mode: see `Mode`.
-            tenant: whose chunks are used, see `planner_of`.
-            state: the model; None: as it is now (`follow`).
+def _check_model(model: object) -> None:
+    """Raises `InvalidInputError` unless it is a model of transformers, or one that stands for it, as PEFT's."""
+    if not (isinstance(model, torch.nn.Module) and hasattr(model, "config")):
+        way_out = ", or a folder's path to BlendEngine.from_pretrained" if isinstance(model, str | Path) else ""
+        raise InvalidInputError(f"model must be a model of transformers (PreTrainedModel){way_out}, got {shown(model)}")
 
-        Raises:
-            InvalidInputError: an argument of the wrong type, or a ratio outside 0..1.
-        """
-        check_opening(prompt, selector, get_args(Mode), mode)
-        state, settings, is_own = state or self.follow(), self.settings, ratio is None and selector is None
-        raised = settings.at_least if is_own else None  # None: the caller has decided
-        chosen = selector or settings.selector(ratio)
-        if is_own and settings.is_full and mode == "blend":
-            mode = "prefix"
-        return state.prefiller.open(prompt, state.planner_of(tenant), chosen, mode, raised=raised)
 
-    def known_in(self, prompt: Prompt, state: ModelState, tenant: str = "") -> Prompt:
-        """The prompt whose plain text is cut at a tenant's stored chunks (`BlendConfig.discover`)."""
-        return prompt if self._listing is None else self._listing.match_now(state.planner_of(tenant).root, prompt)
-
-    def store_missed(
-        self,
-        result: PrefillResult,
-        tenant: str = "",
-        *,
-        text: bool = True,
-        may_keep: Callable[[int], bool] = lambda tokens: True,
-    ) -> None:
-        """Queues what a tenant's prefill missed to be captured and stored, and has text that recurs learnt from it.
-
-        Call it after the first token has been drawn.
-
-        Args:
-            result: the prefill.
-            tenant: whose.
-            text: also store the plain text at its start.
-            may_keep: see `ChunkWarmer.after_request`.
-        """
-        self._warmer.after_request(self._state, tenant, result, text=text, may_keep=may_keep)
+def _check_ids(bos_id: Any, sentence_end_ids: Any, vocabulary: int) -> None:
+    for name, given, what in (("bos_id", bos_id, "a token id"), ("sentence_end_ids", sentence_end_ids, "token ids")):
+        if given is None:
+            continue
+        try:
+            found = as_token_ids([given] if name == "bos_id" else given)
+            is_known = len(found) == 0 or int(found.max()) < vocabulary
+        except (TypeError, ValueError, OverflowError):
+            is_known = False
+        if not is_known:
+            raise InvalidInputError(f"{name} must be {what} in 0..{vocabulary - 1} or None, got {shown(given)}")

@@ -1,16 +1,12 @@
-"""What form an answer has: `Grammar`, and what is checked of it before a library compiles it.
-
-Knows neither tokenizers nor the library; `grammars` has both.
-"""
+"""What form an answer has: `Grammar`, and what is checked of it before a library compiles it (`grammars`)."""
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from cacheblend.core.errors import InvalidInputError, check_encodable, check_type
-from cacheblend.engines.hf.grammar_schema import check_schema
 
 MOST_BYTES = 1 << 16
 """Of a grammar's text: 64 KiB compile in half a second, a MB in minutes."""
@@ -48,9 +44,13 @@ class Grammar:
         if self.kind == "json_object" and self.text:
             raise InvalidInputError("json_object has no text; for a schema use the kind json_schema")
         if self.kind == "json_schema":
-            check_schema(_json(self.text, "json_schema"), check_repetitions)
+            check_schema(_json(self.text, "json_schema"))
         elif self.kind == "choice":
-            _check_choices(_json(self.text, "choice"))
+            choices = _json(self.text, "choice")
+            if not isinstance(choices, list) or not all(isinstance(each, str) for each in choices):
+                raise InvalidInputError("choice is a list of texts")
+            if not choices:
+                raise InvalidInputError("choice is an empty list; give at least one text")
         elif self.kind != "json_object":
             check_repetitions(self.text)
 
@@ -80,11 +80,7 @@ class Grammar:
 
 
 def check_repetitions(text: str) -> None:
-    """Refuses repetitions whose product is too large, in a regular expression or in GBNF.
-
-    Raises:
-        InvalidInputError: naming the product and the limit.
-    """
+    """Refuses repetitions whose product is too large, in a regular expression or in GBNF."""
     groups, atom = [1], 1  # the most repetitions inside each open group; those of the last atom
     for match in _TOKEN.finditer(text):
         found = match.group()
@@ -103,7 +99,6 @@ def check_repetitions(text: str) -> None:
                 )
         else:
             atom = 1
-    return None
 
 
 _TOKEN = re.compile(
@@ -121,14 +116,127 @@ def _json(text: str, what: str) -> Any:
         raise InvalidInputError(f"the {what} is not JSON: {error}") from None
 
 
-def _check_choices(choices: Any) -> None:
-    if not isinstance(choices, list) or not all(isinstance(each, str) for each in choices):
-        raise InvalidInputError("choice is a list of texts")
-    if not choices:
-        raise InvalidInputError("choice is an empty list; give at least one text")
-
-
 def _literal(text: str) -> str:
     """A text as GBNF quotes it; ``\\x`` would take the digits behind it, too."""
     escaped = (f"\\{c}" if c in '"\\' else f"\\u{ord(c):04x}" if ord(c) < 32 or ord(c) == 127 else c for c in text)
     return f'"{"".join(escaped)}"'
+
+
+# ---- JSON schemas -------------------------------------------------------------------------------------------
+
+MOST_NESTED = 100
+"""Lists and objects inside each other: compiling 1,000 takes minutes."""
+_SAYS_NOTHING = frozenset(
+    (
+        *("$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly"),
+        *("writeOnly", "$defs", "definitions"),
+    )
+)
+"""Keywords that allow and forbid nothing."""
+_RANGE = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
+_TYPES: Mapping[str, tuple[Any, frozenset[str]]] = {
+    "object": (dict, frozenset(("properties", "required", "additionalProperties"))),
+    "array": (list, frozenset(("items", "prefixItems", "minItems", "maxItems"))),
+    "string": (str, frozenset(("minLength", "maxLength", "pattern", "format"))),
+    "integer": (int, _RANGE),
+    "number": (float, _RANGE),
+    "boolean": (bool, frozenset()),
+    "null": (type(None), frozenset()),
+}
+"""What each type is in Python, and the keywords that are held beside it."""
+_ALONE = ("$ref", "anyOf", "oneOf", "allOf", "const", "enum")
+"""Keywords beside which the library ignores every other."""
+_FORMATS = frozenset(
+    (
+        *("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri"),
+        *("uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
+    )
+)
+
+
+def check_schema(schema: Any) -> None:
+    """Refuses a schema with keywords that the library would not hold.
+
+    It ignores what it does not know, and some of what it knows in other places. An answer by a part of a schema is not
+    what was asked for, so every other keyword is refused by name and place.
+    """
+    check_depth(schema)
+    waiting = [("schema", schema)]
+    while waiting:
+        where, each = waiting.pop()
+        if isinstance(each, bool):
+            continue
+        if not isinstance(each, dict):
+            raise InvalidInputError(f"{where} must be an object, true or false, got {str(each)[:80]!r}")
+        _check_keywords(where, each)
+        if isinstance(each.get("pattern"), str):
+            check_repetitions(each["pattern"])
+        for name in ("properties", "$defs", "definitions"):
+            if not isinstance(inner := each.get(name, {}), dict):
+                raise InvalidInputError(f"{where}.{name} must be an object, got {str(inner)[:80]!r}")
+            waiting += ((f"{where}.{name}.{key[:80]}", value) for key, value in inner.items())
+        for name in ("anyOf", "oneOf", "allOf", "prefixItems"):
+            if not isinstance(inner := each.get(name, []), list):
+                raise InvalidInputError(f"{where}.{name} must be a list, got {str(inner)[:80]!r}")
+            waiting += ((f"{where}.{name}.{number}", value) for number, value in enumerate(inner))
+        waiting += ((f"{where}.{name}", each[name]) for name in ("items", "additionalProperties") if name in each)
+
+
+def check_depth(value: Any) -> None:
+    """Raises `InvalidInputError` for lists and objects that are nested too deeply; itself without recursion."""
+    waiting = [(value, 1)]
+    while waiting:
+        each, depth = waiting.pop()
+        inner = each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+        if inner and depth > MOST_NESTED:
+            raise InvalidInputError(f"the schema is nested deeper than {MOST_NESTED} lists and objects; use $ref")
+        waiting.extend((one, depth + 1) for one in inner if isinstance(one, dict | list))
+
+
+def _check_keywords(where: str, schema: Mapping[str, Any]) -> None:
+    said = [name for name in schema if name not in _SAYS_NOTHING]
+    types: tuple[str, ...] = ()
+    alone = next((name for name in _ALONE if name in schema), None)
+    if "type" in schema and alone in (None, "const", "enum"):
+        types = tuple(schema["type"]) if isinstance(schema["type"], list) else (schema["type"],)
+        if not types or not all(isinstance(kind, str) and kind in _TYPES for kind in types):
+            raise InvalidInputError(f"{where}: the type {str(schema['type'])[:80]!r} is not one of {', '.join(_TYPES)}")
+    if alone is not None:
+        allowed, place = ({alone, "type"} if alone in ("const", "enum") else {alone}), f"beside {alone}"
+    else:
+        allowed = {"type"}.union(*(_TYPES[kind][1] for kind in types))
+        place = f"of type {' or '.join(types)}" if types else "without a type"
+    for name in said:
+        if name not in allowed:
+            known = ", ".join(sorted(allowed))
+            raise InvalidInputError(f"{where}: the keyword {name[:80]!r} is not held {place}; held are {known}")
+    if alone is not None and types:  # beside values the library ignores the type
+        values = schema["enum"] if "enum" in schema else [schema["const"]]
+        for value in values if isinstance(values, list) else ():
+            if not any(_is_of(value, kind) for kind in types):
+                raise InvalidInputError(f"{where}: {str(value)[:80]!r} is not of type {' or '.join(types)}")
+    elif alone is None:
+        _check_combination(where, schema, said, types)
+
+
+def _check_combination(where: str, schema: Mapping[str, Any], said: list[str], types: tuple[str, ...]) -> None:
+    if len(types) > 1 and set(said) != {"type"}:
+        raise InvalidInputError(f"{where} has several types and {said[-1]!r}: write it as anyOf of one type each")
+    if ("pattern" in schema or "format" in schema) and len({*said} - {"type"}) > 1:
+        raise InvalidInputError(f"{where}: of pattern, format and lengths one is held; keep one")
+    if "format" in schema and schema["format"] not in _FORMATS:
+        raise InvalidInputError(f"{where}: the format {str(schema['format'])[:80]!r} is not one of {sorted(_FORMATS)}")
+    for name in schema["required"] if isinstance(schema.get("required"), list) else ():
+        if not isinstance(name, str) or name not in schema.get("properties", {}):
+            raise InvalidInputError(
+                f"{where}: required names {str(name)[:80]!r}, which is none of its properties: add it"
+            )
+    if types == ("array",) and not {"items", "prefixItems"} & {*said} and len(said) > 1:
+        raise InvalidInputError(f"{where}: an array with {said[-1]} needs items, {{}} for any")
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    if kind in ("integer", "number"):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and (kind == "number" or value == int(value))
+    return isinstance(value, _TYPES[kind][0])

@@ -1,7 +1,4 @@
-"""Grammars compiled for one tokenizer, and the masks of logits that they make; the library is xgrammar.
-
-Knows the vocabulary and the model's EOS ids; knows nothing of prompts and sampling.
-"""
+"""Grammars compiled for one tokenizer, and the masks of logits that they make; the library is xgrammar."""
 
 import json
 import os
@@ -33,11 +30,9 @@ FREE_S, TOKEN_S = 2.0, 0.02
 
 
 class GrammarMatcher(LogitsProcessor):  # type: ignore[misc, unused-ignore]
-    """Where one answer is in its grammar.
+    """Where one answer is in its grammar. `never`: [vocab] bool, tokens that no text has.
 
-    Args:
-        compiled: the library's.
-        never: [vocab] bool, tokens that no text has.
+    Raises `InvalidInputError` where no token is left, or the masks take too long and hold up other answers.
     """
 
     def __init__(self, compiled: Any, never: torch.Tensor) -> None:
@@ -49,11 +44,7 @@ class GrammarMatcher(LogitsProcessor):  # type: ignore[misc, unused-ignore]
         self._tokens = 0
 
     def allowed(self) -> torch.Tensor:
-        """The tokens that may come next, [vocab] bool on the CPU; EOS ids alone once the grammar is complete.
-
-        Raises:
-            InvalidInputError: the masks take too long, and hold up other answers.
-        """
+        """The tokens that may come next, [vocab] bool on the CPU; EOS ids alone once the grammar is complete."""
         began = time.thread_time()
         self._matcher.fill_next_token_bitmask(self._bits)
         bits = np.unpackbits(self._bits.numpy().view(np.uint8), bitorder="little")[: len(self._never)]
@@ -62,11 +53,7 @@ class GrammarMatcher(LogitsProcessor):  # type: ignore[misc, unused-ignore]
         return allowed
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """[1, vocab] scores, minus infinity where a token is not allowed.
-
-        Raises:
-            InvalidInputError: no token is left, or see `allowed`.
-        """
+        """[1, vocab] scores, minus infinity where a token is not allowed."""
         allowed = torch.zeros(scores.shape[-1], dtype=torch.bool)
         found = self.allowed()[: scores.shape[-1]]
         allowed[: len(found)] = found
@@ -97,13 +84,7 @@ class GrammarMatcher(LogitsProcessor):  # type: ignore[misc, unused-ignore]
 
 @dataclass(frozen=True)
 class CompiledGrammar:
-    """A grammar for one tokenizer; any number of answers may use it at a time.
-
-    Attributes:
-        grammar: what it is compiled from.
-        compiled: the library's.
-        never: see `GrammarMatcher`.
-    """
+    """A grammar compiled for one tokenizer; any number of answers may use it at a time."""
 
     grammar: Grammar
     compiled: Any
@@ -141,15 +122,32 @@ class Grammars:
         """
         if grammar is None:
             return None
-        found = self.find(grammar)
-        if found is None:
-            with self._compiling:
-                found = self.find(grammar)
-                if found is None:
-                    self._open()
-                    found = self._compile(grammar)
-                    self._keep(grammar, found)
-        return found
+        if (found := self.find(grammar)) is not None:
+            return found
+        with self._compiling:
+            if (found := self.find(grammar)) is not None:
+                return found
+            if self._compiler is None:
+                self._open()
+            found = self._compile(grammar)
+            with self._keeping:
+                self._kept[grammar] = found
+                while len(self._kept) > KEPT or (
+                    len(self._kept) > 1
+                    and sum(each.compiled.memory_size_bytes for each in self._kept.values()) > KEPT_BYTES
+                ):
+                    self._kept.popitem(last=False)
+            return found
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Here, where it can be used, once another process has shown that it can: that is quicker than to send it."""
+        if self._trial is None or not self._trial.is_alive:
+            self._trial = _Trial(self._info.serialize_json())
+        kind, text = grammar.source()
+        reason = self._trial.why_not(kind, text)
+        if reason is not None:
+            raise InvalidInputError(f"the {grammar.kind} cannot be used: {reason}")
+        return CompiledGrammar(grammar, grammar_trial.compile_source(self._compiler, kind, text), self._never)
 
     def close(self) -> None:
         """Ends the process that tries grammars; the next grammar starts another."""
@@ -159,9 +157,7 @@ class Grammars:
             self._trial = None
 
     def _open(self) -> None:
-        """Reads the vocabulary, once."""
-        if self._compiler is not None:
-            return
+        """Reads the vocabulary."""
         try:
             import xgrammar
         except ImportError:
@@ -182,16 +178,6 @@ class Grammars:
         self._never[[token for token in special if token < self._vocab_size]] = True
         self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
 
-    def _compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Here, where it can be used, once another process has shown that it can: that is quicker than to send it."""
-        if self._trial is None or not self._trial.is_alive:
-            self._trial = _Trial(self._info.serialize_json())
-        kind, text = grammar.source()
-        reason = self._trial.why_not(kind, text)
-        if reason is not None:
-            raise InvalidInputError(f"the {grammar.kind} cannot be used: {reason}")
-        return CompiledGrammar(grammar, grammar_trial.compile_source(self._compiler, kind, text), self._never)
-
     def find(self, grammar: Grammar) -> CompiledGrammar | None:
         """The grammar if it is compiled and kept; waits for nothing."""
         with self._keeping:
@@ -199,22 +185,9 @@ class Grammars:
                 self._kept.move_to_end(grammar)
             return self._kept.get(grammar)
 
-    def _keep(self, grammar: Grammar, found: CompiledGrammar) -> None:
-        with self._keeping:
-            self._kept[grammar] = found
-            while len(self._kept) > KEPT or (len(self._kept) > 1 and self._bytes() > KEPT_BYTES):
-                self._kept.popitem(last=False)
-
-    def _bytes(self) -> int:
-        return sum(each.compiled.memory_size_bytes for each in self._kept.values())
-
 
 class _Trial:
-    """The process of `grammar_trial`; it ends with this one.
-
-    Args:
-        vocabulary: the library's description of the tokenizer.
-    """
+    """The process of `grammar_trial`, which ends with this one."""
 
     def __init__(self, vocabulary: str) -> None:
         command = [sys.executable, "-P", str(Path(grammar_trial.__file__)), str(TRIAL_S), str(TRIAL_BYTES)]

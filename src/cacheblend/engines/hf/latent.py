@@ -23,12 +23,9 @@ from cacheblend.core.kernels.latent import UpProjection
 
 @dataclass(frozen=True)
 class LatentShape:
-    """What a layer with latent attention keeps of a token, and what it expands that to.
-
-    Attributes:
-        rank: numbers of the latent.
-        rotary_dim: numbers of the rotated key part; 0: the layer has no positions.
-        expanded: numbers of the keys and values of all heads.
+    """What a layer with latent attention keeps of a token: a latent of `rank` numbers and a rotated key part of
+    `rotary_dim` (0: the layer has no positions); and how many numbers that is expanded to, in keys and values of all
+    heads.
     """
 
     rank: int
@@ -64,20 +61,11 @@ def latent_attention(layer: nn.Module) -> Any:
 def attend_absorbed(
     module: Any, query: torch.Tensor, tap: LatentTap, attend: Attend, spec: AttentionSpec
 ) -> torch.Tensor:
-    """A layer's attention in the absorbed form.
+    """A layer's attention in the absorbed form, [n, heads, value_dim].
 
-    Args:
-        module: the layer's attention.
-        query: [heads, n, key_dim + rotary_dim], the rotated part last.
-        tap: what the layer caches of the same rows.
-        attend: over the kept vectors.
-        spec: of the layer.
-
-    Returns:
-        [n, heads, value_dim].
-
-    Raises:
-        ModelNotBlendableError: the layer cached nothing.
+    `module` is the layer's attention; `query` is [heads, n, key_dim + rotary_dim], the rotated part last; `tap` has
+    what the layer caches of the same rows; `attend` is over the kept vectors. Raises `ModelNotBlendableError` if it
+    cached nothing.
     """
     if tap.latent is None or tap.rotated is None:
         raise ModelNotBlendableError(f"{type(module).__name__} attends over latents without caching them")
@@ -87,38 +75,27 @@ def attend_absorbed(
 
 
 def up_projection(module: Any, latent: torch.Tensor, key_dim: int) -> UpProjection:
-    """The matrices by which a layer expands latents.
-
-    Args:
-        module: the layer's attention.
-        latent: [1, n, rank], of the dtype and device that the layer computes in.
-        key_dim: of a head's key without its rotated part.
+    """The matrices by which a layer's attention expands latents [1, n, rank] of the dtype and device that it computes
+    in; `key_dim` is that of a head's key without its rotated part.
 
     Of a plain projection they are its own weights. Others (quantised, or with adapters) are asked what they make of
     each dimension alone, once: modules of a view are copies, renewed when adapters are switched.
     """
     linear, rank = module.kv_b_proj, latent.shape[-1]
     if type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and linear.weight.dtype == latent.dtype:
-        return UpProjection.of(linear.weight.view(-1, key_dim + _value_dim(module), rank), key_dim)
+        return UpProjection.of(linear.weight.view(-1, key_dim + int(module.v_head_dim), rank), key_dim)
     known: UpProjection | None = module.__dict__.get("_cacheblend_up")
     if known is None or known.keys.dtype != latent.dtype or known.keys.device != latent.device:
         unit = torch.eye(rank, dtype=latent.dtype, device=latent.device)
-        weight = linear(unit).T.reshape(-1, key_dim + _value_dim(module), rank)
+        weight = linear(unit).T.reshape(-1, key_dim + int(module.v_head_dim), rank)
         known = module.__dict__["_cacheblend_up"] = UpProjection.of(weight, key_dim)
     return known
 
 
-def _value_dim(module: Any) -> int:
-    return int(module.v_head_dim)
-
-
 @torch.no_grad()
 def latent_shape(module: Any, like: torch.Tensor) -> LatentShape:
-    """A layer's shape, once its own expansion has been found to be `up_projection` of latents, and nothing else.
-
-    Args:
-        module: the layer's attention.
-        like: a tensor of the dtype and on the device that it computes in.
+    """The shape of a layer's attention module, once its own expansion has been found to be `up_projection` of latents
+    and nothing else; `like` is of the dtype and on the device that it computes in.
 
     Raises:
         ModelNotBlendableError: it expands in another way, or keeps an odd number of numbers.
@@ -149,10 +126,8 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def check_caching(layer: nn.Module) -> None:
-    """Refuses a layer that makes a latent and caches the keys and values that it is expanded to.
-
-    Raises:
-        ModelNotBlendableError: code that comes with a model may do that; transformers' own caches the latent.
+    """Refuses a layer that makes a latent and caches the keys and values that it is expanded to, as code that comes
+    with a model may; transformers' own caches the latent. Raises `ModelNotBlendableError`.
     """
     for module in layer.modules():
         if rank := getattr(module, "kv_lora_rank", None):

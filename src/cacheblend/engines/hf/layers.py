@@ -20,15 +20,9 @@ _KEPT_ROWS = 16
 class _ProjectedError(Exception):
     """Raised to leave a layer's forward as soon as its keys and values are computed."""
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        super().__init__()
-        self.keys, self.values = keys, values
-
-
-def _stop_at_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec
-) -> torch.Tensor:
-    raise _ProjectedError(keys, values)
+    @classmethod
+    def stop(cls, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        raise cls(keys, values)
 
 
 @dataclass(frozen=True)
@@ -39,19 +33,15 @@ class OfRows:
 
 
 class HfLayerRunner:
-    """Runs the layers for one prompt. Row i has the token `token_ids[i]` at `positions[i]`.
+    """Runs the layers for one prompt. Row i has the token `token_ids[i]` at `positions[i]`, [rows] int64 each.
 
     Args:
-        view: view of the model.
-        token_ids: [rows] int64 on the model's device.
-        positions: [rows] int64, best on the model's device too.
+        view: of the model.
+        token_ids: on the model's device.
+        positions: best on the model's device, too.
         states: of recurrent layers in front of the first row, which the runner goes on from and changes; None: there
             are no rows in front.
-        cuts: numbers of rows behind which the states are copied; tiles end there.
-
-    Attributes:
-        states: of recurrent layers, behind the rows that each has computed.
-        snapshots: copies of the states, by the number of rows in front.
+        cuts: numbers of rows behind which the states are copied (`snapshots`); tiles end there.
     """
 
     def __init__(
@@ -90,17 +80,21 @@ class HfLayerRunner:
     def project(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [kv_heads, n, head_dim]; computes only the layer's norm and projections."""
         try:
-            self.run_from({}, layer, hidden, rows, _stop_at_attention)
+            self.run_from({}, layer, hidden, rows, _ProjectedError.stop)
         except _ProjectedError as projected:
-            return projected.keys, projected.values
+            keys, values = projected.args
+            return keys, values
         raise RuntimeError(f"layer {layer} finished without attention; the survey should have refused this model")
 
     def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The layer's output [n, width]. Of a recurrent layer the rows follow those of the call before."""
-        state = self.states.setdefault(layer, {}) if layer in self.view.recurrent else {}
+        if layer not in self.view.recurrent:
+            return self.run_from({}, layer, hidden, rows, attend)
+        state = self.states.setdefault(layer, {})
         out = self.run_from(state, layer, hidden, rows, attend)
-        if layer in self.view.recurrent:
-            self._keep(layer, state, len(rows))
+        self._done[layer] = self._done.get(layer, 0) + len(rows)
+        if (snapshot := self.snapshots.get(self._done[layer])) is not None:
+            snapshot[layer] = copy_of({layer: state})[layer]
         return out
 
     def run_from(
@@ -112,14 +106,10 @@ class HfLayerRunner:
             return torch.cat([self.run_from(state, layer, part, row, attend) for part, row in each])
         kept = state if layer in self.view.recurrent else None
         if len(rows) == len(self._token_ids):  # all of them, as in decoding, where each microsecond is spent per layer
-            return self.view.run_layer(layer, hidden, _attending(self._calls[layer], attend), kept)
+            call = self._calls[layer]
+            kwargs = {name: _answered(value, attend) for name, value in call.kwargs.items()}
+            return self.view.run_layer(layer, hidden, LayerCall(_answered(call.args, attend), kwargs), kept)
         return self.view.run_layer(layer, hidden, side_by_side([self.arguments(layer, rows)], attend), kept)
-
-    def _keep(self, layer: int, state: LayerState, rows: int) -> None:
-        """Copies a layer's state, if it is at a cut."""
-        self._done[layer] = self._done.get(layer, 0) + rows
-        if (snapshot := self.snapshots.get(self._done[layer])) is not None:
-            snapshot[layer] = copy_of({layer: state})[layer]
 
     def arguments(self, layer: int, rows: torch.Tensor) -> LayerCall:
         """The layer's arguments for these rows, without the hidden states; per-row arguments are `OfRows`."""
@@ -137,15 +127,16 @@ class HfLayerRunner:
         return self.view.close(hidden, self._token_ids, self._positions)
 
     def _of_rows(self, value: Any, rows: torch.Tensor) -> Any:
-        """The part of a layer's argument for these rows: tensors [1, rows, ...] are indexed, others kept."""
+        """The part of a layer's argument for these rows: tensors [1, rows, ...] are indexed, others kept.
+
+        Layers share arguments, and run the same rows again and again: parts are kept for some tiles of rows.
+        """
         if isinstance(value, tuple):
             return tuple(self._of_rows(part, rows) for part in value)
-        if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[:2] == (1, len(self._token_ids)):
-            return OfRows(value) if len(rows) == value.shape[1] else self._part(value, rows)
-        return value
-
-    def _part(self, value: torch.Tensor, rows: torch.Tensor) -> OfRows:
-        """One argument for some rows. Layers share arguments, and run the same rows again and again."""
+        if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[:2] != (1, len(self._token_ids)):
+            return value
+        if len(rows) == value.shape[1]:
+            return OfRows(value)
         if id(rows) not in self._parts:
             if len(self._parts) == _KEPT_ROWS:
                 self._parts.clear()
@@ -165,13 +156,11 @@ def side_by_side(calls: Sequence[LayerCall], attend: Attend) -> LayerCall:
     )
 
 
-def _attending(call: LayerCall, attend: Attend) -> LayerCall:
-    """The same call for the same rows, with this attention."""
-    return LayerCall(_answered(call.args, attend), {k: _answered(value, attend) for k, value in call.kwargs.items()})
-
-
 def _answered(value: Any, attend: Attend) -> Any:
-    """Not a function inside the other: one that calls itself is a cycle, and would keep a prompt's KV cache alive."""
+    """An argument with this attention in its mask.
+
+    Not a function inside its caller: one that calls itself is a cycle, and would keep a prompt's KV cache alive.
+    """
     if isinstance(value, LayerMask):
         return replace(value, attend=attend)
     return tuple(_answered(part, attend) for part in value) if type(value) is tuple else value

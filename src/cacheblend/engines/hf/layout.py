@@ -54,12 +54,7 @@ class PromptLayout:
         return [*messages, {"role": "user", "content": [_chat_part(part) for part in content]}]
 
     def prompt(self, engine: BlendEngine, passages: Sequence[Passage], question: str) -> Prompt:
-        """Builds the prompt and checks it against the model's limits.
-
-        Raises:
-            InvalidInputError: no prompt can be built from these parts, see `BlendEngine.prompt`.
-            PromptTooLongError: the prompt exceeds the model's context.
-        """
+        """Builds the prompt and checks it against the model's limits; raises as `BlendEngine.prompt`."""
         return engine.prompt(self.parts(engine, passages, question))
 
 

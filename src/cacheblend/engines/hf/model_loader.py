@@ -2,7 +2,7 @@
 are read, where its config shows that."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,45 +29,24 @@ from cacheblend.engines.hf.configs import check_config
 REASON_LINES, REASON_CHARACTERS = 3, 400
 """Most of a library's error message that `loading_reason` gives."""
 
-NAMED_TENSORS = 3
-"""Tensors that a message names."""
 
 # How files are found, read and placed, and by which code: the same numbers come out.
 LEAVES_WEIGHTS = frozenset(
-    [
-        "attn_implementation",
-        "cache_dir",
-        "device_map",
-        "disable_mmap",
-        "force_download",
-        "local_files_only",
-        "low_cpu_mem_usage",
-        "max_memory",
-        "offload_buffers",
-        "offload_folder",
-        "offload_state_dict",
-        "output_loading_info",
-        "proxies",
-        "revision",
-        "token",
-        "tqdm_class",
-        "trust_remote_code",
-        "weights_only",
-    ]
+    (
+        *("attn_implementation", "cache_dir", "device_map", "disable_mmap", "force_download", "local_files_only"),
+        *("low_cpu_mem_usage", "max_memory", "offload_buffers", "offload_folder", "offload_state_dict"),
+        *("output_loading_info", "proxies", "revision", "token", "tqdm_class", "trust_remote_code", "weights_only"),
+    )
 )
 logger = logging.getLogger("cacheblend.engine")
 
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A loaded model.
+    """A loaded model on its device, with its tokenizer (None if it was not requested) and its folder's name.
 
-    Attributes:
-        model: on its device.
-        tokenizer: None if it was not requested.
-        fingerprint: of the files, among them the model's own code if that was run, and of load options that change K
-            and V.
-        name: the folder's.
+    `fingerprint`: of the files, among them the model's own code if that was run, and of load options that change K and
+    V.
     """
 
     model: PreTrainedModel
@@ -85,10 +64,18 @@ def open_folder(
     **model_options: Any,
 ) -> OpenedModel:
     """Opens a model folder; arguments as for `BlendEngine.from_pretrained`."""
-    folder, where = Path(path), _checked_device(device)
+    folder, where = Path(path), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device is not None:
+        try:
+            where = torch.empty(0, device=device).device
+        except Exception as error:
+            reason = str(error).splitlines()[0]
+            raise InvalidInputError(f"the device {device!r} cannot be used: {reason}") from error
     if "torch_dtype" in model_options:
         dtype = model_options.pop("torch_dtype") or dtype
-    _check_dtype(dtype)
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype != "auto" and not isinstance(named, torch.dtype):
+        raise InvalidInputError(f"no dtype is called {dtype!r}; use auto, float32, bfloat16 or float16")
     if subfolder := model_options.pop("subfolder", ""):
         folder = folder / subfolder
     before = states_in(folder)
@@ -100,7 +87,12 @@ def open_folder(
     model = read_weights(opens, folder, dtype, **model_options)
     if device is not None or model_options.get("device_map") is None:
         model.to(where)
-    _own_memory(model)
+    # Weights that lie in a mapped file are copied: whoever wrote to it would change them under the running model.
+    for tensor in (*model.parameters(), *model.buffers()):
+        parts = [part for part in plain_parts(tensor.data) if part.device.type == "cpu"]
+        parts = [part for part in parts if type(part) in (torch.Tensor, torch.nn.Parameter)]
+        if not all(part.untyped_storage().resizable() for part in parts):
+            tensor.data = tensor.data.clone()
     if states_in(folder) != before:
         raise InvalidInputError(
             f"files in {folder} were changed while the model was opened from them; open it again once they are complete"
@@ -125,20 +117,9 @@ def _changing(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     return changing
 
 
-def _own_memory(model: PreTrainedModel) -> None:
-    """Copies weights that lie in a mapped file: whoever wrote to it would change them under the running model."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        parts = [part for part in plain_parts(tensor.data) if part.device.type == "cpu"]
-        parts = [part for part in parts if type(part) in (torch.Tensor, torch.nn.Parameter)]
-        if not all(part.untyped_storage().resizable() for part in parts):
-            tensor.data = tensor.data.clone()
-
-
 def read_config(folder: Path, **options: Any) -> PretrainedConfig:
-    """A folder's config, as some options for transformers change it.
-
-    Raises:
-        InvalidInputError: it cannot be read; the message says why.
+    """A folder's config, as some options for transformers change it; raises `InvalidInputError` with the reason if it
+    cannot be read.
     """
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, **options)
@@ -151,10 +132,8 @@ def class_of(config: PretrainedConfig) -> Any:
     """The class of transformers that opens a model: of language models, or of those that read images beside text.
 
     The latter are opened as a whole, and blended for prompts of text. The language model alone would have to be cut out
-    of the weights by names that differ from model to model.
-
-    Raises:
-        ModelNotBlendableError: neither opens it, or its config shows that it cannot be blended (`check_config`).
+    of the weights by names that differ from model to model. Raises `ModelNotBlendableError` if neither opens it, or its
+    config shows that it cannot be blended (`check_config`).
     """
     check_config(config)
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (
@@ -170,16 +149,11 @@ def class_of(config: PretrainedConfig) -> Any:
 
 
 def read_weights(opens: Any, folder: Path, dtype: str | torch.dtype, **options: Any) -> PreTrainedModel:
-    """The loaded model, in evaluation mode, where transformers puts it.
-
-    Args:
-        opens: see `class_of`.
-        folder: the model's.
-        dtype: of the weights, or ``auto``.
-        **options: for transformers' `from_pretrained`.
+    """The loaded model, in evaluation mode, where transformers puts it; `opens` is of `class_of`, `options` are for
+    transformers' `from_pretrained`.
 
     Raises:
-        InvalidInputError: they cannot be loaded, or not all of them are there, or on one device.
+        InvalidInputError: the weights cannot be loaded, or not all of them are there, or on one device.
     """
     options["output_loading_info"] = True
     try:
@@ -193,8 +167,18 @@ def read_weights(opens: Any, folder: Path, dtype: str | torch.dtype, **options: 
         raise InvalidInputError(f"{folder} cannot be loaded: {loading_reason(error)}") from error
     model, found = loaded if isinstance(loaded, tuple) else (loaded, {})
     _check_complete(model, folder, found)
-    _check_device(model, folder)
-    _check_quantised(model, folder)
+    if elsewhere := [name for name, weight in model.named_parameters() if weight.is_meta]:
+        raise InvalidInputError(
+            f"of the weights in {folder} {_named(elsewhere)} would be on no device (device_map and max_memory leave "
+            "them in files or in the host's memory); blending needs the whole model on one device"
+        )
+    method = getattr(model.config, "quantization_config", None)
+    if method is not None and getattr(model, "hf_quantizer", None) is None:
+        name = method.get("quant_method") if isinstance(method, Mapping) else getattr(method, "quant_method", None)
+        raise InvalidInputError(
+            f"the weights in {folder} are quantised by {name}, which this version of transformers does not know, so "
+            "that it would take them for plain numbers; take a copy of the model that is not quantised so"
+        )
     evaluated: PreTrainedModel = model.eval()
     return evaluated
 
@@ -206,7 +190,13 @@ def _check_complete(model: PreTrainedModel, folder: Path, found: Mapping[str, An
     values, which do not differ from one opening to the next.
     """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    absent = sorted({str(name) for name in found.get("missing_keys", ())} | set(_not_loaded(model)))
+    lacking = {str(name) for name in found.get("missing_keys", ())}
+    if any(True for _ in adapted_layers(model)):  # then transformers tells what was missing of the adapters alone
+        own = {id(tensor) for tensor in base_tensors(model, keep=True).values()}
+        for name, weight in model.named_parameters():
+            if id(weight) in own and not getattr(weight, "_is_hf_initialized", False):  # its mark of what it has read
+                lacking.add(name)
+    absent = sorted(lacking)
     shaped = sorted({str(each[0] if isinstance(each, tuple) else each) for each in found.get("mismatched_keys", ())})
     missing = [name for name in absent if name in parameters]
     if missing or shaped:
@@ -221,57 +211,9 @@ def _check_complete(model: PreTrainedModel, folder: Path, found: Mapping[str, An
         logger.warning("%s has tensors that a %s does not use: %s", folder, type(model).__name__, _named(extra))
 
 
-def _not_loaded(model: PreTrainedModel) -> Iterator[str]:
-    """Own parameters that were not read, of a model with adapters: of such a one transformers tells what was missing of
-    the adapters alone. It marks what it has read."""
-    if any(True for _ in adapted_layers(model)):
-        own = {id(tensor) for tensor in base_tensors(model, keep=True).values()}
-        for name, weight in model.named_parameters():
-            if id(weight) in own and not getattr(weight, "_is_hf_initialized", False):
-                yield name
-
-
-def _check_device(model: PreTrainedModel, folder: Path) -> None:
-    """Refuses a model whose weights are left in files or in another memory, and brought at each use."""
-    if elsewhere := [name for name, weight in model.named_parameters() if weight.is_meta]:
-        raise InvalidInputError(
-            f"of the weights in {folder} {_named(elsewhere)} would be on no device (device_map and max_memory leave "
-            "them in files or in the host's memory); blending needs the whole model on one device"
-        )
-
-
-def _check_quantised(model: PreTrainedModel, folder: Path) -> None:
-    """Refuses quantised weights whose method transformers does not know: it takes their numbers as they are."""
-    method = getattr(model.config, "quantization_config", None)
-    if method is not None and getattr(model, "hf_quantizer", None) is None:
-        name = method.get("quant_method") if isinstance(method, Mapping) else getattr(method, "quant_method", None)
-        raise InvalidInputError(
-            f"the weights in {folder} are quantised by {name}, which this version of transformers does not know, so "
-            "that it would take them for plain numbers; take a copy of the model that is not quantised so"
-        )
-
-
-def _named(tensors: Iterable[str]) -> str:
-    names = list(tensors)
-    more = f" and {len(names) - NAMED_TENSORS} more tensors" if len(names) > NAMED_TENSORS else ""
-    return ", ".join(names[:NAMED_TENSORS]) + more
-
-
-def _check_dtype(dtype: str | torch.dtype) -> None:
-    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    known = dtype == "auto" or isinstance(named, torch.dtype)
-    if not known:
-        raise InvalidInputError(f"no dtype is called {dtype!r}; use auto, float32, bfloat16 or float16")
-
-
-def _checked_device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.empty(0, device=device).device
-    except Exception as error:
-        reason = str(error).splitlines()[0]
-        raise InvalidInputError(f"the device {device!r} cannot be used: {reason}") from error
+def _named(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more tensors" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def _tokenizer(folder: Path, **options: Any) -> Any:
@@ -290,10 +232,8 @@ def _tokenizer(folder: Path, **options: Any) -> Any:
 
 
 def loading_reason(error: Exception) -> str:
-    """Why transformers could not load a file, in one line.
-
-    Its first line alone often says only that there is a problem; the following ones say which.
-    """
+    """Why transformers could not load a file, in one line; its first line alone often says only that there is a
+    problem."""
     text = str(error)
     if "above report" in text:  # the report goes to a log, which may be turned off
         return "the weights do not fit config.json: tensors have other shapes than it describes"

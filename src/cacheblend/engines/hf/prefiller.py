@@ -28,45 +28,20 @@ from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.selectors import AllRows, NoRows, Selector
-from cacheblend.engines.cost_model import controller_of, floor_of, read_cost_model
+from cacheblend.engines.cost_model import floor_of
 from cacheblend.engines.hf.ambient import without_ambient
 from cacheblend.engines.hf.compilation import compile_layers
 from cacheblend.engines.hf.layers import HfLayerRunner
-from cacheblend.engines.hf.recurrent import LayerKinds
-from cacheblend.engines.hf.state_snapshots import Resuming
+from cacheblend.engines.hf.recurrent import LayerKinds, Resuming
 from cacheblend.engines.hf.survey import Survey
 from cacheblend.engines.hf.thread_count import ThreadCount
-from cacheblend.engines.hf.view import ModelView
 from cacheblend.store import KVStore
-
-_KEPT = 0.8  # share of what was learnt before that counts beside a new pass
-
-
-class Pace:
-    """Seconds of rows times layers. Short passes count less than long ones, which use a device better."""
-
-    def __init__(self) -> None:
-        self._row_layers = self._seconds = 0.0
-
-    def learn(self, row_layers: int, seconds: float) -> None:
-        """A pass computed so many rows times layers in so many seconds."""
-        if row_layers > 0 and seconds > 0:
-            self._row_layers = _KEPT * self._row_layers + row_layers
-            self._seconds = _KEPT * self._seconds + seconds
-
-    def seconds(self, row_layers: int) -> float | None:
-        """How long so many take; None: no pass has been computed."""
-        return row_layers * self._seconds / self._row_layers if self._row_layers else None
 
 
 class SparseLoader(LayerLoader):
-    """A loader whose layers are numbered as the model's. Layers without attention have KV of no heads.
+    """A `LayerLoader` whose layers are numbered as the model's. Layers without attention have KV of no heads.
 
-    Args:
-        kinds: of the model's layers.
-        plan, source, layout, rotations: see `LayerLoader`; layout and rotations are those of the layers with attention.
-        first_reused_layer: see `LayerLoader`; one of the model's layers.
-        **options: see `LayerLoader`.
+    `layout` and `rotations` are those of the layers with attention, `first_reused_layer` is one of the model's.
     """
 
     def __init__(
@@ -77,7 +52,7 @@ class SparseLoader(LayerLoader):
         layout: KVLayout,
         rotations: Any,
         *,
-        first_reused_layer: int = 0,
+        first_reused_layer: int,
         **options: Any,
     ) -> None:
         self._numbers = {layer: number for number, layer in enumerate(kinds.kv_layers)}
@@ -106,11 +81,21 @@ class SparseLoader(LayerLoader):
             super().release(number)
 
 
-def open_loader_of(kinds: LayerKinds, *arguments: Any, **options: Any) -> LayerLoader:
-    """A loader for a model with such layers."""
-    if len(kinds.kv_layers) == kinds.num_layers:
-        return LayerLoader(*arguments, **options)
-    return SparseLoader(kinds, *arguments, **options)
+class Pace:
+    """Seconds of rows times layers. Short passes count less than long ones, which use a device better."""
+
+    def __init__(self) -> None:
+        self._row_layers = self._seconds = 0.0
+
+    def learn(self, row_layers: int, seconds: float) -> None:
+        """A pass computed so many rows times layers in so many seconds; what was learnt before counts less."""
+        if row_layers > 0 and seconds > 0:
+            self._row_layers = 0.8 * self._row_layers + row_layers
+            self._seconds = 0.8 * self._seconds + seconds
+
+    def seconds(self, row_layers: int) -> float | None:
+        """How long so many take; None: no pass has been computed."""
+        return row_layers * self._seconds / self._row_layers if self._row_layers else None
 
 
 THREADS = 16
@@ -139,22 +124,12 @@ class HfPrefill(BlendedPrefill):
 class Prefiller:
     """Opens prefills on one model and one store.
 
-    Args:
-        view: view of the model.
-        survey: survey of the model.
-        store: the store to load KV from.
-        config: the blend configuration.
-        controller: decides which stored blocks are loaded; None: all of them.
-        device: the model's device.
-        sentence_end_ids: returns the ids of the tokens that end a sentence; called if a selector uses the question.
-
-    Attributes:
-        late_tiers: of the store, that are passed over for a while.
+    A `controller` decides which stored blocks are loaded; None: all of them. `sentence_end_ids` is called if a selector
+    uses the question. `late_tiers` are those of the store that are passed over for a while.
     """
 
     def __init__(
         self,
-        view: ModelView,
         survey: Survey,
         store: KVStore,
         config: BlendConfig,
@@ -162,13 +137,13 @@ class Prefiller:
         device: torch.device,
         sentence_end_ids: Callable[[], npt.NDArray[np.int64] | None],
     ) -> None:
-        self._view, self._survey, self._store, self._config = view, survey, store, config
+        self._survey, self._store, self._config = survey, store, config
         self.controller, self.device, self._sentence_end_ids = controller, device, sentence_end_ids
         self._threads, self._pace = DaemonPool(THREADS, "cacheblend-reader"), Pace()
         self.late_tiers = LateTiers()
         serve(device, survey.layout.dtype, survey.head_shapes)
         if config.compile_layers:
-            compile_layers(view, device)
+            compile_layers(survey.view, device)
 
     @property
     def kinds(self) -> LayerKinds:
@@ -178,12 +153,11 @@ class Prefiller:
     @property
     def threads(self) -> ThreadCount:
         """How many threads compute a layer."""
-        return self._view.threads
+        return self._survey.view.threads
 
-    def of_view(self, view: ModelView, survey: Survey) -> "Prefiller":
-        """The same for another view of the model."""
-        where = self._store, self._config, self.controller, self.device, self._sentence_end_ids
-        same = Prefiller(view, survey, *where)
+    def of(self, survey: Survey) -> "Prefiller":
+        """The same for the model with other adapters or weights."""
+        same = Prefiller(survey, self._store, self._config, self.controller, self.device, self._sentence_end_ids)
         same._threads, same._pace, same.late_tiers = self._threads, self._pace, self.late_tiers
         return same
 
@@ -204,8 +178,8 @@ class Prefiller:
         """Plans a prompt's prefill without starting it.
 
         Args:
-            prompt: a prompt that was checked against the model's limits.
-            planner: the tenant's planner.
+            prompt: checked against the model's limits.
+            planner: the tenant's.
             selector: chooses the loaded rows to recompute.
             mode: see `Mode`.
             raised: makes the selector for a higher ratio. If given, the loading controller (if any) decides.
@@ -216,7 +190,11 @@ class Prefiller:
             lambda: self._compute_s(len(prompt), planner),
             late_tiers=self.late_tiers,
         )
-        plan, decision = plan_in_mode(self._look_up(prompt, planner, budget), mode), None
+        plan, decision = self._look_up(prompt, planner, budget), None
+        if mode == "prefix":
+            plan = plan.exact_only()
+        elif mode == "full":
+            plan = plan.leaving_out(frozenset(s.name for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)))
         if self.controller is not None and raised is not None and mode == "blend":
             in_force = selector.share if selector.share is not None else floor_of(self._config)
             decision = self.controller.decide(plan, in_force)
@@ -240,29 +218,20 @@ class Prefiller:
         return plan.leaving_out(frozenset(span.name for span in stored if span.tier in late)) if late else plan
 
     def open_full(self, prompt: Prompt, planner: Planner, last_rows: int) -> BlendedPrefill:
-        """A full prefill for its logits alone: asks the store for nothing, and keeps the KV of one layer at a time.
-
-        Args:
-            prompt: of plain text.
-            planner: any tenant's.
-            last_rows: see `PrefillOptions`.
-        """
+        """A full prefill of plain text for its last rows' logits alone: asks the store for nothing, and keeps the KV of
+        one layer at a time."""
         options = replace(self._options(AllRows()), last_rows=last_rows, on_layer=lambda layer, kv: None)
         return self._begin(planner.plan(prompt, EmptySource()), AllRows(), options)
 
     def open_alone(self, prompt: Prompt, planner: Planner) -> BlendedPrefill:
-        """A full prefill that keeps everything: KV, and snapshots of recurrent layers.
-
-        Args:
-            prompt: an anchor and a chunk.
-            planner: the tenant's.
-        """
+        """A full prefill of an anchor and a chunk that keeps everything: KV, and snapshots of recurrent layers."""
         return self._begin(planner.plan(prompt, EmptySource()), AllRows(), self._options(AllRows()))
 
     def open_loader(self, plan: BlendPlan, first_reused_layer: int, budget: LoadBudget | None = None) -> LayerLoader:
         """Opens a loader for the plan; see `LayerLoader`. Layers are the model's. No budget: no bound."""
-        return open_loader_of(
-            self._survey.kinds,
+        kinds, has_all = self._survey.kinds, len(self._survey.kinds.kv_layers) == self._survey.num_layers
+        opens: Callable[..., LayerLoader] = LayerLoader if has_all else partial(SparseLoader, kinds)
+        return opens(
             plan,
             self._store,
             self._survey.layout,
@@ -289,24 +258,22 @@ class Prefiller:
         named: Selector | None = None,
     ) -> BlendedPrefill:
         """`named`: the selector as settings name it, for the report."""
-        begin = partial(HfPrefill, started=started, named=named)
-        open_loader = partial(self.open_loader, budget=options.budget)
-        if not self._survey.kinds.has_other_layers:
-            return begin(plan, self._open_runner, open_loader, selector, options)
-        exact, a_token = codec_of(self._config.codec).is_exact, self._survey.layout.block_bytes(1)
-        source = BudgetedSource(self._store, options.budget, self._threads)
-        resuming = Resuming(self._survey.kinds, source, self.device, a_token, chunks=exact)
-        tile_rows = len(plan) if self._survey.kinds.stepped else options.tile_rows
-        options = replace(options, recurrence=resuming, tile_rows=tile_rows)
-        opens = partial(self._open_runner, resuming=resuming)
-        return begin(plan, opens, open_loader, selector, options)
+        open_loader, kinds, resuming = partial(self.open_loader, budget=options.budget), self._survey.kinds, None
+        if kinds.has_other_layers:
+            exact, a_token = codec_of(self._config.codec).is_exact, self._survey.layout.block_bytes(1)
+            source = BudgetedSource(self._store, options.budget, self._threads)
+            resuming = Resuming(kinds, source, self.device, a_token, chunks=exact)
+            tile_rows = len(plan) if kinds.stepped else options.tile_rows
+            options = replace(options, recurrence=resuming, tile_rows=tile_rows)
+        open_runner = partial(self._open_runner, resuming=resuming)
+        return HfPrefill(plan, open_runner, open_loader, selector, options, started=started, named=named)
 
-    def _open_runner(self, plan: BlendPlan, resuming: Resuming | None = None) -> HfLayerRunner:
-        first = plan.prefix_length
+    def _open_runner(self, plan: BlendPlan, resuming: Resuming | None) -> HfLayerRunner:
+        first, view = plan.prefix_length, self._survey.view
         ids, positions = upload_together([plan.prompt.token_ids[first:], np.arange(first, len(plan))], self.device)
         if resuming is None:
-            return HfLayerRunner(self._view, ids, positions)
-        return HfLayerRunner(self._view, ids, positions, resuming.states, resuming.row_cuts())
+            return HfLayerRunner(view, ids, positions)
+        return HfLayerRunner(view, ids, positions, resuming.states, resuming.row_cuts())
 
     def _options(
         self, selector: Selector, decision: Decision | None = None, budget: LoadBudget | None = None
@@ -345,19 +312,13 @@ class Prefiller:
         if self.controller is not None:
             return self.controller.cost_model.full_s(tokens)
         row_layers = tokens * self._survey.kinds.num_layers
-        seconds = self._pace.seconds(row_layers)
-        if seconds is None:
-            self._try_pace(planner)
-            seconds = self._pace.seconds(row_layers)
-        return 0.0 if seconds is None else seconds
-
-    def _try_pace(self, planner: Planner) -> None:
-        """Measures the pace, if that can be done: a request waits no longer than `LEAST_S` where it cannot."""
-        try:
-            self._measure_pace(planner)
-        except (RuntimeError, MemoryError) as error:  # torch's of memory are RuntimeErrors
-            count_failure(UNMEASURED)
-            logger.warning("how fast the model computes could not be measured: %s", error)
+        if self._pace.seconds(row_layers) is None:
+            try:
+                self._measure_pace(planner)
+            except (RuntimeError, MemoryError) as error:  # torch's of memory are RuntimeErrors
+                count_failure(UNMEASURED)  # a request waits no longer than `LEAST_S` then
+                logger.warning("how fast the model computes could not be measured: %s", error)
+        return self._pace.seconds(row_layers) or 0.0
 
     @torch.no_grad()
     def _measure_pace(self, planner: Planner) -> None:
@@ -372,23 +333,3 @@ class Prefiller:
             prefill.advance()
             self.synchronize()
             self._pace.learn(rows, time.perf_counter() - started)
-
-
-def controller_for(config: BlendConfig, fingerprint: str, stored: KVLayout, device: torch.device) -> Controller | None:
-    """The loading controller for a configuration; None if it names no cost model.
-
-    Raises:
-        InvalidInputError: the cost model cannot be read, or was measured with another model, codec or device type.
-    """
-    if config.cost_model is None:
-        return None
-    return controller_of(read_cost_model(config.cost_model, fingerprint, stored, device.type), config, stored)
-
-
-def plan_in_mode(plan: BlendPlan, mode: Mode) -> BlendPlan:
-    """The plan without the blocks that the mode does not use."""
-    if mode == "prefix":
-        return plan.exact_only()
-    if mode == "full":
-        return plan.leaving_out(frozenset(s.name for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)))
-    return plan

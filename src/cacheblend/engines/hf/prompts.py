@@ -19,11 +19,11 @@ PromptLike = Prompt | str | Sequence[PassageLike] | Sequence[Message]
 
 
 class PromptReader:
-    """Makes prompts for one model.
+    """Makes prompts for one model, whose limits every prompt is checked against.
 
     Args:
         tokenizer: the model's; None: prompts and chunks are token ids only.
-        survey: of the model, whose limits every prompt is checked against.
+        survey: of the model.
         sentence_end_ids: ids of the tokens that end a sentence; None: the tokenizer says it.
 
     Attributes:
@@ -42,15 +42,10 @@ class PromptReader:
         return self._sentence_end_ids
 
     def read(self, parts: PromptLike, *, is_one: bool = True) -> Prompt:
-        """A prompt of texts and passages, of a message list, or one that is a prompt already.
+        """A prompt of `parts`, as `BlendEngine.prompt` takes them.
 
-        Args:
-            parts: see `PromptLike`; whatever `Passage.of` takes is a passage, but for texts, which are plain text.
-            is_one: several texts without a passage are one prompt; False: they may as well be several prompts, and are
-                refused.
-
-        Raises:
-            InvalidInputError: it cannot be made, or ids or length are outside the model's limits.
+        `is_one`: several texts without a passage are one prompt; False: they may as well be several prompts, and are
+        refused.
         """
         if not isinstance(parts, Prompt):
             builder = self._needed_builder()
@@ -85,25 +80,18 @@ class PromptReader:
         return self.read(self._needed_builder().chat(_messages(messages), passages, **options))
 
     def segments(self, chunks: Iterable[PassageLike | Segment]) -> list[Segment]:
-        """Chunks of passages, texts, or token ids; a single one is a list of it.
-
-        Raises:
-            InvalidInputError: texts without a tokenizer, or a lone surrogate in a text or title.
-        """
-        return [self._segment(part, f"chunk {number}") for number, part in enumerate(_as_list(chunks), 1)]
-
-    def check_stop(self, stop: Sequence[str]) -> None:
-        """Raises `InvalidInputError` for stop texts that nobody could find."""
-        if stop and self.builder is None:
-            raise InvalidInputError("without a tokenizer the engine cannot find stop texts; use stop_token_ids")
-
-    def _segment(self, part: PassageLike | Segment, where: str) -> Segment:
-        if isinstance(part, Segment):
-            check_encodable(part.label, f"{where}: the label")
-            return chunk(part.stored_ids, part.label)  # of a part, the whole chunk is what is stored
-        if self.builder is None:
-            raise InvalidInputError("this engine has no tokenizer: pass chunks as segments of token ids")
-        return self.builder.passage(Passage.of(part, where), where)
+        """Chunks of passages, texts, or token ids; a single one is a list of it."""
+        found = []
+        for number, part in enumerate(_as_list(chunks), 1):
+            where = f"chunk {number}"
+            if isinstance(part, Segment):
+                check_encodable(part.label, f"{where}: the label")
+                found.append(chunk(part.stored_ids, part.label))  # of a part, the whole chunk is what is stored
+            elif self.builder is None:
+                raise InvalidInputError("this engine has no tokenizer: pass chunks as segments of token ids")
+            else:
+                found.append(self.builder.passage(Passage.of(part, where), where))
+        return found
 
     def _needed_builder(self) -> PromptBuilder:
         if self.builder is None:
@@ -123,11 +111,6 @@ def _as_list(values: Any) -> list[Any]:
 
 
 def _parts_of(parts: object) -> list[Any]:
-    """A prompt's parts.
-
-    Raises:
-        InvalidInputError: it is nothing that has parts.
-    """
     if Passage.is_like(parts):
         return [parts]
     if _is_message(parts):
@@ -155,33 +138,30 @@ def _is_message(part: object) -> bool:
 
 
 def _messages(messages: Any) -> list[Message]:
-    """Messages with contents that are texts, or parts ``{"type": "text" or "chunk", "text"}``.
-
-    Raises:
-        InvalidInputError: one is no message; it is named by its number.
-    """
+    """Messages with contents that are texts, or parts ``{"type": "text" or "chunk", "text"}``."""
     wanted = 'messages are a list of {"role": ..., "content": ...}'
     if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
         raise InvalidInputError(f"{wanted}, got {shown(messages)}")
     given = list(messages)
     if given and all(isinstance(each, list | tuple) for each in given):
         raise InvalidInputError(f"{wanted}, got {len(given)} lists: make a prompt of each, for generate_batch")
-    return [_message(message, f"message {number}", wanted) for number, message in enumerate(given, 1)]
-
-
-def _message(message: Any, where: str, wanted: str) -> Message:
-    if not isinstance(message, Mapping):
-        raise InvalidInputError(f"{wanted}, {where} is {shown(message)}")
-    if not isinstance(message.get("role"), str):
-        raise InvalidInputError(f"{where} has no role, user, assistant or system: {shown(message)}")
-    if len(message) == 1:
-        raise InvalidInputError(f"{where} has no content: {shown(message)}")
-    content = message.get("content")
-    if isinstance(content, list | tuple):
-        return {**message, "content": [_content_part(part) for part in content]}
-    if content is not None and not isinstance(content, str):
-        raise InvalidInputError(f"the content of {where} must be a text or a list of parts, got {shown(content)}")
-    return dict(message)
+    read: list[Message] = []
+    for number, message in enumerate(given, 1):
+        where = f"message {number}"
+        if not isinstance(message, Mapping):
+            raise InvalidInputError(f"{wanted}, {where} is {shown(message)}")
+        if not isinstance(message.get("role"), str):
+            raise InvalidInputError(f"{where} has no role, user, assistant or system: {shown(message)}")
+        if len(message) == 1:
+            raise InvalidInputError(f"{where} has no content: {shown(message)}")
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            read.append({**message, "content": [_content_part(part) for part in content]})
+        elif content is None or isinstance(content, str):
+            read.append(dict(message))
+        else:
+            raise InvalidInputError(f"the content of {where} must be a text or a list of parts, got {shown(content)}")
+    return read
 
 
 def _content_part(part: object) -> object:

@@ -6,19 +6,31 @@
               states go in      states come out        a `StateTap` stands where such a layer expects a cache
 
 Nothing here is per model: what a layer keeps is what it hands to the tap, and the survey checks that going on from it
-gives what the layer computes in one piece.
+gives what the layer computes in one piece. A prefill goes on from a snapshot of the states, and leaves new ones:
+
+    prompt     | BOS | system   | chunk A | chunk B | question |
+    KV held    | yes | yes      | yes     | yes     |          |
+    snapshot   |     |          | yes     |         |          |
+    resumed    |------- loaded ---------->| computed, every row in every layer up to the last recurrent one
+
+Snapshots are looked for at the ends of the exact prefix's blocks, the deepest first. Behind the one that is found all
+rows are computed, for a state is a function of everything in front of it.
 """
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import BlockLostError, InvalidInputError, LoadTimeoutError
+from cacheblend.core.failures import LOST_BLOCK, count_failure
+from cacheblend.core.fuse.prefill import Recurrence
+from cacheblend.core.fuse.runner import LayerRunner
 from cacheblend.core.names import STATE_IDS, BlockName, state_name
-from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
+from cacheblend.core.plan.blocks import Block, BlockSource, KVLayout, LayerShape
+from cacheblend.core.plan.plan import BlendPlan, Source
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")
 """What transformers' layers call the cache that they are given."""
@@ -119,7 +131,6 @@ class LayerKinds:
     """Which of a model's layers keep keys and values, which keep a state, and what follows for blending.
 
     Attributes:
-        num_layers: of the model.
         kv_layers: layers with attention, ascending.
         states: what each recurrent layer keeps, by its index.
         stepped: recurrent layers that go on from a state one row at a time only (transformers' Mamba-1 ignores it in
@@ -178,9 +189,6 @@ class SnapshotFormat:
         record   | digest of the parts | conv 0 | recurrent 0 | ... | padding |    uint8 [1, 2, 1, bytes / 2]
 
     The digest says which tensors lie in it, so that a state of another shape or dtype is not taken for this one.
-
-    Args:
-        states: see `LayerKinds`.
     """
 
     def __init__(self, states: Mapping[int, tuple[StatePart, ...]]) -> None:
@@ -190,36 +198,142 @@ class SnapshotFormat:
 
     def encode(self, chain: BlockName, states: States) -> Block:
         """The block of a snapshot at the end of the chain of this name."""
-        records = [self._record(number, states[layer]) for number, layer in enumerate(self._states)]
+        records = []
+        for number, (layer, parts) in enumerate(self._states.items()):
+            state = states[layer]
+            tensors = [state[part.key].detach().cpu().contiguous().reshape(-1).view(torch.uint8) for part in parts]
+            held = torch.cat([_digest(parts), *tensors])
+            record = torch.zeros(self.layout.record_shape(number, 1), dtype=torch.uint8)
+            record.view(-1)[: len(held)] = held
+            records.append(record)
         return Block(state_name(chain), chain, STATE_IDS, records, self.layout)
-
-    def _record(self, number: int, state: LayerState) -> torch.Tensor:
-        parts = list(self._states.values())[number]
-        tensors = [state[part.key].detach().cpu().contiguous().reshape(-1).view(torch.uint8) for part in parts]
-        whole = torch.zeros(self.layout.record_shape(number, 1), dtype=torch.uint8)
-        held = torch.cat([_digest(parts), *tensors])
-        whole.view(-1)[: len(held)] = held
-        return whole
 
     def decode(self, records: Sequence[torch.Tensor], device: torch.device) -> States | None:
         """The states, on the device; None if the records hold other tensors."""
         states: States = {}
         for (layer, parts), record in zip(self._states.items(), records, strict=True):
-            data = record.reshape(-1)
-            if not torch.equal(data[:_DIGEST_BYTES].cpu(), _digest(parts)):
+            data, at = record.reshape(-1), _DIGEST_BYTES
+            if not torch.equal(data[:at].cpu(), _digest(parts)):
                 return None
-            states[layer] = dict(_split(data[_DIGEST_BYTES:], parts, device))
+            states[layer] = {}
+            for part in parts:
+                # cloned: the store's memory is not written to, and may not be aligned for the dtype
+                tensor = data[at : at + part.nbytes].clone().view(part.dtype).view(part.shape).to(device)
+                states[layer][part.key] = tensor
+                at += part.nbytes
         return states
-
-
-def _split(data: torch.Tensor, parts: Sequence[StatePart], device: torch.device) -> Iterator[tuple[StateKey, Any]]:
-    at = 0
-    for part in parts:
-        # cloned: the store's memory is not written to, and may not be aligned for the dtype
-        yield part.key, data[at : at + part.nbytes].clone().view(part.dtype).view(part.shape).to(device)
-        at += part.nbytes
 
 
 def _digest(parts: Sequence[StatePart]) -> torch.Tensor:
     text = repr([(part.key, part.shape, str(part.dtype)) for part in parts])
     return torch.frombuffer(bytearray(zlib.crc32(text.encode()).to_bytes(_DIGEST_BYTES, "little")), dtype=torch.uint8)
+
+
+SHORTEST = 16
+"""Tokens in front of a snapshot at least: fewer are computed sooner than a state is read."""
+
+STEP_ROWS = 16
+"""Rows computed together that one row by itself is taken to cost, where layers go on from a state row by row."""
+
+
+@dataclass(frozen=True)
+class PromptStates:
+    """What the recurrent layers keep of a prompt: behind its last row, and snapshots behind the rows up to a position,
+    by the name of the chain that ends there.
+    """
+
+    last: States
+    snapshots: dict[BlockName, States]
+
+    def taken(self) -> States:
+        """A copy of `last` for an answer, which goes on from it."""
+        return copy_of(self.last)
+
+
+class Resuming(Recurrence):
+    """One prefill's states: those that the pass goes on from, empty at the prompt's start, and why snapshots that were
+    held could not be used (`lost`). `token_bytes` is the size of a token's KV in the store; `chunks`: stored chunks can
+    be exact prefixes.
+    """
+
+    def __init__(
+        self, kinds: LayerKinds, source: BlockSource, device: torch.device, token_bytes: int, *, chunks: bool
+    ) -> None:
+        self._kinds, self._source, self._device, self._token_bytes = kinds, source, device, token_bytes
+        self._chunks = chunks
+        self._format = SnapshotFormat(kinds.states)
+        self._first, self._cuts = 0, dict[int, BlockName]()
+        self.states: States = {}
+        self.lost: list[str] = []
+        self.saveable_share = kinds.saveable if kinds.states else None
+
+    def first_to_drop(self, num_layers: int) -> int:
+        """See `Recurrence`."""
+        return self._kinds.first_to_drop
+
+    def last_to_mix(self, num_layers: int) -> int:
+        """See `Recurrence`."""
+        return self._kinds.last_to_mix
+
+    def begin(self, plan: BlendPlan) -> BlendPlan:
+        """Finds the deepest snapshot that can be read; the plan goes on from there."""
+        if not self._kinds.states:
+            return plan
+        stop, self.states = self._deepest(plan)
+        plan = plan.resumed_at(stop, loads=len(self._kinds.blended_layers) > 0)
+        self._first, self._cuts = stop, {cut: name for cut, name in self._wanted(plan).items() if cut > stop}
+        return plan
+
+    def cuts(self, plan: BlendPlan) -> Sequence[int]:
+        """See `Recurrence`."""
+        return list(self._cuts)
+
+    def row_cuts(self) -> list[int]:
+        """`cuts` in rows behind where the pass began."""
+        return [cut - self._first for cut in self._cuts]
+
+    def kept(self, runner: LayerRunner) -> PromptStates:
+        """See `Recurrence`."""
+        held: Any = runner  # an `HfLayerRunner`
+        snapshots = {self._cuts[self._first + rows]: states for rows, states in held.snapshots.items()}
+        return PromptStates(held.states, snapshots)
+
+    def _deepest(self, plan: BlendPlan) -> tuple[int, States]:
+        """Where the deepest snapshot of the exact prefix was taken, and its states; at position 0 there are none."""
+        ends: dict[int, BlockName] = {}
+        for span in plan.spans:
+            if span.source is not Source.PREFIX or span.stop >= len(plan):
+                break
+            is_close = not self._kinds.stepped or (len(plan) - span.stop) * STEP_ROWS < len(plan)
+            if span.is_whole and is_close:  # of a part of a block the state behind it is not known
+                ends[span.stop] = state_name(span.name)
+        entries = self._source.find(list(ends.values())) if ends else []
+        held = [(stop, name) for (stop, name), entry in zip(ends.items(), entries, strict=True) if entry is not None
+                and entry.layout == self._format.layout]  # fmt: skip
+        for stop, name in reversed(held):
+            [found] = self._source.read_layers([name], range(len(self._format.layout.layers)))
+            if isinstance(found, LoadTimeoutError):
+                break  # the budget has noted it
+            if isinstance(found, BlockLostError):
+                self.lost.append(f"the states at position {stop}: {found.reason}")
+                count_failure(LOST_BLOCK)
+            elif (states := self._format.decode(found, self._device)) is not None:
+                return stop, states
+        return 0, {}
+
+    def _wanted(self, plan: BlendPlan) -> dict[int, BlockName]:
+        """Where snapshots are taken: at the end of what is exact, and in front of it so that they do not take more
+        bytes than the KV between them. Where layers go on row by row only, at the prompt's end at most."""
+        ends, wanted, last = plan.exact_ends(chunks=self._chunks), dict[int, BlockName](), 0
+        apart = max(SHORTEST, -(-self._kinds.state_bytes // max(1, self._token_bytes)))
+        for stop, name in ends.items():
+            if stop - last >= apart or (stop == max(ends) and stop >= SHORTEST):
+                wanted[stop] = name
+                last = stop
+        return {stop: name for stop, name in wanted.items() if not self._kinds.stepped or stop == len(plan)}
+
+
+def snapshot_blocks(kinds: LayerKinds, states: PromptStates) -> list[Block]:
+    """The snapshots of a prompt as blocks for the store."""
+    layout = SnapshotFormat(kinds.states)
+    return [layout.encode(name, snapshot) for name, snapshot in states.snapshots.items()]

@@ -1,7 +1,7 @@
-"""What the engine returns: a request in progress, pieces of its answer, and the finished answer."""
+"""What the engine returns: a request in progress, pieces of its answer as text, and the finished answer."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cacheblend.core.fuse.prefill import PrefillResult
@@ -9,8 +9,9 @@ from cacheblend.core.report import BlendReport
 from cacheblend.engines.hf.ambient import without_ambient
 from cacheblend.engines.hf.decode import Decoding, compute_logits
 from cacheblend.engines.hf.shadow_check import WatchedAnswer
-from cacheblend.engines.hf.text_stream import TextStream
+from cacheblend.engines.hf.state import FollowedModel
 from cacheblend.engines.hf.view import ModelView
+from cacheblend.engines.tokens.detokenizer import Detokenizer
 
 
 @dataclass(frozen=True)
@@ -38,39 +39,90 @@ class Delta:
     answer: Answer | None = None
 
 
+class TextStream:
+    """Streams the text of an answer without incomplete characters and without parts of a stop text, which ends it
+    (`stopped`). Without a detokenizer answers have none.
+    """
+
+    def __init__(self, detokenizer: Detokenizer | None, stop: Sequence[str] = ()) -> None:
+        self._detokenizer, self._stop = detokenizer, stop
+        self._sent: list[str] = []
+        self._held = ""  # settled, but may begin a stop text
+        self._tail = ""  # may change
+        self.stopped = False
+
+    @property
+    def text(self) -> str:
+        """The text of all tokens so far, cut at a stop text."""
+        return "".join(self._sent) + self._held + self._tail
+
+    def push(self, token_id: int) -> str:
+        """Adds a token; returns the new text that later tokens cannot change."""
+        if self._detokenizer is None or self.stopped:
+            return ""
+        self._held += self._detokenizer.push(token_id)
+        self._tail = self._detokenizer.tail
+        return self._send(final=False)
+
+    def finish(self) -> str:
+        """Returns the text that was held back."""
+        if self._detokenizer is None or self.stopped:
+            return ""
+        self._held += self._detokenizer.finish()
+        self._tail = ""
+        return self._send(final=True)
+
+    def _send(self, final: bool) -> str:
+        """Sends what is settled. A stop text cannot begin in what was sent before."""
+        seen = self._held + self._tail
+        found = [at for at in map(seen.find, self._stop) if at >= 0]
+        if found:
+            self._held, self._tail, self.stopped = seen[: min(found)], "", True
+        certain = len(self._held) if final or self.stopped else self._certain()
+        new, self._held = self._held[:certain], self._held[certain:]
+        self._sent.append(new)
+        return new
+
+    def _certain(self) -> int:
+        """Characters in front of the longest end that may begin a stop text, whatever the tail becomes."""
+        held = self._held
+        longest = min(len(held), max(map(len, self._stop), default=1) - 1)
+        for at in range(len(held) - longest, len(held)):
+            if any(stop.startswith(held[at:]) and stop != held[at:] for stop in self._stop):
+                return at
+        return len(held)
+
+
 @without_ambient
 class Request:
     """A prompt after its prefill; `step` generates its tokens. Always call `finish` at the end, or use `with`.
 
     Args:
-        view: view of the model.
-        decoding: decoding state of the answer.
-        result: result of the prefill.
-        started: time at which the request was started, by `time.perf_counter`.
-        store_missed: stores what the prefill missed; called after the first token, so as not to delay it.
-        end: called once, by `finish`.
+        engine: is told of missed chunks after the first token, so as not to delay it, and of the request's end.
+        view: of the model that the prompt was prefilled on.
+        decoding: of the answer.
+        result: of the prefill.
+        started: by `time.perf_counter`.
         watched: takes the answer's tokens, to be compared later; None: it is not compared.
 
     Attributes:
-        report: report of the request so far.
-        token_ids: tokens of the answer so far.
-        to_store: result of the prefill, until it has been passed to `store_missed`; None afterwards.
+        report: of the request so far.
+        token_ids: of the answer so far.
+        to_store: result of the prefill, until it has been passed on for storing; None afterwards.
     """
 
     def __init__(
         self,
+        engine: FollowedModel,
         view: ModelView,
         decoding: Decoding,
         result: PrefillResult,
         started: float,
-        store_missed: Callable[[PrefillResult], None],
-        end: Callable[[], None],
-        watched: WatchedAnswer | None = None,
+        watched: WatchedAnswer | None,
     ) -> None:
-        self._view, self._decoding, self._started = view, decoding, started
+        self._engine, self._view, self._decoding, self._started = engine, view, decoding, started
         self.to_store: PrefillResult | None = result
-        self._store_missed, self._end, self._watched = store_missed, end, watched
-        self._finished = False
+        self._watched, self._finished = watched, False
         self.report, self.token_ids = result.report, list[int]()
 
     @property
@@ -79,7 +131,7 @@ class Request:
         return self._decoding.sampler.finish_reason is not None
 
     def step(self) -> int:
-        """Generates the next token. After the first one, passes the prefill to `store_missed`."""
+        """Generates the next token. After the first one, passes the prefill on for storing."""
         if self.token_ids:
             self._take_stored()
         compute_logits(self._view, [self._decoding])
@@ -98,16 +150,24 @@ class Request:
             if new:
                 yield Delta(new)
         tail = text.finish()
-        yield Delta(tail, self._answer(text))
+        self.report.total_s = time.perf_counter() - self._started
+        self.report.generated_tokens = len(self.token_ids)
+        reason = "stop" if text.stopped else self._decoding.sampler.finish_reason or "stop"
+        yield Delta(tail, Answer(text.text, list(self.token_ids), reason, self.report))
 
     def finish(self) -> None:
         """Ends the request, so that missed chunks can be captured. Idempotent."""
-        if not self._finished:
-            self._finished = True
+        if self._finished:
+            return
+        self._finished = True
+        try:
+            self._take_stored()
+        finally:
             try:
-                self._take_stored()
+                if self._watched is not None and self._engine.shadow is not None:
+                    self._engine.shadow.submit(self._watched)
             finally:
-                self._end()
+                self._engine.background.end_request()
 
     def __enter__(self) -> "Request":
         return self
@@ -115,14 +175,7 @@ class Request:
     def __exit__(self, *_: object) -> None:
         self.finish()
 
-    def _answer(self, text: TextStream) -> Answer:
-        """The answer as generated so far; completes the report."""
-        self.report.total_s = time.perf_counter() - self._started
-        self.report.generated_tokens = len(self.token_ids)
-        reason = "stop" if text.stopped else self._decoding.sampler.finish_reason or "stop"
-        return Answer(text.text, list(self.token_ids), reason, self.report)
-
     def _take_stored(self) -> None:
         result, self.to_store = self.to_store, None
         if result is not None:
-            self._store_missed(result)
+            self._engine.store_missed(result)

@@ -14,7 +14,6 @@ from transformers import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
-    PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
@@ -28,7 +27,6 @@ from cacheblend.engines.hf.grammars import CompiledGrammar, GrammarMatcher
 
 GREEDY_BELOW = 1e-5
 """Lower temperatures decode greedily: logits divided by them would exceed float32's range."""
-_PENALTY_MIN, _PENALTY_MAX = 1e-2, 1e2
 
 
 @dataclass(frozen=True)
@@ -77,39 +75,33 @@ class SamplingParams:
         for name in ("stop", "stop_token_ids", "logit_bias", "bad_words"):
             object.__setattr__(self, name, _as_tuples(getattr(self, name)))
         check_fields(self)
-        if self.max_new_tokens < 1:
-            raise InvalidInputError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InvalidInputError(f"temperature must be finite and at least 0, got {self.temperature}")
-        if self.top_k < 0:
-            raise InvalidInputError(f"top_k must be at least 0 (off), got {self.top_k}")
-        if not _PENALTY_MIN <= self.repetition_penalty <= _PENALTY_MAX:
-            raise InvalidInputError(
-                f"repetition_penalty must be in {_PENALTY_MIN:g}..{_PENALTY_MAX:g}, got {self.repetition_penalty}"
-            )
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not -2 <= getattr(self, name) <= 2:
-                raise InvalidInputError(f"{name} must be in -2..2, got {getattr(self, name)}")
-        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
-            raise InvalidInputError(
-                f"min_new_tokens must be in 0..{self.max_new_tokens} (max_new_tokens), got {self.min_new_tokens}"
-            )
-        if not all(-100 <= bias <= 100 for _, bias in self.logit_bias):
-            raise InvalidInputError(f"each logit_bias must be in -100..100, got {dict(self.logit_bias)}")
-        if not all(self.bad_words):
-            raise InvalidInputError("an entry of bad_words has no tokens")
-        if not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
-            raise InvalidInputError(
-                f"top_p must be in 0..1 (above 0) and min_p in 0..1, got {self.top_p} and {self.min_p}"
-            )
-        self._check_ends()
-
-    def _check_ends(self) -> None:
-        """Checks the seed, and what ends an answer."""
-        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
-            raise InvalidInputError(f"seed must fit 64 bits, got {self.seed}")
-        if any(not text for text in self.stop):
-            raise InvalidInputError("a stop text must not be empty")
+        most, penalty = self.max_new_tokens, self.repetition_penalty
+        wanted = (
+            (most >= 1, f"max_new_tokens must be at least 1, got {most}"),
+            (0 <= self.temperature < math.inf, f"temperature must be finite and at least 0, got {self.temperature}"),
+            (self.top_k >= 0, f"top_k must be at least 0 (off), got {self.top_k}"),
+            (1e-2 <= penalty <= 1e2, f"repetition_penalty must be in 0.01..100, got {penalty}"),
+            (-2 <= self.presence_penalty <= 2, f"presence_penalty must be in -2..2, got {self.presence_penalty}"),
+            (-2 <= self.frequency_penalty <= 2, f"frequency_penalty must be in -2..2, got {self.frequency_penalty}"),
+            (
+                0 <= self.min_new_tokens <= most,
+                f"min_new_tokens must be in 0..{most} (max_new_tokens), got {self.min_new_tokens}",
+            ),
+            (
+                all(-100 <= bias <= 100 for _, bias in self.logit_bias),
+                f"each logit_bias must be in -100..100, got {dict(self.logit_bias)}",
+            ),
+            (all(self.bad_words), "an entry of bad_words has no tokens"),
+            (
+                0 < self.top_p <= 1 and 0 <= self.min_p <= 1,
+                f"top_p must be in 0..1 (above 0) and min_p in 0..1, got {self.top_p} and {self.min_p}",
+            ),
+            (self.seed is None or -(2**63) <= self.seed < 2**64, f"seed must fit 64 bits, got {self.seed}"),
+            (all(self.stop), "a stop text must not be empty"),
+        )
+        for is_right, message in wanted:
+            if not is_right:
+                raise InvalidInputError(message)
         for text in self.stop:
             check_encodable(text, "a stop text")
         if self.grammar is not None and (self.ignore_eos or self.min_new_tokens):
@@ -130,12 +122,9 @@ class SamplingParams:
     def processors(
         self, prompt_tokens: int, stop_ids: Sequence[int], matcher: GrammarMatcher | None = None
     ) -> LogitsProcessorList:
-        """Transformers' processors for these parameters: penalties, the grammar, then warpers, in transformers' order.
+        """Transformers' processors for these parameters, in its order: penalties, the grammar, then warpers.
 
-        Args:
-            prompt_tokens: that precede the answer.
-            stop_ids: tokens that end the answer.
-            matcher: of the answer's grammar.
+        `stop_ids` end the answer; `matcher` is of its grammar.
         """
         chosen: list[LogitsProcessor] = []
         if self.logit_bias:
@@ -159,13 +148,8 @@ class SamplingParams:
 
 
 class CountPenalties(LogitsProcessor):  # type: ignore[misc, unused-ignore]
-    """OpenAI's penalties: of tokens by how often they stand in the answer so far.
-
-    Args:
-        prompt_tokens: that precede the answer and do not count.
-        presence: subtracted if the token stands there at all.
-        frequency: subtracted as many times as it does.
-    """
+    """OpenAI's penalties: of tokens by whether and how often they stand in the answer, which begins behind the
+    prompt."""
 
     def __init__(self, prompt_tokens: int, presence: float, frequency: float) -> None:
         self._prompt_tokens, self._presence, self._frequency = prompt_tokens, presence, frequency
@@ -245,32 +229,14 @@ def _callers_level() -> int:
 
 def check_params(params: object) -> SamplingParams:
     """The sampling parameters; raises `InvalidInputError` if they are none."""
-    if isinstance(params, Mapping):
-        raise InvalidInputError(
-            f"params must be SamplingParams, got {shown(params)}; pass SamplingParams(**params), or the options by "
-            "name, max_new_tokens=64"
-        )
     if not isinstance(params, SamplingParams):
+        way_out = (
+            "SamplingParams(**params), or the options by name" if isinstance(params, Mapping) else "options by name"
+        )
         raise InvalidInputError(
-            f"params must be SamplingParams, got {shown(params)}; pass options by name, max_new_tokens=64"
+            f"params must be SamplingParams, got {shown(params)}; pass {way_out}, max_new_tokens=64"
         )
     return params
-
-
-def eos_ids_of(model: PreTrainedModel, tokenizer: Any = None, vocab_size: int | None = None) -> list[int]:
-    """Ids that end the model's answers: those of its generation config, and the tokenizer's EOS, as in vLLM.
-
-    Args:
-        model: its generation config is read.
-        tokenizer: the model's; None: there is none.
-        vocab_size: of the model, which cannot draw a larger id.
-    """
-    eos = model.generation_config.eos_token_id
-    ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-    own = getattr(tokenizer, "eos_token_id", None)
-    if own is None or own in ids or (vocab_size is not None and own >= vocab_size):
-        return ids
-    return [*ids, int(own)]
 
 
 class Sampler:
@@ -280,7 +246,7 @@ class Sampler:
         prompt_ids: [tokens] int64 on the model's device.
         logits: [vocab] at the prompt's last position.
         params: sampling parameters.
-        eos_ids: the model's EOS ids.
+        eos_ids: the model's.
         grammar: the parameters' own, compiled.
 
     Attributes:

@@ -25,9 +25,9 @@ from cacheblend.core.fuse.batching import PrefillBatcher
 from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.engines.hf.decode import Decoding, compute_logits
 from cacheblend.engines.hf.layers import JoinedRows
+from cacheblend.engines.hf.request import TextStream
 from cacheblend.engines.hf.sampling import Sampler
 from cacheblend.engines.hf.state import FollowedModel
-from cacheblend.engines.hf.text_stream import TextStream
 from cacheblend.engines.hf.tickets import (
     Ask,
     Choice,
@@ -36,7 +36,6 @@ from cacheblend.engines.hf.tickets import (
     Event,
     Limits,
     QueueFullError,
-    ServedEngine,
     Ticket,
     TokenEvent,
     TooLateError,
@@ -51,13 +50,13 @@ class Scheduler:
     """Serves requests until it is closed; close it before the engine.
 
     Args:
-        engine: the engine; do not prefill on it elsewhere while the scheduler runs.
+        engine: do not prefill on it elsewhere while the scheduler runs.
         limits: how many requests run and wait.
-        has_thread: requests are served by a thread of its own; False: by whoever calls `run`, in whose thread all
-            other methods are called, too.
+        has_thread: requests are served by a thread of its own; False: by whoever calls `run`, in whose thread all other
+            methods are called, too.
     """
 
-    def __init__(self, engine: ServedEngine, limits: Limits | None = None, *, has_thread: bool = True) -> None:
+    def __init__(self, engine: FollowedModel, limits: Limits | None = None, *, has_thread: bool = True) -> None:
         check_type(engine, FollowedModel, "engine", "a BlendEngine")
         self._engine, self._limits = engine, limits or Limits()
         selector = engine.survey.fit_selector(engine.config.make_selector())
@@ -181,37 +180,32 @@ class Scheduler:
         yield from (*waiting, *opening, *self._batcher, *self._answering)
 
     def _admit(self) -> None:
+        engine = self._engine
         while True:
             with self._changed:
-                if not self._waiting or not self._has_capacity(self._waiting[0].ask.choices):
+                # Choices count, not requests, since each has its own KV cache.
+                running: int = sum(ticket.ask.choices for ticket in (*self._batcher, *self._answering))
+                if not self._waiting or 0 < running > self._limits.active - self._waiting[0].ask.choices:
                     return
-                if self.active and self._are_adapters_others():
+                if self.active and (engine.view is not self._view or engine.adapters.has_changed()):
                     return  # the requests that run end with the adapters that they began with
                 ticket = self._opening = self._waiting.popleft()
             ask = ticket.ask
             try:
-                self._engine.background.begin_request()
+                engine.background.begin_request()
                 ticket.is_admitted = True
-                state = self._engine.follow()
-                prompt = self._engine.known_in(ask.prompt, state, ask.tenant) if ask.mode == "blend" else ask.prompt
-                ticket.prefill = self._engine.open_prefill(
+                state = engine.follow()
+                prompt = engine.known_in(ask.prompt, state, ask.tenant) if ask.mode == "blend" else ask.prompt
+                ticket.prefill = engine.open_prefill(
                     prompt, ratio=ask.ratio, selector=ask.selector, mode=ask.mode, tenant=ask.tenant, state=state
                 )
             except Exception as error:
                 self._end(ticket, error)
                 continue
-            ticket.origin = self._engine.origin(state, own=ask.is_own, tenant=ask.tenant_label)
-            self._view = state.view
+            ticket.origin = engine.origin(state, own=ask.is_own, tenant=ask.tenant_label)
+            self._view = state.survey.view
             self._batcher.add(ticket)
             self._opening = None
-
-    def _are_adapters_others(self) -> bool:
-        return self._engine.view is not self._view or self._engine.adapters.has_changed()
-
-    def _has_capacity(self, choices: int) -> bool:
-        """Whether so many more choices may run; choices count, not requests, since each has its own KV cache."""
-        running: int = sum(ticket.ask.choices for ticket in (*self._batcher, *self._answering))
-        return running == 0 or running + choices <= self._limits.active
 
     def _prefill(self) -> None:
         """Runs up to `row_layers` of the open prefills; stops early when a prefill is done."""
@@ -229,22 +223,17 @@ class Scheduler:
                 if error is not None:
                     self._end(ticket, error)
                 elif ticket.prefill is not None and ticket.prefill.done:
-                    self._begin_answer(ticket, ticket.prefill)
+                    try:
+                        self._open_choices(ticket, ticket.prefill)
+                        self._batcher.remove(ticket)
+                        self._answering.append(ticket)
+                    except Exception as error:
+                        self._end(ticket, error)
             if any(not ticket.choices[0].decoding.sampler.has_begun for ticket in self._answering):
                 return  # a first token can be sampled: do not delay it by other prompts
 
-    def _begin_answer(self, ticket: Ticket, prefill: BlendedPrefill) -> None:
-        try:
-            self._open_choices(ticket, prefill)
-            self._batcher.remove(ticket)
-        except Exception as error:
-            self._end(ticket, error)
-            return
-        self._answering.append(ticket)
-
     def _open_choices(self, ticket: Ticket, prefill: BlendedPrefill) -> None:
-        engine, ask = self._engine, ticket.ask
-        result = prefill.result()
+        engine, ask, result = self._engine, ticket.ask, prefill.result()
         prefill.close()
         ticket.report = result.report
         ticket.prefill = None  # it would hold the prompt's KV a second time
@@ -303,16 +292,17 @@ class Scheduler:
 
     def _emit(self, ticket: Ticket, number: int, choice: Choice, token: int) -> None:
         """Sends a token's event with its text, log-probabilities and finish reason."""
-        sampler = choice.decoding.sampler
-        text = choice.stream.push(token)
-        reason = "stop" if choice.stream.stopped else sampler.finish_reason
+        logits, text = choice.decoding.sampler.logits, choice.stream.push(token)
+        reason = "stop" if choice.stream.stopped else choice.decoding.sampler.finish_reason
         if reason is not None:
             text += choice.stream.finish()
             choice.finish_reason = reason = "stop" if choice.stream.stopped else reason
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()
-        if ticket.ask.logprobs is not None:
-            logprob, top = _log_probabilities(sampler.logits, token, ticket.ask.logprobs)
+        if (count := ticket.ask.logprobs) is not None:
+            whole = logits.float().log_softmax(-1).clamp(min=_LEAST_LOGPROB)
+            values, ids = whole.topk(min(count, len(whole)))
+            logprob, top = float(whole[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True))
         ticket.on_event(TokenEvent(number, text, token, logprob, top, reason))
 
     # ---- end of a request -------------------------------------------------------------------------------
@@ -376,9 +366,3 @@ def _attempt(step: Callable[[Ticket], None], ticket: Ticket, failed: str) -> Non
     except Exception:
         logger.exception(failed)
         count_failure("scheduler")
-
-
-def _log_probabilities(logits: torch.Tensor, token: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
-    whole = logits.float().log_softmax(-1).clamp(min=_LEAST_LOGPROB)
-    values, ids = whole.topk(min(count, len(whole)))
-    return float(whole[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True))

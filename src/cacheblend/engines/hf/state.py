@@ -1,15 +1,28 @@
-"""What an engine knows of its model while the same adapters are in effect."""
+"""A model whose adapters may be switched meanwhile, and what its engine and schedulers do for a request on it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import torch
+from transformers import PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.errors import ModelChangedError
+from cacheblend.core.errors import InvalidInputError, ModelChangedError, check_type, shown
+from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillResult
 from cacheblend.core.plan.planner import Planner
+from cacheblend.core.plan.prompt import Prompt
+from cacheblend.core.select.selectors import Selector
+from cacheblend.engines.chunk_index import ChunkListing
 from cacheblend.engines.hf.adapter_watch import Adapted, AdapterFollower
-from cacheblend.engines.hf.prefiller import Prefiller
+from cacheblend.engines.hf.background import Background
+from cacheblend.engines.hf.prefiller import Mode, Prefiller
+from cacheblend.engines.hf.shadow_check import Origin, ShadowCheck
 from cacheblend.engines.hf.survey import Survey, survey_model
 from cacheblend.engines.hf.view import ModelView
 from cacheblend.engines.identity import ModelIdentity
+from cacheblend.engines.settings import BlendSettings
+from cacheblend.engines.tokens import PromptBuilder
 
 
 @dataclass(frozen=True)
@@ -21,16 +34,14 @@ class ModelState:
 
     Attributes:
         adapted: a frozen copy of the caller's model, for plain forwards, and the version of its adapters.
-        view: of that copy, for single layers.
-        survey: of the model.
+        survey: of that copy.
         identity: what blocks are named by.
         planner: of the tenant ``""``.
-        prefiller: opens prefills on `view`.
+        prefiller: opens prefills on the survey's view.
         config: how to blend.
     """
 
     adapted: Adapted
-    view: ModelView
     survey: Survey
     identity: ModelIdentity
     planner: Planner
@@ -47,28 +58,35 @@ class ModelState:
         Raises:
             ModelChangedError: its KV has another dtype or shape.
         """
-        view = ModelView(adapted.model)
-        survey = survey_model(adapted.model, view)
+        survey = survey_model(adapted.model)
         if survey.layout != self.survey.layout:
             raise ModelChangedError(
                 f"the model's KV is of {survey.layout.dtype} now, and was of {self.survey.layout.dtype} and "
                 f"{self.survey.layout.block_bytes(1)} bytes a token when the engine was opened; open another one on it"
             )
         identity = replace(self.identity, adapters=adapted.digest)
-        planner, prefiller = identity.planner(self.config), self.prefiller.of_view(view, survey)
-        return ModelState(adapted, view, survey, identity, planner, prefiller, self.config)
+        return ModelState(
+            adapted, survey, identity, identity.planner(self.config), self.prefiller.of(survey), self.config
+        )
 
 
 class FollowedModel:
-    """A model whose adapters may be switched at any time, in any thread: its state, renewed at each look.
+    """A model whose adapters may be switched at any time, and the parts of its engine that serve a request.
 
-    Args:
-        adapters: of the model.
-        state: of the model, as `adapters` last saw it.
+    Safe to call from several threads. Attributes are set by the engine.
     """
 
-    def __init__(self, adapters: AdapterFollower, state: ModelState) -> None:
-        self.adapters, self._state = adapters, state
+    config: BlendConfig
+    settings: BlendSettings
+    model: PreTrainedModel
+    tokenizer: Any
+    builder: PromptBuilder | None
+    background: Background
+    shadow: ShadowCheck | None = None  # set by `shadow_start.watch`
+    adapters: AdapterFollower
+    _state: ModelState
+    _listing: ChunkListing | None
+    _after_request: Callable[..., None]  # of `ChunkWarmer`
 
     def follow(self) -> ModelState:
         """The model as it is now, after a look at its adapters; requests that have begun keep the state they have."""
@@ -81,7 +99,7 @@ class FollowedModel:
     @property
     def view(self) -> ModelView:
         """Runs the model's layers one at a time; another one after a switch of adapters."""
-        return self._state.view
+        return self._state.survey.view
 
     @property
     def survey(self) -> Survey:
@@ -101,3 +119,75 @@ class FollowedModel:
     def planner_of(self, tenant: str) -> Planner:
         """The planner of a tenant: what one tenant stored no other finds. The engine's own is that of ``""``."""
         return self._state.planner_of(tenant)
+
+    @property
+    def eos_ids(self) -> list[int]:
+        """Ids that end the model's answers, as in vLLM: those of its generation config, and its tokenizer's EOS, unless
+        that is larger than the model can draw."""
+        eos = self.model.generation_config.eos_token_id
+        ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        own = getattr(self.tokenizer, "eos_token_id", None)
+        return ids if own is None or own in ids or own >= self.survey.vocab_size else [*ids, int(own)]
+
+    def ids_of(self, prompt: Prompt) -> torch.Tensor:
+        """The prompt's ids, [tokens] int64 on the model's device."""
+        return torch.from_numpy(prompt.token_ids.astype("i8")).to(self.model.device)
+
+    def origin(self, state: ModelState, *, own: bool, tenant: str = "") -> Origin:
+        """What a prefill that was just opened is computed with; see `Origin`."""
+        return Origin(state.adapted.version, self.shadow.watch.step if own and self.shadow else None, tenant)
+
+    def known_in(self, prompt: Prompt, state: ModelState, tenant: str = "") -> Prompt:
+        """The prompt whose plain text is cut at a tenant's stored chunks (`BlendConfig.discover`)."""
+        return prompt if self._listing is None else self._listing.match_now(state.planner_of(tenant).root, prompt)
+
+    def open_prefill(
+        self,
+        prompt: Prompt,
+        *,
+        ratio: float | None = None,
+        selector: Selector | None = None,
+        mode: Mode = "blend",
+        tenant: str = "",
+        state: ModelState | None = None,
+    ) -> BlendedPrefill:
+        """A prompt's prefill, planned and not begun; close it, or use `with`.
+
+        Args:
+            prompt: checked by `BlendEngine.prompt`.
+            ratio: overrides the configured recompute ratio.
+            selector: overrides the configured selector.
+            mode: see `Mode`.
+            tenant: whose chunks are used, see `planner_of`.
+            state: the model; None: as it is now (`follow`).
+
+        Raises:
+            InvalidInputError: an argument of the wrong type, or a ratio outside 0..1.
+        """
+        check_type(prompt, Prompt, "prompt", "a Prompt, engine.prompt(parts)")
+        if selector is not None and not callable(getattr(selector, "select", None)):
+            raise InvalidInputError(
+                f"selector must be a selector object, BlendConfig(...).make_selector(), or None, got {shown(selector)}"
+            )
+        if mode not in get_args(Mode):
+            raise InvalidInputError(f"mode must be one of {', '.join(get_args(Mode))}, got {shown(mode)}")
+        state, settings, is_own = state or self.follow(), self.settings, ratio is None and selector is None
+        raised = settings.at_least if is_own else None  # None: the caller has decided
+        chosen = selector or settings.selector(ratio)
+        if is_own and settings.is_full and mode == "blend":
+            mode = "prefix"
+        return state.prefiller.open(prompt, state.planner_of(tenant), chosen, mode, raised=raised)
+
+    def store_missed(
+        self,
+        result: PrefillResult,
+        tenant: str = "",
+        *,
+        text: bool = True,
+        may_keep: Callable[[int], bool] = lambda tokens: True,
+    ) -> None:
+        """Queues what a prefill missed to be captured and stored; arguments as for `ChunkWarmer.after_request`.
+
+        Call it after the first token has been drawn.
+        """
+        self._after_request(self._state, tenant, result, text=text, may_keep=may_keep)

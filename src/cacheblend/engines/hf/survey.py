@@ -1,9 +1,14 @@
 """Finds the KV layout, rotations and limits that blending needs, by running the loaded model. Refuses other models.
 
-The running is done by `probing`.
+Nothing is looked up by architecture. A few rows of noise are run through single layers: what each keeps, how its keys
+turn, what cannot be blended. Each layer's keys are computed at some positions and at shifted positions; the layer's
+rotation is the one that turns the former into the latter. If there is none, the model is refused.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -11,15 +16,23 @@ from transformers import PreTrainedModel
 
 from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
 from cacheblend.core.fuse.prefill import check_latents, check_selector
-from cacheblend.core.kernels.attention_spec import HeadShape
-from cacheblend.core.kernels.rope import KeyRotation
-from cacheblend.core.plan.blocks import KVLayout
+from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
+from cacheblend.core.kernels.operations import attend_rows
+from cacheblend.core.kernels.rope import KeyRotation, Pairing, reposition_keys, turn_by
+from cacheblend.core.plan.blocks import KVLayout, LayerShape
 from cacheblend.core.select.selectors import Late, Selector
+from cacheblend.engines.hf.caches import layers_with_states
 from cacheblend.engines.hf.configs import check_config, shift_limits
-from cacheblend.engines.hf.latent import LatentShape
-from cacheblend.engines.hf.layer_probe import ROWS, Probe
-from cacheblend.engines.hf.recurrent import LayerKinds
-from cacheblend.engines.hf.view import ModelView
+from cacheblend.engines.hf.latent import LatentShape, check_caching, latent_shape
+from cacheblend.engines.hf.layers import HfLayerRunner
+from cacheblend.engines.hf.recurrent import LayerKinds, LayerState, StatePart, parts_of
+from cacheblend.engines.hf.view import LayerMask, ModelView
+
+ROWS = 5
+TOLERANCE = 0.05  # relative to a pair's norm: bf16 rounding is 0.004, a wrong rotation gives about 1
+PER_ROW_ARGUMENTS = ("position_embeddings", "position_ids", "cache_position", "attention_mask")
+IN_PARTS, IN_STEPS = ((0, 1), (1, 3), (3, ROWS)), ((0, 2), (2, 3), (3, 4), (4, ROWS))
+"""Rows that a recurrent layer is given in turn, to see whether it goes on from its state."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +43,10 @@ class Survey:
     most models that is every layer.
 
     Attributes:
-        layout: layout of the KV cache.
-        rotations: one per layer, None if the layer's keys carry no position (NoPE).
-        windows: sliding window of each layer in tokens, None for full attention.
+        view: of the model, for single layers.
+        layout: of the KV cache.
+        rotations: None if the layer's keys carry no position (NoPE).
+        windows: sliding windows in tokens, None for full attention.
         heads: query heads of each layer.
         latents: what each layer with latent attention keeps; None for layers that keep keys and values of heads.
         kinds: which of the model's layers have attention, and which keep a state.
@@ -42,6 +56,7 @@ class Survey:
         vocab_size: token ids are 0..vocab_size - 1.
     """
 
+    view: ModelView
     layout: KVLayout
     rotations: tuple[KeyRotation | None, ...]
     windows: tuple[int | None, ...]
@@ -63,7 +78,7 @@ class Survey:
 
     @property
     def num_layers(self) -> int:
-        """The model's decoder layers, with and without attention."""
+        """Decoder layers, with and without attention."""
         return self.kinds.num_layers
 
     def fit_selector(self, selector: Selector) -> Selector:
@@ -100,7 +115,7 @@ class Survey:
 
 
 @torch.no_grad()
-def survey_model(model: PreTrainedModel, view: ModelView) -> Survey:
+def survey_model(model: PreTrainedModel) -> Survey:
     """Surveys a loaded model by running a few rows through each layer.
 
     Raises:
@@ -110,6 +125,7 @@ def survey_model(model: PreTrainedModel, view: ModelView) -> Survey:
     check_mode(model)
     config = model.config.get_text_config(decoder=True)
     check_config(model.config)
+    view = ModelView(model)
     limit = min((n for n in shift_limits(config) if n is not None), default=None)
     context = getattr(config, "max_position_embeddings", None)
     furthest = max(1, (limit or context or 4096) - ROWS)
@@ -124,6 +140,7 @@ def survey_model(model: PreTrainedModel, view: ModelView) -> Survey:
     if len(dtypes) != 1:
         raise ModelNotBlendableError(f"the layers' keys have several dtypes: {dtypes}; they must have one")
     return Survey(
+        view=view,
         layout=KVLayout(tuple(layer.shape for layer in layers), dtypes.pop()),
         rotations=tuple(layer.rotation for layer in layers),
         windows=tuple(layer.window for layer in layers),
@@ -141,13 +158,260 @@ def survey_model(model: PreTrainedModel, view: ModelView) -> Survey:
     )
 
 
+class AttentionLayer(NamedTuple):
+    """What a layer with attention keeps of each token."""
+
+    shape: LayerShape
+    dtype: torch.dtype
+    rotation: KeyRotation | None
+    window: int | None
+    heads: int
+    latent: LatentShape | None
+
+
+class Probe:
+    """Runs a few rows of noise through single layers, at positions from 0 on and at positions moved by `shifts`.
+
+    Attributes:
+        states: what each recurrent layer that was run keeps.
+        stepped: those that go on from a state one row at a time only.
+    """
+
+    def __init__(self, model: PreTrainedModel, view: ModelView, shifts: Sequence[int]) -> None:
+        self._view, self._shifts = view, shifts
+        self._name, self._plain_attention = type(model).__name__, model.config._attn_implementation
+        device = model.get_input_embeddings().weight.device
+        generator = torch.Generator().manual_seed(0)
+        vocab = model.get_input_embeddings().num_embeddings
+        self._ids = torch.randint(vocab, (ROWS,), generator=generator).to(device)
+        self._rows = torch.arange(ROWS, device=device)
+        self._base = self._open(0)
+        self._moved = [self._open(shift) for shift in shifts]
+        self._embedded = self._base.embed()
+        self._noise = torch.randn(self._embedded.shape, generator=generator).to(self._embedded)
+        self._found: list[KeyRotation] = []
+        self._candidates = list(_candidate_rotations(view.model))
+        self._stateful = layers_with_states(model)
+        self._masks: list[LayerMask | None] = []
+        self.states: dict[int, tuple[StatePart, ...]] = {}
+        self.stepped = set[int]()
+
+    def _open(self, shift: int, ids: torch.Tensor | None = None) -> HfLayerRunner:
+        try:
+            return HfLayerRunner(self._view, self._ids if ids is None else ids, self._rows + shift)
+        except ModelNotBlendableError:
+            raise
+        except Exception as error:
+            raise ModelNotBlendableError(
+                f"the forward of {self._name} cannot be run without its layers "
+                f"(it may build its own attention masks): {error}"
+            ) from error
+
+    def check_calls(self) -> None:
+        """Refuses absolute positions in the embedding, and layer arguments other than positions and our masks."""
+        # Some models count rows and ignore the given positions: the same token must have the same embedding everywhere.
+        alike = self._open(0, self._ids[:1].expand(ROWS)).embed()
+        if not torch.equal(alike, alike[:1].expand_as(alike)) or any(
+            not torch.equal(self._embedded, moved.embed()) for moved in self._moved
+        ):
+            raise ModelNotBlendableError(
+                f"{self._name} adds positions to its embeddings; keys with absolute positions cannot be re-positioned"
+            )
+        for index, call in enumerate(self._base.calls):
+            named = {**{f"argument {i + 1}": value for i, value in enumerate(call.args)}, **call.kwargs}
+            masks = [value for value in named.values() if isinstance(value, LayerMask)]
+            for name, value in named.items():
+                if name not in PER_ROW_ARGUMENTS and _holds_tensor(value):
+                    raise ModelNotBlendableError(
+                        f"layer {index} of {self._name} takes {name!r}, which blending does not support; "
+                        "layers may only take positions and masks"
+                    )
+            if masks and masks[0].refusal:
+                raise ModelNotBlendableError(f"the attention of layer {index} of {self._name} {masks[0].refusal}")
+            self._masks.append(masks[0] if masks else None)
+
+    def layer(self, index: int) -> AttentionLayer | None:
+        """What a layer keeps of each token; None if it has no attention. Notes its state in `states` and `stepped`."""
+        try:
+            module, latent = self._view.latent[index], None
+            if module is not None:
+                latent = latent_shape(module, self._noise)
+            else:
+                check_caching(self._view.layers[index])
+            heads = self._heads(index)
+            if heads is None:
+                return None
+            keys, values = self._base.project(index, self._noise, self._rows)
+            if keys.shape != values.shape or keys.dim() != 3:
+                raise ModelNotBlendableError(
+                    f"{self._layer(index)} has keys {list(keys.shape)} and values {list(values.shape)}; "
+                    "both must have the same shape"
+                )
+            shape, mask = LayerShape(keys.shape[0], keys.shape[2]), self._masks[index]
+            rotation = self._rotation(index, keys, values)
+            return AttentionLayer(shape, keys.dtype, rotation, mask.window if mask else None, heads, latent)
+        except ModelNotBlendableError:
+            raise
+        except Exception as error:
+            raise ModelNotBlendableError(f"{self._layer(index)} cannot be run on its own: {error}") from error
+
+    def _layer(self, index: int) -> str:
+        return f"layer {index} of {self._name} ({type(self._view.layers[index]).__name__})"
+
+    def _heads(self, index: int) -> int | None:
+        """Query heads of a layer; None if it has no attention.
+
+        Checks that it calls transformers' attention interface at most once, and mixes rows nowhere else but in a state
+        that it can go on from.
+        """
+        attended, out = self._run({}, index)
+        is_plain = len(attended) == 1 and index not in self._stateful
+        if is_plain and self._mixes_nowhere_else(index, attended, out):
+            return attended[0].shape[1]
+        state: LayerState = {}
+        self._view.recurrent |= {index}
+        with_state, out_with_state = self._run(state, index)
+        if state and len(with_state) <= 1:
+            if not self._goes_on(index, IN_PARTS, with_state, out_with_state):
+                if with_state or not self._goes_on(index, IN_STEPS, with_state, out_with_state):
+                    raise ModelNotBlendableError(
+                        f"{self._layer(index)} keeps a state of the rows in front, but the next rows do not go on from "
+                        "it as one piece does; a newer version of transformers may"
+                    )
+                self.stepped.add(index)
+            self.states[index] = parts_of(state)
+            return with_state[0].shape[1] if with_state else None
+        self._view.recurrent -= {index}
+        if len(attended) > 1:
+            raise ModelNotBlendableError(
+                f"{self._layer(index)} called transformers' attention interface {len(attended)} times; "
+                "blending needs at most one call per layer"
+            )
+        if not attended and self._mixes_nowhere_else(index, attended, out):
+            return None
+        raise ModelNotBlendableError(
+            f"{self._layer(index)} mixes rows outside its attention, and keeps no state in transformers' cache from "
+            "which it could go on; single rows cannot be recomputed"
+        )
+
+    def _run(self, state: LayerState, index: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """What the layer's attention gave, each time that it was called, and the layer's output."""
+        attended: list[torch.Tensor] = []
+
+        def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+            if spec.softcap is not None and self._plain_attention == "sdpa":
+                raise ModelNotBlendableError(
+                    f"{self._name} caps its attention's logits, which transformers' SDPA does not: plain and blended "
+                    'passes would differ; load the model with attn_implementation="eager"'
+                )
+            attended.append(attend_rows(query, keys, values, self._rows, spec))
+            return attended[-1]
+
+        try:
+            out = self._base.run_from(state, index, self._noise, self._rows, attend)
+        except ModelNotBlendableError:
+            if self._masks[index] is None:
+                raise ModelNotBlendableError(
+                    f"layer {index} of {self._name} does not use transformers' attention masks, which blending needs"
+                ) from None
+            raise
+        if out.shape != self._noise.shape:
+            raise ModelNotBlendableError(
+                f"{self._layer(index)} makes {list(out.shape)} of {list(self._noise.shape)}; both must be the same"
+            )
+        return attended, out
+
+    def _mixes_nowhere_else(self, index: int, attended: list[torch.Tensor], out: torch.Tensor) -> bool:
+        """Whether single rows give what all of them do, if their attention is the same."""
+        alone = 0
+        for row in range(1, ROWS):
+            rows = self._rows[row : row + 1]
+            single = self._base.run(index, self._noise[rows], rows, lambda *_, rows=rows: attended[0][rows])
+            alone += _same_change(self._noise[rows], single, out[rows])
+        return alone >= ROWS // 2  # some rows may differ: rounding can route a row to another expert
+
+    def _goes_on(
+        self, index: int, parts: Sequence[tuple[int, int]], attended: list[torch.Tensor], out: torch.Tensor
+    ) -> bool:
+        """Whether parts of the rows, each from the state behind the one before, give what all rows do.
+
+        A state may matter so little to a few rows of noise that ignoring it is not seen in them; but what ignores it
+        gives the very same numbers with another one.
+        """
+        state, same = LayerState(), 0
+        for start, stop in parts:
+            rows = self._rows[start:stop]
+
+            def run(state: LayerState, rows: torch.Tensor = rows) -> torch.Tensor:
+                return self._base.run_from(state, index, self._noise[rows], rows, lambda *_: attended[0][rows])
+
+            others = [
+                {key: 2 * part + 1 if key == changed else part.clone() for key, part in state.items()}
+                for changed in state
+            ]
+            part = run(state)
+            if any(torch.equal(run(other), part) for other in others):
+                return False
+            each = zip(self._noise[rows], part, out[rows], strict=True)
+            same += sum(_same_change(*(numbers[None] for numbers in row)) for row in each)
+        return same > ROWS // 2
+
+    def _rotation(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> KeyRotation | None:
+        moved = [runner.project(index, self._noise, self._rows) for runner in self._moved]
+        if any(not _close(new_values, values) for _, new_values in moved):
+            raise ModelNotBlendableError(f"the values of {self._layer(index)} depend on the position")
+        if all(_close(new_keys, keys) for new_keys, _ in moved):
+            alike, _ = self._base.project(index, self._noise[:1].expand_as(self._noise), self._rows)
+            if not _close(alike, alike[:, :1].expand_as(alike)):
+                raise ModelNotBlendableError(
+                    f"{self._layer(index)} ignores the given positions and counts rows instead"
+                )
+            return None
+        targets = [(shift, new_keys) for shift, (new_keys, _) in zip(self._shifts, moved, strict=True)]
+        for rotation in [*self._found, *self._candidates]:
+            if rotation.rotary_dim <= keys.shape[-1] and all(
+                _close(reposition_keys(keys, turn_by(rotation, torch.full((ROWS,), shift), keys.device)), new_keys)
+                for shift, new_keys in targets
+            ):
+                if rotation not in self._found:
+                    self._found.append(rotation)
+                return rotation
+        raise ModelNotBlendableError(
+            f"none of the model's {len(self._candidates)} rotations moves the keys of {self._layer(index)}; "
+            "they cannot be re-positioned"
+        )
+
+
+def _candidate_rotations(model: nn.Module) -> Iterator[KeyRotation]:
+    """All inverse frequencies of the model, in both pairings and both directions (NanoChat rotates backwards)."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq") and buffer.dim() == 1 and buffer.numel():
+            for pairing, sign in product(get_args(Pairing), (1, -1)):
+                yield KeyRotation(sign * buffer.detach().cpu().double(), pairing)
+
+
+def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal up to rounding in every dimension, over all heads and rows."""
+    error = (one.float() - other.float()).norm(dim=(0, 1))
+    size = other.float().norm(dim=(0, 1)).max()
+    return bool((error <= TOLERANCE * size + 1e-9).all())
+
+
+def _same_change(given: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a layer changed `given` equally both times, up to rounding, relative to the size of the change."""
+    rounding = 4 * torch.finfo(other.dtype).eps
+    given, one, other = given.float(), one.float(), other.float()
+    return bool((one - other).norm() <= 0.01 * (other - given).norm() + rounding * other.norm())
+
+
+def _holds_tensor(value: Any) -> bool:
+    return any(map(_holds_tensor, value)) if isinstance(value, tuple | list) else isinstance(value, torch.Tensor)
+
+
 def check_mode(model: PreTrainedModel) -> None:
     """Refuses a model in training mode: with dropout no two passes agree, and what is stored would be one of them.
 
-    It is not switched: the model is the caller's, who may be in the middle of training it.
-
-    Raises:
-        InvalidInputError: the model, or a part of it that drops something, is in training mode.
+    It is not switched: the model is the caller's, who may be in the middle of training it. Raises `InvalidInputError`.
     """
     found = next((name for name, module in model.named_modules() if module.training and _is_random(module)), None)
     if model.training or found:

@@ -78,7 +78,15 @@ class ThreadCount:
             self._quiet += took
         elif share < _BUSY:
             self._busy += took
-            self._say(share)
+            if _SAID_AFTER_S < self._busy < math.inf:
+                self._busy = math.inf
+                logger.warning(
+                    "others use this machine's cores (a thread runs for %.0f %% of the time): layers are computed by "
+                    "one thread instead of %d while they do; OMP_NUM_THREADS=%d keeps all of them",
+                    100 * share,
+                    _OWN_THREADS,
+                    _OWN_THREADS,
+                )
         if self.is_single:
             if share <= _QUIET:
                 self._quiet = 0.0
@@ -90,17 +98,6 @@ class ThreadCount:
             self._patience = _TRIES_S[0]
         if share < _BUSY:
             self._quiet, self.is_single = 0.0, True
-
-    def _say(self, share: float) -> None:
-        if _SAID_AFTER_S < self._busy < math.inf:
-            self._busy = math.inf
-            logger.warning(
-                "others use this machine's cores (a thread runs for %.0f %% of the time): layers are computed by one "
-                "thread instead of %d while they do; OMP_NUM_THREADS=%d keeps all of them",
-                100 * share,
-                _OWN_THREADS,
-                _OWN_THREADS,
-            )
 
 
 class _Held:
@@ -138,11 +135,8 @@ class _Layer(_Held):
 
 
 class _Libraries(NamedTuple):
-    """What sets how many threads compute for the calling thread, in the libraries that torch has loaded.
-
-    Attributes:
-        openmp: takes the number.
-        mkl: likewise, 0 for OpenMP's; returns what was set before.
+    """What sets how many threads compute for the calling thread, in the libraries that torch has loaded: `openmp` takes
+    the number; `mkl` too, 0 for OpenMP's, and returns what was set before.
     """
 
     openmp: Callable[[int], object]

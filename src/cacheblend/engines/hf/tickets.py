@@ -2,29 +2,19 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
-import torch
-
-from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import CacheBlendError, check_fields
 from cacheblend.core.fuse.batching import LayerSteps
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillResult
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.report import BlendReport
 from cacheblend.core.select.selectors import Selector
-from cacheblend.engines.hf.adapter_watch import AdapterFollower
-from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.decode import Decoding
 from cacheblend.engines.hf.grammars import CompiledGrammar
 from cacheblend.engines.hf.prefiller import Mode
+from cacheblend.engines.hf.request import TextStream
 from cacheblend.engines.hf.sampling import SamplingParams
-from cacheblend.engines.hf.shadow_check import Origin, ShadowCheck, WatchedAnswer
-from cacheblend.engines.hf.state import ModelState
-from cacheblend.engines.hf.survey import Survey
-from cacheblend.engines.hf.text_stream import TextStream
-from cacheblend.engines.hf.view import ModelView
-from cacheblend.engines.tokens import PromptBuilder
+from cacheblend.engines.hf.shadow_check import Origin, WatchedAnswer
 
 
 class QueueFullError(CacheBlendError):
@@ -49,16 +39,13 @@ class ClosedError(CacheBlendError):
 
 @dataclass(frozen=True)
 class Limits:
-    """How many requests run and wait at a time.
+    """How many requests run and wait at a time. Raises `InvalidInputError` for a value of the wrong type.
 
     Attributes:
         active: answers in prefill or decoding; a request for more answers than this runs alone.
         waiting: requests in the queue.
         row_layers: row-layers of prefill computed between two tokens of the running answers.
         catch_up_s: seconds that missed chunks wait for the engine to be idle; later, they are captured between rounds.
-
-    Raises:
-        InvalidInputError: a value of the wrong type.
     """
 
     active: int = 8
@@ -75,14 +62,13 @@ class Ask:
     """A request.
 
     Attributes:
-        prompt: the prompt; the engine checks it.
-        params: sampling parameters of each answer.
+        prompt: the engine checks it.
+        params: of each answer.
         grammar: that of the parameters, compiled by the engine's `grammars`, which takes too long for the scheduler.
         choices: number of answers; with a seed, answer i uses the seed + i.
-        mode, ratio, selector: see `BlendEngine.open_prefill`.
+        mode, ratio, selector, tenant: see `BlendEngine.open_prefill`.
         deadline: by `time.monotonic`; None: no deadline.
         logprobs: number of most likely tokens reported with each token; None: no log-probabilities.
-        tenant: see `BlendEngine.planner_of`.
         tenant_label: what the figures of the shadow check call the tenant; other tenants may see it.
         keep_text: also store the plain text in front of the first chunk, for prompts that start with the same text.
         shown: special tokens that are part of the text; all others never are.
@@ -111,77 +97,16 @@ class Ask:
         return self.mode == "blend" and self.ratio is None and self.selector is None
 
 
-class ServedEngine(Protocol):
-    """What a scheduler asks of an engine; see `BlendEngine`, the one that is served."""
-
-    config: BlendConfig
-    background: Background
-    builder: PromptBuilder | None
-    adapters: AdapterFollower
-    shadow: ShadowCheck | None
-
-    @property
-    def view(self) -> ModelView:
-        """See `BlendEngine.view`."""
-        ...
-
-    @property
-    def survey(self) -> Survey:
-        """See `BlendEngine.survey`."""
-        ...
-
-    @property
-    def eos_ids(self) -> list[int]:
-        """See `BlendEngine.eos_ids`."""
-        ...
-
-    def follow(self) -> ModelState:
-        """See `BlendEngine.follow`."""
-        ...
-
-    def ids_of(self, prompt: Prompt) -> torch.Tensor:
-        """See `BlendEngine.ids_of`."""
-        ...
-
-    def known_in(self, prompt: Prompt, state: ModelState, tenant: str = "") -> Prompt:
-        """See `BlendEngine.known_in`."""
-        ...
-
-    def open_prefill(
-        self,
-        prompt: Prompt,
-        *,
-        ratio: float | None,
-        selector: Selector | None,
-        mode: Mode,
-        tenant: str,
-        state: ModelState | None,
-    ) -> BlendedPrefill:
-        """See `BlendEngine.open_prefill`."""
-        ...
-
-    def origin(self, state: ModelState, *, own: bool, tenant: str = "") -> Origin:
-        """See `BlendEngine.origin`."""
-        ...
-
-    def store_missed(
-        self, result: PrefillResult, tenant: str = "", *, text: bool, may_keep: Callable[[int], bool]
-    ) -> None:
-        """See `BlendEngine.store_missed`."""
-        ...
-
-
 @dataclass(frozen=True)
 class TokenEvent:
-    """A token of one choice.
+    """A token of one choice, whose last event has a `finish_reason`.
 
     Attributes:
         choice: index of the choice, from 0.
         text: new text that later tokens cannot change; may be empty.
-        token_id: id of the token; None for an event after the last token that carries held-back text.
-        logprob: log-probability before any penalty or temperature; None if not requested.
+        token_id: None for an event after the last token that carries held-back text.
+        logprob: before any penalty or temperature; None if not requested.
         top: (token id, log-probability) of the most likely tokens.
-        finish_reason: set in the choice's last event.
     """
 
     choice: int
@@ -194,12 +119,8 @@ class TokenEvent:
 
 @dataclass(frozen=True)
 class DoneEvent:
-    """The last event of a request.
-
-    Attributes:
-        report: report of the request; None if it failed before its first token.
-        error: why the request failed; None if it did not fail.
-    """
+    """The last event of a request: its report, None if it failed before its first token, and why it failed, if it
+    did."""
 
     report: BlendReport | None
     error: Exception | None = None
@@ -210,13 +131,7 @@ Event = TokenEvent | DoneEvent
 
 @dataclass
 class Choice:
-    """One answer of a request.
-
-    Attributes:
-        decoding: decoding state, with the tokens.
-        stream: the text.
-        finish_reason: set once the answer has ended.
-    """
+    """One answer of a request; `finish_reason` is set once it has ended."""
 
     decoding: Decoding
     stream: TextStream
@@ -228,9 +143,8 @@ class Ticket:
     """A request that was submitted.
 
     Attributes:
-        ask: the request.
         on_event: called with each event of the request, in the scheduler's thread; must not block.
-        submitted: time of submission, by `time.perf_counter`.
+        submitted: by `time.perf_counter`.
         is_admitted: the engine knows of the request, which has not ended.
     """
 

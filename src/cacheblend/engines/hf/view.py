@@ -9,6 +9,7 @@ arguments of each layer, and return the last layer's output where logits are nee
 import contextlib
 import copy
 import re
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -100,60 +101,56 @@ class LayerCall:
     kwargs: dict[str, Any]
 
 
-def _tapped(call: LayerCall) -> LayerCall:
-    """The same call of a layer with latent attention, with a tap in the cache's place that its attention knows too."""
-    tap = LatentTap()
-    kwargs = {name: _with_tap(value, tap) for name, value in call.kwargs.items()}
-    return LayerCall(tuple(_with_tap(value, tap) for value in call.args), {**kwargs, "past_key_values": tap})
-
-
-def _with_tap(value: Any, tap: LatentTap) -> Any:
-    return replace(value, tap=tap) if isinstance(value, LayerMask) else value
-
-
 class _AllLayersSeenError(Exception):
-    """Raised to end a shell's forward after the last layer."""
+    """Ends a shell's forward after the last layer."""
 
 
 class _Stub(nn.Module):
-    """Replaces a layer in the shell; all attributes except `forward` are the layer's own."""
+    """Replaces a layer in shells; all attributes except `forward` are the layer's own.
 
-    def __init__(self, layer: nn.Module, shell: "_Shell", index: int) -> None:
+    Made once for all shells, which takes longer than a shell's whole forward; so that of the calling thread is asked.
+    """
+
+    def __init__(self, layer: nn.Module, index: int, running: threading.local) -> None:
         super().__init__()
-        self.__dict__.update({"_layer": layer, "_shell": shell, "_index": index})
+        self.__dict__.update({"_layer": layer, "_index": index, "_running": running})
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_layer"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._shell.visit(self._index, args, kwargs)
+        return self._running.shell.visit(self._index, args, kwargs)
+
+
+class _Stubs(nn.ModuleList):
+    """Of all layers; models take a slice of them in each forward, which would be a new list."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return self if index == slice(None, len(self)) else super().__getitem__(index)
 
 
 class _Shell:
-    """The model's forward with stubs instead of layers; one per call, so that concurrent calls share no state."""
+    """What the stubs have seen in one forward of the model, and what they give for it."""
 
-    def __init__(self, view: "ModelView", output: Any) -> None:
+    def __init__(self, num_layers: int, output: Any) -> None:
         self.calls: list[LayerCall] = []
         self.first_hidden: torch.Tensor | None = None
-        self._output, self._num_layers = output, len(view.layers)
-        stubs = nn.ModuleList(_Stub(layer, self, i) for i, layer in enumerate(view.layers))
-        self.model: Any = _with_child(view.model, view.layers_path, stubs)
+        self._output, self._num_layers = output, num_layers
 
     def visit(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._output is not None:
+            return self._output
         kwargs = dict(kwargs)
         hidden = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
         self.first_hidden = hidden if self.first_hidden is None else self.first_hidden
         self.calls.append(LayerCall(args[1:], kwargs))
-        if index == self._num_layers - 1 and self._output is None:
+        if index == self._num_layers - 1:
             raise _AllLayersSeenError
-        return hidden if self._output is None else self._output
+        return hidden
 
 
 class ModelView:
     """A view of a causal language model whose layers can be run one at a time.
-
-    Args:
-        model: a transformers causal language model.
 
     Attributes:
         latent: for each layer, its module that attends over latents; None where keys and values are cached per head.
@@ -171,6 +168,8 @@ class ModelView:
         self.layers: Sequence[nn.Module] = list(self.model.get_submodule(self.layers_path))
         if model.device.type == "cuda":
             run_norms_in_one_call(self.layers)
+        self._running = threading.local()  # has the shell of the forward that a thread runs
+        self._stubs = _Stubs(_Stub(layer, i, self._running) for i, layer in enumerate(self.layers))
         self.latent: Sequence[Any] = [latent_attention(layer) for layer in self.layers]
         self._called: Sequence[Callable[..., Any]] = self.layers
         self._layers_give_tuples = False
@@ -185,11 +184,9 @@ class ModelView:
     def open(self, token_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[LayerCall]]:
         """Embeds the rows: the first layer's input [1, n, width], and the arguments of each layer.
 
-        Args:
-            token_ids: [n] int64 on the model's device.
-            positions: [n] int64 on the model's device, in any order.
+        `token_ids` and `positions`, in any order, are [n] int64 on the model's device.
         """
-        shell = _Shell(self, None)
+        shell = _Shell(len(self.layers), None)
         with contextlib.suppress(_AllLayersSeenError):
             self._run(shell, token_ids[None], positions[None])
         if shell.first_hidden is None or len(shell.calls) != len(self.layers):
@@ -201,17 +198,16 @@ class ModelView:
     def run_layer(
         self, index: int, hidden: torch.Tensor, call: LayerCall, state: LayerState | None = None
     ) -> torch.Tensor:
-        """The layer's output [n, width] for hidden states [n, width].
+        """The layer's output [n, width] for hidden states [n, width] and the layer's arguments for these rows.
 
-        Args:
-            index: of the layer.
-            hidden: of the rows.
-            call: the layer's arguments for these rows.
-            state: of a recurrent layer in front of the rows, which then are in order and without gaps; it is changed to
-                that behind them. None: the layer keeps none.
+        `state`: of a recurrent layer in front of the rows, which then are in order and without gaps; it is changed to
+        that behind them. None: the layer keeps none.
         """
-        if self.latent[index] is not None:
-            call = _tapped(call)
+        if self.latent[index] is not None:  # a tap in the cache's place, which the attention knows too
+            latent_tap = LatentTap()
+            args = tuple(_with_tap(value, latent_tap) for value in call.args)
+            kwargs = {name: _with_tap(value, latent_tap) for name, value in call.kwargs.items()}
+            call = LayerCall(args, {**kwargs, "past_key_values": latent_tap})
         elif state is not None:
             tap = StateTap(state)
             call = LayerCall(call.args, {n: tap if n in CACHE_ARGUMENTS else v for n, v in call.kwargs.items()})
@@ -222,34 +218,39 @@ class ModelView:
         return output[0]
 
     def close(self, hidden: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Computes logits [n, vocab] with the model's own norm and head.
+        """Logits [n, vocab] by the model's own norm and head.
 
-        Args:
-            hidden: the last layer's output for these rows, [n, width].
-            token_ids, positions: token ids and positions of the rows, [n] each.
+        `hidden`: the last layer's output for the rows, [n, width]; `token_ids` and `positions` are theirs, [n] each.
         """
-        shell = _Shell(self, (hidden[:, None],) if self._layers_give_tuples else hidden[:, None])
+        shell = _Shell(len(self.layers), (hidden[:, None],) if self._layers_give_tuples else hidden[:, None])
         with self.threads.layer():
             logits: torch.Tensor = self._run(shell, token_ids[:, None], positions[:, None]).logits[:, 0]
         return logits
 
-    @staticmethod
-    def _run(shell: _Shell, token_ids: torch.Tensor, positions: torch.Tensor) -> Any:
-        """The shell's output for ids and positions, [sequences, rows] each.
+    def _run(self, shell: _Shell, token_ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        """The model's output for ids and positions, [sequences, rows] each, with the shell's instead of the layers'.
 
         The mask says that no row is padding. Without one, transformers looks in the positions for sequences that are
         packed into one: rows at positions that are not consecutive would be masked from each other, and the host would
         wait for the device once a mask.
         """
         everything = torch.ones(token_ids.shape, dtype=torch.bool, device=token_ids.device)
+        model = _with_child(
+            self.model, self.layers_path, self._stubs
+        )  # its own: what forwards note, no other call sees
+        self._running.shell = shell
         try:
-            return shell.model(input_ids=token_ids, attention_mask=everything, position_ids=positions, use_cache=False)
+            return model(input_ids=token_ids, attention_mask=everything, position_ids=positions, use_cache=False)
         finally:
-            shell.model = None  # its stubs know the shell: as a cycle, both would keep the rows until a collection
+            self._running.shell = None  # it keeps the rows
+
+
+def _with_tap(value: Any, tap: LatentTap) -> Any:
+    return replace(value, tap=tap) if isinstance(value, LayerMask) else value
 
 
 def _find_layers(model: PreTrainedModel) -> str:
-    """Finds the module path of the list of decoder layers."""
+    """The module path of the list of decoder layers."""
     config = model.config.get_text_config(decoder=True)
     count = getattr(config, "num_hidden_layers", None)
     found: list[str] = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
@@ -273,9 +274,8 @@ def _find_layers(model: PreTrainedModel) -> str:
 
 
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the module tree that keeps its mode and its active adapters, whatever the model is switched to.
-
-    Parameters and buffers are shared.
+    """A copy of the module tree that keeps its mode and its active adapters, whatever the model is switched to;
+    parameters and buffers are shared.
     """
     frozen: PreTrainedModel = _twin(model, {}, None)
     return frozen

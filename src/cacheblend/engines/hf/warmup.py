@@ -1,12 +1,9 @@
-"""Stores chunks: before their first use (`warm`), or after a request that missed them.
-
-Knows the model's plain forward, the store and the background queue. Does not know requests or engines.
-"""
+"""Stores chunks: before their first use (`warm`), or after a request that missed them. Knows no engine."""
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -27,30 +24,17 @@ from cacheblend.core.plan.codec import codec_of
 from cacheblend.core.plan.plan import Source
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, Segment, check_ids, chunk, text
-from cacheblend.core.plan.recurrence import Run
 from cacheblend.engines.chunk_index import ChunkListing
 from cacheblend.engines.discovery import Discovery
 from cacheblend.engines.hf.adapter_watch import AdapterFollower
 from cacheblend.engines.hf.background import CLOSE_S, Background
 from cacheblend.engines.hf.caches import kv_of_cache
 from cacheblend.engines.hf.prefiller import Prefiller
+from cacheblend.engines.hf.recurrent import SHORTEST, snapshot_blocks
 from cacheblend.engines.hf.state import ModelState
-from cacheblend.engines.hf.state_snapshots import SHORTEST, snapshot_blocks
 from cacheblend.engines.hf.survey import Survey, check_mode
 from cacheblend.engines.keeper import ChunkKeeper, WarmReport
 from cacheblend.store import KVStore, WriteBehind
-
-
-def batches(jobs: Sequence[ChunkJob], tokens: int) -> Iterator[list[ChunkJob]]:
-    """Batches of jobs of similar length, each of at most `tokens` tokens with padding, but at least one job."""
-    batch: list[ChunkJob] = []
-    for job in sorted(jobs, key=len):
-        if batch and len(job) * (len(batch) + 1) > tokens:
-            yield batch
-            batch = []
-        batch.append(job)
-    if batch:
-        yield batch
 
 
 @torch.no_grad()
@@ -76,7 +60,7 @@ def compute_chunks(
 def compute_with_states(prefiller: Prefiller, job: ChunkJob, planner: Planner, model_name: str) -> CapturedChunk:
     """A job's full prefill, layer by layer: a state behind padding would be another one, so jobs share no forward.
 
-    The snapshots of its recurrent layers come behind its blocks. There are none where chunks are compressed, since then
+    The snapshots of its recurrent layers come behind its blocks; there are none where chunks are compressed, since then
     they are no exact prefix.
     """
     prompt = Prompt.of([*(text(part.tolist()) for part in job.anchor), chunk(job.token_ids.tolist())])
@@ -86,11 +70,6 @@ def compute_with_states(prefiller: Prefiller, job: ChunkJob, planner: Planner, m
         result = prefill.result()
     blocks = [*blocks_of(job, planner, result.kv), *snapshot_blocks(prefiller.kinds, result.states)]
     return CapturedChunk(blocks, manifest_of(job, planner, model_name))
-
-
-def has_snapshots(planner: Planner) -> bool:
-    """Whether stored chunks can be exact prefixes, and so need the states behind them."""
-    return codec_of(planner.codec).is_exact
 
 
 Progress = Callable[[int, int], None]
@@ -124,13 +103,10 @@ class ChunkWarmer:
         store: where they go.
         config: batch size and whether misses are captured.
         background: runs the work that is done after requests.
-        name: of the model, for people.
+        name: human-readable model name.
         adapters: of the model; KV computed while they change is not stored.
         listing: chunks that are stored are added to; None: nothing is found in plain text.
         discovery: learns text that recurs; None: nothing is learnt.
-
-    Attributes:
-        keeper: stores the chunks.
     """
 
     def __init__(
@@ -172,7 +148,7 @@ class ChunkWarmer:
         done = len(jobs) - len(missing)
         if progress is not None:
             progress(done, len(jobs))
-        for batch in batches(missing, self._config.capture_batch_tokens):
+        for batch in _batches(missing, self._config.capture_batch_tokens):
             for captured in self._compute(batch, state, planner):
                 self.keeper.store(captured)
             done += len(batch)
@@ -194,8 +170,8 @@ class ChunkWarmer:
         """After a request: writes its exact blocks as they are, and queues its missed chunks to be computed alone, as
         the text that recurs in it.
 
-        Blocks that the loading controller left out because they are slow to load are promoted to a faster tier,
-        since they are in use.
+        Blocks that the loading controller left out because they are slow to load are promoted to a faster tier, since
+        they are in use.
 
         Args:
             state: of the model, now.
@@ -259,14 +235,14 @@ class ChunkWarmer:
             self._listing.close()
 
     @property
-    def is_stuck(self) -> bool:
-        """The store has not answered background work for `STORE_S`."""
-        return self._asked is not None and not self._asked[0].done() and time.monotonic() > self._asked[1] + STORE_S
-
-    @property
     def _is_awaited(self) -> bool:
         """The store has not answered earlier background work, which was given up: no more of it is begun."""
         return self._asked is not None and not self._asked[0].done()
+
+    @property
+    def is_stuck(self) -> bool:
+        """The store has not answered background work for `STORE_S`."""
+        return self._is_awaited and self._asked is not None and time.monotonic() > self._asked[1] + STORE_S
 
     def _ask_store(self, call: Callable[[], Answered]) -> Answered:
         """Has the store called in a thread that may hang. Where requests wait, its answer is waited for `STORE_S`.
@@ -316,42 +292,39 @@ class ChunkWarmer:
                 if is_long in self._queued:
                     continue
                 self._queued.add(is_long)
-            if not self._background.submit(object(), partial(self._discovered, is_long), patient=is_long):
+            if not self._background.submit(object(), partial(self._keep_discovered, is_long), patient=is_long):
                 self._queued.discard(is_long)
 
-    def _discovered(self, is_long: bool) -> None:
+    def _keep_discovered(self, is_long: bool) -> None:
         """Computes and keeps a run, and queues the next one."""
         with self._lock:
             self._queued.discard(is_long)
-        wanted = None if self._discovery is None else self._discovery.take(partial(_is_of, is_long))
-        if wanted is None or self._discovery is None:
+        discovery = self._discovery
+        wanted = None if discovery is None else discovery.take(lambda run: (len(run) > HOLD_UP_TOKENS) == is_long)
+        if discovery is None or wanted is None:
             return
-        self._keep_discovered(self._discovery, wanted.run, wanted.asker)
-        self._queue_discovered()
-
-    def _keep_discovered(self, discovery: Discovery[Asker], run: Run, asker: Asker) -> None:
+        run, asker = wanted.run, wanted.asker
         job = ChunkJob(asker.anchor, run.token_ids)
         longest, manifest = asker.state.survey.max_length, manifest_of(job, asker.planner, self._name)
-        if self.keeper.is_paused or self._is_awaited or (longest is not None and len(job) > longest):
-            return
-        if self._ask_store(partial(self.keeper.is_held, manifest)):
-            discovery.stored(run, manifest, computed=False)
-        elif asker.may_keep(len(run)):
-            for captured in self._compute_quietly(job, asker.state, asker.planner):
-                if self._ask_store(partial(self.keeper.keep, captured)):
-                    discovery.stored(run, manifest)
+        if not (self.keeper.is_paused or self._is_awaited or (longest is not None and len(job) > longest)):
+            if self._ask_store(partial(self.keeper.is_held, manifest)):
+                discovery.stored(run, manifest, computed=False)
+            elif asker.may_keep(len(run)):
+                for captured in self._compute_quietly(job, asker.state, asker.planner):
+                    if self._ask_store(partial(self.keeper.keep, captured)):
+                        discovery.stored(run, manifest)
+        self._queue_discovered()
 
     def _compute(self, jobs: Sequence[ChunkJob], state: ModelState, planner: Planner) -> list[CapturedChunk]:
-        """The chunks' KV, with the adapters that the planner names.
-
-        Raises:
-            InvalidInputError: the model is in training mode.
-            ModelChangedError: its adapters have changed.
+        """The chunks' KV, with the adapters that the planner names: by one padded forward of the model, or by prefills
+        of their own, which note recurrent layers' states. Raises `ModelChangedError` if the adapters have changed.
         """
         check_mode(self._model)
         captured: list[CapturedChunk] = []
-        if self._is_current(state):
-            captured += self._computed(jobs, state, planner)
+        if self._is_current(state) and state.survey.kinds.has_other_layers:
+            captured += [compute_with_states(state.prefiller, job, planner, self._name) for job in jobs]
+        elif self._is_current(state):
+            captured += compute_chunks(state.adapted.model, jobs, planner, self._name)
         if not self._is_current(state):  # also weights that were replaced in their place
             raise ModelChangedError(
                 "the model's weights or adapters were changed while passages were computed, which are not stored; "
@@ -359,28 +332,19 @@ class ChunkWarmer:
             )
         return captured
 
-    def _computed(self, jobs: Sequence[ChunkJob], state: ModelState, planner: Planner) -> Iterable[CapturedChunk]:
-        """By one padded forward of the model, or by prefills of their own, which note recurrent layers' states."""
-        if state.survey.kinds.has_other_layers:
-            return [compute_with_states(state.prefiller, job, planner, self._name) for job in jobs]
-        return compute_chunks(state.adapted.model, jobs, planner, self._name)
-
     def _is_held(self, job: ChunkJob, state: ModelState, planner: Planner) -> bool:
         """Whether the store holds a chunk, lists it, and holds the states behind it, if it has any."""
         manifest = manifest_of(job, planner, self._name)
         if not self.keeper.is_held(manifest):
             return False
-        if not state.survey.kinds.states or not has_snapshots(planner) or len(job) < SHORTEST:
+        can_be_prefix = codec_of(planner.codec).is_exact
+        if not state.survey.kinds.states or not can_be_prefix or len(job) < SHORTEST:
             return True
         [found] = self._store.find([state_name(manifest.chunk_id)])
         return found is not None
 
     def _is_current(self, state: ModelState) -> bool:
         return self._adapters.version() == state.adapted.version
-
-
-def _is_of(is_long: bool, run: Run) -> bool:
-    return (len(run) > HOLD_UP_TOKENS) == is_long
 
 
 def _jobs(survey: Survey, anchor: Sequence[TokenIds], segments: Sequence[Segment]) -> list[ChunkJob]:
@@ -394,3 +358,15 @@ def _jobs(survey: Survey, anchor: Sequence[TokenIds], segments: Sequence[Segment
             raise InvalidInputError(f"{what} has {len(job)} tokens with its anchor, {limit}; split it")
         jobs.setdefault(segment.token_ids.tobytes(), job)
     return list(jobs.values())
+
+
+def _batches(jobs: Sequence[ChunkJob], tokens: int) -> Iterator[list[ChunkJob]]:
+    """Batches of jobs of similar length, each of at most `tokens` tokens with padding, but at least one job."""
+    batch: list[ChunkJob] = []
+    for job in sorted(jobs, key=len):
+        if batch and len(job) * (len(batch) + 1) > tokens:
+            yield batch
+            batch = []
+        batch.append(job)
+    if batch:
+        yield batch
