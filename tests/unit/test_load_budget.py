@@ -24,7 +24,7 @@ from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines.hf.prefiller import Pace
 from cacheblend.store import DiskStore, MemoryStore, TieredStore
-from cacheblend.store.combined.cascade import CascadeStore
+from cacheblend.store.combined import CascadeStore
 from cacheblend.store.remote import blocks as blocks_module
 from cacheblend.store.remote.store import RemoteStore
 from remote_objects import FarObjects

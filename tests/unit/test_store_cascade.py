@@ -14,8 +14,9 @@ from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block, RecordMemory
 from cacheblend.store import DiskStore, KVStore, MemoryStore, open_store
 from cacheblend.store.base import Progress
-from cacheblend.store.combined import CascadeStore, ThrottledStore, TieredStore
+from cacheblend.store.combined import CascadeStore, TieredStore
 from cacheblend.store.speed import named_tiers
+from lab.speed.throttle import ThrottledStore
 from store_blocks import holds, make_block, make_manifest
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from cacheblend.core.errors import StoreError
 from cacheblend.store import MemoryStore, TieredStore, WriteBehind
-from cacheblend.store.combined.cascade import CascadeStore
+from cacheblend.store.combined import CascadeStore
 from store_blocks import holds, make_block, make_chain
 from store_folders import disk, inodes
 

@@ -19,7 +19,7 @@ from cacheblend.core.names import BlockName, as_token_ids, block_name
 from cacheblend.core.plan.blocks import Block, ChunkManifest, LayerShape
 from cacheblend.core.plan.codec import CODECS
 from cacheblend.store import KVStore, MemoryStore
-from cacheblend.store.combined.cascade import CascadeStore
+from cacheblend.store.combined import CascadeStore
 from cacheblend.store.documents import DocumentRecord
 from cacheblend.store.format.document_file import encode_document
 from cacheblend.store.format.manifest_file import encode_manifest

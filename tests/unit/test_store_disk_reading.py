@@ -14,7 +14,7 @@ from cacheblend.core.errors import BlockDamagedError, BlockLostError, InvalidInp
 from cacheblend.core.load.staging_buffers import StagingMemory
 from cacheblend.core.plan.blocks import Block, LayerShape
 from cacheblend.store import DiskStore
-from cacheblend.store.disk import block_files, block_reader
+from cacheblend.store.disk import block_files
 from cacheblend.store.disk.block_files import BlockFiles
 from cacheblend.store.disk.folder import Folder
 from store_blocks import ROOT, make_block, record_at, same_bits
@@ -132,13 +132,13 @@ def test_a_reader_that_never_looked_blocks_up_keeps_to_the_bounds(
 def test_neighbouring_layers_are_one_read_and_one_piece_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reads, pieces, real = [], [], block_reader._pread_all
+    reads, pieces, real = [], [], block_files._pread_all
 
     def counted(fd: int, view: memoryview, offset: int, least: int) -> None:
         reads.append(least)
         real(fd, view, offset, least)
 
-    monkeypatch.setattr(block_reader, "_pread_all", counted)
+    monkeypatch.setattr(block_files, "_pread_all", counted)
 
     def memory(nbytes: int) -> torch.Tensor:
         pieces.append(nbytes)

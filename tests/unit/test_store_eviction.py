@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.names import BlockName
 from cacheblend.store import DiskStore, MemoryStore, open_store
-from cacheblend.store.eviction import POLICIES, Eviction, belady, eviction_of
+from cacheblend.store.eviction import POLICIES, Eviction, eviction_of
+from lab.speed.eviction import belady
 from store_blocks import make_block
 
 

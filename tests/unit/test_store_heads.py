@@ -11,8 +11,8 @@ from cacheblend.core.errors import BlockLostError, InvalidInputError
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block, LayerShape, RecordMemory
 from cacheblend.store import MemoryStore, TieredStore
-from cacheblend.store.combined import ThrottledStore
 from campaign import share
+from lab.speed.throttle import ThrottledStore
 from store_blocks import make_block, same_bits
 
 SHAPES = (LayerShape(4, 4), LayerShape(4, 4), LayerShape(2, 8))

@@ -19,7 +19,7 @@ from cacheblend.store import (
     open_store,
     parse_bytes,
 )
-from cacheblend.store.expiry import parse_seconds
+from cacheblend.store.open import parse_seconds
 from store_blocks import holds, make_block
 
 

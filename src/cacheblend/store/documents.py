@@ -143,7 +143,7 @@ class MemoryDocuments(DocumentRecords):
         self.nbytes = 0
 
     def put(self, record: DocumentRecord) -> None:
-        """See `DocumentRecords`. Raises `StoreFullError`."""
+        """Raises `StoreFullError`."""
         with self._lock:
             old = self._records.get(record.root, {}).get(record.name)
             more = _memory_bytes(record) - (0 if old is None else _memory_bytes(old))
@@ -152,35 +152,29 @@ class MemoryDocuments(DocumentRecords):
             self.nbytes += more
 
     def get(self, root: BlockName, name: BlockName) -> DocumentRecord | DamagedRecord | None:
-        """See `DocumentRecords`."""
         with self._lock:
             return self._records.get(root, {}).get(name)
 
     def all(self, root: BlockName) -> list[DocumentRecord | DamagedRecord]:
-        """See `DocumentRecords`."""
         with self._lock:
             return [record for _, record in sorted(self._records.get(root, {}).items())]
 
     def names(self, root: BlockName) -> list[BlockName]:
-        """See `DocumentRecords`."""
         with self._lock:
             return sorted(self._records.get(root, {}))
 
     def delete(self, root: BlockName, name: BlockName) -> bool:
-        """See `DocumentRecords`."""
         with self._lock:
             old = self._records.get(root, {}).pop(name, None)
             self.nbytes -= 0 if old is None else _memory_bytes(old)
             return old is not None
 
     def roots(self) -> list[BlockName]:
-        """See `DocumentRecords`."""
         with self._lock:
             return sorted(root for root, records in self._records.items() if records)
 
     @contextmanager
     def changing(self, root: BlockName) -> Iterator[None]:
-        """See `DocumentRecords`."""
         with self._changing:
             yield
 

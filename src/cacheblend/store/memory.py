@@ -14,19 +14,27 @@ import torch
 from cacheblend.core.errors import BlockLostError, StoreFullError
 from cacheblend.core.names import BlockName, TokenIds, as_token_ids
 from cacheblend.core.plan.blocks import UNKNOWN, Block, BlockEntry, ChunkManifest, KVLayout, RecordMemory
-from cacheblend.store.base import Damage, FindCounter, KVStore, Progress, StoreStats
-from cacheblend.store.checks import check_block, check_layer, check_manifest, check_max_bytes, head_range
+from cacheblend.store.base import (
+    Damage,
+    FindCounter,
+    KVStore,
+    Progress,
+    StoreStats,
+    check_block,
+    check_layer,
+    check_manifest,
+    check_max_bytes,
+    head_range,
+)
 from cacheblend.store.documents import NAME_OBJECT_BYTES, OBJECT_BYTES, MemoryDocuments
-from cacheblend.store.empty_chunks import EmptyChunks, Listed
-from cacheblend.store.eviction import eviction_of
-from cacheblend.store.expiry import Expiry
+from cacheblend.store.eviction import EmptyChunks, Expiry, Listed, eviction_of
 from cacheblend.store.residence import HERE, Kept, Residence, default_memory_bytes
 
 _TRIES = 4  # to make room where there is less memory than the bound says
 
 
 class MemoryManifests:
-    """See `ManifestPlace`. Not safe to call from several threads: the caller holds the store's lock.
+    """Not safe to call from several threads: the caller holds the store's lock.
 
     Args:
         blocks: names of the blocks that the store holds; looked at, never changed.
@@ -60,24 +68,20 @@ class MemoryManifests:
         self.nbytes = 0
 
     def count(self) -> int:
-        """See `ManifestPlace`."""
         return len(self._manifests)
 
     def all(self) -> Iterable[Listed]:
-        """See `ManifestPlace`. A snapshot."""
+        """A snapshot."""
         return [(manifest, _bytes(manifest)) for manifest in self._manifests.values()]
 
     def some(self, chunk_ids: Sequence[BlockName]) -> Iterable[Listed]:
-        """See `ManifestPlace`."""
         found = [self._manifests[chunk_id] for chunk_id in chunk_ids if chunk_id in self._manifests]
         return [(manifest, _bytes(manifest)) for manifest in found]
 
     def held(self, names: Sequence[BlockName]) -> set[BlockName]:
-        """See `ManifestPlace`."""
         return {name for name in names if name in self._blocks}
 
     def remove(self, chunk_ids: Sequence[BlockName]) -> None:
-        """See `ManifestPlace`."""
         for chunk_id in chunk_ids:
             self.nbytes -= _bytes(self._manifests.pop(chunk_id))
 
@@ -176,11 +180,10 @@ class MemoryStore(KVStore):
 
     @property
     def tier_names(self) -> tuple[str, ...]:
-        """See `KVStore.tier_names`."""
         return (self.residence.tier,)
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
-        """See `KVStore.find`. Of one call's blocks the first are evicted last."""
+        """Of one call's blocks the first are evicted last."""
         with self._lock:
             self._remove_expired()
             entries = [self._entry(name) for name in names]
@@ -191,7 +194,6 @@ class MemoryStore(KVStore):
         return entries
 
     def held(self, names: Sequence[BlockName]) -> list[bool]:
-        """See `KVStore.held`."""
         with self._lock:
             return [self._entry(name) is not None for name in names]
 
@@ -202,13 +204,9 @@ class MemoryStore(KVStore):
         return BlockEntry(held.token_ids, held.layout, self.residence.tier, held.parent)
 
     def read_layers(
-        self,
-        names: Sequence[BlockName],
-        layers: range,
-        heads: slice | None = None,
-        memory: RecordMemory | None = None,
+        self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
     ) -> list[list[torch.Tensor] | BlockLostError]:
-        """See `KVStore.read_layers`. The stored tensors themselves, or views of them."""
+        """The stored tensors themselves, or views of them."""
         return [self._records(name, layers, heads) for name in names]
 
     def _records(self, name: BlockName, layers: range, heads: slice | None) -> list[torch.Tensor] | BlockLostError:
@@ -231,7 +229,7 @@ class MemoryStore(KVStore):
             return held.records[layer]
 
     def write(self, block: Block) -> bool:
-        """See `KVStore.write`. Copies only records that are part of a larger tensor or not contiguous."""
+        """Copies only records that are part of a larger tensor or not contiguous."""
         check_block(block)
         with self._lock:
             self._remove_expired()
@@ -310,7 +308,6 @@ class MemoryStore(KVStore):
             return None if held is None else held.record(layer)
 
     def delete(self, name: BlockName) -> bool:
-        """See `KVStore.delete`."""
         with self._lock:
             self._pinned.discard(name)
             whole = self._entry(name) is not None
@@ -390,39 +387,33 @@ class MemoryStore(KVStore):
     # ---- pins and manifests -----------------------------------------------------------------------------
 
     def pin(self, names: Iterable[BlockName]) -> None:
-        """See `KVStore.pin`."""
         with self._lock:
             self._pinned.update(names)
 
     def unpin(self, names: Iterable[BlockName]) -> None:
-        """See `KVStore.unpin`."""
         with self._lock:
             self._pinned.difference_update(names)
 
     def pinned(self) -> set[BlockName]:
-        """See `KVStore.pinned`."""
         with self._lock:
             return set(self._pinned)
 
     def put_manifest(self, manifest: ChunkManifest) -> None:
-        """See `KVStore.put_manifest`. One that it replaces counts until it is gone."""
+        """One that it replaces counts until it is gone."""
         check_manifest(manifest)
         with self._lock:
             self._make_room(_bytes(manifest))
             self._manifests.put(manifest)
 
     def manifests(self) -> list[ChunkManifest]:
-        """See `KVStore.manifests`."""
         with self._lock:
             return self._manifests.ordered()
 
     def has_manifest(self, chunk_id: BlockName) -> bool:
-        """See `KVStore.has_manifest`."""
         with self._lock:
             return self._manifests.has(chunk_id)
 
     def delete_manifest(self, chunk_id: BlockName) -> bool:
-        """See `KVStore.delete_manifest`."""
         with self._lock:
             there = self._manifests.has(chunk_id)
             self._manifests.remove([chunk_id] if there else [])
@@ -431,7 +422,6 @@ class MemoryStore(KVStore):
     # ---- the whole store --------------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
-        """See `KVStore.stats`."""
         with self._lock:
             whole = [name for name, held in self._held.items() if not held.missing]
             return StoreStats(
@@ -449,13 +439,12 @@ class MemoryStore(KVStore):
             )
 
     def verify(self, progress: Progress | None = None) -> list[Damage]:
-        """See `KVStore.verify`. Memory has no checksums, so no damage is found."""
+        """Memory has no checksums, so no damage is found."""
         if progress is not None:
             progress(len(self._held), len(self._held))
         return []
 
     def prune(self, max_bytes: int, progress: Progress | None = None) -> int:
-        """See `KVStore.prune`."""
         check_max_bytes(max_bytes)
         freed = 0
         with self._lock:
@@ -467,7 +456,7 @@ class MemoryStore(KVStore):
         return freed
 
     def close(self) -> None:
-        """See `KVStore.close`. Removes all blocks, pins and manifests."""
+        """Removes all blocks, pins and manifests."""
         with self._lock:
             self._held.clear()
             self._pinned.clear()

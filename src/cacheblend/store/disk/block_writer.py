@@ -14,8 +14,7 @@ from cacheblend.core.errors import StoreError, StoreFullError
 from cacheblend.core.plan.blocks import Block
 from cacheblend.store.base import LOGGER_NAME
 from cacheblend.store.disk.capacity import Capacity
-from cacheblend.store.disk.folder import Folder
-from cacheblend.store.disk.system_errors import is_full, store_error
+from cacheblend.store.disk.folder import Folder, is_full, store_error
 from cacheblend.store.format.block_file import CHAIN_FORMAT, encode_chain
 
 logger = logging.getLogger(LOGGER_NAME)

@@ -32,12 +32,9 @@ from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.store.base import SMALL_FILE_BYTES, Progress
 from cacheblend.store.disk.block_files import BlockFiles
-from cacheblend.store.disk.entries import name_of_file, named_files
-from cacheblend.store.disk.folder import BLOCK_SUFFIX, Folder
+from cacheblend.store.disk.folder import BLOCK_SUFFIX, Folder, name_of_file, named_files
 from cacheblend.store.disk.sealed_files import SealedFiles
-from cacheblend.store.empty_chunks import EmptyChunks, Listed
-from cacheblend.store.eviction import Eviction
-from cacheblend.store.expiry import Expiry
+from cacheblend.store.eviction import EmptyChunks, Eviction, Expiry, Listed
 from cacheblend.store.format.checksum import DamagedError
 
 _TRIES = 3
@@ -320,15 +317,13 @@ class FolderManifests:
         self._folder, self._files = folder, files
 
     def count(self) -> int:
-        """See `ManifestPlace`."""
         return len(self._files.names())
 
     def all(self) -> Iterator[Listed]:
-        """See `ManifestPlace`. Reads those that have changed."""
+        """Reads those that have changed."""
         return self.some(self._files.names())
 
     def some(self, chunk_ids: Sequence[BlockName]) -> Iterator[Listed]:
-        """See `ManifestPlace`."""
         for chunk_id in chunk_ids:
             with contextlib.suppress(DamagedError, OSError):
                 size = os.stat(self._files.path(chunk_id)).st_size
@@ -337,11 +332,11 @@ class FolderManifests:
                     yield manifest, whole_pages(size)
 
     def held(self, names: Sequence[BlockName]) -> set[BlockName]:
-        """See `ManifestPlace`. A stat for each."""
+        """A stat for each."""
         return {name for name in names if os.path.exists(self._folder.block_path(name))}
 
     def remove(self, chunk_ids: Sequence[BlockName]) -> None:
-        """See `ManifestPlace`. One that cannot be removed stays, and is counted again."""
+        """One that cannot be removed stays, and is counted again."""
         for chunk_id in chunk_ids:
             with contextlib.suppress(OSError):
                 self._files.remove(chunk_id)

@@ -14,9 +14,8 @@ from contextlib import contextmanager
 
 from cacheblend.core.names import BlockName
 from cacheblend.store.disk.capacity import Capacity, whole_pages
-from cacheblend.store.disk.folder import Folder
+from cacheblend.store.disk.folder import Folder, store_error, unreadable
 from cacheblend.store.disk.sealed_files import SealedFiles
-from cacheblend.store.disk.system_errors import store_error, unreadable
 from cacheblend.store.documents import DamagedRecord, DocumentRecord, DocumentRecords
 from cacheblend.store.format.block_file import NAME_BYTES
 from cacheblend.store.format.checksum import DamagedError
@@ -38,7 +37,6 @@ class FolderDocuments(DocumentRecords):
         self._changing: dict[BlockName, threading.Lock] = {}
 
     def put(self, record: DocumentRecord) -> None:
-        """See `DocumentRecords`."""
         self._folder.require_writable()
         data = encode_document(record)
         try:
@@ -48,7 +46,7 @@ class FolderDocuments(DocumentRecords):
             raise store_error(error, f"cannot write the record of document {record.id[:80]!r}") from error
 
     def get(self, root: BlockName, name: BlockName) -> DocumentRecord | DamagedRecord | None:
-        """See `DocumentRecords`. Reads the file if it has changed."""
+        """Reads the file if it has changed."""
         files = self._files_of(root)
         try:
             return files.read(name)
@@ -58,19 +56,18 @@ class FolderDocuments(DocumentRecords):
             raise unreadable(self._folder.path, error) from error
 
     def all(self, root: BlockName) -> list[DocumentRecord | DamagedRecord]:
-        """See `DocumentRecords`. Reads the files that have changed."""
+        """Reads the files that have changed."""
         found = (self.get(root, name) for name in self.names(root))
         return [record for record in found if record is not None]
 
     def names(self, root: BlockName) -> list[BlockName]:
-        """See `DocumentRecords`. Lists a folder."""
+        """Lists a folder."""
         try:
             return self._files_of(root).names()
         except OSError as error:
             raise unreadable(self._folder.path, error) from error
 
     def delete(self, root: BlockName, name: BlockName) -> bool:
-        """See `DocumentRecords`."""
         self._folder.require_writable()
         try:
             return self._files_of(root).remove(name)
@@ -78,7 +75,7 @@ class FolderDocuments(DocumentRecords):
             raise store_error(error, f"cannot remove the record of document {name.hex()}") from error
 
     def roots(self) -> list[BlockName]:
-        """See `DocumentRecords`. Folders that are empty but for the lock have no records."""
+        """Folders that are empty but for the lock have no records."""
         try:
             folders = os.listdir(self._folder.documents)
         except FileNotFoundError:
@@ -90,7 +87,7 @@ class FolderDocuments(DocumentRecords):
 
     @contextmanager
     def changing(self, root: BlockName) -> Iterator[None]:
-        """See `DocumentRecords`. By flock, where the file system has it."""
+        """By flock, where the file system has it."""
         self._folder.require_writable()
         with self._lock:
             own = self._changing.setdefault(root, threading.Lock())

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from cacheblend.core.names import BlockName
-from cacheblend.store.disk.entries import named_files, remove_entry
-from cacheblend.store.disk.folder import Folder
+from cacheblend.store.disk.folder import Folder, named_files, remove_entry
 from cacheblend.store.format.checksum import DamagedError
 
 T = TypeVar("T")

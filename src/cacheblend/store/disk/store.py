@@ -19,19 +19,25 @@ from cacheblend.core.errors import BlockLostError, StoreError, check_type
 from cacheblend.core.load.threads import DaemonPool, results_of, submit_or_call
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, RecordMemory
-from cacheblend.store.base import LOGGER_NAME, Damage, FindCounter, KVStore, Progress, StoreStats
-from cacheblend.store.checks import check_block, check_manifest, check_max_bytes
+from cacheblend.store.base import (
+    LOGGER_NAME,
+    Damage,
+    FindCounter,
+    KVStore,
+    Progress,
+    StoreStats,
+    check_block,
+    check_manifest,
+    check_max_bytes,
+)
 from cacheblend.store.disk.block_files import BlockFiles
 from cacheblend.store.disk.block_writer import BlockWriter
 from cacheblend.store.disk.capacity import Capacity, whole_pages
 from cacheblend.store.disk.documents import FolderDocuments
-from cacheblend.store.disk.entries import unlink
-from cacheblend.store.disk.folder import OWNER_ONLY, Folder, sync_folder
+from cacheblend.store.disk.folder import OWNER_ONLY, Folder, store_error, sync_folder, unlink, unreadable
 from cacheblend.store.disk.sealed_files import SealedFiles
-from cacheblend.store.disk.system_errors import store_error, unreadable
 from cacheblend.store.documents import verify_documents
-from cacheblend.store.eviction import eviction_of
-from cacheblend.store.expiry import Expiry
+from cacheblend.store.eviction import Expiry, eviction_of
 from cacheblend.store.format.checksum import DamagedError
 from cacheblend.store.format.manifest_file import decode_manifest, encode_manifest
 
@@ -113,16 +119,15 @@ class DiskStore(KVStore):
 
     @property
     def tier_names(self) -> tuple[str, ...]:
-        """See `KVStore.tier_names`."""
         return ("disk",)
 
     @property
     def is_reachable(self) -> bool:
-        """See `KVStore.is_reachable`. Whether the folder is still a store: it may be deleted, or its disk unmounted."""
+        """Whether the folder is still a store: it may be deleted, or its disk unmounted."""
         return self._folder.is_there
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
-        """See `KVStore.find`. One stat for a known block; reads the header of others."""
+        """One stat for a known block; reads the header of others."""
         headers = self._files.find(names)
         found = [header for header in reversed(headers) if header is not None]
         used = [(each.name, len(each.entry.token_ids) * len(each.names) / each.file_bytes) for each in found]
@@ -131,17 +136,12 @@ class DiskStore(KVStore):
         return [None if header is None else header.entry for header in headers]
 
     def held(self, names: Sequence[BlockName]) -> list[bool]:
-        """See `KVStore.held`."""
         return self._files.held(names)
 
     def read_layers(
-        self,
-        names: Sequence[BlockName],
-        layers: range,
-        heads: slice | None = None,
-        memory: RecordMemory | None = None,
+        self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
     ) -> list[list[torch.Tensor] | BlockLostError]:
-        """See `KVStore.read_layers`. One pread for a block's layers, checked head by head; by threads if it is much.
+        """One pread for a block's layers, checked head by head; by threads if it is much.
 
         Each thread reads a part of the blocks: between small reads threads would only wait for the interpreter.
         """
@@ -154,11 +154,11 @@ class DiskStore(KVStore):
         return [*read, *(each for part in results_of(asked) for each in part)]
 
     def write(self, block: Block) -> bool:
-        """See `KVStore.write`. The records are written from their own memory, without a copy."""
+        """The records are written from their own memory, without a copy."""
         return self.write_all([block])[0]
 
     def write_all(self, blocks: Sequence[Block]) -> list[bool]:
-        """See `KVStore.write_all`. Small blocks that follow each other share a file, where the folder can have some."""
+        """Small blocks that follow each other share a file, where the folder can have some."""
         self._folder.require_writable()
         for block in blocks:
             check_block(block)
@@ -173,7 +173,6 @@ class DiskStore(KVStore):
         return [new.pop(block.name, None) is not None for block in blocks]
 
     def delete(self, name: BlockName) -> bool:
-        """See `KVStore.delete`."""
         self._folder.require_writable()
         self.unpin([name])
         self._files.forget(name)
@@ -183,7 +182,7 @@ class DiskStore(KVStore):
     # ---- pins and manifests -----------------------------------------------------------------------------
 
     def pin(self, names: Iterable[BlockName]) -> None:
-        """See `KVStore.pin`. Each pin is an empty file."""
+        """Each pin is an empty file."""
         self._folder.require_writable()
         try:
             for name in names:
@@ -194,22 +193,19 @@ class DiskStore(KVStore):
             raise store_error(error, f"cannot pin blocks in {self.path}") from error
 
     def unpin(self, names: Iterable[BlockName]) -> None:
-        """See `KVStore.unpin`."""
         self._folder.require_writable()
         for name in names:
             unlink(str(self._folder.pins / name.hex()))
 
     def pinned(self) -> set[BlockName]:
-        """See `KVStore.pinned`."""
         with self._reading():
             return self._capacity.pinned()
 
     def are_pinned(self, names: Sequence[BlockName]) -> list[bool]:
-        """See `KVStore.are_pinned`. One stat for each."""
+        """One stat for each."""
         return [os.path.exists(self._folder.pins / name.hex()) for name in names]
 
     def put_manifest(self, manifest: ChunkManifest) -> None:
-        """See `KVStore.put_manifest`."""
         self._folder.require_writable()
         check_manifest(manifest)
         data = encode_manifest(manifest)
@@ -220,13 +216,13 @@ class DiskStore(KVStore):
             raise store_error(error, f"cannot write the manifest of chunk {manifest.chunk_id.hex()}") from error
 
     def manifests(self) -> list[ChunkManifest]:
-        """See `KVStore.manifests`. Files that have not changed since the last call are not read again."""
+        """Files that have not changed since the last call are not read again."""
         with self._reading():
             chunk_ids = self._manifests.names()
         return [m for chunk_id in chunk_ids if (m := self._manifest(chunk_id)) is not None]
 
     def listing_stamp(self) -> Hashable | None:
-        """See `KVStore.listing_stamp`. When the folder of manifests last changed; None for 2 s after a change."""
+        """When the folder of manifests last changed; None for 2 s after a change."""
         with self._reading():
             return self._manifests.stamp()
 
@@ -252,11 +248,10 @@ class DiskStore(KVStore):
         return None
 
     def has_manifest(self, chunk_id: BlockName) -> bool:
-        """See `KVStore.has_manifest`. One stat."""
+        """One stat."""
         return self._manifests.has(chunk_id)
 
     def delete_manifest(self, chunk_id: BlockName) -> bool:
-        """See `KVStore.delete_manifest`."""
         self._folder.require_writable()
         try:
             return self._manifests.remove(chunk_id)
@@ -274,7 +269,6 @@ class DiskStore(KVStore):
             raise unreadable(self.path, error) from error
 
     def stats(self) -> StoreStats:
-        """See `KVStore.stats`."""
         with self._reading():
             count, nbytes, pinned = 0, float(self._capacity.small_bytes()), 0
             for block in self._capacity.blocks():
@@ -295,7 +289,7 @@ class DiskStore(KVStore):
         )
 
     def verify(self, progress: Progress | None = None) -> list[Damage]:
-        """See `KVStore.verify`. Blocks that vanish meanwhile are not damage."""
+        """Blocks that vanish meanwhile are not damage."""
         with self._reading():
             names, chunk_ids = [block.name for block in self._capacity.blocks()], self._manifests.names()
         found: list[Damage] = []
@@ -310,7 +304,6 @@ class DiskStore(KVStore):
         return found + verify_documents(self.documents, removes=not self.read_only)
 
     def prune(self, max_bytes: int, progress: Progress | None = None) -> int:
-        """See `KVStore.prune`."""
         self._folder.require_writable()
         check_max_bytes(max_bytes)
         try:
@@ -321,7 +314,6 @@ class DiskStore(KVStore):
         return freed
 
     def close(self) -> None:
-        """See `KVStore.close`."""
         self._readers.close()
         self._files.close()
 

@@ -19,8 +19,7 @@ import torch
 from cacheblend.core.errors import BlockDamagedError, BlockLostError, StoreError
 from cacheblend.core.load.breaker import CircuitBreaker
 from cacheblend.core.names import BlockName
-from cacheblend.store.base import LOGGER_NAME, Damage
-from cacheblend.store.checks import check_layer, head_range
+from cacheblend.store.base import LOGGER_NAME, Damage, check_layer, head_range
 from cacheblend.store.format.block_file import BlockHeader, check_heads, decode_header
 from cacheblend.store.format.checksum import DamagedError
 from cacheblend.store.remote.objects import Bytes, Objects, Range
@@ -119,7 +118,7 @@ class RemoteBlocks:
     def read(
         self, names: Sequence[BlockName], layers: range, heads: slice | None
     ) -> list[list[torch.Tensor] | BlockLostError]:
-        """See `KVStore.read_layers`. One call for all records."""
+        """One call for all records."""
         wanted = list(dict.fromkeys(names))
         with self._lock:
             cached = [name for name in wanted if name in self._known]

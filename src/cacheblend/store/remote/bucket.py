@@ -101,7 +101,7 @@ class BucketObjects:
     def look_up(
         self, names: Sequence[BlockName], unknown: AbstractSet[BlockName] = frozenset(), since: float = -math.inf
     ) -> list[Bytes | None]:
-        """See `Objects`. A request for each block, at the same time; a second one where an unknown header is long."""
+        """A request for each block, at the same time; a second one where an unknown header is long."""
 
         def ask(name: BlockName) -> tuple[float, Bytes] | None:
             if name in unknown:
@@ -120,7 +120,7 @@ class BucketObjects:
         return found
 
     def headers(self, names: Sequence[BlockName]) -> list[Bytes | None]:
-        """See `Objects`. A second request where the header is long."""
+        """A second request where the header is long."""
         begun = self._each(names, self._begin)
         return [None if begin is None else begin[1] for begin in begun]
 
@@ -137,19 +137,17 @@ class BucketObjects:
         return None if rest is None else (written, bytes(first) + bytes(rest))
 
     def records(self, ranges: Sequence[Range]) -> list[Bytes | None]:
-        """See `Objects`. Records that lie next to each other come in one request."""
+        """Records that lie next to each other come in one request."""
         runs = list(runs_of(ranges))
         found = self._each(runs, lambda run: self._range(_block(run[0].name), run[0].first, run[-1].last))
         return [part for run, data in zip(runs, found, strict=True) for part in parts_of(run, data)]
 
     def put(self, name: BlockName, header: Bytes, records: Sequence[Bytes]) -> None:
-        """See `Objects`."""
         self._put(_block(name), b"".join((header, *records)))
         with self._lock:
             self._used[name] = time.time()
 
     def delete(self, names: Sequence[BlockName]) -> list[bool]:
-        """See `Objects`."""
         there = self.exist(names)
         paths = [_block(name) for name, held in zip(names, there, strict=True) if held]
         self._delete(paths)
@@ -159,11 +157,10 @@ class BucketObjects:
         return there
 
     def exist(self, names: Sequence[BlockName]) -> list[bool]:
-        """See `Objects`. A request for each."""
+        """A request for each."""
         return [found is not None for found in self._each(names, lambda name: self._head(_block(name)))]
 
     def held(self, *, tidy: bool = False) -> list[HeldBlock]:
-        """See `Objects`."""
         found = []
         for meta in self._list("blocks"):
             name = _name(meta["path"])
@@ -179,24 +176,19 @@ class BucketObjects:
     # ---- pins and manifests -----------------------------------------------------------------------------
 
     def pin(self, names: Iterable[BlockName]) -> None:
-        """See `Objects`."""
         self._each(list(names), lambda name: self._put(f"pins/{name.hex()}", b""))
 
     def unpin(self, names: Iterable[BlockName]) -> None:
-        """See `Objects`."""
         self._delete([f"pins/{name.hex()}" for name in names])
 
     def pinned(self) -> set[BlockName]:
-        """See `Objects`."""
         names = [_name(meta["path"]) for meta in self._list("pins")]
         return {name for name in names if name is not None}
 
     def put_sealed(self, kind: str, name: BlockName, data: Bytes) -> None:
-        """See `Objects`."""
         self._put(f"{kind}/{name.hex()}", bytes(data))
 
     def sealed(self, kind: str) -> Mapping[BlockName, Sealed]:
-        """See `Objects`."""
         named = [
             (_name(meta["path"]), Sealed(f"{meta['e_tag']} {meta['last_modified']}", int(meta["size"])))
             for meta in self._list(kind)
@@ -204,38 +196,33 @@ class BucketObjects:
         return {name: sealed for name, sealed in named if name is not None}
 
     def documents_bytes(self) -> int:
-        """See `Objects`."""
         return sum(int(meta["size"]) for meta in self._list(DOCUMENTS.rstrip("/")))
 
     def read_sealed(self, kind: str, names: Sequence[BlockName]) -> list[Bytes | None]:
-        """See `Objects`."""
         return self._each(names, lambda name: self._whole(f"{kind}/{name.hex()}"), self._listed_pool)
 
     def has_sealed(self, kind: str, name: BlockName) -> bool:
-        """See `Objects`."""
         return self._head(f"{kind}/{name.hex()}") is not None
 
     def delete_sealed(self, kind: str, name: BlockName) -> bool:
-        """See `Objects`."""
         there = self.has_sealed(kind, name)
         self._delete([f"{kind}/{name.hex()}"])
         return there
 
     def kinds(self, prefix: str) -> list[str]:
-        """See `Objects`. Lists everything below the prefix's folder."""
+        """Lists everything below the prefix's folder."""
         paths = [str(meta["path"]) for meta in self._list(prefix.rstrip("/"))]
         return sorted({"/".join(path.split("/")[-3:-1]) for path in paths})
 
     def lock(self, kind: str) -> AbstractContextManager[object]:
-        """See `Objects`. A bucket has no locks."""
+        """A bucket has no locks."""
         return nullcontext()
 
     def listing_stamp(self) -> str | None:
-        """See `Objects`. A bucket cannot tell without listing."""
+        """A bucket cannot tell without listing."""
         return None
 
     def close(self) -> None:
-        """See `Objects`."""
         for pool in (self._pool, self._listed_pool):
             pool.close()
         for pool in (self._pool, self._listed_pool):

@@ -14,7 +14,7 @@ from typing import Protocol
 from cacheblend.core.errors import StoreFullError
 from cacheblend.core.names import BlockName
 from cacheblend.store.base import Progress
-from cacheblend.store.empty_chunks import EmptyChunks, ManifestPlace
+from cacheblend.store.eviction import EmptyChunks, ManifestPlace
 from cacheblend.store.remote.objects import MANIFESTS, HeldBlock, Objects
 
 _RECOUNT_S = 30.0  # other processes write too

@@ -92,7 +92,6 @@ class Objects(Protocol):
     @property
     def place(self) -> str:
         """The place's name for messages, without passwords."""
-        ...
 
     def look_up(
         self, names: Sequence[BlockName], unknown: AbstractSet[BlockName] = frozenset(), since: float = -math.inf
@@ -105,83 +104,63 @@ class Objects(Protocol):
             None where a block is not held, or was used before `since`; else its header if `unknown` has the name, and
             no bytes if it has not.
         """
-        ...
 
     def exist(self, names: Sequence[BlockName]) -> list[bool]:
         """Whether each block is held; marks none as used."""
-        ...
 
     def headers(self, names: Sequence[BlockName]) -> list[Bytes | None]:
         """Headers (see `store.format.block_file`), None where a block is not held."""
-        ...
 
     def records(self, ranges: Sequence[Range]) -> list[Bytes | None]:
         """Bytes of records, None where they are not held."""
-        ...
 
     def put(self, name: BlockName, header: Bytes, records: Sequence[Bytes]) -> None:
         """Stores a block; it is not visible before it is complete."""
-        ...
 
     def delete(self, names: Sequence[BlockName]) -> list[bool]:
         """Removes blocks; whether each was held."""
-        ...
 
     def held(self, *, tidy: bool = False) -> list[HeldBlock]:
         """All blocks held; `tidy` also cleans up after blocks that the other side evicted by itself."""
-        ...
 
     def pin(self, names: Iterable[BlockName]) -> None:
         """Adds pins."""
-        ...
 
     def unpin(self, names: Iterable[BlockName]) -> None:
         """Removes pins."""
-        ...
 
     def pinned(self) -> set[BlockName]:
         """Names of all pins."""
-        ...
 
     def put_sealed(self, kind: str, name: BlockName, data: Bytes) -> None:
         """Stores a manifest or a document's record, replacing one of the same kind and name."""
-        ...
 
     def sealed(self, kind: str) -> Mapping[BlockName, Sealed]:
         """Names of all of a kind."""
-        ...
 
     def documents_bytes(self) -> int:
         """Bytes of all documents' records."""
-        ...
 
     def read_sealed(self, kind: str, names: Sequence[BlockName]) -> list[Bytes | None]:
         """Their bytes, None where there is none."""
-        ...
 
     def has_sealed(self, kind: str, name: BlockName) -> bool:
         """Whether there is one of this kind and name."""
-        ...
 
     def delete_sealed(self, kind: str, name: BlockName) -> bool:
         """Removes one; whether there was one."""
-        ...
 
     def kinds(self, prefix: str) -> list[str]:
         """The kinds that begin with a prefix and of which there is any."""
-        ...
 
     def lock(self, kind: str) -> AbstractContextManager[object]:
         """A context that one process holds at a time; of no effect where there are no locks."""
-        ...
 
     def listing_stamp(self) -> str | None:
         """A value that changes when any manifest is added, changed or removed; None: unknown."""
-        ...
 
     def close(self) -> None:
         """Closes connections; may be called twice."""
-        ...
 
 
 def runs_of(ranges: Sequence[Range]) -> Iterator[list[Range]]:

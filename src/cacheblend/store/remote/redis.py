@@ -142,7 +142,7 @@ class RedisObjects:
     def look_up(
         self, names: Sequence[BlockName], unknown: AbstractSet[BlockName] = frozenset(), since: float = -math.inf
     ) -> list[Bytes | None]:
-        """See `Objects`. One round trip; two with `since`, as only then some blocks must not be marked.
+        """One round trip; two with `since`, as only then some blocks must not be marked.
 
         A server without memory left does not record the use, but still answers.
         """
@@ -173,11 +173,10 @@ class RedisObjects:
         return found
 
     def headers(self, names: Sequence[BlockName]) -> list[Bytes | None]:
-        """See `Objects`."""
         return self._together(lambda pipe: [pipe.get(self._piece(name, "h")) for name in names])
 
     def records(self, ranges: Sequence[Range]) -> list[Bytes | None]:
-        """See `Objects`. An empty value means that the record is gone: no record has 0 bytes."""
+        """An empty value means that the record is gone: no record has 0 bytes."""
 
         def ask(pipe: Any) -> None:
             for each in ranges:
@@ -190,7 +189,6 @@ class RedisObjects:
         return [data or None for data in self._together(ask)]
 
     def put(self, name: BlockName, header: Bytes, records: Sequence[Bytes]) -> None:
-        """See `Objects`."""
         size = len(header) + sum(len(record) for record in records)
         pieces = [self._piece(name, str(layer)) for layer in range(len(records))]
 
@@ -209,7 +207,6 @@ class RedisObjects:
         self._together(publish)
 
     def delete(self, names: Sequence[BlockName]) -> list[bool]:
-        """See `Objects`."""
         digits = [name.hex() for name in names]
         sizes = self._together(lambda pipe: pipe.hmget(self._key("sizes"), digits))[0]
 
@@ -225,7 +222,7 @@ class RedisObjects:
         return [bool(was) for was in self._together(remove)[: len(names)]]
 
     def held(self, *, tidy: bool = False) -> list[HeldBlock]:
-        """See `Objects`. Checks that each block still exists, as the server may have evicted it by itself."""
+        """Checks that each block still exists, as the server may have evicted it by itself."""
         sizes, used = self._together(
             lambda pipe: (pipe.hgetall(self._key("sizes")), pipe.zrange(self._key("used"), 0, -1, withscores=True))
         )
@@ -255,7 +252,6 @@ class RedisObjects:
         return int(sum(lengths))
 
     def exist(self, names: Sequence[BlockName]) -> list[bool]:
-        """See `Objects`."""
         found: list[bool] = []
         for start in range(0, len(names), _MAX_COMMANDS):
             part = names[start : start + _MAX_COMMANDS]
@@ -266,15 +262,12 @@ class RedisObjects:
     # ---- pins and manifests -----------------------------------------------------------------------------
 
     def pin(self, names: Iterable[BlockName]) -> None:
-        """See `Objects`."""
         self._with_names("sadd", names)
 
     def unpin(self, names: Iterable[BlockName]) -> None:
-        """See `Objects`."""
         self._with_names("srem", names)
 
     def pinned(self) -> set[BlockName]:
-        """See `Objects`."""
         return set(_names(self._together(lambda pipe: pipe.smembers(self._key("pins")))[0]).values())
 
     def put_sealed(self, kind: str, name: BlockName, data: Bytes) -> None:
@@ -288,11 +281,9 @@ class RedisObjects:
         self._together(put)
 
     def sealed(self, kind: str) -> Mapping[BlockName, Sealed]:
-        """See `Objects`."""
         return self._sealed([kind])[0]
 
     def documents_bytes(self) -> int:
-        """See `Objects`."""
         kinds = self._all_kinds()
         return sum(each.nbytes for listed in self._sealed(kinds) for each in listed.values()) if kinds else 0
 
@@ -317,7 +308,6 @@ class RedisObjects:
         ]
 
     def read_sealed(self, kind: str, names: Sequence[BlockName]) -> list[Bytes | None]:
-        """See `Objects`."""
         if not names:
             return []
         digits = [name.hex() for name in names]
@@ -325,7 +315,6 @@ class RedisObjects:
         return found
 
     def has_sealed(self, kind: str, name: BlockName) -> bool:
-        """See `Objects`."""
         return bool(self._together(lambda pipe: pipe.hexists(self._marks(kind), name.hex()))[0])
 
     def delete_sealed(self, kind: str, name: BlockName) -> bool:
@@ -339,7 +328,6 @@ class RedisObjects:
         return bool(self._together(delete)[0])
 
     def kinds(self, prefix: str) -> list[str]:
-        """See `Objects`."""
         kinds = [kind for kind in self._all_kinds() if kind.startswith(prefix)]
         counts = self._together(lambda pipe: [pipe.hlen(self._marks(kind)) for kind in kinds]) if kinds else []
         return sorted(kind for kind, count in zip(kinds, counts, strict=True) if count)
@@ -350,7 +338,7 @@ class RedisObjects:
 
     @contextmanager
     def lock(self, kind: str) -> Iterator[None]:
-        """See `Objects`. Let go after `LOCK_S` seconds, in case its holder has died."""
+        """Let go after `LOCK_S` seconds, in case its holder has died."""
         key, token = self._key(f"{kind}:lock"), secrets.token_hex(8).encode()
         while not self._together(lambda pipe: pipe.set(key, token, nx=True, ex=LOCK_S))[0]:
             time.sleep(0.02)
@@ -370,11 +358,9 @@ class RedisObjects:
         return self._key("marks" if kind == MANIFESTS else f"{kind}:marks")
 
     def listing_stamp(self) -> str | None:
-        """See `Objects`."""
         return str(self._together(lambda pipe: pipe.get(self._key("changes")))[0])
 
     def close(self) -> None:
-        """See `Objects`."""
         self._connection.close()
 
     def _together(self, ask: Any, all_of: int | None = None) -> list[Any]:

@@ -16,7 +16,7 @@ from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.store.base import LOGGER_NAME, Damage
 from cacheblend.store.documents import DamagedRecord, DocumentRecord, DocumentRecords
-from cacheblend.store.empty_chunks import Listed
+from cacheblend.store.eviction import Listed
 from cacheblend.store.format.checksum import DamagedError
 from cacheblend.store.format.document_file import decode_document, encode_document
 from cacheblend.store.format.manifest_file import decode_manifest
@@ -122,7 +122,7 @@ class RemoteManifests:
 
 
 class RemoteManifestPlace:
-    """See `ManifestPlace`. Within `CircuitBreaker.asking`; every method raises `StoreError`.
+    """Within `CircuitBreaker.asking`; every method raises `StoreError`.
 
     Args:
         objects: the place.
@@ -137,28 +137,24 @@ class RemoteManifestPlace:
         self.blocks: set[BlockName] = set()
 
     def count(self) -> int:
-        """See `ManifestPlace`."""
         return len(self._objects.sealed(MANIFESTS))
 
     def all(self) -> list[Listed]:
-        """See `ManifestPlace`. Those that did not change since the last call are not read again."""
+        """Those that did not change since the last call are not read again."""
         return self._manifests.listed()
 
     def some(self, chunk_ids: Sequence[BlockName]) -> Iterator[Listed]:
-        """See `ManifestPlace`."""
         for name, data in zip(chunk_ids, self._objects.read_sealed(MANIFESTS, chunk_ids), strict=True):
             if data is not None:
                 with contextlib.suppress(DamagedError):
                     yield decode_manifest(bytes(data), name), len(data)
 
     def held(self, names: Sequence[BlockName]) -> set[BlockName]:
-        """See `ManifestPlace`."""
         unknown = [name for name in names if name not in self.blocks]
         written = {name for name, there in zip(unknown, self._objects.exist(unknown), strict=True) if there}
         return self.blocks.intersection(names) | written
 
     def remove(self, chunk_ids: Sequence[BlockName]) -> None:
-        """See `ManifestPlace`."""
         for chunk_id in chunk_ids:
             self._objects.delete_sealed(MANIFESTS, chunk_id)
 
@@ -178,14 +174,12 @@ class RemoteDocuments(DocumentRecords):
         self._sealed: dict[BlockName, SealedObjects[DocumentRecord]] = {}
 
     def put(self, record: DocumentRecord) -> None:
-        """See `DocumentRecords`."""
         with self._writing():
             data = encode_document(record)
             with self._capacity.reserved(len(data), record.name, "record"):
                 self._objects.put_sealed(_kind(record.root), record.name, data)
 
     def get(self, root: BlockName, name: BlockName) -> DocumentRecord | DamagedRecord | None:
-        """See `DocumentRecords`."""
         with self._breaker.asking():
             (data,) = self._objects.read_sealed(_kind(root), [name])
         try:
@@ -194,29 +188,24 @@ class RemoteDocuments(DocumentRecords):
             return self._damaged(root, name, error)
 
     def all(self, root: BlockName) -> list[DocumentRecord | DamagedRecord]:
-        """See `DocumentRecords`."""
         kept = self._sealed.setdefault(root, SealedObjects(self._objects, self._breaker, _kind(root), decode_document))
         found = kept.all().items()
         return [self._damaged(root, name, each) if isinstance(each, DamagedError) else each for name, each in found]
 
     def names(self, root: BlockName) -> list[BlockName]:
-        """See `DocumentRecords`."""
         with self._breaker.asking():
             return sorted(self._objects.sealed(_kind(root)))
 
     def delete(self, root: BlockName, name: BlockName) -> bool:
-        """See `DocumentRecords`."""
         with self._writing():
             return self._objects.delete_sealed(_kind(root), name)
 
     def roots(self) -> list[BlockName]:
-        """See `DocumentRecords`."""
         with self._breaker.asking():
             return [BlockName(bytes.fromhex(kind.removeprefix(DOCUMENTS))) for kind in self._objects.kinds(DOCUMENTS)]
 
     @contextmanager
     def changing(self, root: BlockName) -> Iterator[None]:
-        """See `DocumentRecords`."""
         with self._writing():
             lock = self._objects.lock(_kind(root))
         with lock:

@@ -18,10 +18,19 @@ from cacheblend.core.errors import BlockLostError, StoreError, StoreReadOnlyErro
 from cacheblend.core.load.breaker import CircuitBreaker
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, RecordMemory
-from cacheblend.store.base import LOGGER_NAME, Damage, FindCounter, KVStore, Progress, StoreStats
-from cacheblend.store.checks import check_block, check_manifest, check_max_bytes
+from cacheblend.store.base import (
+    LOGGER_NAME,
+    Damage,
+    FindCounter,
+    KVStore,
+    Progress,
+    StoreStats,
+    check_block,
+    check_manifest,
+    check_max_bytes,
+)
 from cacheblend.store.documents import verify_documents
-from cacheblend.store.expiry import Expiry
+from cacheblend.store.eviction import Expiry
 from cacheblend.store.format.block_file import BlockHeader, encode_block
 from cacheblend.store.format.manifest_file import encode_manifest
 from cacheblend.store.remote.blocks import RemoteBlocks
@@ -64,20 +73,18 @@ class RemoteStore(KVStore):
 
     @property
     def tier_names(self) -> tuple[str, ...]:
-        """See `KVStore.tier_names`."""
         return (self._objects.tier,)
 
     @property
     def is_reachable(self) -> bool:
-        """See `KVStore.is_reachable`."""
         return not self._breaker.is_paused
 
     def round_trip_s(self, tier: str) -> float:
-        """See `KVStore.round_trip_s`. As the last look-ups took, and readings of headers."""
+        """As the last look-ups took, and readings of headers."""
         return self._blocks.round_trip_s
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
-        """See `KVStore.find`. One round trip; with a time to live two, and more if pinned blocks have expired."""
+        """One round trip; with a time to live two, and more if pinned blocks have expired."""
         headers: dict[BlockName, BlockHeader] = {}
         try:
             headers = self._look_up(names)
@@ -104,17 +111,12 @@ class RemoteStore(KVStore):
         return held | self._blocks.look_up(list(pinned)) if pinned else held
 
     def read_layers(
-        self,
-        names: Sequence[BlockName],
-        layers: range,
-        heads: slice | None = None,
-        memory: RecordMemory | None = None,
+        self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
     ) -> list[list[torch.Tensor] | BlockLostError]:
-        """See `KVStore.read_layers`. One round trip; records are in the memory that they were received in."""
+        """One round trip; records are in the memory that they were received in."""
         return self._blocks.read(names, layers, heads)
 
     def write(self, block: Block) -> bool:
-        """See `KVStore.write`."""
         self._require_writable()
         check_block(block)
         try:
@@ -135,7 +137,6 @@ class RemoteStore(KVStore):
         return True
 
     def delete(self, name: BlockName) -> bool:
-        """See `KVStore.delete`."""
         with self._writing():
             self._objects.unpin([name])
             return self._blocks.drop([name])[0]
@@ -143,22 +144,18 @@ class RemoteStore(KVStore):
     # ---- pins and manifests -----------------------------------------------------------------------------
 
     def pin(self, names: Iterable[BlockName]) -> None:
-        """See `KVStore.pin`."""
         with self._writing():
             self._objects.pin(names)
 
     def unpin(self, names: Iterable[BlockName]) -> None:
-        """See `KVStore.unpin`."""
         with self._writing():
             self._objects.unpin(names)
 
     def pinned(self) -> set[BlockName]:
-        """See `KVStore.pinned`."""
         with self._breaker.asking():
             return self._objects.pinned()
 
     def put_manifest(self, manifest: ChunkManifest) -> None:
-        """See `KVStore.put_manifest`."""
         self._require_writable()
         check_manifest(manifest)
         data, name = encode_manifest(manifest), manifest.chunk_id
@@ -166,28 +163,24 @@ class RemoteStore(KVStore):
             self._objects.put_sealed(MANIFESTS, name, data)
 
     def manifests(self) -> list[ChunkManifest]:
-        """See `KVStore.manifests`. Manifests that did not change since the last call are not read again."""
+        """Manifests that did not change since the last call are not read again."""
         return self._listing.all()
 
     def listing_stamp(self) -> Hashable | None:
-        """See `KVStore.listing_stamp`."""
         with self._breaker.asking():
             return self._objects.listing_stamp()
 
     def has_manifest(self, chunk_id: BlockName) -> bool:
-        """See `KVStore.has_manifest`."""
         with self._breaker.asking():
             return self._objects.has_sealed(MANIFESTS, chunk_id)
 
     def delete_manifest(self, chunk_id: BlockName) -> bool:
-        """See `KVStore.delete_manifest`."""
         with self._writing():
             return self._objects.delete_sealed(MANIFESTS, chunk_id)
 
     # ---- the whole store --------------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
-        """See `KVStore.stats`."""
         with self._breaker.asking():
             held, pinned, chunks = self._objects.held(), self._objects.pinned(), self._objects.sealed(MANIFESTS)
             small = sum(each.nbytes for each in chunks.values()) + self._objects.documents_bytes()
@@ -206,7 +199,7 @@ class RemoteStore(KVStore):
         )
 
     def verify(self, progress: Progress | None = None) -> list[Damage]:
-        """See `KVStore.verify`. Blocks that vanish meanwhile are not damage."""
+        """Blocks that vanish meanwhile are not damage."""
         with self._breaker.asking():
             names = [block.name for block in self._objects.held(tidy=not self.read_only)]
         found: list[Damage] = []
@@ -218,14 +211,13 @@ class RemoteStore(KVStore):
         return found + verify_documents(self.documents, removes=not self.read_only)
 
     def prune(self, max_bytes: int, progress: Progress | None = None) -> int:
-        """See `KVStore.prune`."""
         self._require_writable()
         check_max_bytes(max_bytes)
         with self._breaker.asking():
             return self._capacity.shrink(max_bytes, progress) + self._capacity.sweep()
 
     def close(self) -> None:
-        """See `KVStore.close`. Closes the objects."""
+        """Closes the objects."""
         self._objects.close()
 
     @contextlib.contextmanager
