@@ -44,11 +44,7 @@ class LateStore(MemoryStore):
         self.ended = threading.Semaphore(0)
 
     def read_layers(
-        self,
-        names: Sequence[BlockName],
-        layers: range,
-        heads: slice | None = None,
-        memory: RecordMemory | None = None,
+        self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
     ) -> list[list[torch.Tensor] | BlockLostError]:
         found = super().read_layers(names, layers, heads)
         assert memory is not None

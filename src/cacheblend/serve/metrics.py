@@ -20,7 +20,6 @@ from cacheblend.engines.hf.shadow_check import ShadowCheck
 from cacheblend.engines.shadow import ShadowFigures
 from cacheblend.engines.shadow.watch import KL_BUCKETS, SeriesFigures
 from cacheblend.store import KVStore, StoreStats
-from cacheblend.store.speed import tiers_of
 
 LABELS = ("model", "tenant", "selector", "settings")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -38,7 +37,7 @@ class StoreWatch(Collector):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, store: KVStore, late_tiers: LateTiers | None = None) -> None:
         self._late_tiers = late_tiers or LateTiers()
-        self._tiers = dict(zip(store.tier_names, tiers_of(store), strict=True))
+        self._tiers = store.tiers()
         self._lock = threading.Lock()
         self._no_answer = dict.fromkeys(self._tiers, 0)
 

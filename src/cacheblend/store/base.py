@@ -99,6 +99,10 @@ class KVStore(BlockSource):
         """
         return (self.stats().tier,)
 
+    def tiers(self) -> dict[str, "KVStore"]:
+        """The stores behind the `tier_names`, fastest first."""
+        return {self.tier_names[0]: self}
+
     @property
     def is_reachable(self) -> bool:
         """Whether the store answered its last request; `find` of one that did not finds nothing."""
@@ -314,14 +318,6 @@ class FindCounter:
         with self._lock:
             self.hits += hits
             self.misses += len(found) - hits
-
-
-def read_all_layers(store: KVStore, names: Sequence[BlockName]) -> None:
-    """Finds these blocks and reads every layer of them, one block after the other; skips lost blocks."""
-    for name, entry in zip(names, store.find(names), strict=True):
-        for layer in range(len(entry.layout.layers) if entry else 0):  # a whole block may be more than a timeout allows
-            if isinstance(store.read_many([name], layer)[0], BlockLostError):
-                break
 
 
 # ---- what every store checks on what it is given ------------------------------------------------------------

@@ -28,7 +28,6 @@ from cacheblend.store.base import (
     Progress,
     StoreStats,
     head_range,
-    read_all_layers,
 )
 from cacheblend.store.documents import DamagedRecord, DocumentRecord, DocumentRecords
 from cacheblend.store.memory import MemoryStore
@@ -76,7 +75,7 @@ class CombinedDocuments(DocumentRecords):
     def roots(self) -> list[BlockName]:
         return sorted({root for member in self._members for root in member.documents.roots()})
 
-    def changing(self, root: BlockName) -> AbstractContextManager[None]:
+    def changing(self, root: BlockName) -> AbstractContextManager[object]:
         """By the last member's lock: a near one may be each machine's own."""
         return self._members[-1].documents.changing(root)
 
@@ -124,6 +123,10 @@ class CombinedStore(KVStore):
     def tier_names(self) -> tuple[str, ...]:
         return self._tier_names
 
+    def tiers(self) -> dict[str, KVStore]:
+        parts = [part for store in self._tiers for part in store.tiers().values()]
+        return dict(zip(self._tier_names, parts, strict=True))
+
     @property
     def is_reachable(self) -> bool:
         """All members, as each may be the one that holds a block."""
@@ -154,7 +157,11 @@ class CombinedStore(KVStore):
         return [any(there) for there in zip(*(member.held(names) for member in self.members), strict=True)]
 
     def promote(self, names: Sequence[BlockName]) -> None:
-        read_all_layers(self, names)
+        """Reads every layer of them, one block after the other."""
+        for name, entry in zip(names, self.find(names), strict=True):
+            for layer in range(len(entry.layout.layers) if entry else 0):  # a whole block may exceed a timeout
+                if isinstance(self.read_many([name], layer)[0], BlockLostError):
+                    break
 
     def write(self, block: Block) -> bool:
         return self.write_all([block])[0]
@@ -451,7 +458,7 @@ class CascadeStore(CombinedStore):
         (`EmptyChunks`)."""
         now = []
         for member, writer in zip(self.members, self._writers, strict=True):
-            put = partial(_put_manifest, member, manifest)
+            put = partial(member.put_manifest, manifest)
             if not writer.is_waiting(manifest.block_names) or not writer.submit(put, _manifest_key(manifest.chunk_id)):
                 now.append(member)
         if now:
@@ -536,10 +543,6 @@ class CascadeStore(CombinedStore):
 def _manifest_key(chunk_id: BlockName) -> BlockName:
     """Under which a manifest waits among blocks; no block has such a name."""
     return BlockName(b"manifest:" + chunk_id)
-
-
-def _put_manifest(member: KVStore, manifest: ChunkManifest) -> None:
-    member.put_manifest(manifest)
 
 
 def close_all(stores: Iterable[KVStore]) -> None:

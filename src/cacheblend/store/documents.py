@@ -9,8 +9,8 @@ Knows names and records; does not know what documents are made of.
 import hashlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from cacheblend.core.names import BlockName
@@ -118,7 +118,7 @@ class DocumentRecords(ABC):
         """The roots that have records, ordered."""
 
     @abstractmethod
-    def changing(self, root: BlockName) -> AbstractContextManager[None]:
+    def changing(self, root: BlockName) -> AbstractContextManager[object]:
         """A context that one thread of one process holds at a time, for each root: what is referred to does not change.
 
         A bucket has no locks: there, a chunk that is dropped while another process begins to refer to it is a miss, and
@@ -173,10 +173,8 @@ class MemoryDocuments(DocumentRecords):
         with self._lock:
             return sorted(root for root, records in self._records.items() if records)
 
-    @contextmanager
-    def changing(self, root: BlockName) -> Iterator[None]:
-        with self._changing:
-            yield
+    def changing(self, root: BlockName) -> AbstractContextManager[object]:
+        return self._changing
 
 
 def _memory_bytes(record: DocumentRecord) -> int:

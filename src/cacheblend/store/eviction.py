@@ -181,9 +181,6 @@ class ManifestPlace(Protocol):
     def some(self, chunk_ids: Sequence[BlockName]) -> Iterable[Listed]:
         """Those of these names that there are and that are intact."""
 
-    def held(self, names: Sequence[BlockName]) -> AbstractSet[BlockName]:
-        """Which of these blocks are held; marks none as used."""
-
     def remove(self, chunk_ids: Sequence[BlockName]) -> None:
         """Takes chunks off the list."""
 
@@ -195,10 +192,11 @@ class EmptyChunks:
 
     Args:
         place: of the manifests.
+        held: which of these blocks are held; marks none as used.
     """
 
-    def __init__(self, place: ManifestPlace) -> None:
-        self._place = place
+    def __init__(self, place: ManifestPlace, held: Callable[[Sequence[BlockName]], AbstractSet[BlockName]]) -> None:
+        self._place, self._held = place, held
         self._evicted = 0  # since the last sweep
 
     def evicted(self, names: Sequence[BlockName]) -> int:
@@ -232,7 +230,7 @@ class EmptyChunks:
 
     def _empty(self, part: Sequence[Listed], gone: frozenset[BlockName]) -> list[tuple[BlockName, int]]:
         names = dict.fromkeys(name for manifest, _ in part for name in manifest.block_names)
-        held = self._place.held(list(names)) - gone
+        held = self._held(list(names)) - gone
         return [(each.chunk_id, nbytes) for each, nbytes in part if held.isdisjoint(each.block_names)]
 
 

@@ -6,7 +6,7 @@ ends with the process.
 
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,56 +34,38 @@ _TRIES = 4  # to make room where there is less memory than the bound says
 
 
 class MemoryManifests:
-    """Not safe to call from several threads: the caller holds the store's lock.
-
-    Args:
-        blocks: names of the blocks that the store holds; looked at, never changed.
+    """See `ManifestPlace`. Not safe to call from several threads: the caller holds the store's lock.
 
     Attributes:
+        listed: by name.
         nbytes: of all manifests.
     """
 
-    def __init__(self, blocks: Collection[BlockName]) -> None:
-        self._blocks, self._manifests = blocks, dict[BlockName, ChunkManifest]()
+    def __init__(self) -> None:
+        self.listed: dict[BlockName, ChunkManifest] = {}
         self.nbytes = 0
 
     def put(self, manifest: ChunkManifest) -> None:
         """Lists a chunk, in place of one of the same name."""
-        if manifest.chunk_id in self._manifests:
+        if manifest.chunk_id in self.listed:
             self.remove([manifest.chunk_id])
-        self._manifests[manifest.chunk_id] = manifest
+        self.listed[manifest.chunk_id] = manifest
         self.nbytes += _bytes(manifest)
 
-    def has(self, chunk_id: BlockName) -> bool:
-        """Whether the chunk is listed."""
-        return chunk_id in self._manifests
-
-    def ordered(self) -> list[ChunkManifest]:
-        """All of them, by name."""
-        return [self._manifests[chunk_id] for chunk_id in sorted(self._manifests)]
-
-    def clear(self) -> None:
-        """Takes all chunks off the list."""
-        self._manifests.clear()
-        self.nbytes = 0
-
     def count(self) -> int:
-        return len(self._manifests)
+        return len(self.listed)
 
     def all(self) -> Iterable[Listed]:
         """A snapshot."""
-        return [(manifest, _bytes(manifest)) for manifest in self._manifests.values()]
+        return [(manifest, _bytes(manifest)) for manifest in self.listed.values()]
 
     def some(self, chunk_ids: Sequence[BlockName]) -> Iterable[Listed]:
-        found = [self._manifests[chunk_id] for chunk_id in chunk_ids if chunk_id in self._manifests]
+        found = [self.listed[chunk_id] for chunk_id in chunk_ids if chunk_id in self.listed]
         return [(manifest, _bytes(manifest)) for manifest in found]
-
-    def held(self, names: Sequence[BlockName]) -> set[BlockName]:
-        return {name for name in names if name in self._blocks}
 
     def remove(self, chunk_ids: Sequence[BlockName]) -> None:
         for chunk_id in chunk_ids:
-            self.nbytes -= _bytes(self._manifests.pop(chunk_id))
+            self.nbytes -= _bytes(self.listed.pop(chunk_id))
 
 
 def _bytes(manifest: ChunkManifest) -> int:
@@ -111,23 +93,6 @@ class MemoryBlock:
     nbytes: int = 0
     missing: int = 0
     used: float = 0.0
-
-    @staticmethod
-    def of_heads(dtype: torch.dtype) -> "MemoryBlock":
-        """Some heads of a block, none of whose layers has been offered."""
-        return MemoryBlock(as_token_ids([]), UNKNOWN, KVLayout((), dtype), [], missing=1)
-
-    @staticmethod
-    def of_block(entry: BlockEntry) -> "MemoryBlock":
-        """A block of which no layer has been offered yet."""
-        layers = len(entry.layout.layers)
-        return MemoryBlock(entry.token_ids, entry.parent, entry.layout, [None] * layers, 0, layers)
-
-    def put(self, layer: int, record: torch.Tensor, nbytes: int) -> None:
-        """Holds a layer's record, which takes so many bytes."""
-        self.records += [None] * (layer + 1 - len(self.records))
-        self.records[layer] = record
-        self.nbytes += nbytes
 
     def record(self, layer: int) -> torch.Tensor | None:
         """The record of a layer, None where none was offered."""
@@ -168,8 +133,8 @@ class MemoryStore(KVStore):
         self.residence, self._lock = residence, threading.RLock()
         self._held: dict[BlockName, MemoryBlock] = {}
         self._pinned = set[BlockName]()
-        self._manifests = MemoryManifests(self._held.keys())
-        self._empty = EmptyChunks(self._manifests)
+        self._manifests = MemoryManifests()
+        self._empty = EmptyChunks(self._manifests, lambda names: {name for name in names if name in self._held})
         self.documents = self._kept_records = MemoryDocuments(self._make_room, self._lock)
         self._eviction, self._expiry = eviction_of(eviction), Expiry(ttl)
         self._bytes, self._holds_heads = 0, False
@@ -266,7 +231,9 @@ class MemoryStore(KVStore):
             if whole > self.max_bytes or (held is not None and held.records[layer] is not None):
                 return False
             if held is None:
-                held = self._held[name] = MemoryBlock.of_block(entry)
+                layers = len(entry.layout.layers)
+                held = MemoryBlock(entry.token_ids, entry.parent, entry.layout, [None] * layers, missing=layers)
+                self._held[name] = held
                 self._mark_used(name)
             held.missing -= (is_kept := self._keep_layer(name, held, layer, record))
             return is_kept
@@ -283,7 +250,8 @@ class MemoryStore(KVStore):
                 return False
             if held is None:
                 self._holds_heads = True
-                held = self._held[key] = MemoryBlock.of_heads(record.dtype)
+                held = MemoryBlock(as_token_ids([]), UNKNOWN, KVLayout((), record.dtype), [], missing=1)
+                self._held[key] = held
             self._mark_used(key)
             return self._keep_layer(key, held, layer, record)
 
@@ -294,7 +262,9 @@ class MemoryStore(KVStore):
         if kept is None:
             self._drop(key)
             return False
-        held.put(layer, kept[0], need)
+        held.records += [None] * (layer + 1 - len(held.records))
+        held.records[layer] = kept[0]
+        held.nbytes += need
         self._bytes += need
         return True
 
@@ -407,15 +377,15 @@ class MemoryStore(KVStore):
 
     def manifests(self) -> list[ChunkManifest]:
         with self._lock:
-            return self._manifests.ordered()
+            return [manifest for _, manifest in sorted(self._manifests.listed.items())]
 
     def has_manifest(self, chunk_id: BlockName) -> bool:
         with self._lock:
-            return self._manifests.has(chunk_id)
+            return chunk_id in self._manifests.listed
 
     def delete_manifest(self, chunk_id: BlockName) -> bool:
         with self._lock:
-            there = self._manifests.has(chunk_id)
+            there = chunk_id in self._manifests.listed
             self._manifests.remove([chunk_id] if there else [])
             return there
 
@@ -460,5 +430,5 @@ class MemoryStore(KVStore):
         with self._lock:
             self._held.clear()
             self._pinned.clear()
-            self._manifests.clear()
+            self._manifests.remove(list(self._manifests.listed))
             self._bytes = 0

@@ -480,13 +480,11 @@ def wanted_of(header: BlockHeader, layers: range, heads: slice | None) -> Wanted
         InvalidInputError: no such layer or heads.
     """
     ends = None if heads is None else (heads.start, heads.stop, heads.step)  # slices have no hash before Python 3.12
-    return _wanted(header.geometry, len(header.entry.token_ids), layers, ends)
+    return _wanted(header.geometry, layers, ends)
 
 
 @lru_cache(maxsize=4096)
-def _wanted(
-    geometry: Geometry, tokens: int, layers: range, ends: tuple[int | None, int | None, int | None] | None
-) -> WantedRecords:
+def _wanted(geometry: Geometry, layers: range, ends: tuple[int | None, int | None, int | None] | None) -> WantedRecords:
     records: list[tuple[int, int, int, int]] = []
     inside: list[int] = []
     shapes: list[tuple[int, ...]] = []
@@ -497,9 +495,9 @@ def _wanted(
         end = at + (stop - start) * geometry.head_bytes[layer]
         records.append((layer, start, at, end))
         inside.append(start * geometry.head_bytes[layer])
-        shapes.append((stop - start, *geometry.layout.record_shape(layer, tokens)[1:]))
+        shapes.append((stop - start, *geometry.shapes[layer][1:]))
         at = end
-    return WantedRecords(at, geometry.layout.record_dtype, tuple(records), tuple(inside), tuple(shapes))
+    return WantedRecords(at, geometry.dtype, tuple(records), tuple(inside), tuple(shapes))
 
 
 @lru_cache(maxsize=4096)

@@ -22,7 +22,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from cacheblend.core.errors import StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
@@ -70,10 +70,11 @@ class Folder:
     def __init__(
         self, path: Path, read_only: bool = False, durable: bool = True, locks: bool = True, mode: int = OWNER_ONLY
     ) -> None:
-        self.path, self._mode = (path := _absolute(path)), mode
-        self._locks = locks
-        self.durable = durable
-        self.read_only = read_only
+        try:
+            self.path = path = path.absolute()
+        except OSError as error:
+            raise StoreError(f"{path} is relative, and the current folder is gone: name the whole path") from error
+        self.read_only, self.durable, self._locks, self._mode = read_only, durable, locks, mode
         self.blocks = path / "blocks"
         self.manifests = path / "manifests"
         self.documents = path / "documents"
@@ -137,7 +138,9 @@ class Folder:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.make(self.path)
-            others = [entry for entry in os.listdir(self.path) if not self._is_harmless(entry)]
+            others = set(os.listdir(self.path)) - {"lost+found"}
+            if self.tmp.is_dir() and all(map(_TEMPORARY.fullmatch, os.listdir(self.tmp))):
+                others.discard("tmp")  # left by a process that died while it made the store
             if others and not self._has_format():  # checked again: another process may have just made the store
                 raise StoreError(self._not_a_store(others))
             self.make(self.tmp)
@@ -145,7 +148,7 @@ class Folder:
         except OSError as error:
             raise store_error(error, f"cannot make a store in {self.path}") from error
 
-    def _not_a_store(self, entries: Sequence[str]) -> str:
+    def _not_a_store(self, entries: Iterable[str]) -> str:
         """What is wrong with a folder that has these entries and no format file, and what to do."""
         if {"blocks", "manifests"} <= set(entries):
             return (
@@ -155,17 +158,13 @@ class Folder:
             )
         return f"{self.path} is not a store and not empty (it has {sorted(entries)[0]!r}): use an empty folder"
 
-    def _is_harmless(self, entry: str) -> bool:
-        """Whether a folder that is to become a store may contain this entry."""
-        if entry == "tmp" and self.tmp.is_dir():  # left by a process that died while it made the store
-            return all(_TEMPORARY.fullmatch(file) for file in os.listdir(self.tmp))
-        return entry == "lost+found"
-
     def _prepare(self) -> None:
         try:
             for folder in (self.blocks, self.manifests, self.pins, self.tmp):
                 self.make(folder)
-            self._clean_temporary()
+            for entry in os.scandir(self.tmp):  # those of dead processes go; a live writer holds its file's lock
+                if _TEMPORARY.fullmatch(entry.name):
+                    self._size_in_use(entry.path)
             path, fd = self._new_temporary()
             os.unlink(path)
             os.close(fd)
@@ -174,12 +173,6 @@ class Folder:
                 self.read_only = True
             elif not is_full(error):
                 raise store_error(error, f"cannot open the store in {self.path}") from error
-
-    def _clean_temporary(self) -> None:
-        """Removes temporary files of dead processes; a live writer holds its file's lock."""
-        for entry in os.scandir(self.tmp):
-            if _TEMPORARY.fullmatch(entry.name):
-                self._size_in_use(entry.path)
 
     def _size_in_use(self, path: str) -> int:
         """Bytes of a temporary file of a live writer; that of a dead one is removed, and has none."""
@@ -371,13 +364,6 @@ def _lasts_s(path: str, nbytes: int) -> float:
     but others would count on its bytes while it is there: it lasts as long as writing them does on a slow disk.
     """
     return _RESERVED_FOR_S + nbytes / _WRITTEN_BYTES_PER_S if path.endswith(_RESERVED) else _STALE_AFTER_S
-
-
-def _absolute(path: Path) -> Path:
-    try:
-        return path.absolute()
-    except OSError as error:
-        raise StoreError(f"{path} is relative, and the current folder is gone: name the whole path") from error
 
 
 def format_file_text() -> str:

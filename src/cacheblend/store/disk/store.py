@@ -7,10 +7,10 @@ fails its checksum is reported, removed and counts as not held.
 # ruff: noqa: PTH110 - system calls on strings, since this is the hot path
 
 import contextlib
-import logging
 import os
 import threading
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from cacheblend.core.load.threads import DaemonPool, results_of, submit_or_call
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, RecordMemory
 from cacheblend.store.base import (
-    LOGGER_NAME,
+    SMALL_FILE_BYTES,
     Damage,
     FindCounter,
     KVStore,
@@ -32,16 +32,13 @@ from cacheblend.store.base import (
 )
 from cacheblend.store.disk.block_files import BlockFiles
 from cacheblend.store.disk.block_writer import BlockWriter
-from cacheblend.store.disk.capacity import Capacity, whole_pages
-from cacheblend.store.disk.documents import FolderDocuments
+from cacheblend.store.disk.capacity import Capacity
 from cacheblend.store.disk.folder import OWNER_ONLY, Folder, store_error, sync_folder, unlink, unreadable
-from cacheblend.store.disk.sealed_files import SealedFiles
+from cacheblend.store.disk.sealed_files import SealedFiles, whole_pages
 from cacheblend.store.documents import verify_documents
 from cacheblend.store.eviction import Expiry, eviction_of
-from cacheblend.store.format.checksum import DamagedError
-from cacheblend.store.format.manifest_file import decode_manifest, encode_manifest
-
-logger = logging.getLogger(LOGGER_NAME)
+from cacheblend.store.format.records import encode_manifest
+from cacheblend.store.sealed import MANIFESTS, Documents, Manifests
 
 DEFAULT_DISK_BYTES = 50 << 30
 """Bound of a folder for which none is given."""
@@ -91,13 +88,15 @@ class DiskStore(KVStore):
         self._files = BlockFiles(self._folder, direct=direct, expiry=expiry)
         # For lru no policy is needed: the files' times say when they were used, and all processes see them.
         policy = None if eviction == "lru" else eviction_of(eviction)
-        self._manifests = SealedFiles(self._folder, self._folder.manifests, decode_manifest)
+        self._sealed = SealedFiles(self._folder)
+        self._manifests = Manifests(self._sealed, self._reading, self.read_only, SMALL_FILE_BYTES)
         self._capacity = Capacity(self._folder, self._files, self._manifests, max_bytes, policy, expiry)
         self._writer = BlockWriter(self._folder, self._capacity)
-        self.documents = FolderDocuments(self._folder, self._capacity)
+        self.documents = Documents(self._sealed, self._reading, self._folder.require_writable, self._reserved)
         self._finds = FindCounter()
-        self._lock, self._write_failures, self._damaged_manifests = threading.Lock(), 0, 0
-        self._reads_at_once = _MOST_READS if direct else min(_MOST_READS, _cores())
+        self._lock, self._write_failures = threading.Lock(), 0
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._reads_at_once = _MOST_READS if direct else min(_MOST_READS, cores)
         self._bytes_a_thread = _DIRECT_BYTES_A_THREAD if direct else _BYTES_A_THREAD
         self._readers = DaemonPool(self._reads_at_once, "cacheblend-disk")
 
@@ -146,9 +145,11 @@ class DiskStore(KVStore):
         Each thread reads a part of the blocks: between small reads threads would only wait for the interpreter.
         """
         nbytes = len(names) * self._files.record_bytes(names, layers)
-        parts = max(1, min(self._reads_at_once, len(names), nbytes // self._bytes_a_thread))
-        step = max(1, -(-len(names) // parts))
-        first, *others = [names[at : at + step] for at in range(0, len(names), step)] or [names]
+        parts = min(self._reads_at_once, len(names), nbytes // self._bytes_a_thread)
+        if parts <= 1:
+            return self._files.read(names, layers, heads, memory)
+        step = -(-len(names) // parts)
+        first, *others = [names[at : at + step] for at in range(0, len(names), step)]
         asked = [submit_or_call(self._readers, self._files.read, part, layers, heads, memory) for part in others]
         read = self._files.read(first, layers, heads, memory)
         return [*read, *(each for part in results_of(asked) for each in part)]
@@ -208,55 +209,29 @@ class DiskStore(KVStore):
     def put_manifest(self, manifest: ChunkManifest) -> None:
         self._folder.require_writable()
         check_manifest(manifest)
-        data = encode_manifest(manifest)
-        try:
-            with self._capacity.reserved(whole_pages(len(data))):
-                self._manifests.put(manifest.chunk_id, data)
-        except OSError as error:
-            raise store_error(error, f"cannot write the manifest of chunk {manifest.chunk_id.hex()}") from error
+        data, name = encode_manifest(manifest), manifest.chunk_id
+        with self._reading(), self._reserved(len(data), name, "manifest"):
+            self._sealed.put_sealed(MANIFESTS, name, data)
+
+    def _reserved(self, nbytes: int, name: BlockName, what: str) -> AbstractContextManager[None]:
+        return self._capacity.reserved(whole_pages(nbytes))
 
     def manifests(self) -> list[ChunkManifest]:
         """Files that have not changed since the last call are not read again."""
-        with self._reading():
-            chunk_ids = self._manifests.names()
-        return [m for chunk_id in chunk_ids if (m := self._manifest(chunk_id)) is not None]
+        return self._manifests.intact([])
 
     def listing_stamp(self) -> Hashable | None:
         """When the folder of manifests last changed; None for 2 s after a change."""
         with self._reading():
-            return self._manifests.stamp()
-
-    def _manifest(self, chunk_id: BlockName, found: list[Damage] | None = None) -> ChunkManifest | None:
-        """The manifest, None if it is missing or damaged; damage is reported, removed and appended to `found`."""
-        path = self._manifests.path(chunk_id)
-        try:
-            return self._manifests.read(chunk_id, fresh=found is not None)
-        except OSError as error:
-            logger.warning("manifest %s cannot be read: %s; left out", path, error.strerror)
-            return None
-        except DamagedError as error:
-            reason = str(error)
-        with self._lock:
-            self._damaged_manifests += 1
-        removed = False
-        if not self.read_only:
-            with contextlib.suppress(OSError):
-                self._manifests.remove(chunk_id)
-                removed = True
-        logger.warning("damaged manifest %s: %s; %s", path, reason, "removed" if removed else "could not be removed")
-        (found if found is not None else []).append(Damage("manifest", chunk_id, reason, removed))
-        return None
+            return self._sealed.listing_stamp()
 
     def has_manifest(self, chunk_id: BlockName) -> bool:
         """One stat."""
-        return self._manifests.has(chunk_id)
+        return self._sealed.has_sealed(MANIFESTS, chunk_id)
 
     def delete_manifest(self, chunk_id: BlockName) -> bool:
         self._folder.require_writable()
-        try:
-            return self._manifests.remove(chunk_id)
-        except OSError as error:
-            raise store_error(error, f"cannot remove the manifest of chunk {chunk_id.hex()}") from error
+        return self._manifests.delete(chunk_id)
 
     # ---- the whole store --------------------------------------------------------------------------------
 
@@ -270,10 +245,10 @@ class DiskStore(KVStore):
 
     def stats(self) -> StoreStats:
         with self._reading():
-            count, nbytes, pinned = 0, float(self._capacity.small_bytes()), 0
+            count, nbytes, pinned = 0, float(self._capacity.small_bytes()[0]), 0
             for block in self._capacity.blocks():
                 count, nbytes, pinned = count + 1, nbytes + block.nbytes, pinned + block.pinned
-            chunks = len(self._manifests.names())
+            chunks = self._manifests.count()
         return StoreStats(
             tier="disk",
             blocks=count,
@@ -284,14 +259,14 @@ class DiskStore(KVStore):
             hits=self._finds.hits,
             misses=self._finds.misses,
             evictions=self._capacity.evictions,
-            damaged=self._files.damaged + self._damaged_manifests,
+            damaged=self._files.damaged + self._manifests.damaged,
             write_failures=self._write_failures,
         )
 
     def verify(self, progress: Progress | None = None) -> list[Damage]:
         """Blocks that vanish meanwhile are not damage."""
         with self._reading():
-            names, chunk_ids = [block.name for block in self._capacity.blocks()], self._manifests.names()
+            names = [block.name for block in self._capacity.blocks()]
         found: list[Damage] = []
         for done, name in enumerate(names, start=1):
             damage = self._files.verify(name)
@@ -299,25 +274,17 @@ class DiskStore(KVStore):
                 found.append(damage)
             if progress is not None:
                 progress(done, len(names))
-        for chunk_id in chunk_ids:
-            self._manifest(chunk_id, found)
+        self._manifests.intact(found, fresh=True)
         return found + verify_documents(self.documents, removes=not self.read_only)
 
     def prune(self, max_bytes: int, progress: Progress | None = None) -> int:
         self._folder.require_writable()
         check_max_bytes(max_bytes)
         try:
-            freed = self._capacity.shrink(max_bytes, progress)
-            freed += self._capacity.remove_empty_chunks()
+            return self._capacity.shrink(max_bytes, progress) + self._capacity.sweep()
         except OSError as error:
             raise store_error(error, f"cannot prune {self.path}") from error
-        return freed
 
     def close(self) -> None:
         self._readers.close()
         self._files.close()
-
-
-def _cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -22,7 +22,8 @@ from typing import Any, TypeVar, cast
 from cacheblend.core.errors import InvalidInputError, StoreError, StoreUnreachableError
 from cacheblend.core.load.threads import DaemonPool, results_of
 from cacheblend.core.names import BlockName
-from cacheblend.store.remote.objects import DOCUMENTS, Bytes, HeldBlock, Range, Sealed, parts_of, runs_of
+from cacheblend.store.remote.objects import HeldBlock, Range, parts_of, runs_of
+from cacheblend.store.sealed import DOCUMENTS, Bytes, Sealed
 
 AT_ONCE = 32
 """Requests at the same time."""
@@ -199,7 +200,11 @@ class BucketObjects:
         return sum(int(meta["size"]) for meta in self._list(DOCUMENTS.rstrip("/")))
 
     def read_sealed(self, kind: str, names: Sequence[BlockName]) -> list[Bytes | None]:
-        return self._each(names, lambda name: self._whole(f"{kind}/{name.hex()}"), self._listed_pool)
+        def ask(name: BlockName) -> memoryview | None:
+            path = f"{kind}/{name.hex()}"
+            return self._if_there(lambda: memoryview(self._obstore.get(self._bucket, path).bytes()))
+
+        return self._each(names, ask, self._listed_pool)
 
     def has_sealed(self, kind: str, name: BlockName) -> bool:
         return self._head(f"{kind}/{name.hex()}") is not None
@@ -209,9 +214,9 @@ class BucketObjects:
         self._delete([f"{kind}/{name.hex()}"])
         return there
 
-    def kinds(self, prefix: str) -> list[str]:
-        """Lists everything below the prefix's folder."""
-        paths = [str(meta["path"]) for meta in self._list(prefix.rstrip("/"))]
+    def kinds(self) -> list[str]:
+        """Lists all documents' records."""
+        paths = [str(meta["path"]) for meta in self._list(DOCUMENTS.rstrip("/"))]
         return sorted({"/".join(path.split("/")[-3:-1]) for path in paths})
 
     def lock(self, kind: str) -> AbstractContextManager[object]:
@@ -240,24 +245,15 @@ class BucketObjects:
             got = self._obstore.get(self._bucket, path, options={"range": (0, _FIRST_READ)})
             return got.meta["last_modified"].timestamp(), memoryview(got.bytes())
 
-        try:
-            return self._if_there(ask)
-        except StoreUnreachableError as error:
-            if "416 Range Not Satisfiable" in str(error.__cause__):
-                return time.time(), memoryview(b"")  # an empty object: damaged
-            raise
+        return self._if_there(ask, (time.time(), memoryview(b"")))
 
     def _range(self, path: str, start: int, end: int) -> memoryview | None:
         """Bytes [start, end), fewer or none where the object ends earlier; None where it is missing."""
-        try:
-            return self._if_there(lambda: memoryview(self._obstore.get_range(self._bucket, path, start=start, end=end)))
-        except StoreUnreachableError as error:
-            if "416 Range Not Satisfiable" in str(error.__cause__):
-                return memoryview(b"")
-            raise
 
-    def _whole(self, path: str) -> memoryview | None:
-        return self._if_there(lambda: memoryview(self._obstore.get(self._bucket, path).bytes()))
+        def ask() -> memoryview:
+            return memoryview(self._obstore.get_range(self._bucket, path, start=start, end=end))
+
+        return self._if_there(ask, memoryview(b""))
 
     def _put(self, path: str, data: bytes) -> None:
         self._ask(lambda: self._obstore.put(self._uploads, path, data))
@@ -269,13 +265,15 @@ class BucketObjects:
     def _list(self, folder: str) -> list[Any]:
         return self._ask(lambda: list(self._obstore.list(self._bucket, f"{folder}/").collect()))
 
-    def _if_there(self, call: Callable[[], T]) -> T | None:
-        """The answer; None where the object is missing."""
+    def _if_there(self, call: Callable[[], T], if_empty: T | None = None) -> T | None:
+        """The answer; None where the object is missing, `if_empty` where it has no such bytes."""
         try:
             return self._ask(call)
         except StoreError as error:
             if isinstance(error.__cause__, self._missing):
                 return None
+            if if_empty is not None and "416 Range Not Satisfiable" in str(error.__cause__):
+                return if_empty
             raise
 
     def _ask(self, call: Callable[[], T]) -> T:
