@@ -6,7 +6,8 @@ from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 
 from cacheblend.core.names import BlockName
-from cacheblend.store.remote.objects import Bytes, HeldBlock, Range
+from cacheblend.store.remote.objects import HeldBlock, Range
+from cacheblend.store.sealed import Bytes
 
 
 class FarObjects:

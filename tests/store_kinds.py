@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore
-from cacheblend.store.combined.cascade import CascadeStore
+from cacheblend.store.combined import CascadeStore
 from cacheblend.store.remote.bucket import BucketObjects
 from cacheblend.store.remote.redis import RedisObjects
 from cacheblend.store.remote.store import RemoteStore

@@ -22,13 +22,13 @@ from cacheblend.evaluation import Asked, Evaluation, Label, Outcome, evaluate
 from cacheblend.evaluation.methods import Method, finish_answer
 from cacheblend.evaluation.runner import Case, make_cases
 from cacheblend.store import KVStore, open_store
-from cacheblend.store.combined.throttled import ThrottledStore
 from cacheblend.store.speed import measure as measure_speed
 from lab.paper import drawing
 from lab.paper.answered import Answered, of_evaluation, points
 from lab.paper.compared import BLEND, FULL, REUSE, TITLES, methods
 from lab.paper.context import Context, LeftOutError, Part
 from lab.paper.quality import machines, skipped_rows
+from lab.speed.throttle import ThrottledStore
 
 TOKENS = 256  # of the block by which bytes per token are counted
 COMPARED = (FULL, REUSE)

@@ -31,10 +31,10 @@ from cacheblend.engines.cost_model import controller_of
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import full_recompute
 from cacheblend.engines.hf.calibrate import calibrate
-from cacheblend.store.combined.cascade import CascadeStore
-from cacheblend.store.combined.throttled import ThrottledStore
+from cacheblend.store.combined import CascadeStore
 from cacheblend.store.memory import MemoryStore
 from cacheblend.store.speed import measure
+from lab.speed.throttle import ThrottledStore
 
 SLOWNESS = (0.1, 0.3, 1.0, 3.0, 10.0)
 """Loading time of the context over its prefill time, by device."""

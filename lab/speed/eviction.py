@@ -3,13 +3,14 @@
 The passages of the trace are blocks of equal size, used in the order of its requests; nothing is computed.
 """
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.names import BlockName
-from cacheblend.store.eviction import POLICIES, belady, eviction_of
+from cacheblend.store.eviction import POLICIES, eviction_of
 from lab.servers.ragpulse import read_trace
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
@@ -46,6 +47,36 @@ def run(trace: Path, shares: Sequence[float] = SHARES) -> dict[str, Any]:
         "hit_rate": rates,
         "figures": {f"{name}_of_best": min(map(_share, rates[name], rates["belady"])) for name in POLICIES},
     }
+
+
+def belady(uses: Iterable[BlockName], capacity: int) -> int:
+    """Hits of the optimal cache of `capacity` equal blocks, which evicts the block used furthest in the future.
+
+    An upper bound for every policy (Belady 1966).
+    """
+    sequence = list(uses)
+    later: dict[BlockName, int] = {}
+    next_use = [0] * len(sequence)
+    for at in range(len(sequence) - 1, -1, -1):
+        next_use[at] = later.get(sequence[at], len(sequence))
+        later[sequence[at]] = at
+    held: dict[BlockName, int] = {}
+    heap: list[tuple[int, BlockName]] = []
+    hits = 0
+    for at, name in enumerate(sequence):
+        hits += name in held
+        if name not in held and len(held) >= capacity:
+            while True:
+                latest, victim = heapq.heappop(heap)
+                if held.get(victim) == -latest:
+                    break
+            if -latest <= next_use[at]:  # the new block is used latest of all: it is not admitted
+                heapq.heappush(heap, (latest, victim))
+                continue
+            del held[victim]
+        held[name] = next_use[at]
+        heapq.heappush(heap, (-next_use[at], name))
+    return hits
 
 
 def hits(policy: str, uses: Sequence[BlockName], capacity: int) -> int:

@@ -30,10 +30,10 @@ from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.configs import expected_layout
 from cacheblend.engines.hf.shapes import shape_config
 from cacheblend.store import KVStore, open_store
-from cacheblend.store.combined.throttled import ThrottledStore
 from cacheblend.store.format.block_file import encode_block
 from lab.speed import disk_reads as disk_reading
 from lab.speed.disk_reads import BLOCK, fill, random_block, read_by_layer
+from lab.speed.throttle import ThrottledStore
 
 Progress = Callable[[str], None]
 _GROW_ROWS = 64 << 30

@@ -16,10 +16,10 @@ from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.scheduler import Scheduler
 from cacheblend.engines.hf.tickets import Ask, DoneEvent, Limits
 from cacheblend.store import MemoryStore, TieredStore
-from cacheblend.store.combined.cascade import CascadeStore
-from cacheblend.store.combined.throttled import ThrottledStore
+from cacheblend.store.combined import CascadeStore
 from command_line import runner
 from families import tiny_model
+from lab.speed.throttle import ThrottledStore
 from parity.scenes import RAG, A, B, C, assert_same, greedy, open_engine
 from reference import plain_kv
 

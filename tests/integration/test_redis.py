@@ -342,14 +342,14 @@ def test_questions_are_answered_without_the_server_from_the_start(no_pause: None
 def test_threads_that_come_first_share_a_client(server: RedisServer) -> None:
     objects, opened = redis_objects.RedisObjects(server.url, prefix="first"), list[object]()
     together = threading.Barrier(8)
-    real = objects._connection._open
+    real = objects._open
 
     def slowly() -> object:
         time.sleep(0.05)
         opened.append(real())
         return opened[-1]
 
-    objects._connection._open = slowly  # type: ignore[assignment]
+    objects._open = slowly  # type: ignore[assignment]
 
     def ask() -> bool:
         together.wait(30)
@@ -359,3 +359,47 @@ def test_threads_that_come_first_share_a_client(server: RedisServer) -> None:
         assert [each.result() for each in [pool.submit(ask) for _ in range(8)]] == [False] * 8
     assert len(opened) == 1
     objects.close()
+
+
+# ---- what no store wrote -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [b"x", b"", b"1", b"-5 2", b"1 2 3", b"1.5 2", b"\xff 1"])
+def test_a_damaged_size_is_measured_and_mended(server: RedisServer, size: bytes) -> None:
+    block = make_block(1)
+    redis = client.Redis(port=server.port)
+    with open_store(server.url) as store:
+        store.write(block)
+        expected, bytes_before = redis.hget("cacheblend:sizes", block.name.hex()), store.stats().bytes
+        redis.hset("cacheblend:sizes", block.name.hex(), size)
+        redis.hset("cacheblend:sizes", b"no name", b"7 7")
+        assert store.stats().bytes == bytes_before
+        assert store.verify() == [] and holds(store, block)
+        assert redis.hget("cacheblend:sizes", block.name.hex()) == expected
+        redis.hset("cacheblend:sizes", block.name.hex(), size)
+        assert store.prune(0) == bytes_before and store.stats().blocks == 0
+        assert not redis.keys(f"*{block.name.hex()}*:*")
+
+
+@pytest.mark.parametrize("mark", [b"1764000000000000000", b"x", b"", b"1 x", b"1 2 3"])
+def test_manifests_of_an_older_version_are_measured_and_count(server: RedisServer, mark: bytes) -> None:
+    """Marks had no bytes in them; neither have those that something else wrote."""
+    redis = client.Redis(port=server.port)
+    blocks = [make_block(seed) for seed in range(6)]
+    with open_store(server.url) as store:
+        for block in blocks:
+            store.write(block)
+            store.put_manifest(make_manifest(block))
+        right = store.stats().bytes
+        for block in blocks[:4]:
+            redis.hset("cacheblend:marks", block.name.hex(), mark)
+        assert store.stats().bytes == right
+        assert {manifest.chunk_id for manifest in store.manifests()} == {block.name for block in blocks}
+    with open_store(f"{server.url}?max_bytes={right * 2 // 3}") as store:
+        assert store.write(make_block(100))
+        assert store.stats().bytes <= right * 2 // 3
+        held = store.held([block.name for block in blocks])
+        assert [store.has_manifest(block.name) for block in blocks] == held
+        assert 0 < sum(held) < len(blocks)
+        store.put_manifest(make_manifest(blocks[-1]))  # written again, it says its bytes
+        assert len(redis.hget("cacheblend:marks", blocks[-1].name.hex()).split()) == 2

@@ -1,5 +1,6 @@
 """What a request may wait for the store, by a clock of its own; and how often a far store is asked for its layers."""
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -23,8 +24,8 @@ from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines.hf.prefiller import Pace
 from cacheblend.store import DiskStore, MemoryStore, TieredStore
-from cacheblend.store.combined.cascade import CascadeStore
-from cacheblend.store.remote import blocks as blocks_module
+from cacheblend.store.combined import CascadeStore
+from cacheblend.store.remote import store as remote_module
 from cacheblend.store.remote.store import RemoteStore
 from remote_objects import FarObjects
 from store_blocks import ROOT, make_block, raw_block
@@ -250,8 +251,8 @@ def filled(far: FarObjects) -> Prompt:
 
 def load(store: Any, prompt: Prompt, monkeypatch: pytest.MonkeyPatch, far: FarObjects) -> None:
     """Plans and loads a prompt, layer by layer, and checks what was loaded."""
-    for module in (loader_module, blocks_module):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=far.clock))
+    for module in (loader_module, remote_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=far.clock, time=time.time))
     plan = PLANNER.plan(prompt, store)
     assert plan.hit_tokens()["far"] == 64
     records = make_block(1, 8, LAYOUT.layers, torch.float32).records
@@ -303,7 +304,7 @@ def test_stores_of_stores_know_how_far_each_tier_is(tmp_path: Any) -> None:
     remotes = [RemoteStore(each) for each in (far, farther)]  # type: ignore[arg-type]
     for remote, trip_s in zip(remotes, (0.1, 0.3), strict=True):
         assert remote.round_trip_s("far") == 0.0  # not asked yet
-        remote._blocks._round_trips.append(trip_s)
+        remote._round_trips.append(trip_s)
     with CascadeStore([DiskStore(tmp_path / "near", durable=False), *remotes]) as cascade:
         tiered = TieredStore(MemoryStore(1 << 20), cascade)
         found = [tiered.round_trip_s(tier) for tier in ("memory", "disk", "far", "far-2", "none of these")]

@@ -11,8 +11,15 @@ import torch
 
 from cacheblend.core.errors import InvalidInputError, StoreFullError
 from cacheblend.store import DiskStore, MemoryStore, TieredStore, check_store_url, open_store
-from cacheblend.store.open import parse_store_url
-from cacheblend.store.places import CascadePlace, DevicePlace, FolderPlace, MemoryPlace, TieredPlace, page_locking
+from cacheblend.store.open import (
+    CascadePlace,
+    DevicePlace,
+    FolderPlace,
+    MemoryPlace,
+    TieredPlace,
+    page_locking,
+    parse_store_url,
+)
 from cacheblend.store.residence import OnDevice, PageLocked, _register, _unregister
 from store_blocks import holds, make_block, same_bits
 

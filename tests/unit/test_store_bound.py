@@ -1,20 +1,29 @@
-"""A folder's bound while several processes write to it, each as a store of its own: files of any size, some of them
-being written."""
+"""A folder's bound: several processes that write at once, files of several blocks, small files; full disks."""
 
+import errno
 import os
 import random
+import shutil
+import stat
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cacheblend.core.errors import StoreFullError
-from cacheblend.core.names import BlockName
+from cacheblend.core.names import BlockName, as_token_ids
+from cacheblend.core.plan.blocks import Block, ChunkManifest
+from cacheblend.store import DiskStore
 from cacheblend.store.disk import folder as folder_module
 from cacheblend.store.disk.folder import Folder
-from store_folders import disk, occupied
+from cacheblend.store.documents import DocumentRecord
+from store_blocks import ROOT, holds, make_block, make_chain, make_manifest
+from store_folders import block_files, disk, everything, failing, file_bytes, occupied
 
 MOST = 1 << 20
 SHARE = MOST // 32
@@ -144,3 +153,258 @@ def test_without_locks_what_a_dead_process_reserved_is_free_after_the_time_that_
     monkeypatch.setattr(folder_module.time, "time", lambda: now + 3700)
     Folder(tmp_path, durable=False, locks=False)
     assert not written.exists()
+
+
+# ---- files of several blocks -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("eviction", ["lru", "worth"])
+@pytest.mark.parametrize("seed", range(12))
+def test_the_bound_holds_and_what_is_held_is_right(seed: int, eviction: str, tmp_path: Path) -> None:
+    """Chains and single blocks are written, found, pinned, deleted, pruned; another store has the folder open, too."""
+    draw = random.Random(f"{seed} {eviction}")
+    chains = [make_chain(draw.randrange(1, 8), 10 * n, draw.choice([4, 40])) for n in range(12)]
+    most = draw.choice([3, 6]) * max(map(file_bytes, chains))
+    pinned: list[Block] = []
+    with disk(tmp_path, max_bytes=most, eviction=eviction) as store, disk(tmp_path, max_bytes=None) as other:
+        for _ in range(150):
+            chain = draw.choice(chains)
+            some = draw.sample(chain, draw.randrange(1, len(chain) + 1))
+            match draw.choice(["write", "write", "write", "find", "delete", "pin", "prune", "other", "one"]):
+                case "write":
+                    try:
+                        store.write_all(chain)
+                        held = store.find([block.name for block in chain])
+                        assert eviction == "worth" or None not in held  # which may prefer others to new blocks
+                    except StoreFullError:
+                        assert pinned
+                case "one":
+                    try:
+                        store.write(some[0])
+                    except StoreFullError:
+                        assert pinned
+                case "find":
+                    store.find([block.name for block in some])
+                case "delete":
+                    other.delete(some[0].name)
+                    pinned = [block for block in pinned if block is not some[0]]
+                case "pin":
+                    store.unpin([block.name for block in pinned])
+                    pinned = some[:2]
+                    store.pin([block.name for block in pinned])
+                case "prune":
+                    store.prune(draw.randrange(most))
+                case "other":
+                    assert other.stats().bytes == occupied(tmp_path)
+            assert occupied(tmp_path) <= most
+            assert abs(store.stats().bytes - occupied(tmp_path)) == 0
+        for store_or_other in (store, other):
+            for chain in chains:
+                held = store_or_other.held([block.name for block in chain])
+                assert [holds(store_or_other, block) for block in chain] == held
+        assert store.stats().damaged == other.stats().damaged == 0
+
+
+def test_a_small_need_evicts_a_whole_chain(tmp_path: Path) -> None:
+    """A share of the file is all that is needed, and the file goes with its last name only."""
+    old, new = make_chain(8), make_block(50)
+    with disk(tmp_path) as store:
+        store.write_all(old)
+    with disk(tmp_path, max_bytes=file_bytes(old)) as store:
+        assert store.write(new) and holds(store, new)
+        assert store.stats().blocks == 1
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_a_store_of_which_there_is_a_snapshot_of_links_is_not_emptied(length: int, tmp_path: Path) -> None:
+    with disk(tmp_path / "store") as store:
+        for seed in range(0, 40, length):
+            store.write_all(make_chain(length, seed, 40))
+    shutil.copytree(tmp_path / "store", tmp_path / "snapshot", copy_function=os.link)  # as by `cp -al`
+    with disk(tmp_path / "store") as store:
+        most = store.stats().bytes
+    with disk(tmp_path / "store", max_bytes=most) as store:
+        assert store.write(make_block(90)) and 30 <= store.stats().blocks <= 40
+
+
+def test_a_pinned_block_keeps_its_file_and_the_others_go(tmp_path: Path) -> None:
+    chain = make_chain(4)
+    with disk(tmp_path) as store:
+        store.write_all(chain)
+        store.pin([chain[1].name])
+        assert store.prune(0) == 0  # the file stays
+        assert [holds(store, block) for block in chain] == [False, True, False, False]
+        assert store.stats().bytes == occupied(tmp_path) == file_bytes(chain)
+        store.unpin([chain[1].name])
+        assert store.prune(0) == file_bytes(chain)
+
+
+def test_what_cannot_fit_beside_pinned_blocks_evicts_nothing(tmp_path: Path) -> None:
+    """A pinned block keeps the bytes of all blocks of its file, so that removing those is in vain."""
+    chains = [make_chain(4, seed) for seed in (0, 10, 20)]
+    with disk(tmp_path, max_bytes=sum(map(file_bytes, chains))) as store:
+        for chain in chains:
+            store.write_all(chain)
+        store.pin([chain[0].name for chain in chains])
+        with pytest.raises(StoreFullError, match="unpin blocks"):
+            store.write(make_block(50))
+        assert store.stats().blocks == 12 and store.stats().evictions == 0
+
+
+def test_a_name_that_another_process_removed_has_freed_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = make_chain(2, tokens=400), make_block(50, tokens=400)
+    with disk(tmp_path) as store, disk(tmp_path, max_bytes=file_bytes(old) + 9000) as other:
+        store.write_all(old)
+        real = other._capacity._victims
+
+        def victims(surplus: int) -> Any:
+            found = real(surplus)
+            if store.held([found[0].name]) == [True]:
+                store.delete(found[0].name)
+                return found[:1]
+            return found
+
+        monkeypatch.setattr(other._capacity, "_victims", victims)
+        other.write(new)
+        assert holds(other, new) and occupied(tmp_path) <= file_bytes(old) + 9000
+
+
+def test_a_chain_larger_than_the_bound_is_stored_as_far_as_it_fits(tmp_path: Path) -> None:
+    chain = make_chain(6, tokens=500)
+    one = file_bytes(chain[:1])
+    with disk(tmp_path, max_bytes=2 * one) as store:
+        assert store.write_all(chain) == [True] * 6
+        assert store.stats().blocks == 2 and occupied(tmp_path) <= 2 * one
+    with disk(tmp_path / "tiny", max_bytes=one - 1) as store, pytest.raises(StoreFullError, match="raise max_bytes"):
+        store.write_all(chain)
+
+
+def test_time_to_live_removes_all_of_a_chain(tmp_path: Path) -> None:
+    chain = make_chain(3)
+    with disk(tmp_path) as store:
+        store.write_all(chain)
+        old = time.time_ns() - 100 * 10**9
+        os.utime(store.file_of(chain[0].name), ns=(old, old))
+    with disk(tmp_path, ttl=50) as store:
+        assert store.find([block.name for block in chain]) == [None] * 3 and occupied(tmp_path) == 0
+
+
+# ---- full disks --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("call", ["writev", "fsync", "rename"])
+def test_a_full_disk_evicts_and_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    made = [make_block(seed) for seed in range(4)]
+    new = make_block(9)
+    with DiskStore(tmp_path) as store:
+        for block in made:
+            store.write(block)
+        store.pin([made[0].name])
+        free = len(made) - 1  # the disk holds this many blocks besides the one being written
+
+        def is_full(first: int | str, *_: object) -> bool:
+            is_folder = isinstance(first, int) and stat.S_ISDIR(os.fstat(first).st_mode)
+            return not is_folder and len(block_files(tmp_path)) > free
+
+        full = failing(number, is_full, getattr(os, call))
+        monkeypatch.setattr(os, call, full)
+        assert store.write(new)
+        monkeypatch.undo()
+        assert [holds(store, b) for b in [*made, new]] == [True, False, True, True, True]
+        assert list((tmp_path / "tmp").iterdir()) == []
+        assert (store.stats().evictions, store.stats().write_failures) == (1, 0)
+
+
+def test_a_full_disk_with_nothing_to_evict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    block, new = make_block(1), make_block(2)
+    with disk(tmp_path) as store:
+        store.write(block)
+        store.pin([block.name])
+        before = everything(tmp_path)
+        monkeypatch.setattr(os, "writev", failing(errno.ENOSPC, lambda *a: True, os.writev))
+        with pytest.raises(StoreFullError, match=r"No space left.*free some space"):
+            store.write(new)
+        with pytest.raises(StoreFullError, match="No space left"):
+            store.put_manifest(make_manifest(new))
+        monkeypatch.undo()
+        assert everything(tmp_path) == before | {"lock"}
+        assert holds(store, block)
+        assert store.write(new)
+
+
+def test_a_limit_on_file_sizes_leaves_nothing_behind(tmp_path: Path) -> None:
+    script = """
+import resource, sys
+sys.path.insert(0, sys.argv[2])
+from store_blocks import make_block, holds
+from cacheblend.core.errors import StoreFullError
+from cacheblend.store import DiskStore
+store = DiskStore(sys.argv[1])
+small, large = make_block(1), make_block(2, tokens=400)
+resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+store.write(small)
+try:
+    store.write(large)
+except StoreFullError as error:
+    print("ulimit" in str(error), store.find([large.name]) == [None], holds(store, small))
+"""
+    tests = Path(__file__).parents[1]
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "s"), str(tests)], capture_output=True, text=True
+    )
+    assert run.stdout.split() == ["True"] * 3, run.stderr
+    assert list((tmp_path / "s" / "tmp").iterdir()) == []
+    assert len(block_files(tmp_path / "s")) == 1
+
+
+# ---- small files -------------------------------------------------------------------------------------------
+
+
+def all_bytes(folder: Path) -> int:
+    """Bytes of all files: blocks as they are, small files in whole pages."""
+    files = [file for file in folder.rglob("*") if file.is_file() and file.parent != folder]
+    return sum(_size(file) for file in files)
+
+
+def _size(file: Path) -> int:
+    size = file.stat().st_size
+    return size if file.suffix == ".safetensors" else -(-size // 4096) * 4096
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_manifests_and_records_count_against_the_bound(tmp_path: Path, blocks: int) -> None:
+    """Many chunks of a few tokens in a small store: nothing stays of those whose blocks were evicted."""
+    bound, count = 1 << 20, 700
+    with DiskStore(tmp_path / "s", max_bytes=bound, durable=False) as store:
+        for seed in range(count):
+            chain = [make_block(seed)]
+            for _ in range(blocks - 1):
+                chain.append(make_block(seed, parent=chain[-1].name))
+            for block in chain:
+                store.write(block)
+            names = tuple(block.name for block in chain)
+            ids = as_token_ids([seed, 1, 2])
+            store.put_manifest(ChunkManifest(names[-1], ROOT, as_token_ids([]), ids, names))
+            if seed % 7 == 0:
+                store.documents.put(DocumentRecord(ROOT, "c", str(seed), "", 3, (names,)))
+            if seed % 50 == 0:
+                assert all_bytes(tmp_path / "s") <= bound
+        assert all_bytes(tmp_path / "s") <= bound
+        assert store.stats().bytes == all_bytes(tmp_path / "s")
+        last = store.manifests()
+        assert 20 < len(last) < count
+        assert sum(all(store.held(each.block_names)) for each in last) > len(last) // 2
+        assert len(store.documents.all(ROOT)) == count // 7  # nothing asked for is dropped without a word
+        store.prune(0)
+        assert store.manifests() == [] and store.stats().blocks == 0
+
+
+def test_a_bound_that_records_of_documents_fill_is_named(tmp_path: Path) -> None:
+    with DiskStore(tmp_path / "s", max_bytes=10 * 4096, durable=False) as store:
+        with pytest.raises(StoreFullError, match="records of documents"):
+            for number in range(20):
+                store.documents.put(DocumentRecord(ROOT, "c", str(number), "", 0, ()))
+        assert len(store.documents.all(ROOT)) == 10

@@ -14,8 +14,8 @@ from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block, RecordMemory
 from cacheblend.store import DiskStore, KVStore, MemoryStore, open_store
 from cacheblend.store.base import Progress
-from cacheblend.store.combined import CascadeStore, ThrottledStore, TieredStore
-from cacheblend.store.speed import named_tiers
+from cacheblend.store.combined import CascadeStore, TieredStore
+from lab.speed.throttle import ThrottledStore
 from store_blocks import holds, make_block, make_manifest
 
 
@@ -30,11 +30,7 @@ class Broken(MemoryStore):
     from_layer = 0
 
     def read_layers(
-        self,
-        names: Sequence[BlockName],
-        layers: range,
-        heads: slice | None = None,
-        memory: RecordMemory | None = None,
+        self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
     ) -> list[list[torch.Tensor] | BlockLostError]:
         if layers[-1] >= self.from_layer:
             return [BlockLostError([name], "broken") for name in names]
@@ -237,8 +233,8 @@ def test_two_disks_have_names_of_their_own(tmp_path: Path) -> None:
         with open_store(given) as store:
             assert store.tier_names == (*memory, "disk", "disk-2", "disk-3")
             assert kinds_of(store, 1, 2, 3, 4) == ["disk", "disk-2", "disk-3", ""]
-            assert list(named_tiers(store)) == list(store.tier_names)
-            for name, part in named_tiers(store).items():
+            assert list(store.tiers()) == list(store.tier_names)
+            for name, part in store.tiers().items():
                 assert name == "memory" or part.find([make_block(int(f"0{name[5:]}") or 1).name]) != [None]
     with open_store(url) as store:
         assert [part.tier for part in store.stats().tiers] == ["disk", "disk-2", "disk-3"]
@@ -251,7 +247,7 @@ def test_stores_of_one_kind_have_the_plain_name(tmp_path: Path) -> None:
         (f"file://{tmp_path}/c?ram_bytes=1MiB", ("memory", "disk")),
     ):
         with open_store(url) as store:
-            assert store.tier_names == names and list(named_tiers(store)) == list(names)
+            assert store.tier_names == names and list(store.tiers()) == list(names)
 
 
 def test_names_of_combined_stores_inside_of_others() -> None:
@@ -265,7 +261,7 @@ def test_names_of_combined_stores_inside_of_others() -> None:
         for layer in range(3):
             store.read(make_block(2).name, layer)
         assert kinds_of(store, 2) in (["memory-2"], ["memory"])  # the nearest gets a copy of it in the background
-        assert set(named_tiers(store)) == set(store.tier_names)
+        assert set(store.tiers()) == set(store.tier_names)
 
 
 def test_any_nesting_gives_each_tier_a_name() -> None:
@@ -276,7 +272,7 @@ def test_any_nesting_gives_each_tier_a_name() -> None:
     with CascadeStore([*slow("d-2"), inner, *slow("d"), CascadeStore(slow("d", "e"))]) as store:
         assert inner.tier_names == ("d", "d-2", "d-3")
         assert store.tier_names == ("d-2", "d", "d-3", "d-4", "d-5", "d-6", "e")
-        assert len(named_tiers(store)) == 7
+        assert len(store.tiers()) == 7
 
 
 def test_urls_with_commas(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from cacheblend.core.errors import BlockLostError, StoreError, StoreReadOnlyError
 from cacheblend.core.plan.blocks import LayerShape
 from cacheblend.store import DiskStore
+from cacheblend.store.disk import sealed_files
 from cacheblend.store.disk.block_files import BlockFiles
 from cacheblend.store.disk.folder import Folder
 from store_blocks import holds, make_block, make_manifest
@@ -157,8 +158,7 @@ def test_a_manifest_that_cannot_be_opened_is_left_out_and_stays(
     with disk(tmp_path) as store:
         store.put_manifest(make_manifest(block))
     with disk(tmp_path) as store:
-        read = failing(errno.EMFILE, lambda *a, **k: True, store._manifests.read)
-        monkeypatch.setattr(store._manifests, "read", read)
+        monkeypatch.setattr(sealed_files, "open", failing(errno.EMFILE, lambda *a, **k: True, open), raising=False)
         assert store.manifests() == store.verify() == []
         assert "Too many open files; left out" in caplog.text
         monkeypatch.undo()

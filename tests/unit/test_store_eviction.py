@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.names import BlockName
-from cacheblend.store import DiskStore, MemoryStore, open_store
-from cacheblend.store.eviction import POLICIES, Eviction, belady, eviction_of
+from cacheblend.store import DiskStore, MemoryStore
+from cacheblend.store.eviction import POLICIES, Eviction, eviction_of
+from lab.speed.eviction import belady
 from store_blocks import make_block
 
 
@@ -124,13 +124,6 @@ def test_a_store_keeps_what_is_found_often(kind: str, tmp_path: Path) -> None:
                 store.write(make_block(seed))
                 store.find([make_block(seed).name])
             assert (store.find([often.name])[0] is not None) == kept
-
-
-def test_urls_and_unknown_policies(tmp_path: Path) -> None:
-    with open_store(f"file://{tmp_path}/s?evict=worth&ram_bytes=1MiB") as store:
-        store.write(make_block(1))
-    with pytest.raises(InvalidInputError, match="no eviction policy is called 'fifo'; there are lru, worth"):
-        open_store("memory://?evict=fifo")
 
 
 def test_the_trace_of_real_requests() -> None:

@@ -19,7 +19,7 @@ from cacheblend.store import (
     open_store,
     parse_bytes,
 )
-from cacheblend.store.expiry import parse_seconds
+from cacheblend.store.open import parse_seconds
 from store_blocks import holds, make_block
 
 
@@ -135,7 +135,7 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "no option 'max_byte'; it has max_bytes, ram_bytes, ttl, direct",
         ),
         ("memory://?max_bytes=lots", "'lots' is not a size"),
-        ("memory://?evict=fifo", "no eviction policy is called 'fifo'"),
+        ("memory://?evict=fifo", "no eviction policy is called 'fifo'; there are lru, worth"),
         ("file:///tmp/no-such-cacheblend-store?evict=fifo", "no eviction policy is called 'fifo'"),
         ("file:///tmp/no-such-cacheblend-store?max_bytes=0", "max_bytes must be above 0"),
         ("file:///tmp/no-such-cacheblend-store?direct=yes", "direct must be true or false, got 'yes'"),
@@ -165,7 +165,7 @@ def test_what_cannot_be_opened(url: str, message: str, tmp_path: Path, monkeypat
         "memory",
         "memory://?max_bytes=8GiB&ttl=1h&evict=worth",
         "{folder}",
-        "file://{folder}?max_bytes=1GiB&ram_bytes=1MiB&direct=true&locks=false",
+        "file://{folder}?max_bytes=1GiB&ram_bytes=1MiB&direct=true&locks=false&evict=worth",
         "redis://user:secret@no-such-host:6379/3?prefix=x&timeout=0.5&cluster=true",
         "valkey://no-such-host",
         "s3://no-such-bucket/folder?endpoint=https://no-such-host&region=eu-central-1",

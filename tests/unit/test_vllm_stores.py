@@ -17,7 +17,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.blocks import LayerShape
 from cacheblend.engines.vllm.stores import check_device, device_bytes, shared_store
 from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore
-from cacheblend.store.places import DevicePlace
+from cacheblend.store.open import DevicePlace
 from cacheblend.store.residence import OnDevice
 from store_blocks import make_block, same_bits
 

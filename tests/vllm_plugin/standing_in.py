@@ -12,7 +12,7 @@ from injecting import Injecting
 from cacheblend.engines.vllm import stores
 from cacheblend.engines.vllm.internals.interface import connector_of_worker
 from cacheblend.store import MemoryStore
-from cacheblend.store.places import DevicePlace
+from cacheblend.store.open import DevicePlace
 from cacheblend.store.residence import OnDevice
 
 

@@ -96,7 +96,7 @@ def prune(
     json: AsJson = False,
 ) -> None:
     """Evict the least recently used chunks until the store is small enough. Pinned chunks stay."""
-    from cacheblend.store.options import parse_bytes
+    from cacheblend.store.open import parse_bytes
 
     limit = parse_bytes(max_bytes)
     with _open(url) as store:

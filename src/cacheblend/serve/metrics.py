@@ -21,7 +21,6 @@ from cacheblend.engines.hf.shadow_check import ShadowCheck
 from cacheblend.engines.metrics import DISCOVERED, SHADOW_COUNTERS, SHADOW_GAUGES, SHADOW_KL, WHOSE, Texts
 from cacheblend.engines.shadow import KL_BUCKETS, ShadowFigures
 from cacheblend.store import KVStore, StoreStats
-from cacheblend.store.speed import tiers_of
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
@@ -75,7 +74,7 @@ class StoreWatch:
 
     def __init__(self, store: KVStore, late_tiers: LateTiers | None = None) -> None:
         self._late_tiers = late_tiers or LateTiers()
-        self._tiers = dict(zip(store.tier_names, tiers_of(store), strict=True))
+        self._tiers = store.tiers()
         self._lock = threading.Lock()
         self._no_answer = dict.fromkeys(self._tiers, 0)
 

@@ -4,11 +4,10 @@
 """
 
 from cacheblend.store.base import Damage, KVStore, StoreStats
-from cacheblend.store.combined import CascadeStore, ThrottledStore, TieredStore
+from cacheblend.store.combined import CascadeStore, TieredStore
 from cacheblend.store.disk import DiskStore
 from cacheblend.store.memory import MemoryStore
-from cacheblend.store.open import check_store_url, lasting_url, open_store
-from cacheblend.store.options import parse_bytes
+from cacheblend.store.open import check_store_url, lasting_url, open_store, parse_bytes
 from cacheblend.store.remote import RemoteStore
 from cacheblend.store.writer import WriteBehind, WriterStats
 
@@ -20,7 +19,6 @@ __all__ = [
     "MemoryStore",
     "RemoteStore",
     "StoreStats",
-    "ThrottledStore",
     "TieredStore",
     "WriteBehind",
     "WriterStats",

@@ -11,9 +11,17 @@ from types import TracebackType
 
 import torch
 
-from cacheblend.core.errors import BlockLostError
-from cacheblend.core.names import BlockName
-from cacheblend.core.plan.blocks import Block, BlockEntry, BlockSource, ChunkManifest, RecordMemory
+from cacheblend.core.errors import BlockLostError, InvalidInputError, check_type
+from cacheblend.core.names import BlockName, block_name
+from cacheblend.core.plan.blocks import (
+    Block,
+    BlockEntry,
+    BlockSource,
+    ChunkManifest,
+    KVLayout,
+    LayerShape,
+    RecordMemory,
+)
 from cacheblend.store.documents import Damage as Damage
 from cacheblend.store.documents import DocumentRecords
 
@@ -91,6 +99,10 @@ class KVStore(BlockSource):
         """
         return (self.stats().tier,)
 
+    def tiers(self) -> dict[str, "KVStore"]:
+        """The stores behind the `tier_names`, fastest first."""
+        return {self.tier_names[0]: self}
+
     @property
     def is_reachable(self) -> bool:
         """Whether the store answered its last request; `find` of one that did not finds nothing."""
@@ -102,11 +114,7 @@ class KVStore(BlockSource):
 
     @abstractmethod
     def read_layers(
-        self,
-        names: Sequence[BlockName],
-        layers: range,
-        heads: slice | None = None,
-        memory: RecordMemory | None = None,
+        self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
     ) -> list[list[torch.Tensor] | BlockLostError]:
         """See `BlockSource.read_layers`. A remote store asks once for all blocks and layers.
 
@@ -118,7 +126,6 @@ class KVStore(BlockSource):
         """
 
     def round_trip_s(self, tier: str) -> float:
-        """See `BlockSource.round_trip_s`."""
         return 0.0
 
     def read_many(
@@ -313,9 +320,64 @@ class FindCounter:
             self.misses += len(found) - hits
 
 
-def read_all_layers(store: KVStore, names: Sequence[BlockName]) -> None:
-    """Finds these blocks and reads every layer of them, one block after the other; skips lost blocks."""
-    for name, entry in zip(names, store.find(names), strict=True):
-        for layer in range(len(entry.layout.layers) if entry else 0):  # a whole block may be more than a timeout allows
-            if isinstance(store.read_many([name], layer)[0], BlockLostError):
-                break
+# ---- what every store checks on what it is given ------------------------------------------------------------
+
+
+def check_block(block: Block) -> None:
+    """Checks that name, token ids, records and layout of a block belong together.
+
+    Raises:
+        InvalidInputError: the name is not that of parent and token ids, there is no token or no layer, or a record
+            is not what the layout says, on the CPU.
+    """
+    tokens, layout = len(block.token_ids), block.layout
+    if tokens == 0 or not block.records:
+        raise InvalidInputError(f"a block needs at least 1 token and 1 layer, got {tokens} and {len(block.records)}")
+    if len(block.records) != len(layout.layers):
+        raise InvalidInputError(f"a block of {len(layout.layers)} layers has {len(block.records)} records")
+    if block.name != block_name(block.parent, block.token_ids):
+        raise InvalidInputError(
+            f"block {block.name.hex()} is not named after its parent and its {tokens} token ids: "
+            "use block_name(parent, token_ids)"
+        )
+    for layer, record in enumerate(block.records):
+        shape = layout.record_shape(layer, tokens)
+        if tuple(record.shape) != shape or record.dtype != layout.record_dtype or record.device.type != "cpu":
+            raise InvalidInputError(
+                f"layer {layer}: a record of {tokens} tokens must be {layout.record_dtype} {list(shape)} on the CPU, "
+                f"got {record.dtype} {list(record.shape)} on {record.device}"
+            )
+
+
+def check_layer(layout: KVLayout, layer: int) -> LayerShape:
+    """Shape of the layer; `InvalidInputError` if the layout has no such layer."""
+    if not 0 <= layer < len(layout.layers):
+        raise InvalidInputError(f"layer {layer} of a block with layers 0..{len(layout.layers) - 1}")
+    return layout.layers[layer]
+
+
+def head_range(heads: slice | None, kv_heads: int) -> tuple[int, int]:
+    """The heads [start, stop) that a slice names; `InvalidInputError` unless it is a run of them."""
+    if heads is None:
+        return 0, kv_heads
+    start, stop, step = heads.indices(kv_heads)
+    if step != 1 or start >= stop or (heads.stop is not None and heads.stop > kv_heads):
+        raise InvalidInputError(f"heads {heads} must be a non-empty run of the layer's {kv_heads} KV heads")
+    return start, stop
+
+
+def check_manifest(manifest: ChunkManifest) -> None:
+    """Raises `InvalidInputError` unless the chunk is named by its last block."""
+    if not manifest.block_names or manifest.block_names[-1] != manifest.chunk_id:
+        raise InvalidInputError(
+            f"chunk {manifest.chunk_id.hex()} must be named by the last of its block names "
+            f"({len(manifest.block_names)} given)"
+        )
+
+
+def check_max_bytes(max_bytes: int) -> int:
+    """`max_bytes` itself; `InvalidInputError` if it is negative, or no whole number."""
+    check_type(max_bytes, int, "max_bytes", "a whole number of bytes (parse_bytes reads 8GiB)")
+    if max_bytes < 0:
+        raise InvalidInputError(f"max_bytes must be 0 or more, got {max_bytes}")
+    return max_bytes

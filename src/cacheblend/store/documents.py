@@ -9,8 +9,8 @@ Knows names and records; does not know what documents are made of.
 import hashlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from cacheblend.core.names import BlockName
@@ -118,7 +118,7 @@ class DocumentRecords(ABC):
         """The roots that have records, ordered."""
 
     @abstractmethod
-    def changing(self, root: BlockName) -> AbstractContextManager[None]:
+    def changing(self, root: BlockName) -> AbstractContextManager[object]:
         """A context that one thread of one process holds at a time, for each root: what is referred to does not change.
 
         A bucket has no locks: there, a chunk that is dropped while another process begins to refer to it is a miss, and
@@ -143,7 +143,7 @@ class MemoryDocuments(DocumentRecords):
         self.nbytes = 0
 
     def put(self, record: DocumentRecord) -> None:
-        """See `DocumentRecords`. Raises `StoreFullError`."""
+        """Raises `StoreFullError`."""
         with self._lock:
             old = self._records.get(record.root, {}).get(record.name)
             more = _memory_bytes(record) - (0 if old is None else _memory_bytes(old))
@@ -152,37 +152,29 @@ class MemoryDocuments(DocumentRecords):
             self.nbytes += more
 
     def get(self, root: BlockName, name: BlockName) -> DocumentRecord | DamagedRecord | None:
-        """See `DocumentRecords`."""
         with self._lock:
             return self._records.get(root, {}).get(name)
 
     def all(self, root: BlockName) -> list[DocumentRecord | DamagedRecord]:
-        """See `DocumentRecords`."""
         with self._lock:
             return [record for _, record in sorted(self._records.get(root, {}).items())]
 
     def names(self, root: BlockName) -> list[BlockName]:
-        """See `DocumentRecords`."""
         with self._lock:
             return sorted(self._records.get(root, {}))
 
     def delete(self, root: BlockName, name: BlockName) -> bool:
-        """See `DocumentRecords`."""
         with self._lock:
             old = self._records.get(root, {}).pop(name, None)
             self.nbytes -= 0 if old is None else _memory_bytes(old)
             return old is not None
 
     def roots(self) -> list[BlockName]:
-        """See `DocumentRecords`."""
         with self._lock:
             return sorted(root for root, records in self._records.items() if records)
 
-    @contextmanager
-    def changing(self, root: BlockName) -> Iterator[None]:
-        """See `DocumentRecords`."""
-        with self._changing:
-            yield
+    def changing(self, root: BlockName) -> AbstractContextManager[object]:
+        return self._changing
 
 
 def _memory_bytes(record: DocumentRecord) -> int:

@@ -6,7 +6,7 @@ ends with the process.
 
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +14,20 @@ import torch
 from cacheblend.core.errors import BlockLostError, StoreFullError
 from cacheblend.core.names import BlockName, TokenIds, as_token_ids
 from cacheblend.core.plan.blocks import UNKNOWN, Block, BlockEntry, ChunkManifest, KVLayout, RecordMemory
-from cacheblend.store.base import Damage, FindCounter, KVStore, Progress, StoreStats
-from cacheblend.store.checks import check_block, check_layer, check_manifest, check_max_bytes, head_range
+from cacheblend.store.base import (
+    Damage,
+    FindCounter,
+    KVStore,
+    Progress,
+    StoreStats,
+    check_block,
+    check_layer,
+    check_manifest,
+    check_max_bytes,
+    head_range,
+)
 from cacheblend.store.documents import NAME_OBJECT_BYTES, OBJECT_BYTES, MemoryDocuments
-from cacheblend.store.empty_chunks import EmptyChunks, Listed
-from cacheblend.store.eviction import eviction_of
-from cacheblend.store.expiry import Expiry
+from cacheblend.store.eviction import EmptyChunks, Expiry, Listed, eviction_of
 from cacheblend.store.residence import HERE, Kept, Residence, default_memory_bytes
 
 _TRIES = 4  # to make room where there is less memory than the bound says
@@ -28,58 +36,36 @@ _TRIES = 4  # to make room where there is less memory than the bound says
 class MemoryManifests:
     """See `ManifestPlace`. Not safe to call from several threads: the caller holds the store's lock.
 
-    Args:
-        blocks: names of the blocks that the store holds; looked at, never changed.
-
     Attributes:
+        listed: by name.
         nbytes: of all manifests.
     """
 
-    def __init__(self, blocks: Collection[BlockName]) -> None:
-        self._blocks, self._manifests = blocks, dict[BlockName, ChunkManifest]()
+    def __init__(self) -> None:
+        self.listed: dict[BlockName, ChunkManifest] = {}
         self.nbytes = 0
 
     def put(self, manifest: ChunkManifest) -> None:
         """Lists a chunk, in place of one of the same name."""
-        if manifest.chunk_id in self._manifests:
+        if manifest.chunk_id in self.listed:
             self.remove([manifest.chunk_id])
-        self._manifests[manifest.chunk_id] = manifest
+        self.listed[manifest.chunk_id] = manifest
         self.nbytes += _bytes(manifest)
 
-    def has(self, chunk_id: BlockName) -> bool:
-        """Whether the chunk is listed."""
-        return chunk_id in self._manifests
-
-    def ordered(self) -> list[ChunkManifest]:
-        """All of them, by name."""
-        return [self._manifests[chunk_id] for chunk_id in sorted(self._manifests)]
-
-    def clear(self) -> None:
-        """Takes all chunks off the list."""
-        self._manifests.clear()
-        self.nbytes = 0
-
     def count(self) -> int:
-        """See `ManifestPlace`."""
-        return len(self._manifests)
+        return len(self.listed)
 
     def all(self) -> Iterable[Listed]:
-        """See `ManifestPlace`. A snapshot."""
-        return [(manifest, _bytes(manifest)) for manifest in self._manifests.values()]
+        """A snapshot."""
+        return [(manifest, _bytes(manifest)) for manifest in self.listed.values()]
 
     def some(self, chunk_ids: Sequence[BlockName]) -> Iterable[Listed]:
-        """See `ManifestPlace`."""
-        found = [self._manifests[chunk_id] for chunk_id in chunk_ids if chunk_id in self._manifests]
+        found = [self.listed[chunk_id] for chunk_id in chunk_ids if chunk_id in self.listed]
         return [(manifest, _bytes(manifest)) for manifest in found]
 
-    def held(self, names: Sequence[BlockName]) -> set[BlockName]:
-        """See `ManifestPlace`."""
-        return {name for name in names if name in self._blocks}
-
     def remove(self, chunk_ids: Sequence[BlockName]) -> None:
-        """See `ManifestPlace`."""
         for chunk_id in chunk_ids:
-            self.nbytes -= _bytes(self._manifests.pop(chunk_id))
+            self.nbytes -= _bytes(self.listed.pop(chunk_id))
 
 
 def _bytes(manifest: ChunkManifest) -> int:
@@ -107,23 +93,6 @@ class MemoryBlock:
     nbytes: int = 0
     missing: int = 0
     used: float = 0.0
-
-    @staticmethod
-    def of_heads(dtype: torch.dtype) -> "MemoryBlock":
-        """Some heads of a block, none of whose layers has been offered."""
-        return MemoryBlock(as_token_ids([]), UNKNOWN, KVLayout((), dtype), [], missing=1)
-
-    @staticmethod
-    def of_block(entry: BlockEntry) -> "MemoryBlock":
-        """A block of which no layer has been offered yet."""
-        layers = len(entry.layout.layers)
-        return MemoryBlock(entry.token_ids, entry.parent, entry.layout, [None] * layers, 0, layers)
-
-    def put(self, layer: int, record: torch.Tensor, nbytes: int) -> None:
-        """Holds a layer's record, which takes so many bytes."""
-        self.records += [None] * (layer + 1 - len(self.records))
-        self.records[layer] = record
-        self.nbytes += nbytes
 
     def record(self, layer: int) -> torch.Tensor | None:
         """The record of a layer, None where none was offered."""
@@ -164,8 +133,8 @@ class MemoryStore(KVStore):
         self.residence, self._lock = residence, threading.RLock()
         self._held: dict[BlockName, MemoryBlock] = {}
         self._pinned = set[BlockName]()
-        self._manifests = MemoryManifests(self._held.keys())
-        self._empty = EmptyChunks(self._manifests)
+        self._manifests = MemoryManifests()
+        self._empty = EmptyChunks(self._manifests, lambda names: {name for name in names if name in self._held})
         self.documents = self._kept_records = MemoryDocuments(self._make_room, self._lock)
         self._eviction, self._expiry = eviction_of(eviction), Expiry(ttl)
         self._bytes, self._holds_heads = 0, False
@@ -176,11 +145,10 @@ class MemoryStore(KVStore):
 
     @property
     def tier_names(self) -> tuple[str, ...]:
-        """See `KVStore.tier_names`."""
         return (self.residence.tier,)
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
-        """See `KVStore.find`. Of one call's blocks the first are evicted last."""
+        """Of one call's blocks the first are evicted last."""
         with self._lock:
             self._remove_expired()
             entries = [self._entry(name) for name in names]
@@ -191,7 +159,6 @@ class MemoryStore(KVStore):
         return entries
 
     def held(self, names: Sequence[BlockName]) -> list[bool]:
-        """See `KVStore.held`."""
         with self._lock:
             return [self._entry(name) is not None for name in names]
 
@@ -202,13 +169,9 @@ class MemoryStore(KVStore):
         return BlockEntry(held.token_ids, held.layout, self.residence.tier, held.parent)
 
     def read_layers(
-        self,
-        names: Sequence[BlockName],
-        layers: range,
-        heads: slice | None = None,
-        memory: RecordMemory | None = None,
+        self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
     ) -> list[list[torch.Tensor] | BlockLostError]:
-        """See `KVStore.read_layers`. The stored tensors themselves, or views of them."""
+        """The stored tensors themselves, or views of them."""
         return [self._records(name, layers, heads) for name in names]
 
     def _records(self, name: BlockName, layers: range, heads: slice | None) -> list[torch.Tensor] | BlockLostError:
@@ -231,7 +194,7 @@ class MemoryStore(KVStore):
             return held.records[layer]
 
     def write(self, block: Block) -> bool:
-        """See `KVStore.write`. Copies only records that are part of a larger tensor or not contiguous."""
+        """Copies only records that are part of a larger tensor or not contiguous."""
         check_block(block)
         with self._lock:
             self._remove_expired()
@@ -268,7 +231,9 @@ class MemoryStore(KVStore):
             if whole > self.max_bytes or (held is not None and held.records[layer] is not None):
                 return False
             if held is None:
-                held = self._held[name] = MemoryBlock.of_block(entry)
+                layers = len(entry.layout.layers)
+                held = MemoryBlock(entry.token_ids, entry.parent, entry.layout, [None] * layers, missing=layers)
+                self._held[name] = held
                 self._mark_used(name)
             held.missing -= (is_kept := self._keep_layer(name, held, layer, record))
             return is_kept
@@ -285,7 +250,8 @@ class MemoryStore(KVStore):
                 return False
             if held is None:
                 self._holds_heads = True
-                held = self._held[key] = MemoryBlock.of_heads(record.dtype)
+                held = MemoryBlock(as_token_ids([]), UNKNOWN, KVLayout((), record.dtype), [], missing=1)
+                self._held[key] = held
             self._mark_used(key)
             return self._keep_layer(key, held, layer, record)
 
@@ -296,7 +262,9 @@ class MemoryStore(KVStore):
         if kept is None:
             self._drop(key)
             return False
-        held.put(layer, kept[0], need)
+        held.records += [None] * (layer + 1 - len(held.records))
+        held.records[layer] = kept[0]
+        held.nbytes += need
         self._bytes += need
         return True
 
@@ -310,7 +278,6 @@ class MemoryStore(KVStore):
             return None if held is None else held.record(layer)
 
     def delete(self, name: BlockName) -> bool:
-        """See `KVStore.delete`."""
         with self._lock:
             self._pinned.discard(name)
             whole = self._entry(name) is not None
@@ -390,48 +357,41 @@ class MemoryStore(KVStore):
     # ---- pins and manifests -----------------------------------------------------------------------------
 
     def pin(self, names: Iterable[BlockName]) -> None:
-        """See `KVStore.pin`."""
         with self._lock:
             self._pinned.update(names)
 
     def unpin(self, names: Iterable[BlockName]) -> None:
-        """See `KVStore.unpin`."""
         with self._lock:
             self._pinned.difference_update(names)
 
     def pinned(self) -> set[BlockName]:
-        """See `KVStore.pinned`."""
         with self._lock:
             return set(self._pinned)
 
     def put_manifest(self, manifest: ChunkManifest) -> None:
-        """See `KVStore.put_manifest`. One that it replaces counts until it is gone."""
+        """One that it replaces counts until it is gone."""
         check_manifest(manifest)
         with self._lock:
             self._make_room(_bytes(manifest))
             self._manifests.put(manifest)
 
     def manifests(self) -> list[ChunkManifest]:
-        """See `KVStore.manifests`."""
         with self._lock:
-            return self._manifests.ordered()
+            return [manifest for _, manifest in sorted(self._manifests.listed.items())]
 
     def has_manifest(self, chunk_id: BlockName) -> bool:
-        """See `KVStore.has_manifest`."""
         with self._lock:
-            return self._manifests.has(chunk_id)
+            return chunk_id in self._manifests.listed
 
     def delete_manifest(self, chunk_id: BlockName) -> bool:
-        """See `KVStore.delete_manifest`."""
         with self._lock:
-            there = self._manifests.has(chunk_id)
+            there = chunk_id in self._manifests.listed
             self._manifests.remove([chunk_id] if there else [])
             return there
 
     # ---- the whole store --------------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
-        """See `KVStore.stats`."""
         with self._lock:
             whole = [name for name, held in self._held.items() if not held.missing]
             return StoreStats(
@@ -449,13 +409,12 @@ class MemoryStore(KVStore):
             )
 
     def verify(self, progress: Progress | None = None) -> list[Damage]:
-        """See `KVStore.verify`. Memory has no checksums, so no damage is found."""
+        """Memory has no checksums, so no damage is found."""
         if progress is not None:
             progress(len(self._held), len(self._held))
         return []
 
     def prune(self, max_bytes: int, progress: Progress | None = None) -> int:
-        """See `KVStore.prune`."""
         check_max_bytes(max_bytes)
         freed = 0
         with self._lock:
@@ -467,9 +426,9 @@ class MemoryStore(KVStore):
         return freed
 
     def close(self) -> None:
-        """See `KVStore.close`. Removes all blocks, pins and manifests."""
+        """Removes all blocks, pins and manifests."""
         with self._lock:
             self._held.clear()
             self._pinned.clear()
-            self._manifests.clear()
+            self._manifests.remove(list(self._manifests.listed))
             self._bytes = 0

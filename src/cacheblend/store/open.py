@@ -1,39 +1,32 @@
 """From a URL to a store: parsing and checking (`check_store_url`), then opening (`open_store`).
 
-Knows the form of URLs and their options; how each kind of store is made is in `places`.
+A URL names a place: a frozen dataclass with a field for each option, which is checked when it is made and opened by its
+`open`. Making a place touches no file, server or bucket.
 """
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import parse_qsl, unquote, urlsplit
+
+import torch
 
 from cacheblend.core.errors import InvalidInputError, check_type
 from cacheblend.store.base import KVStore
-from cacheblend.store.disk.folder import FORMAT_FILE
-from cacheblend.store.disk.store import DEFAULT_DISK_BYTES
-from cacheblend.store.options import (
-    parse_bytes,
-    read_bytes,
-    read_flag,
-    read_mode,
-    read_page_locked,
-    read_seconds,
-    read_ttl,
-)
-from cacheblend.store.places import (
-    BucketPlace,
-    CascadePlace,
-    DevicePlace,
-    FolderPlace,
-    MemoryPlace,
-    RedisPlace,
-    StorePlace,
-    TieredPlace,
-    page_locking,
-)
+from cacheblend.store.combined import CascadeStore, TieredStore, close_all
+from cacheblend.store.disk.folder import FORMAT_FILE, OWNER_ONLY
+from cacheblend.store.disk.store import DEFAULT_DISK_BYTES, DiskStore
+from cacheblend.store.eviction import eviction_of
+from cacheblend.store.memory import MemoryStore
+from cacheblend.store.remote.bucket import BucketObjects, check_keys
+from cacheblend.store.remote.redis import RedisObjects
+from cacheblend.store.remote.store import RemoteStore
+from cacheblend.store.residence import HERE, SPARE_BYTES, OnDevice, PageLocked, Residence
 
 SUPPORTED = (
     '"memory", "memory://?max_bytes=8GiB", "cuda://?max_bytes=8GiB", a folder, '
@@ -48,6 +41,21 @@ _OPTIONS = {
     **dict.fromkeys(_REDIS, ("max_bytes", "ram_bytes", "ttl", "prefix", "timeout", "cluster", "page_locked")),
     "s3": ("max_bytes", "ram_bytes", "ttl", "timeout", "endpoint", "region", "page_locked"),
 }
+
+
+_FORMS = {
+    "memory": "memory",
+    "cuda": "cuda://?max_bytes=8GiB",
+    "file": "file:///folder",
+    "s3": "s3://bucket/folder",
+}
+"""What to write of each scheme; the others are servers."""
+_SIZES = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base ** (power + 1)
+    for power, prefix in enumerate("KMGT")
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+_TIMES = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
 def open_store(
@@ -115,7 +123,7 @@ def check_store_url(
 
 def parse_store_url(
     url: str | Path | None, *, max_bytes: int | str | None = None, ram_bytes: int | str | None = None
-) -> StorePlace:
+) -> "StorePlace":
     """The place that a URL and these arguments of `open_store` name, checked but not opened.
 
     Raises:
@@ -127,15 +135,18 @@ def parse_store_url(
     parts = _split(url)
     arguments = {"max_bytes": max_bytes, "ram_bytes": ram_bytes}
     options = dict(parts.options) | {key: str(value) for key, value in arguments.items() if value is not None}
-    allowed = _OPTIONS[parts.scheme]
     for key in options:
-        if key not in allowed:
-            raise InvalidInputError(f"a {parts.scheme} store has no option {key!r}; it has {', '.join(allowed)}")
-    ram = parse_bytes(options.pop("ram_bytes", 0))
-    place = _MAKERS[parts.scheme](parts, options)
-    if parts.scheme not in ("memory", "cuda") and "page_locked" in options and not ram:
+        if key not in _OPTIONS[parts.scheme]:
+            allowed = ", ".join(_OPTIONS[parts.scheme])
+            raise InvalidInputError(f"a {parts.scheme} store has no option {key!r}; it has {allowed}")
+    values = {key: _value(key, text) for key, text in options.items()}
+    if parts.scheme in ("memory", "cuda"):
+        return _place(parts, values)
+    ram, page_locked = values.pop("ram_bytes", 0), values.pop("page_locked", None)
+    place = _place(parts, values)
+    if page_locked is not None and not ram:
         raise InvalidInputError("page_locked is of the memory in front of a store: set ram_bytes, too, or leave it out")
-    return TieredPlace(MemoryPlace(ram, page_locked=read_page_locked(options)), place) if ram else place
+    return TieredPlace(MemoryPlace(ram, page_locked=page_locked), place) if ram else place
 
 
 def lasting_url(url: str) -> str:
@@ -156,7 +167,7 @@ def _each(url: str) -> list[str]:
     return [each.strip() for each in re.split(r",(?=\s*[a-z0-9]+://)", url)]
 
 
-def _cascade(urls: list[str], max_bytes: int | str | None, ram_bytes: int | str | None) -> StorePlace:
+def _cascade(urls: list[str], max_bytes: int | str | None, ram_bytes: int | str | None) -> "StorePlace":
     """Places in order; a GPU's memory, and memory, as the first ones are caches of all others."""
     if max_bytes is not None:
         raise InvalidInputError("of several stores each has a bound of its own: write ?max_bytes=... after its URL")
@@ -178,7 +189,7 @@ def _cascade(urls: list[str], max_bytes: int | str | None, ram_bytes: int | str 
     return back
 
 
-def _front(url: str, ram_bytes: int | str | None) -> MemoryPlace | DevicePlace:
+def _front(url: str, ram_bytes: int | str | None) -> "MemoryPlace | DevicePlace":
     """A cache of the stores behind it; those say how long blocks live, and which are evicted."""
     parts = _split(url)
     allowed = ("max_bytes", "page_locked") if parts.scheme == "memory" else ("max_bytes",)
@@ -186,11 +197,11 @@ def _front(url: str, ram_bytes: int | str | None) -> MemoryPlace | DevicePlace:
         raise InvalidInputError(
             f"{parts.scheme}:// in front of other stores has no option {min(others)!r}; it has {', '.join(allowed)}"
         )
-    if parts.scheme == "cuda":
-        return _device(parts, parts.options)
-    if ram_bytes is not None:
+    if parts.scheme == "memory" and ram_bytes is not None:
         raise InvalidInputError("memory:// as the first store and ram_bytes mean the same; keep one of the two")
-    return _memory(parts, parts.options)
+    place = _place(parts, {key: _value(key, text) for key, text in parts.options.items()})
+    assert isinstance(place, MemoryPlace | DevicePlace)
+    return place
 
 
 # ---- one URL ----------------------------------------------------------------------------------------------
@@ -304,33 +315,6 @@ def _check_commas(path: str, folder: Path) -> None:
         )
 
 
-def _memory(parts: _Parts, options: Mapping[str, str]) -> MemoryPlace:
-    return MemoryPlace(read_bytes(options), read_ttl(options), options.get("evict", "lru"), read_page_locked(options))
-
-
-def _device(parts: _Parts, options: Mapping[str, str]) -> DevicePlace:
-    max_bytes = read_bytes(options)
-    if max_bytes is None:
-        raise InvalidInputError(
-            "a cuda store needs a bound, since models need the GPU's memory: cuda://?max_bytes=8GiB"
-        )
-    index = parts.url.removeprefix("cuda://")
-    return DevicePlace(max_bytes, int(index) if index else None, read_ttl(options), options.get("evict", "lru"))
-
-
-def _folder(parts: _Parts, options: Mapping[str, str]) -> StorePlace:
-    max_bytes = read_bytes(options)
-    return FolderPlace(
-        path=_one_folder(parts.path),
-        max_bytes=DEFAULT_DISK_BYTES if max_bytes is None else max_bytes,
-        ttl_s=read_ttl(options),
-        eviction=options.get("evict", "lru"),
-        direct=read_flag(options, "direct"),
-        locks=read_flag(options, "locks", default="true"),
-        mode=read_mode(options),
-    )
-
-
 def _one_folder(path: str) -> Path:
     """The folder; several at once, ``/a:/b``, are refused, unless that is a folder's name.
 
@@ -345,28 +329,292 @@ def _one_folder(path: str) -> Path:
     return Path(path)
 
 
-def _redis(parts: _Parts, options: Mapping[str, str]) -> StorePlace:
-    prefix, cluster = options.get("prefix", "cacheblend"), read_flag(options, "cluster")
-    return RedisPlace(parts.url, read_bytes(options), read_ttl(options), read_seconds(options, 2.0), prefix, cluster)
+def _place(parts: _Parts, options: Mapping[str, Any]) -> "StorePlace":
+    match parts.scheme:
+        case "memory":
+            return MemoryPlace(**options)
+        case "cuda":
+            if "max_bytes" not in options:
+                raise InvalidInputError(
+                    "a cuda store needs a bound, since models need the GPU's memory: cuda://?max_bytes=8GiB"
+                )
+            index = parts.url.removeprefix("cuda://")
+            return DevicePlace(index=int(index) if index else None, **options)
+        case "file":
+            return FolderPlace(_one_folder(parts.path), **options)
+        case "s3":
+            return BucketPlace(parts.url, **options)
+    return RedisPlace(parts.url, **options)
 
 
-def _bucket(parts: _Parts, options: Mapping[str, str]) -> StorePlace:
-    endpoint, region = options.get("endpoint"), options.get("region")
-    return BucketPlace(parts.url, read_bytes(options), read_ttl(options), read_seconds(options, 5.0), endpoint, region)
+def _value(name: str, text: str) -> Any:
+    """The value of an option; `InvalidInputError` names it and the way out."""
+    match name:
+        case "max_bytes" | "ram_bytes":
+            return parse_bytes(text)
+        case "ttl":
+            return parse_seconds(text)
+        case "page_locked" | "direct" | "locks" | "cluster":
+            if text not in ("true", "false"):
+                raise InvalidInputError(f"{name} must be true or false, got {text!r}")
+            return text == "true"
+        case "mode":
+            if not re.fullmatch("0?[67][0-7]{2}", text):
+                raise InvalidInputError(
+                    f"mode must be octal permissions that let the owner read and write (0640), got {text!r}"
+                )
+            return int(text, 8) & 0o666  # without the right to execute
+        case "timeout":
+            try:
+                seconds = float(text)
+            except ValueError:
+                seconds = 0.0
+            if not 0 < seconds < math.inf:
+                raise InvalidInputError(f"timeout must be a number of seconds above 0, got {text!r}")
+            return seconds
+    return text
 
 
-_FORMS = {
-    "memory": "memory",
-    "cuda": "cuda://?max_bytes=8GiB",
-    "file": "file:///folder",
-    "s3": "s3://bucket/folder",
-}
-"""What to write of each scheme; the others are servers."""
+def parse_bytes(text: str | int) -> int:
+    """Bytes of ``"8GiB"``, ``"500 MB"`` or ``"1024"``; `InvalidInputError` for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    if match is None or match[2] not in _SIZES:
+        raise InvalidInputError(f"{text!r} is not a size: write e.g. 8GiB, 500MB or 1048576 (bytes)")
+    return int(float(match[1]) * _SIZES[match[2]]) if "." in match[1] else int(match[1]) * _SIZES[match[2]]
 
-_MAKERS: Mapping[str, Callable[[_Parts, Mapping[str, str]], StorePlace]] = {
-    "memory": _memory,
-    "cuda": _device,
-    "file": _folder,
-    **dict.fromkeys(_REDIS, _redis),
-    "s3": _bucket,
-}
+
+def parse_seconds(text: str | float) -> float:
+    """Seconds of ``"30d"``, ``"12h"``, ``"90m"`` or ``"3600"``; `InvalidInputError` for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhdw]?)\s*", str(text))
+    seconds = float(match[1]) * _TIMES[match[2]] if match else 0.0
+    if not seconds > 0:
+        raise InvalidInputError(f"{text!r} is not a time to live: write e.g. 30d, 12h, 90m or 3600 (seconds)")
+    return seconds
+
+
+# ---- places -------------------------------------------------------------------------------------------------
+
+
+class StorePlace(Protocol):
+    """A place where a store is, or can be made."""
+
+    def open(self, read_only: bool = False) -> KVStore:
+        """Opens the store; the caller closes it.
+
+        Raises:
+            InvalidInputError, StoreError: as the store's class says.
+        """
+
+
+@dataclass(frozen=True)
+class MemoryPlace:
+    """This process's memory; see `MemoryStore`.
+
+    Attributes:
+        page_locked: in page-locked memory; None: not said, so it is the opener's choice (`page_locking`).
+        is_lock_required: memory that cannot be locked counts as full; False: ordinary memory takes its place.
+
+    Raises:
+        InvalidInputError: an unknown eviction policy.
+    """
+
+    max_bytes: int | None = None
+    ttl: float | None = None
+    evict: str = "lru"
+    page_locked: bool | None = None
+    is_lock_required: bool = True
+
+    def __post_init__(self) -> None:
+        eviction_of(self.evict)
+
+    def open(self, read_only: bool = False) -> MemoryStore:
+        """Memory is always writable."""
+        residence: Residence = HERE
+        if self.page_locked:
+            residence = PageLocked(spare_bytes=SPARE_BYTES, is_required=self.is_lock_required)
+        return MemoryStore(self.max_bytes, eviction=self.evict, ttl=self.ttl, residence=residence)
+
+
+@dataclass(frozen=True)
+class DevicePlace:
+    """A GPU's memory; see `MemoryStore`.
+
+    Raises:
+        InvalidInputError: an unknown eviction policy.
+    """
+
+    max_bytes: int
+    index: int | None = None
+    ttl: float | None = None
+    evict: str = "lru"
+
+    def __post_init__(self) -> None:
+        eviction_of(self.evict)
+
+    def open(self, read_only: bool = False) -> MemoryStore:
+        """See `StorePlace`.
+
+        Raises:
+            InvalidInputError: there is no such GPU.
+        """
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        index = self.index if self.index is not None or not count else torch.cuda.current_device()
+        if index is None or index >= count:
+            asked = "cuda://" if self.index is None else f"cuda://{self.index}"
+            raise InvalidInputError(f"store {asked}: there are {count} GPUs here; leave it out, or name one of them")
+        residence = OnDevice(torch.device("cuda", index))
+        return MemoryStore(self.max_bytes, eviction=self.evict, ttl=self.ttl, residence=residence)
+
+
+@dataclass(frozen=True)
+class FolderPlace:
+    """A folder; see `DiskStore`.
+
+    Raises:
+        InvalidInputError: the folder is in an unknown user's home, the bound is 0, or the policy is unknown.
+    """
+
+    path: Path
+    max_bytes: int = DEFAULT_DISK_BYTES
+    ttl: float | None = None
+    evict: str = "lru"
+    direct: bool = False
+    locks: bool = True
+    mode: int = OWNER_ONLY
+
+    def __post_init__(self) -> None:
+        eviction_of(self.evict)
+        try:
+            self.path.expanduser()
+        except RuntimeError as error:
+            raise InvalidInputError(f"{self.path} begins with the home folder of a user who is not known") from error
+        if self.max_bytes < 1:
+            raise InvalidInputError(f"max_bytes must be above 0, got {self.max_bytes}")
+
+    def open(self, read_only: bool = False) -> KVStore:
+        return DiskStore(
+            self.path.expanduser(),
+            max_bytes=self.max_bytes,
+            read_only=read_only,
+            direct=self.direct,
+            eviction=self.evict,
+            ttl=self.ttl,
+            locks=self.locks,
+            mode=self.mode,
+        )
+
+
+@dataclass(frozen=True)
+class RedisPlace:
+    """A Redis or Valkey server; see `RedisObjects`.
+
+    Raises:
+        InvalidInputError: redis-py is not installed, the URL names no server, or its port or database is not a
+            number.
+    """
+
+    url: str
+    max_bytes: int | None = None
+    ttl: float | None = None
+    timeout: float = 2.0
+    prefix: str = "cacheblend"
+    cluster: bool = False
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"  # without a password
+        form = f"use {parts.scheme}://host:6379/0"
+        if not parts.hostname:
+            raise InvalidInputError(f"store {shown!r} names no server; {form}")
+        try:
+            port = parts.port
+        except ValueError as error:
+            raise InvalidInputError(f"store {shown!r}: the port must be a number from 1 to 65535; {form}") from error
+        if port == 0:
+            raise InvalidInputError(f"store {shown!r}: the port must be a number from 1 to 65535; {form}")
+        database = parts.path.strip("/")
+        if database and not database.isdecimal():
+            raise InvalidInputError(f"store {shown!r}: the database must be a number, got {database!r}; {form}")
+        if find_spec("redis") is None:
+            raise InvalidInputError("a store in Redis needs redis-py: pip install 'cacheblend[redis]'")
+
+    def open(self, read_only: bool = False) -> KVStore:
+        """Connects on first use."""
+        objects = RedisObjects(self.url, prefix=self.prefix, timeout=self.timeout, cluster=self.cluster)
+        return RemoteStore(objects, self.max_bytes, read_only=read_only, ttl=self.ttl)
+
+
+@dataclass(frozen=True)
+class BucketPlace:
+    """A folder in an S3-compatible bucket; see `BucketObjects`.
+
+    Raises:
+        InvalidInputError: obstore is not installed, the URL names no bucket, one of the two keys is missing, or the
+            endpoint is not an HTTP URL.
+    """
+
+    url: str
+    max_bytes: int | None = None
+    ttl: float | None = None
+    timeout: float = 5.0
+    endpoint: str | None = None
+    region: str | None = None
+
+    def __post_init__(self) -> None:
+        if not urlsplit(self.url).netloc:
+            raise InvalidInputError(f"store {self.url!r} names no bucket; use s3://bucket/folder")
+        if self.endpoint is not None and urlsplit(self.endpoint).scheme not in ("http", "https"):
+            raise InvalidInputError(f"endpoint must begin with http:// or https://, got {self.endpoint!r}")
+        if find_spec("obstore") is None:
+            raise InvalidInputError("a store in a bucket needs obstore: pip install 'cacheblend[s3]'")
+        check_keys(self.url)
+
+    def open(self, read_only: bool = False) -> KVStore:
+        """Connects on first use."""
+        given = {"endpoint": self.endpoint, "region": self.region}
+        options = {key: value for key, value in given.items() if value is not None}
+        objects = BucketObjects(self.url, timeout=self.timeout, options=options)
+        return RemoteStore(objects, self.max_bytes, read_only=read_only, ttl=self.ttl)
+
+
+@dataclass(frozen=True)
+class TieredPlace:
+    """Memory, or a GPU's, in front of another place; see `TieredStore`."""
+
+    front: MemoryPlace | DevicePlace
+    back: StorePlace
+    keeps_written: bool = True
+
+    def open(self, read_only: bool = False) -> KVStore:
+        front = self.front.open()
+        return TieredStore(front, self.back.open(read_only), keeps_written=self.keeps_written)
+
+
+@dataclass(frozen=True)
+class CascadePlace:
+    """Places in order, nearest first; see `CascadeStore`."""
+
+    places: Sequence[StorePlace]
+
+    def open(self, read_only: bool = False) -> KVStore:
+        """Closes the first ones if a later one cannot be opened."""
+        opened: list[KVStore] = []
+        try:
+            for place in self.places:
+                opened.append(place.open(read_only))
+        except BaseException:
+            close_all(opened)
+            raise
+        return CascadeStore(opened)
+
+
+def page_locking(place: StorePlace) -> StorePlace:
+    """The same place for an engine on a GPU: memory of which the URL does not say otherwise is page-locked, as far as
+    memory can be locked."""
+    if isinstance(place, MemoryPlace) and place.page_locked is None:
+        return replace(place, page_locked=True, is_lock_required=False)
+    if isinstance(place, TieredPlace):
+        front = page_locking(place.front)
+        assert isinstance(front, MemoryPlace | DevicePlace)
+        return replace(place, front=front, back=page_locking(place.back))
+    return place

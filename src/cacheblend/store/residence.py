@@ -50,11 +50,9 @@ class Residence(Protocol):
 
     def keep(self, records: Sequence[torch.Tensor]) -> Kept:
         """The same records there, where each or all of them together own their memory; None: no memory is left."""
-        ...
 
     def taken(self, records: Sequence[torch.Tensor]) -> int:
         """Bytes of memory that `keep` takes for them, at least their own."""
-        ...
 
 
 class Here:
@@ -64,7 +62,6 @@ class Here:
     copies = False
 
     def keep(self, records: Sequence[torch.Tensor]) -> Kept:
-        """See `Residence`."""
         records = [record.contiguous() for record in records]
         storages = {record.untyped_storage().data_ptr(): record.untyped_storage().nbytes() for record in records}
         if sum(storages.values()) > sum(record.nbytes for record in records) * 9 // 8:
@@ -72,7 +69,6 @@ class Here:
         return records
 
     def taken(self, records: Sequence[torch.Tensor]) -> int:
-        """See `Residence`."""
         return _nbytes(records)
 
 
@@ -116,7 +112,6 @@ class PageLocked:
         weakref.finalize(self, _unlock, self._spare, self._unregister).atexit = False
 
     def keep(self, records: Sequence[torch.Tensor]) -> Kept:
-        """See `Residence`."""
         try:
             memory = torch.from_numpy(self._locked(self.taken(records)))
         except (RuntimeError, OSError) as error:
@@ -133,7 +128,7 @@ class PageLocked:
         return kept
 
     def taken(self, records: Sequence[torch.Tensor]) -> int:
-        """See `Residence`: whole pages."""
+        """Whole pages."""
         nbytes = sum(record.nbytes + -record.nbytes % _ALIGNMENT for record in records)
         return nbytes + -nbytes % mmap.PAGESIZE
 
@@ -182,14 +177,13 @@ class OnDevice:
         self.device = device
 
     def keep(self, records: Sequence[torch.Tensor]) -> Kept:
-        """See `Residence`. Returns once they are there, so that any stream may read them."""
+        """Returns once they are there, so that any stream may read them."""
         try:
             return [record.to(self.device, copy=True) for record in records]
         except torch.OutOfMemoryError:
             return None
 
     def taken(self, records: Sequence[torch.Tensor]) -> int:
-        """See `Residence`."""
         return _nbytes(records)
 
 

@@ -13,30 +13,17 @@ from cacheblend.core.errors import BlockLostError, StoreError
 from cacheblend.core.names import BlockName, as_token_ids, block_name, root_name
 from cacheblend.core.plan.blocks import Block, KVLayout
 from cacheblend.store.base import KVStore
-from cacheblend.store.combined import CascadeStore, TieredStore
 from cacheblend.store.disk import DiskStore
 
 FEW, MANY = 1, 8
 """Numbers of blocks in the two measurements; their difference separates throughput from latency."""
 
 
-def tiers_of(store: KVStore) -> list[KVStore]:
-    """The tiers that a store is made of, fastest first."""
-    if isinstance(store, TieredStore):
-        return [store.front, *tiers_of(store.back)]
-    return [part for each in store.members for part in tiers_of(each)] if isinstance(store, CascadeStore) else [store]
-
-
-def named_tiers(store: KVStore) -> dict[str, KVStore]:
-    """The tiers of `tiers_of`, under the names that entries of the whole store give them."""
-    return dict(zip(store.tier_names, tiers_of(store), strict=True))
-
-
 def measure(store: KVStore, layout: KVLayout, *, block_tokens: int = 256, rounds: int = 3) -> tuple[str, TierSpeed]:
     """The tier's own name and its speed. Writes random blocks under unique names, reads them uncached and removes them.
 
     Args:
-        store: one tier; see `named_tiers`, which has the name that it has beside others of its kind.
+        store: one tier; see `KVStore.tiers`, which has the name that it has beside others of its kind.
         layout: layout of the records.
         block_tokens: tokens of a block.
         rounds: number of measurements, of which the median counts.

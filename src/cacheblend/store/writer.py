@@ -99,7 +99,10 @@ class WriteBehind:
                 return False
             self._waiting[name] = (item, nbytes)
             self._waiting_bytes += nbytes
-            self._start()
+            if self._thread is None or not self._thread.is_alive():  # not alive: after a fork
+                self._writing = []
+                self._thread = threading.Thread(target=self._run, name="cacheblend-writer", daemon=True)
+                self._thread.start()
             self._changed.notify_all()
         return True
 
@@ -107,12 +110,6 @@ class WriteBehind:
         """Queues blocks as `submit` does each, all before one is written: those that follow each other go together."""
         with self._changed:
             return [self.submit(block) for block in blocks]
-
-    def _start(self) -> None:
-        if self._thread is None or not self._thread.is_alive():  # not alive: after a fork
-            self._writing = []
-            self._thread = threading.Thread(target=self._run, name="cacheblend-writer", daemon=True)
-            self._thread.start()
 
     def _run(self) -> None:
         while True:

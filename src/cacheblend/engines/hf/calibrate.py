@@ -10,7 +10,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines.cost_model import controller_of
 from cacheblend.engines.hf.engine import BlendEngine
-from cacheblend.store.speed import measure, named_tiers
+from cacheblend.store.speed import measure
 
 LENGTHS = (256, 1024, 4096)
 _CHUNK = 256
@@ -41,7 +41,7 @@ def calibrate(engine: BlendEngine, *, lengths: Sequence[int] = LENGTHS, rounds: 
         prefills.append((tokens, _seconds(engine, prompt, rounds)))
     cost_model = CostModel(tuple(prefills))
     tiers: dict[str, TierSpeed] = {}
-    for name, store in named_tiers(engine.store).items():
+    for name, store in engine.store.tiers().items():
         _, tiers[name] = measure(store, engine.stored_layout, rounds=rounds)
     return replace(cost_model, tiers=tiers, overhead=_overhead(engine, cost_model, rng, fitting[-1], rounds))
 

@@ -12,8 +12,7 @@ import weakref
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.store import KVStore
-from cacheblend.store.open import parse_store_url
-from cacheblend.store.places import DevicePlace, MemoryPlace, StorePlace, TieredPlace
+from cacheblend.store.open import DevicePlace, MemoryPlace, StorePlace, TieredPlace, parse_store_url
 
 _stores: "weakref.WeakValueDictionary[tuple[str, StorePlace], KVStore]" = weakref.WeakValueDictionary()
 _stores_lock = threading.Lock()

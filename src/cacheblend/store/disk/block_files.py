@@ -1,4 +1,4 @@
-"""The block files of a folder: finding, reading, and handling of damage.
+"""The block files of a folder: which are known, open or damaged; finding them, and reading their records.
 
 Knows single files; does not know the bound or eviction.
 
@@ -17,28 +17,72 @@ import logging
 import os
 import resource
 import stat
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
 
+import numpy as np
 import torch
 
 from cacheblend.core.errors import BlockDamagedError, BlockLostError
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import RecordMemory
-from cacheblend.store.base import LOGGER_NAME, Damage
-from cacheblend.store.disk.block_reader import Known, WantedRecords, read_blocks, read_headers, stamp_of, wanted_of
-from cacheblend.store.disk.damaged_files import DamagedFiles
-from cacheblend.store.disk.folder import Folder
-from cacheblend.store.disk.known_blocks import KnownBlocks
-from cacheblend.store.expiry import Expiry
-from cacheblend.store.format.block_file import BlockHeader, header_of
+from cacheblend.store.base import LOGGER_NAME, Damage, check_layer, head_range
+from cacheblend.store.disk.folder import Folder, remove_entry
+from cacheblend.store.eviction import Expiry
+from cacheblend.store.format.block_file import (
+    BlockHeader,
+    Geometry,
+    RecordPlace,
+    check_heads,
+    decode_headers,
+    header_bytes,
+    header_of,
+)
 from cacheblend.store.format.checksum import DamagedError
 
 logger = logging.getLogger(LOGGER_NAME)
 
+Stamp = tuple[int, int, int]
+"""Inode, size and modification time (ns): identifies one state of a file."""
+
 _TOUCH_EVERY_NS = 60 * 10**9
 _OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
 _BYTES_AT_ONCE, _BLOCKS_AT_ONCE = 8 << 20, 64  # read together by one thread
+_FIRST_READ = 16 << 10  # covers most headers
+_SECTOR = 4096  # direct reads begin and end at multiples of this, in the file and in memory
+_PIECES_AT_ONCE = 512  # below IOV_MAX, which is 1024 on Linux
+
+
+@dataclass(slots=True, eq=False)
+class Known:
+    """A block whose header has been read and checked.
+
+    Attributes:
+        name, path, header: the block.
+        stamp: the state of the file that the header was read from.
+        fd: a descriptor of this file, or -1.
+        users: number of threads that read through `fd` now.
+        used_ns: when this process last found the block.
+    """
+
+    name: BlockName
+    path: str
+    stamp: Stamp
+    header: BlockHeader
+    fd: int = -1
+    users: int = 0
+    used_ns: int = 0
+
+
+def stamp_of(status: os.stat_result) -> Stamp:
+    """The file's stamp."""
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class BlockFiles:
@@ -52,7 +96,7 @@ class BlockFiles:
         expiry: time to live of unpinned blocks.
 
     Attributes:
-        forget, known, close_idle, close: of `KnownBlocks`.
+        damaged: blocks found damaged so far.
     """
 
     def __init__(
@@ -68,15 +112,14 @@ class BlockFiles:
         self._expiry = expiry or Expiry(None)
         self._touch_every_ns = min(_TOUCH_EVERY_NS, int(1e9 * self._expiry.interval))
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._known = KnownBlocks(max_known, max(1, min(512, limit // 4)) if max_open is None else max_open)
-        self.forget, self.known, self.close_idle = self._known.forget, self._known.names, self._known.close_idle
-        self.close = self._known.close
-        self._damaged = DamagedFiles(folder, self.forget)
-
-    @property
-    def damaged(self) -> int:
-        """Blocks found damaged so far."""
-        return self._damaged.count
+        self._max_known = max_known
+        self._max_open = max(1, min(512, limit // 4)) if max_open is None else max_open
+        self._taken = 0  # descriptors that readers may hold now, besides those that are kept
+        self._lock = threading.RLock()
+        self._known: OrderedDict[BlockName, Known] = OrderedDict()  # least recently read first
+        self._open: OrderedDict[BlockName, Known] = OrderedDict()  # least recently used first
+        self._damaged: dict[BlockName, Stamp] = {}  # reported; those that could not be removed are not read again
+        self.damaged = 0
 
     # ---- finding ----------------------------------------------------------------------------------------
 
@@ -135,8 +178,12 @@ class BlockFiles:
         with contextlib.suppress(OSError):  # the file is gone, or belongs to another user
             os.utime(known.path, ns=(known.used_ns, known.used_ns))
             stamp = stamp_of(os.stat(known.path))
-            if known.stamp[:2] == stamp[:2]:
-                self._known.restamp(known.header.names, known.stamp, stamp)
+            if known.stamp[:2] == stamp[:2]:  # only the time has changed, of all blocks in the file
+                with self._lock:
+                    old = known.stamp
+                    for each in map(self._known.get, known.header.names):
+                        if each is not None and each.stamp == old:
+                            each.stamp = stamp
 
     def used_ns(self, name: BlockName) -> int:
         """When this process last found the block; 0 if it has not."""
@@ -156,8 +203,14 @@ class BlockFiles:
         wanted = list(dict.fromkeys(names))
         most = max(1, min(_BLOCKS_AT_ONCE, _BYTES_AT_ONCE // max(1, self.record_bytes(wanted, layers))))
         while len(found) < len(wanted):
-            with self._known.descriptors(most) as count:
+            with self._lock:  # all readers together hold `max_open` descriptors, and each at least one
+                count = max(1, min(most, self._max_open - self._taken))
+                self._taken += count
+            try:
                 found |= self._read_few(wanted[len(found) : len(found) + count], layers, heads, memory)
+            finally:
+                with self._lock:
+                    self._taken -= count
         return [found[name] for name in names]
 
     def _read_few(
@@ -169,7 +222,7 @@ class BlockFiles:
         try:
             for name in names:
                 try:
-                    opened.append(self._known.acquire(name) or self._load(name, fresh=False))
+                    opened.append(self._acquire(name) or self._load(name, fresh=False))
                     alike.setdefault(wanted_of(opened[-1].header, layers, heads), []).append(opened[-1])
                 except BlockLostError as error:
                     found[name] = error
@@ -179,11 +232,11 @@ class BlockFiles:
                     found[known.name] = (
                         records
                         if isinstance(records, list)
-                        else self._damaged.lost(known.name, known.path, known.stamp, records)
+                        else self._lost(known.name, known.path, known.stamp, records)
                     )
         finally:
             for known in opened:
-                self._known.release(known)
+                self._release(known)
         return found
 
     def record_bytes(self, names: Sequence[BlockName], layers: range) -> int:
@@ -206,21 +259,63 @@ class BlockFiles:
                     wanted = wanted_of(known.header, range(layer, layer + 1), None)
                     (found,) = read_blocks([known], wanted, None, direct=self._direct)
                     if not isinstance(found, list):
-                        raise self._damaged.lost(name, known.path, known.stamp, found)
+                        raise self._lost(name, known.path, known.stamp, found)
         except BlockDamagedError as error:
             return Damage("block", name, error.reason, error.removed)
         except BlockLostError:
             return None
         return None
 
+    def _lost(self, name: BlockName, path: str, stamp: Stamp, error: DamagedError | OSError) -> BlockLostError:
+        """The error for a failed read. Damage, I/O errors of the disk included, is reported once, and its file removed,
+        unless it has been replaced meanwhile."""
+        if isinstance(error, OSError) and error.errno != errno.EIO:
+            return BlockLostError([name], f"{path} cannot be read: {error.strerror}")
+        self.forget(name)
+        with self._lock:
+            is_reported = self._damaged.get(name) == stamp
+            self._damaged[name] = stamp
+            self.damaged += not is_reported
+        if is_reported:
+            return BlockDamagedError(name, f"{path} is damaged: {error}", not _is_there(path, stamp))
+        outcome = "left (the store is read-only)"
+        if not self._folder.read_only:
+            outcome = "removed"
+            try:
+                if _is_there(path, stamp):
+                    remove_entry(path)
+            except FileNotFoundError:
+                pass
+            except OSError as failed:
+                outcome = f"could not be removed ({failed.strerror})"
+        logger.warning("damaged block %s: %s; %s", path, error, outcome)
+        return BlockDamagedError(name, f"{path} is damaged: {error}", outcome == "removed")
+
+    # ---- headers and descriptors ------------------------------------------------------------------------
+
     @contextlib.contextmanager
     def _opened(self, name: BlockName, fresh: bool = False) -> Iterator[Known]:
         """The block, its descriptor open for as long as the context lasts; raises `BlockLostError`."""
-        known = (None if fresh else self._known.acquire(name)) or self._load(name, fresh)
+        known = (None if fresh else self._acquire(name)) or self._load(name, fresh)
         try:
             yield known
         finally:
-            self._known.release(known)
+            self._release(known)
+
+    def _acquire(self, name: BlockName) -> Known | None:
+        """The block with its descriptor, which stays open until `_release`; None if it is not open."""
+        with self._lock:
+            known = self._open.get(name)
+            if known is not None:
+                known.users += 1
+                self._open.move_to_end(name)
+            return known
+
+    def _release(self, known: Known) -> None:
+        with self._lock:
+            known.users -= 1
+            if not known.users and self._open.get(known.name) is not known:
+                os.close(known.fd)
 
     def _load(self, name: BlockName, fresh: bool) -> Known:
         """Opens the file and reads its header if that is not known: a new `Known` with one user."""
@@ -232,33 +327,47 @@ class BlockFiles:
                 self.forget(name)
             raise BlockLostError([name], f"{path} cannot be opened: {error.strerror}") from error
         try:
-            known = self._checked(name, path, fd, None if fresh else self._known.get(name))
+            status = os.fstat(fd)
+            old, stamp = self._known.get(name), stamp_of(status)
+            if old is not None and old.stamp == stamp and not fresh:
+                known = Known(name, path, stamp, old.header, fd, 1)
+            else:
+                known = Known(name, path, stamp, self._read_header(name, path, fd, status), fd, 1)
         except BaseException:
             os.close(fd)
             raise
-        known.fd = fd
-        known.users = 1
-        self._known.remember(known)
+        with self._lock:
+            old = self._known.get(name)
+            self.forget(name)
+            if old is not None:
+                known.used_ns = old.used_ns
+            self._known[name] = self._open[name] = known
+            self._bound()
+            self.close_idle(self._max_open)
         return known
 
-    def _checked(self, name: BlockName, path: str, fd: int, old: Known | None) -> Known:
-        """The block with its header, taken from `old` if that was read from the same file."""
-        status = os.fstat(fd)
+    def _read_header(self, name: BlockName, path: str, fd: int, status: os.stat_result) -> BlockHeader:
+        """The block's header; what it says of the file's other blocks is known from then on, unless another file is."""
         stamp = stamp_of(status)
-        if old is not None and old.stamp == stamp:
-            return Known(name, path, stamp, old.header)
-        if not stat.S_ISREG(status.st_mode):
-            raise self._damaged.lost(name, path, stamp, DamagedError("it is no regular file"))
-        if self._damaged.is_known(name, stamp):
-            raise BlockDamagedError(name, f"{path} is damaged", removed=False)
         try:
+            if not stat.S_ISREG(status.st_mode):
+                raise DamagedError("it is no regular file")
+            if self._damaged.get(name) == stamp:
+                raise BlockDamagedError(name, f"{path} is damaged", removed=False)
             headers = read_headers(fd, status.st_size, direct=self._direct)
             own = header_of(headers, name)
         except (DamagedError, OSError) as error:
-            raise self._damaged.lost(name, path, stamp, error) from error
-        others = [each for each in headers if each is not own and not self._damaged.is_known(each.name, stamp)]
-        self._known.remember_others(others, stamp, [self._folder.block_path(header.name) for header in others])
-        return Known(name, path, stamp, own)
+            raise self._lost(name, path, stamp, error) from error
+        with self._lock:
+            for header in headers:
+                if header is own or self._damaged.get(header.name) == stamp:
+                    continue
+                other = Known(header.name, self._folder.block_path(header.name), stamp, header)
+                other = self._known.setdefault(header.name, other)
+                if other.stamp[:2] == stamp[:2]:  # the same file, which somebody has used since
+                    other.header, other.stamp = header, stamp
+            self._bound()
+        return own
 
     def _open_file(self, path: str) -> int:
         try:
@@ -275,3 +384,259 @@ class BlockFiles:
     @property
     def _flags(self) -> int:
         return os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (getattr(os, "O_DIRECT", 0) if self._direct else 0)
+
+    def known(self) -> set[BlockName]:
+        """Blocks whose header is cached; a copy."""
+        with self._lock:
+            return set(self._known)
+
+    def forget(self, name: BlockName) -> None:
+        """Drops a block's header and descriptor; a thread that reads the block now finishes its read."""
+        with self._lock:
+            self._known.pop(name, None)
+            self._close(name)
+
+    def close_idle(self, keep: int) -> None:
+        """Closes all but the `keep` most recently used descriptors."""
+        with self._lock:
+            while len(self._open) > keep:
+                self._close(next(iter(self._open)))
+
+    def close(self) -> None:
+        """Closes all descriptors and drops all headers."""
+        with self._lock:
+            for name in list(self._known):
+                self.forget(name)
+
+    def _bound(self) -> None:
+        while len(self._known) > self._max_known:
+            self.forget(next(iter(self._known)))
+
+    def _close(self, name: BlockName) -> None:
+        known = self._open.pop(name, None)
+        if known is not None and not known.users:
+            os.close(known.fd)
+
+
+def _is_there(path: str, stamp: Stamp) -> bool:
+    """Whether the file at `path` is still the one with this stamp."""
+    try:
+        return os.stat(path).st_ino == stamp[0]
+    except FileNotFoundError:
+        return False
+    except OSError:  # unknown, so it does not count as gone
+        return True
+
+
+# ---- bytes of one open file ---------------------------------------------------------------------------------
+
+
+def read_headers(fd: int, file_bytes: int, *, direct: bool = False) -> list[BlockHeader]:
+    """What the header says of each block, checked; raises `DamagedError` and `OSError`. `direct`: the file was
+    opened with O_DIRECT."""
+    first = _read_bytes(fd, min(_FIRST_READ, file_bytes), 0, direct)
+    data_at = header_bytes(first, file_bytes)
+    if data_at > len(first):
+        first += _read_bytes(fd, data_at - len(first), len(first), direct)
+    return decode_headers(first[:data_at], file_bytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WantedRecords:
+    """Heads of some layers, as they are read of each block of one geometry: one layer behind the other in memory.
+
+    Attributes:
+        nbytes: of a block's records.
+        dtype: of its records.
+        records: for each layer (layer, first of the heads, begin in memory, end in memory).
+        inside: where these heads begin in the records.
+        shapes: of its records.
+    """
+
+    nbytes: int
+    dtype: torch.dtype
+    records: tuple[tuple[int, int, int, int], ...]
+    inside: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    def split(self, data: torch.Tensor, blocks: int) -> list[list[torch.Tensor]]:
+        """The records of blocks that lie one behind the other in `data`, uint8 [blocks * nbytes]."""
+        if len(set(self.shapes)) == 1:  # one call for all: it counts where records are small
+            shaped = data.view(self.dtype).view(blocks, len(self.shapes), *self.shapes[0])
+            return [list(block.unbind(0)) for block in shaped.unbind(0)]
+        return [
+            [
+                block[start:stop].view(self.dtype).view(shape)
+                for (_, _, start, stop), shape in zip(self.records, self.shapes, strict=True)
+            ]
+            for block in data.view(blocks, self.nbytes).unbind(0)
+        ]
+
+
+def wanted_of(header: BlockHeader, layers: range, heads: slice | None) -> WantedRecords:
+    """What these layers and heads are in the file of a block.
+
+    Raises:
+        InvalidInputError: no such layer or heads.
+    """
+    ends = None if heads is None else (heads.start, heads.stop, heads.step)  # slices have no hash before Python 3.12
+    return _wanted(header.geometry, layers, ends)
+
+
+@lru_cache(maxsize=4096)
+def _wanted(geometry: Geometry, layers: range, ends: tuple[int | None, int | None, int | None] | None) -> WantedRecords:
+    records: list[tuple[int, int, int, int]] = []
+    inside: list[int] = []
+    shapes: list[tuple[int, ...]] = []
+    at = 0
+    for layer in layers:
+        shape = check_layer(geometry.layout, layer)
+        start, stop = head_range(None if ends is None else slice(*ends), shape.kv_heads)
+        end = at + (stop - start) * geometry.head_bytes[layer]
+        records.append((layer, start, at, end))
+        inside.append(start * geometry.head_bytes[layer])
+        shapes.append((stop - start, *geometry.shapes[layer][1:]))
+        at = end
+    return WantedRecords(at, geometry.dtype, tuple(records), tuple(inside), tuple(shapes))
+
+
+@lru_cache(maxsize=4096)
+def _pieces(wanted: WantedRecords, place: RecordPlace) -> tuple[tuple[int, int, int], ...]:
+    """What lies next to each other in the file: (begin in the file behind the header, begin in memory, its end)."""
+    pieces: list[tuple[int, int, int]] = []
+    for (layer, _, at, end), inside in zip(wanted.records, wanted.inside, strict=True):
+        offset = place.begins[layer] + inside
+        if pieces and pieces[-1][0] + pieces[-1][2] - pieces[-1][1] == offset:
+            pieces[-1] = (pieces[-1][0], pieces[-1][1], end)
+        else:
+            pieces.append((offset, at, end))
+    return tuple(pieces)
+
+
+def read_blocks(
+    blocks: Sequence[Known], wanted: WantedRecords, memory: RecordMemory | None, *, direct: bool = False
+) -> list[list[torch.Tensor] | DamagedError | OSError]:
+    """Records of open blocks of which the same is wanted; what went wrong where a block cannot be read.
+
+    Args:
+        blocks: with their descriptors. Those of one file that follow each other are read together.
+        wanted: what to read.
+        memory: gives memory for all of them together; None: each block has memory of its own.
+        direct: the file was opened with O_DIRECT, to bypass the page cache.
+    """
+    if memory is not None:
+        together = memory(len(blocks) * wanted.nbytes)
+        parts: Sequence[torch.Tensor] = together.view(len(blocks), wanted.nbytes).unbind(0)
+        records = wanted.split(together, len(blocks))
+    else:
+        parts = [_sectors(wanted.nbytes) if direct else torch.empty(wanted.nbytes, dtype=torch.uint8) for _ in blocks]
+        records = [wanted.split(part, 1)[0] for part in parts]
+    found: list[list[torch.Tensor] | DamagedError | OSError] = []
+    for _, group in groupby(blocks, key=lambda known: known.stamp):
+        chain, first = list(group), len(found)
+        views = [part.numpy().data for part in parts[first : first + len(chain)]]
+        is_read = len(chain) > 1 and _read_chain(chain, wanted, views, direct)
+        for at, (known, view) in enumerate(zip(chain, views, strict=True), start=first):
+            try:
+                if not is_read:
+                    _read_block(known, wanted, parts[at], view, direct)
+                for layer, head, start, stop in wanted.records:
+                    check_heads(known.header, layer, head, view[start:stop])
+                found.append(records[at])
+            except (DamagedError, OSError) as error:
+                found.append(error)
+    return found
+
+
+def _read_chain(blocks: Sequence[Known], wanted: WantedRecords, views: Sequence[memoryview], direct: bool) -> bool:
+    """Reads what is wanted of a file's blocks: one preadv for all that lies next to each other.
+
+    Returns:
+        False if that fails, or direct reads cannot do it: then each block is read alone, so that it is known which of
+        them cannot be.
+    """
+    places = [
+        (offset, view[start:stop])
+        for known, view in zip(blocks, views, strict=True)
+        for offset, start, stop in _pieces(wanted, known.header.place)
+    ]
+    places.sort(key=itemgetter(0))
+    data_at = blocks[0].header.data_at
+    if direct and any((data_at + offset | _address(piece) | len(piece)) % _SECTOR for offset, piece in places):
+        return False
+    first, end = 0, 0
+    for at, (offset, piece) in enumerate(places):
+        if at and (offset != end or at - first == _PIECES_AT_ONCE):
+            if not _read_pieces(blocks[0].fd, places[first:at], data_at):
+                return False
+            first = at
+        end = offset + len(piece)
+    return _read_pieces(blocks[0].fd, places[first:], data_at)
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
+
+
+def _read_pieces(fd: int, places: Sequence[tuple[int, memoryview]], data_at: int) -> bool:
+    """Reads pieces that follow each other in the file; False if not all of them came."""
+    try:
+        count = os.preadv(fd, [piece for _, piece in places], data_at + places[0][0])
+    except OSError:
+        return False
+    return count == sum(len(piece) for _, piece in places)
+
+
+def _read_block(known: Known, wanted: WantedRecords, data: torch.Tensor, view: memoryview, direct: bool) -> None:
+    """Reads a block's records into `data`, whose bytes are `view`: one pread for those next to each other in the file.
+
+    Raises:
+        DamagedError: the file is too short.
+        OSError: the read failed.
+    """
+    for offset, start, stop in _pieces(wanted, known.header.place):
+        offset += known.header.data_at
+        if direct and (offset | data.data_ptr() + start | stop - start) % _SECTOR:
+            data[start:stop] = _read_sectors(known.fd, stop - start, offset)
+        else:
+            _pread_all(known.fd, view[start:stop], offset, stop - start)
+
+
+def _sectors(count: int) -> torch.Tensor:
+    """Memory that direct reads can fill, uint8 [count]."""
+    memory = torch.empty(count + _SECTOR, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % _SECTOR :][:count]
+
+
+def _read_bytes(fd: int, count: int, offset: int, direct: bool) -> bytes:
+    if direct:
+        return _read_sectors(fd, count, offset).numpy().tobytes()
+    data = os.pread(fd, count, offset)
+    if len(data) < count:
+        rest = bytearray(count - len(data))
+        _pread_all(fd, memoryview(rest), offset + len(data), len(rest))
+        data += rest
+    return data
+
+
+def _read_sectors(fd: int, count: int, offset: int) -> torch.Tensor:
+    """`count` bytes from `offset` on, uint8: a view of whole sectors, the last of which the file may not fill."""
+    first = offset - offset % _SECTOR
+    least = offset + count - first
+    memory = _sectors(least + -least % _SECTOR)
+    _pread_all(fd, memory.numpy().data, first, least)
+    return memory[offset - first :][:count]
+
+
+def _pread_all(fd: int, view: memoryview, offset: int, least: int) -> None:
+    """Fills the view with the file's bytes; the file may end after the first `least` of them.
+
+    Raises:
+        DamagedError: the file ends earlier.
+    """
+    done = os.preadv(fd, (view,), offset)
+    while done < least:
+        count = os.preadv(fd, (view[done:],), offset + done)
+        if count == 0:
+            raise DamagedError("the file has been cut short")
+        done += count

@@ -14,8 +14,7 @@ from cacheblend.core.errors import StoreError, StoreFullError
 from cacheblend.core.plan.blocks import Block
 from cacheblend.store.base import LOGGER_NAME
 from cacheblend.store.disk.capacity import Capacity
-from cacheblend.store.disk.folder import Folder
-from cacheblend.store.disk.system_errors import is_full, store_error
+from cacheblend.store.disk.folder import Folder, is_full, store_error
 from cacheblend.store.format.block_file import CHAIN_FORMAT, encode_chain
 
 logger = logging.getLogger(LOGGER_NAME)
@@ -44,7 +43,9 @@ class BlockWriter:
             StoreFullError: a block does not fit, and nothing unpinned is left to evict; those before it are written.
             StoreError: a write failed otherwise.
         """
-        for chain in chains_of(blocks) if self._writes_chains else [[block] for block in blocks]:
+        # No chains in a folder that an older cacheblend made, and may have open: it would take such files for damaged.
+        writes_chains = self._has_links and self._folder.format >= CHAIN_FORMAT
+        for chain in chains_of(blocks) if writes_chains else [[block] for block in blocks]:
             try:
                 self._write_file(chain)
             except StoreError as error:
@@ -52,43 +53,34 @@ class BlockWriter:
                     raise
                 for block in chain:
                     self._write_file([block])
-                self._without_links(error)  # it was for the links: without them it works
-
-    @property
-    def _writes_chains(self) -> bool:
-        """Not in a folder that an older cacheblend made, and may have open: it would take such files for damaged."""
-        return self._has_links and self._folder.format >= CHAIN_FORMAT
-
-    def _without_links(self, error: StoreError) -> None:
-        """If a file of several blocks failed for another reason than its size, no other is tried."""
-        if not isinstance(error, StoreFullError) and self._has_links:
-            self._has_links = False
-            logger.warning("%s; blocks are written to files of their own (is this a file system without links?)", error)
+                if self._has_links and not isinstance(error, StoreFullError):  # it was for the links: no other is tried
+                    self._has_links = False
+                    logger.warning(
+                        "%s; blocks are written to files of their own (is this a file system without links?)", error
+                    )
 
     def _write_file(self, chain: Sequence[Block]) -> None:
+        """Writes a file, evicting blocks while the disk is full."""
         buffers = encode_chain(chain)
         need = sum(len(buffer) for buffer in buffers)
         path, *others = (self._folder.block_path(block.name) for block in chain)
         try:
             with self._capacity.reserved(need):
-                self._publish(path, buffers, need, others)
+                for tries_left in reversed(range(_FULL_DISK_TRIES)):
+                    try:
+                        self._folder.publish(path, buffers, time.time_ns(), others)
+                        break
+                    except OSError as error:
+                        if not is_full(error):
+                            raise
+                        if not tries_left or not self._capacity.free(need):
+                            raise StoreFullError(
+                                f"cannot write {need} bytes to {path}: {error.strerror}, and nothing unpinned is "
+                                "left to evict: free some space on the disk, raise the quota, or unpin blocks"
+                            ) from error
         except OSError as error:
             raise store_error(error, f"cannot write {path}") from error
         self._capacity.used([(block.name, len(block.token_ids) * len(chain) / need) for block in chain])
-
-    def _publish(self, path: str, buffers: Sequence[memoryview], need: int, others: Sequence[str]) -> None:
-        """Writes a file, evicting blocks while the disk is full."""
-        for tries_left in reversed(range(_FULL_DISK_TRIES)):
-            try:
-                return self._folder.publish(path, buffers, time.time_ns(), others)
-            except OSError as error:
-                if not is_full(error):
-                    raise
-                if not tries_left or not self._capacity.free(need):
-                    raise StoreFullError(
-                        f"cannot write {need} bytes to {path}: {error.strerror}, and nothing unpinned is "
-                        "left to evict: free some space on the disk, raise the quota, or unpin blocks"
-                    ) from error
 
 
 def chains_of(blocks: Sequence[Block]) -> list[list[Block]]:
@@ -112,8 +104,5 @@ def _continues(chain: Sequence[Block], block: Block) -> bool:
         return False
     if not len(block.token_ids) <= len(last.token_ids) == len(first.token_ids):
         return False
-    return len(chain) * _largest_record(first) + _largest_record(block) <= _READ_BYTES
-
-
-def _largest_record(block: Block) -> int:
-    return max(record.nbytes for record in block.records)
+    largest, own = (max(record.nbytes for record in each.records) for each in (first, block))
+    return len(chain) * largest + own <= _READ_BYTES

@@ -29,16 +29,12 @@ from dataclasses import dataclass
 
 from cacheblend.core.errors import InvalidInputError, StoreFullError
 from cacheblend.core.names import BlockName
-from cacheblend.core.plan.blocks import ChunkManifest
-from cacheblend.store.base import SMALL_FILE_BYTES, Progress
+from cacheblend.store.base import Progress
 from cacheblend.store.disk.block_files import BlockFiles
-from cacheblend.store.disk.entries import name_of_file, named_files
-from cacheblend.store.disk.folder import BLOCK_SUFFIX, Folder
-from cacheblend.store.disk.sealed_files import SealedFiles
-from cacheblend.store.empty_chunks import EmptyChunks, Listed
-from cacheblend.store.eviction import Eviction
-from cacheblend.store.expiry import Expiry
-from cacheblend.store.format.checksum import DamagedError
+from cacheblend.store.disk.folder import BLOCK_SUFFIX, Folder, name_of_file, named_files
+from cacheblend.store.disk.sealed_files import whole_pages
+from cacheblend.store.eviction import EmptyChunks, Eviction, Expiry
+from cacheblend.store.sealed import Manifests
 
 _TRIES = 3
 _UNSEEN = 32  # a process may have written this part of the bound without the others' knowing
@@ -77,7 +73,7 @@ class Capacity:
         self,
         folder: Folder,
         files: BlockFiles,
-        manifests: SealedFiles[ChunkManifest],
+        manifests: Manifests,
         max_bytes: int | None,
         eviction: Eviction | None = None,
         expiry: Expiry | None = None,
@@ -88,7 +84,7 @@ class Capacity:
         self.evictions = 0
         self._folder = folder
         self._files = files
-        self._empty = EmptyChunks(FolderManifests(folder, manifests))
+        self._empty = EmptyChunks(manifests, self._held)
         self._eviction, self._expiry = eviction, expiry or Expiry(None)
         self._lock = threading.RLock()
         self._policy_lock = threading.Lock()  # separate, so that a look-up does not wait for an eviction
@@ -112,12 +108,8 @@ class Capacity:
                 used_ns = max(status.st_mtime_ns, self._files.used_ns(name))
                 yield BlockFile(used_ns, name, _share(status), status.st_mtime_ns, name in pinned)
 
-    def small_bytes(self) -> int:
-        """Bytes of all manifests and documents' records. Raises `OSError`."""
-        return self._small_bytes(set())[0]
-
-    def _small_bytes(self, pinned: AbstractSet[str]) -> tuple[int, int]:
-        """(bytes of all manifests and records, bytes of those that no eviction removes)."""
+    def small_bytes(self, pinned: AbstractSet[str] = frozenset()) -> tuple[int, int]:
+        """(bytes of all manifests and documents' records, of those that no eviction removes). Raises `OSError`."""
         total = kept = 0
         for file in _entries(self._folder.manifests):
             with contextlib.suppress(FileNotFoundError):
@@ -208,7 +200,7 @@ class Capacity:
         million blocks, and memory for pinned ones."""
         pinned = {name.hex() for name in self.pinned()}
         reserved = self._folder.reserved_bytes()
-        total, small = (float(each + reserved) for each in self._small_bytes(pinned))
+        total, small = (float(each + reserved) for each in self.small_bytes(pinned))
         kept: dict[int, int] = {}  # by inode: a pinned block keeps all of its file
         for file in self._files_of_blocks():
             if file.name.endswith(BLOCK_SUFFIX):
@@ -251,7 +243,7 @@ class Capacity:
             freed += self._empty.sweep()
         return freed
 
-    def remove_empty_chunks(self) -> int:
+    def sweep(self) -> int:
         """Removes the manifests of chunks of which no block is held; the bytes freed. Reads all manifests.
 
         Raises `OSError`.
@@ -308,53 +300,17 @@ class Capacity:
         with self._policy_lock:
             return self._eviction.first(block.name, block.used_ns)
 
+    def _held(self, names: Sequence[BlockName]) -> set[BlockName]:
+        return {name for name in names if os.path.exists(self._folder.block_path(name))}
+
     def _files_of_blocks(self) -> Iterator["os.DirEntry[str]"]:
         for shard in _entries(self._folder.blocks):
             yield from _entries(shard.path)
 
 
-class FolderManifests:
-    """See `ManifestPlace`: a folder's. What cannot be read is left to those who list manifests."""
-
-    def __init__(self, folder: Folder, files: SealedFiles[ChunkManifest]) -> None:
-        self._folder, self._files = folder, files
-
-    def count(self) -> int:
-        """See `ManifestPlace`."""
-        return len(self._files.names())
-
-    def all(self) -> Iterator[Listed]:
-        """See `ManifestPlace`. Reads those that have changed."""
-        return self.some(self._files.names())
-
-    def some(self, chunk_ids: Sequence[BlockName]) -> Iterator[Listed]:
-        """See `ManifestPlace`."""
-        for chunk_id in chunk_ids:
-            with contextlib.suppress(DamagedError, OSError):
-                size = os.stat(self._files.path(chunk_id)).st_size
-                manifest = self._files.read(chunk_id)
-                if manifest is not None:
-                    yield manifest, whole_pages(size)
-
-    def held(self, names: Sequence[BlockName]) -> set[BlockName]:
-        """See `ManifestPlace`. A stat for each."""
-        return {name for name in names if os.path.exists(self._folder.block_path(name))}
-
-    def remove(self, chunk_ids: Sequence[BlockName]) -> None:
-        """See `ManifestPlace`. One that cannot be removed stays, and is counted again."""
-        for chunk_id in chunk_ids:
-            with contextlib.suppress(OSError):
-                self._files.remove(chunk_id)
-
-
 def _share(status: os.stat_result) -> float:
     """What a block's file counts for one of its names; the sum over all of them is its size."""
     return status.st_size / max(1, status.st_nlink)
-
-
-def whole_pages(nbytes: int) -> int:
-    """What a small file occupies on a disk."""
-    return -(-nbytes // SMALL_FILE_BYTES) * SMALL_FILE_BYTES
 
 
 def _entries(folder: str | os.PathLike[str]) -> list["os.DirEntry[str]"]:

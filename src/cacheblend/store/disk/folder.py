@@ -12,7 +12,7 @@ Knows files and processes; does not know what is in the files.
 """
 
 # System calls on strings, since this is the hot path:
-# ruff: noqa: PTH104, PTH108, PTH110, PTH120, PTH208
+# ruff: noqa: PTH104, PTH106, PTH108, PTH110, PTH112, PTH114, PTH120, PTH208
 
 import contextlib
 import errno
@@ -22,13 +22,12 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from cacheblend.core.errors import StoreError, StoreFormatError, StoreReadOnlyError
+from cacheblend.core.errors import StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
 from cacheblend.core.names import BlockName
-from cacheblend.store.disk.system_errors import is_full, is_refused, store_error, unreadable
-from cacheblend.store.format.block_file import CHAIN_FORMAT
+from cacheblend.store.format.block_file import CHAIN_FORMAT, NAME_BYTES
 
 FORMAT_FILE = "cacheblend.json"
 OWNER_ONLY = 0o600
@@ -39,6 +38,8 @@ _RESERVED = ".reserved"
 _TEMPORARY = re.compile(rf"\d+-[0-9a-f]{{16}}({re.escape(_RESERVED)})?")
 _STALE_AFTER_S = 3600.0
 _RESERVED_FOR_S, _WRITTEN_BYTES_PER_S = 60.0, 1e6  # see `_lasts_s`
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_REFUSED = {errno.EROFS, errno.EACCES, errno.EPERM}
 _BUFFERS_PER_CALL = 512  # below IOV_MAX, which is 1024 on Linux
 
 
@@ -69,10 +70,11 @@ class Folder:
     def __init__(
         self, path: Path, read_only: bool = False, durable: bool = True, locks: bool = True, mode: int = OWNER_ONLY
     ) -> None:
-        self.path, self._mode = (path := _absolute(path)), mode
-        self._locks = locks
-        self.durable = durable
-        self.read_only = read_only
+        try:
+            self.path = path = path.absolute()
+        except OSError as error:
+            raise StoreError(f"{path} is relative, and the current folder is gone: name the whole path") from error
+        self.read_only, self.durable, self._locks, self._mode = read_only, durable, locks, mode
         self.blocks = path / "blocks"
         self.manifests = path / "manifests"
         self.documents = path / "documents"
@@ -136,7 +138,9 @@ class Folder:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.make(self.path)
-            others = [entry for entry in os.listdir(self.path) if not self._is_harmless(entry)]
+            others = set(os.listdir(self.path)) - {"lost+found"}
+            if self.tmp.is_dir() and all(map(_TEMPORARY.fullmatch, os.listdir(self.tmp))):
+                others.discard("tmp")  # left by a process that died while it made the store
             if others and not self._has_format():  # checked again: another process may have just made the store
                 raise StoreError(self._not_a_store(others))
             self.make(self.tmp)
@@ -144,7 +148,7 @@ class Folder:
         except OSError as error:
             raise store_error(error, f"cannot make a store in {self.path}") from error
 
-    def _not_a_store(self, entries: Sequence[str]) -> str:
+    def _not_a_store(self, entries: Iterable[str]) -> str:
         """What is wrong with a folder that has these entries and no format file, and what to do."""
         if {"blocks", "manifests"} <= set(entries):
             return (
@@ -154,31 +158,21 @@ class Folder:
             )
         return f"{self.path} is not a store and not empty (it has {sorted(entries)[0]!r}): use an empty folder"
 
-    def _is_harmless(self, entry: str) -> bool:
-        """Whether a folder that is to become a store may contain this entry."""
-        if entry == "tmp" and self.tmp.is_dir():  # left by a process that died while it made the store
-            return all(_TEMPORARY.fullmatch(file) for file in os.listdir(self.tmp))
-        return entry == "lost+found"
-
     def _prepare(self) -> None:
         try:
             for folder in (self.blocks, self.manifests, self.pins, self.tmp):
                 self.make(folder)
-            self._clean_temporary()
+            for entry in os.scandir(self.tmp):  # those of dead processes go; a live writer holds its file's lock
+                if _TEMPORARY.fullmatch(entry.name):
+                    self._size_in_use(entry.path)
             path, fd = self._new_temporary()
             os.unlink(path)
             os.close(fd)
         except OSError as error:
-            if is_refused(error):
+            if error.errno in _REFUSED:
                 self.read_only = True
             elif not is_full(error):
                 raise store_error(error, f"cannot open the store in {self.path}") from error
-
-    def _clean_temporary(self) -> None:
-        """Removes temporary files of dead processes; a live writer holds its file's lock."""
-        for entry in os.scandir(self.tmp):
-            if _TEMPORARY.fullmatch(entry.name):
-                self._size_in_use(entry.path)
 
     def _size_in_use(self, path: str) -> int:
         """Bytes of a temporary file of a live writer; that of a dead one is removed, and has none."""
@@ -372,13 +366,6 @@ def _lasts_s(path: str, nbytes: int) -> float:
     return _RESERVED_FOR_S + nbytes / _WRITTEN_BYTES_PER_S if path.endswith(_RESERVED) else _STALE_AFTER_S
 
 
-def _absolute(path: Path) -> Path:
-    try:
-        return path.absolute()
-    except OSError as error:
-        raise StoreError(f"{path} is relative, and the current folder is gone: name the whole path") from error
-
-
 def format_file_text() -> str:
     """Content of a store's format file."""
     return json.dumps({"format": CHAIN_FORMAT, "what": "cacheblend KV cache store, see docs/format.md"}) + "\n"
@@ -401,3 +388,78 @@ def _write_all(fd: int, buffers: Sequence[memoryview]) -> None:
             written -= len(waiting.pop())
         if written:
             waiting[-1] = waiting[-1][written:]
+
+
+# ---- entries ------------------------------------------------------------------------------------------------
+
+
+def named_files(folder: str, suffix: str = "") -> list[BlockName]:
+    """Block names, sorted, of the files in `folder` that are named by a block name in hexadecimal and `suffix`."""
+    try:
+        files = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    return sorted(name for file in files if (name := name_of_file(file, suffix)) is not None)
+
+
+def name_of_file(file: str, suffix: str) -> BlockName | None:
+    """The block name in a file's name, None if it has another form."""
+    text = file.removesuffix(suffix)
+    if len(file) != 2 * NAME_BYTES + len(suffix) or len(text) != 2 * NAME_BYTES or text.lower() != text:
+        return None
+    try:
+        return BlockName(bytes.fromhex(text))
+    except ValueError:
+        return None
+
+
+def remove_entry(path: str) -> None:
+    """Removes what stands in a file's place; a directory with something in it is moved aside, to ``.aside``."""
+    try:
+        return os.unlink(path)
+    except OSError:
+        if not os.path.isdir(path) or os.path.islink(path):
+            raise
+    try:
+        os.rmdir(path)
+    except OSError:
+        os.rename(path, f"{path}.aside")
+
+
+def unlink(path: str) -> bool:
+    """Removes a file; False if it does not exist. Raises `StoreError`."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise store_error(error, f"cannot remove {path}") from error
+    return True
+
+
+# ---- the system's errors, as errors of the store that say what to do ----------------------------------------
+
+
+def is_full(error: OSError) -> bool:
+    """Whether the disk or a quota is full, so that evicting blocks could help."""
+    return error.errno in _FULL
+
+
+def store_error(error: OSError, what: str) -> StoreError:
+    """The `StoreError` for a system error while writing; `what` says what failed."""
+    if is_full(error):
+        return StoreFullError(f"{what}: {error.strerror}; free some space or raise the quota")
+    if error.errno == errno.EFBIG:
+        return StoreFullError(f"{what}: {error.strerror}; raise the limit on file sizes (ulimit -f)")
+    if error.errno in _REFUSED:
+        return StoreReadOnlyError(f"{what}: {error.strerror}; check the folder's permissions and its mount")
+    return StoreError(f"{what}: {error}")
+
+
+def unreadable(path: Path, error: OSError) -> StoreError:
+    """The `StoreError` for a system error while the folder at `path` was read."""
+    where = "" if error.filename in (None, str(path)) else f"{error.filename}: "
+    return StoreError(
+        f"the store in {path} cannot be read: {where}{error.strerror or error}; check what is there and its "
+        "permissions, or use another folder"
+    )

@@ -1,122 +1,126 @@
-"""Small files with a checksum, named by a block name: written, listed and read, those already read kept in memory.
+"""Manifests and documents' records as files of a folder, named by a block name.
 
-Manifests, and records of documents. Knows files; does not know what is in them.
+manifests/<name>.json
+documents/<root>/<name>.json
+documents/<root>/lock             locked while it is decided what is referred to
 """
 
 # System calls on strings, since this is the hot path:
-# ruff: noqa: PTH110, PTH116, PTH123
+# ruff: noqa: PTH110, PTH116, PTH123, PTH208
 
+import contextlib
 import errno
+import logging
 import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Hashable
-from pathlib import Path
-from typing import Generic, TypeVar
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from cacheblend.core.names import BlockName
-from cacheblend.store.disk.entries import named_files, remove_entry
-from cacheblend.store.disk.folder import Folder
+from cacheblend.store.base import LOGGER_NAME, SMALL_FILE_BYTES
+from cacheblend.store.disk.folder import Folder, name_of_file, named_files, remove_entry, store_error
 from cacheblend.store.format.checksum import DamagedError
+from cacheblend.store.sealed import DOCUMENTS, MANIFESTS, Bytes, Sealed
 
-T = TypeVar("T")
 SUFFIX = ".json"
 STAMP_SETTLES_NS = 2 * 10**9
 """Two changes within one tick of a file system's clock have the same time; the coarsest ticks are 2 s."""
 
+logger = logging.getLogger(LOGGER_NAME)
 
-class SealedFiles(Generic[T]):
-    """Files of one kind in one place; a file is not read again while it does not change.
 
-    Safe to call from several threads.
+class SealedFiles:
+    """See `SealedPlace`. Raises `OSError` where the folder cannot be read."""
 
-    Args:
-        folder: the store's folder.
-        place: where the files lie, in it.
-        decode: of a file's bytes and its name; raises `DamagedError`.
-    """
+    def __init__(self, folder: Folder) -> None:
+        self._folder, self.place = folder, str(folder.path)
+        self._locks: dict[str, threading.Lock] = {}
 
-    def __init__(self, folder: Folder, place: Path, decode: Callable[[bytes, BlockName], T]) -> None:
-        self._folder, self._place, self._decode = folder, place, decode
-        self._lock = threading.Lock()
-        self._known: dict[BlockName, tuple[tuple[int, int, int], T]] = {}
+    def _path(self, kind: str, name: BlockName) -> str:
+        return f"{self.place}/{kind}/{name.hex()}{SUFFIX}"
 
-    def path(self, name: BlockName) -> str:
-        """Path of the file, whether it exists or not."""
-        return f"{self._place}/{name.hex()}{SUFFIX}"
-
-    def put(self, name: BlockName, data: bytes) -> None:
-        """Writes a file, all or nothing; raises `OSError`."""
-        self._folder.publish(self.path(name), [memoryview(data)])
-
-    def names(self) -> list[BlockName]:
-        """Names of the files, sorted. Raises `OSError`."""
-        return named_files(str(self._place), SUFFIX)
-
-    def stamp(self) -> Hashable | None:
-        """A value that changes when a file is added or removed; None while a change may still go unnoticed.
-
-        Raises `OSError`.
-        """
+    def put_sealed(self, kind: str, name: BlockName, data: Bytes) -> None:
+        path = self._path(kind, name)
         try:
-            status = os.stat(self._place)
+            self._folder.publish(path, [memoryview(data)])
+        except OSError as error:
+            raise store_error(error, f"cannot write {path}") from error
+
+    def sealed(self, kind: str) -> Mapping[BlockName, Sealed]:
+        found: dict[BlockName, Sealed] = {}
+        for name in named_files(f"{self.place}/{kind}", SUFFIX):
+            with contextlib.suppress(FileNotFoundError):
+                status = os.stat(self._path(kind, name))
+                mark = status.st_ino, status.st_size, status.st_mtime_ns
+                found[name] = Sealed(mark, whole_pages(status.st_size))
+        return found
+
+    def read_sealed(self, kind: str, names: Sequence[BlockName]) -> list[Bytes | DamagedError | None]:
+        """An I/O error of the disk counts as damage; a manifest that cannot be opened is left out."""
+        return [self._read(kind, name) for name in names]
+
+    def _read(self, kind: str, name: BlockName) -> Bytes | DamagedError | None:
+        path = self._path(kind, name)
+        try:
+            if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would never end
+                return DamagedError("it is no regular file")
+            with open(path, "rb") as file:
+                return file.read()
         except FileNotFoundError:
-            return None  # `names` finds none either
+            return None
+        except OSError as error:
+            if error.errno == errno.EIO:
+                return DamagedError(f"cannot be read: {error}")
+            if kind != MANIFESTS:
+                raise
+            logger.warning("manifest %s cannot be read: %s; left out", path, error.strerror)
+            return None
+
+    def has_sealed(self, kind: str, name: BlockName) -> bool:
+        return os.path.exists(self._path(kind, name))
+
+    def delete_sealed(self, kind: str, name: BlockName) -> bool:
+        path = self._path(kind, name)
+        try:
+            remove_entry(path)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise store_error(error, f"cannot remove {path}") from error
+        return True
+
+    def kinds(self) -> list[str]:
+        """Folders that are empty but for the lock have no records."""
+        try:
+            folders = os.listdir(self._folder.documents)
+        except FileNotFoundError:
+            return []
+        roots = [folder for folder in sorted(folders) if name_of_file(folder, "") is not None]
+        return [f"{DOCUMENTS}{root}" for root in roots if named_files(f"{self._folder.documents}/{root}", SUFFIX)]
+
+    @contextmanager
+    def lock(self, kind: str) -> Iterator[None]:
+        """By flock, where the file system has it."""
+        place = self._folder.path / kind
+        try:
+            self._folder.make(place)
+        except OSError as error:
+            raise store_error(error, f"cannot make {place}") from error
+        with self._locks.setdefault(kind, threading.Lock()), self._folder.locked(place):
+            yield
+
+    def listing_stamp(self) -> Hashable | None:
+        """When the folder of manifests last changed; None while a change may still go unnoticed."""
+        try:
+            status = os.stat(self._folder.manifests)
+        except FileNotFoundError:
+            return None  # `sealed` finds none either
         settled = time.time_ns() - status.st_mtime_ns > STAMP_SETTLES_NS
         return (status.st_ino, status.st_mtime_ns) if settled else None
 
-    def has(self, name: BlockName) -> bool:
-        """Whether there is a file of this name; does not read it."""
-        return os.path.exists(self.path(name))
 
-    def read(self, name: BlockName, fresh: bool = False) -> T | None:
-        """What the file says, None if there is none.
-
-        Args:
-            name: of the file.
-            fresh: read the file even if it has not changed.
-
-        Raises:
-            DamagedError: as `decode` raises it; an I/O error of the disk counts as damage.
-            OSError: the file cannot be read for another reason (permissions, no descriptors left).
-        """
-        path = self.path(name)
-        try:
-            status = os.stat(path)
-            if not stat.S_ISREG(status.st_mode):  # a pipe would never end
-                raise DamagedError("it is no regular file")
-            stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
-            with self._lock:
-                known = self._known.get(name)
-            if known is not None and known[0] == stamp and not fresh:
-                return known[1]
-            with open(path, "rb") as file:
-                value = self._decode(file.read(), name)
-        except FileNotFoundError:
-            with self._lock:
-                self._known.pop(name, None)
-            return None
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            raise DamagedError(f"cannot be read: {error}") from error
-        with self._lock:
-            self._known[name] = (stamp, value)
-        return value
-
-    def size(self, name: BlockName) -> int:
-        """Bytes of a file that was read; 0 if it was not."""
-        with self._lock:
-            known = self._known.get(name)
-        return 0 if known is None else known[0][1]
-
-    def remove(self, name: BlockName) -> bool:
-        """Removes the file; False if there was none. Raises other `OSError`s."""
-        with self._lock:
-            self._known.pop(name, None)
-        try:
-            remove_entry(self.path(name))
-        except FileNotFoundError:
-            return False
-        return True
+def whole_pages(nbytes: int) -> int:
+    """What a small file occupies on a disk."""
+    return -(-nbytes // SMALL_FILE_BYTES) * SMALL_FILE_BYTES

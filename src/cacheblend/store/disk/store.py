@@ -7,10 +7,10 @@ fails its checksum is reported, removed and counts as not held.
 # ruff: noqa: PTH110 - system calls on strings, since this is the hot path
 
 import contextlib
-import logging
 import os
 import threading
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -19,23 +19,26 @@ from cacheblend.core.errors import BlockLostError, StoreError, check_type
 from cacheblend.core.load.threads import DaemonPool, results_of, submit_or_call
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, RecordMemory
-from cacheblend.store.base import LOGGER_NAME, Damage, FindCounter, KVStore, Progress, StoreStats
-from cacheblend.store.checks import check_block, check_manifest, check_max_bytes
+from cacheblend.store.base import (
+    SMALL_FILE_BYTES,
+    Damage,
+    FindCounter,
+    KVStore,
+    Progress,
+    StoreStats,
+    check_block,
+    check_manifest,
+    check_max_bytes,
+)
 from cacheblend.store.disk.block_files import BlockFiles
 from cacheblend.store.disk.block_writer import BlockWriter
-from cacheblend.store.disk.capacity import Capacity, whole_pages
-from cacheblend.store.disk.documents import FolderDocuments
-from cacheblend.store.disk.entries import unlink
-from cacheblend.store.disk.folder import OWNER_ONLY, Folder, sync_folder
-from cacheblend.store.disk.sealed_files import SealedFiles
-from cacheblend.store.disk.system_errors import store_error, unreadable
+from cacheblend.store.disk.capacity import Capacity
+from cacheblend.store.disk.folder import OWNER_ONLY, Folder, store_error, sync_folder, unlink, unreadable
+from cacheblend.store.disk.sealed_files import SealedFiles, whole_pages
 from cacheblend.store.documents import verify_documents
-from cacheblend.store.eviction import eviction_of
-from cacheblend.store.expiry import Expiry
-from cacheblend.store.format.checksum import DamagedError
-from cacheblend.store.format.manifest_file import decode_manifest, encode_manifest
-
-logger = logging.getLogger(LOGGER_NAME)
+from cacheblend.store.eviction import Expiry, eviction_of
+from cacheblend.store.format.records import encode_manifest
+from cacheblend.store.sealed import MANIFESTS, Documents, Manifests
 
 DEFAULT_DISK_BYTES = 50 << 30
 """Bound of a folder for which none is given."""
@@ -85,13 +88,15 @@ class DiskStore(KVStore):
         self._files = BlockFiles(self._folder, direct=direct, expiry=expiry)
         # For lru no policy is needed: the files' times say when they were used, and all processes see them.
         policy = None if eviction == "lru" else eviction_of(eviction)
-        self._manifests = SealedFiles(self._folder, self._folder.manifests, decode_manifest)
+        self._sealed = SealedFiles(self._folder)
+        self._manifests = Manifests(self._sealed, self._reading, self.read_only, SMALL_FILE_BYTES)
         self._capacity = Capacity(self._folder, self._files, self._manifests, max_bytes, policy, expiry)
         self._writer = BlockWriter(self._folder, self._capacity)
-        self.documents = FolderDocuments(self._folder, self._capacity)
+        self.documents = Documents(self._sealed, self._reading, self._folder.require_writable, self._reserved)
         self._finds = FindCounter()
-        self._lock, self._write_failures, self._damaged_manifests = threading.Lock(), 0, 0
-        self._reads_at_once = _MOST_READS if direct else min(_MOST_READS, _cores())
+        self._lock, self._write_failures = threading.Lock(), 0
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._reads_at_once = _MOST_READS if direct else min(_MOST_READS, cores)
         self._bytes_a_thread = _DIRECT_BYTES_A_THREAD if direct else _BYTES_A_THREAD
         self._readers = DaemonPool(self._reads_at_once, "cacheblend-disk")
 
@@ -113,16 +118,15 @@ class DiskStore(KVStore):
 
     @property
     def tier_names(self) -> tuple[str, ...]:
-        """See `KVStore.tier_names`."""
         return ("disk",)
 
     @property
     def is_reachable(self) -> bool:
-        """See `KVStore.is_reachable`. Whether the folder is still a store: it may be deleted, or its disk unmounted."""
+        """Whether the folder is still a store: it may be deleted, or its disk unmounted."""
         return self._folder.is_there
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
-        """See `KVStore.find`. One stat for a known block; reads the header of others."""
+        """One stat for a known block; reads the header of others."""
         headers = self._files.find(names)
         found = [header for header in reversed(headers) if header is not None]
         used = [(each.name, len(each.entry.token_ids) * len(each.names) / each.file_bytes) for each in found]
@@ -131,34 +135,31 @@ class DiskStore(KVStore):
         return [None if header is None else header.entry for header in headers]
 
     def held(self, names: Sequence[BlockName]) -> list[bool]:
-        """See `KVStore.held`."""
         return self._files.held(names)
 
     def read_layers(
-        self,
-        names: Sequence[BlockName],
-        layers: range,
-        heads: slice | None = None,
-        memory: RecordMemory | None = None,
+        self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
     ) -> list[list[torch.Tensor] | BlockLostError]:
-        """See `KVStore.read_layers`. One pread for a block's layers, checked head by head; by threads if it is much.
+        """One pread for a block's layers, checked head by head; by threads if it is much.
 
         Each thread reads a part of the blocks: between small reads threads would only wait for the interpreter.
         """
         nbytes = len(names) * self._files.record_bytes(names, layers)
-        parts = max(1, min(self._reads_at_once, len(names), nbytes // self._bytes_a_thread))
-        step = max(1, -(-len(names) // parts))
-        first, *others = [names[at : at + step] for at in range(0, len(names), step)] or [names]
+        parts = min(self._reads_at_once, len(names), nbytes // self._bytes_a_thread)
+        if parts <= 1:
+            return self._files.read(names, layers, heads, memory)
+        step = -(-len(names) // parts)
+        first, *others = [names[at : at + step] for at in range(0, len(names), step)]
         asked = [submit_or_call(self._readers, self._files.read, part, layers, heads, memory) for part in others]
         read = self._files.read(first, layers, heads, memory)
         return [*read, *(each for part in results_of(asked) for each in part)]
 
     def write(self, block: Block) -> bool:
-        """See `KVStore.write`. The records are written from their own memory, without a copy."""
+        """The records are written from their own memory, without a copy."""
         return self.write_all([block])[0]
 
     def write_all(self, blocks: Sequence[Block]) -> list[bool]:
-        """See `KVStore.write_all`. Small blocks that follow each other share a file, where the folder can have some."""
+        """Small blocks that follow each other share a file, where the folder can have some."""
         self._folder.require_writable()
         for block in blocks:
             check_block(block)
@@ -173,7 +174,6 @@ class DiskStore(KVStore):
         return [new.pop(block.name, None) is not None for block in blocks]
 
     def delete(self, name: BlockName) -> bool:
-        """See `KVStore.delete`."""
         self._folder.require_writable()
         self.unpin([name])
         self._files.forget(name)
@@ -183,7 +183,7 @@ class DiskStore(KVStore):
     # ---- pins and manifests -----------------------------------------------------------------------------
 
     def pin(self, names: Iterable[BlockName]) -> None:
-        """See `KVStore.pin`. Each pin is an empty file."""
+        """Each pin is an empty file."""
         self._folder.require_writable()
         try:
             for name in names:
@@ -194,74 +194,44 @@ class DiskStore(KVStore):
             raise store_error(error, f"cannot pin blocks in {self.path}") from error
 
     def unpin(self, names: Iterable[BlockName]) -> None:
-        """See `KVStore.unpin`."""
         self._folder.require_writable()
         for name in names:
             unlink(str(self._folder.pins / name.hex()))
 
     def pinned(self) -> set[BlockName]:
-        """See `KVStore.pinned`."""
         with self._reading():
             return self._capacity.pinned()
 
     def are_pinned(self, names: Sequence[BlockName]) -> list[bool]:
-        """See `KVStore.are_pinned`. One stat for each."""
+        """One stat for each."""
         return [os.path.exists(self._folder.pins / name.hex()) for name in names]
 
     def put_manifest(self, manifest: ChunkManifest) -> None:
-        """See `KVStore.put_manifest`."""
         self._folder.require_writable()
         check_manifest(manifest)
-        data = encode_manifest(manifest)
-        try:
-            with self._capacity.reserved(whole_pages(len(data))):
-                self._manifests.put(manifest.chunk_id, data)
-        except OSError as error:
-            raise store_error(error, f"cannot write the manifest of chunk {manifest.chunk_id.hex()}") from error
+        data, name = encode_manifest(manifest), manifest.chunk_id
+        with self._reading(), self._reserved(len(data), name, "manifest"):
+            self._sealed.put_sealed(MANIFESTS, name, data)
+
+    def _reserved(self, nbytes: int, name: BlockName, what: str) -> AbstractContextManager[None]:
+        return self._capacity.reserved(whole_pages(nbytes))
 
     def manifests(self) -> list[ChunkManifest]:
-        """See `KVStore.manifests`. Files that have not changed since the last call are not read again."""
-        with self._reading():
-            chunk_ids = self._manifests.names()
-        return [m for chunk_id in chunk_ids if (m := self._manifest(chunk_id)) is not None]
+        """Files that have not changed since the last call are not read again."""
+        return self._manifests.intact([])
 
     def listing_stamp(self) -> Hashable | None:
-        """See `KVStore.listing_stamp`. When the folder of manifests last changed; None for 2 s after a change."""
+        """When the folder of manifests last changed; None for 2 s after a change."""
         with self._reading():
-            return self._manifests.stamp()
-
-    def _manifest(self, chunk_id: BlockName, found: list[Damage] | None = None) -> ChunkManifest | None:
-        """The manifest, None if it is missing or damaged; damage is reported, removed and appended to `found`."""
-        path = self._manifests.path(chunk_id)
-        try:
-            return self._manifests.read(chunk_id, fresh=found is not None)
-        except OSError as error:
-            logger.warning("manifest %s cannot be read: %s; left out", path, error.strerror)
-            return None
-        except DamagedError as error:
-            reason = str(error)
-        with self._lock:
-            self._damaged_manifests += 1
-        removed = False
-        if not self.read_only:
-            with contextlib.suppress(OSError):
-                self._manifests.remove(chunk_id)
-                removed = True
-        logger.warning("damaged manifest %s: %s; %s", path, reason, "removed" if removed else "could not be removed")
-        (found if found is not None else []).append(Damage("manifest", chunk_id, reason, removed))
-        return None
+            return self._sealed.listing_stamp()
 
     def has_manifest(self, chunk_id: BlockName) -> bool:
-        """See `KVStore.has_manifest`. One stat."""
-        return self._manifests.has(chunk_id)
+        """One stat."""
+        return self._sealed.has_sealed(MANIFESTS, chunk_id)
 
     def delete_manifest(self, chunk_id: BlockName) -> bool:
-        """See `KVStore.delete_manifest`."""
         self._folder.require_writable()
-        try:
-            return self._manifests.remove(chunk_id)
-        except OSError as error:
-            raise store_error(error, f"cannot remove the manifest of chunk {chunk_id.hex()}") from error
+        return self._manifests.delete(chunk_id)
 
     # ---- the whole store --------------------------------------------------------------------------------
 
@@ -274,12 +244,11 @@ class DiskStore(KVStore):
             raise unreadable(self.path, error) from error
 
     def stats(self) -> StoreStats:
-        """See `KVStore.stats`."""
         with self._reading():
-            count, nbytes, pinned = 0, float(self._capacity.small_bytes()), 0
+            count, nbytes, pinned = 0, float(self._capacity.small_bytes()[0]), 0
             for block in self._capacity.blocks():
                 count, nbytes, pinned = count + 1, nbytes + block.nbytes, pinned + block.pinned
-            chunks = len(self._manifests.names())
+            chunks = self._manifests.count()
         return StoreStats(
             tier="disk",
             blocks=count,
@@ -290,14 +259,14 @@ class DiskStore(KVStore):
             hits=self._finds.hits,
             misses=self._finds.misses,
             evictions=self._capacity.evictions,
-            damaged=self._files.damaged + self._damaged_manifests,
+            damaged=self._files.damaged + self._manifests.damaged,
             write_failures=self._write_failures,
         )
 
     def verify(self, progress: Progress | None = None) -> list[Damage]:
-        """See `KVStore.verify`. Blocks that vanish meanwhile are not damage."""
+        """Blocks that vanish meanwhile are not damage."""
         with self._reading():
-            names, chunk_ids = [block.name for block in self._capacity.blocks()], self._manifests.names()
+            names = [block.name for block in self._capacity.blocks()]
         found: list[Damage] = []
         for done, name in enumerate(names, start=1):
             damage = self._files.verify(name)
@@ -305,27 +274,17 @@ class DiskStore(KVStore):
                 found.append(damage)
             if progress is not None:
                 progress(done, len(names))
-        for chunk_id in chunk_ids:
-            self._manifest(chunk_id, found)
+        self._manifests.intact(found, fresh=True)
         return found + verify_documents(self.documents, removes=not self.read_only)
 
     def prune(self, max_bytes: int, progress: Progress | None = None) -> int:
-        """See `KVStore.prune`."""
         self._folder.require_writable()
         check_max_bytes(max_bytes)
         try:
-            freed = self._capacity.shrink(max_bytes, progress)
-            freed += self._capacity.remove_empty_chunks()
+            return self._capacity.shrink(max_bytes, progress) + self._capacity.sweep()
         except OSError as error:
             raise store_error(error, f"cannot prune {self.path}") from error
-        return freed
 
     def close(self) -> None:
-        """See `KVStore.close`."""
         self._readers.close()
         self._files.close()
-
-
-def _cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

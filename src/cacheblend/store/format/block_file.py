@@ -86,12 +86,16 @@ class Geometry:
     Attributes:
         layout: the layout that it describes.
         offsets: offset of each layer's record in a file of one block, relative to `data_at`, then the end of the last.
+        dtype: of the records.
+        shapes: of each layer's record.
         head_bytes: bytes of one head of each layer.
         first_digest: index of the digest of each layer's head 0, then the number of digests.
     """
 
     layout: KVLayout
     offsets: tuple[int, ...]
+    dtype: torch.dtype
+    shapes: tuple[tuple[int, ...], ...]
     head_bytes: tuple[int, ...]
     first_digest: tuple[int, ...]
 
@@ -123,6 +127,8 @@ def geometry_of(layers: str, dtype: str, codec: str, tokens: int) -> Geometry:
     return Geometry(
         layout=layout,
         offsets=tuple(itertools.accumulate(sizes, initial=0)),
+        dtype=layout.record_dtype,
+        shapes=tuple(layout.record_shape(layer, tokens) for layer in range(len(shapes))),
         head_bytes=head_bytes,
         first_digest=tuple(itertools.accumulate((s.kv_heads for s in shapes), initial=0)),
     )
@@ -159,17 +165,14 @@ def encode_chain(blocks: Sequence[Block]) -> list[memoryview]:
         known = ", ".join(str(dtype) for dtype in _DTYPE_NAMES)
         raise InvalidInputError(f"block files cannot hold {layout.dtype}; they hold {known}")
     records = [[record_bytes(record) for record in block.records] for block in blocks]
-    digests = b"".join(_digests(own, layout) for own in records)
-    by_layer = [record for layer in zip(*records, strict=True) for record in layer]
-    return [memoryview(_encode_header(blocks, digests)), *by_layer]
-
-
-def _digests(records: Sequence[memoryview], layout: KVLayout) -> bytes:
-    return b"".join(
+    digests = b"".join(
         digest(data[at : at + len(data) // shape.kv_heads])
-        for data, shape in zip(records, layout.layers, strict=True)
+        for own in records
+        for data, shape in zip(own, layout.layers, strict=True)
         for at in range(0, len(data), len(data) // shape.kv_heads)
     )
+    by_layer = [record for layer in zip(*records, strict=True) for record in layer]
+    return [memoryview(_encode_header(blocks, digests)), *by_layer]
 
 
 def record_bytes(record: torch.Tensor) -> memoryview:

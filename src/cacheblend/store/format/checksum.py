@@ -4,6 +4,8 @@ xxh3_64 detects accidents (bit rot, torn writes, truncation); it does not protec
 write to the store.
 """
 
+from collections.abc import Callable
+
 import xxhash
 
 Bytes = bytes | memoryview
@@ -16,9 +18,8 @@ class DamagedError(Exception):
     """Stored bytes are not what was written; the message is one line for the report."""
 
 
-def digest(data: Bytes) -> bytes:
-    """xxh3_64 of `data`, 8 bytes, most significant first."""
-    return xxhash.xxh3_64_digest(data)
+digest: Callable[[Bytes], bytes] = xxhash.xxh3_64_digest
+"""xxh3_64 of bytes: 8 bytes, most significant first."""
 
 
 def seal(before: bytes, after: bytes) -> bytes:

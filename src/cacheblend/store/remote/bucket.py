@@ -22,7 +22,8 @@ from typing import Any, TypeVar, cast
 from cacheblend.core.errors import InvalidInputError, StoreError, StoreUnreachableError
 from cacheblend.core.load.threads import DaemonPool, results_of
 from cacheblend.core.names import BlockName
-from cacheblend.store.remote.objects import DOCUMENTS, Bytes, HeldBlock, Range, Sealed, parts_of, runs_of
+from cacheblend.store.remote.objects import HeldBlock, Range, parts_of, runs_of
+from cacheblend.store.sealed import DOCUMENTS, Bytes, Sealed
 
 AT_ONCE = 32
 """Requests at the same time."""
@@ -101,7 +102,7 @@ class BucketObjects:
     def look_up(
         self, names: Sequence[BlockName], unknown: AbstractSet[BlockName] = frozenset(), since: float = -math.inf
     ) -> list[Bytes | None]:
-        """See `Objects`. A request for each block, at the same time; a second one where an unknown header is long."""
+        """A request for each block, at the same time; a second one where an unknown header is long."""
 
         def ask(name: BlockName) -> tuple[float, Bytes] | None:
             if name in unknown:
@@ -120,7 +121,7 @@ class BucketObjects:
         return found
 
     def headers(self, names: Sequence[BlockName]) -> list[Bytes | None]:
-        """See `Objects`. A second request where the header is long."""
+        """A second request where the header is long."""
         begun = self._each(names, self._begin)
         return [None if begin is None else begin[1] for begin in begun]
 
@@ -137,19 +138,17 @@ class BucketObjects:
         return None if rest is None else (written, bytes(first) + bytes(rest))
 
     def records(self, ranges: Sequence[Range]) -> list[Bytes | None]:
-        """See `Objects`. Records that lie next to each other come in one request."""
+        """Records that lie next to each other come in one request."""
         runs = list(runs_of(ranges))
         found = self._each(runs, lambda run: self._range(_block(run[0].name), run[0].first, run[-1].last))
         return [part for run, data in zip(runs, found, strict=True) for part in parts_of(run, data)]
 
     def put(self, name: BlockName, header: Bytes, records: Sequence[Bytes]) -> None:
-        """See `Objects`."""
         self._put(_block(name), b"".join((header, *records)))
         with self._lock:
             self._used[name] = time.time()
 
     def delete(self, names: Sequence[BlockName]) -> list[bool]:
-        """See `Objects`."""
         there = self.exist(names)
         paths = [_block(name) for name, held in zip(names, there, strict=True) if held]
         self._delete(paths)
@@ -159,11 +158,10 @@ class BucketObjects:
         return there
 
     def exist(self, names: Sequence[BlockName]) -> list[bool]:
-        """See `Objects`. A request for each."""
+        """A request for each."""
         return [found is not None for found in self._each(names, lambda name: self._head(_block(name)))]
 
     def held(self, *, tidy: bool = False) -> list[HeldBlock]:
-        """See `Objects`."""
         found = []
         for meta in self._list("blocks"):
             name = _name(meta["path"])
@@ -179,24 +177,19 @@ class BucketObjects:
     # ---- pins and manifests -----------------------------------------------------------------------------
 
     def pin(self, names: Iterable[BlockName]) -> None:
-        """See `Objects`."""
         self._each(list(names), lambda name: self._put(f"pins/{name.hex()}", b""))
 
     def unpin(self, names: Iterable[BlockName]) -> None:
-        """See `Objects`."""
         self._delete([f"pins/{name.hex()}" for name in names])
 
     def pinned(self) -> set[BlockName]:
-        """See `Objects`."""
         names = [_name(meta["path"]) for meta in self._list("pins")]
         return {name for name in names if name is not None}
 
     def put_sealed(self, kind: str, name: BlockName, data: Bytes) -> None:
-        """See `Objects`."""
         self._put(f"{kind}/{name.hex()}", bytes(data))
 
     def sealed(self, kind: str) -> Mapping[BlockName, Sealed]:
-        """See `Objects`."""
         named = [
             (_name(meta["path"]), Sealed(f"{meta['e_tag']} {meta['last_modified']}", int(meta["size"])))
             for meta in self._list(kind)
@@ -204,38 +197,37 @@ class BucketObjects:
         return {name: sealed for name, sealed in named if name is not None}
 
     def documents_bytes(self) -> int:
-        """See `Objects`."""
         return sum(int(meta["size"]) for meta in self._list(DOCUMENTS.rstrip("/")))
 
     def read_sealed(self, kind: str, names: Sequence[BlockName]) -> list[Bytes | None]:
-        """See `Objects`."""
-        return self._each(names, lambda name: self._whole(f"{kind}/{name.hex()}"), self._listed_pool)
+        def ask(name: BlockName) -> memoryview | None:
+            path = f"{kind}/{name.hex()}"
+            return self._if_there(lambda: memoryview(self._obstore.get(self._bucket, path).bytes()))
+
+        return self._each(names, ask, self._listed_pool)
 
     def has_sealed(self, kind: str, name: BlockName) -> bool:
-        """See `Objects`."""
         return self._head(f"{kind}/{name.hex()}") is not None
 
     def delete_sealed(self, kind: str, name: BlockName) -> bool:
-        """See `Objects`."""
         there = self.has_sealed(kind, name)
         self._delete([f"{kind}/{name.hex()}"])
         return there
 
-    def kinds(self, prefix: str) -> list[str]:
-        """See `Objects`. Lists everything below the prefix's folder."""
-        paths = [str(meta["path"]) for meta in self._list(prefix.rstrip("/"))]
+    def kinds(self) -> list[str]:
+        """Lists all documents' records."""
+        paths = [str(meta["path"]) for meta in self._list(DOCUMENTS.rstrip("/"))]
         return sorted({"/".join(path.split("/")[-3:-1]) for path in paths})
 
     def lock(self, kind: str) -> AbstractContextManager[object]:
-        """See `Objects`. A bucket has no locks."""
+        """A bucket has no locks."""
         return nullcontext()
 
     def listing_stamp(self) -> str | None:
-        """See `Objects`. A bucket cannot tell without listing."""
+        """A bucket cannot tell without listing."""
         return None
 
     def close(self) -> None:
-        """See `Objects`."""
         for pool in (self._pool, self._listed_pool):
             pool.close()
         for pool in (self._pool, self._listed_pool):
@@ -253,24 +245,15 @@ class BucketObjects:
             got = self._obstore.get(self._bucket, path, options={"range": (0, _FIRST_READ)})
             return got.meta["last_modified"].timestamp(), memoryview(got.bytes())
 
-        try:
-            return self._if_there(ask)
-        except StoreUnreachableError as error:
-            if "416 Range Not Satisfiable" in str(error.__cause__):
-                return time.time(), memoryview(b"")  # an empty object: damaged
-            raise
+        return self._if_there(ask, (time.time(), memoryview(b"")))
 
     def _range(self, path: str, start: int, end: int) -> memoryview | None:
         """Bytes [start, end), fewer or none where the object ends earlier; None where it is missing."""
-        try:
-            return self._if_there(lambda: memoryview(self._obstore.get_range(self._bucket, path, start=start, end=end)))
-        except StoreUnreachableError as error:
-            if "416 Range Not Satisfiable" in str(error.__cause__):
-                return memoryview(b"")
-            raise
 
-    def _whole(self, path: str) -> memoryview | None:
-        return self._if_there(lambda: memoryview(self._obstore.get(self._bucket, path).bytes()))
+        def ask() -> memoryview:
+            return memoryview(self._obstore.get_range(self._bucket, path, start=start, end=end))
+
+        return self._if_there(ask, memoryview(b""))
 
     def _put(self, path: str, data: bytes) -> None:
         self._ask(lambda: self._obstore.put(self._uploads, path, data))
@@ -282,13 +265,15 @@ class BucketObjects:
     def _list(self, folder: str) -> list[Any]:
         return self._ask(lambda: list(self._obstore.list(self._bucket, f"{folder}/").collect()))
 
-    def _if_there(self, call: Callable[[], T]) -> T | None:
-        """The answer; None where the object is missing."""
+    def _if_there(self, call: Callable[[], T], if_empty: T | None = None) -> T | None:
+        """The answer; None where the object is missing, `if_empty` where it has no such bytes."""
         try:
             return self._ask(call)
         except StoreError as error:
             if isinstance(error.__cause__, self._missing):
                 return None
+            if if_empty is not None and "416 Range Not Satisfiable" in str(error.__cause__):
+                return if_empty
             raise
 
     def _ask(self, call: Callable[[], T]) -> T:

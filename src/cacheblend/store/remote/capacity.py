@@ -9,25 +9,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 from cacheblend.core.errors import StoreFullError
 from cacheblend.core.names import BlockName
 from cacheblend.store.base import Progress
-from cacheblend.store.empty_chunks import EmptyChunks, ManifestPlace
-from cacheblend.store.remote.objects import MANIFESTS, HeldBlock, Objects
+from cacheblend.store.eviction import EmptyChunks, ManifestPlace
+from cacheblend.store.remote.objects import HeldBlock, Objects
+from cacheblend.store.sealed import MANIFESTS
 
 _RECOUNT_S = 30.0  # other processes write too
-
-
-class Manifests(ManifestPlace, Protocol):
-    """Manifests of a place.
-
-    Attributes:
-        blocks: those that are held, as they were listed; others may have been written since.
-    """
-
-    blocks: set[BlockName]
 
 
 class RemoteCapacity:
@@ -51,11 +41,12 @@ class RemoteCapacity:
         objects: Objects,
         max_bytes: int | None,
         drop: Callable[[Sequence[BlockName]], list[bool]],
-        manifests: Manifests,
+        manifests: ManifestPlace,
         asking: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._objects, self.max_bytes, self._drop, self._asking = objects, max_bytes, drop, asking
-        self._manifests, self._empty = manifests, EmptyChunks(manifests)
+        self._empty = EmptyChunks(manifests, self._held)
+        self._blocks: set[BlockName] = set()  # that were listed last, but for those removed since
         self._lock = threading.Condition()
         self._bytes, self._counted_at = 0, -_RECOUNT_S
         self._being_written = 0  # bytes
@@ -166,11 +157,17 @@ class RemoteCapacity:
 
     def _listed(self) -> list[HeldBlock]:
         held = self._objects.held(tidy=True)
-        self._manifests.blocks = {block.name for block in held}
+        self._blocks = {block.name for block in held}
         return held
+
+    def _held(self, names: Sequence[BlockName]) -> set[BlockName]:
+        """Which of these blocks are held: others may have been written since they were listed."""
+        unknown = [name for name in names if name not in self._blocks]
+        written = {name for name, there in zip(unknown, self._objects.exist(unknown), strict=True) if there}
+        return self._blocks.intersection(names) | written
 
     def _left_by(self, blocks: Sequence[HeldBlock]) -> int:
         """Removes the manifests that blocks leave behind; the bytes freed."""
         names = [block.name for block in blocks]
-        self._manifests.blocks.difference_update(names)
+        self._blocks.difference_update(names)
         return self._empty.evicted(names)

@@ -10,20 +10,12 @@ at the same time. Every call raises `StoreUnreachableError` where the other side
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 from cacheblend.core.names import BlockName
-
-Bytes = bytes | bytearray | memoryview
-
-MANIFESTS = "manifests"
-"""The kind of manifests."""
-
-DOCUMENTS = "documents/"
-"""What the kinds of documents' records begin with; the root follows."""
+from cacheblend.store.sealed import Bytes, SealedPlace
 
 
 class Range(NamedTuple):
@@ -69,29 +61,12 @@ class HeldBlock(NamedTuple):
     used: float
 
 
-class Sealed(NamedTuple):
-    """A manifest or a document's record as it is listed.
-
-    Attributes:
-        mark: changes when it does.
-        nbytes: its bytes.
-    """
-
-    mark: str
-    nbytes: int
-
-
-class Objects(Protocol):
+class Objects(SealedPlace, Protocol):
     """One server or bucket; safe to call from several threads. Returned values are snapshots that the caller owns."""
 
     @property
     def tier(self) -> str:
         """``"redis"`` or ``"s3"``."""
-        ...
-
-    @property
-    def place(self) -> str:
-        """The place's name for messages, without passwords."""
         ...
 
     def look_up(
@@ -105,83 +80,39 @@ class Objects(Protocol):
             None where a block is not held, or was used before `since`; else its header if `unknown` has the name, and
             no bytes if it has not.
         """
-        ...
 
     def exist(self, names: Sequence[BlockName]) -> list[bool]:
         """Whether each block is held; marks none as used."""
-        ...
 
     def headers(self, names: Sequence[BlockName]) -> list[Bytes | None]:
         """Headers (see `store.format.block_file`), None where a block is not held."""
-        ...
 
     def records(self, ranges: Sequence[Range]) -> list[Bytes | None]:
         """Bytes of records, None where they are not held."""
-        ...
 
     def put(self, name: BlockName, header: Bytes, records: Sequence[Bytes]) -> None:
         """Stores a block; it is not visible before it is complete."""
-        ...
 
     def delete(self, names: Sequence[BlockName]) -> list[bool]:
         """Removes blocks; whether each was held."""
-        ...
 
     def held(self, *, tidy: bool = False) -> list[HeldBlock]:
         """All blocks held; `tidy` also cleans up after blocks that the other side evicted by itself."""
-        ...
 
     def pin(self, names: Iterable[BlockName]) -> None:
         """Adds pins."""
-        ...
 
     def unpin(self, names: Iterable[BlockName]) -> None:
         """Removes pins."""
-        ...
 
     def pinned(self) -> set[BlockName]:
         """Names of all pins."""
-        ...
-
-    def put_sealed(self, kind: str, name: BlockName, data: Bytes) -> None:
-        """Stores a manifest or a document's record, replacing one of the same kind and name."""
-        ...
-
-    def sealed(self, kind: str) -> Mapping[BlockName, Sealed]:
-        """Names of all of a kind."""
-        ...
 
     def documents_bytes(self) -> int:
         """Bytes of all documents' records."""
-        ...
-
-    def read_sealed(self, kind: str, names: Sequence[BlockName]) -> list[Bytes | None]:
-        """Their bytes, None where there is none."""
-        ...
-
-    def has_sealed(self, kind: str, name: BlockName) -> bool:
-        """Whether there is one of this kind and name."""
-        ...
-
-    def delete_sealed(self, kind: str, name: BlockName) -> bool:
-        """Removes one; whether there was one."""
-        ...
-
-    def kinds(self, prefix: str) -> list[str]:
-        """The kinds that begin with a prefix and of which there is any."""
-        ...
-
-    def lock(self, kind: str) -> AbstractContextManager[object]:
-        """A context that one process holds at a time; of no effect where there are no locks."""
-        ...
-
-    def listing_stamp(self) -> str | None:
-        """A value that changes when any manifest is added, changed or removed; None: unknown."""
-        ...
 
     def close(self) -> None:
         """Closes connections; may be called twice."""
-        ...
 
 
 def runs_of(ranges: Sequence[Range]) -> Iterator[list[Range]]:

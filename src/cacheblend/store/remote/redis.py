@@ -28,7 +28,8 @@ from urllib.parse import urlsplit, urlunsplit
 from cacheblend.core.errors import InvalidInputError, StoreError, StoreFullError, StoreUnreachableError
 from cacheblend.core.names import BlockName
 from cacheblend.store.base import LOGGER_NAME
-from cacheblend.store.remote.objects import MANIFESTS, Bytes, HeldBlock, Range, Sealed
+from cacheblend.store.remote.objects import HeldBlock, Range
+from cacheblend.store.sealed import MANIFESTS, Bytes, Sealed
 
 LOCK_S = 60
 """Seconds after which a lock is let go, in case its holder has died."""
@@ -41,11 +42,12 @@ _TICK_S = 1e-6  # time between blocks of one call, so that the first counts as u
 logger = logging.getLogger(LOGGER_NAME)
 
 
-class RedisConnection:
-    """Opened on first use. May be used from any thread.
+class RedisObjects:
+    """See `Objects`. The connection is opened on first use.
 
     Args:
         url: ``redis://``, ``rediss://`` or ``valkey://`` host:port/database.
+        prefix: prefix of all keys.
         timeout: seconds that a connection or an answer may take.
         cluster: the server is a node of a cluster.
 
@@ -56,7 +58,9 @@ class RedisConnection:
         InvalidInputError: redis-py is not installed.
     """
 
-    def __init__(self, url: str, timeout: float, cluster: bool) -> None:
+    tier = "redis"
+
+    def __init__(self, url: str, *, prefix: str = "cacheblend", timeout: float = 2.0, cluster: bool = False) -> None:
         try:
             import redis
         except ImportError as error:
@@ -64,17 +68,14 @@ class RedisConnection:
         parts = urlsplit(url)
         scheme = parts.scheme.replace("valkey", "redis")
         self.place = urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+        self._prefix = prefix
         from redis.backoff import NoBackoff
         from redis.exceptions import RedisClusterException
         from redis.retry import Retry
 
-        options: dict[str, Any] = {
-            "socket_timeout": timeout,
-            "socket_connect_timeout": timeout,
-            "retry": Retry(NoBackoff(), 1),  # for a connection that was closed while idle
-        }
-        if cluster:
-            options["retry"] = Retry(NoBackoff(), 0)  # the cluster's client repeats commands of a lost node by itself
+        # One retry, for a connection that was closed while idle; a cluster's client repeats commands by itself.
+        options: dict[str, Any] = {"retry": Retry(NoBackoff(), 0 if cluster else 1)}
+        options |= dict.fromkeys(("socket_timeout", "socket_connect_timeout"), timeout)
         kind = redis.RedisCluster if cluster else redis.Redis
         self._no_answer = (redis.ConnectionError, redis.TimeoutError, RedisClusterException, OSError)
         self._full, self._refused = redis.OutOfMemoryError, redis.RedisError
@@ -82,14 +83,13 @@ class RedisConnection:
         self._client: Any = None  # opened on first use: a cluster's client connects at once
         self._opening = threading.Lock()
 
-    def together(self, ask: Any, all_of: int | None = None) -> list[Any]:
+    def _together(self, ask: Any, all_of: int | None = None) -> list[Any]:
         """The answers to the commands that `ask` adds to a pipeline; commands after the first `all_of` may fail.
 
         Raises:
             StoreUnreachableError, StoreFullError, StoreError: no answer in time, no memory left, or refused.
         """
-
-        def run() -> list[Any]:
+        try:
             with self._opening:  # a second client, once garbage, would close connections that are in use
                 if self._client is None:
                     self._client = self._open()
@@ -100,9 +100,6 @@ class RedisConnection:
                 if isinstance(answer, Exception):
                     raise answer
             return answers
-
-        try:
-            return run()
         except self._no_answer as error:
             message = f"{self.place} does not answer: {error or type(error).__name__}"
             raise StoreUnreachableError(message) from error
@@ -112,37 +109,15 @@ class RedisConnection:
             raise StoreError(f"{self.place} refused: {error}") from error
 
     def close(self) -> None:
-        """Closes it, if it was opened."""
         if self._client is not None:
             self._client.close()
-
-
-class RedisObjects:
-    """See `Objects`.
-
-    Args:
-        url: ``redis://``, ``rediss://`` or ``valkey://`` host:port/database.
-        prefix: prefix of all keys.
-        timeout: seconds that a connection or an answer may take.
-        cluster: the server is a node of a cluster.
-
-    Raises:
-        InvalidInputError: redis-py is not installed.
-    """
-
-    tier = "redis"
-
-    def __init__(self, url: str, *, prefix: str = "cacheblend", timeout: float = 2.0, cluster: bool = False) -> None:
-        self._connection = RedisConnection(url, timeout, cluster)
-        self.place = self._connection.place
-        self._prefix = prefix
 
     # ---- blocks -----------------------------------------------------------------------------------------
 
     def look_up(
         self, names: Sequence[BlockName], unknown: AbstractSet[BlockName] = frozenset(), since: float = -math.inf
     ) -> list[Bytes | None]:
-        """See `Objects`. One round trip; two with `since`, as only then some blocks must not be marked.
+        """One round trip; two with `since`, as only then some blocks must not be marked.
 
         A server without memory left does not record the use, but still answers.
         """
@@ -173,11 +148,10 @@ class RedisObjects:
         return found
 
     def headers(self, names: Sequence[BlockName]) -> list[Bytes | None]:
-        """See `Objects`."""
         return self._together(lambda pipe: [pipe.get(self._piece(name, "h")) for name in names])
 
     def records(self, ranges: Sequence[Range]) -> list[Bytes | None]:
-        """See `Objects`. An empty value means that the record is gone: no record has 0 bytes."""
+        """An empty value means that the record is gone: no record has 0 bytes."""
 
         def ask(pipe: Any) -> None:
             for each in ranges:
@@ -190,7 +164,6 @@ class RedisObjects:
         return [data or None for data in self._together(ask)]
 
     def put(self, name: BlockName, header: Bytes, records: Sequence[Bytes]) -> None:
-        """See `Objects`."""
         size = len(header) + sum(len(record) for record in records)
         pieces = [self._piece(name, str(layer)) for layer in range(len(records))]
 
@@ -209,7 +182,6 @@ class RedisObjects:
         self._together(publish)
 
     def delete(self, names: Sequence[BlockName]) -> list[bool]:
-        """See `Objects`."""
         digits = [name.hex() for name in names]
         sizes = self._together(lambda pipe: pipe.hmget(self._key("sizes"), digits))[0]
 
@@ -225,7 +197,7 @@ class RedisObjects:
         return [bool(was) for was in self._together(remove)[: len(names)]]
 
     def held(self, *, tidy: bool = False) -> list[HeldBlock]:
-        """See `Objects`. Checks that each block still exists, as the server may have evicted it by itself."""
+        """Checks that each block still exists, as the server may have evicted it by itself."""
         sizes, used = self._together(
             lambda pipe: (pipe.hgetall(self._key("sizes")), pipe.zrange(self._key("used"), 0, -1, withscores=True))
         )
@@ -255,7 +227,6 @@ class RedisObjects:
         return int(sum(lengths))
 
     def exist(self, names: Sequence[BlockName]) -> list[bool]:
-        """See `Objects`."""
         found: list[bool] = []
         for start in range(0, len(names), _MAX_COMMANDS):
             part = names[start : start + _MAX_COMMANDS]
@@ -266,15 +237,12 @@ class RedisObjects:
     # ---- pins and manifests -----------------------------------------------------------------------------
 
     def pin(self, names: Iterable[BlockName]) -> None:
-        """See `Objects`."""
         self._with_names("sadd", names)
 
     def unpin(self, names: Iterable[BlockName]) -> None:
-        """See `Objects`."""
         self._with_names("srem", names)
 
     def pinned(self) -> set[BlockName]:
-        """See `Objects`."""
         return set(_names(self._together(lambda pipe: pipe.smembers(self._key("pins")))[0]).values())
 
     def put_sealed(self, kind: str, name: BlockName, data: Bytes) -> None:
@@ -288,11 +256,9 @@ class RedisObjects:
         self._together(put)
 
     def sealed(self, kind: str) -> Mapping[BlockName, Sealed]:
-        """See `Objects`."""
         return self._sealed([kind])[0]
 
     def documents_bytes(self) -> int:
-        """See `Objects`."""
         kinds = self._all_kinds()
         return sum(each.nbytes for listed in self._sealed(kinds) for each in listed.values()) if kinds else 0
 
@@ -317,7 +283,6 @@ class RedisObjects:
         ]
 
     def read_sealed(self, kind: str, names: Sequence[BlockName]) -> list[Bytes | None]:
-        """See `Objects`."""
         if not names:
             return []
         digits = [name.hex() for name in names]
@@ -325,7 +290,6 @@ class RedisObjects:
         return found
 
     def has_sealed(self, kind: str, name: BlockName) -> bool:
-        """See `Objects`."""
         return bool(self._together(lambda pipe: pipe.hexists(self._marks(kind), name.hex()))[0])
 
     def delete_sealed(self, kind: str, name: BlockName) -> bool:
@@ -338,9 +302,8 @@ class RedisObjects:
 
         return bool(self._together(delete)[0])
 
-    def kinds(self, prefix: str) -> list[str]:
-        """See `Objects`."""
-        kinds = [kind for kind in self._all_kinds() if kind.startswith(prefix)]
+    def kinds(self) -> list[str]:
+        kinds = self._all_kinds()
         counts = self._together(lambda pipe: [pipe.hlen(self._marks(kind)) for kind in kinds]) if kinds else []
         return sorted(kind for kind, count in zip(kinds, counts, strict=True) if count)
 
@@ -350,7 +313,7 @@ class RedisObjects:
 
     @contextmanager
     def lock(self, kind: str) -> Iterator[None]:
-        """See `Objects`. Let go after `LOCK_S` seconds, in case its holder has died."""
+        """Let go after `LOCK_S` seconds, in case its holder has died."""
         key, token = self._key(f"{kind}:lock"), secrets.token_hex(8).encode()
         while not self._together(lambda pipe: pipe.set(key, token, nx=True, ex=LOCK_S))[0]:
             time.sleep(0.02)
@@ -370,15 +333,7 @@ class RedisObjects:
         return self._key("marks" if kind == MANIFESTS else f"{kind}:marks")
 
     def listing_stamp(self) -> str | None:
-        """See `Objects`."""
         return str(self._together(lambda pipe: pipe.get(self._key("changes")))[0])
-
-    def close(self) -> None:
-        """See `Objects`."""
-        self._connection.close()
-
-    def _together(self, ask: Any, all_of: int | None = None) -> list[Any]:
-        return self._connection.together(ask, all_of)
 
     def _with_names(self, command: str, names: Iterable[BlockName]) -> None:
         digits = [name.hex() for name in names]

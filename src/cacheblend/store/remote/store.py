@@ -5,35 +5,58 @@ instead of failing, and for some seconds the place is not asked again.
 """
 
 import contextlib
+import itertools
 import logging
 import math
 import threading
 import time
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+import warnings
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from cacheblend.core.errors import BlockLostError, StoreError, StoreReadOnlyError, StoreUnreachableError
+from cacheblend.core.errors import (
+    BlockDamagedError,
+    BlockLostError,
+    StoreError,
+    StoreReadOnlyError,
+    StoreUnreachableError,
+)
 from cacheblend.core.load.breaker import CircuitBreaker
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, RecordMemory
-from cacheblend.store.base import LOGGER_NAME, Damage, FindCounter, KVStore, Progress, StoreStats
-from cacheblend.store.checks import check_block, check_manifest, check_max_bytes
+from cacheblend.store.base import (
+    LOGGER_NAME,
+    Damage,
+    FindCounter,
+    KVStore,
+    Progress,
+    StoreStats,
+    check_block,
+    check_layer,
+    check_manifest,
+    check_max_bytes,
+    head_range,
+)
 from cacheblend.store.documents import verify_documents
-from cacheblend.store.expiry import Expiry
-from cacheblend.store.format.block_file import BlockHeader, encode_block
-from cacheblend.store.format.manifest_file import encode_manifest
-from cacheblend.store.remote.blocks import RemoteBlocks
+from cacheblend.store.eviction import Expiry
+from cacheblend.store.format.block_file import BlockHeader, check_heads, decode_header, encode_block
+from cacheblend.store.format.checksum import DamagedError
+from cacheblend.store.format.records import encode_manifest
 from cacheblend.store.remote.capacity import RemoteCapacity
-from cacheblend.store.remote.objects import MANIFESTS, Objects
-from cacheblend.store.remote.sealed_objects import RemoteDocuments, RemoteManifestPlace, RemoteManifests
+from cacheblend.store.remote.objects import Objects, Range
+from cacheblend.store.sealed import MANIFESTS, Bytes, Documents, Manifests
 
+_MAX_KNOWN = 65_536  # headers that are cached
+_ROUND_TRIPS = 8  # the shortest of the last ones counts: others were behind a reading, or long
 logger = logging.getLogger(LOGGER_NAME)
+warnings.filterwarnings("ignore", message="The given buffer is not writable")  # records are never written to
 
 
 class RemoteStore(KVStore):
-    """Blocks on another machine, least recently used evicted first.
+    """Blocks on another machine, least recently used evicted first; headers are cached.
 
     Args:
         objects: moves the bytes; closed with the store.
@@ -48,36 +71,43 @@ class RemoteStore(KVStore):
     def __init__(
         self, objects: Objects, max_bytes: int | None = None, *, read_only: bool = False, ttl: float | None = None
     ) -> None:
-        self._objects, self.read_only = objects, read_only
-        self._expiry = Expiry(ttl)
+        self._objects, self.read_only, self._expiry = objects, read_only, Expiry(ttl)
         self._breaker = CircuitBreaker(objects.place)
-        self._blocks = RemoteBlocks(objects, self._breaker, read_only)
-        self._listing = RemoteManifests(objects, self._breaker, read_only)
-        manifests = RemoteManifestPlace(objects, self._listing)
-        self._capacity = RemoteCapacity(objects, max_bytes, self._blocks.drop, manifests, self._breaker.asking)
-        self.documents = RemoteDocuments(objects, self._breaker, read_only, self._capacity)
-        self._finds = FindCounter()
-        self._lock = threading.Lock()
-        self._write_failures = 0
+        asking = self._breaker.asking
+        self._manifests = Manifests(objects, asking, read_only)
+        self._capacity = RemoteCapacity(objects, max_bytes, self._drop, self._manifests, asking)
+        self.documents = Documents(objects, asking, self._require_writable, self._capacity.reserved)
+        self._lock, self._finds = threading.Lock(), FindCounter()
+        self._known: OrderedDict[BlockName, BlockHeader] = OrderedDict()
+        self._round_trips: deque[float] = deque(maxlen=_ROUND_TRIPS)
+        self._damaged = self._write_failures = 0
 
-    # ---- blocks -----------------------------------------------------------------------------------------
+    # ---- finding ----------------------------------------------------------------------------------------
 
     @property
     def tier_names(self) -> tuple[str, ...]:
-        """See `KVStore.tier_names`."""
         return (self._objects.tier,)
 
     @property
     def is_reachable(self) -> bool:
-        """See `KVStore.is_reachable`."""
         return not self._breaker.is_paused
 
     def round_trip_s(self, tier: str) -> float:
-        """See `KVStore.round_trip_s`. As the last look-ups took, and readings of headers."""
-        return self._blocks.round_trip_s
+        """As the last look-ups took, and readings of headers; 0: none yet."""
+        with self._lock:
+            return min(self._round_trips, default=0.0)
+
+    @contextlib.contextmanager
+    def _round_trip(self) -> Iterator[None]:
+        """The context of a call that brings hardly any bytes."""
+        began = time.perf_counter()
+        with self._breaker.asking():
+            yield
+        with self._lock:
+            self._round_trips.append(time.perf_counter() - began)
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
-        """See `KVStore.find`. One round trip; with a time to live two, and more if pinned blocks have expired."""
+        """One round trip; with a time to live two, and more if pinned blocks have expired."""
         headers: dict[BlockName, BlockHeader] = {}
         try:
             headers = self._look_up(names)
@@ -85,36 +115,140 @@ class RemoteStore(KVStore):
             pass  # the breaker has logged it
         except StoreError as error:
             logger.warning("%s", error)
-        entries = [self._entry(headers[name]) if name in headers else None for name in names]
-        self._finds.count(entries)
-        return entries
-
-    def _entry(self, header: BlockHeader) -> BlockEntry:
-        return replace(header.entry, tier=self._objects.tier)
+        found = [replace(headers[name].entry, tier=self._objects.tier) if name in headers else None for name in names]
+        self._finds.count(found)
+        return found
 
     def _look_up(self, names: Sequence[BlockName]) -> dict[BlockName, BlockHeader]:
         """Headers of the blocks that are held; marks them as used. An expired block is held only if it is pinned."""
         since = self._expiry.since(time.time())
-        held = self._blocks.look_up(names, since)
+        held = self._used_since(names, since)
         gone = [name for name in names if name not in held]
         if since == -math.inf or not gone:
             return held
         with self._breaker.asking():
             pinned = self._objects.pinned().intersection(gone)
-        return held | self._blocks.look_up(list(pinned)) if pinned else held
+        return held | self._used_since(list(pinned), -math.inf) if pinned else held
+
+    def _used_since(self, names: Sequence[BlockName], since: float) -> dict[BlockName, BlockHeader]:
+        """Headers of the blocks that are held and were last used at `since` or later; marks them as used. One call."""
+        names = list(dict.fromkeys(names))
+        known, data = self._cached(names), list[Bytes | None]()
+        if names:
+            with self._round_trip():
+                data = self._objects.look_up(names, set(names) - set(known), since)
+        held = dict(zip(names, data, strict=True))
+        learnt = self._learnt({name: header for name, header in held.items() if name not in known})
+        return {name: header for name, header in (known | learnt).items() if held[name] is not None}
+
+    # ---- headers ----------------------------------------------------------------------------------------
+
+    def _headers(self, names: Sequence[BlockName], found: list[Damage] | None = None) -> dict[BlockName, BlockHeader]:
+        """Headers of the blocks that are held, from the cache or in one call; damage is appended to `found`.
+
+        Raises:
+            StoreError: the place cannot be asked.
+        """
+        known = self._cached(names)
+        missing = list(dict.fromkeys(name for name in names if name not in known))
+        if missing:
+            with self._round_trip():
+                data = self._objects.headers(missing)
+            known |= self._learnt(dict(zip(missing, data, strict=True)), found)
+        return known
+
+    def _cached(self, names: Sequence[BlockName]) -> dict[BlockName, BlockHeader]:
+        with self._lock:
+            return {name: self._known[name] for name in names if name in self._known}
+
+    def _learnt(
+        self, data: Mapping[BlockName, Bytes | None], found: list[Damage] | None = None
+    ) -> dict[BlockName, BlockHeader]:
+        """Decodes headers and caches them; damage is appended to `found`."""
+        learnt: dict[BlockName, BlockHeader] = {}
+        for name, part in data.items():
+            try:
+                if part is not None:
+                    learnt[name] = decode_header(bytes(part), None, name)
+            except DamagedError as error:
+                damaged = self._damage(name, str(error))
+                if found is not None:
+                    found.append(Damage("block", name, damaged.reason, damaged.removed))
+        with self._lock:
+            self._known.update(learnt)
+            while len(self._known) > _MAX_KNOWN:
+                self._known.popitem(last=False)
+        return learnt
+
+    def _forget(self, names: Sequence[BlockName]) -> None:
+        with self._lock:
+            for name in names:
+                self._known.pop(name, None)
+
+    # ---- reading ----------------------------------------------------------------------------------------
 
     def read_layers(
-        self,
-        names: Sequence[BlockName],
-        layers: range,
-        heads: slice | None = None,
-        memory: RecordMemory | None = None,
+        self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
     ) -> list[list[torch.Tensor] | BlockLostError]:
-        """See `KVStore.read_layers`. One round trip; records are in the memory that they were received in."""
-        return self._blocks.read(names, layers, heads)
+        """One round trip; records are in the memory that they were received in."""
+        wanted = list(dict.fromkeys(names))
+        cached = self._cached(wanted)
+        try:
+            found = self._records(wanted, layers, heads)
+            suspect = [name for name in cached if isinstance(found[name], DamagedError)]
+            if suspect:  # another process may have replaced the block since its header was read
+                self._forget(suspect)
+                found |= self._records(suspect, layers, heads)
+        except StoreError as error:
+            return [BlockLostError([name], str(error)) for name in names]
+        given = {name: self._damage(name, str(p)) if isinstance(p, DamagedError) else p for name, p in found.items()}
+        return [given[name] for name in names]
+
+    def _records(
+        self, names: Sequence[BlockName], layers: range, heads: slice | None
+    ) -> dict[BlockName, list[torch.Tensor] | BlockLostError | DamagedError]:
+        """Records of each block, or what is wrong with it. Of a block whose header is held without its records the
+        rest is removed."""
+        headers = self._headers(names)
+        ranges = [_range(header, layer, heads) for header in headers.values() for layer in layers]
+        with self._breaker.asking():
+            data = iter(self._objects.records(ranges))
+        found: dict[BlockName, list[torch.Tensor] | BlockLostError | DamagedError] = {}
+        for at, (name, header) in enumerate(headers.items()):
+            parts, asked = list(itertools.islice(data, len(layers))), ranges[at * len(layers) : (at + 1) * len(layers)]
+            try:
+                records = [_checked(header, r, p) for r, p in zip(asked, parts, strict=False) if p is not None]
+            except DamagedError as error:
+                found[name] = error
+                continue
+            if len(records) == len(layers):
+                found[name] = records
+            elif not self.read_only:
+                with contextlib.suppress(StoreError):
+                    self._drop([name])
+        gone = [name for name in names if name not in found]
+        self._forget(gone)
+        for name in gone:
+            reason = f"{name.hex()} is not in {self._objects.place} (never written, or evicted)"
+            found[name] = BlockLostError([name], reason)
+        return found
+
+    def _damage(self, name: BlockName, reason: str) -> BlockDamagedError:
+        """Reports and removes a damaged block."""
+        removed = False
+        if not self.read_only:
+            with contextlib.suppress(StoreError):
+                removed = self._drop([name])[0]
+        self._forget([name])
+        with self._lock:
+            self._damaged += 1
+        outcome = "removed" if removed else "could not be removed"
+        logger.warning("damaged block %s in %s: %s; %s", name.hex(), self._objects.place, reason, outcome)
+        return BlockDamagedError(name, reason, removed)
+
+    # ---- writing ----------------------------------------------------------------------------------------
 
     def write(self, block: Block) -> bool:
-        """See `KVStore.write`."""
         self._require_writable()
         check_block(block)
         try:
@@ -135,30 +269,34 @@ class RemoteStore(KVStore):
         return True
 
     def delete(self, name: BlockName) -> bool:
-        """See `KVStore.delete`."""
         with self._writing():
             self._objects.unpin([name])
-            return self._blocks.drop([name])[0]
+            return self._drop([name])[0]
+
+    def _drop(self, names: Sequence[BlockName]) -> list[bool]:
+        """Removes blocks; which of them were held. Not through the breaker: the caller's call is.
+
+        Raises:
+            StoreError: the place cannot be asked, or refuses.
+        """
+        self._forget(names)
+        return self._objects.delete(names) if names else []
 
     # ---- pins and manifests -----------------------------------------------------------------------------
 
     def pin(self, names: Iterable[BlockName]) -> None:
-        """See `KVStore.pin`."""
         with self._writing():
             self._objects.pin(names)
 
     def unpin(self, names: Iterable[BlockName]) -> None:
-        """See `KVStore.unpin`."""
         with self._writing():
             self._objects.unpin(names)
 
     def pinned(self) -> set[BlockName]:
-        """See `KVStore.pinned`."""
         with self._breaker.asking():
             return self._objects.pinned()
 
     def put_manifest(self, manifest: ChunkManifest) -> None:
-        """See `KVStore.put_manifest`."""
         self._require_writable()
         check_manifest(manifest)
         data, name = encode_manifest(manifest), manifest.chunk_id
@@ -166,28 +304,24 @@ class RemoteStore(KVStore):
             self._objects.put_sealed(MANIFESTS, name, data)
 
     def manifests(self) -> list[ChunkManifest]:
-        """See `KVStore.manifests`. Manifests that did not change since the last call are not read again."""
-        return self._listing.all()
+        """Manifests that did not change since the last call are not read again."""
+        return self._manifests.intact([])
 
     def listing_stamp(self) -> Hashable | None:
-        """See `KVStore.listing_stamp`."""
         with self._breaker.asking():
             return self._objects.listing_stamp()
 
     def has_manifest(self, chunk_id: BlockName) -> bool:
-        """See `KVStore.has_manifest`."""
         with self._breaker.asking():
             return self._objects.has_sealed(MANIFESTS, chunk_id)
 
     def delete_manifest(self, chunk_id: BlockName) -> bool:
-        """See `KVStore.delete_manifest`."""
         with self._writing():
-            return self._objects.delete_sealed(MANIFESTS, chunk_id)
+            return self._manifests.delete(chunk_id)
 
     # ---- the whole store --------------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
-        """See `KVStore.stats`."""
         with self._breaker.asking():
             held, pinned, chunks = self._objects.held(), self._objects.pinned(), self._objects.sealed(MANIFESTS)
             small = sum(each.nbytes for each in chunks.values()) + self._objects.documents_bytes()
@@ -201,31 +335,37 @@ class RemoteStore(KVStore):
             hits=self._finds.hits,
             misses=self._finds.misses,
             evictions=self._capacity.evictions,
-            damaged=self._blocks.damaged + self._listing.damaged,
+            damaged=self._damaged + self._manifests.damaged,
             write_failures=self._write_failures,
         )
 
     def verify(self, progress: Progress | None = None) -> list[Damage]:
-        """See `KVStore.verify`. Blocks that vanish meanwhile are not damage."""
+        """Blocks that vanish meanwhile are not damage."""
         with self._breaker.asking():
             names = [block.name for block in self._objects.held(tidy=not self.read_only)]
         found: list[Damage] = []
         for done, name in enumerate(names, start=1):
-            self._blocks.verify(name, found)
+            self._forget([name])
+            header = self._headers([name], found).get(name)
+            for layer in range(len(header.entry.layout.layers) if header else 0):
+                (record,) = self.read_many([name], layer)
+                if isinstance(record, BlockDamagedError):
+                    found.append(Damage("block", name, record.reason, record.removed))
+                if isinstance(record, BlockLostError):
+                    break
             if progress is not None:
                 progress(done, len(names))
-        self._listing.verify(found)
+        self._manifests.intact(found, fresh=True)
         return found + verify_documents(self.documents, removes=not self.read_only)
 
     def prune(self, max_bytes: int, progress: Progress | None = None) -> int:
-        """See `KVStore.prune`."""
         self._require_writable()
         check_max_bytes(max_bytes)
         with self._breaker.asking():
             return self._capacity.shrink(max_bytes, progress) + self._capacity.sweep()
 
     def close(self) -> None:
-        """See `KVStore.close`. Closes the objects."""
+        """Closes the objects."""
         self._objects.close()
 
     @contextlib.contextmanager
@@ -242,3 +382,22 @@ class RemoteStore(KVStore):
     def _require_writable(self) -> None:
         if self.read_only:
             raise StoreReadOnlyError(f"{self._objects.place} was opened read-only: open it without read_only")
+
+
+def _checked(header: BlockHeader, wanted: Range, data: Bytes) -> torch.Tensor:
+    """The bytes as a tensor that shares their memory; `DamagedError` if they are not what the header says."""
+    head_bytes = header.geometry.head_bytes[wanted.layer]
+    if len(data) != wanted.stop - wanted.start:
+        raise DamagedError(f"layer {wanted.layer} has {len(data)} bytes, not {wanted.stop - wanted.start}")
+    check_heads(header, wanted.layer, wanted.start // head_bytes, memoryview(data))
+    dtype, shape = header.geometry.dtype, header.geometry.shapes[wanted.layer]
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(-1, *shape[1:])
+
+
+def _range(header: BlockHeader, layer: int, heads: slice | None) -> Range:
+    geometry = header.geometry
+    shape = check_layer(geometry.layout, layer)
+    start, stop = head_range(heads, shape.kv_heads)
+    size = geometry.head_bytes[layer]
+    offset = header.data_at + geometry.offsets[layer]
+    return Range(header.name, layer, offset, start * size, stop * size, shape.kv_heads * size)

@@ -1,0 +1,552 @@
+"""Stores made of other stores: memory as a cache of one, and stores in order, nearest first.
+
+Pins, manifests, documents and checks go to all members; how blocks are read and written is what tells the two apart.
+Does not know what the members are made of.
+"""
+
+import contextlib
+import logging
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError, StoreFullError
+from cacheblend.core.names import BlockName
+from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, RecordMemory
+from cacheblend.store.base import (
+    LOGGER_NAME,
+    Damage,
+    FindCounter,
+    KVStore,
+    Progress,
+    StoreStats,
+    head_range,
+)
+from cacheblend.store.documents import DamagedRecord, DocumentRecord, DocumentRecords
+from cacheblend.store.memory import MemoryStore
+from cacheblend.store.writer import WriteBehind
+
+logger = logging.getLogger(LOGGER_NAME)
+T = TypeVar("T")
+
+_MOST_GATHERED_BYTES = 1 << 28  # records that wait for the other layers of their block
+
+
+class CombinedDocuments(DocumentRecords):
+    """The records of several stores.
+
+    Args:
+        members: the stores, nearest first.
+    """
+
+    def __init__(self, members: Sequence[KVStore]) -> None:
+        self._members = members
+
+    def put(self, record: DocumentRecord) -> None:
+        for member in self._members:
+            member.documents.put(record)
+
+    def get(self, root: BlockName, name: BlockName) -> DocumentRecord | DamagedRecord | None:
+        """The nearest member's, an intact one before a damaged one."""
+        found = [record for member in self._members if (record := member.documents.get(root, name)) is not None]
+        return min(found, key=_is_damaged, default=None)
+
+    def all(self, root: BlockName) -> list[DocumentRecord | DamagedRecord]:
+        found: dict[BlockName, list[DocumentRecord | DamagedRecord]] = {}
+        for member in self._members:
+            for record in member.documents.all(root):
+                found.setdefault(record.name, []).append(record)
+        return [min(found[name], key=_is_damaged) for name in sorted(found)]
+
+    def names(self, root: BlockName) -> list[BlockName]:
+        return sorted({name for member in self._members for name in member.documents.names(root)})
+
+    def delete(self, root: BlockName, name: BlockName) -> bool:
+        deleted = [member.documents.delete(root, name) for member in self._members]
+        return any(deleted)
+
+    def roots(self) -> list[BlockName]:
+        return sorted({root for member in self._members for root in member.documents.roots()})
+
+    def changing(self, root: BlockName) -> AbstractContextManager[object]:
+        """By the last member's lock: a near one may be each machine's own."""
+        return self._members[-1].documents.changing(root)
+
+
+def _is_damaged(record: DocumentRecord | DamagedRecord) -> bool:
+    return isinstance(record, DamagedRecord)
+
+
+class CombinedStore(KVStore):
+    """A store that keeps everything in its members.
+
+    A call goes to all of them, and what they return is merged: sets are united, lists joined, truth values or-ed. Where
+    and whether a block is read or written is up to the subclass, and so is `stats`. Tiers of one kind are told apart by
+    numbers, see `KVStore.tier_names`.
+
+    Args:
+        members: the stores that keep blocks, pins and manifests, nearest first; closed with this store.
+        tiers: the stores that are read, fastest first.
+        most_found: blocks of which it is remembered where they were found.
+    """
+
+    def __init__(self, members: Sequence[KVStore], tiers: Sequence[KVStore], most_found: int) -> None:
+        self.members, self._tiers, self._most_found = tuple(members), tuple(tiers), most_found
+        self.documents = CombinedDocuments(self.members)
+        self._finds, self._lock = FindCounter(), threading.Lock()
+        self._found: OrderedDict[BlockName, tuple[int, BlockEntry]] = OrderedDict()  # with the tier's index
+        self._names: list[dict[str, str]] = []  # of each store's tiers, by the names that it gives them itself
+        taken: dict[str, None] = {}
+        for store in self._tiers:
+            self._names.append({})
+            for name in store.tier_names:
+                kind = re.sub(r"-\d+$", "", name)
+                free = (name, *(f"{kind}-{number}" for number in range(2, len(taken) + 3)))
+                self._names[-1][name] = new = next(each for each in free if each not in taken)
+                taken[new] = None
+        self._tier_names = tuple(taken)
+
+    def _ask(self, call: Callable[[KVStore], T], members: Sequence[KVStore] | None = None) -> list[T]:
+        """The members' answers. A subclass may leave out members that fail."""
+        return [call(member) for member in (self.members if members is None else members)]
+
+    # ---- blocks -----------------------------------------------------------------------------------------
+
+    @property
+    def tier_names(self) -> tuple[str, ...]:
+        return self._tier_names
+
+    def tiers(self) -> dict[str, KVStore]:
+        parts = [part for store in self._tiers for part in store.tiers().values()]
+        return dict(zip(self._tier_names, parts, strict=True))
+
+    @property
+    def is_reachable(self) -> bool:
+        """All members, as each may be the one that holds a block."""
+        return all(member.is_reachable for member in self.members)
+
+    def round_trip_s(self, tier: str) -> float:
+        for store, names in zip(self._tiers, self._names, strict=True):
+            for own, name in names.items():
+                if name == tier:
+                    return store.round_trip_s(own)
+        return 0.0
+
+    def _named(self, number: int, entry: BlockEntry) -> BlockEntry:
+        """An entry of tier `number`, with the name that its tier has here."""
+        name = self._names[number].get(entry.tier, entry.tier)
+        return entry if name == entry.tier else replace(entry, tier=name)
+
+    def _remember(self, found: Mapping[BlockName, tuple[int, BlockEntry]]) -> None:
+        with self._lock:
+            for name, where in found.items():
+                self._found[name] = where
+                self._found.move_to_end(name)
+            while len(self._found) > self._most_found:
+                self._found.popitem(last=False)
+
+    def held(self, names: Sequence[BlockName]) -> list[bool]:
+        """In any member."""
+        return [any(there) for there in zip(*(member.held(names) for member in self.members), strict=True)]
+
+    def promote(self, names: Sequence[BlockName]) -> None:
+        """Reads every layer of them, one block after the other."""
+        for name, entry in zip(names, self.find(names), strict=True):
+            for layer in range(len(entry.layout.layers) if entry else 0):  # a whole block may exceed a timeout
+                if isinstance(self.read_many([name], layer)[0], BlockLostError):
+                    break
+
+    def write(self, block: Block) -> bool:
+        return self.write_all([block])[0]
+
+    def delete(self, name: BlockName) -> bool:
+        return any(self._ask(lambda member: member.delete(name)))
+
+    # ---- pins and manifests -----------------------------------------------------------------------------
+
+    def pin(self, names: Iterable[BlockName]) -> None:
+        pinned = list(names)
+        self._ask(lambda member: member.pin(pinned))
+
+    def unpin(self, names: Iterable[BlockName]) -> None:
+        unpinned = list(names)
+        self._ask(lambda member: member.unpin(unpinned))
+
+    def pinned(self) -> set[BlockName]:
+        return set().union(*self._ask(lambda member: member.pinned()))
+
+    def put_manifest(self, manifest: ChunkManifest) -> None:
+        self._ask(lambda member: member.put_manifest(manifest))
+
+    def manifests(self) -> list[ChunkManifest]:
+        """The nearest member's where several list a chunk."""
+        listed = self._ask(lambda member: member.manifests())
+        if len(listed) == 1:
+            return listed[0]
+        found = {manifest.chunk_id: manifest for each in reversed(listed) for manifest in each}
+        return [found[chunk_id] for chunk_id in sorted(found)]
+
+    def listing_stamp(self) -> Hashable | None:
+        stamps = tuple(self._ask(lambda member: member.listing_stamp()))
+        return None if None in stamps else stamps
+
+    def has_manifest(self, chunk_id: BlockName) -> bool:
+        return any(self._ask(lambda member: member.has_manifest(chunk_id)))
+
+    def delete_manifest(self, chunk_id: BlockName) -> bool:
+        return any(self._ask(lambda member: member.delete_manifest(chunk_id)))
+
+    # ---- the whole store --------------------------------------------------------------------------------
+
+    def verify(self, progress: Progress | None = None) -> list[Damage]:
+        """Progress is reported member by member."""
+        return [damage for found in self._ask(lambda member: member.verify(progress)) for damage in found]
+
+    def flush(self) -> None:
+        for member in self.members:
+            member.flush()
+
+    def drop_copies(self) -> None:
+        for member in self.members:
+            member.drop_copies()
+
+    def close(self) -> None:
+        """Closes all members."""
+        for member in self.members:
+            member.close()
+
+
+class TieredStore(CombinedStore):
+    """Memory, or a GPU's, in front of another store; each keeps its own bound.
+
+    The back holds everything. It decides whether a write succeeds, and which blocks are found, listed and pinned;
+    while it does not answer, blocks in memory are found. The front is a cache of the back, evicted by recency alone.
+    A whole record that is read from the back, after a `find` of its block, is kept in the front, without a copy if its
+    layer was read alone. A block's layers gather there read by read; its tier is memory once its last layer is there.
+
+    A tensor-parallel rank reads some heads (``slice(2, 4)``) and finds nothing: another process does. Such records are
+    kept, too, and answer reads of exactly these heads, as a whole record answers any. They do not change a block's
+    tier, which says where this process would read whole records from: the process that plans cannot know what the
+    ranks hold in theirs. There "disk" means: from the disk, or from memory where a rank has read it before.
+
+    Args:
+        front: memory, or a GPU's; with a bound of 0 bytes it holds nothing and every read goes to the back.
+        back: any store.
+        keeps_written: the front keeps what is written, too; False: only what is read.
+    """
+
+    def __init__(self, front: MemoryStore, back: KVStore, *, keeps_written: bool = True) -> None:
+        super().__init__([back], (front, back), most_found=16_384)
+        self.front, self.back, self._keeps_written = front, back, keeps_written
+
+    def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
+        """An entry's tier says where a read would come from."""
+        in_back = self.back.find(names)  # all of them, so that blocks used in memory count as used in the back, too
+        in_front, back_answers = self.front.find(names), self.back.is_reachable
+        found: dict[BlockName, tuple[int, BlockEntry]] = {}
+        for name, near, far in zip(names, in_front, in_back, strict=True):
+            if near and (far or not back_answers):
+                found[name] = 0, near
+            elif far and self.front.peek(name, len(far.layout.layers) - 1) is not None:
+                # Its last layer is there: some selectors never read the first ones.
+                found[name] = 0, self._named(0, replace(far, tier=self.front.tier_names[0]))
+            elif far:
+                found[name] = 1, self._named(1, far)
+        self._remember(found)
+        entries = [found[name][1] if name in found else None for name in names]
+        self._finds.count(entries)
+        return entries
+
+    def read_layers(
+        self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
+    ) -> list[list[torch.Tensor] | BlockLostError]:
+        """Blocks that are not in memory are read from the back in one call.
+
+        In two if the front would keep records as they are, without a copy, and not all of them: what it keeps is never
+        in `memory`, which is somebody else's.
+        """
+        found: dict[BlockName, list[torch.Tensor] | BlockLostError] = {}
+        for name in dict.fromkeys(names):
+            records = self._near(name, layers, heads)  # kept from here on: the front may evict it at any time
+            if records is not None:
+                found[name] = records
+        far = [name for name in dict.fromkeys(names) if name not in found]
+        kept = [] if self.front.residence.copies else [name for name in far if self._may_keep(name, heads)]
+        passing = [name for name in far if name not in set(kept)]
+        for part, where in ((passing, memory), (kept, None)):
+            for name, read in zip(part, self.back.read_layers(part, layers, heads, where) if part else [], strict=True):
+                found[name] = read
+                for layer, record in zip(layers, read, strict=True) if isinstance(read, list) else ():
+                    if self.front.residence.copies or where is None:
+                        self._keep(name, layer, heads, record)
+        return [found[name] for name in names]
+
+    def _may_keep(self, name: BlockName, heads: slice | None) -> bool:
+        """Whether the front may keep what is read of a block; see `_keep`."""
+        with self._lock:
+            entry = self._found[name][1] if name in self._found else None
+        if entry is not None and entry.layout.block_bytes(len(entry.token_ids)) <= self.front.max_bytes:
+            return True
+        return _run_of(heads) is not None and self.front.max_bytes > 0
+
+    def _near(self, name: BlockName, layers: range, heads: slice | None) -> list[torch.Tensor] | None:
+        """The block's records in the front, parts of whole ones or exactly these heads; None if one is not there."""
+        records, run = [], _run_of(heads)
+        for layer in layers:
+            record = self.front.peek(name, layer)
+            if record is not None:
+                record = record if heads is None else record[slice(*head_range(heads, record.shape[0]))]
+            elif run is not None:
+                record = self.front.peek_heads(name, layer, *run)
+            if record is None:
+                return None
+            records.append(record)
+        return records
+
+    def _keep(self, name: BlockName, layer: int, heads: slice | None, record: torch.Tensor) -> None:
+        """Keeps a record in the front: as a whole one if it is known to have all heads, else as these heads."""
+        with self._lock:
+            entry = self._found[name][1] if name in self._found else None
+        run = _run_of(heads)
+        if entry is not None and record.shape[0] == entry.layout.layers[layer].kv_heads:
+            self.front.offer(name, entry, layer, record)
+        elif run is not None and run[1] - run[0] == record.shape[0]:
+            self.front.offer_heads(name, layer, run[0], record)
+
+    def write_all(self, blocks: Sequence[Block]) -> list[bool]:
+        """To the back first, which decides whether it succeeds."""
+        new = self.back.write_all(blocks)
+        for block in blocks if self._keeps_written else ():
+            if sum(record.nbytes for record in block.records) <= self.front.max_bytes:
+                with contextlib.suppress(StoreFullError):  # the back has it
+                    self.front.write(block)
+        return new
+
+    def delete(self, name: BlockName) -> bool:
+        self.front.delete(name)
+        return super().delete(name)
+
+    def stats(self) -> StoreStats:
+        """The back's state; hits and misses of both together."""
+        front, back = self.front.stats(), self.back.stats()
+        return replace(back, tier="tiered", hits=self._finds.hits, misses=self._finds.misses, tiers=(front, back))
+
+    def drop_copies(self) -> None:
+        """Empties the front."""
+        self.front.prune(0)
+        super().drop_copies()
+
+    def prune(self, max_bytes: int, progress: Progress | None = None) -> int:
+        """Both; the bytes freed in the back."""
+        self.front.prune(max_bytes)
+        return self.back.prune(max_bytes, progress)
+
+    def close(self) -> None:
+        self.front.close()
+        super().close()
+
+
+def _run_of(heads: slice | None) -> tuple[int, int] | None:
+    """The heads [start, stop) that a slice names whatever the number of heads; None for one that depends on it."""
+    if heads is None or heads.step not in (None, 1) or heads.stop is None:
+        return None
+    start = heads.start or 0
+    return (start, heads.stop) if 0 <= start < heads.stop else None
+
+
+class CascadeStore(CombinedStore):
+    """Stores in order, nearest first: reads fall through to farther stores, and blocks read there are copied nearer.
+
+        find, read    near ── not held, lost or unreachable ──> farther ──> farthest
+        promotion     near <── on a thread, once a request has read the block's last layer
+        write         near at once; farther and farthest on threads of their own
+
+    A store that fails loses only the blocks that no other store holds. Each store keeps its own bound and evicts by
+    itself.
+
+    Args:
+        stores: nearest first, at least two; every block is written to all of them.
+
+    Raises:
+        InvalidInputError: fewer than two.
+    """
+
+    def __init__(self, stores: Sequence[KVStore]) -> None:
+        if len(stores) < 2:
+            raise InvalidInputError(f"a cascade needs two stores at least, got {len(stores)}")
+        super().__init__(stores, stores, most_found=65_536)
+        self._writers = [WriteBehind(store) for store in self.members]
+        self._gathered: OrderedDict[BlockName, dict[int, torch.Tensor]] = OrderedDict()  # records by layer
+        self._gathered_bytes = 0
+
+    def _ask(self, call: Callable[[KVStore], T], members: Sequence[KVStore] | None = None) -> list[T]:
+        """The answers of the members that do not fail.
+
+        Raises:
+            StoreError: all of them fail; the last one's error.
+        """
+        answers: list[T] = []
+        failed: StoreError | None = None
+        for member in self.members if members is None else members:
+            try:
+                answers.append(call(member))
+            except StoreError as error:
+                failed = error
+        if failed is not None:
+            if not answers:
+                raise failed
+            logger.warning("a store of the cascade failed: %s", failed)
+        return answers
+
+    def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
+        """Each store is asked for the blocks that no nearer one holds."""
+        found: dict[BlockName, tuple[int, BlockEntry]] = {}
+        for number, store in enumerate(self.members):
+            wanted = [name for name in dict.fromkeys(names) if name not in found]
+            for name, entry in zip(wanted, store.find(wanted) if wanted else [], strict=True):
+                if entry is not None:
+                    found[name] = (number, self._named(number, entry))
+        self._remember(found)
+        entries = [found[name][1] if name in found else None for name in names]
+        self._finds.count(entries)
+        return entries
+
+    def read_layers(
+        self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
+    ) -> list[list[torch.Tensor] | BlockLostError]:
+        """Blocks that one store lost are read from the next."""
+        with self._lock:
+            first = {name: self._found[name][0] if name in self._found else 0 for name in names}
+        read: dict[BlockName, list[torch.Tensor] | BlockLostError] = {}
+        for number, store in enumerate(self.members):
+            wanted = [
+                name for name in dict.fromkeys(names) if first[name] <= number and not isinstance(read.get(name), list)
+            ]
+            if not wanted:
+                continue
+            is_kept = number > 0 and heads is None  # for the nearer stores, so in memory of their own
+            found = store.read_layers(wanted, layers, heads, None if is_kept else memory)
+            read.update(zip(wanted, found, strict=True))
+            for name, records in zip(wanted, found, strict=True) if is_kept else ():
+                if isinstance(records, list):
+                    self._gather(number, layers, name, records)
+        return [read[name] for name in names]
+
+    def write_all(self, blocks: Sequence[Block]) -> list[bool]:
+        """To the nearest store at once, to the others later."""
+        for writer in self._writers[1:]:
+            writer.submit_all(blocks)
+        return self.members[0].write_all(blocks)
+
+    def delete(self, name: BlockName) -> bool:
+        """From all stores, and from what waits to be written to them."""
+        with self._lock:
+            self._found.pop(name, None)
+            self._drop(self._gathered.pop(name, {}))
+        waited = [writer.withdraw(name) for writer in self._writers]
+        return super().delete(name) or any(waited)
+
+    def put_manifest(self, manifest: ChunkManifest) -> None:
+        """Behind the blocks that wait: before them it would list an empty chunk, and these may go at any time
+        (`EmptyChunks`)."""
+        now = []
+        for member, writer in zip(self.members, self._writers, strict=True):
+            put = partial(member.put_manifest, manifest)
+            if not writer.is_waiting(manifest.block_names) or not writer.submit(put, _manifest_key(manifest.chunk_id)):
+                now.append(member)
+        if now:
+            self._ask(lambda member: member.put_manifest(manifest), now)
+
+    def delete_manifest(self, chunk_id: BlockName) -> bool:
+        """From all stores, and from what waits to be written to them."""
+        waited = [writer.withdraw(_manifest_key(chunk_id)) for writer in self._writers]
+        return super().delete_manifest(chunk_id) or any(waited)
+
+    # ---- promotion --------------------------------------------------------------------------------------
+
+    def _gather(self, number: int, layers: range, name: BlockName, records: list[torch.Tensor]) -> None:
+        """Keeps a block's records that a farther store gave; those of its last layer start its copy to nearer ones."""
+        with self._lock:
+            where = self._found.get(name)
+            if where is None:
+                return
+            parts = self._gathered.setdefault(name, {})
+            for layer, record in zip(layers, records, strict=True):
+                self._gathered_bytes += record.nbytes - (parts[layer].nbytes if layer in parts else 0)
+                parts[layer] = record
+            whole = self._gathered.pop(name) if layers.stop == len(where[1].layout.layers) else {}
+            self._drop(whole)
+            while self._gathered_bytes > _MOST_GATHERED_BYTES and self._gathered:
+                self._drop(self._gathered.popitem(last=False)[1])
+        if whole:
+            self._copy_nearer(name, number, where[1], whole)
+
+    def _drop(self, parts: Mapping[int, torch.Tensor]) -> None:
+        """These records are no longer gathered. The caller holds the lock."""
+        self._gathered_bytes -= sum(part.nbytes for part in parts.values())
+
+    def _copy_nearer(self, name: BlockName, number: int, entry: BlockEntry, parts: dict[int, torch.Tensor]) -> None:
+        """Queues a block for the stores nearer than `number`; layers that were not gathered are read when it is due."""
+        store = self.members[number]
+
+        def make() -> Block | None:
+            with self._lock:
+                if name not in self._found:  # deleted since
+                    return None
+            try:
+                layers = range(len(entry.layout.layers))
+                records = [parts[layer] if layer in parts else store.read(name, layer) for layer in layers]
+            except BlockLostError:
+                return None
+            return Block(name, entry.parent, entry.token_ids, records, entry.layout)
+
+        for writer in self._writers[:number]:
+            writer.submit(make, name, entry.layout.block_bytes(len(entry.token_ids)))
+
+    # ---- the whole store --------------------------------------------------------------------------------
+
+    def stats(self) -> StoreStats:
+        """State of the farthest store that answers; hits and misses of all together."""
+
+        def renamed(store: KVStore) -> StoreStats:
+            stats = store.stats()
+            return replace(stats, tier=self._names[self.members.index(store)].get(stats.tier, stats.tier))
+
+        parts = tuple(self._ask(renamed))
+        return replace(parts[-1], tier="tiered", hits=self._finds.hits, misses=self._finds.misses, tiers=parts)
+
+    def prune(self, max_bytes: int, progress: Progress | None = None) -> int:
+        """Each store to `max_bytes`, behind the writes that wait, which would else come after it; the bytes freed in
+        the farthest one that answers."""
+        self.flush()
+        return self._ask(lambda store: store.prune(max_bytes, progress))[-1]
+
+    def flush(self) -> None:
+        """Waits for the writes to all stores."""
+        for writer in self._writers:
+            writer.flush()
+
+    def close(self) -> None:
+        """Writes the blocks that wait, and closes all stores."""
+        for writer in self._writers:
+            writer.close()
+        super().close()
+
+
+def _manifest_key(chunk_id: BlockName) -> BlockName:
+    """Under which a manifest waits among blocks; no block has such a name."""
+    return BlockName(b"manifest:" + chunk_id)
+
+
+def close_all(stores: Iterable[KVStore]) -> None:
+    """Closes stores, ignoring errors; for when the next one could not be opened."""
+    for store in stores:
+        with contextlib.suppress(StoreError):
+            store.close()
