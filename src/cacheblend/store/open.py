@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import torch
@@ -395,17 +395,6 @@ def parse_seconds(text: str | float) -> float:
 # ---- places -------------------------------------------------------------------------------------------------
 
 
-class StorePlace(Protocol):
-    """A place where a store is, or can be made."""
-
-    def open(self, read_only: bool = False) -> KVStore:
-        """Opens the store; the caller closes it.
-
-        Raises:
-            InvalidInputError, StoreError: as the store's class says.
-        """
-
-
 @dataclass(frozen=True)
 class MemoryPlace:
     """This process's memory; see `MemoryStore`.
@@ -452,11 +441,7 @@ class DevicePlace:
         eviction_of(self.evict)
 
     def open(self, read_only: bool = False) -> MemoryStore:
-        """See `StorePlace`.
-
-        Raises:
-            InvalidInputError: there is no such GPU.
-        """
+        """Raises `InvalidInputError` if there is no such GPU."""
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         index = self.index if self.index is not None or not count else torch.cuda.current_device()
         if index is None or index >= count:
@@ -582,7 +567,7 @@ class TieredPlace:
     """Memory, or a GPU's, in front of another place; see `TieredStore`."""
 
     front: MemoryPlace | DevicePlace
-    back: StorePlace
+    back: "StorePlace"
     keeps_written: bool = True
 
     def open(self, read_only: bool = False) -> KVStore:
@@ -594,7 +579,7 @@ class TieredPlace:
 class CascadePlace:
     """Places in order, nearest first; see `CascadeStore`."""
 
-    places: Sequence[StorePlace]
+    places: Sequence["StorePlace"]
 
     def open(self, read_only: bool = False) -> KVStore:
         """Closes the first ones if a later one cannot be opened."""
@@ -606,6 +591,9 @@ class CascadePlace:
             close_all(opened)
             raise
         return CascadeStore(opened)
+
+
+StorePlace = MemoryPlace | DevicePlace | FolderPlace | RedisPlace | BucketPlace | TieredPlace | CascadePlace
 
 
 def page_locking(place: StorePlace) -> StorePlace:

@@ -48,9 +48,8 @@ class Sealed(NamedTuple):
 class SealedPlace(Protocol):
     """Where they are. Every call raises `StoreError` where the place cannot be asked, or refuses."""
 
-    @property
-    def place(self) -> str:
-        """The place's name for messages, without passwords."""
+    def where(self, kind: str, name: BlockName) -> str:
+        """Where one is, for messages."""
 
     def put_sealed(self, kind: str, name: BlockName, data: Bytes) -> None:
         """Stores a manifest or a document's record, replacing one of the same kind and name; all or nothing."""
@@ -162,7 +161,7 @@ class Manifests:
                     removed = self._records.delete(name)
             self.damaged += 1
             outcome = "removed" if removed else "could not be removed"
-            logger.warning("damaged manifest %s in %s: %s; %s", name.hex(), self._place.place, manifest, outcome)
+            logger.warning("damaged manifest %s: %s; %s", self._place.where(MANIFESTS, name), manifest, outcome)
             found.append(Damage("manifest", name, str(manifest), removed))
         return intact
 
@@ -235,7 +234,7 @@ class Documents(DocumentRecords):
     ) -> DocumentRecord | DamagedRecord:
         if isinstance(found, DocumentRecord):
             return found
-        return DamagedRecord(name, f"{_kind(root)}/{name.hex()} in {self._place.place}: {found}")
+        return DamagedRecord(name, f"{self._place.where(_kind(root), name)}: {found}")
 
     def names(self, root: BlockName) -> list[BlockName]:
         with self._asking():

@@ -35,14 +35,14 @@ class SealedFiles:
     """See `SealedPlace`. Raises `OSError` where the folder cannot be read."""
 
     def __init__(self, folder: Folder) -> None:
-        self._folder, self.place = folder, str(folder.path)
+        self._folder, self._path = folder, str(folder.path)
         self._locks: dict[str, threading.Lock] = {}
 
-    def _path(self, kind: str, name: BlockName) -> str:
-        return f"{self.place}/{kind}/{name.hex()}{SUFFIX}"
+    def where(self, kind: str, name: BlockName) -> str:
+        return f"{self._path}/{kind}/{name.hex()}{SUFFIX}"
 
     def put_sealed(self, kind: str, name: BlockName, data: Bytes) -> None:
-        path = self._path(kind, name)
+        path = self.where(kind, name)
         try:
             self._folder.publish(path, [memoryview(data)])
         except OSError as error:
@@ -50,9 +50,9 @@ class SealedFiles:
 
     def sealed(self, kind: str) -> Mapping[BlockName, Sealed]:
         found: dict[BlockName, Sealed] = {}
-        for name in named_files(f"{self.place}/{kind}", SUFFIX):
+        for name in named_files(f"{self._path}/{kind}", SUFFIX):
             with contextlib.suppress(FileNotFoundError):
-                status = os.stat(self._path(kind, name))
+                status = os.stat(self.where(kind, name))
                 mark = status.st_ino, status.st_size, status.st_mtime_ns
                 found[name] = Sealed(mark, whole_pages(status.st_size))
         return found
@@ -62,7 +62,7 @@ class SealedFiles:
         return [self._read(kind, name) for name in names]
 
     def _read(self, kind: str, name: BlockName) -> Bytes | DamagedError | None:
-        path = self._path(kind, name)
+        path = self.where(kind, name)
         try:
             if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would never end
                 return DamagedError("it is no regular file")
@@ -79,10 +79,10 @@ class SealedFiles:
             return None
 
     def has_sealed(self, kind: str, name: BlockName) -> bool:
-        return os.path.exists(self._path(kind, name))
+        return os.path.exists(self.where(kind, name))
 
     def delete_sealed(self, kind: str, name: BlockName) -> bool:
-        path = self._path(kind, name)
+        path = self.where(kind, name)
         try:
             remove_entry(path)
         except FileNotFoundError:

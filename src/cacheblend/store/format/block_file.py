@@ -58,8 +58,7 @@ class BlockHeader:
 
     Attributes:
         name: the block's name.
-        parent: the preceding block's name.
-        entry: token ids [tokens] and layout.
+        entry: token ids [tokens], layout and the preceding block's name.
         digests: 8 bytes per layer and head, layers in order.
         data_at: offset of the first record in the file.
         file_bytes: size that the whole file must have.
@@ -69,7 +68,6 @@ class BlockHeader:
     """
 
     name: BlockName
-    parent: BlockName
     entry: BlockEntry
     digests: bytes
     data_at: int
@@ -272,7 +270,7 @@ def decode_headers(header: bytes, file_bytes: int | None) -> list[BlockHeader]:
     if file_bytes is not None and found[0].file_bytes != file_bytes:
         raise DamagedError(f"the file has {file_bytes} bytes, its header says {found[0].file_bytes}")
     for each in found:
-        if block_name(each.parent, each.entry.token_ids) != each.name:
+        if block_name(each.entry.parent, each.entry.token_ids) != each.name:
             raise DamagedError(f"the file holds block {each.name.hex()}, whose name is not that of its content")
     return found
 
@@ -295,7 +293,6 @@ def _blocks_of(metadata: dict[str, str], data_at: int) -> list[BlockHeader]:
     return [
         BlockHeader(
             name=name,
-            parent=parents[number],
             entry=BlockEntry(token_ids[end - counts[number] : end], geometry.layout, "disk", parents[number]),
             digests=digests[number * of_a_block : (number + 1) * of_a_block],
             data_at=data_at,

@@ -186,6 +186,9 @@ class BucketObjects:
         names = [_name(meta["path"]) for meta in self._list("pins")]
         return {name for name in names if name is not None}
 
+    def where(self, kind: str, name: BlockName) -> str:
+        return f"{kind}/{name.hex()} in {self.place}"
+
     def put_sealed(self, kind: str, name: BlockName, data: Bytes) -> None:
         self._put(f"{kind}/{name.hex()}", bytes(data))
 

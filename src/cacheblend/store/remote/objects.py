@@ -67,7 +67,10 @@ class Objects(SealedPlace, Protocol):
     @property
     def tier(self) -> str:
         """``"redis"`` or ``"s3"``."""
-        ...
+
+    @property
+    def place(self) -> str:
+        """The place's name for messages, without passwords."""
 
     def look_up(
         self, names: Sequence[BlockName], unknown: AbstractSet[BlockName] = frozenset(), since: float = -math.inf

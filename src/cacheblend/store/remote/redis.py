@@ -245,6 +245,9 @@ class RedisObjects:
     def pinned(self) -> set[BlockName]:
         return set(_names(self._together(lambda pipe: pipe.smembers(self._key("pins")))[0]).values())
 
+    def where(self, kind: str, name: BlockName) -> str:
+        return f"{kind}/{name.hex()} in {self.place}"
+
     def put_sealed(self, kind: str, name: BlockName, data: Bytes) -> None:
         """See `Objects`."""
 
