@@ -101,8 +101,8 @@ class Survey:
 
 
 @torch.no_grad()
-def survey_model(model: PreTrainedModel, view: ModelView) -> Survey:
-    """Surveys a loaded model by running a few rows through each layer.
+def survey_model(model: PreTrainedModel, view: ModelView | None = None) -> Survey:
+    """Surveys a loaded model by running a few rows through each layer; `view`: of the model, where there is one.
 
     Raises:
         ModelNotBlendableError: the model cannot be blended; the message says why.
@@ -111,6 +111,7 @@ def survey_model(model: PreTrainedModel, view: ModelView) -> Survey:
     check_mode(model)
     config = model.config.get_text_config(decoder=True)
     check_config(model.config)
+    view = view or ModelView(model)
     limit = min((n for n in shift_limits(config) if n is not None), default=None)
     context = getattr(config, "max_position_embeddings", None)
     furthest = max(1, (limit or context or 4096) - ROWS)
