@@ -1,8 +1,11 @@
-"""Three passages, a file of them with a question, and a tiny model, for the command line."""
+"""Three passages, a file of them with a question, a tiny model, a store; and a run of the command line, as fixtures."""
 
 import json
 from pathlib import Path
 
+import pytest
+
+from command_line import Run, runner
 from tiny_folder import TinyShape, build_tiny
 
 PASSAGES = [
@@ -24,3 +27,28 @@ def write_rows(file: Path) -> Path:
     rows = [{"ctxs": [{"title": "", "text": text} for text in PASSAGES], "question": "When was it lit?"}]
     file.write_text(json.dumps(rows))
     return file
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model(tmp_path_factory.mktemp("cli") / "tiny-llama")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the command line in this process."""
+    monkeypatch.setenv("COLUMNS", "120")
+    return runner(capsys)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "rows.json")
+
+
+@pytest.fixture
+def store(run: Run, model: Path, data: Path, tmp_path: Path) -> Path:
+    """A store with the three passages."""
+    folder = tmp_path / "store"
+    assert run("warm", "-m", model, "-s", folder, "-d", data).code == 0
+    return folder

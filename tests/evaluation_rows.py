@@ -1,10 +1,14 @@
-"""Rows to evaluate, and a tiny model to evaluate them on."""
+"""Rows to evaluate, and a tiny model to evaluate them on, as fixtures."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cacheblend.data import QuestionRow, Text
+from cacheblend.engines.hf import BlendEngine
 from cacheblend.evaluation import Cell, Evaluation
 from tiny_folder import TinyShape, build_tiny
 
@@ -36,3 +40,14 @@ def build_model(folder: Path) -> Path:
 
 def cells_of(found: Evaluation, method: str) -> list[Cell]:
     return [cell for row in found.rows for cell in row.cells if cell.method == method]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model(tmp_path_factory.mktemp("evaluate") / "tiny-llama")
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[BlendEngine]:
+    with BlendEngine.from_pretrained(model, device="cpu") as engine:
+        yield engine

@@ -1,8 +1,7 @@
-"""Rows for the gate, and a tiny model with random weights, which blending changes, so that little passes."""
+"""Rows for the gate, and a tiny model with random weights, which blending changes, so that little passes: fixtures."""
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -38,12 +37,17 @@ def build_model(folder: Path) -> Path:
     return folder
 
 
-@contextmanager
-def one_thread(cache: Path) -> Iterator[None]:
-    """One thread, and a cache folder of the test's own."""
+@pytest.fixture(scope="module", autouse=True)
+def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One thread, and a cache folder of the tests' own."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model(tmp_path_factory.mktemp("gate") / "tiny-llama")

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from cacheblend.cli.bench import ttft
 from cacheblend.cli.help import App
-from cacheblend.cli.option_groups import with_groups
 from cacheblend.cli.program import run_program
 from lab.cli import agents, evaluate, gpu, inspect, paper, prefill, quality, routing, servers, stores, suite, train
 
@@ -18,35 +17,35 @@ vllm_app = App(help="vLLM with the plug-in, and without; vLLM must be installed 
 
 PREFILL, STORES, SERVERS, QUALITY = "Prefill", "Stores", "Servers", "Answers"
 
-app.command("ttft", rich_help_panel=PREFILL)(with_groups(ttft))
-app.command("memory", rich_help_panel=PREFILL)(with_groups(prefill.memory))
-app.command("controller", rich_help_panel=PREFILL)(with_groups(prefill.controller))
-app.command("core", rich_help_panel=PREFILL)(with_groups(prefill.core))
-app.command("cuda", rich_help_panel=PREFILL)(with_groups(gpu.cuda))
-app.command("plan", rich_help_panel=STORES)(with_groups(stores.plan))
-app.command("match", rich_help_panel=STORES)(with_groups(stores.match))
-app.command("load", rich_help_panel=STORES)(with_groups(stores.load))
-app.command("store", rich_help_panel=STORES)(with_groups(stores.store))
-app.command("evict", rich_help_panel=STORES)(with_groups(stores.evict))
-app.command("sync", rich_help_panel=STORES)(with_groups(stores.sync))
-app.command("serve", rich_help_panel=SERVERS)(with_groups(servers.serve))
-app.command("routing", rich_help_panel=SERVERS)(with_groups(routing.routing))
-app.command("agent", rich_help_panel=SERVERS)(with_groups(agents.agent))
-app.command("peers", rich_help_panel=PREFILL)(with_groups(agents.peers))
-app.command("codecs", rich_help_panel=QUALITY)(with_groups(quality.codecs))
-app.command("random-shapes", rich_help_panel=QUALITY)(with_groups(quality.random_shapes))
-app.command("suite", rich_help_panel=QUALITY)(with_groups(suite.suite))
-app.command("paper", rich_help_panel=QUALITY)(with_groups(paper.paper))
-app.command("evaluate", rich_help_panel=QUALITY)(with_groups(evaluate.evaluate))
-app.command("inspect", rich_help_panel=QUALITY)(with_groups(inspect.inspect))
-app.command("train", rich_help_panel=QUALITY)(with_groups(train.train))
+app.command("ttft", rich_help_panel=PREFILL)(ttft)
+app.command("memory", rich_help_panel=PREFILL)(prefill.memory)
+app.command("controller", rich_help_panel=PREFILL)(prefill.controller)
+app.command("core", rich_help_panel=PREFILL)(prefill.core)
+app.command("cuda", rich_help_panel=PREFILL)(gpu.cuda)
+app.command("plan", rich_help_panel=STORES)(stores.plan)
+app.command("match", rich_help_panel=STORES)(stores.match)
+app.command("load", rich_help_panel=STORES)(stores.load)
+app.command("store", rich_help_panel=STORES)(stores.store)
+app.command("evict", rich_help_panel=STORES)(stores.evict)
+app.command("sync", rich_help_panel=STORES)(stores.sync)
+app.command("serve", rich_help_panel=SERVERS)(servers.serve)
+app.command("routing", rich_help_panel=SERVERS)(routing.routing)
+app.command("agent", rich_help_panel=SERVERS)(agents.agent)
+app.command("peers", rich_help_panel=PREFILL)(agents.peers)
+app.command("codecs", rich_help_panel=QUALITY)(quality.codecs)
+app.command("random-shapes", rich_help_panel=QUALITY)(quality.random_shapes)
+app.command("suite", rich_help_panel=QUALITY)(suite.suite)
+app.command("paper", rich_help_panel=QUALITY)(paper.paper)
+app.command("evaluate", rich_help_panel=QUALITY)(evaluate.evaluate)
+app.command("inspect", rich_help_panel=QUALITY)(inspect.inspect)
+app.command("train", rich_help_panel=QUALITY)(train.train)
 app.add_typer(vllm_app, name="vllm", rich_help_panel=SERVERS)
 
-vllm_app.command("ttft")(with_groups(servers.vllm_ttft))
-vllm_app.command("latency")(with_groups(servers.vllm_latency))
-vllm_app.command("shadow")(with_groups(servers.vllm_shadow))
-vllm_app.command("replay")(with_groups(servers.vllm_replay))
-vllm_app.command("faults")(with_groups(servers.vllm_faults))
+vllm_app.command("ttft")(servers.vllm_ttft)
+vllm_app.command("latency")(servers.vllm_latency)
+vllm_app.command("shadow")(servers.vllm_shadow)
+vllm_app.command("replay")(servers.vllm_replay)
+vllm_app.command("faults")(servers.vllm_faults)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

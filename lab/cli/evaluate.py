@@ -1,54 +1,37 @@
 """`python -m lab evaluate`: as `cacheblend evaluate`, and how far methods are from full recompute inside the model."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from cacheblend.cli.evaluate import run_evaluation
-from cacheblend.cli.evaluate_options import MethodOptions, OptionalModel, Out, Scorers, TopK
-from cacheblend.cli.evaluate_output import Destination, say
-from cacheblend.cli.options import IN_MEMORY, Anchor, AsJson, DeviceOptions, JsonFile, Seed, StoreOptions
-from cacheblend.cli.output import console, progress
-from cacheblend.cli.prompt_options import MaxTokens, QuestionOptions
+from cacheblend.cli.evaluate import Destination, EvaluateOptions, run_evaluation
+from cacheblend.cli.option_groups import option
+from cacheblend.cli.options import IN_MEMORY, SCORES, DeviceOptions, MethodOptions, QuestionOptions, StoreOptions
+from cacheblend.cli.output import console, progress, say
 
 if TYPE_CHECKING:
     from cacheblend.data import QuestionRow
     from cacheblend.engines.hf import BlendEngine
     from cacheblend.evaluation import Evaluation, Method, Settings
 
-DeviationRows = Annotated[
-    int,
-    typer.Option(
-        "--deviation-rows",
-        min=0,
-        help="Also measure on so many rows how far reuse and blend are from full recompute, by layer: KV, and the "
-        "question's attention. Takes longer than answering.",
-        rich_help_panel="Scores",
-    ),
-]
-
 
 def evaluate(
     questions: QuestionOptions,
     method: MethodOptions,
     device: DeviceOptions,
-    model: OptionalModel = None,
-    top_k: TopK = None,
-    max_tokens: MaxTokens = 32,
-    scorer: Scorers = None,
-    deviation_rows: DeviationRows = 0,
-    seed: Seed = 0,
+    options: EvaluateOptions,
+    to: Destination,
+    deviation_rows: int = option(
+        0,
+        "Also measure on so many rows how far reuse and blend are from full recompute, by layer: KV, and the "
+        "question's attention. Takes longer than answering.",
+        least=0,
+        panel=SCORES,
+    ),
     store: StoreOptions = IN_MEMORY,
-    anchor: Anchor = "auto",
-    out: Out = Path("evaluations"),
-    json: AsJson = False,
-    json_file: JsonFile = None,
 ) -> None:
     """As `cacheblend evaluate`; --deviation-rows: also KV and attention of reuse and blend beside full recompute."""
-    to = Destination(out, json, json_file)
-    further = Deviation(deviation_rows, quiet=json) if deviation_rows else None
-    run_evaluation(questions, method, device, model, top_k, max_tokens, scorer, seed, store, anchor, to, further)
+    further = Deviation(deviation_rows, quiet=to.json) if deviation_rows else None
+    run_evaluation(questions, method, device, options, to, store, further)
 
 
 class Deviation:

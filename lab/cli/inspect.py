@@ -15,12 +15,11 @@ from cacheblend.cli.options import (
     ChunkOptions,
     DeviceOptions,
     ModelOptions,
+    PromptOptions,
+    SelectionOptions,
     StoreOptions,
-    check_settings,
 )
 from cacheblend.cli.output import INSTALL_PLOT, console, print_json, progress
-from cacheblend.cli.prompt_options import PromptOptions
-from cacheblend.cli.selection_options import SelectionOptions
 
 if TYPE_CHECKING:
     from cacheblend.engines.hf import BlendEngine
@@ -81,7 +80,10 @@ def inspect(
     texts, question = prompt.read()
     _check_passages(texts)
 
-    from cacheblend.cli.models import PATIENT_S, model_folder, open_engine
+    from cacheblend.cli.models import PATIENT_S, open_engine
+    from cacheblend.core.config import BlendConfig
+    from cacheblend.core.fuse.prefill import check_selector
+    from cacheblend.engines.folders import model_folder
     from cacheblend.engines.settings import layers_of
     from lab.inspection import inspect_prompt, ratio_curves
 
@@ -89,18 +91,12 @@ def inspect(
     count = layers_of(model_folder(model.model))  # wrong options are reported before the model is opened
     _layers(layers, count)
     if chosen:
-        check_settings(chosen, count)
+        selector = BlendConfig(**chosen).make_selector()
+        if count is not None:
+            check_selector(selector, count)
     _make(out)
     config = chosen | stored.settings() | {"capture": False, "load_timeout_s": PATIENT_S}
-    with open_engine(
-        model.model,
-        store.store,
-        config,
-        profile=selection.profile,
-        dtype=device.dtype,
-        device=device.device,
-        quiet=json,
-    ) as engine:
+    with open_engine(model.model, store.store, config, device, profile=selection.profile, quiet=json) as engine:
         shown = _layers(layers, engine.survey.num_layers)
         asked = prompt.build(engine, texts, question)
         curves = ratio_curves(engine.config) if curve else None

@@ -7,14 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from cacheblend.cli.evaluate_options import OptionalModel, Out, Scorers, TopK
-from cacheblend.cli.evaluate_output import Destination, say
-from cacheblend.cli.options import Anchor, AsJson, DeviceOptions, JsonFile
-from cacheblend.cli.output import check_folder, check_outputs, stages
-from cacheblend.cli.prompt_options import MaxTokens, QuestionOptions
-from cacheblend.cli.question_files import needed_model, settings_of, split_rows
-from cacheblend.cli.selection_options import Ratios
-from cacheblend.cli.values import numbers
+from cacheblend.cli.evaluate import Destination
+from cacheblend.cli.models import needed_model
+from cacheblend.cli.option_groups import numbers
+from cacheblend.cli.options import (
+    Anchor,
+    AsJson,
+    DeviceOptions,
+    JsonFile,
+    MaxTokens,
+    OptionalModel,
+    Out,
+    QuestionOptions,
+    Ratios,
+    Scorers,
+    TopK,
+)
+from cacheblend.cli.output import check_folder, check_outputs, say, stages
 
 if TYPE_CHECKING:
     from cacheblend.data import QuestionRow
@@ -118,11 +127,11 @@ def run_paper_command(options: PaperOptions) -> None:
     from cacheblend.evaluation.scorers import check_scorers, make_scorers
 
     check_scorers(options.scorers)
-    sweeps, settings = options.sweeps(), settings_of(options.questions, None, options.max_tokens)
+    sweeps, settings = options.sweeps(), options.questions.settings(None, options.max_tokens)
     files = read_files(options.questions)
     quiet, device = options.to.json, options.device
     config = {"anchor": options.anchor, "capture": False}
-    with open_engine(options.model, "memory", config, dtype=device.dtype, device=device.device, quiet=quiet) as engine:
+    with open_engine(options.model, "memory", config, device, quiet=quiet) as engine:
         data = _data_sets(engine, files, options.questions, settings)
         assert engine.builder is not None  # a model folder is opened with its tokenizer
         if settings.template.chat is None and not settings.template.layout.is_chat(engine):
@@ -173,7 +182,7 @@ def _data_sets(
     found = []
     for name, (rows, bad) in files.items():
         reasons = list(bad)
-        usable = split_rows(engine, rows, questions, settings, reasons)
+        usable = questions.split(engine, rows, settings, reasons)
         found.append(DataSet(name, usable, reasons))
     return found
 

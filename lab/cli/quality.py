@@ -5,9 +5,8 @@ from typing import Annotated
 import typer
 
 from cacheblend.cli.bench import HOW, MOST_CHUNKS, WHAT, ChunkTokens, ResultOptions
-from cacheblend.cli.options import MOST_SEED, MOST_TOKENS, SHAPE_OPTION
+from cacheblend.cli.options import MOST_SEED, MOST_TOKENS, SHAPE_OPTION, Limit
 from cacheblend.cli.output import console, progress
-from cacheblend.cli.prompt_options import Limit
 
 
 def codecs(

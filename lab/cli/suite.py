@@ -6,11 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend.cli.evaluate_options import Out
-from cacheblend.cli.evaluate_output import Destination, keep_summary, progress_bars, say, show_summary
-from cacheblend.cli.options import MODEL_OPTION, PROMPT, AsJson, DeviceOptions, JsonFile, Seed
-from cacheblend.cli.output import check_folder, check_outputs, console, progress, status
-from cacheblend.cli.prompt_options import Limit
+from cacheblend.cli.evaluate import Destination, keep_summary, progress_bars, show_summary
+from cacheblend.cli.options import MODEL_OPTION, PROMPT, AsJson, DeviceOptions, JsonFile, Limit, Out, Seed
+from cacheblend.cli.output import check_folder, check_outputs, console, progress, say, status
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -135,7 +133,7 @@ def run_suite_command(options: SuiteOptions) -> bool:
     plain = Suite()
     suite = Suite(options.per_category or plain.per_category, options.seeds or plain.seeds, options.parts or PARTS)
     quiet, device = options.to.json, options.device
-    with open_engine(options.model, "memory", {}, dtype=device.dtype, device=device.device, quiet=quiet) as engine:
+    with open_engine(options.model, "memory", {}, device, quiet=quiet) as engine:
         results = _run(engine, suite, options, quiet=quiet)
     report = _report(suite, results, options)
     if not quiet:

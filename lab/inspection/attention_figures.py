@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from cacheblend.evaluation.figure_style import new_figure, whole_numbers
+from cacheblend.evaluation.plots import new_figure, whole_numbers
 from lab.inspection.deviation import Array
 from lab.inspection.inspection import Inspection
 from lab.inspection.labels import COLOURS, MANY_PARTS, label_of, methods_of

@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from cacheblend.evaluation.figure_style import STYLE, new_figure, whole_numbers
+from cacheblend.evaluation.plots import STYLE, new_figure, whole_numbers
 
 FILE = "deviation.png"
 MOST_METHODS = 8

@@ -19,7 +19,7 @@ from cacheblend.data import QuestionRow
 from cacheblend.engines.hf import BlendEngine, Passage
 from cacheblend.evaluation.bootstrap import Values, bootstrap_means
 from cacheblend.evaluation.methods import Fused, Method
-from cacheblend.evaluation.run_config import Settings
+from cacheblend.evaluation.runner import Settings
 from lab.inspection import (
     Observation,
     attention_deviation_by_layer,

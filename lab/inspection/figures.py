@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cacheblend.evaluation.figure_style import STYLE, new_figure, whole_numbers
+from cacheblend.evaluation.plots import STYLE, new_figure, whole_numbers
 from lab.inspection.attention_figures import (
     attention_by_chunk,
     attention_by_layer,

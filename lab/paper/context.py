@@ -13,8 +13,7 @@ from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.evaluation import Settings
 from cacheblend.evaluation.records import LineLog, folder_name, write_whole
-from cacheblend.evaluation.run_config import describe
-from cacheblend.evaluation.runner import Case
+from cacheblend.evaluation.runner import Case, describe
 from cacheblend.evaluation.scorers import Scorer
 from lab import checkout
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cacheblend.evaluation.figure_style import STYLE, new_figure
+from cacheblend.evaluation.plots import STYLE, new_figure
 from cacheblend.evaluation.report import TITLES as SCORES
 from lab.paper.answered import AGREEMENT
 from lab.paper.compared import BLEND, FULL, GRADUAL, ONE_CHECK, PREFIX, REUSE, TITLES

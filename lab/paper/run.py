@@ -9,7 +9,7 @@ from cacheblend.core.failures import failed_since, failures, in_words
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.evaluation import Settings
 from cacheblend.evaluation.records import folder_name
-from cacheblend.evaluation.run_config import describe
+from cacheblend.evaluation.runner import describe
 from cacheblend.evaluation.scorers import Scorer
 from lab.paper import batch, chunk_length, chunk_number, device, quality, rate, ratio, report
 from lab.paper.context import Context, DataSet, LeftOutError, Part, Progress, Sweeps

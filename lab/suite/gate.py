@@ -13,7 +13,7 @@ from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine, Passage
 from cacheblend.evaluation.gate import Bar, GateRow, Progress, check
 from cacheblend.evaluation.records import folder_name, write_whole
-from cacheblend.evaluation.run_config import LIBRARIES
+from cacheblend.evaluation.runner import LIBRARIES
 from cacheblend.evaluation.scorers import WordF1
 from lab.nano.questions import draw_questions
 from lab.nano.scenes import CATEGORIES
@@ -21,7 +21,7 @@ from lab.suite.suite import GATE_SEED, SETTINGS, Suite
 
 CODE = (
     *("core", "store", "engines"),
-    *(f"evaluation/{name}.py" for name in ("agreement", "bootstrap", "compute", "gate", "gate_run", "scorers")),
+    *(f"evaluation/{name}.py" for name in ("agreement", "bootstrap", "compute", "gate", "scorers")),
 )
 """The source files that affect the verdict."""
 

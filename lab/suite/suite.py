@@ -20,11 +20,9 @@ from cacheblend.data import QuestionRow
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.settings import read_profile
 from cacheblend.evaluation.candidates import FOLLOWING, named
-from cacheblend.evaluation.choices import make_methods
-from cacheblend.evaluation.methods import Fused, Label, Method
+from cacheblend.evaluation.methods import Fused, Label, Method, make_methods
 from cacheblend.evaluation.records import CONFIG, ROWS, RowResult, folder_name
-from cacheblend.evaluation.run_config import Settings
-from cacheblend.evaluation.runner import Evaluation, Progress, evaluate
+from cacheblend.evaluation.runner import Evaluation, Progress, Settings, evaluate
 from cacheblend.nano import LEAN_PROFILE_NAME, model_path
 from lab.nano.questions import draw_questions
 from lab.nano.scenes import CATEGORIES

@@ -10,16 +10,12 @@ import pytest
 from rich.console import Console
 
 from cacheblend.bench.report import table
-from command_line import Run, runner
+from cli_passages import run
+from command_line import Run
 from lab.nano.data import record, write
 from lab.nano.scenes import Style
 
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs the command line in this process."""
-    monkeypatch.setenv("COLUMNS", "120")
-    return runner(capsys)
+__all__ = ["run"]  # a fixture
 
 
 def test_bench_ttft(run: Run, tmp_path: Path) -> None:

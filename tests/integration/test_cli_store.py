@@ -13,33 +13,10 @@ from cacheblend.cli import ask
 from cacheblend.core.report import BlendReport
 from cacheblend.engines.hf.request import Answer, Delta
 from cacheblend.engines.settings import BlendSettings
-from cli_passages import PASSAGES, build_model, write_rows
-from command_line import Run, runner
+from cli_passages import PASSAGES, data, model, run, store
+from command_line import Run
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model(tmp_path_factory.mktemp("cli") / "tiny-llama")
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs the command line in this process."""
-    monkeypatch.setenv("COLUMNS", "120")
-    return runner(capsys)
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return write_rows(tmp_path / "rows.json")
-
-
-@pytest.fixture
-def store(run: Run, model: Path, data: Path, tmp_path: Path) -> Path:
-    """A store with the three passages."""
-    folder = tmp_path / "store"
-    assert run("warm", "-m", model, "-s", folder, "-d", data).code == 0
-    return folder
+__all__ = ["data", "model", "run", "store"]  # fixtures
 
 
 # ---- store ------------------------------------------------------------------------------------------------

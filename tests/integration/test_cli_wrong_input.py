@@ -1,11 +1,15 @@
-"""Wrong invocations of every command: exit code 2, one line on stderr, nothing on stdout, no traceback.
+"""Errors of the command line: wrong invocations of every command, the system's errors, addresses that are taken.
+
+Exit code 2, one line on stderr, nothing on stdout, no traceback.
 
 What is named in braces is as in `wrong_invocations`.
 """
 
+import errno
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +18,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cacheblend.cli import app, main
+from cacheblend.cli import app, main, serve
+from cacheblend.cli.output import error_text
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.serve.settings import ServeSettings
 from campaign import rotating, share
 from command_line import Run, runner
-from wrong_invocations import ASK, EVALUATE, TTFT, WRONG, check, check_junk, commands_of, filled, places
+from wrong_invocations import SAID, WRONG, check, check_junk, commands_of, filled, places
 
 __all__ = ["places"]  # a fixture
+TINY = ("bench", "ttft", "--shape", "tiny", "--chunks", 2, "--chunk-tokens", 8, "--question-tokens", 2, "--runs", 1)
 
 EMPTY = [
     ["ask", "-m", "", "-s", "memory", "-q", "?"],
@@ -46,7 +54,8 @@ EMPTY = [
     ["ask", "-m", "{model}", "-s", "memory", "-d", "{surrogate}"],
     ["ask", "-m", "a\x00b", "-s", "memory", "-q", "?"],
 ]
-CASES = [(line.split(" "), kind) for kind, lines in WRONG.items() for line in lines] + [(each, "odd") for each in EMPTY]
+LINES = {"said": [line for line in SAID if not line.endswith(" ")]} | WRONG
+CASES = [(line.split(" "), kind) for kind, lines in LINES.items() for line in lines] + [(each, "odd") for each in EMPTY]
 
 
 @pytest.fixture
@@ -73,6 +82,9 @@ def test_a_wrong_invocation_is_one_line(
     (tmp_path / "empty").mkdir()
     result = run(*filled(arguments, places, tmp_path / "empty"))
     check(result.code, result.out, result.err)
+    if said := SAID.get(" ".join(arguments)):
+        assert said in result.err
+        assert "Error(" not in result.err and "('" not in result.err
     assert not list((tmp_path / "here").iterdir())
 
 
@@ -144,44 +156,67 @@ def test_a_model_that_cannot_be_loaded_says_why(
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("plan -m {model} --prefill-s 0", "--prefill-s 0: the seconds of a full prefill must be above 0"),
-        ("plan -m {model} --prefill-s -2", "--prefill-s -2: the seconds of a full prefill must be above 0"),
-        (f"{TTFT} --methods full,foo", "there is no method 'foo' here; choose from full, prefix, reuse, blend, miss"),
-        (f"{TTFT} --store redis", "there is no store 'redis' here; choose from memory, disk"),
-        ("keys add x --file {nothing}", "is empty and has no keys; delete it"),
-        ("keys add x --file {tmp}", "is a folder; name a file"),
-        ("keys ls --file {tmp}", "is a folder; name a file"),
-        ("warm -m {model} -s {tmp}/s -d {tmp}/none", "there is no such file; passages come as .json"),
-        ("warm -m {model} -s {tmp}/s -d {tmp}/none.csv", "there is no such file; passages come as .json"),
-        ("warm -m {model} -s {tmp}/s -d {nothing}", "the name has no ending; passages come as .json"),
-        ("warm -m {model} -s {tmp}/s -d {pipe}", "it is a pipe or a device, not a file"),
-        (f"{ASK} --threshold 0.5", "--threshold 0.5 has no effect without --selector threshold"),
-        (f"{ASK} --hops 1", "--hops 1 has no effect without --selector query or hybrid; add it"),
-        (f"{ASK} --selector hybrid --hops 5", "--hops"),
-        (f"{ASK} --selector query --hops 1 --hop-spans 9", "--hop-spans"),
-        (f"{EVALUATE} --selector query:hops=9", "hops must be a whole number, 0 to 4 (0: only the question), got 9"),
-        (f"{ASK} --threshold 0.5 --selector hkvd", "--threshold 0.5 has no effect without --selector threshold"),
-        (f"{EVALUATE} --selector hkvd:foo=1", "there is no setting 'foo' here; settings are measure"),
-    ],
-)
-def test_the_line_says_what_is_wrong(run: Run, places: dict[str, str], tmp_path: Path, line: str, message: str) -> None:
-    (tmp_path / "nothing").touch()
-    (tmp_path / "empty").mkdir()
-    os.mkfifo(tmp_path / "pipe")
-    made = places | {name: str(tmp_path / name) for name in ("nothing", "pipe")}
-    result = run(*filled(line.split(" "), made, tmp_path / "empty"))
-    check(result.code, result.out, result.err)
-    assert message in result.err
-    assert "Error(" not in result.err and "('" not in result.err
-
-
-@pytest.mark.parametrize(
     ("command", "wrong"), [("plan", "load only what"), ("bench ttft", "evaluate also"), ("evaluate", "bench ttft")]
 )
 def test_help_speaks_of_its_own_command(run: Run, command: str, wrong: str) -> None:
     assert wrong not in " ".join(run(*command.split(" "), "--help").out.replace("│", " ").split())
+
+
+def test_the_systems_errors_are_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/x/[/b]")
+
+    monkeypatch.setattr("cacheblend.bench.ttft.run", full)
+    result = run(*TINY)
+    assert result.code == 2
+    assert result.err == "error: /x/[/b]: No space left on device\n"
+    assert error_text(OSError(5, "Input/output error")) == "Input/output error"
+    assert error_text(OSError("said so")) == "said so"
+    assert error_text(OSError()) == "OSError"
+
+
+def test_what_cannot_be_written_is_said_before_the_work(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend.bench.ttft.run", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(os, "access", lambda *_: False)  # as root, everything may be written
+    result = run(*TINY, "--json-file", tmp_path / "r.json")
+    assert result.code == 2
+    assert result.err == f"error: {tmp_path / 'r.json'} cannot be written: permission denied\n"
+
+
+def test_errors_as_json(run: Run, tmp_path: Path) -> None:
+    result = run("ask", "-m", tmp_path / "none", "-s", "memory", "-q", "?", "--json")
+    assert result.code == 2
+    assert "is no folder" in result.json["error"]
+    assert result.err == ""
+
+
+# ---- addresses --------------------------------------------------------------------------------------------
+
+
+def test_a_port_that_another_server_took_meanwhile_is_an_error_before_any_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both may bind a port while neither listens; the second must not say that it serves."""
+    monkeypatch.setattr("cacheblend.serve.app.create_app", lambda engine, settings: None)
+    with serve.bind("127.0.0.1", 0) as (first,):
+        port = first.getsockname()[1]
+        with serve.bind("127.0.0.1", port) as second:
+            first.listen()
+            with pytest.raises(InvalidInputError, match=f"--port {port}: the server cannot listen there"):
+                serve._run(None, ServeSettings(), "127.0.0.1", second)  # type: ignore[arg-type]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_host_of_several_addresses_is_served_at_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"127.0.0.{n}", 0)) for n in (1, 2, 1)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with serve.bind("several", 0) as sockets:
+        names = [bound.getsockname() for bound in sockets]
+    assert [address for address, _ in names] == ["127.0.0.1", "127.0.0.2"]
+    assert len({port for _, port in names}) == 1
+    assert all(bound.fileno() == -1 for bound in sockets)
 
 
 # ---- at random ----------------------------------------------------------------------------------------------

@@ -2,57 +2,26 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cacheblend.cli import main, models
+from cacheblend.cli import models
 from cacheblend.data.split import split_text
 from cacheblend.engines.hf import BlendEngine
-from evaluation_rows import PASSAGES, ROWS, build_model
+from command_line import Run, runner
+from evaluation_rows import PASSAGES, ROWS, engine, model
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model(tmp_path_factory.mktemp("evaluate") / "tiny-llama")
-
-
-@pytest.fixture(scope="module")
-def engine(model: Path) -> Iterator[BlendEngine]:
-    with BlendEngine.from_pretrained(model, device="cpu") as engine:
-        yield engine
-
-
-@dataclass
-class Result:
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Result]
+__all__ = ["engine", "model"]  # fixtures
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Runs `evaluate` in this process, in an empty folder."""
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: object) -> Result:
-        capsys.readouterr()
-        try:
-            main(["evaluate", *map(str, arguments)])
-            code = 0
-        except SystemExit as leave:
-            code = int(leave.code or 0)
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err
-        return Result(code, captured.out, captured.err)
-
-    return call
+    return runner(capsys, "evaluate")
 
 
 def write_rows(file: Path, **fields: Any) -> Path:
@@ -120,31 +89,6 @@ def test_rows_without_gold_answers_are_still_compared(run: Run, model: Path, tmp
     assert "Agreement with full recompute" in result.out and "Exact match" not in result.out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--scorer", "bleu"], "there is no scorer 'bleu'"),
-        (["--methods", "blnd"], "there is no method 'blnd'"),
-        (["--ratio", "much"], "--ratio much: expected a number"),
-        (["--check-layers", "1;2"], "--check-layers 1;2: expected a number"),
-        (["--selector", "hkvdd"], "no selector is called 'hkvdd'"),
-        (["--template", "none"], "there is no template [none]; the file has bare, qa, summary"),
-        (["--format", "musique"], "there is no format 'musique'"),
-        (["--chat"], "the tokenizer has no chat template"),
-        (["--json-file", "nowhere/file.json"], "there is no folder"),
-        (["--check-layers", "9"], "check layer 9 does not exist"),
-        (["--out", "rows.jsonl"], "rows.jsonl is a file; name a folder"),
-        (["--out", "rows.jsonl/in/it"], "rows.jsonl is a file; name a folder"),
-    ],
-)
-def test_mistakes_are_one_line(run: Run, model: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
-    data = write_rows(tmp_path / "rows.jsonl")
-    result = run("-m", model, "-d", data, "--device", "cpu", *arguments)
-    assert result.code == 2
-    assert message in result.err and result.out == ""
-    assert result.err.strip().splitlines()[-1].startswith("error: ")
-
-
 @pytest.mark.parametrize("option", [("--check-layers", "3"), ("--out", "rows.jsonl")])
 def test_what_the_config_tells_is_said_before_the_model_is_opened(
     run: Run, model: Path, tmp_path: Path, option: tuple[str, str]
@@ -155,12 +99,6 @@ def test_what_the_config_tells_is_said_before_the_model_is_opened(
     result = run("-m", tmp_path / "bare", "-d", data, *option)
     assert result.code == 2
     assert "check layer 3 does not exist" in result.err or "is a file" in result.err
-
-
-def test_data_needs_a_model_by_name(run: Run, tmp_path: Path) -> None:
-    result = run("-d", write_rows(tmp_path / "rows.jsonl"))
-    assert result.code == 2
-    assert "give --model FOLDER, or --model nano" in result.err
 
 
 def test_the_model_that_ships_is_called_nano(

@@ -1,8 +1,6 @@
 """What each method of an evaluation does and costs, on a tiny model."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,19 +10,10 @@ from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf.layout import PromptLayout
 from cacheblend.evaluation import Cell, Evaluation, Settings, Template, evaluate, make_methods
 from cacheblend.evaluation.compute import ComputeScale
-from evaluation_rows import KINDS, LAYERS, ROWS, build_model, cells_of
+from evaluation_rows import KINDS, LAYERS, ROWS, cells_of, engine, model
 from families import tiny_model
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model(tmp_path_factory.mktemp("evaluate") / "tiny-llama")
-
-
-@pytest.fixture(scope="module")
-def engine(model: Path) -> Iterator[BlendEngine]:
-    with BlendEngine.from_pretrained(model, device="cpu") as engine:
-        yield engine
+__all__ = ["engine", "model"]  # fixtures
 
 
 @pytest.fixture(scope="module")

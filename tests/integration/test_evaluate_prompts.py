@@ -1,12 +1,11 @@
 """The prompts of an evaluation, the room that they need in the store, and rows and settings that cannot be asked."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cacheblend.cli.prompts import build_prompt
+from cacheblend.cli.options import LayoutOptions
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.data import QuestionRow, Text
@@ -14,19 +13,10 @@ from cacheblend.engines.hf import BlendEngine, Passage
 from cacheblend.engines.hf.layout import PromptLayout
 from cacheblend.evaluation import Settings, Template, evaluate, make_methods
 from cacheblend.store import MemoryStore
-from evaluation_rows import ROWS, build_model, cells_of, make_row
+from evaluation_rows import ROWS, cells_of, engine, make_row, model
 from tokenizers_for_tests import CHATML, byte_level
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model(tmp_path_factory.mktemp("evaluate") / "tiny-llama")
-
-
-@pytest.fixture(scope="module")
-def engine(model: Path) -> Iterator[BlendEngine]:
-    with BlendEngine.from_pretrained(model, device="cpu") as engine:
-        yield engine
+__all__ = ["engine", "model"]  # fixtures
 
 
 # ---- what stands in front of the passages, and room in the store ----------------------------------------------
@@ -76,8 +66,8 @@ def test_the_default_layout_is_that_of_ask(model: Path, template: str | None, sy
         weights = opened.model
     weights.resize_token_embeddings(800)
     with BlendEngine(weights, byte_level(template), fingerprint="x") as engine:
-        passages = [Passage("The fox jumps."), Passage("The dog sleeps.", "Dogs")]
-        prompt = build_prompt(engine, passages, "Who {question}?", system, None)
+        texts = [("The fox jumps.", ""), ("The dog sleeps.", "Dogs")]
+        prompt = LayoutOptions(system).build(engine, texts, "Who {question}?")
         parts: list[Any] = ["The fox jumps.", "\n\n", "The dog sleeps.", "\n\n", "Who {question}?"]
         if template is None:
             expected = engine.prompt([f"{system}\n\n", *_with_passages(parts)] if system else _with_passages(parts))

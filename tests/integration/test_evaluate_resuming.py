@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,20 +12,10 @@ import torch
 from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.evaluation import Settings, evaluate, make_methods
-from evaluation_rows import PASSAGES, ROWS, SHAPE, build_model
+from evaluation_rows import PASSAGES, ROWS, SHAPE, engine, model
 from tiny_folder import build_tiny
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model(tmp_path_factory.mktemp("evaluate") / "tiny-llama")
-
-
-@pytest.fixture(scope="module")
-def engine(model: Path) -> Iterator[BlendEngine]:
-    with BlendEngine.from_pretrained(model, device="cpu") as engine:
-        yield engine
-
+__all__ = ["engine", "model"]  # fixtures
 
 KILLED = """
 import os, signal, sys

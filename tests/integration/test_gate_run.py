@@ -11,22 +11,13 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.select.selectors import AllRows, Hkvd, NoRows
 from cacheblend.engines.hf import BlendEngine, Passage
-from cacheblend.evaluation import gate_run
+from cacheblend.evaluation import gate
 from cacheblend.evaluation.candidates import Candidate, grid
 from cacheblend.evaluation.gate import Bar, GateRow, check, profile_of, run_gate
 from cacheblend.evaluation.scorers import WordF1
-from gate_rows import EXACT, LOW, WORDS, build_model, one_thread, passages, rows
+from gate_rows import EXACT, LOW, WORDS, built, passages, rows, surroundings
 
-
-@pytest.fixture(scope="module", autouse=True)
-def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with one_thread(tmp_path_factory.mktemp("cache")):
-        yield
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model(tmp_path_factory.mktemp("gate") / "tiny-llama")
+__all__ = ["built", "surroundings"]  # fixtures
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +50,7 @@ def test_no_candidate_passes(engine: BlendEngine) -> None:
     for tried in found.searched:
         assert tried.stopped
         assert tried.found is not None
-        assert tried.found.rows == gate_run.STOP_AFTER
+        assert tried.found.rows == gate.STOP_AFTER
     profile = profile_of(engine, found)
     assert not profile.blend
     assert profile.config().make_selector() == AllRows()
@@ -83,8 +74,8 @@ def test_what_confirms_was_not_searched(engine: BlendEngine, monkeypatch: pytest
         seen.append(prompt.token_ids.tobytes())
         return original(engine, prompt, **options)
 
-    original = gate_run.reference
-    monkeypatch.setattr(gate_run, "reference", spy)
+    original = gate.reference
+    monkeypatch.setattr(gate, "reference", spy)
     progress: list[tuple[int, int]] = []
     run_gate(engine, rows(16), [EXACT], LOW, progress=lambda done, total: progress.append((done, total)))
     assert len(set(seen)) == len(seen) == 16
@@ -104,10 +95,10 @@ def test_a_failed_attempt_is_followed_by_the_next_dearer(engine: BlendEngine, mo
         sample, report = original(*arguments, **options)
         calls += 1
         is_first = arguments[2] == NoRows()
-        return (gate_run.Sample(**{**vars(sample), "top_1": calls <= 16}) if is_first else sample), report
+        return (gate.Sample(**{**vars(sample), "top_1": calls <= 16}) if is_first else sample), report
 
-    original = gate_run.compare
-    monkeypatch.setattr(gate_run, "compare", lucky)
+    original = gate.compare
+    monkeypatch.setattr(gate, "compare", lucky)
     found = run_gate(engine, rows(16), [Candidate("none", {"selector": "none"}), EXACT], LOW)
     assert [tried.candidate.name for tried in found.confirmed] == ["none", "all"]
     failed, chosen = found.confirmed
@@ -119,7 +110,7 @@ def test_a_failed_attempt_is_followed_by_the_next_dearer(engine: BlendEngine, mo
 
 def test_agreement_alone_does_not_pass_where_f1_falls(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = cycle([1.0, 0.0])  # full recompute is asked first
-    monkeypatch.setattr(gate_run, "best", lambda scorer, answer, golds: next(scores))
+    monkeypatch.setattr(gate, "best", lambda scorer, answer, golds: next(scores))
     bar = Bar(threshold=0.6, answer_tokens=3, scorer=WordF1())
     found = run_gate(engine, rows(16, answers=("lamp",)), [EXACT], bar)
     assert found.verdict == "none passes"
@@ -156,8 +147,8 @@ def test_rows_of_the_same_passages_stay_on_one_side_and_count_once(
         seen.append(frozenset(chunk.token_ids.tobytes() for chunk in prompt.chunks))
         return original(engine, prompt, **options)
 
-    original = gate_run.reference
-    monkeypatch.setattr(gate_run, "reference", spy)
+    original = gate.reference
+    monkeypatch.setattr(gate, "reference", spy)
     found = run_gate(engine, asked, [EXACT], LOW)
     assert (found.search_rows, found.confirm_rows, found.passage_sets, found.skipped.same_passages) == (18, 6, 12, 12)
     searched, confirmed = seen[:18], seen[18:]
@@ -176,10 +167,10 @@ def test_what_computes_as_much_as_full_recompute_never_passes(
 ) -> None:
     def dear(*arguments: Any, **options: Any) -> Any:
         sample, report = original(*arguments, **options)
-        return gate_run.Sample(**{**vars(sample), "compute": 1.0}), report
+        return gate.Sample(**{**vars(sample), "compute": 1.0}), report
 
-    original = gate_run.compare
-    monkeypatch.setattr(gate_run, "compare", dear)
+    original = gate.compare
+    monkeypatch.setattr(gate, "compare", dear)
     found = run_gate(engine, rows(24), [EXACT], LOW)
     assert (found.verdict, found.confirmed) == ("none passes", [])
     assert found.searched[0].found is not None

@@ -383,7 +383,7 @@ def test_wrong_files_are_one_line(cli: Run, files: list[Path], tmp_path: Path) -
 
 
 def test_files_of_one_name_are_told_apart_by_their_folders(files: list[Path], tmp_path: Path) -> None:
-    from cacheblend.cli.prompt_options import QuestionOptions
+    from cacheblend.cli.options import QuestionOptions
     from lab.cli.paper import read_files
 
     copies = [tmp_path / name / "dev.jsonl" for name in ("one", "two")]

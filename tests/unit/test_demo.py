@@ -164,7 +164,7 @@ def test_rows_that_show_the_difference_come_first() -> None:
 @pytest.mark.parametrize("count", [1, 4, 7])
 def test_the_picture(count: int, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from cacheblend.evaluation.demo_plot import draw_demo_plot
+    from cacheblend.evaluation.demo import draw_demo_plot
 
     right = {category: [index % 2 == 0 for index in range(count)] for category in CATEGORIES}
     common = {"right": right, "score": (7, 7 * count)}

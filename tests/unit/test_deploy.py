@@ -169,7 +169,7 @@ def test_the_servers_commands_parse_and_what_they_name_is_there(place: str) -> N
     assert not [each for each in server.args if "$(" in each], "a variable that no ConfigMap has"
     options = parsed(server.args)
     check_store_url(options["store"])
-    assert options["drain"] < server.pod["terminationGracePeriodSeconds"]
+    assert options["drain_s"] < server.pod["terminationGracePeriodSeconds"]
     assert options["port"] == server.spec["ports"][0]["containerPort"]
     mounts = [each["mountPath"] for each in server.spec["volumeMounts"]]
     files = [str(options["keys"]), str(options["metrics_keys"]), *re.findall(r"file://(/[^?]*)", options["store"])]
@@ -229,7 +229,7 @@ def test_services_are_read_only_reachable_from_here_alone_and_their_files_exist(
     server = found["services"]["server"]
     options = parsed(server["command"])
     check_store_url(options["store"])
-    assert options["drain"] < int(server["stop_grace_period"].rstrip("s"))
+    assert options["drain_s"] < int(server["stop_grace_period"].rstrip("s"))
     scraped = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
     (target,) = scraped["scrape_configs"][0]["static_configs"][0]["targets"]
     assert target.split(":")[0] in options["allowed_host"], "the server would refuse Prometheus by its Host"

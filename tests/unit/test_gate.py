@@ -19,8 +19,7 @@ from cacheblend.evaluation import gate
 from cacheblend.evaluation.agreement import Sample, Summary, equal_share, summarise
 from cacheblend.evaluation.bootstrap import mean_lower_bound
 from cacheblend.evaluation.candidates import Candidate, expected_compute, grid
-from cacheblend.evaluation.gate import Bar, Skipped, Tried, attempts_for, promising, run_gate
-from cacheblend.evaluation.gate_run import GateRun
+from cacheblend.evaluation.gate import Bar, GateRun, Skipped, Tried, attempts_for, promising, run_gate
 from cacheblend.nano import model_path
 
 confidences = st.floats(0.5, 0.999)

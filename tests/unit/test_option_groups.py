@@ -7,20 +7,19 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from cacheblend.cli.option_groups import with_groups
-from cacheblend.cli.options import BlendOptions, ChunkOptions
-from cacheblend.cli.prompt_options import AnswerOptions
-from cacheblend.cli.selection_options import SelectionOptions
-from cacheblend.cli.values import numbers
+from cacheblend.cli.option_groups import numbers, option, with_groups
+from cacheblend.cli.options import AnswerOptions, BlendOptions, ChunkOptions, SelectionOptions
+from cacheblend.cli.serve import BoundOptions, ServerOptions, _settings
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.hf import SamplingParams
+from cacheblend.serve.settings import ServeSettings
 
 
 @dataclass(frozen=True)
 class Size:
     width: Annotated[int, typer.Option("--width", "-w", min=1)]
-    height: Annotated[float, typer.Option("--height")] = 2.0
+    height: float = option(2.0, "Of the frame.")
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,11 @@ def run(command: object, *arguments: str) -> str:
 
 
 def test_a_group_becomes_options_and_comes_back_as_one_object() -> None:
-    def show(size: Size, loud: bool = False) -> None:
-        typer.echo(f"{size} {loud}")
+    def show(size: Size, loud: bool = option(False, "Shout."), shown: bool = option(True, "Show it.")) -> None:
+        typer.echo(f"{size} {loud} {shown}")
 
-    assert run(show, "-w", "3", "--height", "0.5", "--loud") == "Size(width=3, height=0.5) True\n"
-    assert run(show, "--width", "4") == "Size(width=4, height=2.0) False\n"
+    assert run(show, "-w", "3", "--height", "0.5", "--loud") == "Size(width=3, height=0.5) True True\n"
+    assert run(show, "--width", "4", "--no-shown") == "Size(width=4, height=2.0) False False\n"
     assert run(show).startswith("2 ")  # --width is required
     assert run(show, "-w", "0").startswith("2 ")
 
@@ -76,6 +75,8 @@ def test_defaults_are_those_of_the_configuration() -> None:
     assert SelectionOptions().settings() == {}
     sampling = AnswerOptions()
     assert sampling.params() == SamplingParams(max_new_tokens=256, temperature=0.0, seed=None)
+    served, server = _settings(ServerOptions(), BoundOptions()), ServeSettings(hosts=("127.0.0.1",))
+    assert {**vars(served), "keys": server.keys, "metrics_keys": server.metrics_keys} == vars(server)
     known = {field.name for field in fields(BlendConfig)}
     everything = BlendOptions(ratio=["0.3,0.2"], selector="hkvd", check_layers="1,2", measure="v").settings()
     assert set(everything) <= known

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cacheblend.cli.openmp import BOUNDED, bound_waiting
+from cacheblend.cli.program import BOUNDED, bound_waiting
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.engines.hf import BlendEngine, thread_count

@@ -15,8 +15,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from cacheblend.bench.passages import read_chunks
 from cacheblend.bench.stamp import stamp
+from cacheblend.bench.ttft import read_chunks
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.select.selection import Selection
 from cacheblend.engines.hf import BlendEngine

@@ -5,6 +5,7 @@ the question: no chunk is an exact prefix hit. Full prefill is transformers' own
 logits only.
 """
 
+import hashlib
 import math
 import random
 import statistics
@@ -20,7 +21,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from cacheblend.bench.passages import read_chunks
 from cacheblend.bench.stamp import stamp
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
@@ -29,6 +29,7 @@ from cacheblend.core.profile import quality_settings
 from cacheblend.core.report import BlendReport
 from cacheblend.core.select.selection import Selection
 from cacheblend.core.select.selectors import NoRows, check_ratio
+from cacheblend.data import read_passages
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import FirstToken, full_recompute, fused, prefix_caching
 from cacheblend.engines.hf.shapes import build_shape, check_choice
@@ -226,6 +227,30 @@ def draw_prompt(settings: TtftSettings, chunks: list[Segment], vocab: int, draw:
     shuffled = draw.sample(chunks, len(chunks))
     plain = text(_random_ids(vocab, settings.plain_tokens, draw))
     return Prompt.of([plain, *shuffled, text(_random_ids(vocab, settings.question_tokens, draw))])
+
+
+def read_chunks(path: Path, engine: BlendEngine, count: int, tokens: int) -> list[Segment]:
+    """`count` different chunks of exactly `tokens` tokens, passages joined where one is too short.
+
+    Without a tokenizer each word becomes one id; equal words get equal ids.
+
+    Raises:
+        InvalidInputError: the file cannot be read, or has too little text.
+    """
+    chunks: list[Segment] = []
+    ids: list[int] = []
+    for passage in dict.fromkeys(passage.text for passage in read_passages(path)):
+        ids += engine.builder.encode(passage) if engine.builder else _word_ids(passage, engine.survey.vocab_size)
+        while len(ids) >= tokens and len(chunks) < count:
+            chunks.append(chunk(ids[:tokens]))
+            ids = ids[tokens:]
+        if len(chunks) == count:
+            return chunks
+    raise InvalidInputError(f"{path} gives {len(chunks)} chunks of {tokens} tokens, {count} are needed")
+
+
+def _word_ids(passage: str, vocab: int) -> list[int]:
+    return [int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest()) % vocab for word in passage.split()]
 
 
 def _random_ids(vocab: int, count: int, draw: random.Random) -> list[int]:

@@ -1,6 +1,7 @@
 """The command line. Knows typer and rich; everything heavy is imported by the command that needs it.
 
-Exit codes: 0 done, 1 the answer is no (`doctor`, `store verify`), 2 a user's error, in one line.
+Exit codes: 0 done, 1 the answer is no (`doctor`, `store verify`), 2 a user's error, in one line. What a user gave wrong
+is an `InvalidInputError` that names it, wherever it is found.
 """
 
 from collections.abc import Sequence
@@ -9,7 +10,6 @@ import typer
 
 from cacheblend.cli import ask, bench, calibrate, demo, doctor, evaluate, keys, plan, serve, store, sync, warm
 from cacheblend.cli.help import App
-from cacheblend.cli.option_groups import with_groups
 from cacheblend.cli.program import run_program
 
 app = App(
@@ -22,17 +22,17 @@ app = App(
 
 FIRST, DAILY, MEASURE = "See whether it fits", "Use it", "Measure it"
 
-app.command("demo", rich_help_panel=FIRST)(with_groups(demo.demo))
-app.command("doctor", rich_help_panel=FIRST)(with_groups(doctor.doctor))
-app.command("warm", rich_help_panel=DAILY)(with_groups(warm.warm))
-app.command("sync", rich_help_panel=DAILY)(with_groups(sync.sync))
-app.command("calibrate", rich_help_panel=DAILY)(with_groups(calibrate.calibrate))
-app.command("plan", rich_help_panel=MEASURE)(with_groups(plan.plan))
-app.command("ask", rich_help_panel=DAILY)(with_groups(ask.ask))
-app.command("serve", rich_help_panel=DAILY)(with_groups(serve.serve))
+app.command("demo", rich_help_panel=FIRST)(demo.demo)
+app.command("doctor", rich_help_panel=FIRST)(doctor.doctor)
+app.command("warm", rich_help_panel=DAILY)(warm.warm)
+app.command("sync", rich_help_panel=DAILY)(sync.sync)
+app.command("calibrate", rich_help_panel=DAILY)(calibrate.calibrate)
+app.command("plan", rich_help_panel=MEASURE)(plan.plan)
+app.command("ask", rich_help_panel=DAILY)(ask.ask)
+app.command("serve", rich_help_panel=DAILY)(serve.serve)
 app.add_typer(keys.app, name="keys", rich_help_panel=DAILY)
 app.add_typer(store.app, name="store", rich_help_panel=DAILY)
-app.command("evaluate", rich_help_panel=MEASURE)(with_groups(evaluate.evaluate))
+app.command("evaluate", rich_help_panel=MEASURE)(evaluate.evaluate)
 app.add_typer(bench.app, name="bench", rich_help_panel=MEASURE)
 
 

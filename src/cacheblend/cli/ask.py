@@ -1,21 +1,37 @@
 """`cacheblend ask`: one answer, and what it cost."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
 
-import typer
+from rich.table import Table
+from rich.text import Text
 
-from cacheblend.cli.options import OUTPUT, AsJson, BlendOptions, DeviceOptions, ModelOptions, StoreOptions
-from cacheblend.cli.output import console, print_json, status, write
-from cacheblend.cli.prompt_options import AnswerOptions, PromptOptions
+from cacheblend.cli.option_groups import option
+from cacheblend.cli.options import (
+    OUTPUT,
+    AnswerOptions,
+    AsJson,
+    BlendOptions,
+    DeviceOptions,
+    ModelOptions,
+    PromptOptions,
+    StoreOptions,
+)
+from cacheblend.cli.output import console, print_json, seconds_text, share_text, status, write
 
 if TYPE_CHECKING:
     from cacheblend.core.plan.prompt import Prompt
+    from cacheblend.core.report import BlendReport
     from cacheblend.engines.hf import Answer, BlendEngine, SamplingParams
     from cacheblend.engines.settings import BlendSettings
 
-Compare = Annotated[
-    bool, typer.Option("--compare", help="Answer by full recompute, too; stores nothing.", rich_help_panel=OUTPUT)
-]
+_SOURCES = {
+    "prefix": "loaded, exact prefix",
+    "memory": "loaded from memory",
+    "disk": "loaded from disk",
+    "redis": "loaded from Redis",
+    "s3": "loaded from the bucket",
+}
 
 
 def ask(
@@ -25,7 +41,7 @@ def ask(
     blend: BlendOptions,
     sampling: AnswerOptions,
     device: DeviceOptions,
-    compare: Compare = False,
+    compare: bool = option(False, "Answer by full recompute, too; stores nothing.", panel=OUTPUT),
     json: AsJson = False,
 ) -> None:
     """Answer a question from passages; their KV cache is loaded where the store has it.
@@ -40,19 +56,15 @@ def ask(
     from cacheblend.cli.models import open_engine
 
     params = sampling.params()
-    with open_engine(
-        model.model, store.store, config, profile=blend.profile, dtype=device.dtype, device=device.device, quiet=json
-    ) as engine:
+    with open_engine(model.model, store.store, config, device, profile=blend.profile, quiet=json) as engine:
         asked = prompt.build(engine, texts, question)
-        (_compare if compare else _answer)(engine, asked, params, json)
-
-
-def _answer(engine: "BlendEngine", prompt: "Prompt", params: "SamplingParams", as_json: bool) -> None:
-    """The answer; then passages that were not in the store are stored."""
-    answer = _stream(engine, prompt, params, quiet=as_json)
-    _show(answer, engine.survey.num_layers, engine.settings, as_json)
-    with status("storing the missed passages ...", quiet=as_json or not answer.report.missed_tokens):
-        engine.flush()
+        if compare:
+            _compare(engine, asked, params, json)
+            return
+        answer = _stream(engine, asked, params, quiet=json)
+        _show(answer, engine.survey.num_layers, engine.settings, json)
+        with status("storing the missed passages ...", quiet=json or not answer.report.missed_tokens):
+            engine.flush()
 
 
 def _stream(engine: "BlendEngine", prompt: "Prompt", params: "SamplingParams", *, quiet: bool) -> "Answer":
@@ -66,25 +78,6 @@ def _stream(engine: "BlendEngine", prompt: "Prompt", params: "SamplingParams", *
     return delta.answer
 
 
-def _show(answer: "Answer", layers: int, settings: "BlendSettings", as_json: bool) -> None:
-    if as_json:
-        print_json(_facts(answer, settings))
-        return
-    from rich.text import Text
-
-    from cacheblend.cli.reports import report_table, settings_line
-
-    out = console(stderr=True)
-    out.print(report_table(answer.report, layers))
-    if answer.report.decision:
-        out.print(f"loading controller: {answer.report.decision}", soft_wrap=True)
-    out.print(settings_line(settings), soft_wrap=True)
-    if answer.report.changed_contents:
-        out.print(f"{answer.report.changed_contents} texts were changed by the chat template", soft_wrap=True)
-    for line in (*answer.report.fallbacks, *answer.report.load_timeouts):
-        out.print(Text.assemble(("fallback:", "yellow"), f" {line}"))
-
-
 def _compare(engine: "BlendEngine", prompt: "Prompt", params: "SamplingParams", as_json: bool) -> None:
     """Blend and full recompute on the same ids; the weights are read once before either is timed."""
     from cacheblend.engines.hf.baselines import agreement, finish, full_recompute, touch
@@ -96,36 +89,80 @@ def _compare(engine: "BlendEngine", prompt: "Prompt", params: "SamplingParams", 
     full = full_recompute(engine, prompt)
     text, ids = finish(engine, prompt, full, params)
     close = agreement(engine.prefill(prompt).logits, full.logits)
+    speedup = full.ttft_s / blended.report.ttft_s
+    recomputed = {"answer": text, "token_ids": ids, "ttft_s": full.ttft_s, "speedup": speedup}
+    recomputed["first_token"] = close.to_dict()
+    if not as_json:
+        console().print("full recompute", style="bold")
+        write(f"{text}\n")
+    _show(blended, engine.survey.num_layers, engine.settings, as_json, {"full_recompute": recomputed})
     if as_json:
-        speedup = full.ttft_s / blended.report.ttft_s
-        print_json(
-            _facts(blended, engine.settings)
-            | {
-                "full_recompute": {
-                    "answer": text,
-                    "token_ids": ids,
-                    "ttft_s": full.ttft_s,
-                    "speedup": speedup,
-                    "first_token": close.to_dict(),
-                }
-            }
-        )
         return
-    console().print("full recompute", style="bold")
-    write(f"{text}\n")
-    _show(blended, engine.survey.num_layers, engine.settings, as_json=False)
-    from cacheblend.cli.reports import comparison_line
+    same = "the same first token" if close.top_1 else "another first token"
+    line = Text.assemble(
+        f"first token: blend {seconds_text(blended.report.ttft_s)}, full recompute {seconds_text(full.ttft_s)}: ",
+        (f"{speedup:.1f} x", "bold green"),
+        f"; {same}, KL {close.kl:.2g} nats",
+    )
+    console(stderr=True).print(line)
 
-    console(stderr=True).print(comparison_line(blended.report.ttft_s, full.ttft_s, close))
 
-
-def _facts(answer: "Answer", settings: "BlendSettings") -> dict[str, Any]:
+def _show(
+    answer: "Answer", layers: int, settings: "BlendSettings", as_json: bool, further: dict[str, Any] | None = None
+) -> None:
     from cacheblend.core.profile import quality_settings
 
-    return {
-        "answer": answer.text,
-        "token_ids": answer.token_ids,
-        "finish_reason": answer.finish_reason,
-        "report": answer.report.to_dict(),
-        "settings": {"source": settings.source, **quality_settings(settings.config)},
-    }
+    report = answer.report
+    if as_json:
+        facts = {
+            "answer": answer.text,
+            "token_ids": answer.token_ids,
+            "finish_reason": answer.finish_reason,
+            "report": report.to_dict(),
+            "settings": {"source": settings.source, **quality_settings(settings.config)},
+        }
+        print_json(facts | (further or {}))
+        return
+    out = console(stderr=True)
+    out.print(_table(report, layers))
+    if report.decision:
+        out.print(f"loading controller: {report.decision}", soft_wrap=True)
+    off = settings.profile is not None and not settings.profile.blend
+    out.print(Text.assemble("settings: ", (settings.source, "yellow" if off else "")), soft_wrap=True)
+    if report.changed_contents:
+        out.print(f"{report.changed_contents} texts were changed by the chat template", soft_wrap=True)
+    for line in (*report.fallbacks, *report.load_timeouts):
+        out.print(Text.assemble(("fallback:", "yellow"), f" {line}"))
+
+
+def _table(report: "BlendReport", layers: int) -> Table:
+    """Tokens by source on the left, seconds on the right."""
+    table = Table(title=f"{report.prompt_tokens} prompt tokens", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column in ("tokens", "", "", "time", ""):
+        table.add_column(column, justify="right" if not column else "left", no_wrap=True)
+    hits = report.hit_tokens
+    chunks = report.loaded_tokens - hits.get("prefix", 0)
+    tokens = [
+        *((_SOURCES.get(tier, f"loaded from {tier}"), hits[tier], report.prompt_tokens) for tier in hits if hits[tier]),
+        *([("left out", report.left_out_tokens, report.prompt_tokens)] if report.left_out_tokens else []),
+        ("missed", report.missed_tokens, report.prompt_tokens),
+        ("plain text", report.text_tokens, report.prompt_tokens),
+        ("recomputed of the loaded", report.recomputed_tokens, chunks),
+        ("row-layers computed", report.row_layers, report.prompt_tokens * layers),
+    ]
+    if report.saveable_share is not None:
+        behind = (report.prompt_tokens - hits.get("prefix", 0)) * layers
+        tokens.append(("  could be left out behind the prefix", round(report.saveable_share * behind), behind))
+    times = [
+        ("first token", report.ttft_s),
+        ("  planning", report.plan_s),
+        ("  computing", report.compute_s),
+        ("  waiting for loads", report.wait_s),
+        ("loading, in parallel", report.load_s),
+        (f"all {report.generated_tokens} tokens", report.total_s),
+    ]
+    left = [(name, str(count), share_text(count, whole)) for name, count, whole in tokens]
+    right = [(name, seconds_text(seconds)) for name, seconds in times]
+    for one, other in zip_longest(left, right, fillvalue=("", "", "")):
+        table.add_row(*one, *other[:2])
+    return table

@@ -7,25 +7,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from cacheblend.cli.help import App
-from cacheblend.cli.option_groups import with_groups
-from cacheblend.cli.options import MOST_SEED, MOST_TOKENS, AsJson, JsonFile, ModelOrShape, Plot
+from cacheblend.cli.models import quiet_transformers
+from cacheblend.cli.option_groups import names_in, numbers, option
+from cacheblend.cli.options import MOST_SEED, MOST_TOKENS, AsJson, JsonFile, ModelOrShape, Plot, SelectionOptions
 from cacheblend.cli.output import (
     INSTALL_PLOT,
+    can_draw,
     check_outputs,
     console,
     picture_file,
     print_json,
     progress,
+    say,
     write_json,
 )
-from cacheblend.cli.selection_options import SelectionOptions
-from cacheblend.cli.values import names, numbers
+from cacheblend.core.errors import CacheBlendError, InvalidInputError
 from cacheblend.core.failures import failed_since, failures, in_words
+from cacheblend.nano import LEAN_PROFILE_NAME, model_path
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,40 +41,15 @@ _before: dict[str, int] = {}  # what had failed in this process before the bench
 WHAT, HOW = "What is measured", "How it is measured"
 MOST_CHUNKS = 1 << 16
 
-ChunkTokens = Annotated[
-    int, typer.Option("--chunk-tokens", min=1, max=MOST_TOKENS, help="Tokens of a chunk.", rich_help_panel=WHAT)
-]
-Data = Annotated[
-    Path | None,
-    typer.Option("--data", "-d", help="Real passages. Default: random tokens.", rich_help_panel=WHAT),
-]
-Methods = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--methods",
-        "--arms",
-        "-a",
-        help="Methods to measure, with commas: full, prefix, reuse, blend, and miss (blend with nothing stored). "
-        "Default: the first four.",
-        rich_help_panel=HOW,
-        show_default=False,
-    ),
-]
-Stores = Annotated[str, typer.Option("--store", help="memory, disk, or both: memory,disk.", rich_help_panel=HOW)]
-Sweep = Annotated[
-    str | None,
-    typer.Option("--sweep", help="Measure and draw over chunks, chunk-tokens or ratio.", rich_help_panel=HOW),
-]
-METHODS = ["full,prefix,reuse,blend"]
+ChunkTokens = Annotated[int, option(..., "Tokens of a chunk.", least=1, most=MOST_TOKENS, panel=WHAT)]
 
 
 @dataclass(frozen=True)
 class SizeOptions:
     """Chunks of a prompt."""
 
-    chunks: Annotated[
-        int, typer.Option("--chunks", min=1, max=MOST_CHUNKS, help="Chunks of the prompt.", rich_help_panel=WHAT)
-    ] = 8
+    panel: ClassVar = WHAT
+    chunks: int = option(8, "Chunks of the prompt.", least=1, most=MOST_CHUNKS)
     chunk_tokens: ChunkTokens = 512
 
 
@@ -81,42 +57,24 @@ class SizeOptions:
 class PromptSizeOptions(SizeOptions):
     """A prompt of chunks and a question."""
 
-    question_tokens: Annotated[
-        int,
-        typer.Option(
-            "--question-tokens", min=1, max=MOST_TOKENS, help="Tokens after the chunks.", rich_help_panel=WHAT
-        ),
-    ] = 32
+    question_tokens: int = option(32, "Tokens after the chunks.", least=1, most=MOST_TOKENS)
 
 
 @dataclass(frozen=True)
 class RoundOptions:
     """How often, and from which seed."""
 
-    runs: Annotated[
-        int,
-        typer.Option("--runs", min=1, max=100_000, help="Measured rounds, after one warm-up.", rich_help_panel=HOW),
-    ] = 5
-    seed: Annotated[
-        int,
-        typer.Option("--seed", min=0, max=MOST_SEED, help="Seed of weights, tokens and orders.", rich_help_panel=HOW),
-    ] = 0
+    panel: ClassVar = HOW
+    runs: int = option(5, "Measured rounds, after one warm-up.", least=1, most=100_000)
+    seed: int = option(0, "Seed of weights, tokens and orders.", least=0, most=MOST_SEED)
 
 
 @dataclass(frozen=True)
 class ThreadOptions:
     """Threads of the process that measures."""
 
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            "--threads",
-            min=1,
-            max=4096,
-            help="Threads of torch. Default: torch's own choice.",
-            rich_help_panel=HOW,
-        ),
-    ] = None
+    panel: ClassVar = HOW
+    threads: int | None = option(None, "Threads of torch. Default: torch's own choice.", least=1, most=4096)
 
 
 @dataclass(frozen=True)
@@ -133,18 +91,12 @@ class ResultOptions:
         _before.update(failures())
 
     def show(self, shown: "Table | str", result: dict[str, Any]) -> None:
-        """Prints and writes the result, with what failed since `check` as `failed_blends`.
-
-        Raises:
-            CacheBlendError: something failed, so that a speed says nothing of blending; the file has been written.
-        """
+        """Prints and writes the result, with what failed since `check` as `failed_blends`."""
         failed = failed_since(_before)
         result = {**result, "failed_blends": sum(failed.values())} | ({"failed": failed} if failed else {})
         if self.json_file is not None:
             write_json(self.json_file, result)
         if failed:
-            from cacheblend.core.errors import CacheBlendError
-
             raise CacheBlendError(
                 f"no figures are shown, for they are not those of blending: {in_words(failed)} failed while it was "
                 "measured and was computed in full; the logs of this command and of its servers say why"
@@ -157,34 +109,18 @@ class ResultOptions:
 
 
 def prompt_settings(model: "ModelOrShape", **settings: Any) -> "TtftSettings":
-    """Settings of a benchmark that prefills prompts.
-
-    Raises:
-        InvalidInputError: neither or both of model and shape, or a setting is out of range.
-    """
-    from cacheblend.cli.models import quiet_transformers
-
+    """Settings of a benchmark that prefills prompts."""
     chosen = model.chosen()
     quiet_transformers()
     from cacheblend.bench.ttft import TtftSettings
 
-    return TtftSettings(
-        model=None if chosen.model is None else str(chosen.model),
-        shape=chosen.shape,
-        **settings,
-    )
+    return TtftSettings(None if chosen.model is None else str(chosen.model), chosen.shape, **settings)
 
 
 def selection_of(options: SelectionOptions) -> tuple["Selection", tuple[float, ...], str | None]:
-    """How rows are selected, the ratios to measure, and the name of the profile that says so, if one does.
-
-    Raises:
-        InvalidInputError: settings beside a profile, a profile that cannot be read, or as `SelectionOptions.settings`.
-    """
-    from cacheblend.core.errors import InvalidInputError
+    """How rows are selected, the ratios to measure, and the name of the profile that says so, if one does."""
     from cacheblend.core.select.selection import Selection
     from cacheblend.engines.settings import PROFILE_NAME, read_profile
-    from cacheblend.nano import LEAN_PROFILE_NAME, model_path
 
     given, shipped = options.ratio or [], {"nano": PROFILE_NAME, "lean": LEAN_PROFILE_NAME}
     if len(given) > 1 and (falling := [text for text in given if "," in text]):
@@ -212,6 +148,7 @@ def in_rounds(measure: Callable[[Callable[[int, int, str], None]], dict[str, Any
 # ---- the command -------------------------------------------------------------------------------------------
 
 
+@app.command("ttft")
 def ttft(
     model: ModelOrShape,
     size: PromptSizeOptions,
@@ -219,10 +156,18 @@ def ttft(
     threads: ThreadOptions,
     result: ResultOptions,
     selection: SelectionOptions,
-    data: Data = None,
-    methods: Methods = None,
-    store: Stores = "memory",
-    sweep: Sweep = None,
+    data: Path | None = option(None, "Real passages. Default: random tokens.", "-d", panel=WHAT),
+    methods: list[str] | None = option(
+        None,
+        "Methods to measure, with commas: full, prefix, reuse, blend, and miss (blend with nothing stored). Default: "
+        "the first four.",
+        "--methods",
+        "--arms",
+        "-a",
+        panel=HOW,
+    ),
+    store: str = option("memory", "memory, disk, or both: memory,disk.", panel=HOW),
+    sweep: str | None = option(None, "Measure and draw over chunks, chunk-tokens or ratio.", panel=HOW),
     plot: Plot = None,
 ) -> None:
     """Time to first token: full prefill, prefix caching, full reuse and blend, alternating on the same prompts.
@@ -237,17 +182,14 @@ def ttft(
     settings = prompt_settings(
         model,
         data=None if data is None else str(data),
-        chunks=size.chunks,
-        chunk_tokens=size.chunk_tokens,
-        question_tokens=size.question_tokens,
+        **vars(size),
+        **vars(rounds),
+        **vars(threads),
         selection=chosen,
         ratios=ratios,
         profile=profile,
-        arms=names(methods or METHODS),
-        stores=names([store]),
-        runs=rounds.runs,
-        threads=threads.threads,
-        seed=rounds.seed,
+        arms=names_in(methods or ["full,prefix,reuse,blend"]),
+        stores=names_in([store]),
         sweep=sweep,
     )
     from cacheblend.bench import report
@@ -257,23 +199,16 @@ def ttft(
     result.show(report.table(found), found)
     if curves is not None:
         report.plot(found, curves)
-        console(stderr=True).print(f"the curves are in {curves}", soft_wrap=True)
+        say(f"the curves are in {curves}")
 
 
 def _curves_file(sweep: str | None, plot: Path | None) -> Path | None:
     """Where a sweep's curves go; None where none are drawn."""
-    from importlib.util import find_spec
-
-    from cacheblend.core.errors import InvalidInputError
-
     if plot is not None and sweep is None:
         raise InvalidInputError("--plot draws a sweep: also give --sweep")
     if plot is not None or sweep is None:
         return picture_file(plot)
-    if find_spec("matplotlib") is None:
-        console(stderr=True).print(f"no curves are drawn, that needs matplotlib: {INSTALL_PLOT}", soft_wrap=True)
+    if not can_draw():
+        say(f"no curves are drawn, that needs matplotlib: {INSTALL_PLOT}")
         return None
     return Path(f"bench-ttft-{sweep}.png")
-
-
-app.command("ttft")(with_groups(ttft))

@@ -1,35 +1,26 @@
 """`cacheblend calibrate`: measures the cost model that the loading controller decides by."""
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
+from cacheblend.cli.models import open_engine
+from cacheblend.cli.option_groups import option
 from cacheblend.cli.options import MOST_TOKENS, AsJson, Codec, DeviceOptions, ModelOptions, StoreOptions
 from cacheblend.cli.output import check_outputs, console, print_json, status
-
-Out = Annotated[Path, typer.Option("--out", "-o", help="File of the cost model.")]
-Lengths = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--length",
-        "-l",
-        min=1,
-        max=MOST_TOKENS,
-        help="Tokens of a prompt that is timed; several times. Default: 256, 1024, 4096.",
-        show_default=False,
-    ),
-]
-Runs = Annotated[int, typer.Option("--runs", min=1, max=1000, help="Times are medians of so many runs.")]
 
 
 def calibrate(
     model: ModelOptions,
     store: StoreOptions,
     device: DeviceOptions,
-    out: Out = Path("cost-model.json"),
-    length: Lengths = None,
-    runs: Runs = 3,
+    out: Path = option(Path("cost-model.json"), "File of the cost model.", "-o"),
+    length: list[int] | None = option(
+        None,
+        "Tokens of a prompt that is timed; several times. Default: 256, 1024, 4096.",
+        "-l",
+        least=1,
+        most=MOST_TOKENS,
+    ),
+    runs: int = option(3, "Times are medians of so many runs.", least=1, most=1000),
     codec: Codec = "raw",
     json: AsJson = False,
 ) -> None:
@@ -38,18 +29,14 @@ def calibrate(
     Give the file to `ask --cost-model`, or to an engine as the setting `cost_model`. Measure on a quiet machine.
     """
     check_outputs(out)
-    from cacheblend.cli.models import open_engine
-    from cacheblend.engines.cost_model import write_cost_model
-    from cacheblend.engines.hf.calibrate import LENGTHS, calibrate
-
     settings = {"codec": codec, "capture": False}
-    with open_engine(
-        model.model, store.store, settings, dtype=device.dtype, device=device.device, quiet=json
-    ) as engine:
+    with open_engine(model.model, store.store, settings, device, quiet=json) as engine:
+        from cacheblend.engines.cost_model import write_cost_model
+        from cacheblend.engines.hf.calibrate import LENGTHS, calibrate
+
         with status("measuring ...", quiet=json):
             measured = calibrate(engine, lengths=sorted(length or LENGTHS), rounds=runs)
-        where = engine.model.device.type
-        write_cost_model(out, measured, engine.fingerprint, where, engine.stored_layout)
+        write_cost_model(out, measured, engine.fingerprint, engine.model.device.type, engine.stored_layout)
     if json:
         print_json({"file": str(out), **measured.to_dict()})
         return

@@ -1,28 +1,36 @@
 """`cacheblend demo`: runs `evaluation.demo` on the model that ships, and prints an example and one table."""
 
 import shlex
+import shutil
 import tempfile
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from cacheblend.cli.evaluate_output import progress_bars, say
-from cacheblend.cli.options import OUTPUT, AsJson
-from cacheblend.cli.output import INSTALL_PLOT, console, picture_file, print_json, seconds_text, visible
-from cacheblend.cli.selection_options import BLENDING
+from cacheblend.cli.evaluate import progress_bars
+from cacheblend.cli.models import PATIENT_S, open_engine
+from cacheblend.cli.option_groups import option
+from cacheblend.cli.options import BLENDING, OUTPUT, AsJson, DeviceOptions
+from cacheblend.cli.output import (
+    INSTALL_PLOT,
+    can_draw,
+    console,
+    picture_file,
+    print_json,
+    say,
+    seconds_text,
+    visible,
+)
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.nano import model_path
 
-HKVD = "Share of loaded tokens that the blends by HKVD recompute."
 # In full prefill the model has 27 of the 28 answers of seed 1 right, as of most seeds, and 21 of those of seed 0.
 # Whoever sees the demo first should see what blending changes, not what the model cannot do.
 FIRST_SEED = 1
-ASKED, SEED = "Questions of each category.", "Which passages, orders and questions, 0 to 9."
-DRAWN = "File of the picture: .png, .svg or .pdf."
-KEPT = "Keep model, passages, questions and store in this new folder."
 KEPT_FILES = ("model", "store", "passages.jsonl", "questions.jsonl", "evaluations")
 DTYPE = "float32"  # the weights are bf16, in which many CPUs compute slowly
 LIMITS = """ships with cacheblend and knows this kind of text only, in which few tokens carry what one passage needs \
@@ -34,11 +42,13 @@ MARK = {True: ("✓", "green"), False: ("✗", "red")}
 
 
 def demo(
-    ratio: Annotated[float, typer.Option("--ratio", "-r", min=0, max=1, help=HKVD, rich_help_panel=BLENDING)] = 0.15,
-    questions: Annotated[int, typer.Option("--questions", "-n", min=1, max=12, help=ASKED, rich_help_panel=OUTPUT)] = 4,
-    seed: Annotated[int, typer.Option("--seed", min=0, max=9, help=SEED, rich_help_panel=OUTPUT)] = FIRST_SEED,
-    plot: Annotated[Path, typer.Option("--plot", help=DRAWN, rich_help_panel=OUTPUT)] = Path("cacheblend-demo.png"),
-    keep: Annotated[Path | None, typer.Option("--keep", help=KEPT, rich_help_panel=OUTPUT)] = None,
+    ratio: float = option(
+        0.15, "Share of loaded tokens that the blends by HKVD recompute.", "-r", least=0, most=1, panel=BLENDING
+    ),
+    questions: int = option(4, "Questions of each category.", "-n", least=1, most=12, panel=OUTPUT),
+    seed: int = option(FIRST_SEED, "Which passages, orders and questions, 0 to 9.", least=0, most=9, panel=OUTPUT),
+    plot: Path = option(Path("cacheblend-demo.png"), "File of the picture: .png, .svg or .pdf.", panel=OUTPUT),
+    keep: Path | None = option(None, "Keep model, passages, questions and store in this new folder.", panel=OUTPUT),
     json: AsJson = False,
 ) -> None:
     """Store eight passages once, ask questions over them in many orders, and compare answers and times.
@@ -47,18 +57,15 @@ def demo(
     """
     picture = _prepare(plot, keep)
 
-    from cacheblend.cli.models import PATIENT_S, open_engine
     from cacheblend.core.profile import quality_settings
     from cacheblend.data.questions import question_lines
     from cacheblend.evaluation.demo import BUDGET_S, by_difference, demo_questions, find_example, run_demo
-    from cacheblend.nano import model_path
 
     rows = demo_questions(seed, questions)
     with tempfile.TemporaryDirectory(prefix="cacheblend-demo-") as folder:
         model, store = keep / "model" if keep else model_path(), str((keep or Path(folder)) / "store")
-        with open_engine(
-            model, store, {"capture": False, "load_timeout_s": PATIENT_S}, dtype=DTYPE, quiet=json
-        ) as engine:
+        config = {"capture": False, "load_timeout_s": PATIENT_S}
+        with open_engine(model, store, config, DeviceOptions(DTYPE), quiet=json) as engine:
             settings = {"source": engine.settings.source, **quality_settings(engine.settings.config)}
             size = f"{engine.survey.num_layers} layers, {engine.model.num_parameters() / 1e6:.1f} M parameters"
             with progress_bars(quiet=json) as advance:
@@ -66,7 +73,7 @@ def demo(
     count, about = len(result["passages"]), f"{size}; {result['evaluation']['cells'][0]['machine']}"
     result = {"seed": seed, "settings": settings, **result, "plot": None if picture is None else str(picture)}
     if picture is not None:
-        from cacheblend.evaluation.demo_plot import draw_demo_plot
+        from cacheblend.evaluation.demo import draw_demo_plot
 
         asked = len(result["questions"])
         title = f"{count} passages stored once; {asked} questions, each over the passages in another order"
@@ -88,13 +95,7 @@ def demo(
 
 def _prepare(plot: Path, keep: Path | None) -> Path | None:
     """Checks options and copies the model for --keep; returns the file of the picture, None without matplotlib."""
-    import shutil
-    from importlib.util import find_spec
-
-    from cacheblend.core.errors import InvalidInputError
-    from cacheblend.nano import model_path
-
-    picture = picture_file(plot) if find_spec("matplotlib") is not None else None
+    picture = picture_file(plot) if can_draw() else None
     if picture is None:
         say(f"no picture is drawn, that needs matplotlib: {INSTALL_PLOT}")
     try:

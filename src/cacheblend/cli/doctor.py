@@ -1,83 +1,66 @@
 """`cacheblend doctor`: can this model be blended, and how much must be recomputed to keep its answers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
-from cacheblend.cli.options import IN_MEMORY, MOST_SEED, Anchor, AsJson, DeviceOptions, ModelOrShape, StoreOptions
-from cacheblend.cli.output import console, print_json, status
-from cacheblend.cli.prompt_options import QuestionOptions
+from cacheblend.cli.models import (
+    PATIENT_S,
+    checked_device,
+    checked_dtype,
+    model_name,
+    open_engine,
+    quiet_transformers,
+)
+from cacheblend.cli.option_groups import option
+from cacheblend.cli.options import (
+    IN_MEMORY,
+    MOST_SEED,
+    Anchor,
+    AsJson,
+    DeviceOptions,
+    ModelOrShape,
+    QuestionOptions,
+    StoreOptions,
+)
+from cacheblend.cli.output import console, print_json, progress, share_text, status
+from cacheblend.core.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from cacheblend.cli.quality import GateOptions
+    from cacheblend.core.config import AnchorKind
     from cacheblend.engines.hf.doctor import Check, Diagnosis
-    from cacheblend.evaluation.gate import Bar
+    from cacheblend.evaluation.gate import Bar, GateResult, Tried
 
-GATE = "Quality gate"
+MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("·", "dim")}
 
 
 @dataclass(frozen=True)
 class QualityOptions:
     """What the quality gate tries, and what it demands."""
 
-    quality: Annotated[
-        bool,
-        typer.Option(
-            "--quality", help="Find the cheapest setting that agrees with full recompute.", rich_help_panel=GATE
-        ),
-    ] = False
-    selector: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--selector",
-            help="Selectors to try, as for evaluate; several times. Default: hkvd, gradual, query, query that "
-            "follows the words of what it finds, hybrid, and narrowing (hybrid, most rows in the first layers).",
-            rich_help_panel=GATE,
-            show_default=False,
-        ),
-    ] = None
-    ratio: Annotated[
-        list[float] | None,
-        typer.Option(
-            "--ratio",
-            "-r",
-            min=0,
-            max=1,
-            help="Ratios to try; several times. Default: 0.05 to 0.5.",
-            rich_help_panel=GATE,
-            show_default=False,
-        ),
-    ] = None
-    threshold: Annotated[
-        float,
-        typer.Option("--threshold", help="Share of first tokens that must agree, 0..1.", rich_help_panel=GATE),
-    ] = 0.99
-    confidence: Annotated[
-        float, typer.Option("--confidence", help="Confidence of the one-sided bounds, 0..1.", rich_help_panel=GATE)
-    ] = 0.95
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-n", min=1, max=4096, help="Tokens of an answer.", rich_help_panel=GATE)
-    ] = 16
-    seed: Annotated[
-        int,
-        typer.Option("--seed", min=0, max=MOST_SEED, help="Seed of the split of the rows.", rich_help_panel=GATE),
-    ] = 0
-    profile: Annotated[
-        Path | None,
-        typer.Option(
-            "--profile",
-            help="File to write the profile to. Default: blend-profile.json in the model's folder.",
-            rich_help_panel=GATE,
-            show_default=False,
-        ),
-    ] = None
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write no profile.", rich_help_panel=GATE)] = False
-
-
-MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("·", "dim")}
+    panel: ClassVar = "Quality gate"
+    quality: bool = option(False, "Find the cheapest setting that agrees with full recompute.")
+    selector: list[str] | None = option(
+        None,
+        "Selectors to try, as for evaluate; several times. Default: hkvd, gradual, query, query that follows the words "
+        "of what it finds, hybrid, and narrowing (hybrid, most rows in the first layers).",
+    )
+    ratio: list[float] | None = option(
+        None, "Ratios to try; several times. Default: 0.05 to 0.5.", "-r", least=0, most=1
+    )
+    threshold: float = option(0.99, "Share of first tokens that must agree, 0..1.")
+    confidence: float = option(0.95, "Confidence of the one-sided bounds, 0..1.")
+    max_tokens: int = option(16, "Tokens of an answer.", "-n", least=1, most=4096)
+    seed: int = option(0, "Seed of the split of the rows.", least=0, most=MOST_SEED)
+    profile: Path | None = option(
+        None, "File to write the profile to. Default: blend-profile.json in the model's folder."
+    )
+    dry_run: bool = option(False, "Write no profile.")
 
 
 def doctor(
@@ -94,77 +77,52 @@ def doctor(
     With --quality, on your own prompts (598 rows or more for the defaults): find the cheapest setting that is shown to
     agree with full recompute, and write it as the model's profile. Exit code 1: no setting was shown to.
     """
-    from cacheblend.core.errors import InvalidInputError
-
     chosen = model.chosen()
-    if not gate.quality:
-        if questions.data:
-            raise InvalidInputError("--data is for the quality gate; add --quality")
-        _examine(model, device, json)
-        return
-    if model.model is None or chosen.model is None or questions.file is None:
-        raise InvalidInputError("--quality needs a model folder (--model) and questions with passages (--data)")
-
-    from cacheblend.cli.quality import run_quality
-
-    options, bar = _gate(model.model, chosen.model, device, questions, gate, anchor, store.store)
-    if not run_quality(options, bar, as_json=json):
-        raise typer.Exit(1)
-
-
-def _gate(
-    model: Path,
-    folder: Path,
-    device: DeviceOptions,
-    questions: QuestionOptions,
-    gate: QualityOptions,
-    anchor: str,
-    store: str,
-) -> "tuple[GateOptions, Bar]":
-    from cacheblend.cli.quality import GateOptions
-    from cacheblend.engines.settings import PROFILE_NAME
-    from cacheblend.evaluation.gate import Bar
-
-    options = GateOptions(
-        model=model,
-        questions=questions,
-        anchor=anchor,
-        selectors=tuple(gate.selector or ()),
-        ratios=tuple(gate.ratio or ()),
-        seed=gate.seed,
-        store=store,
-        profile=None if gate.dry_run else gate.profile or folder / PROFILE_NAME,
-        device=device,
-    )
-    return options, Bar(threshold=gate.threshold, confidence=gate.confidence, answer_tokens=gate.max_tokens)
-
-
-def _examine(model: ModelOrShape, device: DeviceOptions, as_json: bool) -> None:
-    from cacheblend.cli.models import model_folder
-
-    with status("examining ...", quiet=as_json) as say:
-        diagnosis = _diagnose(model, device, say)
-        if model.model is not None and diagnosis.blendable:
-            diagnosis.checks.append(_profile(model_folder(model.model)))
-    if as_json:
-        print_json(diagnosis.to_dict())
+    if gate.quality:
+        if chosen.model is None or questions.file is None:
+            raise InvalidInputError("--quality needs a model folder (--model) and questions with passages (--data)")
+        is_good = _find_setting(chosen.model, questions.file, device, questions, gate, anchor, store.store, json)
+    elif questions.data:
+        raise InvalidInputError("--data is for the quality gate; add --quality")
     else:
-        _show(diagnosis)
-    if not diagnosis.blendable:
+        is_good = _examine(chosen, device, json)
+    if not is_good:
         raise typer.Exit(1)
+
+
+# ---- can it be blended ----------------------------------------------------------------------------------------
+
+
+def _examine(model: ModelOrShape, device: DeviceOptions, as_json: bool) -> bool:
+    """Examines the model and prints what was found; whether it can be blended."""
+    with status("examining ...", quiet=as_json) as say:
+        found = _diagnose(model, device, say)
+        if model.model is not None and found.blendable:
+            found.checks.append(_profile(model.model, found.fingerprint))
+    if as_json:
+        print_json(found.to_dict())
+        return found.blendable
+    table = Table(title=found.model, title_justify="left", box=None, padding=(0, 1), show_header=False)
+    for overflow in ("ellipsis", "ellipsis", "fold"):  # wrap a long path instead of cutting it
+        table.add_column(overflow=overflow)
+    for check in found.checks:
+        table.add_row(Text(*MARKS[check.ok]), check.name, check.detail)
+    out = console()
+    out.print(table)
+    if found.blendable:
+        out.print(Text.assemble("\n", ("yes", "bold green"), ", this model can be blended"))
+    else:
+        out.print(Text.assemble("\n", ("no", "bold red"), ": ", found.reason))
+    return found.blendable
 
 
 def _diagnose(model: ModelOrShape, device: DeviceOptions, say: Callable[[str], None]) -> "Diagnosis":
-    from cacheblend.cli.models import checked_device, checked_dtype, model_folder, model_name, quiet_transformers
-
     quiet_transformers()
     from cacheblend.engines.hf.doctor import diagnose
 
     dtype, place = checked_dtype(device.dtype), checked_device(device.device)
     if model.model is not None:
-        return diagnose(
-            model_folder(model.model), name=model_name(model.model), dtype=dtype, device=place, on_check=say
-        )
+        return diagnose(model.model, name=model_name(model.model), dtype=dtype, device=place, on_check=say)
     import torch
 
     from cacheblend.engines.hf.shapes import build_shape
@@ -175,33 +133,167 @@ def _diagnose(model: ModelOrShape, device: DeviceOptions, say: Callable[[str], N
     return diagnose(built, name=f"{model.shape} (random weights)", on_check=say)
 
 
-def _profile(model: Path) -> "Check":
+def _profile(model: Path, fingerprint: str) -> "Check":
     """The settings of an engine on this folder; a damaged profile is a failed check."""
-    from cacheblend.core.errors import InvalidInputError
-    from cacheblend.engines.fingerprint import fingerprint_folder
     from cacheblend.engines.hf.doctor import Check
     from cacheblend.engines.settings import resolve_settings
 
     try:
-        settings = resolve_settings(None, model, fingerprint_folder(model))
+        settings = resolve_settings(None, model, fingerprint)
     except InvalidInputError as error:
         return Check("profile", False, str(error).removeprefix("the profile "))
     blends = settings.profile is not None and settings.profile.blend
     return Check("profile", True if blends else None, settings.source.removeprefix("the profile "))
 
 
-def _show(diagnosis: "Diagnosis") -> None:
-    from rich.table import Table
-    from rich.text import Text
+# ---- the quality gate -----------------------------------------------------------------------------------------
 
-    table = Table(title=diagnosis.model, title_justify="left", box=None, padding=(0, 1), show_header=False)
-    for overflow in ("ellipsis", "ellipsis", "fold"):  # wrap a long path instead of cutting it
-        table.add_column(overflow=overflow)
-    for check in diagnosis.checks:
-        table.add_row(Text(*MARKS[check.ok]), check.name, check.detail)
-    out = console()
-    out.print(table)
-    if diagnosis.blendable:
-        out.print(Text.assemble("\n", ("yes", "bold green"), ", this model can be blended"))
+
+def _find_setting(
+    model: Path,
+    file: Path,
+    device: DeviceOptions,
+    questions: QuestionOptions,
+    gate: QualityOptions,
+    anchor: str,
+    store: str,
+    as_json: bool,
+) -> bool:
+    """Runs the gate, prints what it found, writes the profile. True if a setting passed."""
+    from cacheblend.core.config import BlendConfig
+    from cacheblend.engines.hf import Passage
+    from cacheblend.engines.settings import PROFILE_NAME, check_writable, layers_of, write_profile
+    from cacheblend.evaluation.candidates import grid
+    from cacheblend.evaluation.gate import Bar, GateRow, profile_of, run_gate
+    from cacheblend.evaluation.scorers import WordF1
+
+    profile = None if gate.dry_run else gate.profile or model / PROFILE_NAME
+    bar = Bar(threshold=gate.threshold, confidence=gate.confidence, answer_tokens=gate.max_tokens)
+    settings = questions.settings(None, gate.max_tokens)
+    bar = replace(bar, stop=settings.template.stop, scorer=WordF1())
+    asked, bad = questions.read(file)
+    if profile is not None:
+        check_writable(profile)
+    config = BlendConfig(capture=False, anchor=cast("AnchorKind", anchor), load_timeout_s=PATIENT_S)
+    chosen = gate.selector or (), gate.ratio or ()
+    layers = layers_of(model)
+    if layers is not None:
+        grid(layers, *chosen)  # refuses unknown selectors before the model is opened
+    with open_engine(model, store, config, device, quiet=as_json) as engine:
+        candidates, rows = grid(engine.survey.num_layers, *chosen), []
+        for row in questions.split(engine, asked, settings, bad):
+            passages = [Passage(text.text, text.title) for text in row.passages]
+            rows.append(GateRow(settings.template.layout.parts(engine, passages, row.question), row.answers))
+        with progress("asking", "rows", quiet=as_json) as advance:
+            result = run_gate(engine, rows, candidates, bar, seed=gate.seed, progress=advance)
+        written = profile if result.verdict != "too few rows" else None
+        if written is not None:
+            write_profile(written, profile_of(engine, result, file))
+    if as_json:
+        print_json(result.to_dict() | {"profile": None if written is None else str(written), "bad_rows": bad})
     else:
-        out.print(Text.assemble("\n", ("no", "bold red"), ": ", diagnosis.reason))
+        _show(result, model, written, bad)
+    return result.verdict == "passed"
+
+
+def _show(result: "GateResult", model: Path, written: Path | None, bad: list[str]) -> None:
+    out = console()
+    if bad:
+        out.print(f"note: {len(bad)} rows cannot be used and were left out; the first: {bad[0]}", soft_wrap=True)
+    searched = "search: all settings, on rows that are used for nothing else"
+    out.print(_table(searched, result.searched, result.bar))
+    if result.confirmed:
+        part = (
+            f", each held to {100 * result.bar.part(result.attempts).confidence:.3g} %" if result.attempts > 1 else ""
+        )
+        out.print(_table(f"confirmation: on fresh rows{part}", result.confirmed, result.bar))
+    for line in _notes(result):
+        out.print(f"note: {line}", style="yellow", soft_wrap=True)
+    out.print(_verdict(result), style="bold green" if result.chosen else "bold red", soft_wrap=True)
+    if written is not None:
+        out.print(f"profile written to {written}", soft_wrap=True)
+    elif result.verdict != "too few rows":
+        out.print("no profile written (--dry-run)")
+    else:
+        out.print(f"no profile written; {model_name(model)} stays as it is", soft_wrap=True)
+
+
+def _table(title: str, tried: list["Tried"], bar: "Bar") -> Table:
+    table = Table(title=f"\n{title}", title_justify="left", box=None, padding=(0, 1, 0, 0))
+    with_f1 = any(one.found and one.found.f1_rows for one in tried)
+    columns = ["compute", "agree", "bound", "KL", *(["F1 - full", "bound"] if with_f1 else []), "faster"]
+    table.add_column("setting", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for one in tried:
+        found = one.found
+        if found is None:
+            table.add_row(one.candidate.name, *[""] * len(columns), "no row")
+            continue
+        f1 = [_signed(found.f1_difference), _signed(found.f1_bound)] if with_f1 else []
+        table.add_row(
+            one.candidate.name,
+            share_text(found.compute, 1),
+            f"{found.agreed}/{found.rows}",
+            share_text(found.bound, 1),
+            f"{found.kl:.2g}",
+            *f1,
+            f"{found.ttft_ratio:.1f} x",
+            _outcome(one, bar),
+            style="green" if one.passes else "",
+        )
+    return table
+
+
+def _outcome(one: "Tried", bar: "Bar") -> str:
+    if one.passes:
+        return "passes"
+    if one.stopped:
+        return "given up"
+    assert one.found is not None
+    if one.found.compute >= 1:
+        return "saves nothing"
+    return "fails" if one.found.agreement < bar.threshold else "not shown"
+
+
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.3f}"
+
+
+def _notes(result: "GateResult") -> list[str]:
+    """What limits the verdict."""
+    skipped, bar = result.skipped, result.bar
+    counts = (
+        (skipped.too_long, "are longer than the model's context"),
+        (skipped.repeated, "repeat an earlier one"),
+        (skipped.nothing_to_blend, "have nothing to blend"),
+        (skipped.same_passages, "have the passages of another row of the confirmation"),
+    )
+    lines = [f"{count} rows {why}, and were left out" for count, why in counts if count]
+    labelled = max((one.found.f1_rows for one in result.confirmed if one.found), default=0)
+    if 0 < labelled < bar.needed_f1_rows:
+        lines.append(
+            f"{labelled} confirmed rows have gold answers: the F1 bound decides with them, but with fewer than "
+            f"{bar.needed_f1_rows} a rare, large loss may not have occurred at all"
+        )
+    chosen = result.chosen.found if result.chosen else None
+    if chosen is not None and chosen.ttft_ratio <= 1:
+        lines.append(
+            f"on this machine the chosen setting is not faster than full recompute ({chosen.ttft_ratio:.2f} x its "
+            "speed to the first token): it saves compute, not time"
+        )
+    return lines
+
+
+def _verdict(result: "GateResult") -> str:
+    bar, chosen = result.bar, result.chosen
+    wanted = f"{100 * bar.threshold:g} % agreement of first tokens with full recompute, at {100 * bar.confidence:g} %"
+    if chosen is not None and chosen.found is not None:
+        return f"{chosen.candidate.name}: {share_text(chosen.found.compute, 1)} of the compute holds {wanted}"
+    if result.verdict == "too few rows":
+        return (
+            f"too few rows to decide: {result.passage_sets} rows have different passages, {wanted} needs "
+            f"{2 * bar.needed_rows} without an error (half to search, half to confirm); nothing was confirmed"
+        )
+    return f"no setting was shown to hold {wanted}: this model is not blended unless a request asks for it"

@@ -1,16 +1,42 @@
-"""`cacheblend evaluate`: parses options; what is evaluated, and how, is in `cacheblend.evaluation`."""
+"""`cacheblend evaluate`: parses options, shows and writes results; what is evaluated is in `cacheblend.evaluation`."""
 
-from dataclasses import replace
+import json as json_text
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
-from cacheblend.cli.evaluate_options import MethodOptions, OptionalModel, Out, Scorers, TopK
-from cacheblend.cli.evaluate_output import Destination, Further, progress_bars, say, write_results
-from cacheblend.cli.options import IN_MEMORY, Anchor, AsJson, DeviceOptions, JsonFile, Seed, StoreOptions
-from cacheblend.cli.output import check_folder, check_outputs
-from cacheblend.cli.prompt_options import MaxTokens, QuestionOptions
-from cacheblend.cli.question_files import needed_model, settings_of, split_rows
+from cacheblend.cli.models import PATIENT_S, needed_model, open_engine
+from cacheblend.cli.options import (
+    IN_MEMORY,
+    Anchor,
+    AsJson,
+    DeviceOptions,
+    JsonFile,
+    MaxTokens,
+    MethodOptions,
+    OptionalModel,
+    Out,
+    QuestionOptions,
+    Scorers,
+    Seed,
+    StoreOptions,
+    TopK,
+)
+from cacheblend.cli.output import (
+    AdvanceStage,
+    can_draw,
+    check_folder,
+    check_outputs,
+    console,
+    print_json,
+    say,
+    stages,
+    write_json,
+)
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.engines.folders import model_folder
 
 if TYPE_CHECKING:
     from cacheblend.data import QuestionRow
@@ -18,129 +44,171 @@ if TYPE_CHECKING:
     from cacheblend.evaluation import Evaluation, Method, Settings
 
 
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """What is asked, of which model, and how answers are scored."""
+
+    model: OptionalModel = None
+    top_k: TopK = None
+    max_tokens: MaxTokens = 32
+    scorer: Scorers = None
+    seed: Seed = 0
+    anchor: Anchor = "auto"
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where results go: figures and plots into a folder that is made in `folder`; everything, each cell included, as
+    JSON to stdout instead of tables, and to a file."""
+
+    folder: Out = Path("evaluations")
+    json: AsJson = False
+    json_file: JsonFile = None
+
+    def write(self, result: dict[str, Any]) -> None:
+        """Writes the result as JSON to each place that was asked for."""
+        if self.json_file is not None:
+            write_json(self.json_file, result)
+        if self.json:
+            print_json(result)
+
+    @property
+    def wants_json(self) -> bool:
+        """Whether JSON is wanted at all."""
+        return self.json or self.json_file is not None
+
+
 def evaluate(
     questions: QuestionOptions,
     method: MethodOptions,
     device: DeviceOptions,
-    model: OptionalModel = None,
-    top_k: TopK = None,
-    max_tokens: MaxTokens = 32,
-    scorer: Scorers = None,
-    seed: Seed = 0,
+    options: EvaluateOptions,
+    to: Destination,
     store: StoreOptions = IN_MEMORY,
-    anchor: Anchor = "auto",
-    out: Out = Path("evaluations"),
-    json: AsJson = False,
-    json_file: JsonFile = None,
 ) -> None:
     """Quality of blending on your data: answers of all methods scored, with intervals, time and compute.
 
     An interrupted run continues where it stopped when the same command is given again.
     """
-    to = Destination(out, json, json_file)
-    run_evaluation(questions, method, device, model, top_k, max_tokens, scorer, seed, store, anchor, to)
+    run_evaluation(questions, method, device, options, to, store)
+
+
+class Further(Protocol):
+    """What is measured beside the answers of an evaluation."""
+
+    def check(self, methods: "list[Method]") -> None:
+        """Raises `InvalidInputError` for methods of which it measures nothing; before the model is opened."""
+
+    def measure(
+        self,
+        engine: "BlendEngine",
+        rows: "list[QuestionRow]",
+        methods: "list[Method]",
+        settings: "Settings",
+        found: "Evaluation",
+        summary: dict[str, Any],
+    ) -> dict[str, Any]:
+        """The summary with what it measured."""
+
+    def draw(self, summary: dict[str, Any], folder: Path, data: str) -> list[Path]:
+        """Draws it into the folder; the pictures."""
+
+    def show(self, summary: dict[str, Any]) -> None:
+        """Prints its tables on stdout and its notes on stderr, behind those of the answers."""
 
 
 def run_evaluation(
     questions: QuestionOptions,
     method: MethodOptions,
     device: DeviceOptions,
-    model: Path | None,
-    top_k: list[int] | None,
-    max_tokens: int,
-    scorer: list[str] | None,
-    seed: int,
-    store: StoreOptions,
-    anchor: str,
+    options: EvaluateOptions,
     to: Destination,
+    store: StoreOptions,
     further: Further | None = None,
 ) -> None:
-    """What `evaluate` does.
-
-    Args:
-        questions, method, device, model, top_k, max_tokens, scorer, seed, store, anchor: see the options.
-        to: where results go; the folder of results is made in its folder.
-        further: what is measured beside the answers.
-    """
+    """What `evaluate` does; `further` is measured beside the answers."""
     check_outputs(to.json_file)
     check_folder("--out", to.folder)
-    rows, bad = _questions(questions)
-    folder = needed_model(model)
+    file = questions.file
+    if file is None:
+        raise InvalidInputError("there is nothing to ask: give --data FILE")
+    rows, bad = questions.read(file)  # before the model is opened, which takes longer
+    folder = needed_model(options.model)
 
-    from cacheblend.cli.models import PATIENT_S, model_folder, open_engine
     from cacheblend.core.config import BlendConfig
     from cacheblend.engines.settings import layers_of
-    from cacheblend.evaluation import make_scorers, summarise
-    from cacheblend.evaluation.choices import make_methods
+    from cacheblend.evaluation import evaluate, make_methods, make_scorers, summarise, with_cells
+    from cacheblend.evaluation.methods import PROFILE
     from cacheblend.evaluation.scorers import check_scorers
 
-    scorers = tuple(scorer or ("em", "f1"))
-    check_scorers(scorers)
+    names = tuple(options.scorer or ("em", "f1"))
+    check_scorers(names)
     choose = partial(make_methods, **method.choices())
-    planned = choose(profile=BlendConfig())
+    planned, layers = choose(profile=BlendConfig()), layers_of(model_folder(folder))
     if further is not None:
         further.check(planned)
-    _check_layers(planned, layers_of(model_folder(folder)))  # a wrong choice is reported before the model is opened
-    settings = settings_of(questions, top_k, max_tokens)
-    with open_engine(
-        folder,
-        store.store,
-        {"anchor": anchor, "load_timeout_s": PATIENT_S},
-        dtype=device.dtype,
-        device=device.device,
-        quiet=to.json,
-    ) as engine:
+    for each in planned:
+        if layers is not None and each.label.family != PROFILE:  # a profile is not read yet
+            each.check(layers)
+    settings = questions.settings(options.top_k, options.max_tokens)
+    config = {"anchor": options.anchor, "load_timeout_s": PATIENT_S}
+    with open_engine(folder, store.store, config, device, quiet=to.json) as engine:
+        assert engine.builder is not None  # a model folder is opened with its tokenizer
         methods = choose(profile=engine.settings.config)
-        split = split_rows(engine, rows, questions, settings, bad)
-        name = questions.file.stem if questions.file else ""
-        found = _run(engine, split, methods, settings, to.folder, name, quiet=to.json)
-        made = make_scorers(scorers, engine.builder.encode) if engine.builder else []
-        summary = summarise(found, made, seed=seed) | {"bad_rows": bad}
+        split = questions.split(engine, rows, settings, bad)
+        if settings.template.chat is None and not settings.template.layout.is_chat(engine):
+            say(f"{engine.name} has no chat template: plain prompts")
+        name = f"{engine.name}-{file.stem}"
+        with progress_bars(quiet=to.json) as advance:
+            found = evaluate(engine, split, methods, settings=settings, out=to.folder, name=name, progress=advance)
+        if found.resumed:
+            say(f"{found.resumed} of {len(found.rows)} rows were there already")
+        if found.torn:
+            say("the last row of an interrupted run was incomplete and has been evaluated again")
+        scorers = make_scorers(names, engine.builder.encode)
+        summary = summarise(found, scorers, seed=options.seed) | {"bad_rows": bad}
         if further is not None:
             summary = further.measure(engine, split, methods, settings, found, summary)
-        assert found.folder is not None and questions.file is not None
-        to = replace(to, folder=found.folder)
-        write_results(engine, found, summary, scorers, questions.file.name, to, further)
+        assert found.folder is not None  # rows are written where `out` is given
+        summary, plots = keep_summary(summary, file.name, found.folder)
+        if further is not None:
+            plots += further.draw(summary, found.folder, file.name)
+        if to.wants_json:
+            to.write(with_cells(summary, found, scorers))
+    if to.json:
+        return
+    show_summary(summary)
+    if further is not None:
+        further.show(summary)
+    say(f"figures{' and plots' if plots else ''} are in {found.folder}")
 
 
-def _questions(options: QuestionOptions) -> "tuple[list[QuestionRow], list[str]]":
-    """The rows, and why others are left out; read before the model is opened, which takes longer."""
-    from cacheblend.core.errors import InvalidInputError
+def keep_summary(summary: dict[str, Any], data: str, folder: Path) -> tuple[dict[str, Any], list[Path]]:
+    """Writes figures and plots to `folder`; returns the summary with machine, versions and commit, and the plots."""
+    from cacheblend.bench.stamp import stamp
+    from cacheblend.evaluation.plots import INSTALL, draw
+    from cacheblend.evaluation.records import write_whole
 
-    if options.file is None:
-        raise InvalidInputError("there is nothing to ask: give --data FILE")
-    return options.read(options.file)
-
-
-def _check_layers(methods: "list[Method]", layers: int | None) -> None:
-    """Checks the check layers, except a profile's, which is not read yet."""
-    from cacheblend.evaluation.choices import PROFILE
-
-    for method in methods:
-        if layers is not None and method.label.family != PROFILE:
-            method.check(layers)
+    summary = {"data": data, **summary, **stamp()}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "summary.json", json_text.dumps(summary, ensure_ascii=False, indent=2) + "\n")
+    if can_draw():
+        return summary, draw(summary, folder, data=data)
+    say(f"no plots are drawn, that needs matplotlib: {INSTALL}")
+    return summary, []
 
 
-def _run(
-    engine: "BlendEngine",
-    rows: "list[QuestionRow]",
-    methods: "list[Method]",
-    settings: "Settings",
-    out: Path,
-    data: str,
-    *,
-    quiet: bool,
-) -> "Evaluation":
-    from cacheblend.evaluation import evaluate
+def show_summary(summary: dict[str, Any]) -> None:
+    """Its tables on stdout, its notes on stderr."""
+    from cacheblend.evaluation.report import notes, tables
 
-    if settings.template.chat is None and not settings.template.layout.is_chat(engine):
-        say(f"{engine.name} has no chat template: plain prompts")
-    with progress_bars(quiet=quiet) as advance:
-        found = evaluate(
-            engine, rows, methods, settings=settings, out=out, name=f"{engine.name}-{data}", progress=advance
-        )
-    if found.resumed:
-        say(f"{found.resumed} of {len(found.rows)} rows were there already")
-    if found.torn:
-        say("the last row of an interrupted run was incomplete and has been evaluated again")
-    return found
+    for table in tables(summary):
+        console().print(table)
+        console().print()
+    for line in notes(summary):
+        say(f"note: {line}")
+
+
+def progress_bars(*, quiet: bool) -> AbstractContextManager[AdvanceStage]:
+    """A bar of passages stored and one of rows answered, on stderr; none if `quiet`."""
+    return stages({"warming": "warming, passages", "answering": "answering, rows"}, quiet=quiet)

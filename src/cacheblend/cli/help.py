@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from cacheblend.cli.option_groups import with_groups
+
 C = TypeVar("C", bound=Callable[..., Any])
 MOST_COLUMNS = 110
 COLUMN = 28
@@ -39,7 +41,7 @@ class CommandGroup(TyperGroup):
 
 
 class App(typer.Typer):
-    """A typer application in which all commands and the group itself have this help."""
+    """A typer application in which all commands and the group itself have this help, and options as `with_groups`."""
 
     def __init__(self, **settings: Any) -> None:
         context = {"help_option_names": ["-h", "--help"], "max_content_width": MOST_COLUMNS}
@@ -49,7 +51,13 @@ class App(typer.Typer):
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[C], C]:
         """See `typer.Typer.command`."""
-        return super().command(name, **{"cls": Command, **settings})
+        add = super().command(name, **{"cls": Command, **settings})
+
+        def register(command: C) -> C:
+            add(with_groups(command))
+            return command
+
+        return register
 
 
 def write_help(command: Any, context: Any, formatter: Any) -> None:

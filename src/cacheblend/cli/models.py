@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cacheblend.cli.options import DeviceOptions
 from cacheblend.cli.output import status
 from cacheblend.core.errors import CacheBlendError, InvalidInputError
-from cacheblend.engines import folders
+from cacheblend.engines.folders import model_folder, name_of
 
 if TYPE_CHECKING:
     from cacheblend.core.config import BlendConfig
@@ -21,20 +22,14 @@ def open_engine(
     folder: Path,
     store: str,
     config: "BlendConfig | Mapping[str, Any]",
+    device: DeviceOptions | None = None,
     *,
     profile: Path | None = None,
-    dtype: str = "auto",
-    device: str | None = None,
     quiet: bool = False,
 ) -> "BlendEngine":
-    """The engine on a model folder and a store. Settings that `config` leaves open come from the model's profile.
-
-    Raises:
-        InvalidInputError: not a model folder (see `model_folder`), it cannot be loaded, or a setting is wrong; settings
-            are checked before the weights are read.
-        CacheBlendError: as `BlendEngine.from_pretrained`.
-    """
-    folder, name = model_folder(folder), model_name(folder)
+    """The engine on a model folder and a store. Settings that `config` leaves open come from the model's profile."""
+    folder, device = model_folder(folder), device or DeviceOptions()
+    name = name_of(folder)
     with status(f"opening {name} ...", quiet=quiet):
         quiet_transformers()
         from cacheblend.engines.hf import BlendEngine
@@ -45,8 +40,8 @@ def open_engine(
                 store=store,
                 config=config,
                 profile=profile,
-                dtype=checked_dtype(dtype),
-                device=checked_device(device),
+                dtype=checked_dtype(device.dtype),
+                device=checked_device(device.device),
             )
         except CacheBlendError:
             raise
@@ -58,18 +53,17 @@ def open_engine(
     return engine
 
 
-def model_folder(model: Path) -> Path:
-    """The folder that ``--model`` names; see `folders.model_folder`.
-
-    Raises:
-        InvalidInputError: there is none.
-    """
-    return folders.model_folder(model)
-
-
 def model_name(model: Path) -> str:
     """A model's name in titles and file names: its folder's name, or ``nano`` for the one that ships."""
-    return folders.name_of(model_folder(model))
+    return name_of(model_folder(model))
+
+
+def needed_model(model: Path | None) -> Path:
+    """What ``--model`` names, of commands that also say what the model is asked."""
+    if model is None:
+        raise InvalidInputError("--data needs a model: give --model FOLDER, or --model nano for the one that ships")
+    model_folder(model)
+    return model
 
 
 def quiet_transformers() -> None:
@@ -81,11 +75,7 @@ def quiet_transformers() -> None:
 
 
 def checked_dtype(name: str) -> Any:
-    """The torch dtype of that name, or ``"auto"``.
-
-    Raises:
-        InvalidInputError: there is no such dtype.
-    """
+    """The torch dtype of that name, or ``"auto"``."""
     import torch
 
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -95,11 +85,7 @@ def checked_dtype(name: str) -> Any:
 
 
 def checked_device(name: str | None) -> Any:
-    """The torch device of that name; None for None.
-
-    Raises:
-        InvalidInputError: it cannot be used here.
-    """
+    """The torch device of that name; None for None."""
     import torch
 
     if name is None:

@@ -1,14 +1,16 @@
-"""Option groups: frozen dataclasses whose fields are options that several commands share.
+"""Options of commands: parameters, and option groups, which are frozen dataclasses whose fields are options.
 
     @dataclass(frozen=True)
     class StoreOptions:
-        store: Annotated[str, typer.Option("--store", "-s", help="A folder, or a URL.")]
+        panel: ClassVar = "Model"
+        store: str = option(..., "A folder, or a URL.", "-s")
+
+    Seed = Annotated[int, option(..., "Of what is drawn.", least=0)]
 
     @app.command()
-    @with_groups
-    def ask(store: StoreOptions, json: AsJson = False) -> None: ...
+    def ask(store: StoreOptions, row: int = option(0, "Which row, from 0.", least=0), seed: Seed = 1) -> None: ...
 
-An option is declared once, in its field: name, type, bounds, help, panel, default. A command that wants other defaults
+An option is declared once: name, type, bounds, help, panel, default. A command that wants other defaults of a group
 gives an instance as the parameter's default: ``store: StoreOptions = StoreOptions("memory")``.
 
 Knows typer's `Option` and `Argument`, not which groups or commands exist.
@@ -16,12 +18,35 @@ Knows typer's `Option` and `Argument`, not which groups or commands exist.
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import MISSING, Field, fields, is_dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, Field, field, fields, is_dataclass
 from functools import wraps
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
+import typer
+from typer.models import OptionInfo
+
+from cacheblend.core.errors import InvalidInputError
+
 R = TypeVar("R")
+N = TypeVar("N", int, float)
+OF_THE_GROUP: Any = object()
+
+
+def option(
+    default: Any, text: str, *names: str, panel: str | None = OF_THE_GROUP, least: Any = None, most: Any = None
+) -> Any:
+    """A field or parameter that is an option of its name: ``--store``; ``--capture/--no-capture`` of a bool that is on.
+
+    Args:
+        default: its value where the user gives none; ``...``: he must give one.
+        text: what it means, for the help.
+        names: further ones, such as ``-s``; one that begins with ``--`` replaces its own.
+        panel: its title in the help; left out: the attribute `panel` of the group, if that has one.
+        least, most: bounds of its number.
+    """
+    declared = {"option": (names, panel, {"help": text, "min": least, "max": most})}
+    return field(metadata=declared) if default is ... else field(default=default, metadata=declared)
 
 
 def with_groups(command: Callable[..., R]) -> Callable[..., R]:
@@ -44,7 +69,9 @@ def with_groups(command: Callable[..., R]) -> Callable[..., R]:
     @wraps(command)
     def run(**values: Any) -> R:
         for name, value in values.items():
-            _check_finite(flags[name], value)
+            for each in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(each, float) and not math.isfinite(each):
+                    raise InvalidInputError(f"{flags[name]}: {each} is not a finite number")
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
         return command(**values)
@@ -61,37 +88,55 @@ def _is_group(annotation: Any) -> bool:
 
 def _expand(parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
     """The parameter itself, or one for each field of its group. All are keyword-only, so that order is free."""
-    if not _is_group(parameter.annotation):
-        yield parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+    group, given = parameter.annotation, parameter.default
+    if not _is_group(group):
+        yield _parameter(parameter.name, group, given)
         return
-    types = get_type_hints(parameter.annotation, include_extras=True)
-    for field in fields(parameter.annotation):
-        default = _default(field, parameter.default)
-        yield inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[field.name]
-        )
+    types, panel = get_type_hints(group, include_extras=True), getattr(group, "panel", None)
+    for each in fields(group):
+        found = _parameter(each.name, types[each.name], each if each.metadata else each.default, panel)
+        yield found if given is parameter.empty else found.replace(default=getattr(given, each.name))
 
 
-def _default(field: "Field[Any]", group: Any) -> Any:
-    if group is not inspect.Parameter.empty:
-        return getattr(group, field.name)
-    return inspect.Parameter.empty if field.default is MISSING else field.default
+def _parameter(name: str, annotation: Any, default: Any, panel: str | None = None) -> inspect.Parameter:
+    """What typer is told of an option. `option` may stand as its default, or be what it is annotated with."""
+    declared: Any = next((each for each in (default, *get_args(annotation)[1:]) if isinstance(each, Field)), None)
+    if declared is not None:
+        default = declared.default if declared is default else default
+        names, own_panel, settings = declared.metadata["option"]
+        if not any(each.startswith("--") for each in names):
+            long = f"--{name.replace('_', '-')}"
+            names = (f"{long}/--no-{long[2:]}" if default is True else long, *names)
+        panel = panel if own_panel is OF_THE_GROUP else own_panel
+        plain = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+        annotation = Annotated[plain, typer.Option(*names, rich_help_panel=panel, **settings)]
+    default = inspect.Parameter.empty if default is MISSING else default
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _flag(option: inspect.Parameter) -> str:
     """What a user writes: ``--store``; an argument's name in capitals."""
-    if get_origin(option.annotation) is Annotated:
-        for info in get_args(option.annotation)[1:]:
-            names = [info.default if isinstance(info.default, str) else "", *(info.param_decls or ())]
-            for name in names:
-                if name.startswith("--"):
-                    return str(name).split("/")[0]
+    for info in get_args(option.annotation)[1:]:
+        if isinstance(info, OptionInfo):
+            names = [info.default, *(info.param_decls or ())]  # of `Annotated`, typer takes the first name as `default`
+            return next(str(name).split("/")[0] for name in names if str(name).startswith("--"))
     return option.name.upper()
 
 
-def _check_finite(flag: str, value: Any) -> None:
-    for each in value if isinstance(value, list | tuple) else (value,):
-        if isinstance(each, float) and not math.isfinite(each):
-            from cacheblend.core.errors import InvalidInputError
+# ---- values that are written as text: numbers and names with commas between them ---------------------------------
 
-            raise InvalidInputError(f"{flag}: {each} is not a finite number")
+
+def numbers(option: str, text: str, of: Callable[[str], N]) -> tuple[N, ...]:
+    """``"0.45,0.3"`` as numbers."""
+    try:
+        found = tuple(of(part) for part in text.split(","))
+    except ValueError as error:
+        raise InvalidInputError(f"{option} {text}: expected a number, or several with commas") from error
+    if not all(math.isfinite(number) for number in found):
+        raise InvalidInputError(f"{option} {text}: expected finite numbers")
+    return found
+
+
+def names_in(values: Sequence[str] | None) -> tuple[str, ...]:
+    """``["full,blend", "miss"]`` as single names."""
+    return tuple(name.strip() for value in values or () for name in value.split(",") if name.strip())

@@ -1,20 +1,27 @@
-"""Options that several commands share: each is declared once, as a field of an option group (see `option_groups`).
+"""Options that several commands share, and what their values stand for. Importing this takes no engine along.
 
 Defaults are `BlendConfig`'s; they are written out here because importing it takes a second, and a test compares them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
-from cacheblend.cli.selection_options import BLENDING, SelectionOptions
+from cacheblend.cli.option_groups import names_in, numbers, option
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.engines.folders import model_folder
 
 if TYPE_CHECKING:
-    from cacheblend.core.config import BlendConfig
+    from cacheblend.core.plan.prompt import Prompt
+    from cacheblend.data import QuestionRow
+    from cacheblend.engines.hf import BlendEngine, SamplingParams
+    from cacheblend.evaluation import Settings
 
-MODEL, PROMPT, OUTPUT = "Model", "Prompt", "Output"
+MODEL, PROMPT, BLENDING, OUTPUT = "Model", "Prompt", "Blending", "Output"
+METHODS, SCORES = "Methods", "Scores"
 MOST_TOKENS = 1 << 24
 """Upper bound of options that count tokens: far above any model's context, and small enough to allocate."""
 MOST_SEED = (1 << 63) - 1
@@ -31,62 +38,56 @@ SHAPE_OPTION: Any = typer.Option(
     help="Random weights of a known shape: tiny, qwen2.5-0.5b, qwen2.5-1.5b, llama-3.2-1b or llama-3.1-8b.",
     rich_help_panel=MODEL,
 )
+OptionalModel = Annotated[Path | None, MODEL_OPTION]
 
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object on stdout, nothing else.", rich_help_panel=OUTPUT)
-]
-JsonFile = Annotated[
-    Path | None,
-    typer.Option("--json-file", help="Write the whole result to this file as JSON.", rich_help_panel=OUTPUT),
-]
-Plot = Annotated[
-    Path | None,
-    typer.Option("--plot", help="Draw the result here (.png, .svg, .pdf). Needs matplotlib.", rich_help_panel=OUTPUT),
-]
-Seed = Annotated[int, typer.Option("--seed", min=0, max=MOST_SEED, help="Seed of everything that is drawn at random.")]
+AsJson = Annotated[bool, option(..., "Print one JSON object on stdout, nothing else.", panel=OUTPUT)]
+JsonFile = Annotated[Path | None, option(..., "Write the whole result to this file as JSON.", panel=OUTPUT)]
+Plot = Annotated[Path | None, option(..., "Draw the result here (.png, .svg, .pdf). Needs matplotlib.", panel=OUTPUT)]
+Out = Annotated[Path, option(..., "Folder in which the folder of results is made.", "--out", "-o", panel=OUTPUT)]
+MaxTokens = Annotated[int, option(..., "Tokens of an answer.", "-n", least=1, most=MOST_TOKENS, panel=OUTPUT)]
+Seed = Annotated[int, option(..., "Seed of everything that is drawn at random.", least=0, most=MOST_SEED)]
 Shadow = Annotated[
-    float,
-    typer.Option("--shadow", min=0, max=1, help="Share of blended answers to compute again in full, and compare."),
+    float, option(..., "Share of blended answers to compute again in full, and compare.", least=0, most=1, panel=None)
 ]
-ToolCallParser = Annotated[
-    str,
-    typer.Option(
-        "--tool-call-parser",
-        help="How tool calls are read from answers: hermes, llama3, mistral, pythonic, none; auto: as the chat "
-        "template writes them, if it is known.",
-        rich_help_panel="Server",
+Limit = Annotated[int | None, option(..., "Use only the first so many rows or passages.", least=1, panel=PROMPT)]
+Chat = Annotated[
+    bool | None,
+    option(
+        ...,
+        "Use the model's chat template. Default: where the tokenizer has one.",
+        "--chat/--no-chat",
+        panel=PROMPT,
     ),
+]
+TopK = Annotated[
+    list[int] | None,
+    option(
+        ...,
+        "Only the first so many passages of a row; several times: each method at each. Default: all.",
+        least=1,
+        panel=PROMPT,
+    ),
+]
+Scorers = Annotated[
+    list[str] | None,
+    option(..., "em, f1, f1-tokens or rouge-l; several times. Default: em and f1.", panel=SCORES),
 ]
 Anchor = Annotated[
-    str,
-    typer.Option(
-        "--anchor",
-        help="What precedes a chunk when it is computed alone: auto, none, bos or system.",
-        rich_help_panel=BLENDING,
-    ),
+    str, option(..., "What precedes a chunk when it is computed alone: auto, none, bos or system.", panel=BLENDING)
 ]
-Codec = Annotated[
-    str,
-    typer.Option("--codec", help="How stored passages are compressed: raw, fp8, int8, int4.", rich_help_panel=BLENDING),
-]
-CostModelFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--cost-model",
-        help="Cost model of `calibrate`: load only what is faster loaded than computed.",
-        rich_help_panel=BLENDING,
-    ),
-]
-SyncedTokens = Annotated[
-    int,
-    typer.Option(
-        "--chunk-tokens", min=16, max=MOST_TOKENS, help="Tokens of a document's chunk.", rich_help_panel=BLENDING
-    ),
-]
+Codec = Annotated[str, option(..., "How stored passages are compressed: raw, fp8, int8, int4.", panel=BLENDING)]
+SyncedTokens = Annotated[int, option(..., "Tokens of a document's chunk.", least=16, most=MOST_TOKENS, panel=BLENDING)]
 OneRatio = Annotated[
-    float,
-    typer.Option(
-        "--ratio", "-r", min=0, max=1, help="Share of the loaded tokens to recompute.", rich_help_panel=BLENDING
+    float, option(..., "Share of the loaded tokens to recompute.", "-r", least=0, most=1, panel=BLENDING)
+]
+Ratios = Annotated[
+    list[str] | None,
+    option(
+        ...,
+        "Share of the loaded tokens to recompute, 0..1; falling ones with commas for several --check-layers. Default: "
+        "the model's profile, or 0.15. Commands that compare settings take it several times, and 0.15 by default.",
+        "-r",
+        panel=BLENDING,
     ),
 ]
 
@@ -98,14 +99,9 @@ OneRatio = Annotated[
 class DeviceOptions:
     """How a model is loaded."""
 
-    dtype: Annotated[
-        str,
-        typer.Option("--dtype", help="auto (the folder's own), float32, bfloat16 or float16.", rich_help_panel=MODEL),
-    ] = "auto"
-    device: Annotated[
-        str | None,
-        typer.Option("--device", help="cpu, cuda, cuda:1, ... Default: CUDA if present.", rich_help_panel=MODEL),
-    ] = None
+    panel: ClassVar = MODEL
+    dtype: str = option("auto", "auto (the folder's own), float32, bfloat16 or float16.")
+    device: str | None = option(None, "cpu, cuda, cuda:1, ... Default: CUDA if present.")
 
 
 @dataclass(frozen=True)
@@ -119,18 +115,11 @@ class ModelOptions:
 class ModelOrShape:
     """A model folder, or random weights of a known shape."""
 
-    model: Annotated[Path | None, MODEL_OPTION] = None
+    model: OptionalModel = None
     shape: Annotated[str | None, SHAPE_OPTION] = None
 
     def chosen(self, default: str | None = None) -> "ModelOrShape":
-        """The choice with `default` as the shape where the user named nothing, the model's folder resolved.
-
-        Raises:
-            InvalidInputError: both are given, or none and there is no default; or there is no such folder.
-        """
-        from cacheblend.cli.models import model_folder
-        from cacheblend.core.errors import InvalidInputError
-
+        """The choice with `default` as the shape where the user named nothing, the model's folder resolved."""
         if self.model is not None and self.shape is not None:
             raise InvalidInputError("--model and --shape exclude each other; give one of the two")
         if self.model is None and self.shape is None:
@@ -144,15 +133,10 @@ class ModelOrShape:
 class StoreOptions:
     """Where KV is stored."""
 
-    store: Annotated[
-        str,
-        typer.Option(
-            "--store",
-            "-s",
-            help="A folder, memory, or a URL: file:///folder?max_bytes=200GiB&ram_bytes=4GiB, redis://..., s3://...",
-            rich_help_panel=MODEL,
-        ),
-    ]
+    panel: ClassVar = MODEL
+    store: str = option(
+        ..., "A folder, memory, or a URL: file:///folder?max_bytes=200GiB&ram_bytes=4GiB, redis://..., s3://...", "-s"
+    )
 
 
 IN_MEMORY = StoreOptions("memory")
@@ -163,21 +147,94 @@ IN_MEMORY = StoreOptions("memory")
 
 
 @dataclass(frozen=True)
+class SelectionOptions:
+    """Which loaded rows are recomputed. What is not given is taken from the model's profile, or `BlendConfig`."""
+
+    panel: ClassVar = BLENDING
+    ratio: Ratios = None
+    selector: str | None = option(
+        None,
+        "hkvd: rows whose KV deviates most; query: sentences that the question attends to; hybrid: both; or threshold, "
+        "head, random, none, all. Default: the model's profile, or hkvd, filtered gradually. Further settings follow a "
+        "colon: query:question_words=1,pool=16.",
+    )
+    check_layers: str | None = option(
+        None,
+        "Layers before which deviation is measured: 1, or 1,2,3 with as many ratios. Default: the model's profile, or "
+        "the selector's own: 1 to 4 with falling ratios for hkvd (gradual filtering), 1 for others.",
+    )
+    measure: Literal["kv", "k", "v"] | None = option(
+        None, "kv, k or v: deviation over keys and values, or one of them. Default: the model's profile, or kv."
+    )
+    threshold: float | None = option(None, "Bound of --selector threshold.", least=0)
+    hops: int | None = option(
+        None,
+        "How often --selector query or hybrid asks the best sentences that it has found in turn. Default: the model's "
+        "profile, or 0.",
+        least=0,
+        most=4,
+    )
+    hop_spans: int | None = option(
+        None, "Most sentences that a hop asks. Default: the model's profile, or 2.", least=1, most=8
+    )
+    hop_rows: int | None = option(
+        None,
+        "Most tokens of a sentence whose attention a hop uses; 0: it looks for the sentence's rare words alone, which "
+        "computes nothing. Default: the model's profile, or 64.",
+        least=0,
+    )
+    profile: Path | None = option(None, "The model's profile, where it is not blend-profile.json in its folder.")
+
+    def settings(self) -> dict[str, Any]:
+        """Fields of `BlendConfig` that the user set; the others are left to the model's profile."""
+        from cacheblend.core.select.selection import SelectorChoice
+
+        name = None if self.selector is None else self.selector.partition(":")[0]
+        asking = ("query", "hybrid")
+        of = {"threshold": ("threshold",), "hops": asking, "hop_spans": asking, "hop_rows": asking}
+        given = {field: value for field in ("measure", *of) if (value := getattr(self, field)) is not None}
+        for field, selectors in of.items():
+            if field in given and name not in selectors:
+                flag = f"--{field.replace('_', '-')}"
+                raise InvalidInputError(
+                    f"{flag} {given[field]:g} has no effect without --selector {' or '.join(selectors)}; add it, or "
+                    f"leave {flag} out"
+                )
+        settings = given if self.selector is None else dict(SelectorChoice.parse(self.selector).settings) | given
+        if self.ratio or self.check_layers:
+            ratios, layers = self._levels(name or "hkvd")
+            settings |= {"recompute_ratio": ratios[-1]} | ({"check_layers": layers} if layers else {})
+            settings |= {"ratios": ratios} if len(ratios) > 1 else {}
+        return settings
+
+    def _levels(self, selector: str) -> tuple[tuple[float, ...], tuple[int, ...]]:
+        """Ratios and check layers: one ratio for all layers, or one for each; no layers: the selector's own."""
+        given = self.ratio or ["0.15"]
+        if len(given) > 1:
+            raise InvalidInputError(
+                f"--ratio is given {len(given)} times, this command takes one; several check layers' ratios are "
+                f"written with commas: --ratio {','.join(given)}"
+            )
+        ratios = numbers("--ratio", given[0], float)
+        layers = numbers("--check-layers", self.check_layers, int) if self.check_layers else ()
+        if len(ratios) > 1 and selector not in ("hkvd", "hybrid"):
+            raise InvalidInputError(f"--ratio {given[0]}: only hkvd and hybrid take several; {selector} takes one")
+        if len(ratios) > 1 and len(ratios) != len(layers):
+            raise InvalidInputError(
+                f"--ratio {given[0]}: {len(ratios)} ratios need as many --check-layers, got {len(layers)}"
+            )
+        return ratios, layers
+
+
+@dataclass(frozen=True)
 class ChunkOptions:
     """How chunks are computed, cut and stored; part of the names of their blocks."""
 
+    panel: ClassVar = BLENDING
     anchor: Anchor = "auto"
-    block_size: Annotated[
-        int,
-        typer.Option(
-            "--block-size", min=1, max=MOST_TOKENS, help="Tokens of a block at most.", rich_help_panel=BLENDING
-        ),
-    ] = 256
+    block_size: int = option(256, "Tokens of a block at most.", least=1, most=MOST_TOKENS)
     codec: Codec = "raw"
-    salt: Annotated[
-        str,
-        typer.Option("--salt", help="Separates tenants who share a store.", rich_help_panel=BLENDING),
-    ] = ""
+    salt: str = option("", "Separates tenants who share a store.")
 
     def settings(self) -> dict[str, Any]:
         """Fields of `BlendConfig`."""
@@ -188,59 +245,195 @@ class ChunkOptions:
 class BlendOptions(SelectionOptions, ChunkOptions):
     """Everything that a command which answers prompts lets a user set of blending."""
 
-    cost_model: CostModelFile = None
-    load_timeout: Annotated[
-        float | None,
-        typer.Option(
-            "--load-timeout",
-            help="Seconds that a request waits for the store; what comes later is computed. Without it: as long as "
-            "computing takes, but half a second at least.",
-            rich_help_panel=BLENDING,
-        ),
-    ] = None
-    capture: Annotated[
-        bool,
-        typer.Option(
-            "--capture/--no-capture",
-            help="Store passages that were not in the store, after the answer.",
-            rich_help_panel=BLENDING,
-        ),
-    ] = True
-    discover: Annotated[
-        bool,
-        typer.Option(
-            "--discover/--no-discover",
-            help="Reuse text that recurs in prompts, also where nothing marks it.",
-            rich_help_panel=BLENDING,
-        ),
-    ] = True
+    cost_model: Path | None = option(None, "Cost model of `calibrate`: load only what is faster loaded than computed.")
+    load_timeout: float | None = option(
+        None,
+        "Seconds that a request waits for the store; what comes later is computed. Without it: as long as computing "
+        "takes, but half a second at least.",
+    )
+    capture: bool = option(True, "Store passages that were not in the store, after the answer.")
+    discover: bool = option(True, "Reuse text that recurs in prompts, also where nothing marks it.")
 
     def settings(self) -> dict[str, Any]:
-        """Fields of `BlendConfig`: those that the user set, and those that no profile has.
-
-        Raises:
-            InvalidInputError: as `SelectionOptions.settings`.
-        """
+        """Fields of `BlendConfig`: those that the user set, and those that no profile has."""
         file = None if self.cost_model is None else str(self.cost_model)
         chosen = SelectionOptions.settings(self) | ChunkOptions.settings(self)
         chosen |= {"cost_model": file, "load_timeout_s": self.load_timeout}
         return chosen | {"capture": self.capture, "discover": self.discover}
 
 
-def check_settings(settings: dict[str, Any], layers: int | None) -> "BlendConfig | None":
-    """Checks settings before a model is opened, which takes longer.
+@dataclass(frozen=True)
+class MethodOptions:
+    """The methods that are compared: blend stands for each combination of selectors, ratios and check layers."""
 
-    Args:
-        settings: fields of `BlendConfig`.
-        layers: of the model; None if its config.json does not say.
+    panel: ClassVar = METHODS
+    methods: list[str] | None = option(
+        None,
+        "Methods to compare, with commas: full, prefix, reuse, blend, map-reduce, map-rerank. Default: the first four.",
+        "--methods",
+        "--arms",
+        "-a",
+        panel=None,
+    )
+    selector: list[str] | None = option(
+        None,
+        "Selectors of blend, as for ask; profile: the model's own settings. Further settings follow a colon: "
+        "hkvd:measure=v. Several times. Default: hkvd.",
+    )
+    ratio: Ratios = None
+    check_layers: list[str] | None = option(
+        None,
+        "Check layers of blend: 1, or 1,2,3 with as many ratios; several times. Default: the selector's own, which are "
+        "1 to 4 with falling ratios for hkvd (gradual filtering) and 1 for hybrid.",
+    )
 
-    Raises:
-        InvalidInputError: a value is out of range, or a check layer does not exist.
-    """
-    from cacheblend.core.config import BlendConfig
-    from cacheblend.core.fuse.prefill import check_selector
+    def choices(self) -> dict[str, Any]:
+        """Arguments of `make_methods`."""
+        return {
+            "names": names_in(self.methods) if self.methods else ("full", "prefix", "reuse", "blend"),
+            "selectors": tuple(self.selector or ("hkvd",)),
+            "ratios": [numbers("--ratio", text, float) for text in self.ratio or ("0.15",)],
+            "check_layers": [numbers("--check-layers", text, int) for text in self.check_layers or ()] or [None],
+        }
 
-    config = BlendConfig(**settings)
-    if layers is not None:
-        check_selector(config.make_selector(), layers)
-    return config
+
+# ---- prompts and answers --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayoutOptions:
+    """What stands around the passages of a prompt."""
+
+    panel: ClassVar = PROMPT
+    system: str | None = option(None, "System prompt, in front of the passages.")
+    chat: Chat = None
+
+    def build(self, engine: "BlendEngine", texts: Sequence[tuple[str, str]], question: str) -> "Prompt":
+        """The prompt; passages, as (text, title), are chunks, the text between them is plain."""
+        from cacheblend.engines.hf import Passage
+        from cacheblend.engines.hf.layout import PromptLayout
+
+        layout = PromptLayout(system=self.system or "", chat=self.chat)
+        return layout.prompt(engine, [Passage(*text) for text in texts], question)
+
+
+@dataclass(frozen=True)
+class PromptOptions(LayoutOptions):
+    """One prompt: passages and a question."""
+
+    question: str | None = option(None, "Default: the one of --data's row.", "-q")
+    passage: list[str] | None = option(None, "A passage, or @file. Several times, in order.", "-p")
+    data: Path | None = option(
+        None, "Passages of a file, as for warm; rows as for evaluate bring their question.", "-d"
+    )
+    row: int = option(0, "Which row of --data, from 0.", least=0)
+
+    def read(self) -> tuple[list[tuple[str, str]], str]:
+        """The passages as (text, title), those of the row first, and the question."""
+        from cacheblend.data import read_row
+
+        texts, question = [_passage(argument) for argument in self.passage or ()], self.question
+        if self.data is not None:
+            found = read_row(self.data, self.row)
+            texts = [(text.text, text.title) for text in found.passages] + texts
+            question = question or found.question
+        if not question:
+            raise InvalidInputError("there is no question: give --question, or --data with a row that has one")
+        return texts, question
+
+
+def _passage(argument: str) -> tuple[str, str]:
+    """(text, title) of a ``--passage``: a text, or ``@file``."""
+    if not argument.startswith("@"):
+        return argument, ""
+    path = Path(argument[1:])
+    try:
+        return path.read_text(encoding="utf-8").strip(), path.name
+    except (OSError, ValueError) as error:  # a name may also hold a NUL byte
+        raise InvalidInputError(f"--passage {argument}: the file cannot be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """How an answer is drawn."""
+
+    panel: ClassVar = OUTPUT
+    max_tokens: MaxTokens = 256
+    temperature: float = option(0.0, "0 is greedy.", least=0)
+    seed: int | None = option(None, "Seed of the sampling.", least=0, most=MOST_SEED)
+
+    def params(self) -> "SamplingParams":
+        """For an engine."""
+        from cacheblend.engines.hf import SamplingParams
+
+        return SamplingParams(max_new_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed)
+
+
+@dataclass(frozen=True)
+class QuestionOptions:
+    """Questions with passages from files, and the layout of their prompts."""
+
+    panel: ClassVar = PROMPT
+    data: list[Path] | None = option(None, "Questions with passages: JSON or JSONL, formats as for --format.", "-d")
+    form: str = option(
+        "auto",
+        "auto, cacheblend, ctxs (the CacheBlend authors') or longbench; auto goes by the first row's fields.",
+        "--format",
+    )
+    limit: Limit = None
+    skip_bad: bool = option(
+        False,
+        "Leave out rows that cannot be used (no passages, an empty text, a wrong field) and count them. Default: the "
+        "first one is an error.",
+    )
+    chunk_tokens: int = option(
+        512, "LongBench contexts: tokens of a passage at most, cut at sentence ends.", least=1, most=MOST_TOKENS
+    )
+    template: str = option("bare", "Template of the prompts: bare, qa, summary.")
+    templates: Path | None = option(None, "TOML file of prompt templates. Default: the shipped ones.")
+    chat: Chat = None
+
+    @property
+    def file(self) -> Path | None:
+        """The file; None if none is given."""
+        if self.data and len(self.data) > 1:
+            raise InvalidInputError(f"--data is given {len(self.data)} times; give one")
+        return self.data[0] if self.data else None
+
+    def read(self, file: Path) -> "tuple[list[QuestionRow], list[str]]":
+        """The first rows of a file that can be used, at most `limit`, and the reasons for those that cannot."""
+        from cacheblend.data import read_questions
+
+        bad: list[str] = []
+        rows = read_questions(file, self.form, bad=bad if self.skip_bad else None)
+        return rows[: self.limit], bad
+
+    def settings(self, top_k: Sequence[int] | None, tokens: int) -> "Settings":
+        """Settings of an evaluation, with so many tokens of an answer."""
+        from dataclasses import replace
+
+        from cacheblend.evaluation import Settings, read_template
+
+        chosen = read_template(self.template, self.templates)
+        if self.chat is not None:
+            chosen = replace(chosen, chat=self.chat)
+        return Settings(chosen, tuple(dict.fromkeys(top_k)) if top_k else (None,), tokens)
+
+    def split(
+        self, engine: "BlendEngine", rows: "Sequence[QuestionRow]", settings: "Settings", bad: list[str]
+    ) -> "list[QuestionRow]":
+        """The rows, LongBench contexts cut into passages; with ``--skip-bad`` those that make a prompt.
+
+        Args:
+            engine: its tokenizer counts.
+            rows: as they were read.
+            settings: layout of the prompts.
+            bad: gets the reasons for rows that are skipped.
+        """
+        from cacheblend.data.split import split_contexts
+        from cacheblend.evaluation import usable_rows
+
+        builder = engine.builder
+        assert builder is not None  # a model folder is opened with its tokenizer
+        split = split_contexts(rows, lambda text: len(builder.encode(text)), self.chunk_tokens)
+        return usable_rows(engine, settings, split, bad) if self.skip_bad else split

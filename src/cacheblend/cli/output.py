@@ -1,18 +1,23 @@
 """What commands print: results on stdout (tables, or one JSON object), progress and errors on stderr."""
 
+import importlib.util
 import json
+import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unicodedata import category
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from cacheblend.core.errors import InvalidInputError
 
 Advance = Callable[[int, int], None]
 """Called with (done, in all)."""
@@ -20,15 +25,18 @@ AdvanceStage = Callable[[str, int, int], None]
 """Called with (stage, done, in all)."""
 
 
-def console(*, stderr: bool = False) -> "Console":
+def console(*, stderr: bool = False) -> Console:
     """A console on the stream as it is now (tests and pipes replace it).
 
     Strings are printed as they are, since titles, paths and reasons may have brackets or ``:colons:`` in them; what
     is styled says so (`style=`, `Text`, or `markup=True` where nothing but constants and numbers is printed).
     """
-    from rich.console import Console
-
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+
+
+def say(line: str) -> None:
+    """A line beside the results, on stderr."""
+    console(stderr=True).print(line, soft_wrap=True)
 
 
 def write(text: str) -> None:
@@ -120,8 +128,6 @@ def status(title: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
         with _lines(title) as say:
             yield lambda now: say(f"{title} {now}")
         return
-    from rich.text import Text
-
     with shown.status(Text(title)) as spinner:
         yield lambda now: spinner.update(Text(f"{title} {now}"))
 
@@ -133,9 +139,6 @@ EVERY_S = 10.0
 @contextmanager
 def _lines(state: str = "") -> Iterator[Callable[[str], None]]:
     """Prints the latest state on stderr every `EVERY_S`, also where it has not changed for long."""
-    import threading
-    import time
-
     began, ended = time.monotonic(), threading.Event()
 
     def say(now: str) -> None:
@@ -157,15 +160,7 @@ def _lines(state: str = "") -> Iterator[Callable[[str], None]]:
 
 
 def check_folder(option: str, folder: Path) -> None:
-    """Refuses a folder for results that cannot be made because a file has its name.
-
-    Raises:
-        InvalidInputError: it is a file, or one of its parents is; or it may not be written to.
-    """
-    import os
-
-    from cacheblend.core.errors import InvalidInputError
-
+    """Refuses a folder for results that cannot be made because a file has its name."""
     at = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not at.is_dir():
         raise InvalidInputError(f"{option} {folder}: {at} is a file; name a folder")
@@ -177,19 +172,16 @@ PICTURES = (".png", ".svg", ".pdf")
 INSTALL_PLOT = "pip install 'cacheblend[plot]'"
 
 
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def picture_file(plot: Path | None) -> Path | None:
-    """What ``--plot`` names; None if it names nothing.
-
-    Raises:
-        InvalidInputError: nothing can be drawn there: another type of file, no folder, or matplotlib is missing.
-    """
-    from importlib.util import find_spec
-
-    from cacheblend.core.errors import InvalidInputError
-
+    """What ``--plot`` names; None if it names nothing."""
     if plot is None:
         return None
-    if find_spec("matplotlib") is None:
+    if not can_draw():
         raise InvalidInputError(f"--plot needs matplotlib: {INSTALL_PLOT}")
     if plot.suffix not in PICTURES:
         raise InvalidInputError(f"--plot draws {', '.join(PICTURES)}, not {plot.name!r}")
@@ -203,15 +195,7 @@ def write_json(file: Path, result: Any) -> None:
 
 
 def check_outputs(*files: Path | None) -> None:
-    """Refuses a file that a result cannot be written to: before minutes of measuring, not after them.
-
-    Raises:
-        InvalidInputError: there is no such folder, or it may not be written to.
-    """
-    import os
-
-    from cacheblend.core.errors import InvalidInputError
-
+    """Refuses a file that a result cannot be written to: before minutes of measuring, not after them."""
     for file in files:
         if file is None:
             continue

@@ -3,51 +3,36 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+from rich.table import Table
 
+from cacheblend.cli.option_groups import option
 from cacheblend.cli.options import MOST_TOKENS, AsJson, Codec, ModelOptions, OneRatio, Plot
 from cacheblend.cli.output import console, picture_file, print_json
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.engines.folders import model_folder
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from cacheblend.core.cost.devices import DeviceCost
+    from cacheblend.core.cost.devices import Device, DeviceCost
     from cacheblend.core.plan.blocks import KVLayout
 
-DEVICES = ("memory:20:3", "nvme:3:0.1", "ssd:0.5:0.08", "disk:0.15:0.02", "bucket:0.1:0.023")
+DEVICES = "memory:20:3 nvme:3:0.1 ssd:0.5:0.08 disk:0.15:0.02 bucket:0.1:0.023"
 RATIOS = (0.05, 0.15, 0.3, 0.5, 1.0)
-
-Context = Annotated[int, typer.Option("--context", "-c", min=2, max=MOST_TOKENS, help="Tokens of a context.")]
-CostModelFile = Annotated[
-    Path | None,
-    typer.Option("--cost-model", help="Cost model of `calibrate`: its times of a prefill and of loading."),
-]
-PrefillS = Annotated[
-    float | None,
-    typer.Option("--prefill-s", help="Seconds of its full prefill, above 0, where there is no --cost-model."),
-]
-Devices = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--device",
-        "-d",
-        help="name:GB/s:price of a GB a month, or name::price for a tier of --cost-model; several times. Default "
-        f"(examples, not offers): {' '.join(DEVICES)}.",
-        show_default=False,
-    ),
-]
-Stored = Annotated[float, typer.Option("--stored-tokens", min=0, max=1e18, help="Tokens to be stored, for the price.")]
 
 
 def plan(
     model: ModelOptions,
-    context: Context = 4096,
-    cost_model: CostModelFile = None,
-    prefill_s: PrefillS = None,
-    device: Devices = None,
-    stored_tokens: Stored = 1e8,
+    context: int = option(4096, "Tokens of a context.", "-c", least=2, most=MOST_TOKENS),
+    cost_model: Path | None = option(None, "Cost model of `calibrate`: its times of a prefill and of loading."),
+    prefill_s: float | None = option(None, "Seconds of its full prefill, above 0, where there is no --cost-model."),
+    device: list[str] | None = option(
+        None,
+        "name:GB/s:price of a GB a month, or name::price for a tier of --cost-model; several times. Default (examples, "
+        f"not offers): {DEVICES}.",
+        "-d",
+    ),
+    stored_tokens: float = option(1e8, "Tokens to be stored, for the price.", least=0, most=1e18),
     ratio: OneRatio = 0.15,
     codec: Codec = "raw",
     plot: Plot = None,
@@ -57,14 +42,28 @@ def plan(
 
     Prefill times come from a cost model (`calibrate`), or from --prefill-s.
     """
+    from cacheblend.core.cost.devices import cheapest, place, recompute_s
+
     picture = picture_file(plot)
-    layout, seconds, placed = _placed(model.model, context, cost_model, prefill_s, device, stored_tokens, ratio, codec)
-
-    from cacheblend.core.cost.devices import cheapest
-
-    a_token = layout.block_bytes(256) / 256
+    offered, seconds = _offered(context, cost_model, prefill_s, device)
+    layout = _layout(model_folder(model.model), codec)
+    a_token, layers = layout.block_bytes(256) / 256, len(layout.layers)
+    placed = place(
+        offered,
+        prefill_s=seconds,
+        layers=layers,
+        context_bytes=a_token * context,
+        stored_bytes=a_token * stored_tokens,
+        floor=ratio,
+    )
     best = cheapest(placed, seconds)
-    result = _result(placed, best, seconds, a_token, len(layout.layers))
+    result: dict[str, Any] = {
+        "prefill_s": seconds,
+        "bytes_per_token": a_token,
+        "recompute_s": {str(each): recompute_s(seconds, layers, each) for each in RATIOS},
+        "devices": [_figures(each, seconds) for each in placed],
+        "best": None if best is None else best.device.name,
+    }
     if picture is not None:
         _draw(result, context, picture)
     if json:
@@ -78,59 +77,43 @@ def plan(
     by_ratio = ", ".join(f"{taken:.3f} s at {ratio}" for ratio, taken in result["recompute_s"].items())
     out.print(f"recomputing takes {by_ratio}")
     out.print(_table(placed, best, stored_tokens))
-    out.print(_verdict(best))
+    if best is None:
+        out.print("no device here is faster than computing everything")
+    elif best.hides:
+        out.print(f"{best.device.name} is the cheapest device that hides its loading behind recomputing")
+    else:
+        out.print(f"none hides its loading; {best.device.name} is the fastest")
 
 
-def _placed(
-    model: Path,
-    context: int,
-    cost_model: Path | None,
-    prefill_s: float | None,
-    devices: list[str] | None,
-    stored_tokens: float,
-    ratio: float,
-    codec: str,
-) -> "tuple[KVLayout, float, list[DeviceCost]]":
-    """Layout of the model's KV cache, seconds of a full prefill, and what each device offers."""
-    from cacheblend.cli.models import model_folder
-    from cacheblend.core.cost.devices import Device, place
-    from cacheblend.core.errors import InvalidInputError
-    from cacheblend.engines.cost_model import load_cost_model
+def _offered(
+    context: int, cost_model: Path | None, prefill_s: float | None, devices: list[str] | None
+) -> "tuple[list[Device], float]":
+    """The devices, and seconds of a full prefill."""
+    from cacheblend.core.cost.devices import Device
 
     if (cost_model is None) == (prefill_s is None):
         raise InvalidInputError("give either a cost model (--cost-model), or the time of a prefill (--prefill-s)")
     if prefill_s is not None and prefill_s <= 0:
         raise InvalidInputError(f"--prefill-s {prefill_s:g}: the seconds of a full prefill must be above 0")
-    measured = None if cost_model is None else load_cost_model(cost_model)
-    speeds = {} if measured is None else {name: tier.bytes_per_s for name, tier in measured.tiers.items()}
-    offered = [Device.parse(text, speeds) for text in devices or DEVICES]
+    speeds, seconds = dict[str, float](), prefill_s
+    if cost_model is not None:
+        from cacheblend.engines.cost_model import load_cost_model
+
+        measured = load_cost_model(cost_model)
+        speeds = {name: tier.bytes_per_s for name, tier in measured.tiers.items()}
+        seconds = measured.full_s(context)
+    offered = [Device.parse(text, speeds) for text in devices or DEVICES.split()]
     for each in offered:
         if not math.isfinite(each.bytes_per_s + each.price):
             raise InvalidInputError(f"--device {each.name}: throughput and price must be finite numbers")
-    layout = _layout(model_folder(model), codec)
-    seconds = prefill_s if measured is None else measured.full_s(context)
     assert seconds is not None  # one of the two is given
-    a_token = layout.block_bytes(256) / 256
-    placed = place(
-        offered,
-        prefill_s=seconds,
-        layers=len(layout.layers),
-        context_bytes=a_token * context,
-        stored_bytes=a_token * stored_tokens,
-        floor=ratio,
-    )
-    return layout, seconds, placed
+    return offered, seconds
 
 
 def _layout(folder: Path, codec: str) -> "KVLayout":
-    """Layout of a model's KV cache, from its config.json alone.
-
-    Raises:
-        InvalidInputError: config.json cannot be read, or does not describe a KV cache.
-    """
+    """Layout of a model's KV cache, from its config.json alone."""
     from transformers import AutoConfig
 
-    from cacheblend.core.errors import InvalidInputError
     from cacheblend.core.plan.codec import codec_of
     from cacheblend.engines.hf.configs import expected_layout
 
@@ -142,36 +125,21 @@ def _layout(folder: Path, codec: str) -> "KVLayout":
     return replace(layout, codec=codec)
 
 
-def _result(
-    placed: "list[DeviceCost]", best: "DeviceCost | None", seconds: float, a_token: float, layers: int
-) -> dict[str, Any]:
-    from cacheblend.core.cost.devices import recompute_s
-
+def _figures(each: "DeviceCost", prefill_s: float) -> dict[str, Any]:
     return {
-        "prefill_s": seconds,
-        "bytes_per_token": a_token,
-        "recompute_s": {str(ratio): recompute_s(seconds, layers, ratio) for ratio in RATIOS},
-        "devices": [
-            {
-                "device": each.device.name,
-                "bytes_per_s": each.device.bytes_per_s,
-                "load_s": each.load_s,
-                "ratio": each.ratio,
-                "recompute_s": each.recompute_s,
-                "ttft_s": each.ttft_s,
-                "speedup": seconds / each.ttft_s,
-                "hides": each.hides,
-                "monthly": each.monthly,
-            }
-            for each in placed
-        ],
-        "best": None if best is None else best.device.name,
+        "device": each.device.name,
+        "bytes_per_s": each.device.bytes_per_s,
+        "load_s": each.load_s,
+        "ratio": each.ratio,
+        "recompute_s": each.recompute_s,
+        "ttft_s": each.ttft_s,
+        "speedup": prefill_s / each.ttft_s,
+        "hides": each.hides,
+        "monthly": each.monthly,
     }
 
 
-def _table(placed: "list[DeviceCost]", best: "DeviceCost | None", stored_tokens: float) -> "Table":
-    from rich.table import Table
-
+def _table(placed: "list[DeviceCost]", best: "DeviceCost | None", stored_tokens: float) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("device", "loads in", "recomputes in", "ratio", "first token", "hides loading"):
         table.add_column(column, justify="left" if column == "device" else "right")
@@ -188,14 +156,6 @@ def _table(placed: "list[DeviceCost]", best: "DeviceCost | None", stored_tokens:
             style="bold green" if each is best else None,
         )
     return table
-
-
-def _verdict(best: "DeviceCost | None") -> str:
-    if best is None:
-        return "no device here is faster than computing everything"
-    if best.hides:
-        return f"{best.device.name} is the cheapest device that hides its loading behind recomputing"
-    return f"none hides its loading; {best.device.name} is the fastest"
 
 
 def _draw(result: dict[str, Any], context: int, path: Path) -> None:

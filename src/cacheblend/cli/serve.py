@@ -6,12 +6,15 @@ import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import typer
-
+from cacheblend.cli.keys import check_file
+from cacheblend.cli.models import open_engine
+from cacheblend.cli.option_groups import option
 from cacheblend.cli.options import (
+    BLENDING,
     IN_MEMORY,
     MOST_TOKENS,
     BlendOptions,
@@ -19,18 +22,15 @@ from cacheblend.cli.options import (
     ModelOptions,
     Shadow,
     StoreOptions,
-    ToolCallParser,
 )
 from cacheblend.cli.output import console
-from cacheblend.cli.selection_options import BLENDING
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.serve.keys import KeyRing, read_keys
 
 if TYPE_CHECKING:
-    from cacheblend.core.errors import InvalidInputError
     from cacheblend.engines.hf import BlendEngine
-    from cacheblend.serve.keys import KeyRing
     from cacheblend.serve.settings import ServeSettings
 
-SERVER, BOUNDS = "Server", "Bounds"
 LOCAL = ("127.0.0.1", "localhost", "::1")
 LONGEST_S = 1e6
 """Upper bound of options that are seconds: eleven days."""
@@ -38,140 +38,65 @@ LONGEST_S = 1e6
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Where the server listens, and who may use it."""
+    """Where the server listens, and who may use it. What `ServeSettings` has, too, is called alike."""
 
-    host: Annotated[str, typer.Option("--host", help="Address to listen at.", rich_help_panel=SERVER)] = "127.0.0.1"
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: a free one.", rich_help_panel=SERVER)] = 8000
-    keys: Annotated[
-        Path | None,
-        typer.Option(
-            "--keys", help="File of API keys (`keys add`); without it no key is needed.", rich_help_panel=SERVER
-        ),
-    ] = None
-    playground: Annotated[
-        bool, typer.Option("--playground/--no-playground", help="Serve the page at /.", rich_help_panel=SERVER)
-    ] = True
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allowed-host",
-            help="A name that clients may call this server by, without --keys; several times. *: any.",
-            rich_help_panel=SERVER,
-            show_default=False,
-        ),
-    ] = None
-    metrics_keys: Annotated[
-        Path | None,
-        typer.Option("--metrics-keys", help="File of keys that may read /metrics alone.", rich_help_panel=SERVER),
-    ] = None
-    ready_needs_store: Annotated[
-        bool,
-        typer.Option(
-            "--ready-needs-store/--ready-without-store",
-            help="/ready is 503 while a tier of the store does not answer.",
-            rich_help_panel=SERVER,
-        ),
-    ] = False
-    chunk_tokens: Annotated[
-        int,
-        typer.Option(
-            "--chunk-tokens",
-            min=1,
-            max=MOST_TOKENS,
-            help="Least tokens of a text that is a chunk of its own.",
-            rich_help_panel=BLENDING,
-        ),
-    ] = 64
-    tool_call_parser: ToolCallParser = "auto"
+    panel: ClassVar = "Server"
+    host: str = option("127.0.0.1", "Address to listen at.")
+    port: int = option(8000, "0: a free one.", least=0, most=65535)
+    keys: Path | None = option(None, "File of API keys (`keys add`); without it no key is needed.")
+    playground: bool = option(True, "Serve the page at /.")
+    allowed_host: list[str] | None = option(
+        None, "A name that clients may call this server by, without --keys; several times. *: any."
+    )
+    metrics_keys: Path | None = option(None, "File of keys that may read /metrics alone.")
+    ready_needs_store: bool = option(
+        False,
+        "/ready is 503 while a tier of the store does not answer.",
+        "--ready-needs-store/--ready-without-store",
+    )
+    chunk_tokens: int = option(
+        64, "Least tokens of a text that is a chunk of its own.", least=1, most=MOST_TOKENS, panel=BLENDING
+    )
+    tool_call_parser: str = option(
+        "auto",
+        "How tool calls are read from answers: hermes, llama3, mistral, pythonic, none; auto: as the chat template "
+        "writes them, if it is known.",
+    )
     shadow: Shadow = 0.0
-    shadow_floor: Annotated[
-        float | None,
-        typer.Option(
-            "--shadow-floor",
-            min=0,
-            max=1,
-            help="Least agreement of checked answers; below it the recompute ratio is raised. Needs --shadow.",
-            rich_help_panel=SERVER,
-        ),
-    ] = None
+    shadow_floor: float | None = option(
+        None,
+        "Least agreement of checked answers; below it the recompute ratio is raised. Needs --shadow.",
+        least=0,
+        most=1,
+    )
 
 
 @dataclass(frozen=True)
 class BoundOptions:
-    """Bounds of the server's work."""
+    """Bounds of the server's work, called like those of `ServeSettings`."""
 
-    active: Annotated[
-        int, typer.Option("--active", min=1, max=10_000, help="Requests served at once.", rich_help_panel=BOUNDS)
-    ] = 8
-    waiting: Annotated[
-        int,
-        typer.Option(
-            "--waiting", min=0, max=1_000_000, help="Requests in the queue; more get 429.", rich_help_panel=BOUNDS
-        ),
-    ] = 64
-    timeout: Annotated[
-        float,
-        typer.Option(
-            "--timeout", min=0.001, max=LONGEST_S, help="Seconds of a request at most.", rich_help_panel=BOUNDS
-        ),
-    ] = 600.0
-    connections: Annotated[
-        int, typer.Option("--connections", min=1, max=1_000_000, help="Open at once at most.", rich_help_panel=BOUNDS)
-    ] = 1000
-    header_timeout: Annotated[
-        float,
-        typer.Option(
-            "--header-timeout",
-            min=0.001,
-            max=LONGEST_S,
-            help="Seconds that a connection may be open without a request.",
-            rich_help_panel=BOUNDS,
-        ),
-    ] = 30.0
-    body_timeout: Annotated[
-        float,
-        typer.Option(
-            "--body-timeout",
-            min=0.001,
-            max=LONGEST_S,
-            help="Seconds of a client to send a body, or to go on reading.",
-            rich_help_panel=BOUNDS,
-        ),
-    ] = 60.0
-    drain: Annotated[
-        float,
-        typer.Option(
-            "--drain", min=0, max=LONGEST_S, help="Seconds to finish requests in at shutdown.", rich_help_panel=BOUNDS
-        ),
-    ] = 30.0
-    max_prompt_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-prompt-tokens",
-            min=1,
-            max=MOST_TOKENS,
-            help="Longest prompt. Default: the model's context.",
-            rich_help_panel=BOUNDS,
-        ),
-    ] = None
-    max_tokens: Annotated[
-        int,
-        typer.Option(
-            "--max-tokens",
-            "-n",
-            min=1,
-            max=MOST_TOKENS,
-            help="Tokens of an answer, where a client does not say.",
-            rich_help_panel=BOUNDS,
-        ),
-    ] = 512
-    store_quota: Annotated[
-        str | None,
-        typer.Option("--store-quota", help="Bytes that each key may store: 20GiB.", rich_help_panel=BOUNDS),
-    ] = None
-    pin_quota: Annotated[
-        str | None, typer.Option("--pin-quota", help="Bytes that each key may pin.", rich_help_panel=BOUNDS)
-    ] = None
+    panel: ClassVar = "Bounds"
+    active: int = option(8, "Requests served at once.", least=1, most=10_000)
+    waiting: int = option(64, "Requests in the queue; more get 429.", least=0, most=1_000_000)
+    timeout_s: float = option(600.0, "Seconds of a request at most.", "--timeout", least=0.001, most=LONGEST_S)
+    connections: int = option(1000, "Open at once at most.", least=1, most=1_000_000)
+    headers_s: float = option(
+        30.0,
+        "Seconds that a connection may be open without a request.",
+        "--header-timeout",
+        least=0.001,
+        most=LONGEST_S,
+    )
+    body_s: float = option(
+        60.0, "Seconds of a client to send a body, or to go on reading.", "--body-timeout", least=0.001, most=LONGEST_S
+    )
+    drain_s: float = option(30.0, "Seconds to finish requests in at shutdown.", "--drain", least=0, most=LONGEST_S)
+    max_prompt_tokens: int | None = option(
+        None, "Longest prompt. Default: the model's context.", least=1, most=MOST_TOKENS
+    )
+    max_tokens: int = option(512, "Tokens of an answer, where a client does not say.", "-n", least=1, most=MOST_TOKENS)
+    store_bytes: str | None = option(None, "Bytes that each key may store: 20GiB.", "--store-quota")
+    pin_bytes: str | None = option(None, "Bytes that each key may pin.", "--pin-quota")
 
 
 def serve(
@@ -183,16 +108,15 @@ def serve(
     store: StoreOptions = IN_MEMORY,
 ) -> None:
     """Serve a model through OpenAI's API, passages reused at any position; a page to try it on is at /."""
-    _check_installed()
-    from cacheblend.core.errors import InvalidInputError
-
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
+    if missing:
+        raise InvalidInputError(f"serve needs {', '.join(missing)}: pip install 'cacheblend[serve]'")
     if blend.anchor == "system":
         raise InvalidInputError(
             "--anchor system: serve computes chunks before it knows their prompts; use auto, bos or none"
         )
     settings, config = _settings(server, bounds), blend.settings()
 
-    from cacheblend.cli.models import open_engine
     from cacheblend.engines.hf.background import run_apart
     from cacheblend.serve import memory
     from cacheblend.serve.log_lines import log_json
@@ -202,11 +126,7 @@ def serve(
         log_json()
         logging.getLogger("httpx").setLevel(logging.WARNING)
         # The scheduler's thread alone keeps an OpenMP team: this one serves HTTP for as long as the server runs.
-        opened = run_apart(
-            lambda: open_engine(
-                model.model, store.store, config, profile=blend.profile, dtype=device.dtype, device=device.device
-            )
-        )
+        opened = run_apart(lambda: open_engine(model.model, store.store, config, device, profile=blend.profile))
         with opened as engine:
             memory.collect_no_libraries()
             _run(engine, settings, server.host, sockets)
@@ -220,9 +140,6 @@ def bind(host: str, port: int) -> Iterator[list[socket.socket]]:
     Args:
         host: a name may have several addresses: ``localhost`` often is 127.0.0.1 and ::1.
         port: 0 takes a free one, the same for all addresses where that is possible.
-
-    Raises:
-        InvalidInputError: the host is not known or not of this machine, or the port is taken.
     """
     with contextlib.ExitStack() as closing:
         try:
@@ -241,9 +158,7 @@ def bind(host: str, port: int) -> Iterator[list[socket.socket]]:
         yield sockets
 
 
-def _cannot_listen(host: str, port: int, error: Exception) -> "InvalidInputError":
-    from cacheblend.core.errors import InvalidInputError
-
+def _cannot_listen(host: str, port: int, error: Exception) -> InvalidInputError:
     reason = getattr(error, "strerror", None) or "not the name of a host"
     return InvalidInputError(
         f"--host {host} --port {port}: the server cannot listen there ({reason}); name an address of this machine "
@@ -251,49 +166,22 @@ def _cannot_listen(host: str, port: int, error: Exception) -> "InvalidInputError
     )
 
 
-def _check_installed() -> None:
-    from importlib.util import find_spec
-
-    from cacheblend.core.errors import InvalidInputError
-
-    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
-    if missing:
-        raise InvalidInputError(f"serve needs {', '.join(missing)}: pip install 'cacheblend[serve]'")
-
-
 def _settings(server: ServerOptions, bounds: BoundOptions) -> "ServeSettings":
     from cacheblend.engines.hf.tickets import Limits
     from cacheblend.serve.settings import ServeSettings
     from cacheblend.store import parse_bytes
 
-    return ServeSettings(
-        keys=_key_ring(server.keys),
-        metrics_keys=_key_ring(server.metrics_keys),
-        hosts=(server.host, *(server.allowed_host or ())),
-        ready_needs_store=server.ready_needs_store,
-        chunk_tokens=server.chunk_tokens,
-        limits=Limits(active=bounds.active, waiting=bounds.waiting),
-        max_prompt_tokens=bounds.max_prompt_tokens,
-        max_tokens=bounds.max_tokens,
-        timeout_s=bounds.timeout,
-        connections=bounds.connections,
-        headers_s=bounds.header_timeout,
-        body_s=bounds.body_timeout,
-        drain_s=bounds.drain,
-        store_bytes=None if bounds.store_quota is None else parse_bytes(bounds.store_quota),
-        pin_bytes=None if bounds.pin_quota is None else parse_bytes(bounds.pin_quota),
-        playground=server.playground,
-        shadow=server.shadow,
-        shadow_floor=server.shadow_floor,
-        tool_call_parser=server.tool_call_parser,
-    )
+    values: dict[str, Any] = vars(server) | vars(bounds)
+    del values["port"]
+    values["hosts"] = (values.pop("host"), *(values.pop("allowed_host") or ()))
+    values["limits"] = Limits(active=values.pop("active"), waiting=values.pop("waiting"))
+    values |= {name: _key_ring(values[name]) for name in ("keys", "metrics_keys")}
+    quotas = {name: values[name] for name in ("store_bytes", "pin_bytes")}
+    values |= {name: None if quota is None else parse_bytes(quota) for name, quota in quotas.items()}
+    return ServeSettings(**values)
 
 
-def _key_ring(file: Path | None) -> "KeyRing":
-    from cacheblend.cli.keys import check_file
-    from cacheblend.core.errors import InvalidInputError
-    from cacheblend.serve.keys import KeyRing, read_keys
-
+def _key_ring(file: Path | None) -> KeyRing:
     if file is None:
         return KeyRing()
     check_file(file)
@@ -319,7 +207,6 @@ def _run(engine: "BlendEngine", settings: "ServeSettings", host: str, sockets: l
     """Says where the server is, and serves until it is stopped."""
     import uvicorn
 
-    from cacheblend.core.errors import InvalidInputError
     from cacheblend.serve.app import create_app
     from cacheblend.serve.connections import DrainingServer
 

@@ -3,11 +3,14 @@
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from cacheblend.cli.help import App
-from cacheblend.cli.option_groups import with_groups
+from cacheblend.cli.option_groups import option
 from cacheblend.cli.options import AsJson
 from cacheblend.cli.output import console, print_json, progress, size_text, visible
+from cacheblend.core.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from cacheblend.core.names import BlockName
@@ -16,20 +19,19 @@ if TYPE_CHECKING:
 
 app = App(help="List, check and shrink a store.")
 
-Url = Annotated[str, typer.Argument(help="A folder, or a store's URL.", show_default=False)]
+Url = Annotated[str, typer.Argument(help="A folder, or a store's URL.")]
 Chunks = Annotated[
-    list[str] | None,
-    typer.Argument(help="Chunks: the id that `ls` shows, the start of an id, or a label.", show_default=False),
+    list[str] | None, typer.Argument(help="Chunks: the id that `ls` shows, the start of an id, or a label.")
 ]
-All = Annotated[bool, typer.Option("--all", help="Every chunk of the store.")]
-Model = Annotated[str | None, typer.Option("--model", "-m", help="Only chunks of the model with this name.")]
+All = Annotated[bool, option(..., "Every chunk of the store.", "--all")]
 
 SHORT = 12
 
 
 @app.command("ls")
-@with_groups
-def list_chunks(url: Url, model: Model = None, json: AsJson = False) -> None:
+def list_chunks(
+    url: Url, model: str | None = option(None, "Only chunks of the model with this name.", "-m"), json: AsJson = False
+) -> None:
     """List the chunks."""
     with _open(url, read_only=True) as store:
         pinned = store.pinned()
@@ -37,9 +39,6 @@ def list_chunks(url: Url, model: Model = None, json: AsJson = False) -> None:
     if json:
         print_json({"chunks": rows})
         return
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table()
     for column in ("chunk", "label", "model", "tokens", "blocks held", "size", "pinned"):
         table.add_column(column, justify="right" if column in ("tokens", "blocks held", "size") else "left")
@@ -58,7 +57,6 @@ def list_chunks(url: Url, model: Model = None, json: AsJson = False) -> None:
 
 
 @app.command("stat")
-@with_groups
 def show_stats(url: Url, json: AsJson = False) -> None:
     """Show how much is stored."""
     with _open(url, read_only=True) as store:
@@ -73,7 +71,6 @@ def show_stats(url: Url, json: AsJson = False) -> None:
 
 
 @app.command()
-@with_groups
 def verify(url: Url, json: AsJson = False) -> None:
     """Read and check everything; damaged blocks are removed if possible. Exit code 1 if anything was damaged."""
     with _open(url) as store, progress("verifying", "blocks", quiet=json) as advance:
@@ -89,10 +86,9 @@ def verify(url: Url, json: AsJson = False) -> None:
 
 
 @app.command()
-@with_groups
 def prune(
     url: Url,
-    max_bytes: Annotated[str, typer.Option("--max-bytes", help="Size to shrink it to: 10GiB.", show_default=False)],
+    max_bytes: str = option(..., "Size to shrink it to: 10GiB."),
     json: AsJson = False,
 ) -> None:
     """Evict the least recently used chunks until the store is small enough. Pinned chunks stay."""
@@ -112,7 +108,6 @@ def prune(
 
 
 @app.command()
-@with_groups
 def pin(url: Url, chunks: Chunks = None, everything: All = False, json: AsJson = False) -> None:
     """Keep chunks from eviction."""
     with _open(url) as store:
@@ -123,7 +118,6 @@ def pin(url: Url, chunks: Chunks = None, everything: All = False, json: AsJson =
 
 
 @app.command()
-@with_groups
 def unpin(url: Url, chunks: Chunks = None, everything: All = False, json: AsJson = False) -> None:
     """Let chunks be evicted again."""
     with _open(url) as store:
@@ -134,7 +128,6 @@ def unpin(url: Url, chunks: Chunks = None, everything: All = False, json: AsJson
 
 
 @app.command("rm")
-@with_groups
 def remove(url: Url, chunks: Chunks = None, everything: All = False, json: AsJson = False) -> None:
     """Delete chunks, pinned or not. Blocks that another chunk shares stay."""
     from cacheblend.core.names import state_name
@@ -154,8 +147,6 @@ def remove(url: Url, chunks: Chunks = None, everything: All = False, json: AsJso
 
 
 def _show_damage(intact: int, damage: list["Damage"]) -> None:
-    from rich.text import Text
-
     out = console()
     for d in damage:
         what = "removed" if d.removed else "damaged"
@@ -179,13 +170,7 @@ def _open(url: str, *, read_only: bool = False) -> "KVStore":
 
 
 def _choose(store: "KVStore", wanted: list[str], everything: bool) -> list["ChunkManifest"]:
-    """The chunks that the arguments name.
-
-    Raises:
-        InvalidInputError: none or several chunks match an argument; or arguments and ``--all`` contradict each other.
-    """
-    from cacheblend.core.errors import InvalidInputError
-
+    """The chunks that the arguments name."""
     manifests = store.manifests()
     if everything == bool(wanted):
         raise InvalidInputError("name the chunks (see `cacheblend store ls`), or give --all; not both")

@@ -2,13 +2,23 @@
 
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from cacheblend.cli.options import PROMPT, AsJson, ChunkOptions, DeviceOptions, ModelOptions, StoreOptions, SyncedTokens
+from cacheblend.cli.models import open_engine
+from cacheblend.cli.option_groups import option
+from cacheblend.cli.options import (
+    PROMPT,
+    AsJson,
+    ChunkOptions,
+    DeviceOptions,
+    LayoutOptions,
+    ModelOptions,
+    StoreOptions,
+    SyncedTokens,
+)
 from cacheblend.cli.output import console, print_json, progress, seconds_text, visible
-from cacheblend.cli.prompt_options import LayoutOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,41 +27,25 @@ if TYPE_CHECKING:
     from cacheblend.engines.documents import Document
     from cacheblend.engines.hf import SyncReport
 
-Source = Annotated[
-    str,
-    typer.Option(
-        "--source",
-        help='A folder of .txt and .md files, JSON lines of {"id", "text", "title"?}, or - for these on stdin.',
-        rich_help_panel=PROMPT,
-        show_default=False,
-    ),
-]
-Collection = Annotated[
-    str,
-    typer.Option(
-        "--collection", help="Name of the source: what another one stored is not dropped.", rich_help_panel=PROMPT
-    ),
-]
-MaxDrop = Annotated[
-    float,
-    typer.Option(
-        "--max-drop", min=0, max=1, help="Refuse to drop more than this share of the stored documents; 1: drop all."
-    ),
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing, and say what would be done.")]
-
 
 def sync(
+    *,
     model: ModelOptions,
     store: StoreOptions,
-    source: Source,
+    source: str = option(
+        ...,
+        'A folder of .txt and .md files, JSON lines of {"id", "text", "title"?}, or - for these on stdin.',
+        panel=PROMPT,
+    ),
     stored: ChunkOptions,
     layout: LayoutOptions,
     device: DeviceOptions,
-    collection: Collection = "documents",
+    collection: str = option("documents", "Name of the source: what another one stored is not dropped.", panel=PROMPT),
     chunk_tokens: SyncedTokens = 512,
-    max_drop: MaxDrop = 0.5,
-    dry_run: DryRun = False,
+    max_drop: float = option(
+        0.5, "Refuse to drop more than this share of the stored documents; 1: drop all.", least=0, most=1
+    ),
+    dry_run: bool = option(False, "Change nothing, and say what would be done."),
     json: AsJson = False,
 ) -> None:
     """Store the documents of a source, recompute what changed of them, and drop those that are gone.
@@ -59,11 +53,9 @@ def sync(
     Of an edited document only the chunks around the edit are computed. The command may be repeated and interrupted.
     Exit code 1 if a document could not be read; what is stored of it stays.
     """
-    from cacheblend.cli.models import open_engine
-    from cacheblend.cli.prompts import build_prompt
     from cacheblend.core.config import BlendConfig
     from cacheblend.data import read_documents
-    from cacheblend.engines.hf import DocumentSync, Passage
+    from cacheblend.engines.hf import DocumentSync
     from cacheblend.engines.tokens.chunker import Cutting
     from cacheblend.store import lasting_url
 
@@ -71,9 +63,8 @@ def sync(
     found = read_documents(source, sys.stdin.buffer)
     config = BlendConfig(**stored.settings(), discover=False)
     lasting = lasting_url(store.store)
-    with open_engine(model.model, lasting, config, dtype=device.dtype, device=device.device, quiet=json) as engine:
-        in_front = config.anchor == "system"
-        system = build_prompt(engine, [Passage("?")], "?", layout.system, layout.chat) if in_front else None
+    with open_engine(model.model, lasting, config, device, quiet=json) as engine:
+        system = layout.build(engine, [("?", "")], "?") if config.anchor == "system" else None
         work = DocumentSync(engine, collection=collection, cutting=cutting, system=system, dry_run=dry_run)
         vanished, failed = work.vanished(found.ids, max_drop), dict[str, str]()
         with progress("synchronising", "documents", quiet=json) as advance:

@@ -4,9 +4,10 @@ way out."""
 from collections.abc import Iterable, Mapping
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from cacheblend.core.names import BlockName
+if TYPE_CHECKING:  # which imports numpy: a command that only refuses an option needs none
+    from cacheblend.core.names import BlockName
 
 _SHOWN = 80  # characters of a value in a message
 
@@ -40,7 +41,7 @@ class BlockLostError(CacheBlendError):
         reason: one line for the report.
     """
 
-    def __init__(self, names: list[BlockName], reason: str) -> None:
+    def __init__(self, names: "list[BlockName]", reason: str) -> None:
         super().__init__(f"{len(names)} block(s) lost: {reason}")
         self.names = names
         self.reason = reason
@@ -57,7 +58,7 @@ class BlockDamagedError(BlockLostError):
         removed: the store has removed the block.
     """
 
-    def __init__(self, name: BlockName, reason: str, removed: bool) -> None:
+    def __init__(self, name: "BlockName", reason: str, removed: bool) -> None:
         super().__init__([name], reason)
         self.removed = removed
 

@@ -1,11 +1,9 @@
 """Quality of blending on a user's own data: methods, scorers, confidence intervals, reports."""
 
 from cacheblend.core.select.selection import SelectorChoice
-from cacheblend.evaluation.choices import METHODS, make_methods
-from cacheblend.evaluation.methods import Asked, Fused, Label, Method, Outcome
+from cacheblend.evaluation.methods import METHODS, Asked, Fused, Label, Method, Outcome, make_methods
 from cacheblend.evaluation.records import Cell, RowResult
-from cacheblend.evaluation.run_config import Settings
-from cacheblend.evaluation.runner import Evaluation, evaluate, usable_rows
+from cacheblend.evaluation.runner import Evaluation, Settings, evaluate, usable_rows
 from cacheblend.evaluation.scorers import SCORERS, Scorer, make_scorers
 from cacheblend.evaluation.summary import summarise, with_cells
 from cacheblend.evaluation.templates import Template, read_template

@@ -1,4 +1,5 @@
-"""Plots of a summary: quality over ratio, time to first token, total compute and chunks. Needs matplotlib."""
+"""Plots of a summary: quality over ratio, time to first token, total compute and chunks; and the look of figures. Needs
+matplotlib."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,30 @@ MARKERS = "osD^v<>PX"
 WIDTH, HEIGHT = 8.5, 4.8  # inches; a long legend increases the height
 PAPERS_RATIO = 0.15
 Methods = list[dict[str, Any]]
+STYLE = {
+    "font.size": 11,
+    "axes.titlesize": 12,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "figure.dpi": 100,
+    "savefig.dpi": 150,
+    "legend.frameon": False,
+}
+
+
+def new_figure(width: float, height: float) -> Any:
+    """A figure outside of pyplot's registry, which need not be closed."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def whole_numbers(axis: Any) -> None:
+    """Restricts ticks to integers, e.g. for layers."""
+    axis.get_major_locator().set_params(integer=True)
 
 
 @dataclass(frozen=True)
@@ -112,7 +137,7 @@ class _Sheet:
             if methods and methods[0]["kind"] != "prefix":  # same answers as full recompute
                 shown = min(
                     (method["ratio"] for method in methods if method["ratio"] is not None),
-                    key=_distance_to_paper,
+                    key=lambda ratio: abs(ratio - PAPERS_RATIO),
                     default=None,
                 )
                 curve = [method for method in methods if method["ratio"] == shown]
@@ -185,7 +210,8 @@ class _Sheet:
     def _save(self, figure: Any, axes: Any, file: Path) -> Path:
         from matplotlib import pyplot
 
-        axes.set_ylim(*_padded(axes.get_ylim()))
+        low, high = axes.get_ylim()
+        axes.set_ylim(max(low, -3.0), min(high, 103.0))  # a small margin, so that no marker is cut off
         axes.grid(alpha=0.3)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
@@ -205,14 +231,5 @@ class _Sheet:
         return file
 
 
-def _padded(limits: tuple[float, float]) -> tuple[float, float]:
-    """Clipped to 0..100 with a small margin, so that no marker is cut off."""
-    return max(limits[0], -3.0), min(limits[1], 103.0)
-
-
 def _percent(share: float | None) -> float | None:
     return None if share is None else 100 * share
-
-
-def _distance_to_paper(ratio: float) -> float:
-    return abs(ratio - PAPERS_RATIO)

@@ -5,26 +5,59 @@ found = evaluate(engine, read_questions(path), make_methods(ratios=[0.05, 0.15, 
 print(summarise(found, make_scorers(["f1"])))
 """
 
+import hashlib
+import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import cacheblend
 from cacheblend.core.errors import InvalidInputError, PromptTooLongError
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.data import BadRowError, QuestionRow
 from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf.baselines import agreement, touch
-from cacheblend.evaluation.choices import make_methods
 from cacheblend.evaluation.compute import ComputeScale
-from cacheblend.evaluation.methods import Asked, Label, Method, Outcome
+from cacheblend.evaluation.methods import Asked, Label, Method, Outcome, make_methods
 from cacheblend.evaluation.records import Cell, RowLog, RowResult, folder_name
-from cacheblend.evaluation.run_config import Settings, describe
+from cacheblend.evaluation.templates import Template
 
 Progress = Callable[[str, int, int], None]
 """Called with (``warming`` or ``answering``, passages or rows done, total)."""
+
+CODE = (
+    *("core", "store", "engines"),
+    *(f"evaluation/{name}.py" for name in ("methods", "compute", "records", "runner", "templates")),
+)
+"""The source files that affect cells. Reports are not among them: later code may report the same rows again."""
+LIBRARIES = ("python", "torch", "transformers", "tokenizers")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all methods of a run share.
+
+    Attributes:
+        template: layout of the prompts.
+        top_k: numbers of passages; every method runs with the first so many passages of each row. None: all of them.
+        max_tokens: most tokens of an answer.
+
+    Raises:
+        InvalidInputError: `max_tokens` or a `top_k` below 1, or no `top_k` at all.
+    """
+
+    template: Template = field(default_factory=Template)
+    top_k: tuple[int | None, ...] = (None,)
+    max_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise InvalidInputError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if not self.top_k or any(k is not None and k < 1 for k in self.top_k):
+            raise InvalidInputError(f"top_k must be at least 1, got {', '.join(map(str, self.top_k)) or 'none'}")
 
 
 @dataclass(frozen=True)
@@ -109,6 +142,46 @@ def evaluate(
         labels = tuple(method.label for method in methods)
         done = [log.rows[case.number] for case in cases if case.number in log.rows]
         return Evaluation(config, labels, settings.top_k, done, log.folder, resumed, log.torn)
+
+
+def describe(
+    engine: BlendEngine,
+    rows: Sequence[QuestionRow],
+    methods: Sequence[Method],
+    settings: Settings,
+    prompts: Iterable[Prompt],
+) -> dict[str, Any]:
+    """The config of a run, as plain JSON; its hash is part of the folder's name.
+
+    The prompts' token ids cover tokenizer, chat template and template. The machine is not included: it affects times
+    only, and is written with each row.
+    """
+    data, asked = hashlib.sha256(), hashlib.sha256()
+    for row in rows:
+        data.update(json.dumps(asdict(row), ensure_ascii=False).encode())
+    for prompt in prompts:
+        asked.update(b"".join(len(s).to_bytes(4) + s.token_ids.tobytes() for s in prompt.segments) + b"|")
+    versions = provenance.versions()
+    described = {
+        "cacheblend": cacheblend.__version__,
+        "code": provenance.code_digest(CODE),
+        "libraries": {name: versions[name] for name in LIBRARIES},
+        "model": engine.name,
+        "fingerprint": engine.planner.root.hex(),
+        "device": engine.model.device.type,
+        "store": engine.store.stats().tier,
+        "engine": asdict(engine.config),
+        "rows": len(rows),
+        "data": data.hexdigest(),
+        "prompts": asked.hexdigest(),
+        "chat": settings.template.layout.is_chat(engine),
+        "template": asdict(settings.template),
+        "top_k": settings.top_k,
+        "max_tokens": settings.max_tokens,
+        "methods": [repr(method) for method in methods],
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(described))
+    return plain
 
 
 # ---- before the first row -----------------------------------------------------------------------------------
@@ -271,24 +344,15 @@ def _cell(
     blank: Cell, outcome: Outcome | str, full: Outcome | str | None, scale: ComputeScale, prompt_tokens: int
 ) -> Cell:
     if isinstance(outcome, str):
-        return Cell(blank.method, blank.top_k, blank.chunks, skipped=outcome)
+        return replace(blank, skipped=outcome)
     close = None
     if isinstance(full, Outcome) and full.logits is not None and outcome.logits is not None:
         close = agreement(outcome.logits, full.logits)
-    return Cell(
-        method=blank.method,
-        top_k=blank.top_k,
-        chunks=blank.chunks,
+    measured = {name: value for name, value in vars(outcome).items() if name not in ("text", "logits")}
+    return replace(
+        blank,
+        **measured,
         answer=outcome.text,
-        token_ids=outcome.token_ids,
-        ttft_s=outcome.ttft_s,
-        total_s=outcome.total_s,
-        prompt_tokens=outcome.prompt_tokens,
-        row_layers=outcome.row_layers,
-        projected_rows=outcome.projected_rows,
-        loaded_tokens=outcome.loaded_tokens,
-        recomputed_tokens=outcome.recomputed_tokens,
-        missed_tokens=outcome.missed_tokens,
         total_compute=scale.share(outcome.row_layers, outcome.projected_rows, prompt_tokens),
         top_1=None if close is None else close.top_1,
         kl=None if close is None or not math.isfinite(close.kl) else close.kl,

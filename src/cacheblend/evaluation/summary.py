@@ -142,7 +142,9 @@ def _method(table: _Table, column: int, figures: _Figures, scorers: Sequence[str
     ]
     kl = [cell.kl for cell in cells if cell.kl is not None]
     skipped = sum(
-        cell.method == at.label.name and cell.top_k == at.top_k for row in table.rows for cell in _skipped(row)
+        bool(cell.skipped) and cell.method == at.label.name and cell.top_k == at.top_k
+        for row in table.rows
+        for cell in row.cells
     )
     return {
         "method": at.label.name,
@@ -162,10 +164,6 @@ def _method(table: _Table, column: int, figures: _Figures, scorers: Sequence[str
         "scores": {name: figures[name][column] for name in scorers},
         "agreement": {name: figures[name][column] for name in AGREEMENT} | {"kl": _spread(kl) | {"mean": _mean(kl)}},
     }
-
-
-def _skipped(row: RowResult) -> list[Cell]:
-    return [cell for cell in row.cells if cell.skipped]
 
 
 def _measure_of(scorer: Scorer) -> Measure:

@@ -18,11 +18,11 @@ from transformers import AutoTokenizer, PreTrainedModel
 from cacheblend.core.errors import CacheBlendError
 from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.core.plan.blocks import LayerShape
-from cacheblend.engines.checkpoint import check_files, weight_files
+from cacheblend.engines.checkpoint import weight_files
 from cacheblend.engines.hf.ambient import without_ambient
 from cacheblend.engines.hf.latent import LatentShape
 from cacheblend.engines.hf.live_check import LiveCheck
-from cacheblend.engines.hf.model_loader import class_of, loading_reason, read_config, read_weights
+from cacheblend.engines.hf.model_loader import OpenedModel, class_of, loading_reason, open_folder, read_config
 from cacheblend.engines.hf.survey import Survey, survey_model
 from cacheblend.engines.tokens import PromptBuilder
 
@@ -38,10 +38,17 @@ class Check:
 
 @dataclass
 class Diagnosis:
-    """All checks of one model, in order; the list ends with the first failed check that makes later ones impossible."""
+    """All checks of one model, in order; the list ends with the first failed check that makes later ones impossible.
+
+    Attributes:
+        model: its name.
+        checks: in the order in which they were made.
+        fingerprint: of a folder's files, once it is opened.
+    """
 
     model: str
     checks: list[Check] = field(default_factory=list)
+    fingerprint: str = ""
 
     @property
     def blendable(self) -> bool:
@@ -56,7 +63,8 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """All checks, with `blendable` and `reason`, ready for JSON."""
-        return asdict(self) | {"blendable": self.blendable, "reason": self.reason}
+        checks = [asdict(check) for check in self.checks]
+        return {"model": self.model, "checks": checks, "blendable": self.blendable, "reason": self.reason}
 
 
 class _StopError(Exception):
@@ -87,11 +95,12 @@ def diagnose(
     found = Diagnosis(name or (Path(str(model)).resolve().name if is_folder else type(model).__name__))
     try:
         if isinstance(model, str | Path):
-            model, tokenizer = _open(Path(model), dtype, device, found)
+            opened, tokenizer = _open(Path(model), dtype, device, found)
+            model, found.fingerprint = opened.model, opened.fingerprint
         survey = _survey(model, found)
-        found.checks += list(_describe(survey))
+        found.checks += _describe(survey)
         if tokenizer is not None or is_folder:
-            found.checks += list(_tokenizer_checks(tokenizer))
+            found.checks += _tokenizer_checks(tokenizer)
         for title, ok, detail in LiveCheck(model, survey).run():
             found.checks.append(Check(title, ok, detail))
             on_check(f"done: {title}")
@@ -113,7 +122,7 @@ def _fail(found: Diagnosis, name: str, error: Exception) -> _StopError:
 
 def _open(
     folder: Path, dtype: str | torch.dtype, device: str | torch.device | None, found: Diagnosis
-) -> tuple[PreTrainedModel, Any]:
+) -> tuple[OpenedModel, Any]:
     """Model and tokenizer (None if it cannot be loaded); the config is checked before the weights are read."""
     config_file, weights = folder / "config.json", weight_files(folder)
     missing = [what for what, there in (("config.json", config_file.is_file()), ("weights", weights)) if not there]
@@ -125,16 +134,14 @@ def _open(
     what = "config"
     try:
         json.loads(config_file.read_text())
-        opens = class_of(read_config(folder))
+        class_of(read_config(folder))
         what = "weights"
-        check_files(folder)
-        model = read_weights(opens, folder, dtype)
-        model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        opened = open_folder(folder, dtype=dtype, device=device, with_tokenizer=False)
     except Exception as error:
         raise _fail(found, what, error) from error
     with contextlib.suppress(Exception):
-        return model, AutoTokenizer.from_pretrained(folder)
-    return model, None
+        return opened, AutoTokenizer.from_pretrained(folder)
+    return opened, None
 
 
 def _tokenizer_checks(tokenizer: Any) -> Iterator[Check]:
