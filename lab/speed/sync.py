@@ -16,6 +16,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.data import read_passages
 from cacheblend.engines.documents import Document
 from cacheblend.engines.hf import BlendEngine, DocumentSync, SyncReport
+from cacheblend.engines.hf.document_chunks import cut_whole, cutter
 from cacheblend.engines.tokens.chunker import Cutting
 
 EDITS = tuple(product(("replaced", "inserted", "deleted"), ("start", "middle", "end")))
@@ -25,21 +26,9 @@ _SENTENCE = re.compile(r"(?<=[.!?])\s+")
 def run(
     engine: BlendEngine, data: Path, *, documents: int = 200, tokens: int = 2000, cutting: Cutting, seed: int = 0
 ) -> dict[str, Any]:
-    """Stores documents, edits each, and synchronises them.
+    """Stores documents of so many tokens in an empty store, edits each (all kinds equally often), synchronises them.
 
-    Args:
-        engine: on an empty store.
-        data: passages, of any form that `read_passages` knows.
-        documents: how many; every kind of edit is made equally often.
-        tokens: of a document, at least.
-        cutting: how documents are cut.
-        seed: of the sentences that are put in.
-
-    Returns:
-        ``figures`` has ``sync_recomputed``: tokens computed after the edits, by those of a full re-index.
-
-    Raises:
-        InvalidInputError: the file has too little text, or cannot be read.
+    ``figures`` has ``sync_recomputed``: tokens computed after the edits, by those of a full re-index.
     """
     pool = [sentence for passage in read_passages(data) for sentence in _SENTENCE.split(passage.text) if sentence]
     pool = list(dict.fromkeys(pool))
@@ -106,8 +95,6 @@ def _by_edit(
     cutting: Cutting,
 ) -> dict[str, float]:
     """The share of its document's tokens that each kind of edit changes, by how the documents are cut."""
-    from cacheblend.engines.hf.document_chunks import cut_whole, cutter
-
     cut, _ = cutter(engine, cutting, 0)
     shares: dict[str, list[float]] = {}
     for before, after, kind in zip(texts, edited, edits, strict=True):
