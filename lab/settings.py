@@ -79,7 +79,7 @@ class ModelSettings(ModelOrShape):
         """Of the model; `InvalidInputError`: an unknown shape."""
         from cacheblend.engines.hf.shapes import config_of
 
-        return config_of(self.model and str(self.model), self.shape)
+        return config_of(None if self.model is None else str(self.model), self.shape)
 
     def described(self, **more: Any) -> dict[str, Any]:
         """As a result has it: its own settings, and those of its prompts by themselves."""

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lab.nano.encoding import LABELS, Batch, Encoder, Probe, collate
-from lab.nano.recipe import Recipe
+from lab.nano.encoding import LABELS, Batch, Encoder, collate
+from lab.nano.recipe import Probe, Recipe
 from lab.nano.scenes import Style, draw_scene, questions_of
 
 ANSWER = LABELS.index("text") + 1  # labels from here on mark answers
