@@ -1,9 +1,8 @@
 """`python -m lab inspect`: where loaded KV deviates and where attention goes in one prompt; figures and a heat map."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,45 +18,21 @@ from cacheblend.cli.options import (
     SelectionOptions,
     StoreOptions,
 )
-from cacheblend.cli.output import INSTALL_PLOT, console, print_json, progress
+from cacheblend.cli.output import INSTALL_PLOT, console, print_json, progress, share_text
+from lab.settings import count, named
 
 if TYPE_CHECKING:
-    from cacheblend.engines.hf import BlendEngine
+    from rich.table import Table
+    from rich.text import Text
+
     from lab.inspection import Inspection
 
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        "--out",
-        "-o",
-        help="Write figures, heat_map.html and inspection.json into this folder. Figures need matplotlib.",
-        rich_help_panel=OUTPUT,
-    ),
-]
-Layers = Annotated[
-    str | None,
-    typer.Option("--layers", help="Show only these, e.g. 1,4,8-11. Default: all.", rich_help_panel=OUTPUT),
-]
-Curve = Annotated[
-    bool,
-    typer.Option(
-        "--curve/--no-curve",
-        help="Also measure attention deviation by ratio: 14 more passes.",
-        rich_help_panel=OUTPUT,
-    ),
-]
-MaxPromptTokens = Annotated[
-    int,
-    typer.Option(
-        "--max-prompt-tokens",
-        min=1,
-        max=MOST_TOKENS,
-        help="Longest prompt: time grows with its square.",
-        rich_help_panel=OUTPUT,
-    ),
-]
-
 HEAT_MAP, NUMBERS = "heat_map.html", "inspection.json"
+KEY = (
+    "All compared with full recompute. KV: deviation of the loaded tokens, relative to the norm of fresh KV; "
+    "top 15 %: share of it in the 15 % of tokens that deviate most; next: rank correlation with the next layer; "
+    "attention: deviation of the question's attention to the preceding tokens."
+)
 
 
 def inspect(
@@ -67,57 +42,76 @@ def inspect(
     stored: ChunkOptions,
     device: DeviceOptions,
     store: StoreOptions = IN_MEMORY,
-    max_prompt_tokens: MaxPromptTokens = 4096,
-    layers: Layers = None,
-    curve: Curve = True,
-    out: Out = None,
+    max_prompt_tokens: Annotated[
+        int,
+        count("--max-prompt-tokens", "Longest prompt: time grows with its square.", most=MOST_TOKENS, panel=OUTPUT),
+    ] = 4096,
+    layers: Annotated[str | None, named("--layers", "Show only these, e.g. 1,4,8-11. Default: all.", OUTPUT)] = None,
+    curve: Annotated[
+        bool, named("--curve/--no-curve", "Also measure attention deviation by ratio: 14 more passes.", OUTPUT)
+    ] = True,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="Write figures, heat_map.html and inspection.json into this folder. Figures need matplotlib.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Show what blending does to a prompt: KV deviation by token and layer, and where attention goes.
 
     Compares full recompute, full reuse and blend. The passages are stored first.
     """
-    texts, question = prompt.read()
-    _check_passages(texts)
+    from cacheblend.core.errors import InvalidInputError
 
+    texts, question = prompt.read()
+    if not texts:
+        raise InvalidInputError("there is no passage to inspect: give --passage or --data")
     from cacheblend.cli.models import PATIENT_S, open_engine
     from cacheblend.core.config import BlendConfig
     from cacheblend.core.fuse.prefill import check_selector
     from cacheblend.engines.folders import model_folder
     from cacheblend.engines.settings import layers_of
     from lab.inspection import inspect_prompt, ratio_curves
+    from lab.inspection.facts import summary
 
     chosen = selection.settings()
-    count = layers_of(model_folder(model.model))  # wrong options are reported before the model is opened
-    _layers(layers, count)
+    known = layers_of(model_folder(model.model))  # wrong options are reported before the model is opened
+    _layers(layers, known)
     if chosen:
         selector = BlendConfig(**chosen).make_selector()
-        if count is not None:
-            check_selector(selector, count)
-    _make(out)
+        if known is not None:
+            check_selector(selector, known)
+    if out is not None:  # before minutes of measuring, not after them
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidInputError(f"--out {out}: the folder cannot be made: {error.strerror}") from error
     config = chosen | stored.settings() | {"capture": False, "load_timeout_s": PATIENT_S}
     with open_engine(model.model, store.store, config, device, profile=selection.profile, quiet=json) as engine:
         shown = _layers(layers, engine.survey.num_layers)
         asked = prompt.build(engine, texts, question)
         curves = ratio_curves(engine.config) if curve else None
         with progress("inspecting", "passes", quiet=json) as advance:
-            found = inspect_prompt(engine, asked, curves=curves, max_tokens=max_prompt_tokens, progress=advance)
-        files = _write(found, out, shown)
-        _report(engine, found, shown, files, json)
+            found = inspect_prompt(engine, asked, curves=curves, max_tokens=max_prompt_tokens, advance=advance)
+        files = [] if out is None else _write(found, out, shown)
+        facts = summary(found, shown) | {"settings": engine.settings.source, "files": list(map(str, files))}
+    if json:
+        print_json(facts)
+        return
+    console().print(_table(facts))
+    console().print(KEY, style="dim")
+    for line in _lines(found, facts):
+        console().print(line, soft_wrap=True)
+    if files:
+        console().print(f"\n{len(files)} files in {files[0].parent}; begin with {HEAT_MAP}", soft_wrap=True)
 
 
-# ---- checks -----------------------------------------------------------------------------------------------
-
-
-def _check_passages(texts: list[tuple[str, str]]) -> None:
-    from cacheblend.core.errors import InvalidInputError
-
-    if not texts:
-        raise InvalidInputError("there is no passage to inspect: give --passage or --data")
-
-
-def _layers(text: str | None, count: int | None) -> list[int] | None:
-    """``"1,4,8-11"`` as ascending layers, all below `count` if that is known."""
+def _layers(text: str | None, number: int | None) -> list[int] | None:
+    """``"1,4,8-11"`` as ascending layers, all below `number` if that is known."""
     from cacheblend.core.errors import InvalidInputError
 
     if text is None:
@@ -128,75 +122,77 @@ def _layers(text: str | None, count: int | None) -> list[int] | None:
         if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
             raise InvalidInputError(f"--layers takes numbers and ranges such as 1,4,8-11, not {text!r}")
         last = last or first
-        if count is not None and int(last) >= count:
-            raise InvalidInputError(f"--layers {text}: the model has layers 0..{count - 1}")
-        if count is not None:
+        if number is not None and int(last) >= number:
+            raise InvalidInputError(f"--layers {text}: the model has layers 0..{number - 1}")
+        if number is not None:
             layers |= set(range(int(first), int(last) + 1))
     return sorted(layers)
 
 
-def _make(out: Path | None) -> None:
-    """Makes the folder before minutes of measuring, not after them."""
-    from cacheblend.core.errors import InvalidInputError
-
-    if out is None:
-        return
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidInputError(f"--out {out}: the folder cannot be made: {error.strerror}") from error
-
-
-# ---- what is written --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Written:
-    """Files that were written, and whether figures were left out because matplotlib is missing."""
-
-    files: list[Path]
-    without_figures: bool = False
-
-
-def _write(found: "Inspection", out: Path | None, layers: Sequence[int] | None) -> Written:
-    if out is None:
-        return Written([])
+def _write(found: "Inspection", out: Path, layers: Sequence[int] | None) -> list[Path]:
+    """The files; without matplotlib no figures are among them."""
     import json
     from importlib.util import find_spec
 
-    from lab.inspection.facts import numbers
-    from lab.inspection.heat_map import heat_map
+    from lab.inspection.facts import heat_map, numbers
 
     page, file = out / HEAT_MAP, out / NUMBERS
     page.write_text(heat_map(found, layers), encoding="utf-8")
     file.write_text(json.dumps(numbers(found), ensure_ascii=False, allow_nan=False), encoding="utf-8")
     if find_spec("matplotlib") is None:
-        return Written([page, file], without_figures=True)
+        console(stderr=True).print(f"no figures are drawn, that needs matplotlib: {INSTALL_PLOT}", soft_wrap=True)
+        return [page, file]
     from lab.inspection.figures import draw_figures
 
-    return Written([page, file, *draw_figures(found, out, layers)])
+    return [page, file, *draw_figures(found, out, layers)]
 
 
-# ---- what is shown ----------------------------------------------------------------------------------------
+# ---- what is shown ------------------------------------------------------------------------------------------
 
 
-def _report(
-    engine: "BlendEngine", found: "Inspection", layers: Sequence[int] | None, written: Written, as_json: bool
-) -> None:
-    from lab.inspection.facts import summary
+def _table(facts: dict[str, Any]) -> "Table":
+    """A line a layer."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
 
-    facts = summary(found, layers) | {"settings": engine.settings.source, "files": [str(f) for f in written.files]}
-    if written.without_figures:
-        console(stderr=True).print(f"no figures are drawn, that needs matplotlib: {INSTALL_PLOT}", soft_wrap=True)
-    if as_json:
-        print_json(facts)
-        return
-    from lab.cli import inspection_report as report
+    table = Table(
+        title=Text(f"What blending does to this prompt, {facts['model']}", "table.title"),
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
+    for column in ("layer", "KV reuse", "KV blend", "top 15 %", "next", "attention reuse", "attention blend"):
+        table.add_column(column, justify="right")
+    for layer in facts["layers"]:
+        kv, attention = layer["mean_deviation"], layer["attention_deviation"]
+        top = "" if layer["top_share"] is None else share_text(layer["top_share"], 1)
+        numbers = (kv["reuse"], kv["blend"], layer["correlation_with_next"], attention["reuse"], attention["blend"])
+        reuse, blend, *others = ("" if value is None else f"{value:.3f}" for value in numbers)
+        table.add_row(str(layer["layer"]), reuse, blend, top, *others)
+    return table
 
-    out = console()
-    out.print(report.table(facts))
-    out.print(report.KEY, style="dim")
-    for line in report.lines(found, facts):
-        out.print(line, soft_wrap=True)
-    if written.files:
-        out.print(f"\n{len(written.files)} files in {written.files[0].parent}; begin with {HEAT_MAP}", soft_wrap=True)
+
+def _lines(found: "Inspection", facts: dict[str, Any]) -> "list[str | Text]":
+    """Lines after the table: tokens, first tokens, notes on chunks not loaded at a new position, or only in part."""
+    from rich.text import Text
+
+    loaded, again = facts["loaded_tokens"], facts["recomputed_tokens"]
+    lines: list[str | Text] = [
+        f"\n{facts['prompt_tokens']} tokens, {loaded} of them loaded at a new position; blend recomputes {again} "
+        f"({share_text(again, loaded)}) by {facts['selector']}; settings: {facts['settings']}"
+    ]
+    for name, method in (("full reuse", "reuse"), ("blend", "blend")):
+        close = facts["first_token"][method]
+        same = "as in full recompute" if close["top_1"] else "not as in full recompute"
+        share = share_text(facts["compute"][method], 1)
+        lines.append(f"{name}: first token {same}, KL {close['kl']:.2g} nats; {share} of full prefill's compute")
+    reasons = {"prefix": "is an exact prefix of this prompt: nothing in it deviates", "miss": "is not in the store"}
+    for part in (part for part in found.parts if part.is_chunk):
+        start, stop = part.runs[0]
+        for source, reason in reasons.items():
+            if tokens := found.sources[start:stop].count(source):
+                some = "" if tokens == len(part) else f" ({tokens} of {len(part)} tokens)"
+                lines.append(Text.assemble(("note:", "yellow"), f" {part.label}{some} {reason}"))
+    return lines

@@ -1,7 +1,7 @@
 """`python -m lab paper`: from files and options to data sets and sweeps; `lab.paper` measures."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,59 +27,11 @@ from cacheblend.cli.output import check_folder, check_outputs, say, stages
 
 if TYPE_CHECKING:
     from cacheblend.data import QuestionRow
-    from cacheblend.engines.hf import BlendEngine
-    from cacheblend.evaluation import Settings
-    from lab.paper.context import DataSet, Sweeps
+    from lab.paper.context import Sweeps
 
 ROWS = 50
 """Of each file, unless ``--limit`` says otherwise."""
 INTERRUPTED = 130
-
-
-@dataclass(frozen=True)
-class PaperOptions:
-    """What a user set.
-
-    Attributes:
-        model: folder, or ``nano``.
-        questions: at least one file.
-        ratios: points of the ratio's sweep; empty: the usual ones.
-        chunk_numbers: points of the sweep of passages; empty: the usual ones.
-        max_tokens: of an answer.
-        scorers: the first one is drawn.
-        anchor: of the passages.
-        device: of the model.
-        to: where results go.
-    """
-
-    model: Path
-    questions: QuestionOptions
-    ratios: Sequence[str]
-    chunk_numbers: Sequence[int]
-    max_tokens: int
-    scorers: Sequence[str]
-    anchor: str
-    device: DeviceOptions
-    to: Destination
-
-    def sweeps(self) -> "Sweeps":
-        """The points of the sweeps.
-
-        Raises:
-            InvalidInputError: a ratio is no number, or there are several with commas.
-        """
-        from cacheblend.core.errors import InvalidInputError
-        from lab.paper.context import Sweeps
-
-        given = [numbers("--ratio", text, float) for text in self.ratios]
-        if several := next((text for text, ratio in zip(self.ratios, given, strict=True) if len(ratio) > 1), None):
-            raise InvalidInputError(f"--ratio {several}: here each is one ratio; give --ratio several times")
-        usual = Sweeps()
-        return replace(
-            usual,
-            ratios=tuple(ratio for (ratio,) in given) or usual.ratios,
-            chunk_numbers=tuple(self.chunk_numbers) or usual.chunk_numbers,
-        )
 
 
 def paper(
@@ -102,57 +54,55 @@ def paper(
     """
     check_outputs(json_file)
     check_folder("--out", out)
-    options = PaperOptions(
-        model=needed_model(model),
-        questions=questions,
-        ratios=ratio or (),
-        chunk_numbers=top_k or (),
-        max_tokens=max_tokens,
-        scorers=scorer or ("f1", "em"),
-        anchor=anchor,
-        device=device,
-        to=Destination(out, json, json_file),
-    )
-    run_paper_command(options)
-
-
-def run_paper_command(options: PaperOptions) -> None:
-    """Runs or resumes the evaluation, and says where the report is.
-
-    Raises:
-        InvalidInputError: a file, an option or the model is wrong.
-        typer.Exit: it was interrupted.
-    """
+    folder, names = needed_model(model), scorer or ("f1", "em")
     from cacheblend.cli.models import open_engine
     from cacheblend.evaluation.scorers import check_scorers, make_scorers
+    from lab.paper.context import DataSet
+    from lab.paper.run import PARTS, run_paper
 
-    check_scorers(options.scorers)
-    sweeps, settings = options.sweeps(), options.questions.settings(None, options.max_tokens)
-    files = read_files(options.questions)
-    quiet, device = options.to.json, options.device
-    config = {"anchor": options.anchor, "capture": False}
-    with open_engine(options.model, "memory", config, device, quiet=quiet) as engine:
-        data = _data_sets(engine, files, options.questions, settings)
+    check_scorers(names)
+    sweeps, settings = sweeps_of(ratio or (), top_k or ()), questions.settings(None, max_tokens)
+    files = read_files(questions)
+    config = {"anchor": anchor, "capture": False}
+    with open_engine(folder, "memory", config, device, quiet=json) as engine:
+        data = []
+        for name, (rows, bad) in files.items():
+            reasons = list(bad)
+            data.append(DataSet(name, questions.split(engine, rows, settings, reasons), reasons))
         assert engine.builder is not None  # a model folder is opened with its tokenizer
         if settings.template.chat is None and not settings.template.layout.is_chat(engine):
             say(f"{engine.name} has no chat template: plain prompts")
-        scorers = make_scorers(options.scorers, engine.builder.encode)
+        scorers = make_scorers(names, engine.builder.encode)
+        titles = {part.name: f"{number}. {part.title}" for number, part in enumerate(PARTS, start=1)}
         try:
-            found = _run(engine, data, scorers, settings, sweeps, options.to.folder, quiet=quiet)
+            with stages(titles, quiet=json) as advance:
+                found = run_paper(engine, data, scorers, settings=settings, sweeps=sweeps, out=out, progress=advance)
         except KeyboardInterrupt as interrupt:
-            say(f"interrupted; what is finished is in {options.to.folder}, and the same command goes on from there")
+            say(f"interrupted; what is finished is in {out}, and the same command goes on from there")
             raise typer.Exit(INTERRUPTED) from interrupt
-    options.to.write(found)
-    if not quiet:
+    Destination(out, json, json_file).write(found)
+    if not json:
         _show(found)
 
 
-def read_files(questions: QuestionOptions) -> "dict[str, tuple[list[QuestionRow], list[str]]]":
-    """Rows and the reasons for bad ones, by the names of data sets: the file's name, with its folder if two are equal.
+def sweeps_of(ratios: Sequence[str], chunk_numbers: Sequence[int]) -> "Sweeps":
+    """The points of the sweeps; of what a user leaves out the usual ones."""
+    from cacheblend.core.errors import InvalidInputError
+    from lab.paper.context import Sweeps
 
-    Raises:
-        InvalidInputError: no file, the same file twice, or one that cannot be read.
-    """
+    given = [numbers("--ratio", text, float) for text in ratios]
+    if several := next((text for text, ratio in zip(ratios, given, strict=True) if len(ratio) > 1), None):
+        raise InvalidInputError(f"--ratio {several}: here each is one ratio; give --ratio several times")
+    usual = Sweeps()
+    return replace(
+        usual,
+        ratios=tuple(ratio for (ratio,) in given) or usual.ratios,
+        chunk_numbers=tuple(chunk_numbers) or usual.chunk_numbers,
+    )
+
+
+def read_files(questions: QuestionOptions) -> "dict[str, tuple[list[QuestionRow], list[str]]]":
+    """Rows and the reasons for bad ones, by the names of data sets: a file's name, with its folder if two are equal."""
     from cacheblend.core.errors import InvalidInputError
 
     files = questions.data or []
@@ -169,39 +119,6 @@ def read_files(questions: QuestionOptions) -> "dict[str, tuple[list[QuestionRow]
     if len(set(names)) < len(names):  # they differ in their endings only
         names = [str(full) for full in resolved]
     return {name: limited.read(file) for name, file in zip(names, files, strict=True)}
-
-
-def _data_sets(
-    engine: "BlendEngine",
-    files: "dict[str, tuple[list[QuestionRow], list[str]]]",
-    questions: QuestionOptions,
-    settings: "Settings",
-) -> "list[DataSet]":
-    from lab.paper.context import DataSet
-
-    found = []
-    for name, (rows, bad) in files.items():
-        reasons = list(bad)
-        usable = questions.split(engine, rows, settings, reasons)
-        found.append(DataSet(name, usable, reasons))
-    return found
-
-
-def _run(
-    engine: "BlendEngine",
-    data: "list[DataSet]",
-    scorers: Any,
-    settings: "Settings",
-    sweeps: "Sweeps",
-    out: Path,
-    *,
-    quiet: bool,
-) -> dict[str, Any]:
-    from lab.paper.run import PARTS, run_paper
-
-    titles = {part.name: f"{number}. {part.title}" for number, part in enumerate(PARTS, start=1)}
-    with stages(titles, quiet=quiet) as advance:
-        return run_paper(engine, data, scorers, settings=settings, sweeps=sweeps, out=out, progress=advance)
 
 
 def _show(found: dict[str, Any]) -> None:

@@ -1,71 +1,41 @@
-"""`lab serve` and `lab vllm`: servers, measured as a client sees them."""
+"""`lab serve`, `routing`, `agent` and `lab vllm`: servers, measured as a client sees them."""
 
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from cacheblend.cli.bench import HOW, WHAT, PromptSizeOptions, ResultOptions, RoundOptions
-from cacheblend.cli.options import MOST_SEED, MOST_TOKENS, ModelOrShape, OneRatio, Plot, Shadow
-from cacheblend.cli.output import picture_file, progress, stages
-from lab.cli.options import DEFAULT_SHAPE, Clients, Requests, Trace, prompt_shape
+from cacheblend.cli.bench import PromptSizeOptions, ResultOptions, RoundOptions
+from cacheblend.cli.options import Plot, Shadow
+from cacheblend.cli.output import progress
+from lab.cli.output import bars, prepare
+from lab.settings import (
+    Agent,
+    Clients,
+    PromptShape,
+    Replay,
+    Requests,
+    Routing,
+    Seed,
+    Serving,
+    Sizes,
+    VllmOptions,
+    count,
+    named,
+    several,
+)
 
 if TYPE_CHECKING:
     from lab.servers.vllm_server import Pair
 
 
-BatchedTokens = Annotated[
-    int,
-    typer.Option(
-        "--batched-tokens", min=1, max=MOST_TOKENS, help="vLLM's max_num_batched_tokens.", rich_help_panel=HOW
-    ),
-]
-Dtype = Annotated[
-    str,
-    typer.Option(
-        "--dtype",
-        help="float32, bfloat16 or float16. auto: bfloat16, or float32 on a CPU that only emulates it.",
-        rich_help_panel=HOW,
-    ),
-]
-Discover = Annotated[
-    bool,
-    typer.Option("--discover", help="Also replay a trace with nothing marked.", rich_help_panel=WHAT),
-]
-Rates = Annotated[
-    list[float] | None,
-    typer.Option(
-        "--rate",
-        min=0.001,
-        max=100,
-        help="Rates of requests, as shares of the plug-in's saturation; several times. Default: 0.2 0.4 0.6 0.8.",
-        rich_help_panel=HOW,
-        show_default=False,
-    ),
-]
-
-
 def serve(
-    model: ModelOrShape,
-    size: PromptSizeOptions,
-    rounds: RoundOptions,
+    what: Serving,
     result: ResultOptions,
-    trace: Trace = None,
-    ratio: OneRatio = 0.15,
-    requests: Requests = 100,
-    clients: Clients = 8,
-    shadow: Shadow = 0.0,
-    discover: Discover = False,
     plot: Plot = None,
     hostile: Annotated[
         bool,
-        typer.Option(
+        named(
             "--hostile/--no-hostile",
-            help="Only what clients that mean ill do to a stream and to memory; on nano unless --model is given.",
-            rich_help_panel=WHAT,
+            "Only what clients that mean ill do to a stream and to memory; on nano unless --model is given.",
         ),
     ] = False,
 ) -> None:
@@ -80,93 +50,94 @@ def serve(
     """
     from cacheblend.core.errors import InvalidInputError
 
-    result.check()
-    if plot is not None and trace is None:
+    if plot is not None and what.trace is None:
         raise InvalidInputError("--plot draws a replay: also give --trace")
+    picture = prepare(result, plot)
     if hostile:
-        _hostile(model, rounds, result)
+        from lab.bench import figure_lines
+        from lab.servers import hostile as attack
+
+        with bars(attack.STAGES, result) as advance:
+            found = attack.run(str(what.model or "nano"), what.runs, what.seed, advance)
+        result.show(figure_lines(found), found)
         return
-    picture, chosen = picture_file(plot), model.chosen(DEFAULT_SHAPE)
-    from cacheblend.cli.models import quiet_transformers
+    what = what.resolved()
+    from lab.bench import figure_lines
     from lab.servers import serve as bench
 
-    quiet_transformers()
-    what = bench.Serving(
-        model=None if chosen.model is None else str(chosen.model),
-        shape=chosen.shape,
-        trace=trace,
-        shadow=shadow,
-        discover=discover,
-        prompt=prompt_shape(size),
-        ratio=ratio,
-        runs=rounds.runs,
-        requests=requests,
-        clients=clients,
-        seed=rounds.seed,
-    )
-    with stages({stage: stage for stage in bench.STAGES}, quiet=result.json) as advance:
+    with bars(bench.STAGES, result) as advance:
         found = bench.run(what, advance)
+    result.show(figure_lines(found), found)
+    if picture is not None:
+        bench.plot(found, picture)
+
+
+def routing(what: Routing, result: ResultOptions) -> None:
+    """What sending a request where its chunks are hot gains over round robin: memory's hits against Redis'.
+
+    Starts a Redis and servers on it. `figures`: shares of loaded tokens from memory, gains in time and throughput.
+
+    Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
+    """
+    prepare(result)
+    what = what.resolved()
+    from lab.servers import routing as bench
+
+    with bars(bench.STAGES, result) as advance:
+        found = bench.run(what, advance)
+    result.show(bench.table(found), found)
+
+
+def agent(what: Agent, sizes: Sizes, result: ResultOptions, plot: Plot = None) -> None:
+    """Time to first token by turn of an agent, by OpenAI's API without extras: what text that nobody marked gains.
+
+    Three servers with cold stores get the same requests: prefix caching, tool results as content parts, and nothing
+    marked. `figures.agent_gain`: median of turns 3 and later, prefix caching by nothing marked.
+
+    Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
+    """
+    picture = prepare(result, plot)
+    what = what.resolved()
+    from lab.servers import agent as bench
+
+    with progress("asking", "requests", quiet=result.json) as advance:
+        found = bench.run(what, sizes, advance)
     result.show(bench.table(found), found)
     if picture is not None:
         bench.plot(found, picture)
 
 
-def _hostile(model: ModelOrShape, rounds: RoundOptions, result: ResultOptions) -> None:
-    from lab.servers import hostile as bench
-
-    what = bench.Hostile(model=str(model.model or "nano"), rounds=rounds.runs, seed=rounds.seed)
-    with stages({stage: stage for stage in bench.STAGES}, quiet=result.json) as advance:
-        found = bench.run(what, advance)
-    result.show(bench.table(found), found)
+# ---- vLLM ---------------------------------------------------------------------------------------------------
 
 
-def vllm_ttft(
-    model: ModelOrShape,
-    size: PromptSizeOptions,
-    rounds: RoundOptions,
-    result: ResultOptions,
-    ratio: OneRatio = 0.15,
-    batched_tokens: BatchedTokens = 2048,
-    dtype: Dtype = "auto",
-) -> None:
+def vllm_ttft(model: VllmOptions, size: PromptSizeOptions, rounds: RoundOptions, result: ResultOptions) -> None:
     """Time to first token, of stored chunks in shuffled order and of plain prompts; both servers alternate.
 
     Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
     """
     from lab.servers import vllm_bench as bench
 
-    _measure(bench.ttft, _pair(model, ratio, batched_tokens, dtype), size, rounds, result)
+    _measure(partial(bench.ttft, _pair(model)), size, rounds, result)
 
 
-def vllm_latency(
-    model: ModelOrShape,
-    size: PromptSizeOptions,
-    rounds: RoundOptions,
-    result: ResultOptions,
-    ratio: OneRatio = 0.15,
-    batched_tokens: BatchedTokens = 2048,
-    dtype: Dtype = "auto",
-) -> None:
+def vllm_latency(model: VllmOptions, size: PromptSizeOptions, rounds: RoundOptions, result: ResultOptions) -> None:
     """Gaps between a request's tokens while another request's prompt is prefilled: blended, and plain.
 
     Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
     """
     from lab.servers import vllm_bench as bench
 
-    _measure(bench.latency, _pair(model, ratio, batched_tokens, dtype), size, rounds, result)
+    _measure(partial(bench.latency, _pair(model)), size, rounds, result)
 
 
 def vllm_shadow(
-    model: ModelOrShape,
+    model: VllmOptions,
     size: PromptSizeOptions,
     rounds: RoundOptions,
     result: ResultOptions,
-    ratio: OneRatio = 0.15,
     requests: Requests = 100,
     clients: Clients = 8,
     shadow: Shadow = 0.02,
-    batched_tokens: BatchedTokens = 2048,
-    dtype: Dtype = "auto",
 ) -> None:
     """What the shadow check costs: throughput of two servers with the plug-in, one with the check; both in turn.
 
@@ -176,34 +147,11 @@ def vllm_shadow(
     """
     from lab.servers import vllm_bench as bench
 
-    pair = replace(_pair(model, ratio, batched_tokens, dtype), shadow=shadow)
-    _measure(partial(bench.shadow, requests=requests, clients=clients), pair, size, rounds, result)
+    pair = _pair(model, shadow)
+    _measure(partial(bench.shadow, pair, requests=requests, clients=clients), size, rounds, result)
 
 
-def vllm_replay(
-    trace: Annotated[
-        Path, typer.Option("--trace", help="Folder of a RAGPulse trace.", rich_help_panel=WHAT, show_default=False)
-    ],
-    model: ModelOrShape,
-    result: ResultOptions,
-    ratio: OneRatio = 0.15,
-    requests: Requests = 100,
-    clients: Clients = 16,
-    rate: Rates = None,
-    whole: Annotated[
-        bool,
-        typer.Option(
-            "--whole/--no-whole", help="Also with whole system prompts, history, web search.", rich_help_panel=WHAT
-        ),
-    ] = True,
-    batched_tokens: BatchedTokens = 2048,
-    dtype: Dtype = "auto",
-    seed: Annotated[
-        int, typer.Option("--seed", min=0, max=MOST_SEED, help="Seed of sample and times.", rich_help_panel=HOW)
-    ] = 0,
-    discover: Discover = False,
-    plot: Plot = None,
-) -> None:
+def vllm_replay(model: VllmOptions, what: Replay, result: ResultOptions, plot: Plot = None) -> None:
     """Requests per second at saturation, and time to first token by rate, on a trace of real requests.
 
     Requests are sampled from the last third of the trace.
@@ -213,88 +161,71 @@ def vllm_replay(
 
     Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
     """
-    result.check()
-    curves = picture_file(plot)
+    picture = prepare(result, plot)
+    from lab.bench import figure_lines
     from lab.servers import vllm_replay as bench
 
-    what = bench.Replay(trace, requests, clients=clients, with_whole=whole, discover=discover, seed=seed)
-    if rate:
-        what = replace(what, rates=tuple(rate))
-    pair = _pair(model, ratio, batched_tokens, dtype)
-    with stages({stage: stage for stage in bench.STAGES}, quiet=result.json) as advance:
+    pair = _pair(model)
+    with bars(bench.STAGES, result) as advance:
         found = bench.replay(pair, what, advance)
-    result.show(_lines(found), found)
-    if curves is not None:
-        bench.plot(found, curves)
+    result.show(figure_lines(found), found)
+    if picture is not None:
+        bench.plot(found, picture)
 
 
 def vllm_faults(
     result: ResultOptions,
     tried: Annotated[
         int,
-        typer.Option(
+        count(
             "--tried",
-            min=1,
-            max=1_000_000,
-            help="Faults at least; twice as many plain requests are compared with a vLLM without the plug-in.",
-            rich_help_panel=WHAT,
+            "Faults at least; twice as many plain requests are compared with a vLLM without the plug-in.",
+            most=1_000_000,
         ),
     ] = 520,
     only: Annotated[
         list[str] | None,
-        typer.Option(
+        several(
             "--only",
-            help="Campaigns: stall, lookups, equal, pollution, faults; several times. Default: all of them.",
-            rich_help_panel=WHAT,
-            show_default=False,
+            "Campaigns: stall, lookups, equal, pollution, faults; several times. Default: all of them.",
         ),
     ] = None,
-    seed: Annotated[
-        int, typer.Option("--seed", min=0, max=MOST_SEED, help="Seed of all that is drawn.", rich_help_panel=HOW)
-    ] = 0,
+    seed: Seed = 0,
 ) -> None:
     """Faults on purpose: answers that are wrong, engines that end, requests that hang, plain requests polluted.
 
     Errors by place and rank, out of memory, slow, hanging and damaged stores, aborts, preemption; shared fronts that
     arrive in one engine step; what a slow store, look-ups and equal prompts cost. Tiny random models.
     """
-    result.check()
-    from cacheblend.cli.models import quiet_transformers
+    prepare(result)
+    from lab.bench import figure_lines
     from lab.faults import run as bench
 
-    quiet_transformers()
     settings = bench.Settings(tried, seed, tuple(only) if only else bench.CAMPAIGNS)
-    with stages(bench.STAGES, quiet=result.json) as advance:
+    with bars(bench.CAMPAIGNS, result) as advance:
         found = bench.run(settings, advance)
-    result.show(_lines(found), found)
+    result.show(figure_lines(found), found)
 
 
-def _measure(
-    bench: Callable[..., dict[str, Any]],
-    pair: "Pair",
-    size: PromptSizeOptions,
-    rounds: RoundOptions,
-    result: ResultOptions,
-) -> None:
-    """Rounds in which both servers are asked in turns, with a bar."""
-    result.check()
-    with progress("measuring", "rounds", quiet=result.json) as advance:
-        found = bench(pair, prompt_shape(size), rounds.runs, seed=rounds.seed, progress=advance)
-    result.show(_lines(found), found)
-
-
-def _pair(model: ModelOrShape, ratio: float, batched_tokens: int, dtype: str) -> "Pair":
+def _pair(model: VllmOptions, shadow: float | None = None) -> "Pair":
     from cacheblend.cli.models import checked_dtype, quiet_transformers
     from lab.servers.vllm_server import Pair, check_installed
 
-    chosen = model.chosen(DEFAULT_SHAPE)
-    checked_dtype(dtype)
+    chosen = model.resolved()
+    checked_dtype(model.dtype)
     check_installed()  # before the weights of a shape are made
     quiet_transformers()
-    folder = None if chosen.model is None else str(chosen.model)
-    return Pair(folder, chosen.shape, ratio, batched_tokens, dtype=dtype)
+    return Pair(**vars(chosen), shadow=shadow)
 
 
-def _lines(result: dict[str, Any]) -> str:
-    intervals = {name: f" (95 %: {low:.3f} to {high:.3f})" for name, (low, high) in result.get("intervals", {}).items()}
-    return "\n".join(f"{name}: {value:.3f}{intervals.get(name, '')}" for name, value in result["figures"].items())
+def _measure(
+    bench: "partial[dict[str, object]]", size: PromptSizeOptions, rounds: RoundOptions, result: ResultOptions
+) -> None:
+    """Rounds in which both servers are asked in turns, with a bar."""
+    from lab.bench import figure_lines
+
+    result.check()
+    shape = PromptShape(**vars(size))
+    with progress("measuring", "rounds", quiet=result.json) as advance:
+        found = bench(shape, rounds.runs, seed=rounds.seed, advance=advance)
+    result.show(figure_lines(found), found)

@@ -51,16 +51,9 @@ def environment(ranks: int = 1) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Request:
-    """A request that arrives.
+    """A request that arrives. `params`: further entries of its `kv_transfer_params.cacheblend`.
 
-    Attributes:
-        name: of the request.
-        ids: of its prompt.
-        spans: of its chunks; None: the connector finds them by content; (): there are none.
-        tokens: of the answer.
-        salt: vLLM's `cache_salt`.
-        choices: answers; several are sampled.
-        params: further entries of its `kv_transfer_params.cacheblend`.
+    `spans`: of its chunks; None: the connector finds them by content; (): there are none.
     """
 
     name: str
@@ -201,11 +194,7 @@ class Engine:
             self._engine.step()
 
     def fill(self, ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> None:
-        """Has every chunk of a prompt stored. While a chunk is missing a blend is right, and has another answer.
-
-        Raises:
-            RuntimeError: some are missing after `PATIENT_S`: on a device that is busy for so long nothing is measured.
-        """
+        """Has every chunk of a prompt stored. While a chunk is missing a blend is right, and has another answer."""
         wanted, began = sum(stop - start for start, stop in spans), time.monotonic()
         captured = before = self.counters().get("captured_tokens", 0.0)
         while captured - before < wanted:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.faults.engine import PATIENT_S, Engine, Request
-from lab.faults.prompts import LAYERS, Asked, Texts, joined
+from lab.faults.prompts import LAYERS, Texts, joined
 
 READ_S = 1.0
 """How long a slow store takes to read a layer."""
@@ -166,7 +166,7 @@ def _scheduled(engine: Engine) -> Iterator[Counter[str]]:
 
 
 def _request(name: str, texts: Texts, choices: int = 1) -> Request:
-    asked: Asked = joined(texts.ids(40), texts.passages, texts.ids(12))
+    asked = joined(texts.ids(40), texts.passages, texts.ids(12))
     return Request(name, asked.ids, asked.spans, 1, choices=choices)
 
 

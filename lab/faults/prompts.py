@@ -45,13 +45,7 @@ class Asked:
 
 
 class Texts:
-    """Random token ids, and prompts of passages that recur.
-
-    Args:
-        seed: of everything drawn.
-        passages: how many passages recur.
-        fewest, most: tokens of a passage.
-    """
+    """Random token ids, and prompts of passages that recur."""
 
     def __init__(self, seed: int, passages: int = 6, fewest: int = 64, most: int = 140) -> None:
         self.rng = random.Random(seed)

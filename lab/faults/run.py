@@ -6,7 +6,7 @@ Runs the programs of `lab.faults` in child processes, one engine each. Imports n
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -16,20 +16,16 @@ from typing import Any
 from cacheblend.bench.stamp import stamp
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.failures import count_failure
-from lab.faults import faulting, pollution
+from lab.bench import AdvanceStage, silent
+from lab.faults import pollution, trials
+from lab.faults.children import Watched, watch
 from lab.faults.measured import MEASURES
 from lab.faults.prompts import make_model
-from lab.faults.watching import Watched, watch
 from lab.servers.vllm_server import check_installed, version_of_vllm
 
 CAMPAIGNS = (*MEASURES, "pollution", "faults")
 QUIET = ("lookups", "equal", "pollution")
 """Those that inject nothing: no blend may fail in them."""
-
-STAGES = {name: name for name in CAMPAIGNS}
-
-Advance = Callable[[str, int, int], None]
-"""Called with (campaign, done, in all)."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class Settings:
         tried: faults at least; plain requests compared with a vLLM without the plug-in are twice as many at least.
         seed: of everything drawn.
         only: campaigns.
-        engines: settings of `pollution` and `faulting` by name; empty: all of them.
+        engines: settings of `pollution` and `trials` by name; empty: all of them.
     """
 
     tried: int = 520
@@ -49,7 +45,7 @@ class Settings:
     engines: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        known = (*pollution.SETTINGS, *faulting.SETTINGS)
+        known = (*pollution.SETTINGS, *trials.SETTINGS)
         for given, names, what in ((self.only, CAMPAIGNS, "campaign"), (self.engines, known, "engine")):
             for name in given:
                 if name not in names:
@@ -62,33 +58,20 @@ class Settings:
         return [name for name in settings if not self.engines or name in self.engines]
 
 
-def run(settings: Settings, advance: Advance | None = None) -> dict[str, Any]:
-    """Runs the chosen campaigns.
-
-    Args:
-        settings: what is tried.
-        advance: see `Advance`.
-
-    Returns:
-        `figures`; `failed_blends` where nothing was injected; `campaigns` with what each found, the version of vLLM,
-        machine and commit.
-
-    Raises:
-        InvalidInputError: an engine does not start, or a measurement fails; the message has its last words.
-    """
+def run(settings: Settings, advance: AdvanceStage = silent) -> dict[str, Any]:
+    """Runs the chosen campaigns; `failed_blends` are those where nothing was injected."""
     check_installed()
-    tell = advance or _silent
     with tempfile.TemporaryDirectory(prefix="cacheblend-faults-") as name:
         folder = Path(name)
         model = make_model(folder / "model")
         found: dict[str, dict[str, Any]] = {}
         measures = [name for name in MEASURES if name in settings.only]
         if measures:
-            found |= _measured(model, folder, settings, measures, tell)
+            found |= _measured(model, folder, settings, measures, advance)
         if "pollution" in settings.only:
-            found["pollution"] = _pollution(model, folder, settings, tell)
+            found["pollution"] = _pollution(model, folder, settings, advance)
         if "faults" in settings.only:
-            found["faults"] = _faults(model, folder, settings, tell)
+            found["faults"] = _faults(model, folder, settings, advance)
     failed = sum((Counter(found.get(name, {}).get("failed", {})) for name in QUIET), Counter[str]())
     for reason, count in failed.items():
         count_failure(reason, count)
@@ -120,12 +103,12 @@ def _figures(found: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def _measured(
-    model: Path, folder: Path, settings: Settings, measures: Sequence[str], tell: Advance
+    model: Path, folder: Path, settings: Settings, measures: Sequence[str], advance: AdvanceStage
 ) -> dict[str, dict[str, Any]]:
     job = {"campaign": "measures", "measures": measures, "model": str(model), "folder": str(folder / "measured")}
 
     def on_line(lines: int) -> None:
-        tell(measures[lines - 1], 1, 1)
+        advance(measures[lines - 1], 1, 1)
 
     watched = watch(folder, {**job, "seed": settings.seed}, "measures", restarts=0, on_line=on_line)
     if not watched.is_complete:
@@ -137,7 +120,7 @@ def _measured(
     return {name: result for line in watched.lines for name, result in line.items()}
 
 
-def _pollution(model: Path, folder: Path, settings: Settings, tell: Advance) -> dict[str, Any]:
+def _pollution(model: Path, folder: Path, settings: Settings, advance: AdvanceStage) -> dict[str, Any]:
     names = settings.chosen(list(pollution.SETTINGS))
     chosen = [pollution.SETTINGS[name] for name in names]
     count = _scenes_needed(chosen, settings)
@@ -151,7 +134,7 @@ def _pollution(model: Path, folder: Path, settings: Settings, tell: Advance) -> 
     for place, name in enumerate(names):
         child = {**job, "campaign": "pollution", "setting": name, "right": str(folder / "right.json")}
         child["folder"] = str(folder / f"store-{place}")
-        told = partial(_tell, tell, "pollution", sum(len(each.lines) for each in found.values()), count * len(names))
+        told = partial(_tell, advance, "pollution", sum(len(each.lines) for each in found.values()), count * len(names))
         found[name] = watch(folder, child, name, on_line=told)
     result = _summary(found, ("tried", "polluted", "wrong", "blended", "beside"), injects=False)
     return {**result, "failed": dict(sum((each.failed for each in found.values()), Counter[str]()))}
@@ -168,28 +151,24 @@ def _scenes_needed(chosen: Sequence[pollution.Setting], settings: Settings) -> i
     return next(count for count, total in enumerate(totals, 1) if total >= wanted)
 
 
-def _faults(model: Path, folder: Path, settings: Settings, tell: Advance) -> dict[str, Any]:
-    names = settings.chosen(list(faulting.SETTINGS))
-    shares = sum(faulting.SETTINGS[name].share for name in names)
+def _faults(model: Path, folder: Path, settings: Settings, advance: AdvanceStage) -> dict[str, Any]:
+    names = settings.chosen(list(trials.SETTINGS))
+    shares = sum(trials.SETTINGS[name].share for name in names)
     found: dict[str, Watched] = {}
     for place, name in enumerate(names):
-        setting = faulting.SETTINGS[name]
+        setting = trials.SETTINGS[name]
         count = -int(-settings.tried * setting.share / shares // 1)
         child: dict[str, Any] = {"campaign": "faults", "model": str(model), "folder": str(folder / f"faults-{place}")}
         child |= {"setting": name, "seed": settings.seed, "count": count, "ranks": setting.ranks}
-        told = partial(_tell, tell, "faults", sum(each.total("met") for each in found.values()), settings.tried)
+        told = partial(_tell, advance, "faults", sum(each.total("met") for each in found.values()), settings.tried)
         found[name] = watch(folder, child, name, on_line=told)
     result = _summary(found, ("met", "wrong", "left"))
     lost = sum(each.ended + each.hung for each in found.values())  # these trials wrote nothing
     return {"tried": result.pop("met") + lost, **result}
 
 
-def _silent(campaign: str, done: int, total: int) -> None:
-    """Tells nobody."""
-
-
-def _tell(tell: Advance, campaign: str, before: int, total: int, done: int) -> None:
-    tell(campaign, min(total, before + done), total)
+def _tell(advance: AdvanceStage, campaign: str, before: int, total: int, done: int) -> None:
+    advance(campaign, min(total, before + done), total)
 
 
 def _summary(found: dict[str, Watched], keys: Sequence[str], *, injects: bool = True) -> dict[str, Any]:

@@ -1,18 +1,22 @@
-"""Kinds of trials: a fault is put in place, some requests arrive, and the trial tells which of them were answered.
+"""A campaign of one engine: trials with faults, after which every request must have ended with a right answer.
 
-Knows one engine and its store. Does not know which answers are right.
+A fault is put in place, some requests arrive, and the trial tells which of them were answered. A right answer is the
+plain one, or the one of a blend that met no fault, computed or found; at recompute ratio 1 all are equal.
 """
 
 import random
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lab.faults import damage, injection
-from lab.faults.engine import Answer, Engine, Request
-from lab.faults.prompts import Texts, joined
+from lab.faults import injection
+from lab.faults.engine import Answer, Engine, Request, is_same
+from lab.faults.prompts import Asked, Texts, joined
 
 LONGEST_STEP_S = 15.0
 """An engine step that takes longer hangs; so does a request that has not ended after `LONGEST_REQUEST_S`."""
@@ -28,12 +32,9 @@ MARK = "t-"
 
 @dataclass(frozen=True)
 class Setting:
-    """One engine of this campaign.
+    """One engine of this campaign: recompute ratio, kinds of trials with weights, its share of all trials.
 
     Attributes:
-        ratio: recompute ratio.
-        kinds: of trials, with weights.
-        share: of all trials.
         engine: options of vLLM's `LLM`.
         answer_tokens: of each answer; many keep blocks busy, so that a small cache preempts.
         most_requests: that arrive in a trial.
@@ -50,7 +51,6 @@ class Setting:
 
     @property
     def ranks(self) -> int:
-        """Tensor-parallel ranks."""
         return int(self.engine.get("tensor_parallel_size", 1))
 
 
@@ -116,10 +116,15 @@ def _error(trial: Trial) -> dict[str, Answer]:
         fault["ranks"] = rng.choice([[rank] for rank in range(ranks)] + [list(range(ranks))])
     if place in injection.OF_CAPTURES or rng.random() < 0.15:
         _ask_for_new_passage(trial)
+    return _armed(trial, fault, settles=True)
+
+
+def _armed(trial: Trial, fault: dict[str, Any], *, settles: bool = False) -> dict[str, Answer]:
     trial.what = str(fault)
     trial.engine.arm(fault)
     answers = trial.play()
-    trial.engine.settle()
+    if settles:
+        trial.engine.settle()
     trial.met = min(1, trial.engine.disarm())
     return answers
 
@@ -136,12 +141,7 @@ def _ask_for_new_passage(trial: Trial) -> None:
 def _slow(trial: Trial) -> dict[str, Answer]:
     """Reads or look-ups that take a while."""
     place = trial.rng.choice(["store read", "store read", "store find"])
-    fault = {"place": place, "times": trial.rng.randint(1, 8), "sleep_s": trial.rng.uniform(0.02, 0.3)}
-    trial.what = str(fault)
-    trial.engine.arm(fault)
-    answers = trial.play()
-    trial.met = min(1, trial.engine.disarm())
-    return answers
+    return _armed(trial, {"place": place, "times": trial.rng.randint(1, 8), "sleep_s": trial.rng.uniform(0.02, 0.3)})
 
 
 def _hang(trial: Trial) -> dict[str, Answer]:
@@ -168,26 +168,20 @@ def _hang(trial: Trial) -> dict[str, Answer]:
     return answers
 
 
-def _damage_one(trial: Trial) -> dict[str, Answer]:
-    """A damaged block."""
-    trial.met = min(1, damage.damage(trial.store, trial.rng, every=False))
-    trial.what = "a block is damaged"
-    return trial.play()
-
-
-def _damage_all(trial: Trial) -> dict[str, Answer]:
-    """Every block is damaged; once the requests have ended, chunks are captured again."""
-    trial.met = min(1, damage.damage(trial.store, trial.rng, every=True))
-    trial.what = "all blocks are damaged"
+def _damage(trial: Trial, *, every: bool) -> dict[str, Answer]:
+    """A damaged block; or all of them, and once the requests have ended, chunks are captured again."""
+    trial.met = min(1, damage(trial.store, trial.rng, every=every))
+    trial.what = "all blocks are damaged" if every else "a block is damaged"
     answers = trial.play()
-    trial.engine.settle()
+    if every:
+        trial.engine.settle()
     return answers
 
 
 def _removed(trial: Trial) -> dict[str, Answer]:
     """The store's folder is gone, in front of a random step."""
     trial.what, trial.met = "the store is removed", 1
-    with damage.removed(trial.store):
+    with removed(trial.store):
         return trial.play()
 
 
@@ -219,9 +213,182 @@ KINDS: dict[str, Callable[[Trial], dict[str, Answer]]] = {
     "error": _error,
     "slow": _slow,
     "hang": _hang,
-    "damage": _damage_one,
-    "damage all": _damage_all,
+    "damage": partial(_damage, every=False),
+    "damage all": partial(_damage, every=True),
     "removed": _removed,
     "abort": _abort,
     "crowd": _crowd,
 }
+
+
+# ---- damage to a store's folder: what disks, crashes and people do ---------------------------------------------
+
+WAYS = ("flip a bit", "truncate", "empty", "zeros", "delete")
+
+
+def damage(store: Path, rng: random.Random, *, every: bool) -> int:
+    """Damages one file of blocks or all of them, each in a random way; returns how many."""
+    files = sorted(path for path in (store / "blocks").rglob("*") if path.is_file())
+    chosen = files if every else rng.sample(files, min(1, len(files)))
+    for path in chosen:
+        way, held = rng.choice(WAYS), path.read_bytes()
+        if way == "delete":
+            path.unlink()
+            continue
+        at = rng.randrange(len(held)) if held else 0
+        changed = {
+            "flip a bit": held[:at] + bytes([held[at] ^ (1 << rng.randrange(8))]) + held[at + 1 :] if held else b"",
+            "truncate": held[:at],
+            "empty": b"",
+            "zeros": bytes(len(held)),
+        }[way]
+        fresh = path.with_name(f".{path.name}.damaged")  # not in place: a reader may have mapped the old file
+        fresh.write_bytes(changed)
+        fresh.rename(path)
+    return len(chosen)
+
+
+@contextmanager
+def removed(store: Path) -> Iterator[None]:
+    """Inside, the folder is gone; what was written to its place meanwhile is lost afterwards."""
+    away = store.with_name(f"{store.name}-away")
+    store.rename(away)
+    try:
+        yield
+    finally:
+        shutil.rmtree(store, ignore_errors=True)
+        away.rename(store)
+
+
+def restore(kept: Path, store: Path) -> None:
+    """Puts back what a copy of the folder has, whatever became of it: later trials find the same blocks."""
+    for path in (path for folder in ("blocks", "chunks", "manifests") for path in (kept / folder).rglob("*")):
+        if path.is_file():
+            to = store / path.relative_to(kept)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            fresh = to.with_name(f".{to.name}.restored")
+            shutil.copyfile(path, fresh)
+            fresh.rename(to)
+
+
+# ---- the campaign -------------------------------------------------------------------------------------------
+
+_CHECK_LEFT_EVERY = 10
+_FEW_BLOCKS = {"num_gpu_blocks_override": 44, "max_model_len": 1024}
+_TWO_RANKS = {"tensor_parallel_size": 2}
+SETTINGS = {
+    "one rank": Setting(1.0, {"error": 20, "slow": 3, "hang": 2, "damage": 5, "removed": 2, "abort": 5}, 0.35),
+    "few blocks": Setting(1.0, {"error": 4, "abort": 4, "crowd": 4}, 0.2, _FEW_BLOCKS, 40, 8, refresh_s=0.05),
+    "two ranks": Setting(0.15, {"error": 20, "slow": 2, "abort": 4}, 0.3, _TWO_RANKS),
+    "two ranks, ratio 1": Setting(1.0, {"error": 4, "hang": 1, "damage all": 8, "damage": 3}, 0.15, _TWO_RANKS),
+}
+"""What is varied over engines. At a smaller ratio an answer shows whether ranks chose the same rows; where blocks are
+lost it has to be 1, since a blend of the blocks that are left has an answer of its own."""
+
+
+def run(model: Path, store: Path, name: str, seed: int, count: int, first: int) -> Iterator[dict[str, Any]]:
+    """Trials of an engine of a setting, from the first one's number on, until `count` faults were met.
+
+    Yields:
+        `met`: 1, or 0 if the fault lay where nothing passed; `wrong`, `hung`, `left`: counts; `what`, `longest_step_s`.
+    """
+    setting = SETTINGS[name]
+    extra = {"store": f"file://{store}", "recompute_ratio": setting.ratio, "refresh_s": setting.refresh_s}
+    options = {"enable_prefix_caching": True, "block_size": 32, "num_gpu_blocks_override": 200, **setting.engine}
+    engine, texts = Engine(model, extra, **options), Texts(seed)
+    pool = [texts.asked(texts.ids(texts.rng.randint(3, 110)), texts.rng.randint(2, 4)) for _ in range(10)]
+    right = _right_answers(engine, texts, pool, setting)
+    kept = store.with_name(f"{store.name}-kept")
+    shutil.copytree(store, kept)
+    number, met = first, 0
+    while met < count and number < first + 3 * count:
+        rng = random.Random(f"{seed} {number}")
+        kind = rng.choices(list(setting.kinds), list(setting.kinds.values()))[0]
+        yield {"begin": number, "kind": kind}
+        trial = _trial_of(engine, store, setting, texts, rng, list(zip(pool, right, strict=True)), number)
+        result = {"trial": number, "kind": kind, **_tried(trial, kind)}
+        restore(kept, store)
+        if number % _CHECK_LEFT_EVERY == 0:
+            result |= _left(engine)
+        met += result["met"]
+        number += 1
+        yield result
+
+
+def _right_answers(engine: Engine, texts: Texts, pool: list[Asked], setting: Setting) -> list[list[Answer]]:
+    """Of each prompt: the plain answer, the blended one, and that of a request which finds the blended blocks.
+
+    The last one computes the tokens behind the last full block itself, passages included, as vLLM does.
+    """
+    fill = texts.all_passages()
+    engine.fill(fill.ids, fill.spans)
+    found = []
+    for number, one in enumerate(pool):
+        answers = []
+        for way, spans in (("plain", ()), ("blend", one.spans), ("again", one.spans)):
+            if way != "again":
+                engine.forget()
+            name, before = f"{way}-{number}", _loaded_tokens(engine)
+            with engine.patient():
+                answers.append(engine.ask([Request(name, one.ids, spans, setting.answer_tokens)])[name])
+            loaded, held = _loaded_tokens(engine) - before, sum(stop - start for start, stop in one.spans)
+            if way == "blend" and loaded != held:  # a right answer would be missing
+                raise RuntimeError(f"of prompt {number} {loaded:.0f} tokens were loaded, the store holds {held}")
+        found.append(answers)
+    return found
+
+
+def _loaded_tokens(engine: Engine) -> float:
+    return sum(value for name, value in engine.counters().items() if name.startswith("hit_tokens"))
+
+
+def _trial_of(
+    engine: Engine,
+    store: Path,
+    setting: Setting,
+    texts: Texts,
+    rng: random.Random,
+    pool: list[tuple[Asked, list[Answer]]],
+    number: int,
+) -> Trial:
+    """Requests for some of the prompts, the same one several times now and then; some of them are plain."""
+    trial = Trial(engine, store, setting, texts, rng, [], {})
+    chosen = rng.choices(pool, k=rng.randint(max(1, setting.most_requests // 3), setting.most_requests))
+    for place, (asked, right) in enumerate(chosen):
+        name, spans = f"{MARK}{number}-{place}", rng.choice([None, asked.spans, asked.spans])
+        if place and rng.random() < 0.25:
+            spans, right = (), right[:1]
+        trial.requests.append(Request(name, asked.ids, spans, setting.answer_tokens))
+        trial.right[name] = right
+    engine.scramble(number)
+    if rng.random() < 0.5:  # vLLM holds what stands in front of the first passage
+        first = chosen[0][0]
+        engine.ask([Request(f"{MARK}{number}-front", (*first.ids[: first.spans[0][0]], 7), (), 1)])
+    return trial
+
+
+def _tried(trial: Trial, kind: str) -> dict[str, Any]:
+    answers = KINDS[kind](trial)
+    trial.engine.settle()
+    stayed = [each.name for each in trial.requests if each.name not in trial.aborted]
+    wrong = {
+        name: {key: [answer[key] for answer in (answers[name], *trial.right[name])] for key in ("tokens", "cached")}
+        for name in stayed
+        if name in answers and not any(is_same(answers[name], right) for right in trial.right[name])
+    }
+    return {
+        "what": trial.what,
+        "met": trial.met,
+        "wrong": len(wrong),
+        **({"answers": wrong} if wrong else {}),
+        "hung": int(trial.is_hung or any(name not in answers for name in stayed)),
+        "longest_step_s": round(trial.longest_step_s, 3),
+    }
+
+
+def _left(engine: Engine) -> dict[str, Any]:
+    """What ended requests left behind: blocks of the KV cache, names in the connector."""
+    for _ in range(3):
+        engine.step()
+    used, held = engine.used_blocks(), engine.leftovers([MARK])
+    return {"left": used + len(held), "leftovers": [f"{used} blocks", *held[:5]]} if used or held else {}

@@ -1,6 +1,7 @@
 """What the parts of one run of `lab cuda` share."""
 
 import gc
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,29 +11,26 @@ import torch
 from transformers import PreTrainedModel
 
 from cacheblend.engines.hf.shapes import build_shape
+from lab.bench import silent
 
 Progress = Callable[[str], None]
 Found = dict[str, Any]
 """What a part found: `figures`, its raw numbers, and `error` if something in it went wrong."""
+TRACEBACK_LINES = 12
+"""That are kept of each error."""
+
+_SLEEP_CYCLES = 2_000_000  # about a millisecond
 
 
 class Weights:
-    """Random weights of one shape at a time, so that parts that follow each other build them once.
-
-    Args:
-        device: where they are.
-    """
+    """Random weights of one shape at a time, so that parts that follow each other build them once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._held: tuple[str, PreTrainedModel] | None = None
 
     def of(self, shape: str) -> PreTrainedModel:
-        """A model of the shape; that of another shape is let go.
-
-        Raises:
-            torch.OutOfMemoryError: they do not fit on the device.
-        """
+        """A model of the shape; that of another shape is let go. `torch.OutOfMemoryError`: it does not fit."""
         if self._held is None or self._held[0] != shape:
             self._held = None
             free(self._device)
@@ -42,16 +40,9 @@ class Weights:
 
 @dataclass
 class Bench:
-    """One part of a run of `lab cuda`.
+    """One part of a run of `lab cuda`, which should have ended at a time (monotonic).
 
-    Attributes:
-        device: that is measured.
-        dry_run: tiny sizes, to try the parts themselves.
-        until: time (monotonic) by which the part should have ended.
-        progress: called with what is done next.
-        weights: of the shapes.
-        keep: called with what a part has found so far, so that it is kept whatever happens next.
-        skipped: what was not measured, and why.
+    `keep` is called with what was found so far, so that it is kept whatever happens next; `skipped`: what, and why.
     """
 
     device: torch.device
@@ -59,12 +50,11 @@ class Bench:
     until: float
     progress: Progress
     weights: Weights
-    keep: Callable[[Found], None] = lambda found: None
+    keep: Callable[[Found], None] = silent
     skipped: dict[str, str] = field(default_factory=dict)
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left."""
         return self.until - time.monotonic()
 
     def has_time(self, what: str, seconds: float) -> bool:
@@ -80,3 +70,28 @@ def free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def seconds(work: Callable[[], object], device: torch.device, rounds: int = 20) -> float:
+    """Median seconds of some rounds, after two that warm up.
+
+    On CUDA by events, and the device sleeps in front of the first until the host has asked for all of the work: what
+    is measured is the device's part, as in a pass, in which the host is ahead.
+    """
+    for _ in range(2):
+        work()
+    taken = []
+    for _ in range(rounds):
+        if device.type != "cuda":
+            started = time.perf_counter()
+            work()
+            taken.append(time.perf_counter() - started)
+            continue
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+        begun.record()
+        work()
+        ended.record()
+        ended.synchronize()
+        taken.append(begun.elapsed_time(ended) / 1e3)
+    return float(statistics.median(taken))

@@ -67,13 +67,9 @@ def vllm(bench: Bench) -> Found:
 def run_program(
     command: list[str], limit_s: float, folder: Path, temporary: str | None = None
 ) -> "subprocess.CompletedProcess[str]":
-    """The program's end, with its output; one that takes longer is ended with all that it started, and ends with 124.
+    """The end of a program in a folder, with its output; `temporary`: of its temporary files.
 
-    Args:
-        command: of the program.
-        limit_s: seconds that it may take.
-        folder: that it runs in.
-        temporary: folder for its temporary files; None: as here.
+    One that takes longer than its limit is ended with all that it started, and ends with 124.
     """
     variables = environment() | ({} if temporary is None else {"TMPDIR": temporary})
     with tempfile.TemporaryFile("w+") as words:

@@ -1,12 +1,15 @@
-"""What a run of `lab cuda` found, for people: figures beside their bars, what fell short, failed or was skipped."""
+"""What a run of `lab cuda` found, for people: figures beside their bars, what failed or was skipped; and pictures."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from lab.bench import draw_curves, picture
 from lab.gpu.attention_ways import OURS
+from lab.gpu.timeline import LANES
 
 BARS: dict[str, tuple[str, float]] = {
     "ttft_speedup_4k": ("full prefill / blend, llama-3.1-8b, r = 0.15, 4,096 tokens", 4.0),
@@ -48,10 +51,8 @@ def table(result: dict[str, Any]) -> Table:
         box=SIMPLE_HEAD,
         show_edge=False,
     )
-    out.add_column("", no_wrap=True)
-    for column in ("measured", "at least"):
-        out.add_column(column, justify="right", no_wrap=True)
-    out.add_column("")
+    for column in ("", "measured", "at least", ""):
+        out.add_column(column, justify="right" if column else "left", no_wrap=True)
     for row in _figures(result):
         out.add_row(*row)
     return out
@@ -85,9 +86,11 @@ def page(result: dict[str, Any]) -> str:
         ),
         *_first_tokens(result),
         *_kernels(result["parts"].get("kernels", {})),
-        *_tests(result["parts"].get("tests", {})),
-        *_skipped(result),
     ]
+    if tests := result["parts"].get("tests"):
+        parts += ["## Tests", ", ".join(f"{tests[key]} {key}" for key in ("passed", "failed", "errors", "skipped"))]
+    if result["skipped"]:
+        parts += ["## Skipped", "\n".join(f"- {what}: {why}" for what, why in result["skipped"].items())]
     return "\n\n".join(parts) + "\n"
 
 
@@ -96,7 +99,7 @@ def _first_tokens(result: dict[str, Any]) -> list[str]:
         (
             point["shape"],
             f"{point['tokens']:,}",
-            arm["arm"] if arm["ratio"] is None else f"r = {arm['ratio']:g}, {arm['store']}",
+            _label(arm),
             f"{1e3 * arm['ttft_s']['median']:.1f}",
             f"{1e3 * arm['ttft_s']['min']:.1f} to {1e3 * arm['ttft_s']['max']:.1f}",
             str(arm["runs"]),
@@ -106,11 +109,13 @@ def _first_tokens(result: dict[str, Any]) -> list[str]:
         for arm in point["arms"]
     ]
     columns = ("shape", "tokens", "how", "median, ms", "from, to", "rounds", "full / this")
-    notes = [] if all(point["cold_is_checked"] for point in points_of(result)) else [_UNCHECKED]
+    unchecked = "Whether cold reads were cold is not known: the file system does not tell what it keeps in memory."
+    notes = [] if all(point["cold_is_checked"] for point in points_of(result)) else [unchecked]
     return ["## Time to first token", _grid(columns, rows), *notes] if rows else []
 
 
-_UNCHECKED = "Whether cold reads were cold is not known: the file system does not tell what it keeps in memory."
+def _label(arm: dict[str, Any]) -> str:
+    return str(arm["arm"]) if arm["ratio"] is None else f"r = {arm['ratio']:g}, {arm['store']}"
 
 
 def _kernels(found: dict[str, Any]) -> list[str]:
@@ -125,11 +130,9 @@ def _kernels(found: dict[str, Any]) -> list[str]:
     if rows:
         parts.append(_grid(("bytes moved", "us", "GB/s", "of a copy"), rows))
     for layout, of in found.get("attention", {}).items():
-        parts += [f"Attention of rows, {layout}:", _grid(_WAY_COLUMNS, [_way(*each) for each in of["ways"].items()])]
+        columns = ("attention by", "ms", "once a pass, ms", "TFLOP/s", "of flash attention")
+        parts += [f"Attention of rows, {layout}:", _grid(columns, [_way(*each) for each in of["ways"].items()])]
     return parts
-
-
-_WAY_COLUMNS = ("attention by", "ms", "once a pass, ms", "TFLOP/s", "of flash attention")
 
 
 def _way(name: str, found: dict[str, Any]) -> tuple[str, ...]:
@@ -140,17 +143,58 @@ def _way(name: str, found: dict[str, Any]) -> tuple[str, ...]:
     return name, *times, f"{found['flops_per_s'] / 1e12:.1f}", f"{found['of_flash']:.2f}"
 
 
-def _tests(found: dict[str, Any]) -> list[str]:
-    if not found:
-        return []
-    return ["## Tests", ", ".join(f"{found[key]} {key}" for key in ("passed", "failed", "errors", "skipped"))]
-
-
-def _skipped(result: dict[str, Any]) -> list[str]:
-    lines = [f"- {what}: {why}" for what, why in result["skipped"].items()]
-    return ["## Skipped", "\n".join(lines)] if lines else []
-
-
 def _grid(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [columns, tuple("---" for _ in columns), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+
+
+# ---- pictures -----------------------------------------------------------------------------------------------
+
+
+def draw(result: dict[str, Any], path: Path) -> list[Path]:
+    """Draws what the result has: ``…-ttft.png`` and ``…-timeline.png`` beside its file at `path`."""
+    drawn = []
+    if points_of(result):
+        drawn.append(path.with_name(f"{path.stem}-ttft.png"))
+        _draw_ttft(result, drawn[-1])
+    if result["parts"].get("timeline", {}).get("slices"):
+        drawn.append(path.with_name(f"{path.stem}-timeline.png"))
+        _draw_timeline(result, drawn[-1])
+    return drawn
+
+
+def _draw_ttft(result: dict[str, Any], path: Path) -> None:
+    """A panel for each shape: seconds by length, for full prefill and each blend."""
+    points = points_of(result)
+    shapes = list(dict.fromkeys(point["shape"] for point in points))
+    with picture(path, columns=len(shapes), width=6) as panels:
+        for axes, shape in zip(panels, shapes, strict=True):
+            own = sorted((point for point in points if point["shape"] == shape), key=lambda point: point["tokens"])
+            found: dict[str, list[tuple[int, float]]] = {}
+            for point in own:
+                for arm in point["arms"]:
+                    found.setdefault(_label(arm), []).append((point["tokens"], arm["ttft_s"]["median"]))
+            curves = {label: ([x for x, _ in curve], [y for _, y in curve]) for label, curve in found.items()}
+            draw_curves(
+                axes,
+                curves,
+                f"{shape}, {result['device']}",
+                dashed=[label for label in curves if not label.startswith("full")],
+                xlabel="tokens of the prompt",
+                ylabel="time to first token, s",
+                ylim=(0, None),
+            )
+
+
+def _draw_timeline(result: dict[str, Any], path: Path) -> None:
+    timeline = result["parts"]["timeline"]
+    with picture(path, width=10, height=3) as (axes,):
+        for row, lane in enumerate(reversed(LANES)):
+            bars = [(1e3 * start, 1e3 * (end - start)) for name, start, end in timeline["slices"] if name == lane]
+            axes.broken_barh(bars, (row - 0.4, 0.8), color=LANES[lane])
+        labels = [f"{lane}\n{100 * timeline['busy'][lane]:.0f} %" for lane in reversed(LANES)]
+        axes.set_yticks(range(len(LANES)), labels)
+        axes.set(xlabel="ms since the pass began", xlim=(0, 1e3 * timeline["seconds"]))
+        title = f"One blend of {timeline['tokens']:,} tokens, r = 0.15, {result['device']}"
+        axes.set_title(title, parse_math=False)
+        axes.grid(visible=False, axis="y")

@@ -1,25 +1,102 @@
 """All parts of `lab cuda` within a time; what is found is kept as soon as it is found.
 
+tests      tests/gpu of the checkout: kernels beside plain PyTorch, the invariants
+kernels    each kernel by what the device can do, attention beside other ways to the same
+ttft       time to first token by length, share and place of the store, llama-3.1-8b
+timeline   one pass: what was read, copied, placed and computed when, as a picture
+vllm       the plug-in in vLLM, where vLLM is installed
+compiled   blends by layers that torch.compile has joined the small kernels of, beside plain ones
+large      as ttft, qwen3-32b: no figure depends on it, so it has the time that is left
+
 A part that a machine cannot run is skipped, and the result says why; one that fails leaves its error and what it had
 found. Without a GPU only a dry run is possible: all parts at tiny size on the CPU. Its numbers mean nothing.
+
+Parts have processes of their own (`python -m lab.gpu.run`), so that none can take what the others found with it: a
+kernel that reads memory that is not its own leaves a process in which nothing runs on the device any more, and a part
+that hangs never ends. What a part finds is told at once, in JSON lines through a pipe:
+
+    {"progress": what}                                                 of a part that begins with "begun": name
+    {"part": name, "found": {...}, "skipped": {...}, "is_done": false}      found: null if there is nothing
 """
 
 import json
+import math
+import os
+import select
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from cacheblend.bench.stamp import stamp
-from cacheblend.core.errors import InvalidInputError
-from lab.gpu.context import Progress
-from lab.gpu.parts import HERE, PARTS
-from lab.gpu.process import GRACE_S, Message, Task, measure_apart, measure_here
+from cacheblend.core.errors import CacheBlendError, InvalidInputError
+from cacheblend.core.failures import failed_since, failures, in_words
+from lab.bench import silent
+from lab.checkout import environment
+from lab.gpu import kernels, others, timeline, ttft
+from lab.gpu.context import TRACEBACK_LINES, Bench, Found, Progress, Weights, free
+from lab.gpu.others import end_group
 
 Result = dict[str, Any]
-_MARGIN_S = 30.0  # of the minutes: to end what hangs, to write and draw
+Message = dict[str, Any]
+Tell = Callable[[Message], None]
+HERE = ""
+"""The process of parts that start other programs themselves."""
+GRACE_S = 10.0
+"""How much longer than it should a process may take."""
+MARGIN_S = 30.0
+"""Of the minutes: to end what hangs, to write and draw."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part.
+
+    Attributes:
+        measure: returns what it found.
+        least: seconds; it is not begun if fewer are left.
+        most: seconds that it may take.
+        process: parts that follow each other with one name share a process.
+        is_reserved: whether parts before it leave it its seconds.
+        missing: what it lacks on this machine; "": nothing.
+    """
+
+    measure: Callable[[Bench], Found]
+    least: float
+    most: float = math.inf
+    process: str = HERE
+    is_reserved: bool = True
+    missing: Callable[[], str] = lambda: ""
+
+
+PARTS: Mapping[str, Part] = {
+    "tests": Part(others.tests, 20, 180, missing=others.tests_miss),
+    "kernels": Part(kernels.measure, 20, 100, "kernels"),
+    "ttft": Part(ttft.measure, 30, process="model"),
+    "timeline": Part(timeline.measure, 20, 60, "model"),
+    "vllm": Part(others.vllm, 240, 360, missing=others.vllm_misses),
+    "compiled": Part(ttft.measure_compiled, 45, process="model compiled", is_reserved=False),
+    "large": Part(ttft.measure_large, 45, process="large", is_reserved=False),
+}
+"""In their order."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A part to be measured, see `Part`, until a time (monotonic: one clock for all processes of a machine)."""
+
+    name: str
+    least: float
+    most: float
+    until: float
 
 
 def run(
@@ -27,8 +104,8 @@ def run(
     *,
     dry_run: bool = False,
     minutes: float = 9.0,
-    progress: Progress | None = None,
-    save: Callable[[Result], None] | None = None,
+    progress: Progress = silent,
+    save: Callable[[Result], None] = silent,
     apart: bool | None = None,
 ) -> Result:
     """Runs the parts asked for, or all.
@@ -40,22 +117,19 @@ def run(
         progress: called with what is done next.
         save: called with the result so far, whenever something was found.
         apart: whether parts have processes of their own; None: unless it is a dry run.
-
-    Raises:
-        InvalidInputError: no such part, or no GPU and no dry run.
     """
     for name in asked:
         if name not in PARTS:
             raise InvalidInputError(f"there is no part {name!r}; choose from {', '.join(PARTS)}")
     if not torch.cuda.is_available() and not dry_run:
         raise InvalidInputError("lab cuda needs a GPU, and there is none here; --dry-run tries it at tiny size")
-    until = time.monotonic() + 60 * minutes - (0.0 if dry_run else _MARGIN_S)
-    running = _Run(until, dry_run, progress or (lambda what: None), save or (lambda result: None))
+    until = time.monotonic() + 60 * minutes - (0.0 if dry_run else MARGIN_S)
+    running = Run(until, dry_run, progress, save)
     running.measure([name for name in PARTS if name in (asked or PARTS)], apart=not dry_run if apart is None else apart)
     return running.result
 
 
-class _Run:
+class Run:
     """One run, and its result so far."""
 
     def __init__(self, until: float, dry_run: bool, progress: Progress, save: Callable[[Result], None]) -> None:
@@ -66,7 +140,6 @@ class _Run:
         self.result |= stamp()
 
     def measure(self, names: Sequence[str], *, apart: bool) -> None:
-        """Measures these parts."""
         lacks = {name: PARTS[name].missing() for name in names}
         self.result["skipped"] |= {name: why for name, why in lacks.items() if why}
         waiting = [name for name in names if not lacks[name]]
@@ -75,15 +148,15 @@ class _Run:
             process = PARTS[waiting[0]].process
             others = [at for at, name in enumerate(waiting) if PARTS[name].process != process]
             group = waiting[: others[0] if others else None] if apart and process != HERE else waiting[:1]
-            tasks = [self._task(name, waiting[waiting.index(name) + 1 :]) for name in group]
+            tasks = [self.task(name, waiting[waiting.index(name) + 1 :]) for name in group]
             if apart and process != HERE:
                 self._add_error(group, measure_apart(tasks, self._dry_run, self._hear))
             else:
-                measure_here(tasks, self._dry_run, self._hear, lambda name: PARTS[name].measure)
+                measure_here(tasks, self._dry_run, self._hear)
             waiting = waiting[max(1, len(self._done)) :]
         self._update()
 
-    def _task(self, name: str, later: Sequence[str]) -> Task:
+    def task(self, name: str, later: Sequence[str]) -> Task:
         """Of the time that is left, later parts keep what they need at least."""
         part = PARTS[name]
         if self._dry_run:
@@ -107,8 +180,7 @@ class _Run:
         """Of a process that did not end as it should: the part that it was at keeps what it had told."""
         left = group[len(self._done) :]
         if error and left:
-            found = self.result["parts"].setdefault(left[0], {})
-            found["error"] = error
+            self.result["parts"].setdefault(left[0], {})["error"] = error
             self._done.append(left[0])
 
     def _update(self) -> None:
@@ -116,6 +188,111 @@ class _Run:
         self.result["figures"] = {key: value for part in parts for key, value in part.get("figures", {}).items()}
         self.result["took_s"] = time.monotonic() - self._begun
         self._save(self.result)
+
+
+# ---- processes ----------------------------------------------------------------------------------------------
+
+
+def measure_here(tasks: Sequence[Task], dry_run: bool, tell: Tell) -> None:
+    """Measures parts in this process; the one in which something goes wrong is the last."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    weights = Weights(device)
+    for task in tasks:
+        found = _measure(task, Bench(device, dry_run, 0.0, lambda what: tell({"progress": what}), weights), tell)
+        if "error" in found:  # perhaps of a device on which nothing runs any more in this process
+            return
+        free(device)
+
+
+def _measure(task: Task, bench: Bench, tell: Tell) -> Found:
+    begun, found = time.monotonic(), Found()
+    bench.until = min(task.until, begun + task.most)
+
+    def keep(new: Found, *, is_done: bool = False) -> None:
+        found.update(new)
+        whole = found | {"took_s": time.monotonic() - begun} if found else None
+        tell({"part": task.name, "found": whole, "skipped": dict(bench.skipped), "is_done": is_done})
+
+    bench.keep = keep
+    tell({"progress": task.name, "begun": task.name})
+    if not bench.has_time(task.name, task.least):
+        keep({}, is_done=True)
+        return found
+    before = failures()
+    try:
+        new = PARTS[task.name].measure(bench)
+        if failed := failed_since(before):
+            raise CacheBlendError(f"{in_words(failed)} failed while it was measured, and was computed in full")
+        keep(new, is_done=True)
+    except torch.OutOfMemoryError as error:
+        bench.skipped[task.name] = f"out of memory: {str(error).splitlines()[0]}"
+        keep({}, is_done=True)
+    except Exception:  # whatever it is, the other parts are measured
+        lines = traceback.format_exc().strip().splitlines()
+        keep({"error": "\n".join(lines[1:][-TRACEBACK_LINES:])}, is_done=True)
+    return found
+
+
+def measure_apart(tasks: Sequence[Task], dry_run: bool, tell: Tell) -> str:
+    """Measures parts in a new process, which is ended if it takes too long.
+
+    Returns:
+        What it printed last, if it ended with an error or had to be ended; else "".
+    """
+    reading, writing = os.pipe()
+    asked = json.dumps({"tasks": [asdict(task) for task in tasks], "dry_run": dry_run, "pipe": writing})
+    with tempfile.TemporaryFile("w+") as words, os.fdopen(reading, "rb") as lines:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lab.gpu.run", asked],
+            env=environment(),
+            pass_fds=(writing,),
+            stdout=words,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        os.close(writing)
+        try:
+            is_late = _listen(lines.fileno(), {task.name: task for task in tasks}, tell)
+            code = 124 if is_late else process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            code = 124
+        finally:
+            end_group(process)
+        words.seek(0)
+        tail = words.read()[-2000:]
+    if code == 0:
+        return ""
+    return f"its process {'took too long' if code == 124 else f'ended with {code}'}\n{tail}".strip()
+
+
+def _listen(pipe: int, tasks: Mapping[str, Task], tell: Tell) -> bool:
+    """Passes messages on until the pipe is closed; whether a part took too long."""
+    rest, until = b"", max(task.until for task in tasks.values())
+    while (left := until + GRACE_S - time.monotonic()) > 0:
+        if not select.select([pipe], [], [], left)[0]:
+            continue
+        new = os.read(pipe, 1 << 20)
+        if not new:
+            return False
+        *whole, rest = (rest + new).split(b"\n")
+        for message in map(json.loads, whole):
+            if task := tasks.get(message.get("begun")):
+                until = min(task.until, time.monotonic() + task.most)
+            tell(message)
+    return True
+
+
+def main() -> None:
+    """The program of `measure_apart`: measures the parts that its argument names, and tells through its pipe."""
+    asked = json.loads(sys.argv[1])
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    with os.fdopen(asked["pipe"], "w") as pipe:
+        tasks = [Task(**task) for task in asked["tasks"]]
+        measure_here(tasks, asked["dry_run"], lambda message: print(json.dumps(message), file=pipe, flush=True))
+
+
+# ---- results ------------------------------------------------------------------------------------------------
 
 
 def device_name() -> str:
@@ -150,3 +327,7 @@ def merged(old: Result | None, result: Result) -> Result:
         "parts": kept | result["parts"],
         "skipped": skipped | result["skipped"],
     }
+
+
+if __name__ == "__main__":
+    main()

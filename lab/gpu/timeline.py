@@ -17,7 +17,8 @@ from cacheblend.store import MemoryStore
 from cacheblend.store.residence import HERE, PageLocked, Residence
 from lab.gpu.context import Bench
 
-LANES = ("read", "copy", "place", "compute")
+LANES = {"read": "C7", "copy": "C1", "place": "C2", "compute": "C0"}
+"""With their colours."""
 _BEGIN = "cacheblend: begin"  # an event by which reads, timed by the host's clock, find their place among the others
 
 
@@ -52,7 +53,7 @@ class _Traced(MemoryStore):
 
 @torch.no_grad()
 def measure(bench: Bench) -> dict[str, Any]:
-    """See `parts.PARTS`: `slices` of a pass of 16,384 tokens, and what share of each lane the pass took."""
+    """See `run.PARTS`: `slices` of a pass of 16,384 tokens, and what share of each lane the pass took."""
     bench.progress("timeline")
     settings = (
         TtftSettings(shape="tiny", chunks=4, chunk_tokens=64)
@@ -98,10 +99,7 @@ def measure(bench: Bench) -> dict[str, Any]:
 def slices_of(events: Iterable[Any], reads: Iterable[tuple[float, float]], *, is_cuda: bool) -> list[Slice]:
     """The profiler's events by lane, and the reads; on a CPU what the host computes, as there is no device to copy to.
 
-    Args:
-        events: as `torch.profiler` gives them; one of them marks the beginning.
-        reads: from and to, in seconds after the beginning.
-        is_cuda: whether a GPU computes.
+    One of the events marks the beginning, after which reads are, from and to, in seconds.
     """
     events = list(events)
     begun = min((event.time_range.start for event in events if event.name == _BEGIN), default=0.0)
@@ -114,9 +112,7 @@ def slices_of(events: Iterable[Any], reads: Iterable[tuple[float, float]], *, is
 
 
 def _lane(name: str, on_device: bool, is_cuda: bool) -> str:
-    if name == _BEGIN:
-        return ""
-    if is_cuda != on_device:
+    if name == _BEGIN or is_cuda != on_device:
         return ""
     if not is_cuda:
         return "compute" if name in ("aten::mm", "aten::addmm", "aten::bmm", "aten::silu") else ""

@@ -4,45 +4,48 @@ Lengths are measured in the order of their importance, so that a run that is sho
 round asks a new prompt of each arm in turn; a point that runs out of time keeps the rounds that it has.
 """
 
+import math
 import random
 import statistics
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from cacheblend.bench.ttft import Arm, TtftSettings, draw_prompt, open_chunks, summary, timed
+from cacheblend.core.config import BlendConfig
+from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt
+from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import full_recompute, fused
-from lab.gpu.context import Bench, Found, free
-from lab.gpu.stores import COMPILED, ON_DISK, STORES, Engines, open_engines
+from cacheblend.engines.hf.compilation import compile_layers
+from cacheblend.store import DiskStore, KVStore, MemoryStore
+from cacheblend.store.residence import HERE, OnDevice, PageLocked
+from lab.gpu.context import TRACEBACK_LINES, Bench, Found, free
 from lab.speed.disk_reads import drop_pages, is_cached
 
+ON_DISK = "disk"
+STORES = ("pinned memory", "device", ON_DISK)
+COMPILED = "pinned memory, compiled layers"
+_MOST_BYTES = 48 << 30  # of a store; no prompt here needs as much
 RATIOS = (0.15, 0.05, 1.0)
 """From page-locked memory; from the other stores only the first two."""
 
-_TRACEBACK_LINES = 12  # that are kept of each error
 _LEAST = 0.5  # of the seconds that a point takes about: it is begun if they are left, with fewer rounds
 
 
 @dataclass(frozen=True)
 class Point:
-    """One length of one shape.
-
-    Attributes:
-        shape: of `SHAPES`.
-        key: of its figures; "" if it has none.
-        chunks, chunk_tokens: of the prompt.
-        runs: measured rounds.
-        seconds: that it takes about, on a device as fast as expected.
-    """
+    """One length of one shape; `key`: of its figures, if it has any; `seconds`: that it takes about, as expected."""
 
     shape: str
     key: str
@@ -53,17 +56,14 @@ class Point:
 
     @property
     def tokens(self) -> int:
-        """Of its chunks."""
         return self.chunks * self.chunk_tokens
 
     @property
     def name(self) -> str:
-        """For people."""
         return f"{self.shape}, {self.tokens} tokens"
 
     @property
     def settings(self) -> TtftSettings:
-        """Of the prompts."""
         return TtftSettings(shape=self.shape, chunks=self.chunks, chunk_tokens=self.chunk_tokens, runs=self.runs)
 
 
@@ -93,22 +93,59 @@ class TimedArm(Arm):
 
     @property
     def label(self) -> str:
-        """For people."""
         return self.name if self.ratio is None else f"r = {self.ratio:g}, {self.store}"
 
 
+@dataclass(frozen=True)
+class Engines:
+    """Engines of one model, opened once for all lengths."""
+
+    model: PreTrainedModel
+    by_store: dict[str, BlendEngine]
+    folder: Path
+
+    @property
+    def first(self) -> BlendEngine:
+        """That of the store that counts."""
+        return self.by_store[STORES[0]]
+
+    def files(self) -> list[Path]:
+        """Of the store on the disk."""
+        return [path for path in self.folder.rglob("*") if path.is_file()]
+
+
+@contextmanager
+def open_engines(model: PreTrainedModel, device: torch.device, *, compiled: bool = False) -> Iterator[Engines]:
+    """Engines with empty stores; `compiled`: one more, `COMPILED`, over the first one's store."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-bench-"))
+        stores: tuple[KVStore, ...] = (
+            MemoryStore(_MOST_BYTES, residence=PageLocked() if device.type == "cuda" else HERE),
+            MemoryStore(_MOST_BYTES, residence=OnDevice(device)),
+            DiskStore(folder, max_bytes=_MOST_BYTES, durable=False),
+        )
+        engines = {}
+        for store in stores:
+            stack.enter_context(store)
+        for name, store in (*zip(STORES, stores, strict=True), *([(COMPILED, stores[0])] if compiled else [])):
+            config = BlendConfig(capture=False, load_timeout_s=math.inf)
+            engine = BlendEngine(model, None, store=store, config=config, fingerprint="bench", name="bench")
+            engines[name] = stack.enter_context(engine)
+        if compiled and (reason := compile_layers(engines[COMPILED].view, device)):
+            raise InvalidInputError(f"layers are not compiled: {reason}")
+        yield Engines(model, engines, Path(folder))
+
+
 def measure(bench: Bench) -> Found:
-    """See `parts.PARTS`."""
+    """See `run.PARTS`."""
     return _measure(DRY if bench.dry_run else POINTS, "ttft", bench)
 
 
 def measure_large(bench: Bench) -> Found:
-    """See `parts.PARTS`."""
     return _measure(LARGE_DRY if bench.dry_run else LARGE, "large", bench)
 
 
 def measure_compiled(bench: Bench) -> Found:
-    """See `parts.PARTS`."""
     return _measure(LARGE_DRY if bench.dry_run else COMPILED_POINTS, "compiled", bench, compiled=True)
 
 
@@ -135,7 +172,8 @@ def _measure(points: tuple[Point, ...], part: str, bench: Bench, *, compiled: bo
             arms = _measure_point(point, name, engines, found, bench)
             if any(arm.seconds for arm in arms):
                 _add(point, arms, engines, found)
-            engines.clear()
+            for engine in engines.by_store.values():
+                engine.store.prune(0)
             free(bench.device)
             taken, expected = taken + time.monotonic() - begun, expected + point.seconds
             bench.keep(found)
@@ -190,7 +228,7 @@ def _drop(
 ) -> None:
     """Goes on without these arms; their earlier rounds do not count, as something was wrong with them."""
     reason = str(error).splitlines()[0] if str(error) else ""
-    lines = "".join(traceback.format_exception(error)).strip().splitlines()[-_TRACEBACK_LINES:]
+    lines = "".join(traceback.format_exception(error)).strip().splitlines()[-TRACEBACK_LINES:]
     for arm in list(dropped):
         arms.remove(arm)
         bench.skipped[f"{name}, {arm.label}"] = f"{type(error).__name__.strip('_')}: {reason}"
@@ -200,7 +238,7 @@ def _drop(
     free(bench.device)
 
 
-# ---- arms ---------------------------------------------------------------------------------------------------
+# ---- engines and arms ----------------------------------------------------------------------------------------------
 
 
 def _arms(engines: Engines) -> list[TimedArm]:
@@ -261,20 +299,15 @@ def _add(point: Point, arms: list[TimedArm], engines: Engines, found: Found) -> 
     full = [arm for arm in measured if arm.name.startswith("full")]
     if full:
         min(full, key=lambda arm: statistics.median(arm.seconds)).name = "full"
-    row_layers = engines.row_layers(point.settings.prompt_tokens)
-    summaries = [
-        summary(arm, list(measured)) | {"row_layer_limit": _limit(arm, row_layers), "runs": len(arm.seconds)}
-        for arm in measured
-    ]
+    row_layers = point.settings.prompt_tokens * engines.first.survey.num_layers  # of a full prefill
+    summaries = []
+    for arm in measured:  # how much faster a blend would be if time were proportional to rows times layers
+        limit = row_layers / arm.reports[-1].row_layers if arm.reports else None
+        summaries.append(summary(arm, list(measured)) | {"row_layer_limit": limit, "runs": len(arm.seconds)})
     is_checked = all(is_cached(file) is not None for file in engines.files()[:1])
     facts = {"shape": point.shape, "tokens": point.tokens, "cold_is_checked": is_checked}
     found["points"].append(facts | {"arms": summaries})
     found["figures"] |= _figures(point, summaries)
-
-
-def _limit(arm: Arm, row_layers: int) -> float | None:
-    """How much faster a blend would be if time were proportional to rows times layers."""
-    return row_layers / arm.reports[-1].row_layers if arm.reports else None
 
 
 def _figures(point: Point, arms: list[dict[str, Any]]) -> dict[str, float]:

@@ -1,8 +1,7 @@
 """Measures and draws what blending does to one prompt."""
 
 from lab.inspection.deviation import attention_deviation_by_layer, kv_deviation_by_layer
-from lab.inspection.inspection import Inspection
-from lab.inspection.measurement import MAX_TOKENS, inspect_prompt, ratio_curves
+from lab.inspection.inspection import MAX_TOKENS, Inspection, inspect_prompt, ratio_curves
 from lab.inspection.observation import Observation, observe_full, observe_fused
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Deviation between two passes over one prompt, by layer: of their KV, and of the question's attention."""
+"""Deviation between two passes over one prompt, by layer: of their KV, and of the question's attention; ranks."""
 
 from collections.abc import Sequence
 
@@ -72,3 +72,27 @@ def attention_deviation_by_layer(full: Sequence[torch.Tensor], other: Sequence[t
 def _numbers(values: torch.Tensor) -> Array:
     numbers: Array = values.cpu().double().numpy()
     return numbers
+
+
+Floats = npt.NDArray[np.floating]
+
+
+def ranks(values: Floats) -> npt.NDArray[np.float64]:
+    """Ranks from 1, equal values sharing the mean of their ranks. [n] -> [n]."""
+    _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
+    shared: npt.NDArray[np.float64] = counts.cumsum() - (counts - 1) / 2
+    return shared[which]
+
+
+def spearman(first: Floats, second: Floats) -> float:
+    """Correlation of the ranks of two series [n], -1..1; NaN if one of them is constant, or n < 2."""
+    if len(first) < 2:
+        return float("nan")
+    a, b = (ranks(values) - (len(values) + 1) / 2 for values in (first, second))
+    scale = np.sqrt((a**2).sum() * (b**2).sum())
+    return float((a * b).sum() / scale) if scale else float("nan")
+
+
+def spearman_matrix(rows: Floats) -> Array:
+    """`spearman` of every pair of rows: [m, n] -> [m, m]."""
+    return np.array([[spearman(first, second) for second in rows] for first in rows]).reshape(len(rows), len(rows))

@@ -1,9 +1,14 @@
-"""Deviations of an evaluation as a table and notes. Knows only the summary."""
+"""Deviations of an evaluation as a table, notes and a plot by layer. Knows only the summary."""
 
+from collections.abc import Sequence
+from math import inf, nan
+from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from rich.table import Table
 
+from cacheblend.evaluation.plots import STYLE, new_figure, whole_numbers
 from cacheblend.evaluation.report import Figure, empty_table, fill_table, number_text
 
 
@@ -52,3 +57,68 @@ def notes(summary: dict[str, Any]) -> list[str]:
                 "there is nothing to measure"
             )
     return lines
+
+
+FILE = "deviation.png"
+MOST_METHODS = 8
+COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:pink", "navy", "goldenrod")
+REUSE = "tab:red"
+PANELS = {
+    "kv": ("KV of the loaded tokens", "KV deviation / norm in full recompute"),
+    "attention": ("The question's attention to its context", "attention deviation / norm in full recompute"),
+}
+
+
+def draw_deviation(summary: dict[str, Any], folder: Path, *, data: str = "") -> list[Path]:
+    """Draws `FILE` for the largest `top_k` and the first `MOST_METHODS` methods; no file without deviations.
+
+    KV is on the left, the question's attention on the right. `data`: its name, for the title.
+    """
+    measured = [method for method in summary["methods"] if method.get("deviation")]
+    if not measured:
+        return []
+    import matplotlib
+
+    widest = max((method["top_k"] for method in measured), key=lambda k: inf if k is None else k)
+    methods = [method for method in measured if method["top_k"] == widest]
+    with matplotlib.rc_context(STYLE):
+        figure = new_figure(11, 5.4)
+        for axes, measure in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
+            _panel(axes, measure, methods[:MOST_METHODS])
+        figure.suptitle(_title(summary, methods, data), x=0.01, ha="left", fontsize=12, parse_math=False)
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower left", ncols=3, fontsize=9)
+        file = folder / FILE
+        figure.savefig(file)
+    return [file]
+
+
+def _panel(axes: Any, measure: str, methods: Sequence[dict[str, Any]]) -> None:
+    colours = iter(COLOURS)
+    for method in methods:
+        colour = REUSE if method["kind"] == "reuse" else next(colours)
+        of = {
+            key: [nan if v is None else v for v in method["deviation"][measure][key]] for key in ("mean", "low", "high")
+        }
+        layers = range(len(of["mean"]))
+        order = 3 if method["kind"] == "reuse" else 2  # above the lines of random rows, which may coincide with it
+        style = {"markersize": 3, "linewidth": 1.6, "color": colour, "zorder": order}
+        axes.plot(layers, of["mean"], "o-", **style, label=method["method"])
+        axes.fill_between(layers, of["low"], of["high"], color=colour, alpha=0.12, linewidth=0)
+    title, label = PANELS[measure]
+    axes.set(xlabel="layer", ylabel=label, ylim=(0, None))
+    axes.set_title(title)
+    whole_numbers(axes.xaxis)
+
+
+def _title(summary: dict[str, Any], methods: Sequence[dict[str, Any]], data: str) -> str:
+    k = methods[0]["top_k"]
+    parts = [
+        f"Deviation of {summary['model']} from full recompute through loaded KV",
+        data,
+        f"{methods[0]['deviation']['rows']} rows",
+        "" if k is None else f"{k} passages",
+        f"{summary['bootstrap']['level']:.0%} intervals (bootstrap)",
+        "" if len(methods) <= MOST_METHODS else f"{MOST_METHODS} of {len(methods)} methods",
+    ]
+    return fill(", ".join(filter(None, parts)), 110)

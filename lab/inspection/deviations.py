@@ -4,7 +4,8 @@
 twice, the second time with explicit attention weights for every row.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,7 +20,10 @@ from cacheblend.data import QuestionRow
 from cacheblend.engines.hf import BlendEngine, Passage
 from cacheblend.evaluation.bootstrap import Values, bootstrap_means
 from cacheblend.evaluation.methods import Fused, Method
+from cacheblend.evaluation.records import write_whole
 from cacheblend.evaluation.runner import Settings
+from lab import checkout
+from lab.bench import Advance, silent
 from lab.inspection import (
     Observation,
     attention_deviation_by_layer,
@@ -28,10 +32,7 @@ from lab.inspection import (
     observe_fused,
 )
 from lab.inspection.deviation import kv_norm_by_layer, relative_deviation
-from lab.inspection.deviation_file import DeviationFile
 
-Progress = Callable[[int, int], None]
-"""Called with (prompts measured, total prompts)."""
 MEASURES = ("kv", "attention")
 
 
@@ -50,11 +51,7 @@ class Deviations:
 
 
 def fused_methods(methods: Sequence[Method]) -> list[Fused]:
-    """The methods that load KV at new positions: full reuse and the blends.
-
-    Raises:
-        InvalidInputError: there is no such method.
-    """
+    """The methods that load KV at new positions: full reuse and the blends."""
     found = [method for method in methods if isinstance(method, Fused)]
     if not found:
         names = ", ".join(method.label.name for method in methods) or "none"
@@ -72,7 +69,7 @@ def measure_deviations(
     *,
     settings: Settings | None = None,
     folder: Path | None = None,
-    progress: Progress | None = None,
+    advance: Advance = silent,
 ) -> Deviations:
     """Compares every fused method with full recompute on the first rows whose prompts fit the model's context.
 
@@ -80,17 +77,10 @@ def measure_deviations(
     full recompute, and up to as many for each method. Memory: as `inspect_prompt`.
 
     Args:
-        engine: model and store.
-        rows: as for `evaluate`.
-        methods: methods that are not fused are ignored.
+        engine, rows, methods, settings: as for `evaluate`; methods that are not fused are ignored.
         count: number of rows at each `top_k`; fewer if not so many fit.
-        settings: shared by all methods.
         folder: existing folder of the run; prompts already measured there are not measured again.
-        progress: see `Progress`.
-
-    Raises:
-        InvalidInputError: no fused method, a count below 1, or a damaged file of deviations in the folder.
-        StoreError: the store is full or cannot be written to.
+        advance: called with (prompts measured, total prompts).
     """
     if count < 1:
         raise InvalidInputError(f"deviation is measured on at least 1 row, got {count}")
@@ -107,18 +97,12 @@ def measure_deviations(
         if (number, k) not in kept.found:
             kept.add(number, k, prompt_deviations(engine, prompt, selectors))
         found[k].append(kept.found[number, k])
-        if progress is not None:
-            progress(done, len(prompts))
+        advance(done, len(prompts))
     return Deviations(count, found)
 
 
 def prompt_deviations(engine: BlendEngine, prompt: Prompt, selectors: Mapping[str, Selector]) -> dict[str, Values]:
-    """One prompt with several selectors, each compared with full recompute. Its chunks are stored first.
-
-    Args:
-        engine: model and store.
-        prompt: checked by `engine.prompt`.
-        selectors: the selectors by name.
+    """A checked prompt with several selectors, each compared with full recompute. Its chunks are stored first.
 
     Returns:
         [2, layers] for each name: relative KV deviation, mean over the tokens loaded at a new position
@@ -158,11 +142,9 @@ def with_deviations(summary: dict[str, Any], found: Deviations) -> dict[str, Any
 def by_layer(
     prompts: Sequence[Mapping[str, Values]], *, resamples: int = 2000, level: float = 0.95, seed: int = 0
 ) -> dict[str, dict[str, Any]]:
-    """Means over prompts with bootstrap intervals; every draw of prompts applies to all methods and layers.
+    """Means over results of `prompt_deviations`, except empty ones, with intervals as of `bootstrap_means`.
 
-    Args:
-        prompts: results of `prompt_deviations`; empty ones are ignored.
-        resamples, level, seed: see `bootstrap_means`.
+    Every draw of prompts applies to all methods and layers.
 
     Returns:
         For each method ``{"rows", "kv", "attention"}``; the last two are ``{"mean", "low", "high", "over_layers"}``:
@@ -213,3 +195,53 @@ def _figure(ends: Values) -> dict[str, Any]:
     keys = ("mean", "low", "high")
     layers = {key: line[:-1] for key, line in zip(keys, plain, strict=True)}
     return layers | {"over_layers": {key: line[-1] for key, line in zip(keys, plain, strict=True)}}
+
+
+FILE = "deviations.json"
+CODE = tuple(f"inspection/{name}.py" for name in ("deviations", "deviation", "observation", "parts"))
+"""The code whose results a folder keeps: deviations measured by other code are measured again."""
+
+
+class DeviationFile:
+    """Deviations by prompt; written to the folder, if any, as soon as they are added.
+
+    The folder's name identifies model, data, prompts, methods and the code of the prefills; without one deviations are
+    in memory. Two processes may use the same folder: each measures again what it has not read of the other's results.
+
+    Attributes:
+        found: (number of the row, `top_k`) -> name of the method -> [2, layers]; empty if nothing could be measured.
+    """
+
+    def __init__(self, folder: Path | None, methods: Iterable[str]) -> None:
+        self._path = None if folder is None else folder / FILE
+        self._of = {"code": checkout.code_digest(CODE), "methods": list(methods)}
+        self.found: dict[tuple[int, int | None], dict[str, Values]] = {}
+        if self._path is not None and self._path.exists():
+            self._read(self._path)
+
+    def add(self, row: int, top_k: int | None, deviations: Mapping[str, Values]) -> None:
+        """Adds a prompt; after this call, killing the process does not lose it."""
+        self.found[row, top_k] = dict(deviations)
+        if self._path is not None:
+            prompts = [{"row": row, "top_k": k, "methods": _plain(methods)} for (row, k), methods in self.found.items()]
+            write_whole(self._path, json.dumps(self._of | {"prompts": prompts}, ensure_ascii=False) + "\n")
+
+    def _read(self, path: Path) -> None:
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if {key: content.get(key) for key in self._of} == self._of:
+                self.found = {(at["row"], at["top_k"]): _arrays(at["methods"]) for at in content["prompts"]}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise InvalidInputError(f"{path}: damaged ({error}); delete it to measure deviation again") from error
+
+
+def _plain(methods: Mapping[str, Values]) -> dict[str, Any]:
+    """Nested lists with None in place of NaN, for JSON."""
+    return {name: [[None if np.isnan(v) else v for v in line] for line in of.tolist()] for name, of in methods.items()}
+
+
+def _arrays(methods: Mapping[str, Any]) -> dict[str, Values]:
+    found = {name: np.array(of, dtype=np.float64) for name, of in methods.items()}
+    if any(of.ndim != 2 or len(of) != 2 for of in found.values()) or len({of.shape for of in found.values()}) > 1:
+        raise ValueError("a method does not have two lists of equal length")
+    return found

@@ -1,11 +1,13 @@
-"""An inspection as JSON: a summary by layer, and all values by token."""
+"""An inspection as JSON, a summary by layer and all values by token; and as a page of coloured text."""
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from jinja2 import Environment
 
 from lab.inspection.inspection import CurvePoint, Inspection, MethodView
 
@@ -13,12 +15,7 @@ DIGITS = 5  # significant digits
 
 
 def summary(of: Inspection, layers: Sequence[int] | None = None) -> dict[str, Any]:
-    """The figures shown on the terminal. Undefined values are None.
-
-    Args:
-        of: the inspection.
-        layers: layers to include; None takes all.
-    """
+    """The figures of these layers, as shown on the terminal. Undefined values are None."""
     return {
         "model": of.model,
         "selector": of.selector,
@@ -105,3 +102,51 @@ def _rounded(values: npt.NDArray[np.floating]) -> Any:
     if values.ndim > 1:
         return [_rounded(part) for part in values]
     return [float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None for value in values.tolist()]
+
+
+TEMPLATE = Path(__file__).with_name("heat_map.html.j2")
+
+
+def heat_map(of: Inspection, layers: Sequence[int] | None = None) -> str:
+    """The text of the prompt coloured by deviation: a self-contained page, which offers these layers.
+
+    The template escapes all texts; numbers are embedded as JSON.
+    """
+    shown = list(range(of.num_layers)) if layers is None else list(layers)
+    reuse, blend = of.relative(of.reuse)[shown], of.relative(of.blend)[shown]
+    data = {
+        "layers": shown,
+        "reuse": np.round(reuse, 3).tolist(),
+        "blend": np.round(blend, 3).tolist(),
+        "top": of.scale(shown),
+        "sources": of.sources,
+        "parts": of.part.tolist(),
+        "labels": [part.label for part in of.parts],
+        "recomputed": of.recomputed.tolist(),
+    }
+    page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+        TEMPLATE.read_text(encoding="utf-8")
+    )
+    return str(page.render(of=of, blocks=_blocks(of), data=data))
+
+
+def _blocks(of: Inspection) -> list[dict[str, Any]]:
+    """Runs of tokens on the page, each token with its position, text and CSS classes.
+
+    Line breaks and empty tokens get a visible mark, so that their colour shows.
+    """
+    runs = sorted((start, stop, part) for part in of.parts for start, stop in part.runs)
+    recomputed = set(of.recomputed.tolist())
+
+    def classes(at: int) -> str:
+        names = {"r": at in recomputed, "n": "\n" in of.tokens[at], "h": not of.tokens[at]}
+        return " ".join(name for name, holds in names.items() if holds)
+
+    return [
+        {
+            "label": "" if part.label == "between" else part.label,
+            "is_chunk": part.is_chunk,
+            "tokens": [(at, of.tokens[at], classes(at)) for at in range(start, stop)],
+        }
+        for start, stop, part in runs
+    ]

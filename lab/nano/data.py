@@ -30,11 +30,7 @@ def draw_notes() -> list[str]:
 def draw_demo(seed: int, rounds: int = ROUNDS, further: int = 0, style: Style = STYLE) -> list[QuestionRow]:
     """Draws questions over the same passages, each over an order of its own; the `CATEGORIES` take turns.
 
-    Args:
-        seed: of everything.
-        rounds: questions of each category, none twice if a scene has so many.
-        further: more of them over the same passages; these may repeat.
-        style: of the passages.
+    Of each category there are as many as rounds, none twice if a scene has so many, and further ones, which may repeat.
     """
     rng = random.Random(SEED_OFFSET + seed)
     for tried in count():  # a few scenes have no chain or no comparison, or too few of them to ask no question twice

@@ -23,13 +23,7 @@ CONTROLS = ("direct", "local")
 
 @dataclass(frozen=True)
 class Prompts:
-    """What prompts are drawn.
-
-    Attributes:
-        passages: fewest and most per prompt.
-        tokens: fewest and most per passage, drawn log-uniformly.
-        longest: most tokens of all passages together.
-    """
+    """Fewest and most passages of a prompt; fewest and most tokens of a passage, drawn log-uniformly; most of all."""
 
     passages: tuple[int, int] = (4, 8)
     tokens: tuple[int, int] = (64, 256)
@@ -53,12 +47,7 @@ def draw_questions(
 ) -> list[QuestionRow]:
     """Draws `per_category` rows of each category; rows of the same scene follow each other.
 
-    Args:
-        seed: of the random generator; `RESERVED` holds those of the suite.
-        per_category: rows of each category.
-        categories: the categories to ask.
-        prompts: sizes of the prompts; None takes the defaults.
-        per_scene: most rows of one scene; 1 means that no two rows share a passage. None: one of each category.
+    `per_scene`: most rows of one scene; 1: no two rows share a passage; None: one of each category.
     """
     rng, prompts = random.Random(SEED_OFFSET + seed), prompts or Prompts()
     left = dict.fromkeys(categories, per_category)

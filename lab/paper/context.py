@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +11,19 @@ from cacheblend.core.select.selectors import check_ratio
 from cacheblend.data import QuestionRow
 from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.evaluation import Settings
-from cacheblend.evaluation.records import LineLog, folder_name, write_whole
+from cacheblend.evaluation import Evaluation, Settings, evaluate
+from cacheblend.evaluation.methods import Method
+from cacheblend.evaluation.records import LineLog, folder_name
 from cacheblend.evaluation.runner import Case, describe
 from cacheblend.evaluation.scorers import Scorer
 from lab import checkout
+from lab.bench import AdvanceStage, silent
 
 CODE = (
-    *(f"paper/{name}.py" for name in ("compared", "side_by_side", "batch", "rate", "device")),
+    *(f"paper/{name}.py" for name in ("compared", "side_by_side", "device")),
     "servers/clients.py",
 )
 """The source files that affect measurements which are no rows of an evaluation."""
-Progress = Callable[[str, int, int], None]
-"""Called with (name of the part, done, in all)."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,7 @@ class Sweeps:
 
 @dataclass(frozen=True)
 class DataSet:
-    """Questions of one file.
-
-    Attributes:
-        name: unique among the data sets.
-        rows: that can be used.
-        bad: the reasons for rows that cannot.
-    """
+    """Questions of one file."""
 
     name: str
     rows: Sequence[QuestionRow]
@@ -87,7 +81,7 @@ class Context:
         scorers: the first one is drawn.
         sweeps: the points.
         folder: for results; each part makes folders of its own in it.
-        progress: see `Progress`.
+        progress: called with (name of the part, done, in all).
     """
 
     engine: BlendEngine
@@ -96,7 +90,7 @@ class Context:
     scorers: Sequence[Scorer]
     sweeps: Sweeps
     folder: Path
-    progress: Progress = field(default=lambda part, done, total: None)
+    progress: AdvanceStage = silent
 
     @property
     def rows(self) -> list[QuestionRow]:
@@ -109,18 +103,30 @@ class Context:
         counts = {of.name: max(1, round(self.sweeps.share * len(of.rows))) for of in self.data}
         return [replace(row, category=of.name) for of in self.data for row in of.rows[: counts[of.name]]]
 
-    def answering(self, part: str, stage: str, done: int, total: int) -> None:
-        """Progress of an evaluation within a part; storing passages is not shown."""
-        if stage == "answering":
-            self.progress(part, done, total)
+    def evaluated(
+        self,
+        part: str,
+        rows: Sequence[QuestionRow],
+        methods: list[Method],
+        place: tuple[int, int] = (0, 1),
+        **more: Any,
+    ) -> Evaluation:
+        """Rows by methods in the part's own folder, unless `more` says otherwise; see `evaluate`.
+
+        `place`: number of this evaluation among those of the part, for progress.
+        """
+
+        def progress(stage: str, done: int, total: int) -> None:
+            if stage == "answering":  # storing passages is not shown
+                self.progress(part, place[0] * total + done, place[1] * total)
+
+        options: dict[str, Any] = {"settings": self.settings, "out": self.folder, "name": part, "progress": progress}
+        return evaluate(more.pop("engine", self.engine), rows, methods, **options | more)
 
     def kept(self, name: str, facts: Mapping[str, Any], cases: Sequence[Case]) -> "Kept":
         """The finished measurements of a part that are no rows of an evaluation; see `Kept`.
 
-        Args:
-            name: of the part.
-            facts: all that its measurements depend on, beside engine, prompts and settings.
-            cases: that it asks.
+        `facts` is all that its measurements depend on, beside engine, prompts of the cases and settings.
         """
         prompts = [prompt for case in cases for prompt in case.prompts.values()]
         config = describe(self.engine, [case.row for case in cases], [], self.settings, prompts)
@@ -142,16 +148,13 @@ class Kept(LineLog[dict[str, Any]]):
         return self.value(key)
 
     def has(self, key: str) -> bool:
-        """Whether it has been measured."""
         return any(item["key"] == key for item in self.items)
 
     def value(self, key: str) -> Any:
-        """The measurement of a key that has been measured."""
         return next(item["value"] for item in self.items if item["key"] == key)
 
     @property
     def machines(self) -> list[str]:
-        """The machines that measured."""
         return list(dict.fromkeys(item["machine"] for item in self.items))
 
 
@@ -177,8 +180,3 @@ class Part:
     measure: Callable[[Context], dict[str, Any]]
     draw: Callable[[dict[str, Any], str, Path], None]
     columns: Mapping[str, Callable[[dict[str, Any]], str]]
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes a JSON file atomically."""
-    write_whole(path, json.dumps(value, ensure_ascii=False, indent=2) + "\n")

@@ -18,16 +18,16 @@ from cacheblend.engines.cost_model import controller_of
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import FirstToken
 from cacheblend.engines.hf.calibrate import calibrate
-from cacheblend.evaluation import Asked, Evaluation, Label, Outcome, evaluate
+from cacheblend.evaluation import Asked, Evaluation, Label, Outcome
 from cacheblend.evaluation.methods import Method, finish_answer
 from cacheblend.evaluation.runner import Case, make_cases
 from cacheblend.store import KVStore, open_store
 from cacheblend.store.speed import measure as measure_speed
 from lab.paper import drawing
-from lab.paper.answered import Answered, of_evaluation, points
 from lab.paper.compared import BLEND, FULL, REUSE, TITLES, methods
 from lab.paper.context import Context, LeftOutError, Part
-from lab.paper.quality import machines, skipped_rows
+from lab.paper.points import Answered, of_evaluation, points
+from lab.paper.quality import facts, skipped_rows
 from lab.speed.throttle import ThrottledStore
 
 TOKENS = 256  # of the block by which bytes per token are counted
@@ -36,12 +36,7 @@ COMPARED = (FULL, REUSE)
 
 @dataclass(frozen=True)
 class Device:
-    """A storage device.
-
-    Attributes:
-        name: for people and folders.
-        bytes_per_s: of an emulated one; None: a real one.
-    """
+    """A storage device, and how fast it is if it is emulated."""
 
     name: str
     bytes_per_s: float | None = None
@@ -53,11 +48,9 @@ class Controlled:
 
     label: Label
 
-    def check(self, layers: int) -> None:
-        """See `Method`."""
+    def check(self, layers: int) -> None: ...
 
     def answer(self, asked: Asked) -> Outcome:
-        """See `Method`."""
         started = time.perf_counter()
         result = asked.engine.prefill(asked.prompt)
         report = result.report
@@ -71,7 +64,9 @@ def measure(context: Context) -> dict[str, Any]:
     cases = [case for case in make_cases(context.engine, context.settings, context.some_rows) if case.prompts]
     if not cases:
         raise LeftOutError("no prompt fits the model's context")
-    compared = _compared(context)
+    known = {method.label.family: method for method in methods(context.engine)}
+    blend = replace(known[BLEND].label, name=f"{TITLES[BLEND]}, controller", ratio=None)
+    compared: list[Method] = [*(known[family] for family in COMPARED), Controlled(blend)]
     answers: list[Answered] = []
     found: list[Evaluation] = []
     with context.kept("device", {"slowness": context.sweeps.slowness}, cases) as kept:
@@ -83,39 +78,23 @@ def measure(context: Context) -> dict[str, Any]:
             with _engine_on(context, device) as engine:
                 tier, speed = kept.get(f"speed of {device.name}", lambda: _speed(engine, device))  # noqa: B023
                 speeds[device.name] = speed["bytes_per_s"]
-                known = replace(plain, tiers={tier: TierSpeed(**speed)})
-                engine.prefiller.controller = controller_of(known, engine.config, engine.stored_layout)
-                found.append(_evaluate(context, engine, device, compared, (x, len(devices))))
+                model = replace(plain, tiers={tier: TierSpeed(**speed)})
+                engine.prefiller.controller = controller_of(model, engine.config, engine.stored_layout)
+                own = {"name": f"device-{device.name}", "engine": engine}
+                found.append(context.evaluated("device", context.some_rows, compared, (x, len(devices)), **own))
             answers += of_evaluation(found[-1], context.scorers, lambda cell, x=x: x)  # type: ignore[misc]
+    slowness = ", ".join(f"{each:g}" for each in sorted(set(context.sweeps.slowness)))
+    explained = (
+        f"devices named {slowness} x prefill are emulated: loading a prompt takes so many times as long as its full "
+        "prefill; disk is the folder for temporary files, cached by the system"
+    )
     return {
         "points": [point | {"device": devices[point["x"]].name} for point in points(answers)],
         "devices": [{"name": device.name, "bytes_per_s": speeds[device.name]} for device in devices],
         "cost_model": plain.to_dict(),
-        "notes": [*skipped_rows(found[0]), _explained(context)],
-        "machines": list(dict.fromkeys(line for each in found for line in machines(each))),
-        "resumed": sum(each.resumed for each in found),
+        "notes": [*skipped_rows(found[0]), explained],
+        **facts(found),
     }
-
-
-def _compared(context: Context) -> list[Method]:
-    blend = next(method for method in methods(context.engine) if method.label.family == BLEND)
-    label = replace(blend.label, name=f"{TITLES[BLEND]}, controller", ratio=None)
-    return [*(m for m in methods(context.engine) if m.label.family in COMPARED), Controlled(label)]
-
-
-def _evaluate(
-    context: Context, engine: BlendEngine, device: Device, compared: list[Method], place: tuple[int, int]
-) -> Evaluation:
-    at, count = place
-    return evaluate(
-        engine,
-        context.some_rows,
-        compared,
-        settings=context.settings,
-        out=context.folder,
-        name=f"device-{device.name}",
-        progress=lambda stage, done, total: context.answering("device", stage, at * total + done, count * total),
-    )
 
 
 def _cost_model(context: Context, cases: list[Case]) -> dict[str, Any]:
@@ -125,19 +104,11 @@ def _cost_model(context: Context, cases: list[Case]) -> dict[str, Any]:
 
 
 def _devices(context: Context, prefill_s: float) -> list[Device]:
-    """From fast to slow.
-
-    Args:
-        context: names the emulated ones.
-        prefill_s: seconds of a full prefill for each token.
-    """
+    """From fast to slow; `prefill_s` is the time of a full prefill for each token."""
     per_token = context.engine.stored_layout.block_bytes(TOKENS) / TOKENS
-    emulated = [Device(f"{each:g} x prefill", per_token / (each * prefill_s)) for each in _slowness(context)]
+    slowness = sorted(set(context.sweeps.slowness))
+    emulated = [Device(f"{each:g} x prefill", per_token / (each * prefill_s)) for each in slowness]
     return [Device("memory"), Device("disk"), *emulated]
-
-
-def _slowness(context: Context) -> list[float]:
-    return sorted(set(context.sweeps.slowness))
 
 
 @contextmanager
@@ -167,14 +138,6 @@ def _speed(engine: BlendEngine, device: Device) -> tuple[str, dict[str, float]]:
         return engine.store.tier_names[0], vars(TierSpeed(device.bytes_per_s))
     tier, speed = measure_speed(engine.store, engine.stored_layout)
     return tier, vars(speed)
-
-
-def _explained(context: Context) -> str:
-    slowness = ", ".join(f"{each:g}" for each in _slowness(context))
-    return (
-        f"devices named {slowness} x prefill are emulated: loading a prompt takes so many times as long as its full "
-        "prefill; disk is the folder for temporary files, cached by the system"
-    )
 
 
 def draw(result: dict[str, Any], title: str, path: Any) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from cacheblend.evaluation.plots import STYLE, new_figure
 from cacheblend.evaluation.report import TITLES as SCORES
-from lab.paper.answered import AGREEMENT
 from lab.paper.compared import BLEND, FULL, GRADUAL, ONE_CHECK, PREFIX, REUSE, TITLES
+from lab.paper.points import AGREEMENT
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish.
 COLOURS = {
@@ -115,18 +115,22 @@ def across(axes: Any, point: Point, value: Value) -> None:
         axes.axhline(found[0], color=COLOURS[family], linestyle="--", linewidth=1.4, label=TITLES[family])
 
 
-def sweep(points: Sequence[Point], x_label: str, title: str, path: Path, *, log: bool = False) -> None:
-    """Quality on the left, time to first token on the right, both by x."""
-    measure = measure_of(points)
-    ticks = sorted({point["x"] for point in points})
-    with sheet(title, 2, path) as (left, right):
-        for axes, value, label in ((left, quality(measure), quality_label(measure)), (right, ttft, TTFT)):
-            curves(axes, points, value, lambda point: point["x"])
-            axes.set(xlabel=x_label, ylabel=label)
-            if log:
-                axes.set_xscale("log", base=2)
-            axes.set_xticks(ticks, [str(tick) for tick in ticks])
-            axes.minorticks_off()
+def sweep_of(x_label: str, *, log: bool = False) -> Callable[[dict[str, Any], str, Path], None]:
+    """Draws a result, under a title, into a file: quality on the left, time to first token on the right, both by x."""
+
+    def sweep(result: dict[str, Any], title: str, path: Path) -> None:
+        points = result["points"]
+        measure, ticks = measure_of(points), sorted({point["x"] for point in points})
+        with sheet(title, 2, path) as (left, right):
+            for axes, value, label in ((left, quality(measure), quality_label(measure)), (right, ttft, TTFT)):
+                curves(axes, points, value, lambda point: point["x"])
+                axes.set(xlabel=x_label, ylabel=label)
+                if log:
+                    axes.set_xscale("log", base=2)
+                axes.set_xticks(ticks, [str(tick) for tick in ticks])
+                axes.minorticks_off()
+
+    return sweep
 
 
 def log_times(axes: Any, points: Sequence[Point]) -> None:

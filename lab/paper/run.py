@@ -1,22 +1,36 @@
-"""Runs the parts one after the other and writes the report after each, so that an interrupted run shows what it has."""
+"""Runs the parts one after the other and writes the report after each, so that an interrupted run shows what it has.
 
-from collections.abc import Callable, Sequence
+The report is ``report.md`` with pictures and tables, and ``report.json`` with all points.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from cacheblend.bench.stamp import stamp
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.failures import failed_since, failures, in_words
+from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine
+from cacheblend.engines.settings import describe as in_short
 from cacheblend.evaluation import Settings
-from cacheblend.evaluation.records import folder_name
+from cacheblend.evaluation.records import folder_name, write_whole
+from cacheblend.evaluation.report import TITLES
 from cacheblend.evaluation.runner import describe
 from cacheblend.evaluation.scorers import Scorer
-from lab.paper import batch, chunk_length, chunk_number, device, quality, rate, ratio, report
-from lab.paper.context import Context, DataSet, LeftOutError, Part, Progress, Sweeps
+from lab.bench import AdvanceStage, silent
+from lab.paper import device, quality, side_by_side
+from lab.paper.context import Context, DataSet, LeftOutError, Part, Sweeps
+from lab.paper.points import AGREEMENT
 
-PARTS = (quality.PART, ratio.PART, chunk_number.PART, chunk_length.PART, batch.PART, rate.PART, device.PART)
-Finished = Callable[[str, dict[str, Any]], None]
-"""Called with (name of the part, its result)."""
+PARTS = (
+    *(quality.QUALITY, quality.RATIO, quality.NUMBER, quality.LENGTH),
+    *(side_by_side.BATCH, side_by_side.RATE, device.PART),
+)
+FILE, DATA = "report.md", "report.json"
+INSTALL = "pip install 'cacheblend[evaluate]'"
 
 
 def run_paper(
@@ -24,11 +38,10 @@ def run_paper(
     data: Sequence[DataSet],
     scorers: Sequence[Scorer],
     *,
-    settings: Settings | None = None,
-    sweeps: Sweeps | None = None,
+    settings: Settings,
+    sweeps: Sweeps,
     out: Path,
-    progress: Progress | None = None,
-    finished: Finished | None = None,
+    progress: AdvanceStage = silent,
 ) -> dict[str, Any]:
     """Measures what is not there yet, draws all figures, writes the report.
 
@@ -40,29 +53,24 @@ def run_paper(
         sweeps: see `Sweeps`.
         out: parent of the folder of results, whose name has the hash of model, data and settings. Parts are kept in
             folders of their own, so other sweeps measure only what they change.
-        progress: see `Progress`.
-        finished: see `Finished`.
+        progress: called with (name of the part, done, in all).
 
     Returns:
         What ``report.json`` in the folder has: ``parts`` by name, each with ``points`` and ``notes``, or with
         ``left_out``, the reason; ``data``, ``model``, ``folder``, ``pictures`` by part, and where it was measured.
-
-    Raises:
-        InvalidInputError: no data, two sets of one name, or as `evaluate`.
     """
     names = [of.name for of in data]
     if not names or len(set(names)) < len(names):
         raise InvalidInputError(f"data sets with different names are needed, got {', '.join(names) or 'none'}")
-    settings = settings or Settings()
-    folder = out / folder_name(f"paper-{engine.name}", _identity(engine, data, settings))
+    rows = [row for of in data for row in of.rows]
+    identity = describe(engine, rows, [], settings, []) | {"sets": [(of.name, len(of.rows)) for of in data]}
+    folder = out / folder_name(f"paper-{engine.name}", identity)
     folder.mkdir(parents=True, exist_ok=True)
-    context = Context(engine, data, settings, scorers, sweeps or Sweeps(), folder, progress or (lambda *_: None))
+    context = Context(engine, data, settings, scorers, sweeps, folder, progress)
     results: dict[str, dict[str, Any]] = {}
     for part in PARTS:
         results[part.name] = _run(part, context)
-        whole = report.write(context, PARTS, results)
-        if finished is not None:
-            finished(part.name, results[part.name])
+        whole = _write(context, results)
     return whole
 
 
@@ -77,7 +85,102 @@ def _run(part: Part, context: Context) -> dict[str, Any]:
         return {"points": [], "notes": [], "machines": [], "resumed": 0, "left_out": str(reason)}
 
 
-def _identity(engine: BlendEngine, data: Sequence[DataSet], settings: Settings) -> dict[str, Any]:
-    """What no part can share with another run."""
-    rows = [row for of in data for row in of.rows]
-    return describe(engine, rows, [], settings, []) | {"sets": [(of.name, len(of.rows)) for of in data]}
+def _write(context: Context, results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Draws the parts that have results, and writes both files; returns what is in the JSON."""
+    pictures = _draw(context, results)
+    settings = context.engine.settings  # without the folder of a profile, which says nothing elsewhere
+    blend = f"the model's profile ({in_short(settings.profile.settings)})" if settings.profile else settings.source
+    whole = {
+        "model": context.engine.name,
+        "settings_of_blend": blend,
+        "machine_line": provenance.machine_line(),
+        "max_tokens": context.settings.max_tokens,
+        "scorers": [scorer.name for scorer in context.scorers],
+        "sweeps": vars(context.sweeps),
+        "data": [{"name": of.name, "rows": len(of.rows), "bad_rows": list(of.bad)} for of in context.data],
+        "folder": str(context.folder),
+        "figures": {"paper_report": len(pictures)},
+        "pictures": pictures,
+        "parts": {part.name: {"title": part.title} | results[part.name] for part in PARTS if part.name in results},
+        **stamp(),
+    }
+    write_whole(context.folder / DATA, json.dumps(whole, ensure_ascii=False, indent=2) + "\n")
+    write_whole(context.folder / FILE, "\n".join(_lines(whole)) + "\n")
+    return whole
+
+
+def _draw(context: Context, results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
+    """File names of the pictures by part; none without matplotlib."""
+    if find_spec("matplotlib") is None:
+        return {}
+    pictures = {}
+    for number, part in enumerate(PARTS, start=1):
+        if results.get(part.name, {}).get("points"):
+            pictures[part.name] = f"{number}-{part.name}.png"
+            title = f"{part.title}: {context.engine.name}, {', '.join(of.name for of in context.data)}"
+            part.draw(results[part.name], title, context.folder / pictures[part.name])
+    return pictures
+
+
+def _lines(whole: dict[str, Any]) -> Iterator[str]:
+    yield f"# The paper's evaluation: {whole['model']}"
+    yield ""
+    yield (
+        f"{whole['machine_line']}. blend: {whole['settings_of_blend']}. Answers are greedy, of at most "
+        f"{whole['max_tokens']} tokens."
+    )
+    yield from ("", "| data | rows | left out |", "|---|---:|---:|")
+    yield from (f"| {_cell(of['name'])} | {of['rows']} | {len(of['bad_rows'])} |" for of in whole["data"])
+    for of in whole["data"]:
+        if of["bad_rows"]:
+            yield from ("", f"{of['name']}: {len(of['bad_rows'])} rows cannot be used; the first: {of['bad_rows'][0]}.")
+    if not whole["pictures"]:
+        yield from ("", f"No figures are drawn: that needs matplotlib ({INSTALL}); then give the same command again.")
+    for number, part in enumerate(PARTS, start=1):
+        yield from ("", f"## {number}. {part.title}", "")
+        yield from _part(part, whole)
+
+
+def _part(part: Part, whole: dict[str, Any]) -> Iterator[str]:
+    result = whole["parts"].get(part.name)
+    if result is None:
+        yield "Not measured yet."
+        return
+    if result.get("left_out"):
+        yield f"Left out: {result['left_out']}."
+        return
+    if part.name in whole["pictures"]:
+        yield from (f"![{part.title}]({whole['pictures'][part.name]})", "")
+    yield from (f"- {note}." for note in result["notes"])
+    if len(result["machines"]) > 1:
+        yield f"- Times come from different machines or numbers of threads: {'; '.join(result['machines'])}."
+    yield ""
+    yield from _table(part, result["points"])
+
+
+def _table(part: Part, points: Sequence[dict[str, Any]]) -> Iterator[str]:
+    measures = list(dict.fromkeys(name for point in points for name in point.get("quality", {})))
+    titles = TITLES | {AGREEMENT: "first token as full recompute's"}
+    has_compute = any(point.get("compute") is not None for point in points)
+    headings = [*part.columns, "method", "rows", *(f"{titles.get(name, name)}, %" for name in measures), "TTFT, ms"]
+    headings += ["compute, %"] if has_compute else []
+    yield f"| {' | '.join(headings)} |"
+    yield f"|{'---|' * (len(part.columns) + 1)}{'---:|' * (len(headings) - len(part.columns) - 1)}"
+    for point in points:
+        cells = [*(column(point) for column in part.columns.values()), point["method"], str(point["rows"])]
+        cells += [_interval(point["quality"].get(name)) for name in measures]
+        cells.append("{:.1f} [{:.1f}, {:.1f}]".format(*(1e3 * point["ttft_s"][at] for at in ("median", "low", "high"))))
+        if has_compute:
+            cells.append("" if point["compute"] is None else f"{100 * point['compute']:.1f}")
+        yield f"| {' | '.join(map(_cell, cells))} |"
+
+
+def _interval(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    return f"{100 * found['mean']:.1f} [{100 * found['low']:.1f}, {100 * found['high']:.1f}]"
+
+
+def _cell(text: str) -> str:
+    """A text that ends no cell of a table."""
+    return text.replace("|", r"\|").replace("\n", " ")

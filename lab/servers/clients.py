@@ -1,30 +1,32 @@
-"""Clients of a server: a fixed number that keeps it busy, or Poisson arrivals at a rate."""
+"""Clients of a server: a fixed number that keeps it busy, Poisson arrivals at a rate, two servers by turns."""
 
 import random
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from lab.bench import Advance, alternating, silent
 
 Prompt = TypeVar("Prompt")
+WITHOUT, WITH = "without", "with"
 
 
 def saturate(
-    ask: Callable[[Prompt], float], prompts: Sequence[Prompt], clients: int, done: Callable[[int], None]
+    ask: Callable[[Prompt], float], prompts: Sequence[Prompt], clients: int, advance: Advance = silent
 ) -> dict[str, Any]:
     """Asks with a fixed number of clients; each sends its next request as soon as it has an answer.
 
-    Args:
-        ask: sends a prompt, waits for the answer, returns its time to first token.
-        prompts: in order.
-        clients: requests under way at once.
-        done: called with the number of answers so far.
+    `ask` sends a prompt, waits for the answer, and returns its time to first token.
     """
     times: list[float] = []
 
     def one(prompt: Prompt) -> None:
         times.append(ask(prompt))
-        done(len(times))
+        advance(len(times), len(prompts))
 
     started = time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:
@@ -34,13 +36,7 @@ def saturate(
 
 
 def poisson_times(rate: float, count: int, seed: str) -> list[float]:
-    """Arrival times in seconds of a Poisson process.
-
-    Args:
-        rate: requests per second.
-        count: of requests.
-        seed: of the process.
-    """
+    """Arrival times in seconds of a Poisson process of so many requests per second."""
     rng, at, found = random.Random(seed), 0.0, []
     for _ in range(count):
         at += rng.expovariate(rate)
@@ -59,3 +55,35 @@ def ask_at(ask: Callable[[Prompt], float], due: Sequence[tuple[float, Prompt]]) 
 
     with ThreadPoolExecutor(len(due)) as pool:
         return [each.result() for each in [pool.submit(one, at, prompt) for at, prompt in due]]
+
+
+@dataclass(frozen=True)
+class Arm(Generic[Prompt]):
+    """A server: `ask` as in `saturate`; `settle` returns when it has nothing left to compute."""
+
+    ask: Callable[[Prompt], float]
+    settle: Callable[[], None]
+
+    def requests_per_s(self, clients: int, prompts: Sequence[Prompt]) -> float:
+        """At saturation. What the server has put off is finished first, so that it does not compute beside another."""
+        found = saturate(self.ask, prompts, clients)
+        self.settle()
+        return float(found["requests_per_s"])
+
+
+def shadow_overhead(
+    arms: Mapping[str, Arm[Prompt]],
+    draw: Callable[[], Sequence[Prompt]],
+    *,
+    rounds: int,
+    clients: int,
+    advance: Advance,
+) -> dict[str, Any]:
+    """`overhead`: the share of throughput that the shadow check costs, the median of the rounds; each round's figures.
+
+    Each round the servers, `WITHOUT` and `WITH` the check, are asked the same prompts, one after the other.
+    """
+    asked = {name: partial(arm.requests_per_s, clients) for name, arm in arms.items()}
+    rates = alternating(asked, draw, rounds, advance)
+    shares = [1 - with_it / without for with_it, without in zip(rates[WITH], rates[WITHOUT], strict=True)]
+    return {"overhead": statistics.median(shares), "by_round": shares, "requests_per_s": rates}

@@ -25,6 +25,7 @@ from cacheblend.engines.discovery import Discovery, DiscoveryFigures
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.warmup import Asker
 from cacheblend.store import MemoryStore
+from lab.bench import silent
 from lab.servers.prompts import LAST_ID
 
 STORE_BYTES = 4 << 30
@@ -36,12 +37,7 @@ POOL, PASSAGE_TOKENS = 24_000, 512
 
 @dataclass(frozen=True)
 class Learnt:
-    """Of a trace.
-
-    Attributes:
-        chunks: token ids of each run that is stored, without what stands in front of chunks.
-        figures: of discovery, since the first request.
-    """
+    """Of a trace: token ids of each run that is stored, without what stands in front of chunks; discovery's figures."""
 
     chunks: list[list[int]]
     figures: DiscoveryFigures
@@ -52,11 +48,7 @@ class Learnt:
         return self.figures.wasted_tokens / max(1, self.figures.stored_tokens)
 
     def found_in(self, requests: Iterable[Sequence[int]]) -> list[list[int]]:
-        """The chunks that stand in these requests, each once; the others can make no difference to them.
-
-        Args:
-            requests: token ids of each.
-        """
+        """The chunks that stand in these requests (token ids), each once; others can make no difference to them."""
         index, names = ChunkIndex(BlendConfig().min_run_tokens), list[BlockName]()
         for ids in self.chunks:
             held = np.asarray(ids, "<u4")
@@ -72,13 +64,8 @@ class Learner:
     def __init__(self, engine: BlendEngine, discovery: Discovery[Asker]) -> None:
         self._engine, self._discovery = engine, discovery
 
-    def see(self, requests: Iterable[Sequence[int]], done: Callable[[int], None] = lambda count: None) -> None:
-        """Answers one after the other, and stores what recurs between them.
-
-        Args:
-            requests: token ids of each.
-            done: told how many were answered.
-        """
+    def see(self, requests: Iterable[Sequence[int]], done: Callable[[int], None] = silent) -> None:
+        """Answers one after the other, and stores what recurs between them; `done` is told how many were answered."""
         one = SamplingParams(max_new_tokens=1, temperature=0, ignore_eos=True)
         for number, ids in enumerate(requests, 1):
             self._engine.generate(Prompt.of([text(ids)]), one)
@@ -87,7 +74,6 @@ class Learner:
 
     @property
     def learnt(self) -> Learnt:
-        """So far."""
         stored = [manifest.token_ids.tolist() for manifest in self._engine.store.manifests()]
         return Learnt(stored, self._discovery.figures)
 
@@ -112,16 +98,9 @@ def learning(seed: int = 0) -> Iterator[Learner]:
 
 
 def learn_in_order(
-    requests: Iterator[list[int]], before: int, seed: int = 0, done: Callable[[int], None] = lambda count: None
+    requests: Iterator[list[int]], before: int, seed: int = 0, done: Callable[[int], None] = silent
 ) -> tuple[Learnt, Learnt]:
-    """What is known after the first requests, and after all.
-
-    Args:
-        requests: token ids of each, in order.
-        before: number of the first ones.
-        seed: of the weights.
-        done: told how many were seen.
-    """
+    """What is known after the first `before` requests, and after all; `done` is told how many were seen."""
     with learning(seed) as learner:
         learner.see(islice(requests, before), done)
         learnt = learner.learnt

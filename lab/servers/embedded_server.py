@@ -1,21 +1,82 @@
-"""Starts `cacheblend serve` on a free port; a client that times the first tokens it streams."""
+"""Starts `cacheblend serve` on a free port; clients that time the first tokens it streams."""
 
 import json
 import os
+import signal
 import sys
 import time
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 from cacheblend.core.errors import InvalidInputError
-from lab.servers.failed import count_failed
-from lab.servers.processes import START_S, answers, free_port, running
+from lab.servers.processes import START_S, answers, count_failed, free_port, running
 
-WAITING = "cacheblend_shadow_waiting"
+
+@contextmanager
+def serving(model: Path | str, store: str, *options: str) -> Iterator[tuple[str, "Popen[Any]"]]:
+    """The URL of `cacheblend serve` with these options, and its process; stopped at the end."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-c", "from cacheblend.cli import main; main()", "serve", "--model", str(model)]
+    command += ["--port", str(port), "--store", store, "--drain", "1", *options]
+    with running(command, os.environ, lambda: answers(f"{url}/v1/models")) as process:
+        yield url, process
+
+
+class Client:
+    """A client of a server: greedy, streamed."""
+
+    def __init__(self, url: str, process: "Popen[Any]") -> None:
+        import httpx
+
+        self._http, self._process = httpx.Client(base_url=url, timeout=START_S), process
+        self._model = self._http.get("/v1/models").json()["data"][0]["id"]
+
+    def stream(self, path: str, **body: Any) -> Iterator[tuple[float, dict[str, Any]]]:
+        """The events of an answer, and the seconds since the request; they include making its JSON."""
+        started = time.perf_counter()
+        body |= {"model": self._model, "temperature": 0, "stream": True}
+        with self._http.stream("POST", path, json=body) as answer:
+            if answer.status_code != 200:
+                raise InvalidInputError(f"the server answered {answer.status_code}: {answer.read().decode()[:500]}")
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    came, event = time.perf_counter() - started, json.loads(line[6:])
+                    if "error" in event:
+                        raise InvalidInputError(f"the server ended the stream: {event['error']['message']}")
+                    yield came, event
+
+    def metric_lines(self) -> list[str]:
+        """The server's metrics as it gives them."""
+        text: str = self._http.get("/metrics").text
+        return text.splitlines()
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        """Those whose names begin so, with their labels."""
+        found = [line.rsplit(" ", 1) for line in self.metric_lines() if line.startswith(prefix)]
+        return {name: float(value) for name, value in found}
+
+    @contextmanager
+    def alone(self, others: Sequence["Client"]) -> Iterator[None]:
+        """Stops the other servers meanwhile: what they store in idle time must not slow this one down."""
+        for other in others:
+            other._signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for other in others:
+                other._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+
+
+# ---- completions of token ids -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -34,75 +95,40 @@ class Got:
     report: dict[str, Any]
 
 
-class Client:
-    """A client of a server: greedy, streamed."""
+class IdClient(Client):
+    """Completes prompts of token ids at a recompute ratio, with the chunks named."""
 
-    def __init__(self, url: str, model: str, ratio: float) -> None:
-        import httpx
-
-        self.url, self._model, self._ratio = url, model, ratio
-        self._http = httpx.Client(base_url=url, timeout=START_S)
+    def __init__(self, url: str, process: "Popen[Any]", ratio: float) -> None:
+        super().__init__(url, process)
+        self._ratio = ratio
 
     def ask(self, asked: Asked, tokens: int, mode: str) -> Got:
-        """Sends one request; the time includes making its JSON.
-
-        Raises:
-            InvalidInputError: the server did not answer.
-        """
-        started, first = time.perf_counter(), 0.0
-        report: dict[str, Any] = {}
-        body: dict[str, Any] = {
-            "model": self._model,
-            "prompt": asked.ids,
-            "max_tokens": tokens,
-            "temperature": 0,
-            "stream": True,
-            "ignore_eos": True,
-            "cacheblend": {"mode": mode, "recompute_ratio": self._ratio},
-        }
+        """Sends one request, see `stream`."""
+        first, report, settings = 0.0, dict[str, Any](), {"mode": mode, "recompute_ratio": self._ratio}
         if asked.spans is not None:
-            body["cacheblend"]["chunks"] = asked.spans
-        with self._http.stream("POST", "/v1/completions", json=body) as answer:
-            if answer.status_code != 200:
-                raise InvalidInputError(f"the server answered {answer.status_code}: {answer.read().decode()[:500]}")
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    first = first or time.perf_counter() - started
-                    event = json.loads(line[6:])
-                    if "error" in event:
-                        raise InvalidInputError(f"the server ended the stream: {event['error']['message']}")
-                    report = event.get("cacheblend") or report
+            settings["chunks"] = asked.spans
+        events = self.stream(
+            "/v1/completions", prompt=asked.ids, max_tokens=tokens, ignore_eos=True, cacheblend=settings
+        )
+        for came, event in events:
+            first = first or came
+            report = event.get("cacheblend") or report
         return Got(first, report)
-
-    def metric_lines(self) -> list[str]:
-        """The server's metrics as it gives them."""
-        text: str = self._http.get("/metrics").text
-        return text.splitlines()
-
-    def shadow_metrics(self) -> dict[str, float]:
-        """The server's metrics of the shadow check, with their labels."""
-        found = [line.rsplit(" ", 1) for line in self.metric_lines() if line.startswith("cacheblend_shadow")]
-        return {name: float(value) for name, value in found}
 
     def settle(self) -> None:
         """Returns when no answer waits to be compared."""
-        while any(value for name, value in self.shadow_metrics().items() if name.startswith(WAITING)):
+        while any(self.metrics("cacheblend_shadow_waiting").values()):
             time.sleep(0.1)
 
     def store(self, chunks: list[list[int]]) -> None:
-        """Makes the server compute and store chunks.
-
-        Raises:
-            InvalidInputError: the server refused.
-        """
-        body = {"chunks": [{"token_ids": ids} for ids in chunks]}
-        answer = self._http.post("/v1/chunks", json=body)
+        """Makes the server compute and store chunks."""
+        answer = self._http.post("/v1/chunks", json={"chunks": [{"token_ids": ids} for ids in chunks]})
         if answer.status_code != 200:
             raise InvalidInputError(f"the server answered {answer.status_code}: {answer.text[:500]}")
 
 
 @contextmanager
-def serving(
+def completing(
     folder: Path,
     ratio: float,
     clients: int,
@@ -110,30 +136,53 @@ def serving(
     shadow: float = 0.0,
     discover: bool = False,
     store: str = "memory://?max_bytes=8GiB",
-) -> Iterator[Client]:
-    """`cacheblend serve` on a free port; stopped at the end, and asked before what failed in it (`servers.failed`).
+) -> Iterator[IdClient]:
+    """A client of a server that answers so many requests at once; asked at the end what failed in it.
 
-    Args:
-        folder: of the model.
-        ratio: recompute ratio.
-        clients: requests under way at once.
-        shadow: share of the answers that is checked.
-        store: its URL.
-        discover: text that nobody marked is found, learnt and stored; otherwise requests store nothing.
-
-    Raises:
-        InvalidInputError: the server did not start; with the end of its output.
+    `discover`: text that nobody marked is found, learnt and stored; otherwise requests store nothing.
     """
-    port = free_port()
-    arguments = [sys.executable, "-c", "from cacheblend.cli import main; main()", "serve", "--model", str(folder)]
-    arguments += ["--port", str(port), "--store", store, "--active", str(clients)]
-    arguments += ["--waiting", "1000", "--ratio", str(ratio), "--no-playground", "--drain", "1"]
-    arguments += ["--shadow", str(shadow)]
-    arguments += ["--discover", "--capture"] if discover else ["--no-discover", "--no-capture"]
-    url = f"http://127.0.0.1:{port}"
-    with running(arguments, os.environ, lambda: answers(f"{url}/v1/models")):
-        with urllib.request.urlopen(f"{url}/v1/models") as response:
-            name = json.loads(response.read())["data"][0]["id"]
-        client = Client(url, name, ratio)
+    options = ["--active", str(clients), "--waiting", "1000", "--ratio", str(ratio), "--no-playground"]
+    options += ["--shadow", str(shadow)]
+    options += ["--discover", "--capture"] if discover else ["--no-discover", "--no-capture"]
+    with serving(folder, store, *options) as (url, process):
+        client = IdClient(url, process, ratio)
+        yield client
+        count_failed(client.metric_lines())
+
+
+# ---- chats --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A chat as its client saw it: time to first token, tokens of the prompt, those loaded by how, the answer."""
+
+    ttft_s: float
+    prompt_tokens: int
+    hit_tokens: dict[str, int]
+    text: str
+
+
+class ChatClient(Client):
+    """Streams chat completions; sends no field that OpenAI does not have."""
+
+    def ask(self, messages: Sequence[dict[str, Any]], tokens: int) -> Answered:
+        """Sends one request, see `stream`."""
+        first, text, report = 0.0, "", dict[str, Any]()
+        for came, event in self.stream("/v1/chat/completions", messages=messages, max_tokens=tokens):
+            report = event.get("cacheblend") or report
+            delta = event["choices"][0]["delta"] if event.get("choices") else {"role": ""}
+            if "role" not in delta:  # the opening event has one, and comes before anything is computed
+                first = first or came
+                text += delta.get("content") or ""
+        return Answered(first, report["prompt_tokens"], report["hit_tokens"], text)
+
+
+@contextmanager
+def chatting(folder: Path, ratio: float, options: Sequence[str]) -> Iterator[ChatClient]:
+    """A client of a server with an empty store; asked at the end what failed in it."""
+    options = ("--ratio", str(ratio), "--no-playground", "--capture", *options)
+    with serving(folder, "memory://?max_bytes=4GiB", *options) as (url, process):
+        client = ChatClient(url, process)
         yield client
         count_failed(client.metric_lines())

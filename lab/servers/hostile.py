@@ -8,74 +8,46 @@ two of their events counts.
 import contextlib
 import http.client
 import json
-import os
 import random
 import socket
-import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 from cacheblend.bench.stamp import stamp
+from lab.bench import AdvanceStage
 from lab.nano.questions import draw_questions
-from lab.servers.processes import answers, free_port, running
+from lab.servers.embedded_server import serving
 
 CHAT_BYTES, DOCUMENT_BYTES = 16_000_000, 15_000_000
 GIVE_UP_S = 10.0  # of a document's client; of every second post's 1
 WARM_CHUNKS = 60
 STAGES = ("at rest", "attacked", "long documents")
+CHATS, POSTS, CHUNKS, DOCUMENTS, SOCKETS = 3, 2, 700, 1, 500
+"""In each round; of a post its chunks. Chats have 16 MB, documents 15 MB, sockets send half a request."""
+ANSWER_TOKENS = 200  # of each stream
 
 
-@dataclass(frozen=True)
-class Hostile:
-    """What is measured.
-
-    Attributes:
-        model: a model folder, or ``nano``.
-        rounds: of each stage.
-        chats: of 16 MB in each round.
-        posts, chunks: posts in each round, and chunks of each.
-        documents: of 15 MB in each round, with a comma behind each word.
-        sockets: connections that send half a request.
-        answer_tokens: of each stream.
-        seed: of everything drawn.
-    """
-
-    model: str = "nano"
-    rounds: int = 3
-    chats: int = 3
-    posts: int = 2
-    chunks: int = 700
-    documents: int = 1
-    sockets: int = 500
-    answer_tokens: int = 200
-    seed: int = 0
-
-
-def run(what: Hostile, advance: Callable[[str, int, int], None]) -> dict[str, Any]:
-    """Runs all rounds: ``figures`` and the raw numbers.
-
-    Raises:
-        InvalidInputError: the server does not start.
-    """
-    rng, kinds = random.Random(what.seed), []
+def run(model: str, rounds: int, seed: int, advance: AdvanceStage) -> dict[str, Any]:
+    """Runs so many rounds of each stage on a model folder, or ``nano``: ``figures`` and the raw numbers."""
+    rng, kinds = random.Random(seed), list[dict[str, int]]()
     stalls: dict[str, list[float]] = {stage: [] for stage in STAGES}
-    with _serving(what.model) as url:
-        _use(url, what, rng)
+    words = [word for text in draw_questions(seed, 1)[0].passages for word in text.text.split()]
+    with serving(model, "memory://?max_bytes=16MiB") as (url, _):
+        _use(url, words, rng)
         before = _resident_bytes(url)
         most = dict.fromkeys(STAGES, before)
         for stage in STAGES:
-            for number in range(what.rounds):
-                with _attacks(url, what, rng, stage) as kind:
+            for number in range(rounds):
+                with _attacks(url, words, rng, stage) as kind:
                     while not stalls[stage][number:] or any(thread.is_alive() for thread in kind.threads):
-                        stalls[stage].append(_longest_gap(url, what.answer_tokens))
+                        stalls[stage].append(_longest_gap(url))
                         most[stage] = max(most[stage], _resident_bytes(url))
                 kinds.append(kind.statuses)
-                advance(stage, number + 1, what.rounds)
+                advance(stage, number + 1, rounds)
     quiet, attacked, documents = STAGES
     return {
         "figures": {
@@ -88,42 +60,33 @@ def run(what: Hostile, advance: Callable[[str, int, int], None]) -> dict[str, An
         "stall_s": stalls,
         "resident_bytes": {"before": before, **most},
         "statuses": kinds,
-        "settings": asdict(what),
+        "settings": {
+            "model": model,
+            "rounds": rounds,
+            "seed": seed,
+            "answer_tokens": ANSWER_TOKENS,
+            "chats": CHATS,
+            "posts": POSTS,
+            "chunks": CHUNKS,
+            "documents": DOCUMENTS,
+            "sockets": SOCKETS,
+        },
         **stamp(),
     }
 
 
-def table(result: dict[str, Any]) -> str:
-    """A line for each figure."""
-    return "\n".join(f"{name}: {value:.3f}" for name, value in result["figures"].items())
-
-
-@contextlib.contextmanager
-def _serving(model: str) -> Iterator[str]:
-    port = free_port()
-    command = [sys.executable, "-c", "from cacheblend.cli import main; main()", "serve", "--model", model]
-    command += ["--port", str(port), "--store", "memory://?max_bytes=16MiB", "--drain", "1"]
-    url = f"http://127.0.0.1:{port}"
-    with running(command, os.environ, lambda: answers(f"{url}/v1/models")):
-        yield url
-
-
-def _use(url: str, what: Hostile, rng: random.Random) -> None:
+def _use(url: str, words: list[str], rng: random.Random) -> None:
     """Uses the server as others do, so that what it fills by itself is full: its store, its caches of kernels."""
-    _longest_gap(url, what.answer_tokens)
-    chunks = [{"text": " ".join(rng.choices(_words(what), k=100))} for _ in range(WARM_CHUNKS)]
+    _longest_gap(url)
+    chunks = [{"text": " ".join(rng.choices(words, k=100))} for _ in range(WARM_CHUNKS)]
     body = json.dumps({"chunks": chunks}).encode()
     request = urllib.request.Request(f"{url}/v1/chunks", body, {"Content-Type": "application/json"})
     urllib.request.urlopen(request, timeout=600).close()
 
 
-def _words(what: Hostile) -> list[str]:
-    return [word for text in draw_questions(what.seed, 1)[0].passages for word in text.text.split()]
-
-
-def _longest_gap(url: str, tokens: int) -> float:
+def _longest_gap(url: str) -> float:
     """The longest time in seconds between two events of a stream."""
-    body = {"prompt": "lamp", "max_tokens": tokens, "ignore_eos": True, "stream": True, "temperature": 0}
+    body = {"prompt": "lamp", "max_tokens": ANSWER_TOKENS, "ignore_eos": True, "stream": True, "temperature": 0}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -186,28 +149,27 @@ def _long_document(words: list[str], number: int) -> bytes:
 
 
 @contextlib.contextmanager
-def _attacks(url: str, what: Hostile, rng: random.Random, stage: str) -> Iterator[_Attack]:
+def _attacks(url: str, words: list[str], rng: random.Random, stage: str) -> Iterator[_Attack]:
     attack = _Attack(url)
     with contextlib.ExitStack() as closing:
         if stage == STAGES[1]:
-            for _ in range(what.sockets):
+            for _ in range(SOCKETS):
                 closing.enter_context(attack.half_open())
-            _send_chats_and_posts(attack, what, rng)
+            _send_chats_and_posts(attack, words, rng)
         elif stage == STAGES[2]:
-            for number in range(what.documents):
-                attack.start("document", "/v1/documents", _long_document(_words(what), number), GIVE_UP_S)
+            for number in range(DOCUMENTS):
+                attack.start("document", "/v1/documents", _long_document(words, number), GIVE_UP_S)
         yield attack
         for thread in attack.threads:
             thread.join()
 
 
-def _send_chats_and_posts(attack: _Attack, what: Hostile, rng: random.Random) -> None:
-    words = _words(what)
+def _send_chats_and_posts(attack: _Attack, words: list[str], rng: random.Random) -> None:
     passage = " ".join(words) + " "
     content = passage * (CHAT_BYTES // len(passage))
     chat = json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
-    for _ in range(what.chats):
+    for _ in range(CHATS):
         attack.start("chat", "/v1/chat/completions", chat, 600)
-    for number in range(what.posts):
-        chunks = [{"text": " ".join(rng.choices(words, k=100))} for _ in range(what.chunks)]
+    for number in range(POSTS):
+        chunks = [{"text": " ".join(rng.choices(words, k=100))} for _ in range(CHUNKS)]
         attack.start("post", "/v1/chunks", json.dumps({"chunks": chunks}).encode(), 1 if number % 2 else 600)

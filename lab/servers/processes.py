@@ -1,9 +1,14 @@
-"""Servers that run as processes of their own: started, waited for, ended. Knows no server.
+"""Servers that run as processes of their own: started, waited for, ended; and what failed in them meanwhile.
 
 Whoever ends a benchmark by SIGTERM (a job's time limit) ends its servers, too: one that was left behind would keep its
 memory, a GPU's above all, and disturb the next measurement.
+
+A server that a benchmark starts is asked what failed when its work is done (`count_failed`), as if all of it had failed
+here, since its clients got right answers, later: no benchmark has to remember it, and `ResultOptions.show` reports no
+speed with a failed blend in it.
 """
 
+import re
 import signal
 import socket
 import subprocess
@@ -11,32 +16,32 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from urllib.request import urlopen
 
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.failures import CHECK, NOT_WRITTEN, count_failure
+from cacheblend.engines.vllm.reasons import DECISIONS
 
 START_S = 600
 END_S = 60
 _started = set["subprocess.Popen[Any]"]()
+_LABELLED = re.compile(r'(?:vllm:)?cacheblend_(\w+)_total\{.*?(?:reason|what)="([^"]*)".*\} (\S+)')
+_FAILED = {
+    ("captures_given_up", "failed"): "background work",
+    ("shadow_dropped", "failed"): CHECK,
+    ("store_errors", "write"): NOT_WRITTEN,
+}
 
 
 @contextmanager
 def running(
     command: Sequence[str], environment: Mapping[str, str], is_ready: Callable[[], bool]
 ) -> Iterator["subprocess.Popen[Any]"]:
-    """Runs a server while the context lasts; its process.
-
-    Args:
-        command: that starts it.
-        environment: its variables.
-        is_ready: it answers.
-
-    Raises:
-        InvalidInputError: it ended, or took too long to start; with the end of its output.
-    """
+    """Runs a server while the context lasts; its process."""
     with tempfile.TemporaryFile("w+") as words, _ended_by_sigterm():
         process = subprocess.Popen(command, env=dict(environment), stdout=words, stderr=subprocess.STDOUT)
         _started.add(process)
@@ -73,16 +78,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def wait_until(is_ready: Callable[[], bool], process: "subprocess.Popen[Any]", words: Any) -> None:
-    """Returns when a server that was started answers.
-
-    Args:
-        is_ready: it answers.
-        process: the server's.
-        words: the file that its output goes to.
-
-    Raises:
-        InvalidInputError: see `running`.
-    """
+    """Returns when a server that was started answers; its output goes to the file `words`."""
     end = time.monotonic() + START_S
     while not is_ready():
         if process.poll() is not None or time.monotonic() > end:
@@ -105,3 +101,23 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
+
+
+def failed_in(metrics: Iterable[str]) -> Counter[str]:
+    """What failed by the lines of a server's metrics, vLLM's or the embedded engine's."""
+    found = Counter[str]()
+    for line in metrics:
+        if (at := _LABELLED.match(line)) is None:
+            continue
+        name, label, count = at[1], at[2], int(float(at[3]))
+        is_fallback = name == "fallbacks" and label not in DECISIONS
+        reason = label if is_fallback else _FAILED.get((name, label))
+        if reason is not None and count:
+            found[reason] += count
+    return found
+
+
+def count_failed(metrics: Iterable[str]) -> None:
+    """Counts it in this process."""
+    for reason, count in failed_in(metrics).items():
+        count_failure(reason, count)

@@ -1,43 +1,20 @@
 """Prompts for benchmarks of servers: random token ids, chunks that recur in new orders."""
 
 import random
-from dataclasses import dataclass
+
+from lab.settings import PromptShape
 
 LAST_ID = 3000
 """Random ids are below this: the tokenizer that ships has as many."""
 
 
-@dataclass(frozen=True)
-class PromptShape:
-    """A prompt: plain text that no cache holds, stored chunks in shuffled order, a question.
-
-    Attributes:
-        chunks: number of chunks.
-        chunk_tokens, question_tokens, plain_tokens: tokens of a chunk, of the question, of the plain text.
-    """
-
-    chunks: int = 8
-    chunk_tokens: int = 512
-    question_tokens: int = 32
-    plain_tokens: int = 32
-
-    @property
-    def tokens(self) -> int:
-        """Length of a prompt."""
-        return self.plain_tokens + self.chunks * self.chunk_tokens + self.question_tokens
+def random_ids(seed: str, count: int) -> list[int]:
+    """[count] token ids, always the same for one seed."""
+    return random.Random(seed).choices(range(300, LAST_ID), k=count)
 
 
 class Prompts:
-    """Random ids: chunks that recur, and prompts of them.
-
-    Args:
-        shape: of the prompts.
-        seed: of ids and orders.
-        vocab_size: of the model.
-
-    Attributes:
-        chunks: token ids of each.
-    """
+    """Random ids: `chunks` that recur, and prompts of them."""
 
     def __init__(self, shape: PromptShape, seed: int, vocab_size: int = LAST_ID) -> None:
         self._shape, self._rng, self._last = shape, random.Random(seed), min(LAST_ID, vocab_size)

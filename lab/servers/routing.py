@@ -16,78 +16,33 @@ import statistics
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
 from cacheblend.bench.stamp import stamp
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.hf.configs import expected_layout
-from cacheblend.engines.hf.shapes import check_choice
+from lab.bench import AdvanceStage, silent
 from lab.servers.clients import saturate
-from lab.servers.embedded_server import Asked, Client, serving
+from lab.servers.embedded_server import Asked, completing
 from lab.servers.processes import free_port, running
-from lab.servers.prompts import Prompts, PromptShape
-from lab.servers.vllm_server import shape_folder
+from lab.servers.prompts import Prompts
+from lab.servers.vllm_server import folder_of
+from lab.settings import Routing
 
 ROUND_ROBIN, AFFINITY = "round robin", "affinity"
 POLICIES = (ROUND_ROBIN, AFFINITY)
 FILL, WARM, MEASURE = "filling Redis", "filling memory", "requests"
 STAGES = (FILL, WARM, MEASURE)
-TURN = 8
-"""Requests of a policy before it is the other's turn."""
-Progress = Callable[[str, int, int], None]
-"""Called with (one of `STAGES`, done, in all)."""
-
-
-@dataclass(frozen=True)
-class Routing:
-    """What is measured.
-
-    Attributes:
-        model: a model folder; or `shape`: random weights of a known shape.
-        topics: number of them; each has the chunks of one prompt.
-        prompt: shape of a prompt.
-        servers: number of them.
-        memory_share: share of all chunks' KV that a server's memory holds.
-        ratio: recompute ratio.
-        requests: measured requests of each policy, after one of each topic and server to warm up.
-        clients: requests under way at once.
-        answer_tokens: tokens of an answer.
-        seed: of everything drawn.
-
-    Raises:
-        InvalidInputError: neither or both of model and shape.
-    """
-
-    model: str | None = None
-    shape: str | None = None
-    topics: int = 12
-    prompt: PromptShape = field(default_factory=PromptShape)
-    servers: int = 2
-    memory_share: float = 0.6
-    ratio: float = 0.15
-    requests: int = 100
-    clients: int = 2
-    answer_tokens: int = 2
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_choice(self.model, self.shape)
+TURN, ANSWER_TOKENS = 8, 2
+"""Requests of a policy before it is the other's turn; tokens of an answer."""
 
 
 class Router:
-    """Chooses a server for each request; safe to call from several threads.
-
-    Args:
-        servers: number of them.
-        policy: one of `POLICIES`.
-    """
+    """Chooses a server for each request by one of `POLICIES`; safe to call from several threads."""
 
     def __init__(self, servers: int, policy: str) -> None:
         self._servers, self._policy = servers, policy
@@ -108,26 +63,21 @@ class Router:
             return chosen
 
 
-def run(what: Routing, progress: Progress | None = None) -> dict[str, Any]:
+def run(what: Routing, advance: AdvanceStage = silent) -> dict[str, Any]:
     """Fills a Redis, then measures both policies in turns, each with servers of its own.
 
     Returns:
         ``figures``: ``affinity_memory`` and ``round_robin_memory``, shares of the loaded tokens that came from a
         server's memory; ``ttft_gain`` and ``throughput_gain``, affinity by round robin.
-
-    Raises:
-        InvalidInputError: redis-server or redis-py is missing, a server does not start, or the model cannot be read.
     """
-    advance = progress or (lambda stage, done, total: None)
     with ExitStack() as stack:
         redis = stack.enter_context(_redis())
-        folder = Path(what.model) if what.model else stack.enter_context(shape_folder(what.shape or "", what.seed))
-        config = AutoConfig.from_pretrained(folder)
-        topics = [Prompts(what.prompt, what.seed + number, int(config.vocab_size)) for number in range(what.topics)]
+        folder, config = stack.enter_context(folder_of(what, what.seed)), what.config
+        topics = [Prompts(what.prompt, what.seed + number, config.vocab_size) for number in range(what.topics)]
         a_token = expected_layout(config).block_bytes(256) / 256
-        stored = int(a_token * what.topics * what.prompt.chunks * what.prompt.chunk_tokens)
+        stored = int(a_token * what.topics * what.chunks * what.chunk_tokens)
         store = f"memory://?max_bytes={int(what.memory_share * stored)}, {redis}"
-        with serving(folder, what.ratio, what.clients, store=store) as client:
+        with completing(folder, what.ratio, what.clients, store=store) as client:
             for number, topic in enumerate(topics, 1):
                 client.store(topic.chunks)
                 advance(FILL, number, what.topics)
@@ -142,8 +92,8 @@ def run(what: Routing, progress: Progress | None = None) -> dict[str, Any]:
         },
         **result,
         "stored_bytes": stored,
-        "model": what.model or what.shape,
-        "settings": {**vars(what), "prompt": vars(what.prompt)},
+        "model": what.called,
+        "settings": what.described(answer_tokens=ANSWER_TOKENS),
         **stamp(),
     }
 
@@ -153,7 +103,7 @@ class _Arm:
 
     def __init__(self, stack: ExitStack, folder: Path, store: str, policy: str, what: Routing) -> None:
         self._clients = [
-            stack.enter_context(serving(folder, what.ratio, what.clients, store=store)) for _ in range(what.servers)
+            stack.enter_context(completing(folder, what.ratio, what.clients, store=store)) for _ in range(what.servers)
         ]
         self._router, self._what = Router(what.servers, policy), what
         self.hits: list[dict[str, int]] = []
@@ -161,17 +111,14 @@ class _Arm:
         self.seconds = 0.0
 
     def ask(self, topics: Sequence[Prompts], numbers: Sequence[int], clients: int) -> None:
-        """Asks of these topics, and keeps what came of it."""
-
         def one(number: int) -> float:
-            each = self._what.prompt.chunks
+            each = self._what.chunks
             server = self._router.choose(range(number * each, (number + 1) * each))
-            client: Client = self._clients[server]
-            got = client.ask(Asked(*topics[number].draw()), self._what.answer_tokens, "blend")
+            got = self._clients[server].ask(Asked(*topics[number].draw()), ANSWER_TOKENS, "blend")
             self.hits.append(got.report["hit_tokens"])
             return got.ttft_s
 
-        found = saturate(one, numbers, clients, lambda count: None)
+        found = saturate(one, numbers, clients)
         self.ttft_s += found["ttft_s"]
         self.seconds += found["seconds"]
 
@@ -180,7 +127,6 @@ class _Arm:
         self.hits, self.ttft_s, self.seconds = [], [], 0.0
 
     def result(self) -> dict[str, Any]:
-        """Its figures, and single times."""
         names = sorted({name for each in self.hits for name in each})
         loaded = {name: sum(each.get(name, 0) for each in self.hits) for name in names}
         return {
@@ -192,7 +138,9 @@ class _Arm:
         }
 
 
-def _measure(folder: Path, store: str, topics: Sequence[Prompts], what: Routing, advance: Progress) -> dict[str, Any]:
+def _measure(
+    folder: Path, store: str, topics: Sequence[Prompts], what: Routing, advance: AdvanceStage
+) -> dict[str, Any]:
     """Saturates the servers of both policies in turns of some requests, so that a busy machine slows both."""
     rng = random.Random(what.seed)
     with ExitStack() as stack:

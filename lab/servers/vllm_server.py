@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 
+from cacheblend.bench.stamp import stamp
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.engines import processor, provenance
-from cacheblend.engines.hf.shapes import build_shape, check_choice, config_of
-from lab.servers.failed import count_failed
-from lab.servers.processes import START_S, answers, free_port, running
+from cacheblend.engines import processor
+from cacheblend.engines.hf.shapes import build_shape
+from lab.servers.processes import START_S, answers, count_failed, free_port, running
+from lab.settings import ModelSettings, VllmOptions
 
 NAME = "served"
 FILL_S = 600
@@ -37,15 +38,7 @@ _CPU = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """How a server is started.
-
-    Attributes:
-        model: folder.
-        extra: settings of the connector; None: vLLM without the plug-in, prefix caching on.
-        max_model_len, max_num_batched_tokens: vLLM's settings.
-        dtype: of the weights.
-        options: further arguments of `vllm serve`.
-    """
+    """How a server is started; `extra`: settings of the connector; None: without the plug-in, prefix caching on."""
 
     model: Path
     extra: dict[str, Any] | None
@@ -57,19 +50,13 @@ class ServerSettings:
 
 @dataclass
 class Streamed:
-    """One streamed answer.
-
-    Attributes:
-        times: seconds from the request to each event.
-        text: of the answer.
-    """
+    """One streamed answer: its text, and the seconds from the request to each event."""
 
     times: list[float] = field(default_factory=list)
     text: str = ""
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token."""
         return self.times[0]
 
 
@@ -83,13 +70,7 @@ class Server:
         self._client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=START_S)
 
     def ask(self, ids: Sequence[int], tokens: int, chunks: Sequence[Sequence[int]] | None = None) -> Streamed:
-        """Greedy, streamed.
-
-        Args:
-            ids: of the prompt.
-            tokens: of the answer.
-            chunks: spans of the prompt; None: the server finds them; empty: there are none.
-        """
+        """Greedy, streamed. `chunks`: spans of the prompt; None: the server finds them; empty: there are none."""
         extra: dict[str, Any] = {"ignore_eos": True}
         if chunks is not None:
             extra["kv_transfer_params"] = {"cacheblend": {"chunks": [list(span) for span in chunks]}}
@@ -104,7 +85,6 @@ class Server:
         return found
 
     def is_up(self) -> bool:
-        """It answers."""
         return answers(f"{self.url}/health")
 
     def metric_lines(self) -> list[str]:
@@ -134,9 +114,6 @@ class Server:
     def wait_for_captures(self, tokens: int, pause: float = 2 * REFRESH_S) -> None:
         """Returns when so many tokens were stored since the server started, and after a pause in which the server
         lists the store again.
-
-        Raises:
-            InvalidInputError: they were not in time.
         """
         end = time.monotonic() + FILL_S
         while (stored := self.counted("captured_tokens")) < tokens:
@@ -150,52 +127,29 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Pair:
+class Pair(VllmOptions):
     """vLLM with prefix caching, and vLLM with the plug-in besides, on one model.
 
     Attributes:
-        model: a model folder; or `shape`: random weights of a known shape.
-        ratio: recompute ratio.
-        batched_tokens: vLLM's `max_num_batched_tokens`.
-        seed: of the weights.
-        dtype: that vLLM computes in; auto: bfloat16, or float32 on processors that only emulate it.
         shadow: share of the answers that the second server compares with full prefill; None: the first server is vLLM
             without the plug-in. Otherwise both have it, and the first compares none.
         discover: both servers have the plug-in, and the second learns what nobody marked.
     """
 
-    model: str | None = None
-    shape: str | None = None
-    ratio: float = 0.15
-    batched_tokens: int = 2048
-    seed: int = 0
-    dtype: str = "auto"
     shadow: float | None = None
     discover: bool = False
 
-    def __post_init__(self) -> None:
-        check_choice(self.model, self.shape)
-
-    @property
-    def layers(self) -> int:
-        """Number of the model's layers."""
-        return int(config_of(self.model, self.shape).num_hidden_layers)
-
     @contextmanager
     def serving(self, max_model_len: int) -> Iterator[tuple[Server, Server]]:
-        """(vLLM, vLLM with the plug-in and an empty store), see `shadow`; stopped at the end.
-
-        Raises:
-            InvalidInputError: vLLM is not installed here, or does not start; or the model takes no prompts this long.
-        """
-        limit = getattr(config_of(self.model, self.shape), "max_position_embeddings", None)
+        """(vLLM, vLLM with the plug-in and an empty store), see `shadow`; stopped at the end."""
+        limit = getattr(self.config, "max_position_embeddings", None)
         if limit is not None and max_model_len > limit:
             raise InvalidInputError(
-                f"prompt and answer are {max_model_len} tokens long, and {self.model or self.shape} takes {limit}: "
+                f"prompt and answer are {max_model_len} tokens long, and {self.called} takes {limit}: "
                 "ask for fewer or shorter chunks"
             )
         with ExitStack() as stack:
-            folder = Path(self.model) if self.model else stack.enter_context(shape_folder(self.shape or "", self.seed))
+            folder = stack.enter_context(folder_of(self))
             limits = max_model_len, self.batched_tokens
             options = ("--gpu-memory-utilization", f"{GPU_SHARE:g}") if torch.cuda.is_available() else ()
             settings = [
@@ -223,16 +177,16 @@ class Pair:
             return [blend(), blend(discover=True)]
         return [None, blend()] if self.shadow is None else [blend(shadow=0.0), blend(shadow=self.shadow)]
 
-    def described(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """What the figures depend on: model, ratio, machine, versions, commit."""
+        facts = stamp()
         return {
-            "model": self.model or self.shape,
+            "model": self.called,
             "ratio": self.ratio,
             "dtype": dtype_of(self.dtype),
             "max_num_batched_tokens": self.batched_tokens,
-            "machine": provenance.machine(),
-            "versions": provenance.versions() | {"vllm": version_of_vllm()},
-            "commit": provenance.commit(),
+            **facts,
+            "versions": facts["versions"] | {"vllm": version_of_vllm()},
         }
 
 
@@ -262,11 +216,7 @@ def check_installed() -> None:
 
 @contextmanager
 def serving(settings: ServerSettings) -> Iterator[Server]:
-    """A running server; stopped at the end, and asked before what failed in it (`servers.failed`).
-
-    Raises:
-        InvalidInputError: vLLM is not installed here, or the server ended; with the end of its output.
-    """
+    """A running server; stopped at the end, and asked before what failed in it."""
     check_installed()
     port = free_port()
     server = Server(f"http://127.0.0.1:{port}")
@@ -297,6 +247,16 @@ def command_of(settings: ServerSettings, port: int) -> list[str]:
         }
         arguments += ["--kv-transfer-config", json.dumps(config)]
     return arguments
+
+
+@contextmanager
+def folder_of(what: ModelSettings, seed: int = 0) -> Iterator[Path]:
+    """The model's folder, or one of its shape."""
+    if what.model:
+        yield what.model
+    else:
+        with shape_folder(what.shape or "", seed) as folder:
+            yield folder
 
 
 @contextmanager

@@ -7,12 +7,11 @@ moves, and the share of right answers. Full reuse is measured as well: it recomp
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from cacheblend.bench.stamp import stamp
@@ -24,25 +23,16 @@ from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf.baselines import agreement, finish, full_recompute, fused
 from cacheblend.evaluation.scorers import ExactMatch, best
 from cacheblend.nano import model_path
+from lab.bench import Advance, plain_table, silent
 from lab.nano.questions import draw_questions
 from lab.suite.suite import SETTINGS, Suite
 
 SUITE = Suite()
 STORE_BYTES = 1 << 28
-Progress = Callable[[int, int], None]
 
 
-def run(seed: int = SUITE.seeds[0], limit: int | None = None, progress: Progress | None = None) -> dict[str, Any]:
-    """Asks the rows with every codec; `figures` beside all shares.
-
-    Args:
-        seed: of the suite.
-        limit: rows of the seed, the first ones; None for all.
-        progress: called with (rows done, rows in all).
-
-    Raises:
-        InvalidInputError: the suite has no such seed.
-    """
+def run(seed: int = SUITE.seeds[0], limit: int | None = None, advance: Advance = silent) -> dict[str, Any]:
+    """Asks the first `limit` rows of a seed of the suite with every codec; `figures` beside all shares."""
     if seed not in SUITE.seeds:
         raise InvalidInputError(f"the suite has no seed {seed}; there are {', '.join(map(str, SUITE.seeds))}")
     asked = draw_questions(seed, SUITE.per_category)[:limit]
@@ -56,9 +46,9 @@ def run(seed: int = SUITE.seeds[0], limit: int | None = None, progress: Progress
                     plain.model, plain.tokenizer, store=plain.store, config=config, fingerprint=plain.fingerprint
                 )
                 engines[codec] = stack.enter_context(engine)
-        lines = measure(engines, asked, progress)
+        lines = _measure(engines, asked, advance)
         selector = plain.settings.selector()
-    shares = summary(lines)
+    shares = _summary(lines)
     return {
         "figures": {
             f"{share['codec']}_top_1": share["top_1"]
@@ -74,16 +64,8 @@ def run(seed: int = SUITE.seeds[0], limit: int | None = None, progress: Progress
     }
 
 
-def measure(
-    engines: dict[str, BlendEngine], rows: Sequence[QuestionRow], progress: Progress | None = None
-) -> list[dict[str, Any]]:
-    """An entry for each row and each way to answer it.
-
-    Args:
-        engines: by codec, on one store; ``raw`` is one of them.
-        rows: to ask.
-        progress: called with (rows done, rows in all).
-    """
+def _measure(engines: dict[str, BlendEngine], rows: Sequence[QuestionRow], advance: Advance) -> list[dict[str, Any]]:
+    """An entry for each row and each way to answer it; the engines, by codec, are on one store."""
     plain = engines["raw"]
     selectors = {"blend": plain.settings.selector(), "reuse": NoRows()}
     layout, params = SETTINGS.template.layout, SamplingParams(max_new_tokens=SETTINGS.max_tokens)
@@ -115,12 +97,11 @@ def measure(
         full = finish(plain, prompt, full_recompute(plain, prompt), params)[0]
         found.append({"row": number, "how": "full", "codec": "raw", "right": best(ExactMatch(), full, row.answers)})
         plain.store.prune(STORE_BYTES)
-        if progress is not None:
-            progress(number + 1, len(rows))
+        advance(number + 1, len(rows))
     return found
 
 
-def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Shares by way (blend, reuse) and codec, in %; KL in nats."""
     found = []
     for how in ("blend", "reuse"):
@@ -143,16 +124,12 @@ def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def table(result: dict[str, Any]) -> Table:
     """The shares for people."""
     rows = result["arms"]
-    out = Table(
-        title=f"{rows[0]['questions']} questions; full recompute is right in {result['full_right']:.1f} %",
-        title_justify="left",
-        caption="1st, answer: % the same as with uncompressed KV; KL of the first token, nats; right: % exact match",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        show_edge=False,
+    out = plain_table(
+        f"{rows[0]['questions']} questions; full recompute is right in {result['full_right']:.1f} %",
+        ("", "codec"),
+        ("1st", "KL", "answer", "right"),
+        "1st, answer: % the same as with uncompressed KV; KL of the first token, nats; right: % exact match",
     )
-    for column in ("", "codec", "1st", "KL", "answer", "right"):
-        out.add_column(column, justify="left" if column in ("", "codec") else "right", no_wrap=True)
     for row in rows:
         out.add_row(
             row["how"],

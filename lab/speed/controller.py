@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -34,6 +35,7 @@ from cacheblend.engines.hf.calibrate import calibrate
 from cacheblend.store.combined import CascadeStore
 from cacheblend.store.memory import MemoryStore
 from cacheblend.store.speed import measure
+from lab.bench import Advance, alternating, silent
 from lab.speed.throttle import ThrottledStore
 
 SLOWNESS = (0.1, 0.3, 1.0, 3.0, 10.0)
@@ -44,23 +46,11 @@ NOT_RUN_FROM = 1.5
 """Loading time of the throttled device's blocks over prefill time, from which fixed ratios are left out."""
 
 _UNTHROTTLED = 1e15
-Progress = Callable[[int, int], None]
 
 
 @torch.no_grad()
-def run(
-    settings: TtftSettings, lengths: tuple[int, ...] = (4, 8, 16), progress: Progress | None = None
-) -> dict[str, Any]:
-    """The grid.
-
-    Args:
-        settings: model or shape, tokens of a chunk, runs, seed; the first ratio is the least that may be chosen.
-        lengths: contexts, in chunks.
-        progress: called with (cells done, cells in all).
-
-    Raises:
-        InvalidInputError: the model cannot be opened.
-    """
+def run(settings: TtftSettings, lengths: tuple[int, ...], advance: Advance = silent) -> dict[str, Any]:
+    """The grid over contexts of these lengths, in chunks; the first ratio is the least that may be chosen."""
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     model, tokenizer, name = open_model(settings)
@@ -73,8 +63,7 @@ def run(
             prompts = devices.fill(point)
             for slowness, behind_memory in product(SLOWNESS, (False, True)):
                 cells.append(_cell_at(devices, profile, point, slowness, behind_memory, prompts))
-                if progress is not None:
-                    progress(len(cells), 2 * len(lengths) * len(SLOWNESS))
+                advance(len(cells), 2 * len(lengths) * len(SLOWNESS))
     worst = max(cell["over_best"] for cell in cells)
     slow = max(cell["over_full"] for cell in cells if cell["load_over_prefill"] > 1 and not cell["behind_memory"])
     return {
@@ -161,16 +150,11 @@ def _cell_at(
 
 
 class _Filled(MemoryStore):
-    """Memory that can be closed for new blocks.
-
-    Attributes:
-        full: it accepts no block.
-    """
+    """Memory that accepts no more blocks once it is `full`."""
 
     full = False
 
     def write(self, block: Block) -> bool:
-        """See `KVStore.write`."""
         return not self.full and super().write(block)
 
 
@@ -183,22 +167,23 @@ def _cell(
 ) -> dict[str, Any]:
     """One device and length: times of all arms, alternating."""
     controller = controller_of(profile, engine.config, engine.stored_layout)
-    arms: dict[str, list[float]] = {name: [] for name in ("controller", "full", *fixed)}
     reasons = []
-    for round_ in range(runs + 1):
-        for name, times in arms.items():
-            prompt = prompts()
-            engine.prefiller.controller = controller if name == "controller" else None
-            started = time.perf_counter()
-            if name == "full":
-                full_recompute(engine, prompt)
-            elif name == "controller":
-                reasons.append(engine.prefill(prompt).report.decision)
-            else:
-                by, ratio = fixed[name]
-                by.prefill(prompt, ratio=ratio)
-            if round_:
-                times.append(time.perf_counter() - started)
+
+    def seconds(name: str, _: None) -> float:
+        prompt = prompts()
+        engine.prefiller.controller = controller if name == "controller" else None
+        started = time.perf_counter()
+        if name == "full":
+            full_recompute(engine, prompt)
+        elif name == "controller":
+            reasons.append(engine.prefill(prompt).report.decision)
+        else:
+            by, ratio = fixed[name]
+            by.prefill(prompt, ratio=ratio)
+        return time.perf_counter() - started
+
+    asked = {name: partial(seconds, name) for name in ("controller", "full", *fixed)}
+    arms = alternating(asked, lambda: None, runs, swaps=False)
     engine.prefiller.controller = None
     medians = {name: statistics.median(times) for name, times in arms.items()}
     best = min(seconds for name, seconds in medians.items() if name != "controller")

@@ -4,16 +4,15 @@ Takes about half an hour on two cores.
 """
 
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.table import Table
 
 from cacheblend.bench import ttft
+from lab.bench import Advance, silent
 from lab.speed import memory, plan
 
-Progress = Callable[[int, int], None]
 LENGTHS = (8, 16, 32)
 """Chunks of 512 tokens; the speedup must hold at each."""
 PARTS = 3 + len(LENGTHS)
@@ -21,13 +20,7 @@ PARTS = 3 + len(LENGTHS)
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured value and its bar.
-
-    Attributes:
-        what: is measured.
-        value, bar: in the same unit.
-        at_least: the value must be at least the bar; otherwise at most.
-    """
+    """What is measured, its value and its bar; `at_least`: the least that the value may be, otherwise the most."""
 
     what: str
     value: float
@@ -40,21 +33,12 @@ class Figure:
         return self.value >= self.bar if self.at_least else self.value <= self.bar
 
 
-def run(settings: ttft.TtftSettings, progress: Progress | None = None) -> dict[str, Any]:
-    """Measures everything; `figures` beside the raw results.
-
-    Args:
-        settings: model or shape, runs, threads, seed.
-        progress: called with (parts done, parts in all).
-
-    Raises:
-        InvalidInputError: the model cannot be opened.
-    """
+def run(settings: ttft.TtftSettings, advance: Advance = silent) -> dict[str, Any]:
+    """Measures everything; `figures` beside the raw results. Of the settings model, runs, threads and seed count."""
     raw: dict[str, Any] = {}
 
     def done() -> None:
-        if progress is not None:
-            progress(len(raw) - ("plan-disk" in raw), PARTS)
+        advance(len(raw) - ("plan-disk" in raw), PARTS)
 
     every = replace(settings, ratios=(0.15, 0.05, 1.0), arms=("full", "prefix", "reuse", "blend", "miss"))
     raw["8x512"] = ttft.run(replace(every, stores=("memory", "disk")))
@@ -69,12 +53,7 @@ def run(settings: ttft.TtftSettings, progress: Progress | None = None) -> dict[s
     done()
     raw["memory"] = memory.run(settings)
     done()
-    found = [
-        {"what": figure.what, "value": figure.value, "bar": figure.bar, "at_least": figure.at_least}
-        | {"reached": figure.reached}
-        for figure in figures(raw)
-    ]
-    return {"figures": found, "raw": raw}
+    return {"figures": [asdict(figure) | {"reached": figure.reached} for figure in figures(raw)], "raw": raw}
 
 
 def figures(raw: dict[str, Any]) -> list[Figure]:

@@ -13,8 +13,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from cacheblend.core.names import BlockName, as_token_ids, block_name, root_name
 from cacheblend.core.plan.blocks import Block, KVLayout
 from cacheblend.store import DiskStore, KVStore
 from cacheblend.store.format.checksum import digest
+from lab.bench import alternating
 
 WAYS = ("warm", "cold", "direct")
 BLOCK = 256
@@ -39,14 +40,7 @@ _AHEAD = 2  # reads that are under way or wait to be used, besides the one being
 def measure(layout: KVLayout, chunks: int, chunk_tokens: int, folder: Path | None, runs: int) -> dict[str, Any]:
     """For each of `WAYS` seconds, bytes per second and their ratio (None where the file system has no direct reads).
 
-    Args:
-        layout: of the records.
-        chunks, chunk_tokens: what is stored.
-        folder: on the disk to measure; None: the temporary folder.
-        runs: of each; the median counts.
-
-    Raises:
-        StoreError: the folder cannot be used.
+    `folder` is on the disk to measure; None: the temporary folder.
     """
     with ExitStack() as stack:
         path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-", dir=folder)))
@@ -56,6 +50,7 @@ def measure(layout: KVLayout, chunks: int, chunk_tokens: int, folder: Path | Non
         plain = path / "plain"
         _write_plain(plain, nbytes)
         files = [plain, *(Path(store.file_of(name)) for name in names)]
+        record = layout.block_bytes(BLOCK) // len(layout.layers)
         places = len({file.stat().st_ino for file in files[1:]})
         result: dict[str, Any] = {"bytes": nbytes, "blocks": len(names), "files": places}
         for way in WAYS:
@@ -66,21 +61,19 @@ def measure(layout: KVLayout, chunks: int, chunk_tokens: int, folder: Path | Non
             reader = DiskStore(path / "store", max_bytes=None, direct=is_direct)
             stack.enter_context(reader)
             reader.find(names)
-            seconds: dict[str, list[float]] = {"by_layer": [], "plain": [], "kept": []}
-            arms: dict[str, Callable[[], float]] = {
+
+            def timed(read: Callable[[], float], dropped: Sequence[Path]) -> float:
+                for file in dropped:
+                    drop_pages(file)
+                return read()
+
+            arms = {
                 "by_layer": partial(read_by_layer, reader, names, layout),
                 "plain": partial(_read_plain, plain, direct=is_direct),
-                "kept": partial(
-                    _read_kept, plain, layout.block_bytes(BLOCK) // len(layout.layers), nbytes, direct=is_direct
-                ),
+                "kept": partial(_read_kept, plain, record, nbytes, direct=is_direct),
             }
-            for run in range(runs + 1):
-                for name, read in arms.items():
-                    for file in files if way != "warm" else ():
-                        drop_pages(file)
-                    taken = read()
-                    if run:
-                        seconds[name].append(taken)
+            asked = {name: partial(timed, read) for name, read in arms.items()}
+            seconds = alternating(asked, lambda: files if way != "warm" else [], runs, swaps=False)  # noqa: B023
             rates = {name: nbytes / statistics.median(taken) for name, taken in seconds.items()}
             of_kept = rates["by_layer"] / rates["kept"]
             share = rates["by_layer"] / rates["plain"]
@@ -148,8 +141,7 @@ def _write_plain(path: Path, nbytes: int) -> None:
 def _read_plain(path: Path, *, direct: bool) -> float:
     """Seconds of sequential reads of 1 MiB into the same memory."""
     memory = mmap.mmap(-1, 1 << 20)  # begins at a page, as direct reads must
-    fd = os.open(path, os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if direct else 0))
-    try:
+    with memory, _opened(path, direct=direct) as fd:
         started = time.perf_counter()
         offset = 0
         while count := os.preadv(fd, [memory], offset):
@@ -157,55 +149,49 @@ def _read_plain(path: Path, *, direct: bool) -> float:
             if count % 4096:
                 break
         return time.perf_counter() - started
-    finally:
-        os.close(fd)
-        memory.close()
 
 
 def _read_kept(path: Path, record: int, nbytes: int, *, direct: bool) -> float:
     """Seconds of reading records behind each other into one memory, each with its checksum."""
-    memory = mmap.mmap(-1, nbytes)
-    view = memoryview(memory)
-    view[::4096] = bytes(len(view[::4096]))  # has its pages, as staging memory that is used again does
-    fd = os.open(path, os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if direct else 0))
-    try:
+    with mmap.mmap(-1, nbytes) as memory, memoryview(memory) as view, _opened(path, direct=direct) as fd:
+        view[::4096] = bytes(len(view[::4096]))  # has its pages, as staging memory that is used again does
         started = time.perf_counter()
         for offset in range(0, nbytes, record):
             os.preadv(fd, [view[offset : offset + record]], offset)
             digest(view[offset : offset + record])
         return time.perf_counter() - started
+
+
+@contextmanager
+def _opened(path: Path, *, direct: bool = False) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if direct else 0))
+    try:
+        yield fd
     finally:
         os.close(fd)
-        view.release()
-        memory.close()
 
 
 def _can_be_direct(path: Path) -> bool:
     try:
-        os.close(os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0)))
+        with _opened(path, direct=True):
+            return hasattr(os, "O_DIRECT")
     except OSError:
         return False
-    return hasattr(os, "O_DIRECT")
 
 
 def drop_pages(path: Path) -> None:
     """Takes a file's pages out of the page cache, so that the next read of it is cold."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
+    with _opened(path) as fd:
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
 
 
 def is_cached(path: Path) -> bool | None:
     """Whether the page cache has the beginning of a file; None: its file system does not tell. Asking reads nothing."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        return os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT) > 0
-    except BlockingIOError:  # it would have to be read
-        return False
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
+    with _opened(path) as fd:
+        try:
+            return os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT) > 0
+        except BlockingIOError:  # it would have to be read
+            return False
+        except OSError:
+            return None

@@ -11,41 +11,38 @@ from typing import Any
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.names import BlockName
 from cacheblend.store.eviction import POLICIES, eviction_of
-from lab.servers.ragpulse import read_trace
+from lab.bench import draw_curves, picture
+from lab.servers.replay import read_trace
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
-_BLOCK = 256
+BLOCK = 256
 
 
 def run(trace: Path, shares: Sequence[float] = SHARES) -> dict[str, Any]:
-    """Hit rates over the whole trace.
-
-    Args:
-        trace: folder of the trace.
-        shares: sizes of the cache as shares of all distinct blocks.
-
-    Raises:
-        InvalidInputError: the trace cannot be read, or a size lies outside 0..1.
-    """
+    """Hit rates over the whole trace, for caches that hold these shares of all distinct blocks."""
     if not shares or any(not 0 < share <= 1 for share in shares):
         raise InvalidInputError(f"sizes must lie above 0 and up to 1, got {list(shares)}")
     uses = [
         BlockName(f"{passage.id} {number}".encode())
         for request in read_trace(trace)
         for passage in request.passages
-        for number in range(-(-passage.tokens // _BLOCK))
+        for number in range(-(-passage.tokens // BLOCK))
     ]
     distinct = len(set(uses))
     capacities = [max(1, round(share * distinct)) for share in shares]
-    rates = {name: [hits(name, uses, capacity) / len(uses) for capacity in capacities] for name in POLICIES}
-    rates["belady"] = [belady(uses, capacity) / len(uses) for capacity in capacities]
+    rates = {name: [_hits(name, uses, capacity) / len(uses) for capacity in capacities] for name in POLICIES}
+    rates["belady"] = best = [belady(uses, capacity) / len(uses) for capacity in capacities]
+    of_best = {
+        f"{name}_of_best": min(rate / most if most else 1.0 for rate, most in zip(rates[name], best, strict=True))
+        for name in POLICIES
+    }
     return {
         "trace": trace.name,
         "uses": len(uses),
         "distinct": distinct,
         "shares": list(shares),
         "hit_rate": rates,
-        "figures": {f"{name}_of_best": min(map(_share, rates[name], rates["belady"])) for name in POLICIES},
+        "figures": of_best,
     }
 
 
@@ -79,7 +76,7 @@ def belady(uses: Iterable[BlockName], capacity: int) -> int:
     return hits
 
 
-def hits(policy: str, uses: Sequence[BlockName], capacity: int) -> int:
+def _hits(policy: str, uses: Sequence[BlockName], capacity: int) -> int:
     """Hits of a cache of `capacity` equal blocks."""
     eviction, held, found = eviction_of(policy), set[BlockName](), 0
     for name in uses:
@@ -104,27 +101,16 @@ def table(result: dict[str, Any]) -> str:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Draws hit rate by size, a curve for each policy. Needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    for name, rates in result["hit_rate"].items():
-        style = ":" if name == "belady" else "-"
-        axes.plot([100 * s for s in result["shares"]], [100 * r for r in rates], style, marker="o", label=name)
-    axes.set(
-        xscale="log",
-        xlabel="cache, % of all distinct blocks",
-        ylabel="hits, % of uses",
-        ylim=(0, 100),
-        title=f"RAGPulse: {result['uses']} uses of {result['distinct']} blocks of {_BLOCK} tokens",
-    )
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def _share(rate: float, best: float) -> float:
-    return rate / best if best else 1.0
+    """Draws hit rate by size, a curve for each policy."""
+    sizes = [100 * share for share in result["shares"]]
+    with picture(path) as (axes,):
+        draw_curves(
+            axes,
+            {name: (sizes, [100 * rate for rate in rates]) for name, rates in result["hit_rate"].items()},
+            f"RAGPulse: {result['uses']} uses of {result['distinct']} blocks of {BLOCK} tokens",
+            dashed=("belady",),
+            xscale="log",
+            xlabel="cache, % of all distinct blocks",
+            ylabel="hits, % of uses",
+            ylim=(0, 100),
+        )

@@ -1,7 +1,7 @@
 """What loading costs: hidden by computing or not; disk and Redis against plain reads; bytes by codec.
 
 pipeline   TTFT with a throttled store that takes as long as computing: with layers prefetched, and one by one
-disk       a request's blocks by layer against one plain read of as many bytes (`disk_reading`); KV of the model, or of
+disk       a request's blocks by layer against one plain read of as many bytes (`disk_reads`); KV of the model, or of
            another shape: the result depends on the size of a record only
 redis      the same against pipelined GETs of the same values
 codecs     bytes of a stored block, header included, relative to bf16
@@ -12,9 +12,8 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,76 +30,41 @@ from cacheblend.engines.hf.configs import expected_layout
 from cacheblend.engines.hf.shapes import shape_config
 from cacheblend.store import KVStore, open_store
 from cacheblend.store.format.block_file import encode_block
-from lab.speed import disk_reads as disk_reading
+from lab.speed import disk_reads
 from lab.speed.disk_reads import BLOCK, fill, random_block, read_by_layer
 from lab.speed.throttle import ThrottledStore
 
-Progress = Callable[[str], None]
-_GROW_ROWS = 64 << 30
 DISK_FIGURES = ("disk_read_share", "cold_read_share", "direct_read_share")
-"""Names of the figures of `disk_reading.WAYS`."""
-
-
-@dataclass(frozen=True)
-class LoadSettings:
-    """What is measured.
-
-    Attributes:
-        prompt: model or shape, chunks, ratio, runs, seed.
-        folder: on the disk to measure; None: the temporary folder.
-        redis: URL of a server; None leaves Redis out.
-        kv_shape: shape of the records that are read from disk and Redis; None: the model's.
-    """
-
-    prompt: TtftSettings
-    folder: Path | None = None
-    redis: str | None = None
-    kv_shape: str | None = None
+"""Names of the figures of `disk_reads.WAYS`."""
+MOST_BYTES = 64 << 30
 
 
 @torch.no_grad()
-def run(settings: LoadSettings, progress: Progress | None = None) -> dict[str, Any]:
-    """Runs all parts; returns `figures` and the raw numbers.
-
-    Raises:
-        InvalidInputError: the model cannot be opened.
-        StoreError: disk or server cannot be used.
-    """
-    advance = progress or (lambda what: None)
-    stored = None if settings.kv_shape is None else expected_layout(shape_config(settings.kv_shape), torch.bfloat16)
-    if settings.prompt.threads is not None:
-        torch.set_num_threads(settings.prompt.threads)
-    model, tokenizer, name = open_model(settings.prompt)
-    advance("pipelined loading")
-    pipeline, layout = _pipeline(settings.prompt, model, tokenizer)
-    figures: dict[str, float | None] = {
-        "pipelined_over_max": pipeline["pipelined_over_max"],
-        "serial_over_max": pipeline["serial_over_max"],
-    }
-    tokens = settings.prompt.chunks * settings.prompt.chunk_tokens
-    result: dict[str, Any] = {"model": name, "tokens": tokens, "pipeline": pipeline}
+def run(prompt: TtftSettings, folder: Path | None, redis: str | None, kv_shape: str | None) -> dict[str, Any]:
+    """Runs all parts on the folder's disk, and on a Redis if there is one; `kv_shape`: of the records that are read."""
+    stored = None if kv_shape is None else expected_layout(shape_config(kv_shape), torch.bfloat16)
+    if prompt.threads is not None:
+        torch.set_num_threads(prompt.threads)
+    model, tokenizer, name = open_model(prompt)
+    pipeline, layout = _pipeline(prompt, model, tokenizer)
     layout = stored or layout
-    result["kv"] = {
-        "shape": settings.kv_shape or name,
-        "record_bytes": layout.block_bytes(BLOCK) // len(layout.layers),
+    figures = {figure: pipeline[figure] for figure in ("pipelined_over_max", "serial_over_max")}
+    result: dict[str, Any] = {
+        "model": name,
+        "tokens": prompt.chunks * prompt.chunk_tokens,
+        "pipeline": pipeline,
+        "kv": {"shape": kv_shape or name, "record_bytes": layout.block_bytes(BLOCK) // len(layout.layers)},
+        "disk": disk_reads.measure(layout, prompt.chunks, prompt.chunk_tokens, folder, prompt.runs),
+        "codec_bytes": {codec: _codec_bytes(codec) for codec in CODECS},
     }
-    advance("the disk")
-    prompt = settings.prompt
-    result["disk"] = disk_reading.measure(layout, prompt.chunks, prompt.chunk_tokens, settings.folder, prompt.runs)
-    for way, figure in zip(disk_reading.WAYS, DISK_FIGURES, strict=True):
+    for way, figure in zip(disk_reads.WAYS, DISK_FIGURES, strict=True):
         figures[figure] = result["disk"][way] and result["disk"][way]["share"]
         figures[f"{way}_of_kept"] = result["disk"][way] and result["disk"][way]["of_kept"]
-    if settings.redis is not None:
-        advance("Redis")
-        result["redis"] = _redis(layout, prompt, settings.redis)
+    if redis is not None:
+        result["redis"] = _redis(layout, prompt, redis)
         figures["redis_read_share"] = result["redis"]["share"]
-    result["codec_bytes"] = {codec: _codec_bytes(codec) for codec in CODECS}
     figures |= {f"{codec}_bytes": share for codec, share in result["codec_bytes"].items() if codec != "raw"}
-    return {
-        "figures": figures,
-        **result,
-        **stamp(),
-    }
+    return {"figures": figures, **result, **stamp()}
 
 
 # ---- the pipeline -------------------------------------------------------------------------------------------
@@ -110,7 +74,7 @@ def _pipeline(prompt: TtftSettings, model: Any, tokenizer: Any) -> tuple[dict[st
     """TTFT where loading takes as long as computing: three ways, alternating, each with its own throughput."""
     draw = random.Random(prompt.seed)
     with ExitStack() as stack:
-        slow = ThrottledStore(1e15, max_bytes=_GROW_ROWS)
+        slow = ThrottledStore(1e15, max_bytes=MOST_BYTES)
         stack.enter_context(slow)
         ahead, serial = (stack.enter_context(_engine(model, tokenizer, slow, n)) for n in (BlendConfig().read_ahead, 0))
         chunks = open_chunks(prompt, ahead, draw)
@@ -202,13 +166,12 @@ def _codec_bytes(codec: str) -> float:
 
 def table(result: dict[str, Any]) -> str:
     """A line for each figure."""
-    lines = []
     pipeline = result["pipeline"]
-    lines.append(
+    lines = [
         f"pipelined {pipeline['pipelined_over_max']:.2f} x, one by one {pipeline['serial_over_max']:.2f} x "
         "the longer of loading and computing"
-    )
-    found = {f"disk, {way}": result["disk"][way] for way in disk_reading.WAYS} | {"redis": result.get("redis")}
+    ]
+    found = {f"disk, {way}": result["disk"][way] for way in disk_reads.WAYS} | {"redis": result.get("redis")}
     for name, part in found.items():
         if part is not None:
             rates = part["bytes_per_s"]

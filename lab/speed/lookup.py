@@ -8,11 +8,9 @@ opened     in a separate process, so that its memory is the store's alone: open,
 import json
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,31 +21,18 @@ from cacheblend.core.errors import CacheBlendError, InvalidInputError
 from cacheblend.core.names import BlockName, root_name
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
 from cacheblend.store import DiskStore
-from lab.checkout import environment
+from lab.bench import Advance, forget_peak, peak_bytes, silent
+from lab.checkout import measured_apart
 from lab.speed.disk_reads import random_block
 
-Progress = Callable[[int, int], None]
 _LAYOUT = KVLayout((LayerShape(1, 8),) * 24, torch.bfloat16)
 _ROOT = root_name("bench", "look-up")
 _TOKENS = 2
 _REPORT_EVERY = 1000
 
 
-def run(
-    blocks: int, folder: Path | None = None, look_ups: int = 2000, progress: Progress | None = None
-) -> dict[str, Any]:
-    """Fills a store in a temporary folder, measures it, removes it.
-
-    Args:
-        blocks: of the store; each takes 8 KiB of disk.
-        folder: on the disk to measure; None: the temporary folder.
-        look_ups: names that are looked up, one by one.
-        progress: called with (blocks written, blocks in all).
-
-    Raises:
-        InvalidInputError: no blocks, or fewer than are looked up; or this is not Linux, which reports peak memory.
-        StoreError: the folder cannot be written to.
-    """
+def run(blocks: int, folder: Path | None, look_ups: int, advance: Advance = silent) -> dict[str, Any]:
+    """Fills a store in a temporary folder on the disk to measure, measures it, removes it."""
     if not 0 < look_ups <= blocks:
         raise InvalidInputError(f"{look_ups} look-ups need at least as many blocks, not {blocks}")
     if not Path("/proc/self/clear_refs").exists():
@@ -61,29 +46,16 @@ def run(
                 store.write(block)
                 if number in asked:
                     names.append(block.name)
-                if progress is not None and (number + 1) % _REPORT_EVERY == 0:
-                    progress(number + 1, blocks)
-        done = subprocess.run(
-            [sys.executable, "-m", __name__, place, str(blocks)],
-            input="\n".join(name.hex() for name in names),
-            capture_output=True,
-            text=True,
-            env=environment(),
-        )
-    if done.returncode:
-        raise CacheBlendError(f"the process that measures failed: {done.stderr.strip().splitlines()[-1]}")
-    measured = json.loads(done.stdout.splitlines()[-1])
+                if (number + 1) % _REPORT_EVERY == 0:
+                    advance(number + 1, blocks)
+        given = "\n".join(name.hex() for name in names)
+        measured = measured_apart("lab.speed.lookup", place, str(blocks), given=given)
     figures = {
         "lookup_us": 1e6 * statistics.median(measured["first_s"]),
         "open_s": measured["open_s"],
         "bytes_per_block": measured["bytes"] / blocks,
     }
-    return {
-        "figures": figures,
-        "blocks": blocks,
-        **measured,
-        **stamp(),
-    }
+    return {"figures": figures, "blocks": blocks, **measured, **stamp()}
 
 
 def line(result: dict[str, Any]) -> str:
@@ -100,7 +72,8 @@ def line(result: dict[str, Any]) -> str:
 def _measure(folder: str, blocks: int) -> dict[str, Any]:
     """Runs in a separate process; the names come on stdin."""
     names = [BlockName(bytes.fromhex(digits)) for digits in sys.stdin.read().split()]
-    before = _restart_peak()
+    forget_peak()
+    before = peak_bytes()
     started = time.perf_counter()
     store = DiskStore(folder, durable=False)
     open_s = time.perf_counter() - started
@@ -109,7 +82,7 @@ def _measure(folder: str, blocks: int) -> dict[str, Any]:
     started = time.perf_counter()
     store.write(block)
     write_s = time.perf_counter() - started
-    taken = _peak_bytes() - before
+    taken = peak_bytes() - before
     store.close()
     return {"open_s": open_s, "write_s": write_s, "first_s": first, "again_s": again, "bytes": taken}
 
@@ -123,18 +96,6 @@ def _look_up(store: DiskStore, names: list[BlockName]) -> list[float]:
         if entry is None:
             raise CacheBlendError(f"block {name.hex()} is not found")
     return taken
-
-
-def _restart_peak() -> int:
-    """Resets the peak; returns the bytes of memory that this process has now."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _peak_bytes()
-
-
-def _peak_bytes() -> int:
-    """Peak memory of this process since the reset."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
 if __name__ == "__main__":

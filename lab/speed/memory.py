@@ -2,11 +2,9 @@
 
 import json
 import random
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,29 +13,36 @@ from rich.table import Table
 from cacheblend.bench.stamp import stamp
 from cacheblend.bench.ttft import TtftSettings, draw_prompt, open_chunks, open_model
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.errors import CacheBlendError
 from cacheblend.core.failures import count_failure, failures
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import full_recompute
 from cacheblend.store import open_store
-from lab.checkout import environment
+from lab.bench import forget_peak, peak_bytes, silent
+from lab.checkout import measured_apart
 
 Progress = Callable[[int, int, str], None]
 STEPS = ("warm", "full", "blend")
+PASSED_ON = (
+    *("model", "shape", "chunks", "chunk_tokens", "question_tokens", "plain_tokens"),
+    *("ratios", "threads", "seed"),
+)
+"""Of the settings, to the processes."""
 
 
-def run(settings: TtftSettings, on_progress: Progress | None = None) -> dict[str, Any]:
+def run(settings: TtftSettings, on_progress: Progress = silent) -> dict[str, Any]:
     """Warms a store in one process, then measures one prefill of each arm in its own process.
 
     Returns:
         ``peak_bytes`` by arm, the prompt's ``kv_bytes``, and ``excess_over_kv``: (blend - full) / KV cache.
     """
     measured: dict[str, dict[str, Any]] = {}
+    passed_on = json.dumps({name: getattr(settings, name) for name in PASSED_ON})
     with tempfile.TemporaryDirectory(prefix="cacheblend-bench-") as folder:
         for step, arm in enumerate(STEPS):
-            if on_progress is not None:
-                on_progress(step, len(STEPS), arm)
-            measured[arm] = _in_a_process(arm, folder, settings)
+            on_progress(step, len(STEPS), arm)
+            measured[arm] = measured_apart("lab.speed.memory", arm, folder, passed_on)
+            for reason, count in measured[arm].pop("failed").items():
+                count_failure(reason, count)
     excess = measured["blend"]["peak_bytes"] - measured["full"]["peak_bytes"]
     kv_bytes = measured["blend"]["kv_bytes"]
     return {
@@ -63,35 +68,6 @@ def table(result: dict[str, Any]) -> Table:
     return out
 
 
-def _in_a_process(arm: str, folder: str, settings: TtftSettings) -> dict[str, Any]:
-    payload = json.dumps({name: getattr(settings, name) for name in _PASSED_ON})
-    done = subprocess.run(
-        [sys.executable, "-m", "lab.speed.memory", arm, folder, payload],
-        capture_output=True,
-        text=True,
-        env=environment(),
-    )
-    if done.returncode:
-        raise CacheBlendError(f"the process that measures {arm!r} failed: {done.stderr.strip().splitlines()[-1]}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    for reason, count in result.pop("failed").items():
-        count_failure(reason, count)
-    return result
-
-
-_PASSED_ON = (
-    "model",
-    "shape",
-    "chunks",
-    "chunk_tokens",
-    "question_tokens",
-    "plain_tokens",
-    "ratios",
-    "threads",
-    "seed",
-)
-
-
 def _measure(arm: str, folder: str, settings: TtftSettings) -> dict[str, Any]:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -103,7 +79,7 @@ def _measure(arm: str, folder: str, settings: TtftSettings) -> dict[str, Any]:
         if arm == "warm":
             engine.warm(chunks)
         prompt = draw_prompt(settings, chunks, engine.survey.vocab_size, draw)
-        _forget_peak()
+        forget_peak()
         if arm == "full":
             full_recompute(engine, prompt)
         elif arm == "blend":
@@ -111,17 +87,7 @@ def _measure(arm: str, folder: str, settings: TtftSettings) -> dict[str, Any]:
             result = engine.prefill(prompt, ratio=settings.ratios[0])
             assert result.kv
         kv_bytes = len(prompt) * engine.survey.layout.block_bytes(1)
-        return {"peak_bytes": _peak(), "kv_bytes": kv_bytes, "failed": failures()}
-
-
-def _forget_peak() -> None:
-    """Resets the peak: building the model had its own."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak() -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
+        return {"peak_bytes": peak_bytes(), "kv_bytes": kv_bytes, "failed": failures()}
 
 
 if __name__ == "__main__":

@@ -13,13 +13,10 @@ and KL small whatever is loaded. For that, use trained weights and `python -m la
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
-from transformers import PreTrainedModel
 
 from cacheblend.bench.stamp import stamp
 from cacheblend.core.config import BlendConfig
@@ -27,11 +24,13 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.shapes import build_shape
-from cacheblend.evaluation import Fused, make_methods
+from cacheblend.evaluation import make_methods
 from cacheblend.evaluation.agreement import Sample, compare, reference, summarise
 from cacheblend.evaluation.bootstrap import Values
 from cacheblend.store import MemoryStore
+from lab.bench import Advance, plain_table, silent
 from lab.inspection.deviations import by_layer, fused_methods, prompt_deviations
+from lab.settings import RandomShapes
 
 RATIO = 0.15
 SELECTORS = ("hkvd", "query", "hybrid", "random", "head", "all")
@@ -41,70 +40,33 @@ CAVEAT = (
     "they cost. It does not show which selector or ratio is good: random tokens refer\n"
     "to nothing."
 )
-
-
-Progress = Callable[[int, int], None]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What is measured.
-
-    Attributes:
-        shape: of `SHAPES`.
-        prompts: each of its own chunks.
-        chunks, chunk_tokens, plain_tokens, question_tokens: of a prompt; the plain text is in front of the chunks.
-        dtype: one of `DTYPES`.
-        gain: factor on all weight matrices.
-        seed: of weights, ids and bootstrap.
-    """
-
-    shape: str = "tiny"
-    prompts: int = 4
-    chunks: int = 6
-    chunk_tokens: int = 128
-    plain_tokens: int = 32
-    question_tokens: int = 32
-    dtype: str = "float32"
-    gain: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise InvalidInputError(f"no dtype is called {self.dtype!r}; there are {', '.join(DTYPES)}")
-        for name in ("prompts", "chunks", "chunk_tokens", "plain_tokens", "question_tokens"):
-            if getattr(self, name) < 1:
-                raise InvalidInputError(f"{name} must be at least 1, got {getattr(self, name)}")
-
-
-def run(settings: Settings, progress: Progress | None = None) -> dict[str, Any]:
-    """Measures every selector on every prompt.
-
-    Args:
-        settings: of the benchmark.
-        progress: called with (prompts done, prompts in all).
-
-    Raises:
-        InvalidInputError: no such shape, or the prompts are longer than its context.
-    """
+def run(what: RandomShapes, advance: Advance = silent) -> dict[str, Any]:
+    """Measures every selector on every prompt."""
+    if what.dtype not in DTYPES:
+        raise InvalidInputError(f"no dtype is called {what.dtype!r}; there are {', '.join(DTYPES)}")
+    model = build_shape(what.shape, dtype=DTYPES[what.dtype], seed=what.seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(what.gain)
     config = BlendConfig(capture=False)
-    with BlendEngine(
-        _build(settings), None, store=MemoryStore(), config=config, fingerprint="bench", name=settings.shape
-    ) as engine:
-        prompts = draw_prompts(settings, engine.survey.vocab_size)
+    with BlendEngine(model, None, store=MemoryStore(), config=config, fingerprint="bench", name=what.shape) as engine:
+        prompts = _draw_prompts(what, engine.survey.vocab_size)
         engine.prompt(prompts[0])
-        found = _measure(engine, prompts, settings.seed, progress)
+        found = _measure(engine, prompts, what.seed, advance)
     return {
-        "shape": settings.shape,
-        "dtype": settings.dtype,
-        "gain": settings.gain,
-        "seed": settings.seed,
+        "shape": what.shape,
+        "dtype": what.dtype,
+        "gain": what.gain,
+        "seed": what.seed,
         "prompt": {
             "prompts": len(prompts),
             "tokens": len(prompts[0]),
-            "chunks": settings.chunks,
-            "chunk_tokens": settings.chunk_tokens,
+            "chunks": what.chunks,
+            "chunk_tokens": what.chunk_tokens,
         },
         "caveat": CAVEAT,
         "arms": found,
@@ -112,9 +74,9 @@ def run(settings: Settings, progress: Progress | None = None) -> dict[str, Any]:
     }
 
 
-def draw_prompts(settings: Settings, vocab: int) -> list[Prompt]:
+def _draw_prompts(what: RandomShapes, vocab: int) -> list[Prompt]:
     """Prompts of random ids, each with its own chunks; plain text precedes them, so that none is an exact prefix."""
-    draw = random.Random(settings.seed)
+    draw = random.Random(what.seed)
 
     def ids(count: int, part: Callable[[list[int]], Segment]) -> Segment:
         return part([draw.randrange(vocab) for _ in range(count)])
@@ -122,32 +84,19 @@ def draw_prompts(settings: Settings, vocab: int) -> list[Prompt]:
     return [
         Prompt.of(
             [
-                ids(settings.plain_tokens, text),
-                *(ids(settings.chunk_tokens, chunk) for _ in range(settings.chunks)),
-                ids(settings.question_tokens, text),
+                ids(what.plain_tokens, text),
+                *(ids(what.chunk_tokens, chunk) for _ in range(what.chunks)),
+                ids(what.question_tokens, text),
             ]
         )
-        for _ in range(settings.prompts)
+        for _ in range(what.prompts)
     ]
 
 
-def _build(settings: Settings) -> PreTrainedModel:
-    model = build_shape(settings.shape, dtype=DTYPES[settings.dtype], seed=settings.seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(settings.gain)
-    return model
-
-
-def _methods() -> list[Fused]:
+def _measure(engine: BlendEngine, prompts: list[Prompt], seed: int, advance: Advance) -> list[dict[str, Any]]:
     plain = make_methods(["reuse", "blend"], selectors=SELECTORS, ratios=[RATIO])
     gradual = make_methods(["blend"], ratios=[GRADUAL[1]], check_layers=[GRADUAL[0]])
-    return fused_methods([*plain, *gradual])
-
-
-def _measure(engine: BlendEngine, prompts: list[Prompt], seed: int, progress: Progress | None) -> list[dict[str, Any]]:
-    measured = _methods()
+    measured = fused_methods([*plain, *gradual])
     samples: dict[str, list[Sample]] = {method.label.name: [] for method in measured}
     deviations: list[dict[str, Values]] = []
     for number, prompt in enumerate(prompts, start=1):
@@ -156,8 +105,7 @@ def _measure(engine: BlendEngine, prompts: list[Prompt], seed: int, progress: Pr
         full = reference(engine, prompt)
         for method in measured:
             samples[method.label.name].append(compare(engine, prompt, method.selector, full)[0])
-        if progress is not None:
-            progress(number, len(prompts))
+        advance(number, len(prompts))
     layers = by_layer(deviations, seed=seed)
     return [
         {"arm": name, "agreement": summarise(of, seed=seed).to_dict(), "deviation": layers[name]}
@@ -168,18 +116,13 @@ def _measure(engine: BlendEngine, prompts: list[Prompt], seed: int, progress: Pr
 def table(result: dict[str, Any]) -> Table:
     """A line for each selector."""
     facts = result["prompt"]
-    out = Table(
-        title=f"{result['shape']}, random weights, {facts['prompts']} x {facts['tokens']} tokens",
-        title_justify="left",
-        caption="compute: % of a full prefill; 1st: % with the same first token; KL: nats;\n"
+    out = plain_table(
+        f"{result['shape']}, random weights, {facts['prompts']} x {facts['tokens']} tokens",
+        ("arm",),
+        ("compute", "1st", "KL", "KV", "attention"),
+        "compute: % of a full prefill; 1st: % with the same first token; KL: nats;\n"
         "KV, attention: deviation relative to full recompute, mean over layers",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        show_edge=False,
     )
-    for column in ("arm", "compute", "1st", "KL", "KV", "attention"):
-        out.add_column(column, justify="left" if column == "arm" else "right", no_wrap=True)
     for arm in result["arms"]:
         close, far = arm["agreement"], arm["deviation"]
         out.add_row(

@@ -27,21 +27,9 @@ _SENTENCE = re.compile(r"(?<=[.!?])\s+")
 def run(
     engine: BlendEngine, data: Path, *, documents: int = 200, tokens: int = 2000, cutting: Cutting, seed: int = 0
 ) -> dict[str, Any]:
-    """Stores documents, edits each, and synchronises them.
+    """Stores documents of so many tokens in an empty store, edits each (all kinds equally often), synchronises them.
 
-    Args:
-        engine: on an empty store.
-        data: passages, of any form that `read_passages` knows.
-        documents: how many; every kind of edit is made equally often.
-        tokens: of a document, at least.
-        cutting: how documents are cut.
-        seed: of the sentences that are put in.
-
-    Returns:
-        ``figures`` has ``sync_recomputed``: tokens computed after the edits, by those of a full re-index.
-
-    Raises:
-        InvalidInputError: the file has too little text, or cannot be read.
+    ``figures`` has ``sync_recomputed``: tokens computed after the edits, by those of a full re-index.
     """
     pool = [sentence for passage in read_passages(data) for sentence in _SENTENCE.split(passage.text) if sentence]
     pool = list(dict.fromkeys(pool))

@@ -61,11 +61,6 @@ class Estimate:
 def figures(rows: Sequence[RowResult], gate: dict[str, Any] | None = None, *, seed: int = 0) -> dict[str, Any]:
     """All figures and bars.
 
-    Args:
-        rows: rows of the main part; empty if it was not run.
-        gate: result of `suite_gate.check_gate`; None if it was not run.
-        seed: seed of the bootstrap.
-
     Returns:
         ``figures``: key -> number, True, False or None. ``bars``: key -> ``{"value", "bar", "at", "ok", "low",
         "high", "n"}``, where ``at`` is ``least`` or ``most``; also ``category`` if the figure is that of the worst
@@ -86,10 +81,6 @@ def figures(rows: Sequence[RowResult], gate: dict[str, Any] | None = None, *, se
 
 def at_equal_compute(summary: dict[str, Any], shares: Sequence[float] = EQUAL_SHARES) -> list[dict[str, Any]]:
     """Exact match of the sweep's selectors at equal total compute, interpolated linearly between measurements.
-
-    Args:
-        summary: summary of the sweep.
-        shares: total compute as shares of a full prefill.
 
     Returns:
         For each selector ``{"family", "all", "by_category"}``, with a percentage for each share; None for shares

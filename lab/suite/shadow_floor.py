@@ -7,11 +7,13 @@ matplotlib.
 
 import sys
 import time
+from pathlib import Path
 
 from cacheblend import BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf.shadow_start import watch
 from cacheblend.engines.shadow import Moment, ShadowSettings
 from cacheblend.nano import model_path
+from lab.bench import picture
 from lab.nano.questions import Prompts, draw_questions
 from lab.suite.suite import SETTINGS
 
@@ -44,25 +46,19 @@ def answer(config: dict[str, object] | None, traffic: list[tuple[str, int]]) -> 
 
 def draw(found: dict[str, list[Moment]], path: str) -> None:
     """A panel for each engine."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(len(found), 1, figsize=(9, 3.2 * len(found)), layout="constrained")
-    for panel, (title, moments) in zip(panels, found.items(), strict=True):
-        panel.plot([each.agreement for each in moments], color="tab:blue", label="agreement with full prefill")
-        panel.plot([each.bound for each in moments], color="tab:blue", linestyle=":", label="its lower bound")
-        panel.plot([each.ratio for each in moments], color="tab:orange", label="recompute ratio")
-        panel.axhline(FLOOR, color="tab:red", linestyle="--", label="floor")
-        at = 0
-        for category, count in PANELS[title][1]:
-            panel.annotate(category, (at + 2, 1.03), annotation_clip=False, fontsize=9)
-            panel.axvline(at, color="0.7", linewidth=0.8)
-            at += count
-        panel.set(title=title, ylim=(0, 1.1), xlim=(0, len(moments)), xlabel="answers compared")
-    panels[0].legend(loc="lower right", fontsize=8)
-    figure.savefig(path)
+    with picture(Path(path), lines=len(found), width=9, height=3.2) as panels:
+        for panel, (title, moments) in zip(panels, found.items(), strict=True):
+            panel.plot([each.agreement for each in moments], color="tab:blue", label="agreement with full prefill")
+            panel.plot([each.bound for each in moments], color="tab:blue", linestyle=":", label="its lower bound")
+            panel.plot([each.ratio for each in moments], color="tab:orange", label="recompute ratio")
+            panel.axhline(FLOOR, color="tab:red", linestyle="--", label="floor")
+            at = 0
+            for category, count in PANELS[title][1]:
+                panel.annotate(category, (at + 2, 1.03), annotation_clip=False, fontsize=9)
+                panel.axvline(at, color="0.7", linewidth=0.8)
+                at += count
+            panel.set(title=title, ylim=(0, 1.1), xlim=(0, len(moments)), xlabel="answers compared")
+        panels[0].legend(loc="lower right", fontsize=8)
 
 
 if __name__ == "__main__":

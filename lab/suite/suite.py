@@ -3,27 +3,33 @@
 <out>/suite-nano-<hash>/         the main part: every category by the methods that have bars
   seed-<seed>-<hash>/              rows of a seed; seeds may run in parallel, and a report covers all finished ones
 <out>/suite-nano-sweep-<hash>/   the sweep: fewer rows by every selector at several ratios
-<out>/suite-nano-gate-<hash>.json    the profile's setting on fresh data, see `suite_gate`
+<out>/suite-nano-gate-<hash>.json    the profile's setting on fresh data, see `check_gate`
 
 These draws are used for no training, tuning or gating (`lab.nano.questions.RESERVED`).
 """
 
+import hashlib
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.select.selectors import Gradual, Hkvd, RandomRows, Selector
 from cacheblend.data import QuestionRow
-from cacheblend.engines.hf import BlendEngine
+from cacheblend.data.questions import question_lines
+from cacheblend.engines import provenance
+from cacheblend.engines.hf import BlendEngine, Passage
 from cacheblend.engines.settings import read_profile
 from cacheblend.evaluation.candidates import FOLLOWING, named
+from cacheblend.evaluation.gate import Bar, GateRow, check
 from cacheblend.evaluation.methods import Fused, Label, Method, make_methods
-from cacheblend.evaluation.records import CONFIG, ROWS, RowResult, folder_name
-from cacheblend.evaluation.runner import Evaluation, Progress, Settings, evaluate
+from cacheblend.evaluation.records import CONFIG, ROWS, RowResult, folder_name, write_whole
+from cacheblend.evaluation.runner import LIBRARIES, Evaluation, Settings, evaluate
+from cacheblend.evaluation.scorers import WordF1
 from cacheblend.nano import LEAN_PROFILE_NAME, model_path
+from lab.bench import Advance, AdvanceStage, silent
 from lab.nano.questions import draw_questions
 from lab.nano.scenes import CATEGORIES
 
@@ -85,12 +91,7 @@ class Suite:
 
 @dataclass(frozen=True)
 class MainPlan:
-    """The methods of the main part.
-
-    Attributes:
-        methods: in order.
-        config: all that affects the results, except the seeds.
-    """
+    """The methods of the main part."""
 
     methods: list[Method]
     config: dict[str, Any]
@@ -100,9 +101,6 @@ def plan_main(engine: BlendEngine, suite: Suite) -> MainPlan:
     """Full recompute, full reuse, blends (profile, HKVD in two ways, lean), and random rows at the profile's compute.
 
     Without a profile, the defaults take its place. Measures `CALIBRATION_ROWS` prompts about ten times.
-
-    Raises:
-        InvalidInputError: as `evaluate`.
     """
     selector = engine.settings.selector()
     ratio, config = equal_compute_ratio(engine, selector)
@@ -148,26 +146,15 @@ def measured_share(engine: BlendEngine, rows: list[QuestionRow], selector: Selec
 
 
 def run_main(
-    engine: BlendEngine, suite: Suite, plan: MainPlan, out: Path, progress: Progress | None = None
+    engine: BlendEngine, suite: Suite, plan: MainPlan, out: Path, advance: AdvanceStage = silent
 ) -> Evaluation:
-    """Runs the suite's seeds in turn; includes the seeds that other runs of the same plan have finished.
-
-    Args:
-        engine: engine with the shipped model.
-        suite: what to run.
-        plan: see `plan_main`.
-        out: parent of the folders of results.
-        progress: see `evaluate`.
-
-    Raises:
-        InvalidInputError: as `evaluate`, or a row of another run is damaged.
-    """
+    """Runs the suite's seeds in turn; includes the seeds that other runs of the same plan have finished."""
     folder = out / folder_name("suite-nano", plan.config)
     parts = {}
     for seed in dict.fromkeys(suite.seeds):
         rows = draw_questions(seed, suite.per_category)
         name = f"seed-{seed}"
-        parts[seed] = evaluate(engine, rows, plan.methods, settings=SETTINGS, out=folder, name=name, progress=progress)
+        parts[seed] = evaluate(engine, rows, plan.methods, settings=SETTINGS, out=folder, name=name, progress=advance)
     others = {seed: rows for seed, rows in finished_seeds(folder).items() if seed not in parts}
     by_seed = {seed: part.rows for seed, part in parts.items()} | others
     return replace(
@@ -180,11 +167,11 @@ def run_main(
     )
 
 
-def run_sweep(engine: BlendEngine, suite: Suite, out: Path, progress: Progress | None = None) -> Evaluation:
+def run_sweep(engine: BlendEngine, suite: Suite, out: Path, advance: AdvanceStage = silent) -> Evaluation:
     """Runs every selector at several ratios; arguments as for `run_main`."""
     rows = draw_questions(SWEEP_SEED, suite.sweep_per_category)
     return evaluate(
-        engine, rows, sweep_methods(), settings=SETTINGS, out=out, name="suite-nano-sweep", progress=progress
+        engine, rows, sweep_methods(), settings=SETTINGS, out=out, name="suite-nano-sweep", progress=advance
     )
 
 
@@ -218,11 +205,7 @@ def lean_selector() -> Selector:
 
 
 def finished_seeds(folder: Path) -> dict[int, list[RowResult]]:
-    """Rows by seed, for every seed in the folder of a main part that is complete.
-
-    Raises:
-        InvalidInputError: a row is damaged.
-    """
+    """Rows by seed, for every seed in the folder of a main part that is complete."""
     found = {}
     for path in sorted(folder.glob("seed-*")):
         named = re.fullmatch(r"seed-(\d+)-[0-9a-f]{12}", path.name)
@@ -250,3 +233,75 @@ def _fused(name: str, selector: Selector, family: str) -> Method:
     ratios = getattr(selector, "ratios", None)
     ratio = ratios[-1] if ratios else getattr(selector, "ratio", None)
     return Fused(Label(name, "blend", family, family, ratio, selector.check_layers), selector)
+
+
+# ---- the gate -----------------------------------------------------------------------------------------------
+
+GATE_CODE = (
+    *("core", "store", "engines"),
+    *(f"evaluation/{name}.py" for name in ("agreement", "bootstrap", "compute", "gate", "scorers")),
+)
+"""The source files that affect the verdict."""
+
+
+def check_gate(engine: BlendEngine, suite: Suite, out: Path, advance: Advance = silent) -> dict[str, Any]:
+    """Whether the profile's setting reaches its threshold, and F1 its margin; rows are independent, one per scene.
+
+    A result already in `out` is read from there.
+
+    Returns:
+        ``holds``, the requirements, and the figures; only a ``reason`` if there is no setting to check.
+    """
+    profile = engine.settings.profile
+    if profile is None:
+        return {"reason": f"there is no gated setting to check: {engine.settings.source}"}
+    if not profile.blend:
+        return {"reason": "the profile disables blending, so there is no setting to check"}
+    bar = Bar(scorer=WordF1())
+    if profile.measured.threshold:
+        bar = replace(bar, threshold=profile.measured.threshold, confidence=profile.measured.confidence)
+    rows = draw_questions(GATE_SEED, -(-suite.gate_rows // len(CATEGORIES)), per_scene=1)
+    config = _describe(engine, bar, rows)
+    file = out / f"{folder_name('suite-nano-gate', config)}.json"
+    if file.is_file():
+        return _read(file)
+    layout, asked = SETTINGS.template.layout, []
+    for row in rows:
+        passages = [Passage(text.text, text.title) for text in row.passages]
+        asked.append(GateRow(layout.parts(engine, passages, row.question), row.answers))
+    holds, measured = check(engine, asked, engine.settings.selector(), bar, progress=advance)
+    wanted = {"threshold": bar.threshold, "confidence": bar.confidence, "f1_margin": bar.f1_margin}
+    found = {"holds": holds, **wanted, **measured.to_dict()}
+    out.mkdir(parents=True, exist_ok=True)
+    write_whole(file, json.dumps({"config": config, "gate": found}, ensure_ascii=False, indent=2) + "\n")
+    return found
+
+
+def _describe(engine: BlendEngine, bar: Bar, rows: list[QuestionRow]) -> dict[str, Any]:
+    """All that affects the result."""
+    versions = provenance.versions()
+    described = {
+        "code": provenance.code_digest(GATE_CODE),
+        "libraries": {name: versions[name] for name in LIBRARIES},
+        "fingerprint": engine.planner.root.hex(),
+        "device": engine.model.device.type,
+        "engine": asdict(engine.config),
+        "selector": repr(engine.settings.selector()),
+        "bar": repr(bar),
+        "template": asdict(SETTINGS.template),
+        "seed": GATE_SEED,
+        "rows": len(rows),
+        "data": hashlib.sha256("\n".join(question_lines(rows)).encode()).hexdigest(),
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(described))
+    return plain
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["gate"]
+        if not isinstance(found["holds"], bool) or not isinstance(found["rows"], int):
+            raise ValueError("a field has the wrong type")
+    except (ValueError, TypeError, KeyError) as error:
+        raise InvalidInputError(f"{file}: damaged ({error}); delete it to check the gate again") from error
+    return found

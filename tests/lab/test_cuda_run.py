@@ -1,19 +1,27 @@
-"""`lab cuda` on a CPU: all parts at tiny size, what it writes, and what it says where it cannot measure."""
+"""`lab cuda` on a CPU: all parts at tiny size, what it writes, what it says where it cannot measure, and what fails."""
 
 import json
 import os
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import cacheblend
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.kernels.attention import attend_rows
+from cacheblend.core.kernels.attention_spec import AttentionSpec
 from command_line import Run, runner
-from cuda_bench import needs_no_gpu
 from lab.cli import main
-from lab.gpu import report, run
+from lab.gpu import attention_ways, context, kernels, others, report, run, timeline, ttft
+from lab.gpu.context import Bench, Weights
+from lab.gpu.run import Part
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(cacheblend.__file__).parents[1]
@@ -25,6 +33,16 @@ ARMS = [
     ("device", 0.05),
     *((store, ratio) for ratio in (0.15, 0.05) for store in ("disk, cold", "disk")),
 ]
+
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+
+
+def bench(**given: Any) -> Bench:
+    device = torch.device("cpu")
+    options = {"device": device, "dry_run": True, "until": 1e18, "progress": lambda what: None}
+    options["weights"] = Weights(device)
+    return Bench(**(options | given))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -169,3 +187,300 @@ def test_a_store_that_fails_takes_its_own_arms_alone(monkeypatch: pytest.MonkeyP
     assert len(points) == 2
     error = found["parts"]["ttft"]["error"]
     assert "OSError: the disk is gone" in error and ", in fails" in error
+
+
+# ---- attention --------------------------------------------------------------------------------------------
+
+
+@needs_no_gpu
+def test_other_ways_of_attention_are_beside_ours() -> None:
+    ways = kernels.measure_attention(bench(), kernels.DRY)
+    for layout in ("scattered", "runs of 16"):
+        found = ways[layout]["ways"]
+        assert set(found) == set(attention_ways.WAYS)
+        for name in ("cacheblend", "PyTorch, masks by group", "PyTorch, one mask", "FlexAttention"):
+            assert found[name]["error"] <= 1e-5 and found[name]["of_flash"] > 0, name
+        for name in ("PyTorch varlen", "flash-attn varlen", "vLLM varlen"):
+            assert "Error: " in found[name]["skipped"], name
+
+
+def over_runs(query: Any, pages: Any, begins: Any, seen: Any, table: Any, scale: float) -> torch.Tensor:
+    """What a kernel over sequences in pages computes: the last row of each sees its last key."""
+    out = torch.empty_like(query)
+    for number, length in enumerate(seen.tolist()):
+        rows = slice(int(begins[number]), int(begins[number + 1]))
+        count = rows.stop - rows.start
+        keys, values = (part[table[number].long()].flatten(0, 1)[:length].transpose(0, 1) for part in pages)
+        at = torch.arange(length - count, length)
+        out[rows] = attend_rows(query[rows].transpose(0, 1), keys, values, at, AttentionSpec(scale))
+    return out
+
+
+def test_ways_over_runs_ask_for_what_the_rows_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    def torchs(
+        query, keys, values, begins, none, longest, most, *, scale, window_size, enable_gqa, seqused_k, block_table
+    ):
+        assert none is None and window_size == (-1, 0) and enable_gqa
+        assert (longest, most) == (int(begins.diff().max()), int(seqused_k.max()))
+        return over_runs(query, (keys, values), begins, seqused_k, block_table, scale)
+
+    def flash_attns(query, keys, values, begins, ends, longest, most, *, softmax_scale, causal, block_table):
+        assert causal and ends.dtype == torch.int32
+        return over_runs(query, (keys, values), begins, ends.diff(), block_table, softmax_scale)
+
+    def vllms(query, keys, values, *, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k, **more):
+        assert (
+            more["causal"] and max_seqlen_q == int(cu_seqlens_q.diff().max()) and max_seqlen_k == int(seqused_k.max())
+        )
+        pages = keys, values
+        return over_runs(query, pages, cu_seqlens_q, seqused_k, more["block_table"], more["softmax_scale"])
+
+    modules = {
+        "torch.nn.attention.varlen": SimpleNamespace(varlen_attn=torchs),
+        "flash_attn": SimpleNamespace(flash_attn_varlen_func=flash_attns),
+        "vllm.vllm_flash_attn": SimpleNamespace(flash_attn_varlen_func=vllms),
+    }
+    monkeypatch.setattr(attention_ways, "import_module", modules.__getitem__)
+    sizes = kernels.Sizes(600, 50, 4, 2, 32, torch.float32, 1)
+    for layout in kernels.measure_attention(bench(), sizes).values():
+        for name in ("PyTorch varlen", "flash-attn varlen", "vLLM varlen"):
+            assert layout["ways"][name].get("error", 1.0) <= 1e-5, layout["ways"][name]
+
+
+def test_attention_that_differs_is_an_error_and_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(rows: attention_ways.Rows) -> attention_ways.Call:
+        return lambda: attention_ways.plain(rows)() + 1
+
+    monkeypatch.setattr(kernels, "WAYS", {"cacheblend": wrong, "FlexAttention": wrong})
+    found = kernels.measure(bench())
+    assert "attention of scattered: differs from PyTorch by 1" in found["error"]
+    assert set(found["figures"]) == {"place_of_bandwidth"}
+
+
+# ---- the first token --------------------------------------------------------------------------------------
+
+
+def test_compiled_layers_are_measured_beside_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def pretend(view: Any, device: torch.device) -> str:
+        asked.append(view)
+        return "" if len(asked) == 1 else "no compiler"
+
+    monkeypatch.setattr(ttft, "compile_layers", pretend)
+    found = ttft.measure_compiled(bench())
+    arms = [(arm["store"], arm["ratio"]) for arm in found["points"][0]["arms"]]
+    assert arms == [(store, ratio) for ratio in (0.15, 0.05) for store in (ttft.STORES[0], ttft.COMPILED)]
+    assert "error" not in found and not found["figures"]
+    with pytest.raises(InvalidInputError, match="layers are not compiled: no compiler"):
+        ttft.measure_compiled(bench())
+
+
+def test_a_point_that_is_short_of_time_keeps_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ttft, "timed", lambda arm, prompt, model: (1.0, None))
+    tried = bench()
+    monkeypatch.setattr(context.Bench, "left_s", property(lambda self: -1.0))
+    monkeypatch.setattr(context.Bench, "has_time", lambda self, what, seconds: True)
+    found = ttft._measure((ttft.Point("tiny", "", 1, 16, 5, 1.0),), "ttft", tried)
+    assert {arm["runs"] for arm in found["points"][0]["arms"]} == {1}
+    assert tried.skipped["ttft tiny, 16 tokens, rounds"] == "time was up after 1 of 5"
+
+
+def test_points_are_expected_to_take_as_long_as_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(context.Bench, "has_time", lambda self, what, seconds: asked.append(seconds) or True)
+    monkeypatch.setattr(ttft, "_measure_point", lambda *_: [])
+    clock = iter([0.0, 30.0, 30.0, 40.0])
+    monkeypatch.setattr(ttft, "time", SimpleNamespace(monotonic=lambda: next(clock)))  # not that of other threads
+    ttft._measure(tuple(ttft.Point("tiny", "", 1, 16, 5, seconds) for seconds in (10.0, 20.0)), "ttft", bench())
+    assert asked == [5.0, 5.0, 0.5 * 3 * 20.0]
+
+
+# ---- time, and the device ---------------------------------------------------------------------------------
+
+
+def test_what_there_is_no_time_for_is_skipped_and_said() -> None:
+    found = run.run(("kernels", "ttft"), dry_run=True, minutes=0.001)
+    assert set(found["skipped"]) == {"kernels", "ttft"} and "were left" in found["skipped"]["ttft"]
+    assert not found["figures"] and not found["parts"]
+    late = bench(until=0.0)
+    assert ttft.measure(late) == {"figures": {}, "points": []}
+    assert list(late.skipped) == ["ttft tiny"]
+
+
+def test_later_parts_keep_the_time_that_they_need_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "PARTS", {name: replace(part, missing=lambda: "") for name, part in run.PARTS.items()})
+    running = run.Run(1000.0, False, print, print)
+    names = list(run.PARTS)
+    until = {name: running.task(name, names[place + 1 :]).until for place, name in enumerate(names)}
+    assert until["large"] == until["vllm"] == 1000  # nobody leaves it anything for the large shape
+    assert until["timeline"] == 1000 - 240 - run.GRACE_S == until["ttft"] + 20 + run.GRACE_S
+
+
+def test_events_of_a_device_are_put_into_lanes() -> None:
+    def event(name: str, start: float, end: float, device: str = "DeviceType.CUDA") -> Any:
+        return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end), device_type=device)
+
+    events = [
+        event("cacheblend: begin", 1000.0, 1001.0, "DeviceType.CPU"),
+        event("aten::mm", 1010.0, 1020.0, "DeviceType.CPU"),
+        event("Memcpy HtoD (Pinned -> Device)", 1100.0, 1300.0),
+        event("Memcpy DtoD (Device -> Device)", 1300.0, 1310.0),
+        event("_place_kernel", 1300.0, 1400.0),
+        event("ampere_bf16_gemm", 1350.0, 1500.0),
+    ]
+    found = timeline.slices_of(events, [(0.0, 5e-5)], is_cuda=True)
+    lanes = [(each.lane, round(1e6 * each.start_s), round(1e6 * each.end_s)) for each in found]
+    assert lanes == [
+        ("read", 0, 50),
+        ("copy", 100, 300),
+        ("compute", 300, 310),
+        ("place", 300, 400),
+        ("compute", 350, 500),
+    ]
+
+
+def test_what_does_not_fit_is_skipped_and_the_rest_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = context.build_shape
+
+    def build(shape: str, **options: Any) -> Any:
+        if shape == "huge":
+            raise torch.OutOfMemoryError("no")
+        return real(shape, **options)
+
+    monkeypatch.setattr(context, "build_shape", build)
+    tried = bench()
+    assert ttft._measure((ttft.Point("huge", "", 1, 8, 1, 0.0),), "large", tried)["points"] == []
+    assert tried.skipped == {"large huge": "its weights do not fit on this device"}
+
+    def full(engine: Any, prompt: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+
+    monkeypatch.setattr(ttft, "full_recompute", full)
+    found = ttft._measure((ttft.Point("tiny", "4k", 1, 16, 1, 0.0),), "ttft", tried)
+    (point,) = found["points"]
+    assert {arm["store"] for arm in point["arms"]} >= {"pinned memory", "device", "disk"}
+    assert all(arm["speedup_vs_full"] is None for arm in point["arms"]) and not found["figures"]
+    assert tried.skipped["ttft tiny, 16 tokens, full, sdpa"] == "OutOfMemoryError: CUDA out of memory."
+
+
+def test_an_arm_that_fails_leaves_the_others_and_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = ttft.fused, []
+
+    def sometimes(engine: Any, prompt: Any, selector: Any) -> Any:
+        calls.append(engine)
+        if len(calls) == 2:
+            raise RuntimeError("CUDA error: an illegal memory access")
+        return real(engine, prompt, selector)
+
+    monkeypatch.setattr(ttft, "fused", sometimes)
+    kept: list[context.Found] = []
+    points = tuple(ttft.Point("tiny", key, 1, 16, 1, 0.0) for key in ("16k", "4k"))
+    found = ttft._measure(points, "ttft", bench(keep=kept.append))
+    assert "r = 0.05, pinned memory:\n" in found["error"]
+    assert found["error"].endswith("RuntimeError: CUDA error: an illegal memory access")
+    assert set(found["figures"]) == {"ttft_speedup_16k", "of_limit_16k", "ttft_speedup_4k"}
+    assert len(kept) == len(found["points"]) == 2
+
+
+def test_a_part_that_fails_leaves_what_it_had_and_the_others_go_on(
+    command: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails(tried: Bench) -> context.Found:
+        tried.keep({"figures": {"place_of_bandwidth": 0.7}})
+        assert json.loads((tmp_path / "cuda-cpu.json").read_text())["figures"] == {"place_of_bandwidth": 0.7}
+        raise RuntimeError("ptxas died")
+
+    def fits_not(_: Bench) -> context.Found:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+
+    parts = {"a": fails, "b": fits_not, "c": lambda _: {"figures": {"attention_of_peak": 0.5}}}
+    monkeypatch.setattr(run, "PARTS", {name: Part(each, 1.0) for name, each in parts.items()})
+    done = command("--dry-run", "--folder", tmp_path)
+    assert done.code == 1 and "FAILED: a" in done.err and "ptxas died" in done.err
+    found = json.loads((tmp_path / "cuda-cpu.json").read_text())
+    assert found["figures"] == {"place_of_bandwidth": 0.7, "attention_of_peak": 0.5}
+    assert "ptxas died" in found["parts"]["a"]["error"] and "out of memory" in found["skipped"]["b"]
+    assert "## a failed" in (tmp_path / "cuda-cpu.md").read_text()
+
+
+def test_tests_that_fail_are_said_and_the_rest_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "tests/gpu/test_kernels.py::test_one[a b] PASSED [ 10%]\ntests/gpu/test_cuda.py::test_two FAILED [ 20%]\n"
+
+    def failing(command: list[str], limit_s: float, folder: Path) -> Any:
+        return subprocess.CompletedProcess(command, 1, lines + "E   assert 1 == 2\n1 failed, 1 passed in 4.0s")
+
+    monkeypatch.setattr(others, "run_program", failing)
+    monkeypatch.setitem(run.PARTS, "kernels", Part(lambda _: {"figures": {"attention_of_peak": 0.5}}, 1.0))  # type: ignore[index]
+    found = run.run(("tests", "kernels"), dry_run=True)
+    tests = found["parts"]["tests"]
+    assert tests["names"] == ["tests/gpu/test_cuda.py::test_two"] and (tests["passed"], tests["failed"]) == (1, 1)
+    assert "assert 1 == 2" in report.failures(found)["tests"]
+    assert found["figures"] == {"attention_of_peak": 0.5}
+    assert "TESTS FAIL" in report.title(found | {"dry_run": False})
+
+
+def test_tests_that_pass_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "tests/gpu/test_kernels.py::test_one[a b] PASSED [ 10%]\ntests/gpu/test_cuda.py::test_two SKIPPED (no)\n"
+    monkeypatch.setattr(others, "run_program", lambda command, *_: subprocess.CompletedProcess(command, 0, lines))
+    found = run.run(("tests",), dry_run=True)
+    counts = {key: found["parts"]["tests"][key] for key in others.OUTCOMES}
+    assert counts == {"passed": 1, "failed": 0, "errors": 0, "skipped": 1} and not report.failures(found)
+    assert "1 passed, 0 failed, 0 errors, 1 skipped" in report.page(found)
+
+
+# ---- processes --------------------------------------------------------------------------------------------
+
+
+def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, **options: Any) -> dict[str, Any]:
+    """The parts kernels and timeline in their own processes, in which `code` replaces what measures the kernels."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys, time\n"
+        "if 'lab.gpu.run' in sys.orig_argv:\n"
+        "    from lab.gpu import kernels, timeline\n"
+        "    def measure(bench):\n"
+        "        bench.keep({'figures': {'place_of_bandwidth': 0.7}})\n"
+        f"        {code}\n"
+        "    kernels.measure = measure\n"
+        "    timeline.measure = lambda bench: {'busy': {}}\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return run.run(("kernels", "timeline"), dry_run=True, apart=True, **options)
+
+
+@pytest.mark.slow
+@needs_no_gpu
+def test_a_process_that_crashes_takes_nothing_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = apart(tmp_path, monkeypatch, "print('here', flush=True); os.abort()")
+    assert found["figures"] == {"place_of_bandwidth": 0.7} and "busy" in found["parts"]["timeline"]
+    assert "its process ended with -6\n" in found["parts"]["kernels"]["error"]
+    assert "here" in found["parts"]["kernels"]["error"]
+
+
+@pytest.mark.slow
+@needs_no_gpu
+def test_a_process_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "GRACE_S", 0.1)
+    monkeypatch.setitem(run.PARTS, "kernels", replace(run.PARTS["kernels"], most=2.0))  # type: ignore[index]
+    found = apart(tmp_path, monkeypatch, "time.sleep(1000)")
+    assert found["figures"] == {"place_of_bandwidth": 0.7}
+    assert "took too long" in found["parts"]["kernels"]["error"]
+
+
+def test_a_program_that_hangs_is_ended() -> None:
+    """With what it started itself."""
+    grandchild = "import time; time.sleep(60)"
+    hangs = (
+        "import subprocess, sys, time\n"
+        f"print(subprocess.Popen([sys.executable, '-c', {grandchild!r}]).pid, flush=True)\n"
+        "time.sleep(60)"
+    )
+    done = others.run_program([sys.executable, "-c", hangs], 2.0, Path.cwd())
+    assert done.returncode == 124 and "longer than 2 s" in done.stdout
+    state = Path(f"/proc/{int(done.stdout.split()[0])}/stat")
+    for _ in range(100):  # until its parent, the system's first process, has seen its end
+        if not state.exists() or state.read_text().split()[2] == "Z":
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("what the program had started goes on")

@@ -30,13 +30,11 @@ from lab.inspection import (
     observe_fused,
     ratio_curves,
 )
-from lab.inspection.facts import numbers, summary
-from lab.inspection.heat_map import heat_map
+from lab.inspection.deviation import ranks, spearman, spearman_matrix
+from lab.inspection.facts import heat_map, numbers, summary
 from lab.inspection.inspection import MethodView
 from lab.inspection.observation import LAST_ROWS, alone_mass
-from lab.inspection.parts import Part, context_length, part_of_row, parts_of
-from lab.inspection.ranks import ranks, spearman, spearman_matrix
-from lab.inspection.token_texts import token_texts
+from lab.inspection.parts import Part, context_length, part_of_row, parts_of, token_texts
 from reference import plain_kv
 from tokenizers_for_tests import CORPUS, byte_level, sentencepiece
 
@@ -198,7 +196,7 @@ def test_inspection(family: str) -> None:
     engine = engine_of(family)
     done: list[tuple[int, int]] = []
     found = inspect_prompt(
-        engine, RAG, Hkvd(), curves=ratio_curves(engine.config, (0.0, 0.3, 1.0)), progress=lambda *at: done.append(at)
+        engine, RAG, Hkvd(), curves=ratio_curves(engine.config, (0.0, 0.3, 1.0)), advance=lambda *at: done.append(at)
     )
     assert done == [(n, 10) for n in range(1, 11)]
     layers = len(engine.survey.layout.layers)

@@ -8,22 +8,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from cacheblend.core.errors import InvalidInputError
 from cacheblend.data import QuestionRow, Text
 from cacheblend.data.questions import question_lines
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.scheduler import Scheduler
 from cacheblend.evaluation import Settings, make_scorers, runner
+from cacheblend.evaluation.records import ROWS
+from cacheblend.evaluation.scorers import ExactMatch, WordF1
 from cacheblend.nano import model_path
 from command_line import Result, Run
 from command_line import runner as command
 from lab.cli import main
-from lab.cli.paper import PaperOptions
 from lab.nano.questions import Prompts, draw_questions
-from lab.paper import chunk_length, chunk_number, report, run
+from lab.paper import drawing, quality, run
 from lab.paper.compared import TITLES
-from lab.paper.context import Context, DataSet, LeftOutError, Sweeps
+from lab.paper.context import Context, DataSet, Kept, LeftOutError, Sweeps
+from lab.paper.points import AGREEMENT, ALL, Answered, points, score
 from tiny_folder import TinyShape, build_tiny
 
 TINY = Sweeps(
@@ -74,7 +80,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture
 def tiny_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PaperOptions, "sweeps", lambda self: TINY)
+    monkeypatch.setattr("lab.cli.paper.sweeps_of", lambda *_: TINY)
 
 
 @pytest.fixture
@@ -88,7 +94,7 @@ def done(files: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Done:
     arguments = ["--model", "nano", *(text for file in files for text in ("--data", str(file)))]
     arguments += ["--skip-bad", "--max-tokens", "4", "--out", str(out), "--json-file", str(out / "whole.json")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PaperOptions, "sweeps", lambda self: TINY)
+        patch.setattr("lab.cli.paper.sweeps_of", lambda *_: TINY)
         main(["paper", *arguments])
     return Done(arguments, files, json.loads((out / "whole.json").read_text()))
 
@@ -100,13 +106,13 @@ def done(files: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Done:
 def test_all_seven_figures_are_there(done: Done) -> None:
     assert done.result["figures"] == {"paper_report": 7}
     assert list(done.result["pictures"]) == list(done.result["parts"]) == NAMES
-    text = (done.folder / report.FILE).read_text()
+    text = (done.folder / run.FILE).read_text()
     for name, file in done.result["pictures"].items():
         assert (done.folder / file).read_bytes().startswith(b"\x89PNG")
         assert f"({file})" in text
         assert done.result["parts"][name]["points"]
         assert "left_out" not in done.result["parts"][name]
-    assert json.loads((done.folder / report.DATA).read_text()) == done.result
+    assert json.loads((done.folder / run.DATA).read_text()) == done.result
 
 
 @with_the_whole_run
@@ -136,22 +142,15 @@ def test_full_recompute_agrees_with_itself_everywhere(done: Done) -> None:
 
 
 @with_the_whole_run
-def test_points_that_cannot_be_had_are_named(done: Done) -> None:
-    text = (done.folder / report.FILE).read_text()
+def test_what_is_left_out_or_gains_nothing_is_said(done: Done) -> None:
+    """Points that cannot be had; bad rows, with their reasons; prefix caching."""
+    text = (done.folder / run.FILE).read_text()
     assert "64 passages: left out, most rows have" in text
     assert "passages of 4096 tokens: left out, most rows are then one passage" in text
-
-
-@with_the_whole_run
-def test_bad_rows_are_counted_with_their_reasons(done: Done) -> None:
     first, second = done.result["data"]
     assert (first["rows"], len(first["bad_rows"]), second["bad_rows"]) == (2, 2, [])
     assert "line 2, field 'passages': it is empty" in first["bad_rows"][0]
-    assert "first: 2 rows cannot be used; the first: " in (done.folder / report.FILE).read_text()
-
-
-@with_the_whole_run
-def test_prefix_caching_that_gains_nothing_is_said(done: Done) -> None:
+    assert "first: 2 rows cannot be used; the first: " in text
     quality = done.result["parts"]["quality"]
     gained = any(p["recomputed"] is not None for p in quality["points"] if p["family"] == "prefix")
     assert any("prefix caching gains nothing" in note for note in quality["notes"]) != gained
@@ -172,7 +171,7 @@ def test_a_second_run_runs_nothing_again(done: Done, cli: Run, monkeypatch: pyte
     monkeypatch.setattr(runner, "_run", never)
     again = cli(*done.arguments)
     assert again.code == 0, again.err
-    result = json.loads((done.folder / report.DATA).read_text())
+    result = json.loads((done.folder / run.DATA).read_text())
     for name, part in result["parts"].items():
         assert part["points"] == done.result["parts"][name]["points"]
         assert part["resumed"] > 0
@@ -180,11 +179,11 @@ def test_a_second_run_runs_nothing_again(done: Done, cli: Run, monkeypatch: pyte
 
 @with_the_whole_run
 def test_without_matplotlib_the_report_has_tables(done: Done, cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    monkeypatch.setattr(run, "find_spec", lambda name: None)
     said = cli(*done.arguments)
     assert said.code == 0
     assert "no figures are drawn, that needs matplotlib" in said.err
-    text = (done.folder / report.FILE).read_text()
+    text = (done.folder / run.FILE).read_text()
     assert "No figures are drawn" in text
     assert text.count("| method | rows |") == 7
 
@@ -200,7 +199,7 @@ def test_other_settings_have_a_folder_of_their_own(
     assert said.code == 0, said.err
     after = sorted(path.name for path in done.folder.parent.iterdir())
     assert len(after) == len(before) + 1
-    assert json.loads((done.folder / report.DATA).read_text())["max_tokens"] == 4
+    assert json.loads((done.folder / run.DATA).read_text())["max_tokens"] == 4
 
 
 # ---- interrupts, on a tiny model ------------------------------------------------------------------------------
@@ -297,7 +296,7 @@ def test_ctrl_c_leaves_a_report_and_says_how_to_go_on(
     said = cli(*arguments)
     assert said.code == 130
     assert "the same command goes on from there" in said.err
-    text = (copy / done.folder.name / report.FILE).read_text()
+    text = (copy / done.folder.name / run.FILE).read_text()
     assert text.count("Not measured yet.") == 6
 
 
@@ -317,7 +316,7 @@ def test_numbers_of_passages_fit_rows_and_context(engine: BlendEngine, tmp_path:
     numbers = tuple(draw.sample(range(1, 16), 5))
     context = context_of(engine, rows, tmp_path, replace(TINY, chunk_numbers=numbers, share=1.0))
     try:
-        used, points, notes = chunk_number.choose_points(context)
+        used, points, notes = quality.choose_points(context)
     except LeftOutError as reason:
         assert "passages" in str(reason)
         return
@@ -342,7 +341,7 @@ def test_text_is_kept_when_it_is_cut_anew(engine: BlendEngine, tmp_path: Path, t
     rows = rows_of(4, 3)
     context = context_of(engine, rows, tmp_path, replace(TINY, share=1.0))
     assert engine.builder is not None
-    for row, cut in zip(rows, chunk_length.cut_anew(context, tokens), strict=True):
+    for row, cut in zip(rows, quality.cut_anew(context, tokens), strict=True):
         assert "".join("".join(part.text for part in cut.passages).split()) == "".join(
             "".join(part.text for part in row.passages).split()
         )
@@ -354,7 +353,7 @@ def test_rows_of_one_passage_leave_sweeps_out_and_say_so(engine: BlendEngine, tm
     assert "most rows have 1 passages" in result["parts"]["chunk-number"]["left_out"]
     assert "one passage" in result["parts"]["chunk-length"]["left_out"]
     assert result["figures"] == {"paper_report": 5}
-    assert "Left out: " in (Path(result["folder"]) / report.FILE).read_text()
+    assert "Left out: " in (Path(result["folder"]) / run.FILE).read_text()
 
 
 # ---- wrong input -----------------------------------------------------------------------------------------------
@@ -420,3 +419,91 @@ def test_plain_evaluation_skips_and_counts_bad_rows(
     assert said.code == 0
     assert (said.json["rows"], len(said.json["bad_rows"])) == (1, 2)
     assert "2 rows cannot be used and were left out" in cli("--skip-bad").err
+
+
+answered = st.builds(
+    Answered,
+    data=st.sampled_from(["a", "b"]),
+    method=st.sampled_from([(family, title) for family, title in TITLES.items()][:3]),
+    ratio=st.none(),
+    x=st.sampled_from([1, 2, None]),
+    ttft_s=st.floats(0.001, 10),
+    scores=st.one_of(st.just({}), st.fixed_dictionaries({"f1": st.floats(0, 1)})),
+    agrees=st.sampled_from([None, 0.0, 1.0]),
+    compute=st.sampled_from([None, 0.25, 1.0]),
+)
+
+
+@given(st.lists(answered, min_size=1, max_size=25), st.booleans())
+def test_points_are_means_of_their_answers(answers: list[Answered], by_data: bool) -> None:
+    found = points(answers, by_data=by_data)
+    assert sum(point["rows"] for point in found) == len(answers)
+    for point in found:
+        of = [
+            each
+            for each in answers
+            if (each.method[1], each.x, each.data if by_data else ALL) == (point["method"], point["x"], point["data"])
+        ]
+        assert point["ttft_s"]["median"] == pytest.approx(np.median([each.ttft_s for each in of]))
+        for name, values in (
+            ("f1", [each.scores["f1"] for each in of if each.scores]),
+            (AGREEMENT, [each.agrees for each in of if each.agrees is not None]),
+        ):
+            assert (name in point["quality"]) == bool(values)
+            if values:
+                quality = point["quality"][name]
+                assert quality["n"] == len(values)
+                assert quality["mean"] == pytest.approx(np.mean(np.array(values, dtype=float)))
+                assert quality["low"] - 1e-9 <= quality["mean"] <= quality["high"] + 1e-9
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_the_best_of_several_answers_counts() -> None:
+    scorers = [WordF1(), ExactMatch()]
+    assert score(scorers, "the red bridge", ["a clock", "red bridge"]) == {"f1": 1.0, "em": 1.0}
+    assert score(scorers, "the red bridge", []) == {}
+
+
+def test_without_gold_answers_the_first_token_is_drawn() -> None:
+    assert drawing.measure_of([{"quality": {}}]) == AGREEMENT
+    assert drawing.measure_of([{"quality": {AGREEMENT: {}}}]) == AGREEMENT
+    assert drawing.measure_of([{"quality": {}}, {"quality": {"f1": {}, AGREEMENT: {}}}]) == "f1"
+
+
+def test_every_family_has_a_colour_and_a_marker_of_its_own() -> None:
+    assert set(drawing.COLOURS) == set(drawing.MARKERS) == set(TITLES)
+    assert len(set(drawing.COLOURS.values())) == len(set(drawing.MARKERS.values())) == len(TITLES)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_measurements_are_kept_over_kills(tmp_path: Path, seed: int) -> None:
+    """Each is measured once; a line that was cut off is measured again."""
+    draw, measured = random.Random(seed), list[str]()
+    wanted = {f"point {number}": {"value": draw.random()} for number in range(8)}
+
+    def measure(key: str) -> Any:
+        measured.append(key)
+        return wanted[key]
+
+    cuts = 0
+    for _ in range(6):
+        with Kept(tmp_path, {"a": 1}) as kept:
+            for key in draw.sample(sorted(wanted), draw.randint(0, 4)):
+                assert kept.get(key, lambda key=key: measure(key)) == wanted[key]  # type: ignore[misc]
+        file = tmp_path / ROWS
+        if draw.random() < 0.5 and file.read_bytes():
+            cuts += 1
+            file.write_bytes(file.read_bytes()[: -draw.randint(1, 8)])
+    with Kept(tmp_path, {"a": 1}) as kept:
+        for key, value in wanted.items():
+            assert kept.get(key, lambda key=key: measure(key)) == value  # type: ignore[misc]
+        assert len(kept.machines) == 1
+    assert set(measured) == set(wanted)
+    assert len(measured) <= len(wanted) + cuts
+
+
+def test_wrong_points_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"0\.\.1"):
+        Sweeps(ratios=(1.5,))
+    with pytest.raises(InvalidInputError, match="at least 1, got 0"):
+        Sweeps(chunk_numbers=(0, 2))

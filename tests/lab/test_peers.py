@@ -12,10 +12,9 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cacheblend.core.plan.prompt import chunk
 from cacheblend.nano import model_path
-from lab.speed.peers import others
-from lab.speed.peers import run as peers
-from lab.speed.peers.requests import Request, shuffled
-from lab.speed.peers.ways import MOST_KEPT, TransformersPrefix
+from lab.settings import Peers
+from lab.speed import peers
+from lab.speed.peers import MOST_KEPT, Request, TransformersPrefix, shuffled
 
 VOCAB = 3100  # at least as many as the tokenizer that ships
 
@@ -38,8 +37,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _bench(folder: Path, data: Path) -> peers.PeersBench:
-    return peers.PeersBench(data, str(folder), chunks=3, chunk_tokens=20, question_tokens=6, requests=2)
+def _bench(folder: Path, data: Path) -> Peers:
+    return Peers(data=data, model=folder, chunks=3, chunk_tokens=20, question_tokens=6, runs=2)
 
 
 def _requests(count: int) -> list[Request]:
@@ -47,11 +46,11 @@ def _requests(count: int) -> list[Request]:
 
 
 def _missing(name: str) -> Any:
-    raise others.NotInstalledError(f"{name} is not installed: pip install {name}")
+    raise peers.NotInstalledError(f"{name} is not installed: pip install {name}")
 
 
 def test_what_is_not_installed_is_skipped(folder: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(others, "required", _missing)
+    monkeypatch.setattr(peers, "required", _missing)
     found = peers.run(_bench(folder, data))
     assert set(found["skipped"]) == {"kvboost", "kvboost, chunks of 2", "contextpilot"}
     assert set(found["figures"]) == {
@@ -84,8 +83,8 @@ def test_what_stops_is_named_and_left_out(folder: Path, data: Path, monkeypatch:
             return [sorted(context) for context in contexts], [0]
 
     packages = {"kvboost": SimpleNamespace(KVBoost=Engine), "contextpilot": SimpleNamespace(ContextPilot=Pilot)}
-    monkeypatch.setattr(others, "required", packages.__getitem__)
-    monkeypatch.setattr(others, "version", lambda name: "0")
+    monkeypatch.setattr(peers, "required", packages.__getitem__)
+    monkeypatch.setattr(peers, "version", lambda name: "0")
     found = peers.run(_bench(folder, data))
     assert "ZeroDivisionError: of its own" in found["skipped"]["kvboost"] and "kvboost" not in found["figures"]
     piloted = found["requests"]["contextpilot"]
@@ -104,8 +103,8 @@ def test_a_package_that_is_broken_is_told_from_one_that_is_missing(
         "needs_another": "needs not_there_at_all",
         "not_there": "pip install not_there",
     }.items():
-        with pytest.raises(others.NotInstalledError, match=why):
-            others.required(name)
+        with pytest.raises(peers.NotInstalledError, match=why):
+            peers.required(name)
 
 
 def test_the_prefix_cache_is_exact(folder: Path) -> None:

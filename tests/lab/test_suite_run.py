@@ -23,7 +23,6 @@ from cacheblend.evaluation.runner import Evaluation, Settings
 from lab.cli import main
 from lab.nano.questions import Prompts, draw_questions
 from lab.nano.scenes import CATEGORIES
-from lab.suite import gate as suite_gate
 from lab.suite import suite as suites
 from lab.suite.figures import BARS
 from lab.suite.suite import (
@@ -50,9 +49,7 @@ def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(suites, "draw_questions", SHORT)
-        patch.setattr(suite_gate, "draw_questions", SHORT)
-        for module in (suites, suite_gate):
-            patch.setattr(module, "SETTINGS", Settings(max_tokens=2))
+        patch.setattr(suites, "SETTINGS", Settings(max_tokens=2))
         patch.setattr(suites, "CALIBRATION_ROWS", 8)
         patch.setattr(suites, "SWEEP_RATIOS", (0.1,))
         patch.setattr(suites, "HOP_RATIOS", (0.1,))
@@ -194,25 +191,25 @@ def test_the_gate_s_setting_is_checked_once_and_kept(
     model = profiled(built, tmp_path, engine, selector="hkvd", recompute_ratio=1.0)
     steps: list[tuple[int, int]] = []
     with BlendEngine.from_pretrained(model, device="cpu") as opened:
-        found = suite_gate.check_gate(opened, Suite(1), tmp_path / "out", lambda *step: steps.append(step))
+        found = suites.check_gate(opened, Suite(1), tmp_path / "out", lambda *step: steps.append(step))
         assert found["holds"] is True
         assert (found["threshold"], found["f1_margin"]) == (0.6, 0.01)
         assert found["rows"] == found["f1_rows"] == found["agreed"] == 20  # at least 20, as many of each category
         assert steps[-1] == (20, 20)
-        monkeypatch.setattr(suite_gate, "check", None)  # would be an error if it were called
-        assert suite_gate.check_gate(opened, Suite(1), tmp_path / "out") == found
+        monkeypatch.setattr(suites, "check", None)  # would be an error if it were called
+        assert suites.check_gate(opened, Suite(1), tmp_path / "out") == found
         (file,) = (tmp_path / "out").iterdir()
         file.write_text("{}")
         with pytest.raises(InvalidInputError, match=f"{file.name}: damaged"):
-            suite_gate.check_gate(opened, Suite(1), tmp_path / "out")
+            suites.check_gate(opened, Suite(1), tmp_path / "out")
 
 
 def test_without_a_setting_there_is_nothing_to_check(built: Path, engine: BlendEngine, tmp_path: Path) -> None:
-    found = suite_gate.check_gate(engine, Suite(1), tmp_path)
+    found = suites.check_gate(engine, Suite(1), tmp_path)
     assert list(found) == ["reason"]
     assert "has no profile" in found["reason"]
     with BlendEngine.from_pretrained(profiled(built, tmp_path, engine, selector="all"), device="cpu") as opened:
-        assert "disables blending" in suite_gate.check_gate(opened, Suite(1), tmp_path)["reason"]
+        assert "disables blending" in suites.check_gate(opened, Suite(1), tmp_path)["reason"]
 
 
 # ---- the command ------------------------------------------------------------------------------------------

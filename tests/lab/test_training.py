@@ -9,14 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lab.nano import train
+from lab.nano.encoding import Encoder, collate, draw_batch, draw_example
+from lab.nano.model import BLOCK, Tally, build_model, exact_match
+from lab.nano.recipe import RECIPE, Recipe, Shape, Stage
 from lab.nano.scenes import Style
 from lab.nano.tokenizer import MAX_POSITIONS, build_tokenizer
-from lab.nano.training import train
-from lab.nano.training.batches import collate, draw_batch, draw_example
-from lab.nano.training.encoding import Encoder
-from lab.nano.training.model import BLOCK, Tally, build_model, exact_match
-from lab.nano.training.recipe import RECIPE, Recipe, Shape, Stage
-from lab.nano.training.train import Trainer, TrainingFailedError
+from lab.nano.train import Trainer, TrainingFailedError
 
 STAGE = Stage(
     "first",
@@ -134,8 +133,6 @@ def test_a_folder_of_another_seed_or_recipe_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", RECIPE.stages, ids=lambda stage: stage.name)
 @pytest.mark.parametrize("progress", [0.0, 0.5, 1.0])
 def test_batches_stay_within_the_positions(stage: Stage, progress: float) -> None:
-    import random
-
     encoder, rng = Encoder(build_tokenizer()), random.Random(0)
     for _ in range(5):
         batch = draw_batch(encoder, rng, stage, progress)
@@ -146,8 +143,6 @@ def test_batches_stay_within_the_positions(stage: Stage, progress: float) -> Non
 
 
 def test_padding_is_on_the_right_and_not_trained_on() -> None:
-    import random
-
     encoder, rng = Encoder(build_tokenizer()), random.Random(0)
     examples = [draw_example(encoder, rng, STAGE, Style(n, 32), 2) for n in (1, 3)]
     batch = collate(examples)

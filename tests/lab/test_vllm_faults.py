@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from cacheblend.core.errors import InvalidInputError
-from lab.faults import damage, engine, injection, watching
+from lab.faults import children, engine, injection, trials
 from lab.faults.engine import Engine, found_in, is_same
+from lab.faults.pollution import draw, plain_twins
 from lab.faults.run import Settings
-from lab.faults.scenes import draw, plain_twins
 
 SEED = 5
 
@@ -104,17 +104,17 @@ def test_files_are_damaged_and_put_back(tmp_path: Path) -> None:
         (folder / "blocks").mkdir(parents=True)
         for number in range(40):
             (folder / "blocks" / f"{number}").write_bytes(bytes([number]) * 50)
-    assert damage.damage(store, random.Random(1), every=False) == 1
-    assert damage.damage(store, random.Random(2), every=True) in (39, 40)
+    assert trials.damage(store, random.Random(1), every=False) == 1
+    assert trials.damage(store, random.Random(2), every=True) in (39, 40)
 
     def contents(folder: Path) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in (folder / "blocks").iterdir()}
 
     differing = [name for name, held in contents(kept).items() if contents(store).get(name) != held]
     assert len(differing) >= 38  # a bit may have been flipped back, and zeros stay zeros
-    with damage.removed(store):
+    with trials.removed(store):
         assert not store.exists()
-    damage.restore(kept, store)
+    trials.restore(kept, store)
     assert contents(store) == contents(kept)
 
 
@@ -156,9 +156,9 @@ def test_a_child_that_ends_or_hangs_is_counted_and_the_next_goes_on(
 ) -> None:
     (tmp_path / "standin.py").write_text(CHILD)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(watching, "CHILD", "standin")
-    monkeypatch.setattr(watching, "PATIENCE_S", 1.0)
-    found = watching.watch(tmp_path, {"campaign": "faults", "folder": str(tmp_path), "count": 9}, "one")
+    monkeypatch.setattr(children, "CHILD", "standin")
+    monkeypatch.setattr(children, "PATIENCE_S", 1.0)
+    found = children.watch(tmp_path, {"campaign": "faults", "folder": str(tmp_path), "count": 9}, "one")
     assert found.is_complete
     assert [line["trial"] for line in found.lines] == [0, 2, 4]
     assert (found.ended, found.hung) == (1, 1)
@@ -170,8 +170,8 @@ def test_a_child_that_ends_or_hangs_is_counted_and_the_next_goes_on(
 def test_engines_of_one_name_in_two_campaigns_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "standin.py").write_text(CHILD.replace("number == 1", "False").replace("number == 3", "False"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(watching, "CHILD", "standin")
+    monkeypatch.setattr(children, "CHILD", "standin")
     for _ in range(2):  # nor does what an earlier run left count
         for campaign in ("pollution", "faults"):
-            found = watching.watch(tmp_path, {"campaign": campaign, "folder": str(tmp_path), "count": 9}, "few blocks")
+            found = children.watch(tmp_path, {"campaign": campaign, "folder": str(tmp_path), "count": 9}, "few blocks")
             assert [line["trial"] for line in found.lines] == [0, 1, 2, 3, 4]

@@ -13,7 +13,7 @@ from cacheblend.core.errors import CacheBlendError
 from cacheblend.core.failures import count_failure, failures
 from cacheblend.engines.hf.background import Background
 from cacheblend.engines.vllm.reasons import DECISIONS, failed
-from lab.servers.failed import count_failed, failed_in
+from lab.servers.processes import count_failed, failed_in
 
 VLLM = """
 # HELP vllm:cacheblend_fallbacks_total Times that stored KV could not be reused.

@@ -1,0 +1,95 @@
+"""`lab cuda`: everything that is measured on a GPU, in one run."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from time import monotonic
+from typing import Annotated, Any
+
+import typer
+
+from cacheblend.cli.bench import HOW
+from cacheblend.cli.options import OUTPUT, AsJson
+from cacheblend.cli.output import INSTALL_PLOT, check_outputs, console, print_json, write_json
+from lab.settings import count, named, several
+
+Parts = Annotated[
+    list[str] | None,
+    several(
+        "--part", "tests, kernels, ttft, timeline, vllm, compiled or large; several times for several. Default: all."
+    ),
+]
+Folder = Annotated[
+    Path | None,
+    named(
+        "--folder",
+        "Where cuda-<device>.json, .md and pictures go. Default: docs/results; a dry run writes none.",
+        OUTPUT,
+    ),
+]
+
+
+def cuda(
+    part: Parts = None,
+    dry_run: Annotated[bool, named("--dry-run", "Try all parts at tiny size, on a CPU, too.", HOW)] = False,
+    minutes: Annotated[float, count("--minutes", "Everything has ended after these.", 0.1, 1e6, HOW)] = 9.0,
+    folder: Folder = None,
+    json: AsJson = False,
+) -> None:
+    """A GPU: tests, kernels, time to first token, a pass's timeline, vLLM; and what falls short of its bar.
+
+    What is found is written at once. A part that was run alone is added to the file of the same commit. Ends with 1 if
+    a test or a part fails.
+    """
+    from cacheblend.cli.models import quiet_transformers
+    from cacheblend.core.errors import InvalidInputError
+
+    if folder is not None and not folder.is_dir():
+        raise InvalidInputError(f"--folder {folder}: there is no such folder")
+    default = Path("docs/results")
+    results = folder or (default if default.is_dir() and not dry_run else None)
+    quiet_transformers()
+    from lab.gpu import report
+    from lab.gpu import run as bench
+
+    path = None if results is None else bench.file_of(results)
+    page = None if path is None else path.with_suffix(".md")
+    check_outputs(path, page)
+    earlier = None if path is None else bench.read(path)
+    started = monotonic()
+
+    def say(what: str) -> None:
+        if not json:
+            console(stderr=True).print(f"{monotonic() - started:5.0f} s  {what}", soft_wrap=True)
+
+    def save(result: dict[str, Any]) -> None:
+        whole = bench.merged(earlier, result)
+        if path is not None and page is not None:
+            _replace(path, lambda file: write_json(file, whole))
+            _replace(page, lambda file: file.write_text(report.page(whole), encoding="utf-8"))
+
+    found = bench.run(tuple(part or ()), dry_run=dry_run, minutes=minutes, progress=say, save=save)
+    whole = bench.merged(earlier, found)
+    if path is not None and page is not None:
+        drawn = []
+        if find_spec("matplotlib") is None:
+            console(stderr=True).print(f"no pictures are drawn, that needs matplotlib: {INSTALL_PLOT}", soft_wrap=True)
+        else:
+            drawn = report.draw(whole, path)
+        for each in [path, page, *drawn]:
+            console(stderr=True).print(f"wrote {each}", soft_wrap=True)
+    if json:
+        print_json(whole)
+    else:
+        console().print(report.table(whole))
+    for name, error in report.failures(whole).items():
+        console(stderr=True).print(f"FAILED: {name}\n{error}\n", soft_wrap=True)
+    if report.failures(found):
+        raise typer.Exit(1)
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Writes a file beside another and puts it in its place: a run that is ended meanwhile leaves the one before."""
+    new = path.with_name(f".{path.name}.new")
+    write(new)
+    new.replace(path)

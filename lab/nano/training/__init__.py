@@ -1,1 +1,0 @@
-"""How the model that ships is trained: `python -m lab train`."""

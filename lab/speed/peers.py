@@ -1,0 +1,366 @@
+"""Other ways to reuse KV beside blending, on the same shuffled requests; what is not installed is skipped.
+
+Ways take turns by request. The first request of each is not counted: the others have computed nothing to reuse, and
+blending's passages are stored before it (`warm_s`). `kvboost` and `contextpilot` are imported on use.
+"""
+
+import copy
+import importlib
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from io import StringIO
+from math import gcd
+from typing import Any, Protocol
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from cacheblend.bench.stamp import stamp
+from cacheblend.bench.ttft import read_chunks
+from cacheblend.core.config import BlendConfig
+from cacheblend.core.plan.prompt import Prompt, Segment, text
+from cacheblend.core.select.selection import Selection
+from cacheblend.core.select.selectors import Selector
+from cacheblend.engines.hf import BlendEngine
+from cacheblend.engines.hf.baselines import agreement, full_recompute, fused
+from cacheblend.engines.hf.shapes import build_shape
+from cacheblend.store import MemoryStore
+from lab.bench import Advance, silent
+from lab.settings import Peers
+
+FULL = "full prefill"
+RATIOS = (0.15, 0.05)
+MOST_KEPT = 16
+"""Prompts whose KV a prefix cache keeps; the oldest go."""
+KVBOOST_SETTINGS: dict[str, Any] = {
+    "max_cache_bytes": 8 << 30,
+    "max_chunks": 4096,
+    "recency_window_chunks": 0,
+    "recompute_strategy": "cacheblend",
+    "recompute_ratio": 0.15,
+}
+"""Its defaults, but a cache that holds all, and its blending for seams."""
+KVBOOST_CHUNK = 128
+"""Its default: tokens of a chunk."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A head that is the same in all requests, passages in the order of this one, a question."""
+
+    head: Segment
+    passages: tuple[Segment, ...]
+    question: Segment
+
+    @property
+    def ids(self) -> list[int]:
+        return list(map(int, self.prompt.token_ids))
+
+    @property
+    def prompt(self) -> Prompt:
+        """With the passages as chunks."""
+        return Prompt.of([self.head, *self.passages, self.question])
+
+    def ordered(self, order: Sequence[int]) -> "Request":
+        """With its passages in another order: numbers of `passages`."""
+        return replace(self, passages=tuple(self.passages[number] for number in order))
+
+
+def shuffled(chunks: Sequence[Segment], count: int, question_tokens: int, vocab: int, seed: int) -> list[Request]:
+    """Requests of the chunks, each in an order of its own; head and questions are random."""
+    rng = random.Random(seed)
+
+    def plain() -> Segment:
+        return text([rng.randrange(vocab) for _ in range(question_tokens)])
+
+    head = plain()
+    return [Request(head, tuple(rng.sample(list(chunks), len(chunks))), plain()) for _ in range(count)]
+
+
+# ---- ways ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class First:
+    """A first token.
+
+    Attributes:
+        logits: [vocab] at the prompt's last position.
+        ttft_s: seconds until they are computed.
+        reused: tokens of the prompt whose KV was not computed for it.
+        ids: of the prompt that was computed.
+    """
+
+    logits: torch.Tensor
+    ttft_s: float
+    reused: int
+    ids: list[int]
+
+
+class Way(Protocol):
+    """One way to the first token; keeps what it keeps from request to request."""
+
+    changes: str
+    """What becomes of the prompt."""
+
+    def first(self, request: Request) -> First:
+        """Computes a request's first token."""
+
+
+class FullPrefill:
+    """transformers' own forward of the whole prompt."""
+
+    changes = "nothing"
+
+    def __init__(self, engine: BlendEngine) -> None:
+        self._engine = engine
+
+    def first(self, request: Request) -> First:
+        found = full_recompute(self._engine, request.prompt)
+        return First(found.logits, found.ttft_s, 0, request.ids)
+
+
+class Blending:
+    """Stored passages, moved and blended. They are stored before the first request (`warm`)."""
+
+    changes = "nothing"
+
+    def __init__(self, engine: BlendEngine, selector: Selector) -> None:
+        self._engine, self._selector = engine, selector
+
+    def first(self, request: Request) -> First:
+        found = fused(self._engine, request.prompt, self._selector)
+        hits = 0 if found.report is None else sum(found.report.hit_tokens.values())
+        return First(found.logits, found.ttft_s, hits, request.ids)
+
+
+class TransformersPrefix:
+    """transformers' `DynamicCache` of earlier prompts, cropped to the longest common prefix.
+
+    `arrange` is what becomes of a request before it is computed, and its time counts; `changes` says so in words.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, arrange: Callable[[Request], Request] | None = None, changes: str = "nothing"
+    ) -> None:
+        self._model, self._arrange, self.changes = model, arrange, changes
+        self._kept: list[tuple[list[int], DynamicCache]] = []
+
+    @torch.no_grad()
+    def first(self, request: Request) -> First:
+        started = time.perf_counter()
+        ids = (request if self._arrange is None else self._arrange(request)).ids
+        known, used = self._longest(ids)
+        given = torch.tensor([ids[known:]], device=self._model.device)
+        logits = self._model(input_ids=given, past_key_values=used, use_cache=True, logits_to_keep=1).logits[0, -1]
+        took = time.perf_counter() - started
+        self._kept = [*self._kept, (ids, used)][-MOST_KEPT:]
+        return First(logits, took, known, ids)
+
+    def _longest(self, ids: list[int]) -> tuple[int, DynamicCache]:
+        """Tokens of the longest common prefix with a kept prompt, and a copy of its cache that has only these."""
+        found = [(min(_common(ids, kept), len(ids) - 1), kept, cache) for kept, cache in self._kept]
+        known, kept, cache = max(found, key=lambda each: each[0], default=(0, [], None))
+        if cache is None or not known:
+            return 0, DynamicCache(config=self._model.config)
+        copied = copy.deepcopy(cache)
+        if known < len(kept):
+            copied.crop(known - len(kept))  # negative: tokens that go
+        return known, copied
+
+
+def _common(ids: list[int], kept: list[int]) -> int:
+    pairs = enumerate(zip(ids, kept, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(ids), len(kept)))
+
+
+class NotInstalledError(Exception):
+    """A package is not there, or its import fails; the message says how to get it, or why."""
+
+
+def required(name: str) -> Any:
+    """A package of others; raises `NotInstalledError`."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise NotInstalledError(f"{name} needs {error.name}, which is not installed") from error
+        raise NotInstalledError(f"{name} is not installed: pip install {name}") from error
+    except Exception as error:  # whatever its import does
+        raise NotInstalledError(f"{name} cannot be imported: {error}") from error
+
+
+class _Ids:
+    """In place of a tokenizer: a prompt is its ids, so that every way computes the same."""
+
+    eos_token_id = None
+
+    def encode(self, prompt: str, **_: Any) -> list[int]:
+        return [int(each) for each in prompt.split()]
+
+    def decode(self, ids: Any, **_: Any) -> str:
+        return " ".join(map(str, ids))
+
+
+class KVBoost:
+    """`kvboost`: chunks of a fixed length by content, its own recomputation.
+
+    It cuts from a prompt's first token, so passages are found at another place only where head and passages are whole
+    chunks. Raises `NotInstalledError`.
+    """
+
+    changes = "nothing"
+
+    def __init__(self, model: PreTrainedModel, chunk_size: int = KVBOOST_CHUNK) -> None:
+        package, settings = required("kvboost"), {**KVBOOST_SETTINGS, "chunk_size": chunk_size}
+        self._engine = package.KVBoost(model, _Ids(), device=str(model.device), **settings)
+        self.settings = {**settings, "version": version("kvboost")}
+
+    def first(self, request: Request) -> First:
+        """Its own `ttft_ms` leaves out how the cache is put together; storing comes behind the token."""
+        ids, came = request.ids, list[float]()
+        started = time.perf_counter()
+        found = self._engine.generate(
+            " ".join(map(str, ids)), max_new_tokens=1, on_token=lambda token: came.append(time.perf_counter())
+        )
+        return First(torch.from_numpy(found.first_token_logits), came[0] - started, int(found.cached_tokens), ids)
+
+
+class ContextPilot(TransformersPrefix):
+    """`contextpilot`: passages in the order that hits prefixes of earlier prompts, then transformers' prefix cache.
+
+    Raises `NotInstalledError`.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._pilot = required("contextpilot").ContextPilot(use_gpu=False)
+        self._numbers: dict[bytes, int] = {}
+        self.settings = {"use_gpu": False, "call": "reorder, a request at a time", "version": version("contextpilot")}
+        super().__init__(model, self._reordered, "the order of the passages")
+
+    def _reordered(self, request: Request) -> Request:
+        keys = [passage.token_ids.tobytes() for passage in request.passages]
+        names = [self._numbers.setdefault(key, len(self._numbers)) for key in keys]
+        with redirect_stdout(StringIO()):  # it prints what it does
+            [order], _ = self._pilot.reorder([names])
+        return request.ordered([names.index(name) for name in order])
+
+
+# ---- the comparison -----------------------------------------------------------------------------------------
+
+
+def run(what: Peers, advance: Advance = silent) -> dict[str, Any]:
+    """Asks all ways; returns `figures`, every request, and what was skipped and why."""
+    config, ratios = BlendConfig(discover=False, capture=False), tuple(what.ratio or RATIOS)
+    if what.model is not None:
+        engine = BlendEngine.from_pretrained(what.model, store=MemoryStore(), config=config)
+    else:
+        shape = build_shape(what.shape or "", seed=what.seed)
+        engine = BlendEngine(shape, store=MemoryStore(), config=config, fingerprint="bench", name="bench")
+    chunks = read_chunks(what.data, engine, what.chunks, what.chunk_tokens)
+    asked = shuffled(chunks, what.runs + 1, what.question_tokens, engine.survey.vocab_size, what.seed)
+    started = time.perf_counter()
+    engine.warm(chunks)
+    warm_s = time.perf_counter() - started
+    ways, skipped = _ways(engine, ratios, gcd(what.chunk_tokens, what.question_tokens))
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
+    for number, request in enumerate(asked):
+        full = ways[FULL].first(request)
+        for name, way in ways.items():
+            try:
+                got = full if name == FULL else way.first(request)
+            except Exception as error:
+                if name in skipped or not isinstance(way, KVBoost | ContextPilot):
+                    raise
+                skipped[name] = f"stopped at request {number + 1}: {type(error).__name__}: {error}"
+                continue
+            if number and name not in skipped:
+                rows[name].append(_row(got, full, request))
+        advance(number + 1, len(asked))
+    rows = {name: found for name, found in rows.items() if found and name not in skipped}
+    settings = {name: value for name, value in vars(what).items() if name not in ("runs", "ratio")}
+    called = what.model.name if what.model else what.shape
+    return {
+        "figures": {way: _figures(found, rows[FULL]) for way, found in rows.items()},
+        "changes": {name: ways[name].changes for name in rows},
+        "skipped": skipped,
+        "requests": rows,
+        "warm_s": warm_s,
+        "model": called,
+        "settings": {
+            **settings,
+            "requests": what.runs,
+            "ratios": ratios,
+            "model": what.model and called,
+            "data": what.data.name,
+            "dtype": str(engine.model.dtype),
+            **{name: way.settings for name, way in ways.items() if isinstance(way, KVBoost | ContextPilot)},
+        },
+        **stamp(),
+    }
+
+
+def _ways(engine: BlendEngine, ratios: tuple[float, ...], aligned: int) -> tuple[dict[str, Way], dict[str, str]]:
+    """All ways by name, and why others are left out; head and passages are whole multiples of `aligned` tokens."""
+    model = engine.model
+    ways: dict[str, Way] = {FULL: FullPrefill(engine), "transformers' prefix cache": TransformersPrefix(model)}
+    skipped: dict[str, str] = {}
+    others: dict[str, Callable[[], Way]] = {"kvboost": partial(KVBoost, model)}
+    if aligned != KVBOOST_CHUNK:
+        others[f"kvboost, chunks of {aligned}"] = partial(KVBoost, model, aligned)
+    others["contextpilot"] = partial(ContextPilot, model)
+    for name, make in others.items():
+        try:
+            ways[name] = make()
+        except NotInstalledError as error:
+            skipped[name] = str(error)
+        except Exception as error:  # a package of others may refuse the model in any way
+            skipped[name] = f"{type(error).__name__}: {error}"
+    for ratio in ratios:
+        ways[f"cacheblend, r = {ratio:g}"] = Blending(engine, Selection(recompute_ratio=ratio).make_selector())
+    return ways, skipped
+
+
+def _row(got: First, full: First, request: Request) -> dict[str, Any]:
+    return {
+        "ttft_s": got.ttft_s,
+        "tokens": len(got.ids),
+        "reused": got.reused,
+        "same_prompt": got.ids == request.ids,
+        **agreement(got.logits, full.logits).to_dict(),
+        "max_abs": float((got.logits.float() - full.logits.float()).abs().max()),
+    }
+
+
+def _figures(rows: list[dict[str, Any]], full: list[dict[str, Any]]) -> dict[str, float]:
+    """Medians over the requests."""
+    ttft, plain = (statistics.median(row["ttft_s"] for row in found) for found in (rows, full))
+    return {
+        "reused": sum(row["reused"] for row in rows) / sum(row["tokens"] for row in rows),
+        "ttft_s": ttft,
+        "speedup": plain / ttft,
+        "kl": statistics.median(row["kl"] for row in rows),
+        "max_abs": statistics.median(row["max_abs"] for row in rows),
+        "top_1": sum(row["top_1"] for row in rows) / len(rows),
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """A Markdown table, and a line for each package that was skipped."""
+    lines = [
+        "| | tokens reused | first token, s | gain | KL to full prefill, nats | largest logit difference "
+        "| what it changes in the prompt |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, found in result["figures"].items():
+        lines.append(
+            f"| {name} | {found['reused']:.0%} | {found['ttft_s']:.2f} | {found['speedup']:.2f} | {found['kl']:.2g} "
+            f"| {found['max_abs']:.2g} | {result['changes'][name]} |"
+        )
+    return "\n".join([*lines, *(f"{name}: skipped, {why}" for name, why in result["skipped"].items())])

@@ -1,1 +1,0 @@
-"""`lab peers`: other ways to reuse KV, on the same requests."""
