@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 DEFAULT_SHAPE = "qwen2.5-0.5b"
 
 
-def count(name: str, text: str, least: float = 1, most: float | None = 10_000, panel: str = WHAT) -> Any:
+def count(name: str, text: str, least: float = 1, most: float | None = 10_000, panel: str | None = WHAT) -> Any:
     """An option that is a number."""
     return typer.Option(name, min=least, max=most, help=text, rich_help_panel=panel)
 
@@ -28,20 +28,24 @@ def several(name: str, text: str, least: float | None = None, most: float | None
     return typer.Option(name, min=least, max=most, help=text, rich_help_panel=panel, show_default=False)
 
 
-def named(name: str, text: str, panel: str = WHAT) -> Any:
+def named(name: str, text: str, panel: str | None = WHAT) -> Any:
     """An option that is a text, a file or a switch."""
     return typer.Option(name, help=text, rich_help_panel=panel)
 
 
-def needed(*names: str, text: str) -> Any:
+def needed(*names: str, text: str, panel: str | None = WHAT) -> Any:
     """An option that has to be given."""
-    return typer.Option(*names, help=text, rich_help_panel=WHAT, show_default=False)
+    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False)
+
+
+def seeded(text: str = "Seed of all that is drawn.") -> Any:
+    """The option ``--seed``."""
+    return count("--seed", text, 0, MOST_SEED, HOW)
 
 
 Requests = Annotated[int, count("--requests", "Requests replayed.", most=1_000_000)]
 Clients = Annotated[int, count("--clients", "Requests under way at once.", panel=HOW)]
 Discover = Annotated[bool, named("--discover", "Also replay a trace with nothing marked.")]
-Seed = Annotated[int, count("--seed", "Seed of all that is drawn.", 0, MOST_SEED, HOW)]
 ReplayedTrace = Annotated[Path, needed("--trace", text="Folder of a RAGPulse trace.")]
 
 
@@ -93,10 +97,12 @@ class ModelSettings(ModelOrShape):
 
 
 @dataclass(frozen=True)
-class Serving(ModelSettings, PromptSizeOptions, RoundOptions):
+class Serving(RoundOptions, PromptSizeOptions, ModelSettings):
     """`lab serve`."""
 
-    trace: Annotated[Path | None, needed("--trace", text="Folder of a RAGPulse trace: replay its requests.")] = None
+    trace: Annotated[
+        Path | None, needed("--trace", text="Folder of a RAGPulse trace: replay its requests.", panel=None)
+    ] = None
     ratio: OneRatio = 0.15
     requests: Requests = 100
     clients: Clients = 8
@@ -110,7 +116,7 @@ class Serving(ModelSettings, PromptSizeOptions, RoundOptions):
 
 
 @dataclass(frozen=True)
-class Routing(ModelSettings, PromptSizeOptions):
+class Routing(PromptSizeOptions, ModelSettings):
     """`lab routing`."""
 
     topics: Annotated[int, count("--topics", "Topics, each with a prompt's chunks.")] = 12
@@ -121,7 +127,7 @@ class Routing(ModelSettings, PromptSizeOptions):
     ratio: OneRatio = 0.15
     requests: Requests = 100
     clients: Clients = 2
-    seed: Seed = 0
+    seed: Annotated[int, seeded("Seed of weights, tokens, requests.")] = 0
 
     @property
     def prompt(self) -> PromptShape:
@@ -158,7 +164,7 @@ class Agent(ModelSettings):
     data: Annotated[Path, needed("--data", text="Passages: the tools' results.")]
     pause: Annotated[float, count("--pause", "Seconds between turns: the agent runs its tools.", 0, 3600)] = 4.0
     ratio: OneRatio = 0.15
-    seed: Seed = 0
+    seed: Annotated[int, seeded("Seed of weights, reads, orders.")] = 0
 
 
 @dataclass(frozen=True)
@@ -194,14 +200,14 @@ class Replay:
     ] = None
     whole: Annotated[bool, named("--whole/--no-whole", "Also with whole system prompts, history, web search.")] = True
     discover: Discover = False
-    seed: Seed = 0
+    seed: Annotated[int, seeded("Seed of sample and times.")] = 0
 
 
 # ---- prefills -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Peers(ModelSettings, PromptSizeOptions, RoundOptions):
+class Peers(RoundOptions, PromptSizeOptions, ModelSettings):
     """`lab peers`."""
 
     data: Annotated[Path, needed("--data", text="Passages of the requests.")]
@@ -227,4 +233,4 @@ class RandomShapes:
     gain: Annotated[
         float, count("--gain", "Factor on all weight matrices; above 1 attention is sharper.", 0.001, 1000)
     ] = 1.0
-    seed: Seed = 0
+    seed: Annotated[int, seeded("Seed of weights, ids and bootstrap.")] = 0

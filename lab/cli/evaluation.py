@@ -89,11 +89,11 @@ class Deviation:
 
 
 def train(
-    out: Annotated[Path, needed("--out", text="Folder of checkpoint, history and model.")],
-    seed: Annotated[int, count("--seed", "Of weights and draws.", 0, MOST_SEED)] = 1,
-    threads: Annotated[int, count("--threads", "CPU threads; 0: one per core.", 0, 4096)] = 0,
-    device: Annotated[str | None, named("--device", "Default: CUDA if available.")] = None,
-    shorten: Annotated[int, count("--shorten", "Divide all step counts by this, to try it.", 1, 1_000_000)] = 1,
+    out: Annotated[Path, needed("--out", text="Folder of checkpoint, history and model.", panel=None)],
+    seed: Annotated[int, count("--seed", "Of weights and draws.", 0, MOST_SEED, None)] = 1,
+    threads: Annotated[int, count("--threads", "CPU threads; 0: one per core.", 0, 4096, None)] = 0,
+    device: Annotated[str | None, named("--device", "Default: CUDA if available.", None)] = None,
+    shorten: Annotated[int, count("--shorten", "Divide all step counts by this, to try it.", 1, 1_000_000, None)] = 1,
 ) -> None:
     """Trains the model that ships, from scratch. The same command goes on from where it was interrupted.
 

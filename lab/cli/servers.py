@@ -14,12 +14,12 @@ from lab.settings import (
     Replay,
     Requests,
     Routing,
-    Seed,
     Serving,
     Sizes,
     VllmOptions,
     count,
     named,
+    seeded,
     several,
 )
 
@@ -190,7 +190,7 @@ def vllm_faults(
             "Campaigns: stall, lookups, equal, pollution, faults; several times. Default: all of them.",
         ),
     ] = None,
-    seed: Seed = 0,
+    seed: Annotated[int, seeded()] = 0,
 ) -> None:
     """Faults on purpose: answers that are wrong, engines that end, requests that hang, plain requests polluted.
 

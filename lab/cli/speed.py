@@ -15,10 +15,10 @@ from cacheblend.cli.bench import (
     in_rounds,
     prompt_settings,
 )
-from cacheblend.cli.options import MODEL_OPTION, MOST_TOKENS, Limit, ModelOrShape, OneRatio, Plot, SyncedTokens
+from cacheblend.cli.options import MODEL_OPTION, MOST_TOKENS, Limit, ModelOrShape, OneRatio, Plot, Seed, SyncedTokens
 from cacheblend.cli.output import console, progress, status
 from lab.cli.output import measure, prepare
-from lab.settings import DEFAULT_SHAPE, Peers, RandomShapes, ReplayedTrace, Seed, count, named, needed, several
+from lab.settings import DEFAULT_SHAPE, Peers, RandomShapes, ReplayedTrace, count, named, needed, several
 
 MOST_BLOCKS = 100_000_000
 THREE_ROUNDS, TWO_THREADS = RoundOptions(runs=3), ThreadOptions(2)
@@ -250,7 +250,7 @@ def codecs(
     measure(result, "questions", bench, suite_seed, limit, title="asking")
 
 
-def random_shapes(what: RandomShapes, result: ResultOptions) -> None:
+def random_shapes(result: ResultOptions, what: RandomShapes) -> None:
     """Selectors on random weights of a known shape: that its passes are right, and what they cost.
 
     Says nothing about which selector or ratio is good: random tokens refer to nothing.

@@ -1,12 +1,14 @@
 """Option groups: a frozen dataclass becomes a command's options; defaults are those of `BlendConfig`."""
 
+import inspect
 from dataclasses import dataclass, fields
-from typing import Annotated
+from typing import Annotated, get_args
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from cacheblend.cli.bench import HOW, WHAT, RoundOptions, SizeOptions
 from cacheblend.cli.option_groups import numbers, option, with_groups
 from cacheblend.cli.options import AnswerOptions, BlendOptions, ChunkOptions, SelectionOptions
 from cacheblend.cli.serve import BoundOptions, ServerOptions, _settings
@@ -42,6 +44,18 @@ def test_a_group_becomes_options_and_comes_back_as_one_object() -> None:
     assert run(show, "--width", "4", "--no-shown") == "Size(width=4, height=2.0) False False\n"
     assert run(show).startswith("2 ")  # --width is required
     assert run(show, "-w", "0").startswith("2 ")
+
+
+def test_each_option_stands_in_the_panel_of_the_group_that_declares_it() -> None:
+    @dataclass(frozen=True)
+    class Measured(RoundOptions, SizeOptions):
+        rest: int = option(1, "Neither.", panel=None)
+
+    def show(what: Measured) -> None: ...
+
+    shown = inspect.signature(with_groups(show)).parameters
+    panels = {name: get_args(each.annotation)[1].rich_help_panel for name, each in shown.items()}
+    assert (panels["runs"], panels["chunks"], panels["rest"]) == (HOW, WHAT, None)
 
 
 def test_an_instance_as_default_sets_every_default() -> None:

@@ -42,7 +42,7 @@ def option(
         default: its value where the user gives none; ``...``: he must give one.
         text: what it means, for the help.
         names: further ones, such as ``-s``; one that begins with ``--`` replaces its own.
-        panel: its title in the help; left out: the attribute `panel` of the group, if that has one.
+        panel: its title in the help; left out: the attribute `panel` of the group that declares it, if any.
         least, most: bounds of its number.
     """
     declared = {"option": (names, panel, {"help": text, "min": least, "max": most})}
@@ -92,8 +92,10 @@ def _expand(parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
     if not _is_group(group):
         yield _parameter(parameter.name, group, given)
         return
-    types, panel = get_type_hints(group, include_extras=True), getattr(group, "panel", None)
+    types = get_type_hints(group, include_extras=True)
     for each in fields(group):
+        of = next(base for base in group.__mro__ if each.name in inspect.get_annotations(base))
+        panel = getattr(of, "panel", None)
         found = _parameter(each.name, types[each.name], each if each.metadata else each.default, panel)
         yield found if given is parameter.empty else found.replace(default=getattr(given, each.name))
 
