@@ -22,7 +22,6 @@ that hangs never ends. What a part finds is told at once, in JSON lines through 
 import json
 import math
 import os
-import select
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -269,7 +269,7 @@ def _listen(pipe: int, tasks: Mapping[str, Task], tell: Tell) -> bool:
     """Passes messages on until the pipe is closed; whether a part took too long."""
     rest, until = b"", max(task.until for task in tasks.values())
     while (left := until + GRACE_S - time.monotonic()) > 0:
-        if not select.select([pipe], [], [], left)[0]:
+        if not wait([pipe], left):  # not `select`: it takes no descriptor above 1,023
             continue
         new = os.read(pipe, 1 << 20)
         if not new:
