@@ -16,12 +16,12 @@ from cacheblend.engines.hf import batch as batch_module
 from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.prefiller import HfPrefill
 from cacheblend.engines.hf.prompts import PromptLike
-from cacheblend.engines.hf.request import TextStream
 from cacheblend.engines.hf.sampling import Sampler
 from cacheblend.engines.hf.scheduler import Scheduler
 from cacheblend.engines.hf.shadow_check import ShadowCheck
 from cacheblend.engines.hf.shadow_start import watch
 from cacheblend.engines.shadow import ShadowSettings
+from cacheblend.engines.tokens.detokenizer import TextStream
 from lab.nano.questions import Prompts, draw_questions
 from serving import shallow
 

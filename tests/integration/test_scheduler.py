@@ -216,7 +216,7 @@ def test_an_answer_that_cannot_start_ends_its_own_request(
             raise MemoryError("out of memory")
         return Sampler(*arguments)
 
-    monkeypatch.setattr("cacheblend.engines.hf.scheduler.Sampler", make_sampler)
+    monkeypatch.setattr("cacheblend.engines.hf.state.Sampler", make_sampler)
     assert isinstance(submit(scheduler, RAG).wait().error, MemoryError)
     other = submit(scheduler, RAG)
     assert other.wait().error is None and len(other.tokens[0]) == 6

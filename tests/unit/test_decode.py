@@ -14,10 +14,9 @@ from transformers import DynamicCache
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.load.loader import LayerKV
 from cacheblend.engines.hf.baselines import PlainDecoding, fill_cache
-from cacheblend.engines.hf.request import TextStream
 from cacheblend.engines.hf.sampling import Sampler, SamplingParams
 from cacheblend.engines.tokens import PromptBuilder
-from cacheblend.engines.tokens.detokenizer import Detokenizer
+from cacheblend.engines.tokens.detokenizer import Detokenizer, TextStream
 from campaign import share
 from families import VOCAB, tiny_model
 from tokenizers_for_tests import sentencepiece

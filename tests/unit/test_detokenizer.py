@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from cacheblend.engines.hf.request import TextStream
 from cacheblend.engines.tokens import PromptBuilder
-from cacheblend.engines.tokens.detokenizer import Detokenizer
+from cacheblend.engines.tokens.detokenizer import Detokenizer, TextStream
 from campaign import share
 from tests.tokenizers_for_tests import byte_level, sentencepiece, unigram, word_level
 

@@ -209,4 +209,4 @@ def _sampling_params(
         ignore_eos=asked.ignore_eos,
         min_new_tokens=asked.min_tokens or 0,
         grammar=None if grammar is None else grammar.grammar,
-    ).within(state.engine.survey.max_length, len(prompt))
+    )

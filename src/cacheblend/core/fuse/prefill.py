@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -348,7 +348,7 @@ class BlendedPrefill:
         """Stops loading and releases buffers. Idempotent."""
         self._loader.close()
 
-    def __enter__(self) -> "BlendedPrefill":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

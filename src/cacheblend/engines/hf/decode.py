@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import torch
 
-from cacheblend.core.fuse.prefill import PrefillResult
 from cacheblend.core.fuse.runner import Attend
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.kernels.operations import attend_last
@@ -39,11 +38,6 @@ class Decoding:
         self.sampler, self._prompt_kv = sampler, dict(enumerate(kv))
         self._kv: dict[int, LayerKV] = {}
         self.states: States = {} if states is None else states
-
-    @classmethod
-    def of(cls, sampler: Sampler, result: PrefillResult) -> "Decoding":
-        """An answer to a prefilled prompt; there may be several to one."""
-        return cls(sampler, list(result.kv), None if result.states is None else result.states.taken())
 
     @property
     def position(self) -> int:

@@ -23,10 +23,8 @@ from cacheblend.core.errors import check_type
 from cacheblend.core.failures import count_failure
 from cacheblend.core.fuse.batching import PrefillBatcher
 from cacheblend.core.fuse.prefill import BlendedPrefill
-from cacheblend.engines.hf.decode import Decoding, compute_logits
+from cacheblend.engines.hf.decode import compute_logits
 from cacheblend.engines.hf.layers import JoinedRows
-from cacheblend.engines.hf.request import TextStream
-from cacheblend.engines.hf.sampling import Sampler
 from cacheblend.engines.hf.state import FollowedModel
 from cacheblend.engines.hf.tickets import (
     Ask,
@@ -40,6 +38,7 @@ from cacheblend.engines.hf.tickets import (
     TokenEvent,
     TooLateError,
 )
+from cacheblend.engines.tokens.detokenizer import TextStream
 
 _LEAST_LOGPROB = -9999.0  # as in OpenAI's API: JSON has no infinity
 _CATCH_UP_SHARE = 0.1  # share of the time for missed chunks
@@ -238,12 +237,11 @@ class Scheduler:
         ticket.report = result.report
         ticket.prefill = None  # it would hold the prompt's KV a second time
         ticket.report.ttft_s = time.perf_counter() - ticket.submitted
-        ids = engine.ids_of(ask.prompt)
         for number in range(ask.choices):
             seed = None if ask.params.seed is None else ask.params.seed + number
-            sampler = Sampler(ids, result.logits, replace(ask.params, seed=seed), engine.eos_ids, ask.grammar)
+            decoding = engine.decoding(ask.prompt, replace(ask.params, seed=seed), ask.grammar, result)
             stream = TextStream(engine.builder.detokenizer(ask.shown) if engine.builder else None, ask.params.stop)
-            ticket.choices.append(Choice(Decoding.of(sampler, result), stream))
+            ticket.choices.append(Choice(decoding, stream))
         ticket.to_store = result
         if engine.shadow is not None and ticket.origin is not None:
             ticket.watched = engine.shadow.begin(result, ticket.origin)

@@ -12,9 +12,9 @@ from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf.decode import Decoding
 from cacheblend.engines.hf.grammars import CompiledGrammar
 from cacheblend.engines.hf.prefiller import Mode
-from cacheblend.engines.hf.request import TextStream
 from cacheblend.engines.hf.sampling import SamplingParams
 from cacheblend.engines.hf.shadow_check import Origin, WatchedAnswer
+from cacheblend.engines.tokens.detokenizer import TextStream
 
 
 class QueueFullError(CacheBlendError):
