@@ -347,9 +347,13 @@ class Wrapper(Selector):
         return self.inner.found_spans(candidates, count)
 
 
+def _inner(name: str) -> property:
+    return property(lambda wrapper: getattr(wrapper.inner, name))
+
+
 for _name, _declared in vars(Selector).items():
     if isinstance(_declared, property):
-        setattr(Wrapper, _name, property(lambda wrapper, name=_name: getattr(wrapper.inner, name)))
+        setattr(Wrapper, _name, _inner(_name))
 
 
 @dataclass(frozen=True)
