@@ -22,7 +22,7 @@ from cacheblend.core.names import as_token_ids, block_name, root_name
 from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
 from cacheblend.engines.keeper import ChunkKeeper
 from cacheblend.store import DiskStore, open_store
-from cacheblend.store.disk import block_writer
+from cacheblend.store.disk import store as disk_store
 from cacheblend.store.documents import DocumentRecord
 from cacheblend.store.format.block_file import encode_block, encode_chain
 from cacheblend.store.format.records import decode_manifest, encode_manifest
@@ -323,7 +323,7 @@ def test_what_does_not_follow_or_is_large_lies_apart(tmp_path: Path, monkeypatch
         assert len(list((tmp_path / "blocks").rglob("*"))) - len(list((tmp_path / "blocks").iterdir())) == 7
         assert len({path.stat().st_ino for path in (tmp_path / "blocks").rglob("*.safetensors")}) == 4
         record = make_block(0).records[0].nbytes
-        monkeypatch.setattr(block_writer, "_READ_BYTES", 2 * record)
+        monkeypatch.setattr(disk_store, "_READ_BYTES", 2 * record)
         chain = make_chain(5, seed=40)
         store.write_all(chain)
         assert [len(inodes(store, chain[at : at + 2])) for at in (0, 2, 4)] == [1, 1, 1] and len(
@@ -339,7 +339,7 @@ def test_the_largest_layer_bounds_a_file_however_small_its_first_block(
     chain = [make_block(0, first, shapes)]
     for seed in range(1, 60):
         chain.append(make_block(seed, 64, shapes, parent=chain[-1].name))
-    files = block_writer.chains_of(chain)
+    files = disk_store.chains_of(chain)
     sizes = [sum(block.records[-1].nbytes for block in file) for file in files]
     assert max(sizes) <= 512 << 10 and sum(map(len, files)) == 60 and len(files) <= 9
 

@@ -24,25 +24,15 @@ Blocks = tuple[BlockName, ...]
 
 @dataclass(frozen=True, slots=True)
 class DocumentRecord:
-    """One document.
+    """One document."""
 
-    Attributes:
-        root: of its chunks' chains, which covers model, dtype, codec and tenant.
-        collection: documents of different collections may have the same id.
-        id: who gave the document calls it so.
-        digest: of its text and of how that is cut, hexadecimal; equal texts are not cut again.
-        tokens: of all its chunks.
-        chunks: in the order of the text; a chunk may occur twice.
-        stale: chunks of an earlier text, to be dropped once those of this one are stored.
-    """
-
-    root: BlockName
-    collection: str
-    id: str
-    digest: str
-    tokens: int
-    chunks: tuple[Blocks, ...]
-    stale: tuple[Blocks, ...] = ()
+    root: BlockName  # of its chunks' chains, which covers model, dtype, codec and tenant
+    collection: str  # documents of different collections may have the same id
+    id: str  # who gave the document calls it so
+    digest: str  # of its text and of how that is cut, hexadecimal; equal texts are not cut again
+    tokens: int  # of all its chunks
+    chunks: tuple[Blocks, ...]  # in the order of the text; a chunk may occur twice
+    stale: tuple[Blocks, ...] = ()  # chunks of an earlier text, to be dropped once those of this one are stored
 
     @property
     def name(self) -> BlockName:
@@ -52,14 +42,9 @@ class DocumentRecord:
 
 @dataclass(frozen=True)
 class DamagedRecord:
-    """A record that cannot be read; it stays where it is.
+    """A record that cannot be read; it stays where it is."""
 
-    Attributes:
-        name: of the document (`document_name`).
-        reason: what is wrong.
-    """
-
-    name: BlockName
+    name: BlockName  # of the document (`document_name`)
     reason: str
 
 

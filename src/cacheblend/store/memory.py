@@ -76,23 +76,17 @@ def _bytes(manifest: ChunkManifest) -> int:
 
 @dataclass(slots=True)
 class MemoryBlock:
-    """A block in memory, or some heads of one.
+    """A block in memory, or some heads of one."""
 
-    Attributes:
-        token_ids, parent, layout: the block's; of some heads nobody knows them.
-        records: `records[i]` is None until layer i has been offered; of some heads there may be fewer than layers.
-        nbytes: of the records.
-        missing: records that are still missing; above 0 for some heads, which are never a whole block.
-        used: time of the last use.
-    """
-
+    # the block's; of some heads nobody knows them
     token_ids: TokenIds
     parent: BlockName
     layout: KVLayout
+    # `records[i]` is None until layer i has been offered; of some heads there may be fewer than layers
     records: list[torch.Tensor | None]
-    nbytes: int = 0
-    missing: int = 0
-    used: float = 0.0
+    nbytes: int = 0  # of the records
+    missing: int = 0  # records that are still missing; above 0 for some heads, which are never a whole block
+    used: float = 0.0  # time of the last use
 
     def record(self, layer: int) -> torch.Tensor | None:
         """The record of a layer, None where none was offered."""

@@ -25,25 +25,15 @@ _AT_ONCE, _BYTES_AT_ONCE = 16, 32 << 20  # blocks that follow each other are wri
 
 @dataclass(frozen=True)
 class WriterStats:
-    """What happened to the blocks that were submitted.
+    """What happened to the blocks that were submitted."""
 
-    Attributes:
-        waiting: blocks in the queue, those being written included.
-        waiting_bytes: their bytes, as submitted.
-        written: blocks that the store took.
-        held: blocks that the store held already.
-        duplicates: blocks not accepted because one of the same name was waiting.
-        dropped: blocks not accepted because the queue was full or closed.
-        failed: blocks for which making or writing raised.
-    """
-
-    waiting: int
-    waiting_bytes: int
-    written: int
-    held: int
-    duplicates: int
-    dropped: int
-    failed: int
+    waiting: int  # blocks in the queue, those being written included
+    waiting_bytes: int  # their bytes, as submitted
+    written: int  # blocks that the store took
+    held: int  # blocks that the store held already
+    duplicates: int  # blocks not accepted because one of the same name was waiting
+    dropped: int  # blocks not accepted because the queue was full or closed
+    failed: int  # blocks for which making or writing raised
 
 
 class WriteBehind:

@@ -54,61 +54,37 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class BlockHeader:
-    """What a file's header says of one of its blocks.
-
-    Attributes:
-        name: the block's name.
-        entry: token ids [tokens], layout and the preceding block's name.
-        digests: 8 bytes per layer and head, layers in order.
-        data_at: offset of the first record in the file.
-        file_bytes: size that the whole file must have.
-        geometry: sizes of its records.
-        place: where they are, relative to `data_at`.
-        names: all blocks of the file, in order.
-    """
+    """What a file's header says of one of its blocks."""
 
     name: BlockName
-    entry: BlockEntry
-    digests: bytes
-    data_at: int
-    file_bytes: int
-    geometry: "Geometry"
-    place: "RecordPlace"
-    names: tuple[BlockName, ...]
+    entry: BlockEntry  # token ids [tokens], layout and the preceding block's name
+    digests: bytes  # 8 bytes per layer and head, layers in order
+    data_at: int  # offset of the first record in the file
+    file_bytes: int  # size that the whole file must have
+    geometry: "Geometry"  # sizes of its records
+    place: "RecordPlace"  # where they are, relative to `data_at`
+    names: tuple[BlockName, ...]  # all blocks of the file, in order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Geometry:
-    """Sizes of the records of a layout; shared by all blocks of one layout and token count.
-
-    Attributes:
-        layout: the layout that it describes.
-        offsets: offset of each layer's record in a file of one block, relative to `data_at`, then the end of the last.
-        dtype: of the records.
-        shapes: of each layer's record.
-        head_bytes: bytes of one head of each layer.
-        first_digest: index of the digest of each layer's head 0, then the number of digests.
-    """
+    """Sizes of the records of a layout; shared by all blocks of one layout and token count."""
 
     layout: KVLayout
+    # offset of each layer's record in a file of one block, relative to `data_at`, then the end of the last
     offsets: tuple[int, ...]
-    dtype: torch.dtype
-    shapes: tuple[tuple[int, ...], ...]
-    head_bytes: tuple[int, ...]
-    first_digest: tuple[int, ...]
+    dtype: torch.dtype  # of the records
+    shapes: tuple[tuple[int, ...], ...]  # of each layer's record
+    head_bytes: tuple[int, ...]  # bytes of one head of each layer
+    first_digest: tuple[int, ...]  # index of the digest of each layer's head 0, then the number of digests
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordPlace:
-    """Where a block's records are in a file; shared by all that have the same place in files of the same geometry.
+    """Where a block's records are in a file; shared by all that have the same place in files of the same geometry."""
 
-    Attributes:
-        begins: offset of each layer's record, relative to `data_at`.
-        end: of the last record of all blocks.
-    """
-
-    begins: tuple[int, ...]
-    end: int
+    begins: tuple[int, ...]  # offset of each layer's record, relative to `data_at`
+    end: int  # of the last record of all blocks
 
 
 @lru_cache(maxsize=4096)

@@ -19,22 +19,14 @@ from cacheblend.store.sealed import Bytes, SealedPlace
 
 
 class Range(NamedTuple):
-    """Bytes [start, stop) of one layer's record.
-
-    Attributes:
-        name: the block.
-        layer: the layer.
-        offset: where the record begins in the block file.
-        start, stop: the bytes, relative to the record's begin.
-        size: bytes of the whole record.
-    """
+    """Bytes [start, stop) of one layer's record."""
 
     name: BlockName
     layer: int
-    offset: int
-    start: int
+    offset: int  # where the record begins in the block file
+    start: int  # of the bytes, relative to the record's begin
     stop: int
-    size: int
+    size: int  # bytes of the whole record
 
     @property
     def first(self) -> int:
@@ -48,17 +40,11 @@ class Range(NamedTuple):
 
 
 class HeldBlock(NamedTuple):
-    """A block that is held.
-
-    Attributes:
-        name: the block.
-        nbytes: bytes of all its pieces.
-        used: time of its last use in seconds, by a clock that all users of the store share.
-    """
+    """A block that is held."""
 
     name: BlockName
-    nbytes: int
-    used: float
+    nbytes: int  # bytes of all its pieces
+    used: float  # time of its last use in seconds, by a clock that all users of the store share
 
 
 class Objects(SealedPlace, Protocol):
