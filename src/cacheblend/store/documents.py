@@ -2,8 +2,6 @@
 
 Records lie under their root, so that what one tenant does is as quick whatever the others have stored. A chunk is
 referred to by every record that names it; nobody counts, so nothing is wrong after a process that was killed.
-
-Knows names and records; does not know what documents are made of.
 """
 
 import hashlib
@@ -36,7 +34,6 @@ class DocumentRecord:
 
     @property
     def name(self) -> BlockName:
-        """The record's name, see `document_name`."""
         return document_name(self.root, self.collection, self.id)
 
 
@@ -117,9 +114,6 @@ class MemoryDocuments(DocumentRecords):
     Args:
         make_room: called with the bytes of a record before it is kept; raises `StoreFullError`.
         lock: held meanwhile, the store's own.
-
-    Attributes:
-        nbytes: of all records.
     """
 
     def __init__(self, make_room: Callable[[int], None], lock: AbstractContextManager[object]) -> None:
@@ -128,7 +122,6 @@ class MemoryDocuments(DocumentRecords):
         self.nbytes = 0
 
     def put(self, record: DocumentRecord) -> None:
-        """Raises `StoreFullError`."""
         with self._lock:
             old = self._records.get(record.root, {}).get(record.name)
             more = _memory_bytes(record) - (0 if old is None else _memory_bytes(old))

@@ -9,8 +9,6 @@ A manifest of a chunk of which no block is held goes with the last block, so tha
 
     evicted   a chunk's last block, whose name is the chunk's: its manifest is read, and goes if no block is left
     sweep     all manifests are read: where evicting blocks was not enough, and now and then
-
-Knows names, numbers and manifests; stores report uses and ask for the order.
 """
 
 import heapq
@@ -137,14 +135,7 @@ def eviction_of(name: str) -> Eviction:
 
 
 class Expiry:
-    """Times to live of one store's blocks; times are seconds of any one clock.
-
-    Args:
-        ttl: seconds that a block is kept after its last use; None: no limit.
-
-    Attributes:
-        ttl: the same; infinity for None.
-        interval: seconds between two searches for expired blocks.
+    """Times to live of one store's blocks, in seconds after their last use (None: no limit), by any one clock.
 
     Raises:
         InvalidInputError: a `ttl` that is not above 0.
@@ -154,7 +145,7 @@ class Expiry:
         if ttl is not None and not ttl > 0:
             raise InvalidInputError(f"a time to live must be above 0 seconds (or None), got {ttl}")
         self.ttl = math.inf if ttl is None else ttl
-        self.interval = min(self.ttl / _CHECKS_PER_TTL, _LONGEST_INTERVAL_S)
+        self.interval = min(self.ttl / _CHECKS_PER_TTL, _LONGEST_INTERVAL_S)  # between two searches for expired blocks
         self._next_check = 0.0
 
     def since(self, now: float) -> float:
@@ -188,10 +179,8 @@ class ManifestPlace(Protocol):
 class EmptyChunks:
     """Removes the manifests of chunks of which no block is held. The caller holds the store's lock.
 
-    Every method raises what the place raises.
-
     Args:
-        place: of the manifests.
+        place: of the manifests; every method raises what it raises.
         held: which of these blocks are held; marks none as used.
     """
 

@@ -7,6 +7,7 @@ A URL names a place: a frozen dataclass with a field for each option, which is c
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 
 from cacheblend.core.errors import InvalidInputError, check_type
 from cacheblend.store.base import KVStore
-from cacheblend.store.combined import CascadeStore, TieredStore, close_all
+from cacheblend.store.combined import CascadeStore, TieredStore
 from cacheblend.store.disk.folder import FORMAT_FILE, OWNER_ONLY
 from cacheblend.store.disk.store import DEFAULT_DISK_BYTES, DiskStore
 from cacheblend.store.eviction import eviction_of
@@ -508,15 +509,10 @@ class CascadePlace:
     places: Sequence["StorePlace"]
 
     def open(self, read_only: bool = False) -> KVStore:
-        """Closes the first ones if a later one cannot be opened."""
-        opened: list[KVStore] = []
-        try:
-            for place in self.places:
-                opened.append(place.open(read_only))
-        except BaseException:
-            close_all(opened)
-            raise
-        return CascadeStore(opened)
+        with ExitStack() as opened:  # the first ones are closed if a later one cannot be opened
+            store = CascadeStore([opened.enter_context(place.open(read_only)) for place in self.places])
+            opened.pop_all()
+        return store
 
 
 StorePlace = MemoryPlace | DevicePlace | FolderPlace | RedisPlace | BucketPlace | TieredPlace | CascadePlace

@@ -1,7 +1,4 @@
-"""Write-behind: blocks are written to a store by one thread from a bounded queue, so that no request waits for it.
-
-Knows blocks and a store; knows nothing of requests, and never raises into one.
-"""
+"""Write-behind: blocks are written to a store by one thread from a bounded queue, so that no request waits for it."""
 
 import logging
 import threading
@@ -54,13 +51,10 @@ class WriteBehind:
     def __init__(self, store: KVStore, max_bytes: int = 1 << 30) -> None:
         if max_bytes <= 0:
             raise InvalidInputError(f"max_bytes must be above 0, got {max_bytes}")
-        self._store = store
-        self._max_bytes = max_bytes
-        self._changed = threading.Condition()
+        self._store, self._max_bytes, self._changed = store, max_bytes, threading.Condition()
         self._waiting: OrderedDict[BlockName, tuple[Block | BlockMaker, int]] = OrderedDict()
         self._writing: list[BlockName] = []  # the first of them
-        self._waiting_bytes = 0
-        self._closed = False
+        self._waiting_bytes, self._closed = 0, False
         self._thread: threading.Thread | None = None
         self._reported: set[type[BaseException]] = set()
         self._written = self._held = self._duplicates = self._dropped = self._failed = 0
@@ -203,9 +197,7 @@ class WriteBehind:
     def close(self, timeout_s: float | None = None) -> bool:
         """Accepts no more blocks, writes those that wait and ends the thread; may be called twice.
 
-        Returns:
-            False if that takes longer than `timeout_s`: then all waiting blocks are dropped except those being
-            written.
+        False if that takes longer than `timeout_s`: then all waiting blocks are dropped except those being written.
         """
         with self._changed:
             self._closed = True

@@ -93,8 +93,7 @@ class BlockFiles:
         direct: bool = False,
         expiry: Expiry | None = None,
     ) -> None:
-        self._folder, self._direct = folder, direct
-        self._expiry = expiry or Expiry(None)
+        self._folder, self._direct, self._expiry = folder, direct, expiry or Expiry(None)
         self._touch_every_ns = min(_TOUCH_EVERY_NS, int(1e9 * self._expiry.interval))
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_known = max_known

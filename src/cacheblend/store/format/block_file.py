@@ -5,7 +5,6 @@
     ^0                                                          ^multiple of 4096
 
 The records of a layer lie behind each other, in the order of the chain, so that a layer of all of them is one read.
-Knows bytes; does not know folders, processes or eviction.
 """
 
 import base64
@@ -193,11 +192,8 @@ def _json(value: object) -> bytes:
 
 
 def header_bytes(first: bytes, file_bytes: int) -> int:
-    """Bytes from the start of the file to its records, from its first 8 bytes or more.
-
-    Raises:
-        DamagedError: the length is impossible for a file of `file_bytes`.
-    """
+    """Bytes from the start of the file to its records, from its first 8 bytes or more; `DamagedError` if the file of
+    `file_bytes` cannot have such a header."""
     data_at = 8 + int.from_bytes(first[:8], "little")
     if len(first) < 8 or data_at > file_bytes or data_at % ALIGNMENT:
         raise DamagedError(f"a file of {file_bytes} bytes cannot have a header of {data_at} bytes")
@@ -205,11 +201,7 @@ def header_bytes(first: bytes, file_bytes: int) -> int:
 
 
 def decode_header(header: bytes, file_bytes: int | None, name: BlockName) -> BlockHeader:
-    """What a header says of one block; see `decode_headers`.
-
-    Raises:
-        DamagedError: as `decode_headers`, or the file does not have this block.
-    """
+    """What a header says of one block; raises `DamagedError` as `decode_headers`, or if there is no such block."""
     return header_of(decode_headers(header, file_bytes), name)
 
 
@@ -222,14 +214,11 @@ def header_of(headers: Sequence[BlockHeader], name: BlockName) -> BlockHeader:
 
 
 def decode_headers(header: bytes, file_bytes: int | None) -> list[BlockHeader]:
-    """Decodes a header and checks all of it.
+    """Decodes and checks all of a header, the file up to its records: what it says of each of its blocks, in order.
 
     Args:
-        header: the file up to its records.
+        header: the bytes.
         file_bytes: the file's size; None where header and records are not one file.
-
-    Returns:
-        What it says of each of its blocks, in order.
 
     Raises:
         DamagedError: a byte of the header is wrong, or the header states another size or names than its content has.
@@ -284,11 +273,7 @@ def _blocks_of(metadata: dict[str, str], data_at: int) -> list[BlockHeader]:
 
 
 def check_heads(header: BlockHeader, layer: int, start: int, data: memoryview) -> None:
-    """Checks the bytes of a layer's heads from `start` on against their digests.
-
-    Raises:
-        DamagedError: a head differs.
-    """
+    """Checks the bytes of a layer's heads from `start` on; raises `DamagedError` if one differs from its digest."""
     size, digests = header.geometry.head_bytes[layer], header.digests
     at = 8 * (header.geometry.first_digest[layer] + start)
     for offset in range(0, len(data), size):
