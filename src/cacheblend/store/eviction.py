@@ -31,45 +31,31 @@ _AT_ONCE = 256
 _FEW_EVICTED = 64  # blocks, after which all manifests are searched, where there are few of these
 
 
-class Eviction(Protocol):
-    """A policy; not safe to call from several threads at once: the caller holds a lock."""
-
-    def used(self, name: BlockName, worth: float) -> None:
-        """Records that a block was written or found; `worth`: cost of recomputing it per byte, in any unit."""
-
-    def gone(self, name: BlockName) -> None:
-        """Records that a block was removed, but not by eviction."""
-
-    def first(self, name: BlockName, used: float) -> tuple[float, float]:
-        """Sort key of a block that was last used at the time `used`: the smallest is evicted first."""
-
-    def evicted(self, name: BlockName) -> None:
-        """Records that a block was evicted."""
-
-    def victims(self) -> Iterator[BlockName]:
-        """Blocks that this process used, in the order of eviction. The caller may stop early."""
-
-
 class LeastRecentlyUsed:
-    """The policy ``lru``, see the module."""
+    """The policy ``lru``, see the module. No policy is safe to call from several threads at once."""
 
     def __init__(self) -> None:
         self._held: dict[BlockName, None] = {}  # in the order of use
 
     def used(self, name: BlockName, worth: float) -> None:
+        """Records that a block was written or found; `worth`: cost of recomputing it per byte, in any unit."""
         self._held.pop(name, None)
         self._held[name] = None
 
     def gone(self, name: BlockName) -> None:
+        """Records that a block was removed, but not by eviction."""
         self._held.pop(name, None)
 
     def first(self, name: BlockName, used: float) -> tuple[float, float]:
+        """Sort key of a block that was last used at the time `used`: the smallest is evicted first."""
         return 0.0, used
 
     def evicted(self, name: BlockName) -> None:
+        """Records that a block was evicted."""
         self._held.pop(name, None)
 
     def victims(self) -> Iterator[BlockName]:
+        """Blocks that this process used, in the order of eviction. The caller may stop early."""
         yield from self._held
 
 
@@ -124,6 +110,7 @@ class LeastWorth:
             heapq.heapify(self._heap)
 
 
+Eviction = LeastRecentlyUsed | LeastWorth
 POLICIES: dict[str, Callable[[], Eviction]] = {"lru": LeastRecentlyUsed, "worth": LeastWorth}
 
 

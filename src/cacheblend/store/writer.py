@@ -5,7 +5,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.names import BlockName
@@ -20,17 +20,17 @@ BlockMaker = Callable[[], Block | None]
 _AT_ONCE, _BYTES_AT_ONCE = 16, 32 << 20  # blocks that follow each other are written together
 
 
-@dataclass(frozen=True)
+@dataclass
 class WriterStats:
     """What happened to the blocks that were submitted."""
 
-    waiting: int  # blocks in the queue, those being written included
-    waiting_bytes: int  # their bytes, as submitted
-    written: int  # blocks that the store took
-    held: int  # blocks that the store held already
-    duplicates: int  # blocks not accepted because one of the same name was waiting
-    dropped: int  # blocks not accepted because the queue was full or closed
-    failed: int  # blocks for which making or writing raised
+    waiting: int = 0  # blocks in the queue, those being written included
+    waiting_bytes: int = 0  # their bytes, as submitted
+    written: int = 0  # blocks that the store took
+    held: int = 0  # blocks that the store held already
+    duplicates: int = 0  # blocks not accepted because one of the same name was waiting
+    dropped: int = 0  # blocks not accepted because the queue was full or closed
+    failed: int = 0  # blocks for which making or writing raised
 
 
 class WriteBehind:
@@ -54,10 +54,9 @@ class WriteBehind:
         self._store, self._max_bytes, self._changed = store, max_bytes, threading.Condition()
         self._waiting: OrderedDict[BlockName, tuple[Block | BlockMaker, int]] = OrderedDict()
         self._writing: list[BlockName] = []  # the first of them
-        self._waiting_bytes, self._closed = 0, False
+        self._counts, self._closed = WriterStats(), False
         self._thread: threading.Thread | None = None
         self._reported: set[type[BaseException]] = set()
-        self._written = self._held = self._duplicates = self._dropped = self._failed = 0
 
     def submit(self, item: Block | BlockMaker, name: BlockName | None = None, nbytes: int = 0) -> bool:
         """Queues a block; False if it is dropped or waits already. Returns at once.
@@ -76,13 +75,13 @@ class WriteBehind:
             raise InvalidInputError("submit needs the name of the block that a callable will make")
         with self._changed:
             if name in self._waiting:
-                self._duplicates += 1
+                self._counts.duplicates += 1
                 return False
-            if self._closed or self._waiting_bytes + nbytes > self._max_bytes:
-                self._dropped += 1
+            if self._closed or self._counts.waiting_bytes + nbytes > self._max_bytes:
+                self._counts.dropped += 1
                 return False
             self._waiting[name] = (item, nbytes)
-            self._waiting_bytes += nbytes
+            self._counts.waiting_bytes += nbytes
             if self._thread is None or not self._thread.is_alive():  # not alive: after a fork
                 self._writing = []
                 self._thread = threading.Thread(target=self._run, name="cacheblend-writer", daemon=True)
@@ -107,7 +106,7 @@ class WriteBehind:
             with self._changed:
                 for name in self._writing:
                     _, nbytes = self._waiting.pop(name)
-                    self._waiting_bytes -= nbytes
+                    self._counts.waiting_bytes -= nbytes
                 self._writing = []
                 self._changed.notify_all()
 
@@ -134,7 +133,7 @@ class WriteBehind:
                 for item in items:
                     self._write([item])
                 return
-            self._failed += 1
+            self._counts.failed += 1
             if type(error) not in self._reported:
                 self._reported.add(type(error))
                 logger.warning(
@@ -144,8 +143,8 @@ class WriteBehind:
                     type(error).__name__,
                 )
             return
-        self._written += sum(new)
-        self._held += len(new) - sum(new)
+        self._counts.written += sum(new)
+        self._counts.held += len(new) - sum(new)
 
     def is_waiting(self, names: Iterable[BlockName]) -> bool:
         """Whether any of these blocks waits or is being written."""
@@ -162,7 +161,7 @@ class WriteBehind:
             if queued is None:
                 return False
             if name not in self._writing:
-                self._waiting_bytes -= self._waiting.pop(name)[1]
+                self._counts.waiting_bytes -= self._waiting.pop(name)[1]
                 self._changed.notify_all()
             elif self._thread is not threading.current_thread():
                 self._changed.wait_for(lambda: self._waiting.get(name) is not queued)
@@ -184,15 +183,7 @@ class WriteBehind:
     def stats(self) -> WriterStats:
         """The counters, a snapshot."""
         with self._changed:
-            return WriterStats(
-                waiting=len(self._waiting),
-                waiting_bytes=self._waiting_bytes,
-                written=self._written,
-                held=self._held,
-                duplicates=self._duplicates,
-                dropped=self._dropped,
-                failed=self._failed,
-            )
+            return replace(self._counts, waiting=len(self._waiting))
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Accepts no more blocks, writes those that wait and ends the thread; may be called twice.
@@ -211,8 +202,8 @@ class WriteBehind:
         with self._changed:
             for name in list(self._waiting)[len(self._writing) :]:
                 _, nbytes = self._waiting.pop(name)
-                self._waiting_bytes -= nbytes
-                self._dropped += 1
+                self._counts.waiting_bytes -= nbytes
+                self._counts.dropped += 1
         return False
 
     def __enter__(self) -> "WriteBehind":
