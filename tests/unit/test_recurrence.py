@@ -70,6 +70,21 @@ def test_boundaries_are_where_requests_differ() -> None:
     assert ids_of(again.seen) == texts(A, B) and ids_of(again.new) == texts(C)
     assert sorted(run.sightings for run in watch.runs) == [2, 3, 3]
 
+    watch = Recurrences()
+    watch.see(ROOT, joined(A, B))
+    told = watch.see(ROOT, joined(B, D, A), [(0, len(B))])
+    assert ids_of(told.new) == texts(A), "what is a chunk already is not learnt"
+
+    watch = Recurrences()
+    for other in (B, C, D):
+        assert not watch.see(ROOT, joined(A, other)).new, "what requests begin with is left to the exact prefix"
+    assert ids_of(watch.see(ROOT, joined(B, A)).new) == texts(A, B)  # now it stands elsewhere, too
+
+    watch, repeating = Recurrences(), np.tile(draw(5, 7), 40)
+    for turns in (joined(A), joined(A), joined(A, B), joined(A, B, C), repeating, repeating, joined(repeating, D)):
+        assert not watch.see(ROOT, turns).new, "an equal request and a longer conversation tell nothing"
+    assert ids_of(watch.see(ROOT, joined(A, C)).new) == texts(C)  # a turn was dropped
+
 
 def test_a_run_is_split_when_its_halves_recur_separately() -> None:
     watch, x, y = Recurrences(), draw(8, 20), draw(9, 30)
@@ -78,27 +93,6 @@ def test_a_run_is_split_when_its_halves_recur_separately() -> None:
     told = watch.see(ROOT, joined(y, B, x))
     assert ids_of(told.new) == texts(A, B) == ids_of(watch.runs) and ids_of(told.split) == texts(joined(A, B))
     assert ids_of(watch.see(ROOT, joined(B, x, A)).seen) == texts(A, B)
-
-
-def test_a_beginning_that_requests_share_is_left_to_the_exact_prefix() -> None:
-    watch = Recurrences()
-    for other in (B, C, D):
-        assert not watch.see(ROOT, joined(A, other)).new
-    assert ids_of(watch.see(ROOT, joined(B, A)).new) == texts(A, B)  # now it stands elsewhere, too
-
-
-def test_an_equal_request_and_a_longer_conversation_tell_nothing() -> None:
-    watch = Recurrences()
-    repeating = np.tile(draw(5, 7), 40)
-    for turns in (joined(A), joined(A), joined(A, B), joined(A, B, C), repeating, repeating, joined(repeating, D)):
-        assert not watch.see(ROOT, turns).new
-    assert ids_of(watch.see(ROOT, joined(A, C)).new) == texts(C)  # a turn was dropped
-
-
-def test_what_is_a_chunk_already_is_not_learnt() -> None:
-    watch = Recurrences()
-    watch.see(ROOT, joined(A, B))
-    assert ids_of(watch.see(ROOT, joined(B, D, A), [(0, len(B))]).new) == texts(A)
 
 
 def test_another_root_learns_nothing_and_learns_its_own() -> None:
@@ -118,9 +112,10 @@ def test_a_text_that_repeats_itself_stands_in_one_request_only() -> None:
     assert not watch.see(ROOT, np.zeros(5000, "<u4")).new
     found = watch.see(ROOT, joined(draw(7, 10), np.zeros(3000, "<u4"))).new
     assert [len(run) for run in found] == [3000]
+    assert len(winnowed(np.zeros(100_000, "<u4"), ROOT, 33)[0]) == MOST_COPIES  # one token costs no more than others
 
 
-def test_texts_that_are_too_short_or_too_long_are_not_watched() -> None:
+def test_prompts_of_a_length_that_can_tell_are_watched_and_those_last_useful_kept() -> None:
     watch = Recurrences(watch_tokens=400)
     watch.see(ROOT, A[:63])
     watch.see(ROOT, draw(5, 500))
@@ -129,14 +124,15 @@ def test_texts_that_are_too_short_or_too_long_are_not_watched() -> None:
         watch.see(ROOT, draw(6, 63))
     assert not watch.runs
 
-
-def test_the_prompts_that_were_useful_last_are_kept() -> None:
     watch = Recurrences(watch_tokens=1000)
     watch.see(ROOT, joined(draw(10, 3), A))
     for seed in range(11, 20):
-        watch.see(ROOT, joined(draw(seed, 100), A))  # the first request is of use each time
+        watch.see(ROOT, joined(draw(seed, 100), A))  # the first request is of use each time, and is kept
     assert watch.watched_tokens <= 1000
     assert ids_of(watch.runs) == texts(A)
+    for shortest, watched in ((62, 1000), (64, 63)):
+        with pytest.raises(InvalidInputError, match=str(shortest)):
+            Recurrences(shortest, watched)
 
 
 def test_of_too_many_runs_those_of_least_worth_go() -> None:
@@ -159,12 +155,6 @@ def test_worth_halves_and_grows_with_length() -> None:
     assert run.worth(10 + HALF_LIFE) == pytest.approx(len(A))
     run.see(10 + HALF_LIFE)
     assert run.decayed(10 + HALF_LIFE) == pytest.approx(2.0) and run.sightings == 3
-
-
-@pytest.mark.parametrize(("shortest", "watched"), [(62, 1000), (64, 63)])
-def test_limits_that_cannot_work_are_refused(shortest: int, watched: int) -> None:
-    with pytest.raises(InvalidInputError, match=str(shortest)):
-        Recurrences(shortest, watched)
 
 
 @given(seed=st.integers(0, 2**31), tokens=st.integers(0, 400), vocabulary=st.integers(1, 50))
@@ -243,8 +233,3 @@ def test_pieces_are_cut_where_something_begins_or_ends() -> None:
     assert pieces_of([(0, 100), (100, 200)], [], 64) == [(0, 100), (100, 200)]
     assert pieces_of([(0, 100), (90, 130)], [], 64) == [(0, 100)]  # no request has both
     assert pieces_of([(0, 100), (90, 200)], [], 64) == [(0, 100), (100, 200)]
-
-
-def test_a_text_of_one_token_costs_no_more_than_another() -> None:
-    hashes, _ = winnowed(np.zeros(100_000, "<u4"), ROOT, 33)
-    assert len(hashes) == MOST_COPIES
