@@ -28,7 +28,6 @@ from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.selectors import AllRows, NoRows, Selector
-from cacheblend.engines.cost_model import floor_of
 from cacheblend.engines.hf.ambient import without_ambient
 from cacheblend.engines.hf.compilation import compile_layers
 from cacheblend.engines.hf.layers import HfLayerRunner
@@ -202,7 +201,7 @@ class Prefiller:
         elif mode == "full":
             plan = plan.leaving_out(frozenset(s.name for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)))
         if self.controller is not None and raised is not None and mode == "blend":
-            in_force = selector.share if selector.share is not None else floor_of(self._config)
+            in_force = selector.share if selector.share is not None else self._config.selection.final_ratio
             decision = self.controller.decide(plan, in_force)
             plan = plan.leaving_out(decision.left_out)
             if decision.ratio > in_force:
