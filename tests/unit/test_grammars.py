@@ -18,9 +18,8 @@ import torch
 import tokenizers_for_tests as made
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.hf import Grammar, SamplingParams
-from cacheblend.engines.hf import grammars as grammars_module
-from cacheblend.engines.hf.grammar import MOST_BYTES, check_repetitions
-from cacheblend.engines.hf.grammars import Grammars
+from cacheblend.engines.hf import grammar as grammars_module
+from cacheblend.engines.hf.grammar import MOST_BYTES, Grammars, check_repetitions
 from cacheblend.engines.hf.sampling import Sampler
 
 TOKENIZERS: dict[str, Callable[[], Any]] = {"byte_level": made.byte_level, "sentencepiece": made.sentencepiece}

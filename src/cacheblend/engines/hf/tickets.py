@@ -10,7 +10,7 @@ from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.report import BlendReport
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf.decode import Decoding
-from cacheblend.engines.hf.grammars import CompiledGrammar
+from cacheblend.engines.hf.grammar import CompiledGrammar
 from cacheblend.engines.hf.prefiller import Mode
 from cacheblend.engines.hf.request import TextStream
 from cacheblend.engines.hf.sampling import SamplingParams
