@@ -19,7 +19,7 @@ from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.kernels.operations import attend_last
 from cacheblend.core.load.loader import LayerKV
 from cacheblend.engines.hf.layers import HfLayerRunner
-from cacheblend.engines.hf.recurrent import States
+from cacheblend.engines.hf.recurrent import States, copy_of
 from cacheblend.engines.hf.sampling import Sampler
 from cacheblend.engines.hf.view import ModelView
 
@@ -29,10 +29,8 @@ GROW_ROWS = 256  # rows added each time a KV cache is full
 class Decoding:
     """The decoding state of one answer.
 
-    Args:
-        sampler: samples the answer's tokens.
-        kv: the prompt's KV, one entry per layer; emptied layer by layer, so that no layer is held twice.
-        states: of recurrent layers behind the prompt; changed with each token.
+    `kv` is the prompt's, one entry per layer, emptied layer by layer, so that no layer is held twice; `states` are of
+    recurrent layers behind the prompt, changed with each token.
     """
 
     def __init__(self, sampler: Sampler, kv: list[LayerKV], states: States | None = None) -> None:
@@ -43,7 +41,7 @@ class Decoding:
     @classmethod
     def of(cls, sampler: Sampler, result: PrefillResult) -> "Decoding":
         """An answer to a prefilled prompt; there may be several to one."""
-        return cls(sampler, list(result.kv), None if result.states is None else result.states.taken())
+        return cls(sampler, list(result.kv), None if result.states is None else copy_of(result.states.last))
 
     @property
     def position(self) -> int:

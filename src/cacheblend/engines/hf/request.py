@@ -1,5 +1,6 @@
 """What the engine returns: a request in progress, pieces of its answer as text, and the finished answer."""
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -78,32 +79,24 @@ class TextStream:
         found = [at for at in map(seen.find, self._stop) if at >= 0]
         if found:
             self._held, self._tail, self.stopped = seen[: min(found)], "", True
-        certain = len(self._held) if final or self.stopped else self._certain()
+        certain = len(self._held)
+        if not final and not self.stopped:  # in front of the longest end that may begin a stop text, whatever follows
+            longest = min(certain, max(map(len, self._stop), default=1) - 1)
+            for at in range(certain - longest, len(self._held)):
+                if any(stop.startswith(self._held[at:]) and stop != self._held[at:] for stop in self._stop):
+                    certain = at
+                    break
         new, self._held = self._held[:certain], self._held[certain:]
         self._sent.append(new)
         return new
-
-    def _certain(self) -> int:
-        """Characters in front of the longest end that may begin a stop text, whatever the tail becomes."""
-        held = self._held
-        longest = min(len(held), max(map(len, self._stop), default=1) - 1)
-        for at in range(len(held) - longest, len(held)):
-            if any(stop.startswith(held[at:]) and stop != held[at:] for stop in self._stop):
-                return at
-        return len(held)
 
 
 @without_ambient
 class Request:
     """A prompt after its prefill; `step` generates its tokens. Always call `finish` at the end, or use `with`.
 
-    Args:
-        engine: is told of missed chunks after the first token, so as not to delay it, and of the request's end.
-        view: of the model that the prompt was prefilled on.
-        decoding: of the answer.
-        result: of the prefill.
-        started: by `time.perf_counter`.
-        watched: takes the answer's tokens, to be compared later; None: it is not compared.
+    The engine is told of missed chunks after the first token, so as not to delay it, and of the request's end. `view`
+    is of the model that the prompt was prefilled on; `watched` takes the answer's tokens, to be compared later.
 
     Attributes:
         report: of the request so far.
@@ -160,14 +153,11 @@ class Request:
         if self._finished:
             return
         self._finished = True
-        try:
+        with contextlib.ExitStack() as ends:  # all of them, also where one fails
+            ends.callback(self._engine.background.end_request)
+            if self._watched is not None and self._engine.shadow is not None:
+                ends.callback(self._engine.shadow.submit, self._watched)
             self._take_stored()
-        finally:
-            try:
-                if self._watched is not None and self._engine.shadow is not None:
-                    self._engine.shadow.submit(self._watched)
-            finally:
-                self._engine.background.end_request()
 
     def __enter__(self) -> "Request":
         return self
