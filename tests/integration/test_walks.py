@@ -110,7 +110,7 @@ def test_generate_enters_no_file_twice_but_the_prefill() -> None:
         "engines/tokens/builder.py",
         "engines/tokens/detokenizer.py",
         "engines/hf/prompts.py",
-        "engines/hf/grammars.py",
+        "engines/hf/grammar.py",
         "engines/hf/background.py",
         "engines/hf/state.py",
         "engines/hf/prefiller.py",

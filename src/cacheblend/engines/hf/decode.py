@@ -28,10 +28,8 @@ GROW_ROWS = 256  # rows added each time a KV cache is full
 class Decoding:
     """The decoding state of one answer.
 
-    Args:
-        sampler: samples the answer's tokens.
-        kv: the prompt's KV, one entry per layer; emptied layer by layer, so that no layer is held twice.
-        states: of recurrent layers behind the prompt; changed with each token.
+    `kv` is the prompt's, one entry per layer, emptied layer by layer, so that no layer is held twice; `states` are of
+    recurrent layers behind the prompt, changed with each token.
     """
 
     def __init__(self, sampler: Sampler, kv: list[LayerKV], states: States | None = None) -> None:

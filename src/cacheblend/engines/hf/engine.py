@@ -32,7 +32,7 @@ from cacheblend.engines.hf.adapter_watch import AdapterFollower
 from cacheblend.engines.hf.ambient import without_ambient
 from cacheblend.engines.hf.background import CLOSE_S, Background
 from cacheblend.engines.hf.batch import answer_all, check_prompts
-from cacheblend.engines.hf.grammars import Grammars
+from cacheblend.engines.hf.grammar import Grammars
 from cacheblend.engines.hf.model_loader import open_folder
 from cacheblend.engines.hf.prefiller import Mode, Prefiller
 from cacheblend.engines.hf.prompts import PassageLike, PromptLike, PromptReader

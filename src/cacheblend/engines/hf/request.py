@@ -1,5 +1,6 @@
 """What the engine returns: a request in progress, pieces of its answer as text, and the finished answer."""
 
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,13 +44,8 @@ class Delta:
 class Request:
     """A prompt after its prefill; `step` generates its tokens. Always call `finish` at the end, or use `with`.
 
-    Args:
-        engine: is told of missed chunks after the first token, so as not to delay it, and of the request's end.
-        state: the model that the prompt was prefilled on.
-        ask: what is asked.
-        result: of the prefill.
-        started: by `time.perf_counter`.
-        watched: takes the answer's tokens, to be compared later; None: it is not compared.
+    The engine is told of missed chunks after the first token, so as not to delay it, and of the request's end. `state`
+    is the model that the prompt was prefilled on; `watched` takes the answer's tokens, to be compared later.
 
     Attributes:
         report: of the request so far.
@@ -107,14 +103,11 @@ class Request:
         if self._finished:
             return
         self._finished = True
-        try:
+        with contextlib.ExitStack() as ends:  # all of them, also where one fails
+            ends.callback(self._engine.background.end_request)
+            if self._watched is not None and self._engine.shadow is not None:
+                ends.callback(self._engine.shadow.submit, self._watched)
             self._take_stored()
-        finally:
-            try:
-                if self._watched is not None and self._engine.shadow is not None:
-                    self._engine.shadow.submit(self._watched)
-            finally:
-                self._engine.background.end_request()
 
     def __enter__(self) -> "Request":
         return self

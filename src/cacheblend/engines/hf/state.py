@@ -17,8 +17,9 @@ from cacheblend.engines.chunk_index import ChunkListing
 from cacheblend.engines.hf.adapter_watch import Adapted, AdapterFollower
 from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.decode import Decoding
-from cacheblend.engines.hf.grammars import CompiledGrammar
+from cacheblend.engines.hf.grammar import CompiledGrammar
 from cacheblend.engines.hf.prefiller import HfPrefill, Mode, Prefiller
+from cacheblend.engines.hf.recurrent import copy_of
 from cacheblend.engines.hf.sampling import Sampler, SamplingParams
 from cacheblend.engines.hf.shadow_check import Origin, ShadowCheck
 from cacheblend.engines.hf.survey import Survey, survey_model
@@ -142,7 +143,7 @@ class FollowedModel:
         """An answer to a prefilled prompt, no longer than the context has room for; there may be several to one."""
         params = params.within(self.survey.max_length, len(prompt))
         sampler = Sampler(self.ids_of(prompt), result.logits, params, self.eos_ids, grammar)
-        return Decoding(sampler, list(result.kv), None if result.states is None else result.states.taken())
+        return Decoding(sampler, list(result.kv), None if result.states is None else copy_of(result.states.last))
 
     def origin(self, state: ModelState, *, own: bool, tenant: str = "") -> Origin:
         """What a prefill that was just opened is computed with; see `Origin`."""

@@ -132,16 +132,13 @@ class TextStream:
         found = [at for at in map(seen.find, self._stop) if at >= 0]
         if found:
             self._held, self._tail, self.stopped = seen[: min(found)], "", True
-        certain = len(self._held) if final or self.stopped else self._certain()
+        certain = len(self._held)
+        if not final and not self.stopped:  # in front of the longest end that may begin a stop text, whatever follows
+            longest = min(certain, max(map(len, self._stop), default=1) - 1)
+            for at in range(certain - longest, len(self._held)):
+                if any(stop.startswith(self._held[at:]) and stop != self._held[at:] for stop in self._stop):
+                    certain = at
+                    break
         new, self._held = self._held[:certain], self._held[certain:]
         self._sent.append(new)
         return new
-
-    def _certain(self) -> int:
-        """Characters in front of the longest end that may begin a stop text, whatever the tail becomes."""
-        held = self._held
-        longest = min(len(held), max(map(len, self._stop), default=1) - 1)
-        for at in range(len(held) - longest, len(held)):
-            if any(stop.startswith(held[at:]) and stop != held[at:] for stop in self._stop):
-                return at
-        return len(held)
