@@ -70,12 +70,12 @@ def test_too_few_rows_are_all_searched_and_nothing_is_confirmed(engine: BlendEng
 def test_what_confirms_was_not_searched(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bytes] = []
 
-    def spy(engine: BlendEngine, prompt: Any, **options: Any) -> Any:
-        seen.append(prompt.token_ids.tobytes())
-        return original(engine, prompt, **options)
+    def spy(asked: Any, *arguments: Any) -> Any:
+        seen.append(asked.prompt.token_ids.tobytes())
+        return original(asked, *arguments)
 
-    original = gate.reference
-    monkeypatch.setattr(gate, "reference", spy)
+    original = gate.compare
+    monkeypatch.setattr(gate, "compare", spy)
     progress: list[tuple[int, int]] = []
     run_gate(engine, rows(16), [EXACT], LOW, progress=lambda done, total: progress.append((done, total)))
     assert len(set(seen)) == len(seen) == 16
@@ -94,7 +94,7 @@ def test_a_failed_attempt_is_followed_by_the_next_dearer(engine: BlendEngine, mo
         nonlocal calls
         sample, report = original(*arguments, **options)
         calls += 1
-        is_first = arguments[2] == NoRows()
+        is_first = arguments[1] == NoRows()
         return (gate.Sample(**{**vars(sample), "top_1": calls <= 16}) if is_first else sample), report
 
     original = gate.compare
@@ -143,12 +143,12 @@ def test_rows_of_the_same_passages_stay_on_one_side_and_count_once(
     ]
     seen: list[frozenset[bytes]] = []
 
-    def spy(engine: BlendEngine, prompt: Any, **options: Any) -> Any:
-        seen.append(frozenset(chunk.token_ids.tobytes() for chunk in prompt.chunks))
-        return original(engine, prompt, **options)
+    def spy(asked: Any, *arguments: Any) -> Any:
+        seen.append(frozenset(chunk.token_ids.tobytes() for chunk in asked.prompt.chunks))
+        return original(asked, *arguments)
 
-    original = gate.reference
-    monkeypatch.setattr(gate, "reference", spy)
+    original = gate.compare
+    monkeypatch.setattr(gate, "compare", spy)
     found = run_gate(engine, asked, [EXACT], LOW)
     assert (found.search_rows, found.confirm_rows, found.passage_sets, found.skipped.same_passages) == (18, 6, 12, 12)
     searched, confirmed = seen[:18], seen[18:]

@@ -12,8 +12,7 @@ from cacheblend.evaluation.demo import CATEGORIES as OF_THE_DEMO
 from cacheblend.evaluation.demo import DATA, demo_questions
 from cacheblend.nano import lexicon
 from cacheblend.nano.examples import NOTES, notes
-from cacheblend.nano.language import Scene, Sentence, spell
-from cacheblend.nano.scene_reader import read_scene
+from cacheblend.nano.language import Scene, Sentence, read_scene, spell
 from lab.nano import data
 from lab.nano.data import FURTHER, ROUNDS, SEEDS, draw_demo, draw_notes, record
 from lab.nano.encoding import LABELS, Encoder, draw_questions

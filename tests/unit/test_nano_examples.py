@@ -9,8 +9,7 @@ import random
 import pytest
 
 from cacheblend.nano.examples import EXAMPLES, ExampleAnswer, answer_of, notes
-from cacheblend.nano.language import Sentence, spell
-from cacheblend.nano.scene_reader import read_scene
+from cacheblend.nano.language import Sentence, read_scene, spell
 from lab.nano.scenes import questions_of
 
 NOTES = notes()

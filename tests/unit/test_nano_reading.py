@@ -6,8 +6,7 @@ import pytest
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.nano import lexicon
-from cacheblend.nano.language import Scene, Sentence
-from cacheblend.nano.scene_reader import UNASKED, read_scene
+from cacheblend.nano.language import UNASKED, Scene, Sentence, read_scene
 from lab.nano.scenes import CATEGORIES, Style, draw_scene, questions_of
 
 HARD = Style(passages=6, tokens=90, dense=0.5, hard=0.5, chains=0.9)
