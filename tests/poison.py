@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cacheblend.bench.stamp import stamp
 from cacheblend.core.errors import BlockLostError, StoreFullError
 from cacheblend.core.plan.blocks import KVLayout
+from cacheblend.engines.provenance import stamp
 from cacheblend.store import KVStore, MemoryStore
 
 HISTORIES = int(os.environ.get("CACHEBLEND_HISTORIES", "16"))

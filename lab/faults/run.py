@@ -13,9 +13,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from cacheblend.bench.stamp import stamp
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.failures import count_failure
+from cacheblend.engines.provenance import stamp
 from lab.bench import AdvanceStage, silent
 from lab.faults import pollution, trials
 from lab.faults.children import Watched, watch

@@ -36,9 +36,9 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from cacheblend.bench.stamp import stamp
 from cacheblend.core.errors import CacheBlendError, InvalidInputError
 from cacheblend.core.failures import failed_since, failures, in_words
+from cacheblend.engines.provenance import stamp
 from lab.bench import silent
 from lab.checkout import environment
 from lab.gpu import kernels, others, timeline, ttft

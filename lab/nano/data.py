@@ -10,8 +10,7 @@ from typing import Any
 from cacheblend.data import QuestionRow, Text
 from cacheblend.evaluation.demo import CATEGORIES, DATA
 from cacheblend.nano.examples import NOTES
-from cacheblend.nano.language import Scene, spell
-from cacheblend.nano.scene_reader import read_scene
+from cacheblend.nano.language import Scene, read_scene, spell
 from lab.nano.scenes import Style, draw_scene, questions_of
 
 NOTES_SEED, NOTES_STYLE = 3_000_003, Style(passages=6, tokens=250, dense=0.3, hard=0.0, chains=1.0)

@@ -6,7 +6,6 @@ or a multiple, of the time of its full prefill. So every model meets devices tha
 
 import math
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import FirstToken
 from cacheblend.engines.hf.calibrate import calibrate
 from cacheblend.evaluation import Asked, Evaluation, Label, Outcome
-from cacheblend.evaluation.methods import Method, finish_answer
+from cacheblend.evaluation.methods import Method, answer_by
 from cacheblend.evaluation.runner import Case, make_cases
 from cacheblend.store import KVStore, open_store
 from cacheblend.store.speed import measure as measure_speed
@@ -51,12 +50,12 @@ class Controlled:
     def check(self, layers: int) -> None: ...
 
     def answer(self, asked: Asked) -> Outcome:
-        started = time.perf_counter()
-        result = asked.engine.prefill(asked.prompt)
-        report = result.report
-        return finish_answer(
-            asked, FirstToken(result.logits, report.ttft_s, report.row_layers, result.kv, report), started
-        )
+        def prefill() -> FirstToken:
+            result = asked.engine.prefill(asked.prompt)
+            report = result.report
+            return FirstToken(result.logits, report.ttft_s, report.row_layers, result.kv, report)
+
+        return answer_by(asked, prefill)
 
 
 def measure(context: Context) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from cacheblend.bench.stamp import stamp
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.failures import failed_since, failures, in_words
 from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine
+from cacheblend.engines.provenance import stamp
 from cacheblend.engines.settings import describe as in_short
 from cacheblend.evaluation import Settings
 from cacheblend.evaluation.records import folder_name, write_whole

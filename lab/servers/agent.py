@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from cacheblend.bench.stamp import stamp
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.data import read_passages
+from cacheblend.engines.provenance import stamp
 from lab.bench import Advance, draw_curves, picture, silent
 from lab.servers.embedded_server import ChatClient, chatting
 from lab.servers.vllm_server import folder_of

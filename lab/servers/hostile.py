@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from cacheblend.bench.stamp import stamp
+from cacheblend.engines.provenance import stamp
 from lab.bench import AdvanceStage
 from lab.nano.questions import draw_questions
 from lab.servers.embedded_server import serving

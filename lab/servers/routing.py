@@ -22,9 +22,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from cacheblend.bench.stamp import stamp
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.hf.configs import expected_layout
+from cacheblend.engines.provenance import stamp
 from lab.bench import AdvanceStage, silent
 from lab.servers.clients import saturate
 from lab.servers.embedded_server import Asked, completing

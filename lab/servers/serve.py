@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cacheblend.bench.stamp import stamp
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.engines.provenance import stamp
 from lab.bench import AdvanceStage, alternating, silent
 from lab.servers.clients import WITH, WITHOUT, Arm, saturate, shadow_overhead
 from lab.servers.discovery import learn_in_order, watch_ms

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from cacheblend.bench.stamp import stamp
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines import processor
 from cacheblend.engines.hf.shapes import build_shape
+from cacheblend.engines.provenance import stamp
 from lab.servers.processes import START_S, answers, count_failed, free_port, running
 from lab.settings import ModelSettings, VllmOptions
 

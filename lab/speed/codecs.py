@@ -14,13 +14,13 @@ from typing import Any
 
 from rich.table import Table
 
-from cacheblend.bench.stamp import stamp
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.codec import CODECS
 from cacheblend.core.select.selectors import NoRows
 from cacheblend.data import QuestionRow
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf.baselines import agreement, finish, full_recompute, fused
+from cacheblend.engines.provenance import stamp
 from cacheblend.evaluation.scorers import ExactMatch, best
 from cacheblend.nano import model_path
 from lab.bench import Advance, plain_table, silent

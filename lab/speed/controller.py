@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from cacheblend.bench.stamp import stamp
 from cacheblend.bench.ttft import TtftSettings, draw_prompt, open_chunks, open_model
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.cost.cost_model import CostModel
@@ -32,6 +31,7 @@ from cacheblend.engines.cost_model import controller_of
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import full_recompute
 from cacheblend.engines.hf.calibrate import calibrate
+from cacheblend.engines.provenance import stamp
 from cacheblend.store.combined import CascadeStore
 from cacheblend.store.memory import MemoryStore
 from cacheblend.store.speed import measure

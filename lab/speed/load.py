@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from cacheblend.bench.stamp import stamp
 from cacheblend.bench.ttft import TtftSettings, draw_prompt, open_chunks, open_model
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.names import root_name
@@ -28,6 +27,7 @@ from cacheblend.core.plan.codec import CODECS
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.configs import expected_layout
 from cacheblend.engines.hf.shapes import shape_config
+from cacheblend.engines.provenance import stamp
 from cacheblend.store import KVStore, open_store
 from cacheblend.store.format.block_file import encode_block
 from lab.speed import disk_reads

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from cacheblend.bench.stamp import stamp
 from cacheblend.core.errors import CacheBlendError, InvalidInputError
 from cacheblend.core.names import BlockName, root_name
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
+from cacheblend.engines.provenance import stamp
 from cacheblend.store import DiskStore
 from lab.bench import Advance, forget_peak, peak_bytes, silent
 from lab.checkout import measured_apart

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from cacheblend.bench.stamp import stamp
 from cacheblend.bench.ttft import TtftSettings, draw_prompt, open_chunks, open_model
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.failures import count_failure, failures
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import full_recompute
+from cacheblend.engines.provenance import stamp
 from cacheblend.store import open_store
 from lab.bench import forget_peak, peak_bytes, silent
 from lab.checkout import measured_apart

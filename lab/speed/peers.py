@@ -21,7 +21,6 @@ from typing import Any, Protocol
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from cacheblend.bench.stamp import stamp
 from cacheblend.bench.ttft import read_chunks
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.plan.prompt import Prompt, Segment, text
@@ -30,6 +29,7 @@ from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import agreement, full_recompute, fused
 from cacheblend.engines.hf.shapes import build_shape
+from cacheblend.engines.provenance import stamp
 from cacheblend.store import MemoryStore
 from lab.bench import Advance, silent
 from lab.settings import Peers

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from cacheblend.bench.stamp import stamp
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.names import BlockName, TokenIds, block_name, root_name, split_blocks
 from cacheblend.core.plan.blocks import Block, ChunkManifest, KVLayout, LayerShape
 from cacheblend.core.plan.chunk_matches import ChunkIndex
 from cacheblend.core.plan.planner import Anchor, Planner
 from cacheblend.core.plan.prompt import Prompt, chunk, text
+from cacheblend.engines.provenance import stamp
 from cacheblend.store import open_store
 
 VOCAB = 150_000

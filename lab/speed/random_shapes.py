@@ -18,15 +18,16 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from cacheblend.bench.stamp import stamp
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.shapes import build_shape
-from cacheblend.evaluation import make_methods
-from cacheblend.evaluation.agreement import Sample, compare, reference, summarise
+from cacheblend.engines.provenance import stamp
+from cacheblend.evaluation import Asked, Template, make_methods
+from cacheblend.evaluation.agreement import Sample, compare, summarise
 from cacheblend.evaluation.bootstrap import Values
+from cacheblend.evaluation.methods import FullRecompute
 from cacheblend.store import MemoryStore
 from lab.bench import Advance, plain_table, silent
 from lab.inspection.deviations import by_layer, fused_methods, prompt_deviations
@@ -102,9 +103,10 @@ def _measure(engine: BlendEngine, prompts: list[Prompt], seed: int, advance: Adv
     for number, prompt in enumerate(prompts, start=1):
         selectors = {method.label.name: method.selector for method in measured}
         deviations.append(prompt_deviations(engine, prompt, selectors))
-        full = reference(engine, prompt)
+        asked = Asked(engine, Template(), "", (), prompt, 0)
+        full = FullRecompute().answer(asked)
         for method in measured:
-            samples[method.label.name].append(compare(engine, prompt, method.selector, full)[0])
+            samples[method.label.name].append(compare(asked, method.selector, full)[0])
         advance(number, len(prompts))
     layers = by_layer(deviations, seed=seed)
     return [

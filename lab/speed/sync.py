@@ -11,13 +11,13 @@ from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
-from cacheblend.bench.stamp import stamp
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.names import TokenIds
 from cacheblend.data import read_passages
 from cacheblend.engines.documents import Document
 from cacheblend.engines.hf import BlendEngine, DocumentSync, SyncReport
 from cacheblend.engines.hf.document_sync import Cutter
+from cacheblend.engines.provenance import stamp
 from cacheblend.engines.tokens.chunker import Cutting
 
 EDITS = tuple(product(("replaced", "inserted", "deleted"), ("start", "middle", "end")))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cacheblend.bench.report import table
+from cacheblend.bench.ttft import table
 from cli_passages import run
 from command_line import Run
 from lab.nano.data import record, write

@@ -1,9 +1,12 @@
-"""What `inspect` measures: against transformers' own cache and attention, against slow definitions, and by hand."""
+"""`lab inspect`: against transformers' own cache and attention, against slow definitions, by hand, and as a command."""
 
 import copy
 import json
+import re
 from collections.abc import Sequence
 from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +23,9 @@ from cacheblend.core.select.selectors import AllRows, Hkvd, NoRows, Selector
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import Agreement
 from cacheblend.store import MemoryStore
+from command_line import Run, runner
 from families import BLENDABLE, VOCAB, tiny_model
+from lab.cli import main
 from lab.inspection import (
     Inspection,
     attention_deviation_by_layer,
@@ -36,6 +41,7 @@ from lab.inspection.inspection import MethodView
 from lab.inspection.observation import LAST_ROWS, alone_mass
 from lab.inspection.parts import Part, context_length, part_of_row, parts_of, token_texts
 from reference import plain_kv
+from tiny_folder import TinyShape, build_tiny
 from tokenizers_for_tests import CORPUS, byte_level, sentencepiece
 
 FAMILIES = [
@@ -76,15 +82,37 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fresh_kv_is_transformers_own(family: str) -> None:
+def test_a_pass_is_the_models_own(family: str) -> None:
+    # Fresh kv is transformers own
     engine = engine_of(family)
-    seen = observe_full(engine, RAG)
+    full = observe_full(engine, RAG)
     logits, kv = plain_kv(engine.model, RAG.token_ids)
-    assert close(seen.logits, logits)
-    assert len(seen.kv) == len(kv)
-    for mine, theirs in zip(seen.kv, kv, strict=True):
+    assert close(full.logits, logits)
+    assert len(full.kv) == len(kv)
+    for mine, theirs in zip(full.kv, kv, strict=True):
         assert close(mine.keys, theirs[0])
         assert close(mine.values, theirs[1])
+    # Attention of a row sums to one
+    blend = observe_fused(engine, RAG, Hkvd())
+    alone = alone_mass(engine, blend.plan)
+    for mass in (full.mass, blend.mass[blend.computed], alone[:, blend.plan.candidate_rows]):
+        sums = mass.sum(axis=-1)
+        assert (sums <= 1 + 1e-5).all()
+        if family in SINKS:
+            assert sums.min() < 0.99
+        else:
+            assert sums.min() > 1 - 1e-5
+    assert np.isnan(blend.mass[~blend.computed]).all()
+    # Layer 0 depends on the token alone; recomputing everything is full recompute.
+    reuse, everything = (observe_fused(engine, RAG, selector) for selector in (NoRows(), AllRows()))
+    scale = float(kv_deviation_by_layer(full.kv, [LayerKV(k * 0, v * 0) for k, v in full.kv]).mean())
+    deviation = kv_deviation_by_layer(full.kv, reuse.kv)
+    assert deviation.shape == (len(full.kv), len(RAG))
+    assert deviation[0].max() < 1e-6 * scale
+    assert deviation[1:, reuse.plan.candidate_rows].mean() > 1e-3 * scale
+    assert kv_deviation_by_layer(full.kv, everything.kv).max() < 1e-6 * scale
+    assert np.nanmax(attention_deviation_by_layer(full.forward, everything.forward)) < TOLERANCE
+    assert np.nanmax(attention_deviation_by_layer(full.forward, reuse.forward)) > 0.01
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3"])
@@ -130,21 +158,6 @@ def test_rows_are_computed_until_the_check_that_drops_them() -> None:
     assert seen.computed[:, others].all()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_attention_of_a_row_sums_to_one(family: str) -> None:
-    engine = engine_of(family)
-    full, blend = observe_full(engine, RAG), observe_fused(engine, RAG, Hkvd())
-    alone = alone_mass(engine, blend.plan)
-    for mass in (full.mass, blend.mass[blend.computed], alone[:, blend.plan.candidate_rows]):
-        sums = mass.sum(axis=-1)
-        assert (sums <= 1 + 1e-5).all()
-        if family in SINKS:
-            assert sums.min() < 0.99
-        else:
-            assert sums.min() > 1 - 1e-5
-    assert np.isnan(blend.mass[~blend.computed]).all()
-
-
 def test_the_anchor_takes_the_first_tokens_place() -> None:
     """Computed alone behind BOS, a chunk attends to it; in a prompt that begins with BOS that is its first token."""
     with_bos = Prompt.of([text([BOS]), SYSTEM, B, A, QUESTION])
@@ -162,23 +175,8 @@ def test_the_anchor_takes_the_first_tokens_place() -> None:
 # ---- deviations -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_deviations_end_where_they_must(family: str) -> None:
-    """Layer 0 depends on the token alone; recomputing everything is full recompute."""
-    engine = engine_of(family)
-    full = observe_full(engine, RAG)
-    reuse, everything = (observe_fused(engine, RAG, selector) for selector in (NoRows(), AllRows()))
-    scale = float(kv_deviation_by_layer(full.kv, [LayerKV(k * 0, v * 0) for k, v in full.kv]).mean())
-    deviation = kv_deviation_by_layer(full.kv, reuse.kv)
-    assert deviation.shape == (len(full.kv), len(RAG))
-    assert deviation[0].max() < 1e-6 * scale
-    assert deviation[1:, reuse.plan.candidate_rows].mean() > 1e-3 * scale
-    assert kv_deviation_by_layer(full.kv, everything.kv).max() < 1e-6 * scale
-    assert np.nanmax(attention_deviation_by_layer(full.forward, everything.forward)) < TOLERANCE
-    assert np.nanmax(attention_deviation_by_layer(full.forward, reuse.forward)) > 0.01
-
-
-def test_deviations_by_hand() -> None:
+def test_by_hand() -> None:
+    # Deviations by hand
     fresh = LayerKV(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4))
     other = LayerKV(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4))
     other.keys[1, 2, 0], other.values[0, 2, 1], other.values[0, 0, 0] = 3, 4, -2
@@ -186,6 +184,43 @@ def test_deviations_by_hand() -> None:
     full, reuse = torch.tensor([[[0.6, 0.8]]]), torch.tensor([[[0.6, 0.3]]])
     assert attention_deviation_by_layer([full, full * 0], [reuse, reuse])[0] == pytest.approx(0.5)
     assert np.isnan(attention_deviation_by_layer([full * 0], [reuse])[0])
+    # Spearman by hand
+    assert spearman(np.array([1.0, 5, 9]), np.array([-3.0, 0, 1e9])) == 1
+    assert spearman(np.array([1.0, 5, 9]), np.array([2.0, 1, 0])) == -1
+    assert np.isnan(spearman(np.ones(3), np.arange(3.0)))
+    assert spearman_matrix(np.array([[1.0, 2, 3], [3.0, 2, 1]])).tolist() == [[1, -1], [-1, 1]]
+    # Parts
+    parts = parts_of(Prompt.of([text([BOS]), SYSTEM, A, SEPARATOR, B, SEPARATOR, C, QUESTION]))
+    assert [(part.label, part.is_chunk, part.runs) for part in parts] == [
+        ("first token", False, ((0, 1),)),
+        ("front", False, ((1, 8),)),
+        ("chunk 1: first", True, ((8, 38),)),
+        ("chunk 2: second", True, ((40, 58),)),
+        ("chunk 3", True, ((60, 86),)),
+        ("between", False, ((38, 40), (58, 60))),
+        ("question", False, ((86, 95),)),
+    ]
+    assert part_of_row(parts, 95).tolist()[36:42] == [2, 2, 5, 5, 3, 3]
+    assert [part.label for part in parts_of(Prompt.of([A, B]))] == ["chunk 1: first", "chunk 2: second"]
+    # Measures by hand
+    found = by_hand()
+    assert found.relative(found.reuse).tolist() == [[0, 0, 0], [2, 1, 0]]
+    assert found.mean_deviation(found.blend).tolist() == [0, 0.75]
+    assert found.top_share()[1] == pytest.approx(2 / 3)
+    assert np.isnan(found.top_share()[0])
+    assert found.recomputed.tolist() == [0]
+    assert found.cross_chunk(found.full).tolist() == [0.25, 0.25]
+    assert summary(found, [1])["layers"] == [
+        {
+            "layer": 1,
+            "mean_deviation": {"reuse": 1.5, "blend": 0.75},
+            "top_share": 0.66667,
+            "correlation_with_next": None,
+            "attention_deviation": {"reuse": 0.5, "blend": 0.5},
+            "cross_chunk_attention": {"full": 0.25, "reuse": 0.25, "blend": 0.25},
+        }
+    ]
+    assert numbers(found)["rank_correlation"] == [[None, None], [None, None]]
 
 
 # ---- the whole inspection ---------------------------------------------------------------------------------
@@ -255,21 +290,6 @@ def test_curves_of_every_selector(selector: str, names: list[str]) -> None:
 # ---- parts, ranks, texts ----------------------------------------------------------------------------------
 
 
-def test_parts() -> None:
-    parts = parts_of(Prompt.of([text([BOS]), SYSTEM, A, SEPARATOR, B, SEPARATOR, C, QUESTION]))
-    assert [(part.label, part.is_chunk, part.runs) for part in parts] == [
-        ("first token", False, ((0, 1),)),
-        ("front", False, ((1, 8),)),
-        ("chunk 1: first", True, ((8, 38),)),
-        ("chunk 2: second", True, ((40, 58),)),
-        ("chunk 3", True, ((60, 86),)),
-        ("between", False, ((38, 40), (58, 60))),
-        ("question", False, ((86, 95),)),
-    ]
-    assert part_of_row(parts, 95).tolist()[36:42] == [2, 2, 5, 5, 3, 3]
-    assert [part.label for part in parts_of(Prompt.of([A, B]))] == ["chunk 1: first", "chunk 2: second"]
-
-
 @pytest.mark.parametrize(("prompt", "length"), [(RAG, 85), (Prompt.of([A, B]), 47), (Prompt.of([QUESTION]), 0)])
 def test_context_is_what_stands_in_front_of_the_question(prompt: Prompt, length: int) -> None:
     assert context_length(prompt) == length
@@ -297,16 +317,9 @@ def test_spearman_as_defined(pairs: list[tuple[int, float]]) -> None:
     assert spearman(first, second) == pytest.approx(slow_spearman(first, second), nan_ok=True)
 
 
-def test_spearman_by_hand() -> None:
-    assert spearman(np.array([1.0, 5, 9]), np.array([-3.0, 0, 1e9])) == 1
-    assert spearman(np.array([1.0, 5, 9]), np.array([2.0, 1, 0])) == -1
-    assert np.isnan(spearman(np.ones(3), np.arange(3.0)))
-    assert spearman_matrix(np.array([[1.0, 2, 3], [3.0, 2, 1]])).tolist() == [[1, -1], [-1, 1]]
-
-
 @pytest.mark.parametrize("tokenizer", [byte_level(), sentencepiece()], ids=["byte-level", "sentencepiece"])
 def test_token_texts_are_the_text(tokenizer: object) -> None:
-    """Characters of several tokens included; every token has an entry."""
+    # Characters of several tokens included; every token has an entry.
     whole = f" and {CORPUS[4]} fine 🦜."
     encoded = tokenizer(whole, add_special_tokens=False)["input_ids"]  # type: ignore[operator]
     texts = token_texts(tokenizer, encoded)
@@ -354,27 +367,6 @@ def by_hand() -> Inspection:
     )
 
 
-def test_measures_by_hand() -> None:
-    found = by_hand()
-    assert found.relative(found.reuse).tolist() == [[0, 0, 0], [2, 1, 0]]
-    assert found.mean_deviation(found.blend).tolist() == [0, 0.75]
-    assert found.top_share()[1] == pytest.approx(2 / 3)
-    assert np.isnan(found.top_share()[0])
-    assert found.recomputed.tolist() == [0]
-    assert found.cross_chunk(found.full).tolist() == [0.25, 0.25]
-    assert summary(found, [1])["layers"] == [
-        {
-            "layer": 1,
-            "mean_deviation": {"reuse": 1.5, "blend": 0.75},
-            "top_share": 0.66667,
-            "correlation_with_next": None,
-            "attention_deviation": {"reuse": 0.5, "blend": 0.5},
-            "cross_chunk_attention": {"full": 0.25, "reuse": 0.25, "blend": 0.25},
-        }
-    ]
-    assert numbers(found)["rank_correlation"] == [[None, None], [None, None]]
-
-
 class Page(HTMLParser):
     """Tags, and the text of every token."""
 
@@ -404,7 +396,8 @@ class Page(HTMLParser):
             self.headings.append(data)
 
 
-def test_the_page_escapes_what_it_shows() -> None:
+def test_the_page() -> None:
+    # The page escapes what it shows
     found = by_hand()
     page = Page(heat_map(found))
     assert page.tokens == dict(enumerate(found.tokens))
@@ -413,12 +406,151 @@ def test_the_page_escapes_what_it_shows() -> None:
     assert page.tags.count("script") == 2 and "b" in page.tags and "i" in page.tags  # the page's own
     assert "alert(1)</script>" not in heat_map(found)
     assert "http:" not in heat_map(found).replace("http-equiv", "") and "https:" not in heat_map(found)
-
-
-def test_the_page_has_the_layers_that_were_asked_for() -> None:
+    # The page has the layers that were asked for
     page = heat_map(by_hand(), [1])
     data = json.loads(page.split('id="data">')[1].split("</script>")[0])
     assert data["layers"] == [1]
     assert data["reuse"] == [[2, 1, 0]]
     assert data["blend"] == [[0.5, 1, 0]]
     assert data["labels"][data["parts"][0]] == "chunk 1: <i>"
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+PASSAGES = [
+    "The lighthouse was lit in 1871 and its keepers wrote down the weather.",
+    "Mussels grow on ropes, and the harvest stops when <b>algae</b> & worms are found.",
+    "A clock that shows the tide needs a wheel for the moon.",
+]
+SHAPE = TinyShape(layers=4, width=64, mlp_width=96, heads=4, kv_heads=2, vocab_size=400, context_length=512)
+FIGURES = [
+    "attention-by-chunk.png",
+    "attention-deviation-by-layer.png",
+    "attention-deviation-by-ratio.png",
+    "kv-deviation-distribution.png",
+    "kv-deviation.png",
+    "rank-correlation.png",
+]
+ASK = ("--question", "When was it lit?", "--system", "Answer from the passages.")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inspect") / "tiny-llama"
+    build_tiny(folder, PASSAGES, SHAPE)
+    return folder
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the command in this process."""
+    monkeypatch.setenv("COLUMNS", "120")
+    return runner(capsys, "inspect", main=main)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    rows = [{"ctxs": [{"title": "", "text": text} for text in PASSAGES], "question": "When was it lit?"}]
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps(rows))
+    return file
+
+
+def is_picture(file: Path) -> bool:
+    return file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and file.stat().st_size > 10_000
+
+
+def test_inspect_shows_every_layer_or_some(run: Run, model: Path, data: Path, tmp_path: Path) -> None:
+    # Inspect shows every layer
+    result = run("-m", model, "-d", data, "--no-curve", "--system", "Answer.", "--check-layers", 1)
+    assert result.code == 0
+    layers = re.findall(r"^ +(\d) +0\.\d{3} ", result.out, re.MULTILINE)
+    assert layers == ["0", "1", "2", "3"]
+    assert re.search(r"blend recomputes \d+ \(1\d\.\d %\)", result.out)
+    assert "note:" not in result.out
+    # Inspect of some layers
+    pytest.importorskip("matplotlib")
+    options = ("-m", model, "-d", data, "--no-curve", "--json")
+    assert [layer["layer"] for layer in run(*options, "--layers", "3,0-1").json["layers"]] == [0, 1, 3]
+    first = run(*options, "--layers", "0", "--out", tmp_path / "first")
+    assert first.code == 0  # nothing deviates there, and everything is drawn all the same
+    assert is_picture(tmp_path / "first" / "kv-deviation.png")
+    # Inspect stores the passages
+    store = tmp_path / "store"
+    assert run("-m", model, "-d", data, "-s", store, "--no-curve").code == 0
+    assert list(store.rglob("*.safetensors"))
+    # A chunk that is exact is named
+    result = run("-m", model, "--no-curve", "-q", "When?", "-p", PASSAGES[0], "-p", PASSAGES[1])
+    assert result.code == 0
+    assert "note: chunk 1 is an exact prefix" in result.out
+
+
+def test_inspect_writes_figures_page_and_numbers(run: Run, model: Path, data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "a" / "figures"
+    result = run("-m", model, "-d", data, "--system", "Answer.", "-r", 0.3, "--check-layers", 1, "--out", out, "--json")
+    assert result.code == 0
+    assert sorted(file.name for file in out.iterdir()) == sorted([*FIGURES, "heat_map.html", "inspection.json"])
+    assert all(is_picture(out / name) for name in FIGURES)
+    assert sorted(result.json["files"]) == sorted(str(file) for file in out.iterdir())
+
+    page = (out / "heat_map.html").read_text()
+    shown = "".join(re.findall(r'<span data-at="\d+"[^>]*>([^<]*)</span>', page))
+    assert "&lt;" in shown and "<b>algae" not in page
+
+    numbers = json.loads((out / "inspection.json").read_text())
+    assert len(numbers["tokens"]) == result.json["prompt_tokens"] == len(numbers["kv_deviation"]["blend"][3])
+    assert "".join(numbers["tokens"]).count(PASSAGES[1]) == 1
+    assert len(numbers["recomputed"]) == round(0.3 * result.json["loaded_tokens"])
+    assert list(numbers["attention_deviation_by_ratio"]) == ["hkvd", "random"]
+    assert result.json["layers"][2] == numbers["layers"][2]
+
+
+@pytest.mark.parametrize("selector", ["query", "hybrid", "head", "all", "none"])
+def test_inspect_takes_every_selector(run: Run, model: Path, data: Path, tmp_path: Path, selector: str) -> None:
+    result = run("-m", model, "-d", data, "--selector", selector, "--no-curve", "--json")
+    assert result.code == 0
+    last = result.json["layers"][-1]
+    assert last["attention_deviation"]["blend"] <= last["attention_deviation"]["reuse"] * 1.5
+    if selector == "all":
+        assert last["attention_deviation"]["blend"] < 1e-4
+        assert result.json["recomputed_tokens"] == result.json["loaded_tokens"]
+
+
+def test_inspect_without_matplotlib(run: Run, model: Path, data: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = run("-m", model, "-d", data, "--no-curve", "--out", tmp_path / "out")
+    assert result.code == 0
+    assert "pip install 'cacheblend[plot]'" in result.err
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["heat_map.html", "inspection.json"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("-q", "When?"), "no passage to inspect"),
+        (("-p", PASSAGES[0]), "no question"),
+        (("-q", "When?", "-p", PASSAGES[0]), "nothing of this prompt is reused at a new position"),
+        ((*ASK, "-p", PASSAGES[0], "--max-prompt-tokens", 9), "inspection takes 9"),
+        ((*ASK, "-p", PASSAGES[0], "--layers", "1-x"), "not '1-x'"),
+        ((*ASK, "-p", PASSAGES[0], "--layers", "3-2"), "not '3-2'"),
+        ((*ASK, "-p", PASSAGES[0], "--layers", "1,4"), "layers 0..3"),
+        ((*ASK, "-p", PASSAGES[0], "--out", "{file}"), "cannot be made"),
+        ((*ASK, "-p", PASSAGES[0], "--check-layers", 4), "check layer 4 does not exist"),
+        ((*ASK, "-p", PASSAGES[0], "-r", 2), "0..1"),
+        ((*ASK, "-p", PASSAGES[0] * 50), "context 512"),
+    ],
+)
+def test_bad_input(run: Run, model: Path, data: Path, options: tuple[object, ...], message: str) -> None:
+    result = run("-m", model, *(str(data) if option == "{file}" else option for option in options))
+    assert result.code == 2
+    assert message in result.err
+    assert result.err.count("\n") <= 2
+
+
+def test_a_model_that_cannot_be_blended(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    result = run("-m", tmp_path, *ASK, "-p", PASSAGES[0], "--json")
+    assert result.code == 2
+    assert "error" in result.json

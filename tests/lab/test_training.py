@@ -73,18 +73,16 @@ def test_attention_in_blocks_has_the_loss_and_gradients_of_plain_attention(tmp_p
     assert (gradient - plain_gradient).norm() < 1e-5 * plain_gradient.norm()
 
 
-def test_it_trains_and_writes_a_model_that_transformers_opens(tmp_path: Path) -> None:
-    trainer = run(tmp_path)
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+def test_it_trains_and_resumes_to_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # It trains and writes a model that transformers opens.
+    trainer = run(tmp_path / "whole")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "model")
     assert found.dtype == torch.bfloat16 and found.config.num_hidden_layers == 10
-    assert (tmp_path / "loss.png").stat().st_size > 1000
-    history = json.loads((tmp_path / "history.json").read_text())
+    assert (tmp_path / "whole" / "loss.png").stat().st_size > 1000
+    history = json.loads((tmp_path / "whole" / "history.json").read_text())
     assert [line["step"] for line in history if "step" in line] == [2, 4, 2, 3]
     assert trainer.seconds > 0
-
-
-def test_an_interrupted_training_resumes_to_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(tmp_path / "whole")
+    # An interrupted training resumes to the same weights.
     learn, left = Trainer._learn, [5]
 
     def interrupted(trainer: Trainer, stage: Stage, tally: object) -> None:
@@ -101,6 +99,11 @@ def test_an_interrupted_training_resumes_to_the_same_weights(tmp_path: Path, mon
     run(tmp_path / "parts")
     whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    # A folder of another seed or recipe is refused.
+    with pytest.raises(TrainingFailedError, match="another seed"):
+        run(tmp_path / "whole", seed=2)
+    with pytest.raises(TrainingFailedError, match="another recipe"):
+        run(tmp_path / "whole", replace(TINY, rate=0.1))
 
 
 def test_a_stage_that_misses_its_goal_runs_once_more_and_then_fails(tmp_path: Path) -> None:
@@ -120,14 +123,6 @@ def test_a_stage_that_misses_its_goal_is_extended_first(tmp_path: Path, monkeypa
     steps = [line["step"] for line in history if "step" in line]
     assert steps == 2 * [2, STAGE.steps, STAGE.steps + 2, STAGE.steps + 3]  # a line every other step
     assert sum("missed" in line for line in history) == 6
-
-
-def test_a_folder_of_another_seed_or_recipe_is_refused(tmp_path: Path) -> None:
-    run(tmp_path)
-    with pytest.raises(TrainingFailedError, match="another seed"):
-        run(tmp_path, seed=2)
-    with pytest.raises(TrainingFailedError, match="another recipe"):
-        run(tmp_path, replace(TINY, rate=0.1))
 
 
 @pytest.mark.parametrize("stage", RECIPE.stages, ids=lambda stage: stage.name)

@@ -37,19 +37,8 @@ def demo() -> list[QuestionRow]:
     return demo_questions(seed=0)
 
 
-def test_a_seed_determines_the_demo(demo: list[QuestionRow]) -> None:
-    assert demo_questions(0) == demo
-    assert set(demo_questions(1)[0].passages).isdisjoint(demo[0].passages)
-    assert demo_questions(0, 2) == demo[: 2 * len(CATEGORIES)] == demo_questions(0, 12)[: 2 * len(CATEGORIES)]
-    for count in (0, 13, -1):
-        with pytest.raises(InvalidInputError, match=f"1 to 12 questions of each category, not {count}"):
-            demo_questions(0, per_category=count)
-    for seed in (-1, 10):
-        with pytest.raises(InvalidInputError, match=f"seeds 0 to 9, not {seed}"):
-            demo_questions(seed)
-
-
-def test_every_question_has_the_same_passages_in_another_order(demo: list[QuestionRow]) -> None:
+def test_the_demos_questions(demo: list[QuestionRow]) -> None:
+    # Every question has the same passages in another order
     stored = sorted(demo[0].passages, key=lambda text: text.title)
     assert [text.title for text in stored] == [f"passage {number}" for number in range(1, 9)]
     assert [row.category for row in demo] == [*CATEGORIES] * 4
@@ -57,10 +46,7 @@ def test_every_question_has_the_same_passages_in_another_order(demo: list[Questi
     for row in demo:
         assert sorted(row.passages, key=lambda text: text.title) == stored
     assert len({row.question for row in demo}) == len(demo)
-
-
-def test_the_right_answer_depends_on_the_order(demo: list[QuestionRow]) -> None:
-    """For "The boot belongs to him.", the last name of that kind in the preceding text."""
+    # For "The boot belongs to him.", the last name of that kind in the preceding text.
     for row in demo:
         (answer,), text = row.answers, " ".join(passage.text for passage in row.passages)
         if row.category == "unanswerable":
@@ -73,6 +59,16 @@ def test_the_right_answer_depends_on_the_order(demo: list[QuestionRow]) -> None:
             kind = next(kind for kind, words in lexicon.OBJECT_CASE.items() if words[-1] == case)
             names = [word.strip(".") for word in before.split()]
             assert answer == [name for name in names if lexicon.KIND_OF.get(name) == kind][-1]
+    # A seed determines the demo
+    assert demo_questions(0) == demo
+    assert set(demo_questions(1)[0].passages).isdisjoint(demo[0].passages)
+    assert demo_questions(0, 2) == demo[: 2 * len(CATEGORIES)] == demo_questions(0, 12)[: 2 * len(CATEGORIES)]
+    for count in (0, 13, -1):
+        with pytest.raises(InvalidInputError, match=f"1 to 12 questions of each category, not {count}"):
+            demo_questions(0, per_category=count)
+    for seed in (-1, 10):
+        with pytest.raises(InvalidInputError, match=f"seeds 0 to 9, not {seed}"):
+            demo_questions(seed)
 
 
 @pytest.mark.parametrize("seed", range(5))

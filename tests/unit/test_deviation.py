@@ -48,22 +48,18 @@ def test_equals_a_plain_loop(measure: Literal["kv", "k", "v"], dtype: torch.dtyp
     torch.testing.assert_close(got, torch.tensor(by_loop(fresh, loaded, measure)), rtol=1e-5, atol=1e-6)
 
 
-def test_half_precision_neither_overflows_nor_drowns() -> None:
-    """300 squared is beyond fp16, and 256 + 0.25 is 256 in bf16: both need fp32 sums."""
+def test_what_deviation_leaves_alone_and_where_it_ends() -> None:
+    # 300 squared is beyond fp16, and 256 + 0.25 is 256 in bf16: both need fp32 sums.
     big = torch.full((1, 1, 2), 300.0, dtype=torch.float16)
     assert kv_deviation((big, big), (-big, big)).tolist() == [2 * 600.0**2]
     one = torch.tensor([[[16.0, *[0.5] * 64]]], dtype=torch.bfloat16)
     assert kv_deviation((one, one), (torch.zeros_like(one), one)).tolist() == [256 + 64 * 0.25]
-
-
-def test_zero_for_equal_kv_and_nothing_for_no_rows() -> None:
+    # Zero for equal kv and nothing for no rows
     fresh, _ = pairs((2, 4, 8), torch.bfloat16)
     assert kv_deviation(fresh, fresh).tolist() == [0.0] * 4
     none, _ = pairs((2, 0, 8), torch.float32)
     assert kv_deviation(none, none).shape == (0,)
-
-
-def test_inputs_are_not_written_to() -> None:
+    # Inputs are not written to
     fresh, loaded = pairs((2, 4, 8), torch.float32)
     before = [t.clone() for t in (*fresh, *loaded)]
     kv_deviation(fresh, loaded)

@@ -50,11 +50,31 @@ def test_known_lower_bounds(successes: int, trials: int, confidence: float, boun
     assert lower_bound(successes, trials, confidence) == pytest.approx(bound, abs=1e-6)
 
 
-def test_299_rows_without_an_error_show_99_percent_and_298_do_not() -> None:
+def test_bounds_of_counts_and_means() -> None:
+    # 299 rows without an error show 99 percent and 298 do not
     assert lower_bound(299, 299, 0.95) >= 0.99 > lower_bound(298, 298, 0.95)
     # Success-run tables for 99 % reliability at 95 % confidence, with 0..3 failures.
     assert [needed_rows(0.99, 0.95, errors) for errors in range(4)] == [299, 473, 628, 773]
     assert [allowed_errors(rows, 0.99, 0.95) for rows in (298, 299, 472, 473)] == [-1, 0, 0, 1]
+    # The bound errs as seldom as it says
+    proportion, trials = 0.9, 50
+    wrong = sum(
+        math.comb(trials, k) * proportion**k * (1 - proportion) ** (trials - k)
+        for k in range(trials + 1)
+        if lower_bound(k, trials, 0.95) > proportion
+    )
+    assert 0 < wrong <= 0.05
+    # Many trials do not overflow
+    assert lower_bound(50_000, 100_000, 0.95) == pytest.approx(0.5 - 1.645 * math.sqrt(0.25 / 100_000), abs=1e-4)
+    # A means bound
+    assert mean_lower_bound([0.25] * 7, 0.95) == 0.25
+    values = np.random.default_rng(1).normal(0.5, 1.0, 400)
+    normal = values.mean() - 1.645 * values.std() / math.sqrt(400)
+    assert mean_lower_bound(values, 0.95) == pytest.approx(normal, abs=0.01)
+    assert mean_lower_bound(values, 0.99) < mean_lower_bound(values, 0.95) < values.mean()
+    assert mean_lower_bound(values, 0.95, seed=3) == mean_lower_bound(values, 0.95, seed=3)
+    with pytest.raises(InvalidInputError):
+        mean_lower_bound([], 0.95)
 
 
 @given(st.data(), st.integers(1, 60), confidences)
@@ -84,45 +104,13 @@ def test_bounds_rise_with_successes(trials: int, confidence: float) -> None:
         assert low <= k / trials
 
 
-def test_the_bound_errs_as_seldom_as_it_says() -> None:
-    proportion, trials = 0.9, 50
-    wrong = sum(
-        math.comb(trials, k) * proportion**k * (1 - proportion) ** (trials - k)
-        for k in range(trials + 1)
-        if lower_bound(k, trials, 0.95) > proportion
-    )
-    assert 0 < wrong <= 0.05
-
-
-def test_many_trials_do_not_overflow() -> None:
-    assert lower_bound(50_000, 100_000, 0.95) == pytest.approx(0.5 - 1.645 * math.sqrt(0.25 / 100_000), abs=1e-4)
-
-
 @pytest.mark.parametrize("arguments", [(3, 2, 0.95), (-1, 2, 0.95), (0, 0, 0.95), (1, 2, 1.0), (1, 2, math.nan)])
 def test_impossible_counts_are_refused(arguments: tuple[int, int, float]) -> None:
     with pytest.raises(InvalidInputError):
         lower_bound(*arguments)
 
 
-def test_a_means_bound() -> None:
-    assert mean_lower_bound([0.25] * 7, 0.95) == 0.25
-    values = np.random.default_rng(1).normal(0.5, 1.0, 400)
-    normal = values.mean() - 1.645 * values.std() / math.sqrt(400)
-    assert mean_lower_bound(values, 0.95) == pytest.approx(normal, abs=0.01)
-    assert mean_lower_bound(values, 0.99) < mean_lower_bound(values, 0.95) < values.mean()
-    assert mean_lower_bound(values, 0.95, seed=3) == mean_lower_bound(values, 0.95, seed=3)
-    with pytest.raises(InvalidInputError):
-        mean_lower_bound([], 0.95)
-
-
 # ---- the plan ---------------------------------------------------------------------------------------------
-
-
-def test_attempts_share_the_error_and_depend_on_rows_alone() -> None:
-    bar = Bar()
-    assert [attempts_for(rows, bar) for rows in (298, 299, 367, 368, 407, 408, 10_000)] == [0, 1, 1, 2, 2, 3, 3]
-    assert bar.part(1).confidence == bar.confidence
-    assert bar.part(3).confidence == pytest.approx(1 - 0.05 / 3)
 
 
 @pytest.mark.parametrize("wrong", [{"threshold": 1.0}, {"threshold": 0.0}, {"confidence": 1.0}, {"answer_tokens": 0}])
@@ -131,7 +119,8 @@ def test_a_bar_that_no_rows_could_show_is_refused(wrong: dict[str, float]) -> No
         Bar(**wrong)  # type: ignore[arg-type]
 
 
-def test_the_grid_goes_from_cheap_to_dear() -> None:
+def test_the_grid() -> None:
+    # The grid goes from cheap to dear
     found = grid(12)
     computes = [expected_compute(candidate, 12) for candidate in found]
     assert computes == sorted(computes)
@@ -139,9 +128,7 @@ def test_the_grid_goes_from_cheap_to_dear() -> None:
     assert len({candidate.name for candidate in found}) == len(found)
     for candidate in found:
         assert BlendConfig(**candidate.settings).make_selector() == candidate.selector()
-
-
-def test_the_grid_takes_what_a_user_names() -> None:
+    # The grid takes what a user names
     found = grid(12, ["hkvd", "all"], [0.2])
     assert [candidate.name for candidate in found] == ["hkvd@1 r=0.2", "hkvd@2 r=0.2", "all"]
     assert found[0].selector() == Hkvd((1,), (0.2,))
@@ -149,14 +136,17 @@ def test_the_grid_takes_what_a_user_names() -> None:
     assert grid(12, ["gradual"], [0.2])[0].selector() == Gradual(0.2)
     found = grid(2, ["hkvd", "gradual"], [0.2])
     assert [candidate.name for candidate in found] == ["hkvd@1 r=0.2", "gradual r=0.2"]
-
-
-def test_the_grid_takes_further_settings_of_a_selector() -> None:
+    # The grid takes further settings of a selector
     found = grid(12, ["query:pool=8", "hkvd:measure=v"], [0.2])
     assert [candidate.name for candidate in found] == ["query:pool=8 r=0.2", "hkvd@1:measure=v r=0.2",
                                                        "hkvd@2:measure=v r=0.2"]  # fmt: skip
     assert found[0].settings == {"selector": "query", "pool": 8, "recompute_ratio": 0.2}
     assert found[1].selector() == Hkvd((1,), (0.2,), "v")
+    # Expected compute of rows that are all loaded
+    by_name = {candidate.name: expected_compute(candidate, 10) for candidate in grid(10, ratios=[0.2])}
+    assert by_name["hkvd@1 r=0.2"] == pytest.approx((1 + 0.2 * 9) / 10)
+    assert by_name["gradual r=0.2"] == pytest.approx((1 + 0.2 * 9) / 10)
+    assert by_name["query r=0.2"] == pytest.approx(0.2)
 
 
 def test_the_grid_has_the_kind_of_setting_that_ships() -> None:
@@ -189,13 +179,6 @@ def test_a_grid_that_cannot_be(arguments: tuple[int, list[str]], message: str) -
         grid(*arguments)
 
 
-def test_expected_compute_of_rows_that_are_all_loaded() -> None:
-    by_name = {candidate.name: expected_compute(candidate, 10) for candidate in grid(10, ratios=[0.2])}
-    assert by_name["hkvd@1 r=0.2"] == pytest.approx((1 + 0.2 * 9) / 10)
-    assert by_name["gradual r=0.2"] == pytest.approx((1 + 0.2 * 9) / 10)
-    assert by_name["query r=0.2"] == pytest.approx(0.2)
-
-
 # ---- samples ----------------------------------------------------------------------------------------------
 
 
@@ -206,7 +189,8 @@ def sample(
     return Sample(top_1, 0.1, equal, None if equal is None else equal == 1, compute, 1.0, 4.0, score, full)
 
 
-def test_a_summary() -> None:
+def test_summaries_are_held_against_the_bar() -> None:
+    # A summary
     found = summarise([sample(), sample(top_1=False, compute=0.4, equal=0.5), sample(equal=1.0, scores=(0.5, 1.0))])
     assert (found.rows, found.agreed, found.f1_rows) == (3, 2, 1)
     assert found.bound == lower_bound(2, 3, 0.95)
@@ -216,6 +200,19 @@ def test_a_summary() -> None:
     assert (found.f1, found.f1_difference, found.f1_bound) == (0.5, -0.5, -0.5)
     without = summarise([sample()])
     assert (without.f1_bound, without.equal_tokens, without.f1_rows) == (None, None, 0)
+    # F1 is held to the margin on its lower bound
+    bar = Bar(threshold=0.9)
+    same = [sample(scores=(1.0, 1.0))] * 40
+    assert bar.is_reached(summarise(same))
+    assert bar.is_reached(summarise([sample()] * 40))
+    worse = [*same, *[sample(scores=(0.0, 1.0))] * 2]
+    assert not bar.is_reached(summarise(worse))
+    assert not bar.is_reached(summarise([*same, *[sample(top_1=False)] * 6]))
+    # Attempts share the error and depend on rows alone
+    bar = Bar()
+    assert [attempts_for(rows, bar) for rows in (298, 299, 367, 368, 407, 408, 10_000)] == [0, 1, 1, 2, 2, 3, 3]
+    assert bar.part(1).confidence == bar.confidence
+    assert bar.part(3).confidence == pytest.approx(1 - 0.05 / 3)
 
 
 @given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), max_size=6))
@@ -228,28 +225,17 @@ def test_equal_share_counts_to_the_first_difference(a: list[int], b: list[int]) 
     assert (equal_share(a, b) == 1.0) == (a == b)
 
 
-def test_f1_is_held_to_the_margin_on_its_lower_bound() -> None:
-    bar = Bar(threshold=0.9)
-    same = [sample(scores=(1.0, 1.0))] * 40
-    assert bar.is_reached(summarise(same))
-    assert bar.is_reached(summarise([sample()] * 40))
-    worse = [*same, *[sample(scores=(0.0, 1.0))] * 2]
-    assert not bar.is_reached(summarise(worse))
-    assert not bar.is_reached(summarise([*same, *[sample(top_1=False)] * 6]))
-
-
 def tried(name: str, passes: bool, agreed: int, *, rows: int = 100, stopped: bool = False) -> Tried:
     found = summarise([sample(i < agreed) for i in range(rows)])
     assert isinstance(found, Summary)
     return Tried(Candidate(name, {}), found, passes, stopped)
 
 
-def test_who_passed_the_search_is_tried_cheapest_first() -> None:
+def test_who_is_tried_after_the_search() -> None:
+    # Who passed the search is tried cheapest first
     searched = [tried("a", False, 99), tried("b", True, 100), tried("c", False, 80, stopped=True), tried("d", True, 99)]
     assert [one.candidate.name for one in promising(searched, Bar())] == ["b", "d"]
-
-
-def test_where_none_passed_the_one_that_failed_least_is_tried() -> None:
+    # Where none passed the one that failed least is tried
     searched = [tried("a", False, 90), tried("b", False, 99), tried("c", False, 100, stopped=True)]
     assert [one.candidate.name for one in promising(searched, Bar())] == ["b"]
     assert promising([tried("a", False, 90)], Bar()) == []

@@ -42,26 +42,29 @@ def write(path: Path, **changes: Any) -> Path:
 
 
 def test_round_trip(tmp_path: Path) -> None:
+    # Round trip
     file = tmp_path / PROFILE_NAME
     write_profile(file, PROFILE)
     assert read_profile(file) == PROFILE
     assert [child.name for child in tmp_path.iterdir()] == [PROFILE_NAME]
-
-
-def test_a_profile_may_pool_by_sentence_or_by_span(tmp_path: Path) -> None:
+    # A profile may pool by sentence or by span
     for pool in ("sentence", 8):
         profile = Profile("f1", {"selector": "query", "pool": pool})
         write_profile(tmp_path / "p", profile)
         assert read_profile(tmp_path / "p").config().pool == pool
-
-
-def test_a_profile_may_have_hops(tmp_path: Path) -> None:
+    # A profile may have hops
     selection = Selection(selector="hybrid", hops=1, hop_spans=3)
     assert quality_settings(selection) == {"selector": "hybrid", "hops": 1, "hop_spans": 3}
     assert "hops" not in quality_settings(Selection(selector="hybrid"))
     write_profile(tmp_path / "p", Profile("f1", quality_settings(selection)))
     config = read_profile(tmp_path / "p").config()
     assert config.selection == selection and config.make_selector() == selection.make_selector()
+    # Trying whether a file can be written leaves nothing
+    write_profile(tmp_path / "p", PROFILE)
+    check_writable(tmp_path / "p")
+    check_writable(tmp_path / "new")
+    assert {child.name for child in tmp_path.iterdir()} == {PROFILE_NAME, "p"}
+    assert read_profile(tmp_path / "p") == PROFILE
 
 
 @pytest.mark.parametrize(
@@ -119,50 +122,25 @@ def test_says_that_a_folder_cannot_be_written_to(tmp_path: Path, monkeypatch: py
             act()
 
 
-def test_trying_whether_a_file_can_be_written_leaves_nothing(tmp_path: Path) -> None:
-    write_profile(tmp_path / "p", PROFILE)
-    check_writable(tmp_path / "p")
-    check_writable(tmp_path / "new")
-    assert [child.name for child in tmp_path.iterdir()] == ["p"]
-    assert read_profile(tmp_path / "p") == PROFILE
-
-
 # ---- settings ---------------------------------------------------------------------------------------------
 
 
-def test_every_field_either_decides_quality_or_does_not() -> None:
+def test_which_settings_decide_quality() -> None:
+    # Every field either decides quality or does not
     quality = [field.name for field in fields(Selection)]
     everything = {field.name: getattr(BlendConfig(), field.name) for field in fields(BlendConfig)}
     assert list(selection_fields(everything)) == quality == list(everything)[: len(quality)]
     assert {"selector", "recompute_ratio", "check_layers", "ratios", "measure", "threshold"} <= set(quality)
     assert not {"anchor", "block_size", "codec", "salt", "cost_model"} & set(quality)
-
-
-def test_a_profile_cannot_set_how_an_engine_runs() -> None:
+    # A profile cannot set how an engine runs
     with pytest.raises(InvalidInputError, match="a profile cannot set 'salt'"):
         Profile("f1", {"salt": "x"})
-
-
-def test_without_a_configuration_the_profile_decides(tmp_path: Path) -> None:
-    write(tmp_path / PROFILE_NAME)
-    found = resolve_settings(None, tmp_path, "f1")
-    assert found.config == BlendConfig(**SETTINGS)
-    assert found.profile == PROFILE
-    assert "hkvd, check_layers 1 2" in found.source
-
-
-def test_fields_that_do_not_decide_quality_are_laid_over_the_profile(tmp_path: Path) -> None:
-    write(tmp_path / PROFILE_NAME)
-    found = resolve_settings({"salt": "x", "capture": False}, tmp_path, "f1")
-    assert found.config == replace(BlendConfig(**SETTINGS), salt="x", capture=False)
-
-
-def test_with_one_field_that_decides_quality_the_profile_is_not_used(tmp_path: Path) -> None:
-    write(tmp_path / PROFILE_NAME)
-    found = resolve_settings({"recompute_ratio": 0.3}, tmp_path, "f1")
-    assert found.config == BlendConfig(recompute_ratio=0.3)
-    assert found.profile is None
-    assert PROFILE.config(recompute_ratio=0.3) == found.config
+    # Quality settings are those that differ
+    assert quality_settings(BlendConfig(salt="x")) == {"selector": "hkvd"}
+    assert quality_settings(BlendConfig(**SETTINGS)) == SETTINGS
+    # An unknown field is named
+    with pytest.raises(InvalidInputError, match="no field 'ratio'"):
+        resolve_settings({"ratio": 0.3}, Path(), "f1")
 
 
 def test_a_whole_configuration_wins_over_a_damaged_profile(tmp_path: Path) -> None:
@@ -233,17 +211,22 @@ def test_a_profile_elsewhere(tmp_path: Path) -> None:
             resolve_settings(config, tmp_path, "f1", elsewhere)
 
 
-def test_no_profile_means_the_defaults(tmp_path: Path) -> None:
+def test_whose_settings_an_engine_has(tmp_path: Path) -> None:
+    # No profile means the defaults
     found = resolve_settings(None, tmp_path, "f1")
     assert (found.config, found.profile) == (BlendConfig(), None)
     assert "has no profile" in found.source
-
-
-def test_an_unknown_field_is_named() -> None:
-    with pytest.raises(InvalidInputError, match="no field 'ratio'"):
-        resolve_settings({"ratio": 0.3}, Path(), "f1")
-
-
-def test_quality_settings_are_those_that_differ() -> None:
-    assert quality_settings(BlendConfig(salt="x")) == {"selector": "hkvd"}
-    assert quality_settings(BlendConfig(**SETTINGS)) == SETTINGS
+    # Without a configuration the profile decides
+    write(tmp_path / PROFILE_NAME)
+    found = resolve_settings(None, tmp_path, "f1")
+    assert found.config == BlendConfig(**SETTINGS)
+    assert found.profile == PROFILE
+    assert "hkvd, check_layers 1 2" in found.source
+    # Fields that do not decide quality are laid over the profile
+    found = resolve_settings({"salt": "x", "capture": False}, tmp_path, "f1")
+    assert found.config == replace(BlendConfig(**SETTINGS), salt="x", capture=False)
+    # With one field that decides quality the profile is not used
+    found = resolve_settings({"recompute_ratio": 0.3}, tmp_path, "f1")
+    assert found.config == BlendConfig(recompute_ratio=0.3)
+    assert found.profile is None
+    assert PROFILE.config(recompute_ratio=0.3) == found.config

@@ -192,13 +192,12 @@ def ttft(
         stores=names_in([store]),
         sweep=sweep,
     )
-    from cacheblend.bench import report
     from cacheblend.bench import ttft as bench
 
     found = in_rounds(partial(bench.run, settings), result.json)
-    result.show(report.table(found), found)
+    result.show(bench.table(found), found)
     if curves is not None:
-        report.plot(found, curves)
+        bench.plot(found, curves)
         say(f"the curves are in {curves}")
 
 

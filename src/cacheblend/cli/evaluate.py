@@ -185,7 +185,7 @@ def run_evaluation(
 
 def keep_summary(summary: dict[str, Any], data: str, folder: Path) -> tuple[dict[str, Any], list[Path]]:
     """Writes figures and plots to `folder`; returns the summary with machine, versions and commit, and the plots."""
-    from cacheblend.bench.stamp import stamp
+    from cacheblend.engines.provenance import stamp
     from cacheblend.evaluation.plots import INSTALL, draw
     from cacheblend.evaluation.records import write_whole
 

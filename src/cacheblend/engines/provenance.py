@@ -17,6 +17,11 @@ from cacheblend.engines import processor
 PACKAGES = ("cacheblend", "torch", "transformers", "safetensors", "tokenizers")
 
 
+def stamp() -> dict[str, Any]:
+    """What every figure of a benchmark is written with: machine, versions of the packages, commit of the source."""
+    return {"machine": machine(), "versions": versions(), "commit": commit()}
+
+
 def machine() -> dict[str, Any]:
     """Processor, the instructions it offers, cores, memory in GiB, accelerator, threads."""
     return {

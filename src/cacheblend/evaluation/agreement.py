@@ -5,33 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
-from cacheblend.core.plan.prompt import Prompt
-from cacheblend.core.report import BlendReport
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.bounds import lower_bound
-from cacheblend.engines.hf import BlendEngine, SamplingParams
-from cacheblend.engines.hf.baselines import FirstToken, agreement, finish, full_recompute, fused
+from cacheblend.engines.hf.baselines import agreement
 from cacheblend.evaluation.bootstrap import mean_lower_bound
 from cacheblend.evaluation.compute import ComputeScale
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The result of full recompute that others are compared with.
-
-    Attributes:
-        logits: [vocab] at the last position of the prompt.
-        ttft_s: seconds to the logits.
-        token_ids: greedy answer, up to the requested length.
-        score: score of the answer; None without gold answers.
-    """
-
-    logits: torch.Tensor
-    ttft_s: float
-    token_ids: list[int]
-    score: float | None = None
+from cacheblend.evaluation.methods import Asked, Fused, Label, Outcome
 
 
 @dataclass(frozen=True)
@@ -97,56 +76,26 @@ class Summary:
         return asdict(self)
 
 
-def reference(
-    engine: BlendEngine,
-    prompt: Prompt,
-    *,
-    tokens: int = 0,
-    stop: Sequence[str] = (),
-    score: Callable[[str], float] | None = None,
-) -> Reference:
-    """Runs full recompute on a prompt.
-
-    Args:
-        engine: engine with the model.
-        prompt: checked by `engine.prompt`.
-        tokens: most tokens of a greedy answer; 0 computes only the logits of the first token.
-        stop: texts that end the answer.
-        score: scores the text of the answer; None without gold answers.
-    """
-    first = full_recompute(engine, prompt)
-    text, ids = _answer(engine, prompt, first, tokens, stop)
-    return Reference(first.logits, first.ttft_s, ids, None if score is None else score(text))
-
-
 def compare(
-    engine: BlendEngine,
-    prompt: Prompt,
-    selector: Selector,
-    full: Reference,
-    *,
-    tokens: int = 0,
-    stop: Sequence[str] = (),
-    score: Callable[[str], float] | None = None,
-) -> tuple[Sample, BlendReport]:
-    """Compares a prefill with `selector` to the `reference` of the same prompt and options. Stores nothing."""
-    first = fused(engine, prompt, selector)
-    report = first.report
-    assert report is not None
-    close = agreement(first.logits, full.logits)
-    text, ids = _answer(engine, prompt, first, tokens, stop)
+    asked: Asked, selector: Selector, full: Outcome, score: Callable[[str], float] | None = None
+) -> tuple[Sample, Outcome]:
+    """Compares a fused prefill with full recompute's outcome of the same prompt; `score`: of an answer's text."""
+    full_score = None if score is None else score(full.text)
+    found = Fused(Label("compared", "blend", "compared"), selector).answer(asked)
+    assert found.logits is not None and full.logits is not None  # both have the logits of their first token
+    close = agreement(found.logits, full.logits)
     sample = Sample(
         top_1=close.top_1,
         kl=close.kl,
-        equal_tokens=equal_share(ids, full.token_ids) if tokens else None,
-        equal_answer=ids == full.token_ids if tokens else None,
-        compute=ComputeScale.of(engine).share(report.row_layers, report.projected_rows, report.prompt_tokens),
-        ttft_s=report.ttft_s,
+        equal_tokens=equal_share(found.token_ids, full.token_ids) if asked.max_tokens else None,
+        equal_answer=found.token_ids == full.token_ids if asked.max_tokens else None,
+        compute=ComputeScale.of(asked.engine).share(found.row_layers, found.projected_rows, found.prompt_tokens),
+        ttft_s=found.ttft_s,
         full_ttft_s=full.ttft_s,
-        score=None if score is None else score(text),
-        full_score=full.score,
+        score=None if score is None else score(found.text),
+        full_score=full_score,
     )
-    return sample, report
+    return sample, found
 
 
 def equal_share(ids: Sequence[int], full: Sequence[int]) -> float:
@@ -168,7 +117,6 @@ def summarise(samples: Sequence[Sample], confidence: float = 0.95, seed: int = 0
         InvalidInputError: there are no samples.
     """
     agreed = sum(sample.top_1 for sample in samples)
-    bound = lower_bound(agreed, len(samples), confidence)
     tokens = [sample.equal_tokens for sample in samples if sample.equal_tokens is not None]
     answers = [sample.equal_answer for sample in samples if sample.equal_answer is not None]
     scores = [(s.score, s.full_score) for s in samples if s.score is not None and s.full_score is not None]
@@ -177,7 +125,7 @@ def summarise(samples: Sequence[Sample], confidence: float = 0.95, seed: int = 0
         rows=len(samples),
         agreed=agreed,
         agreement=agreed / len(samples),
-        bound=bound,
+        bound=lower_bound(agreed, len(samples), confidence),
         kl=statistics.fmean(sample.kl for sample in samples),
         equal_tokens=statistics.fmean(tokens) if tokens else None,
         equal_answers=statistics.fmean(answers) if answers else None,
@@ -188,13 +136,3 @@ def summarise(samples: Sequence[Sample], confidence: float = 0.95, seed: int = 0
         f1_difference=statistics.fmean(differences) if scores else None,
         f1_bound=mean_lower_bound(differences, confidence, seed) if scores else None,
     )
-
-
-def _answer(
-    engine: BlendEngine, prompt: Prompt, first: FirstToken, tokens: int, stop: Sequence[str]
-) -> tuple[str, list[int]]:
-    """A greedy answer after a prefill: (text, token ids); empty for 0 tokens."""
-    if tokens < 1:
-        return "", []
-    params = SamplingParams(max_new_tokens=tokens, stop=tuple(stop))
-    return finish(engine, prompt, first, params.within(engine.survey.max_length, len(prompt)))

@@ -27,6 +27,7 @@ import numpy as np
 
 from cacheblend import __version__
 from cacheblend.core.errors import InvalidInputError, PromptTooLongError
+from cacheblend.core.names import join_ids
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.profile import Measurement, Profile
 from cacheblend.core.select.selectors import Selector
@@ -34,9 +35,11 @@ from cacheblend.engines.bounds import allowed_errors, check_share, needed_rows, 
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import touch
 from cacheblend.engines.hf.prompts import PromptLike
-from cacheblend.evaluation.agreement import Sample, Summary, compare, reference, summarise
+from cacheblend.evaluation.agreement import Sample, Summary, compare, summarise
 from cacheblend.evaluation.candidates import Candidate
+from cacheblend.evaluation.methods import Asked, FullRecompute
 from cacheblend.evaluation.scorers import Scorer, best
+from cacheblend.evaluation.templates import Template
 
 ATTEMPTS = 3
 STOP_AFTER = 30  # rows; no candidate is stopped before
@@ -367,7 +370,10 @@ class GateRun:
             found = self.measure(row, [selectors[i] for i in live], with_answers=False)
             for i, sample in zip(live, found, strict=False):  # `found` is empty if the row has nothing to blend
                 samples[i].append(sample)
-            live = [i for i in live if not self._is_hopeless(samples[i])]
+            for i in list(live):  # hopeless: even the upper bound of the agreement is below the threshold
+                failed, count = sum(not sample.top_1 for sample in samples[i]), len(samples[i])
+                if count >= STOP_AFTER and reaches(failed, count, 1 - self.bar.threshold, self.bar.confidence):
+                    live.remove(i)
         tried = [
             self._tried(candidate, samples[i], self.bar, stopped=i not in live)
             for i, candidate in enumerate(candidates)
@@ -396,14 +402,15 @@ class GateRun:
         if len(engine.planner.plan(prompt, engine.store).candidate_rows):
             score = partial(best, bar.scorer, golds=row.answers) if bar.scorer and row.answers else None
             tokens = bar.answer_tokens if with_answers or score else 0
+            asked = Asked(engine, Template(stop=bar.stop), "", (), prompt, tokens)
             if self.done == 1:
                 touch(engine, prompt)
-            full = reference(engine, prompt, tokens=tokens, stop=bar.stop, score=score)
+            full = FullRecompute().answer(asked)
             for selector in selectors:
-                sample, report = compare(engine, prompt, selector, full, tokens=tokens, stop=bar.stop, score=score)
-                if report.missed_tokens:
+                sample, outcome = compare(asked, selector, full, score)
+                if outcome.missed_tokens:
                     raise InvalidInputError(
-                        f"the store is too small for a prompt of {len(prompt)} tokens ({report.missed_tokens} were "
+                        f"the store is too small for a prompt of {len(prompt)} tokens ({outcome.missed_tokens} were "
                         "missed), so full recompute would be compared with itself; give a larger store"
                     )
                 samples.append(sample)
@@ -412,12 +419,6 @@ class GateRun:
         if self.progress is not None:
             self.progress(self.done, max(self.total, self.done))
         return samples
-
-    def _is_hopeless(self, samples: Sequence[Sample]) -> bool:
-        """Whether even the upper bound of the agreement is below the threshold."""
-        failed = sum(not sample.top_1 for sample in samples)
-        enough = len(samples) >= STOP_AFTER
-        return enough and reaches(failed, len(samples), 1 - self.bar.threshold, self.bar.confidence)
 
     def _tried(self, candidate: Candidate, samples: Sequence[Sample], bar: Bar, *, stopped: bool) -> Tried:
         if not samples:
@@ -473,5 +474,4 @@ def _has_loaded_rows(engine: BlendEngine, prompt: Prompt) -> bool:
     if len(prompt.chunks) != 1:
         return bool(prompt.chunks)
     front = [segment.token_ids for segment in takewhile(lambda segment: not segment.is_chunk, prompt.segments)]
-    anchor = engine.planner.anchor.segments(prompt)
-    return [int(i) for ids in front for i in ids] != [int(i) for ids in anchor for i in ids]
+    return not np.array_equal(join_ids(front), join_ids(engine.planner.anchor.segments(prompt)))

@@ -2,8 +2,9 @@
 ratios and check layers by `make_methods`. Knows no files or scores."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -54,7 +55,7 @@ class Asked:
         question: as in the data.
         passages: in order.
         prompt: made of all passages; fits the model's context.
-        max_tokens: most tokens of each answer.
+        max_tokens: most tokens of each answer; 0: only its first token's logits are computed.
     """
 
     engine: BlendEngine
@@ -63,11 +64,6 @@ class Asked:
     passages: Sequence[Passage]
     prompt: Prompt
     max_tokens: int
-
-    def params(self, prompt: Prompt) -> SamplingParams:
-        """Greedy sampling, up to `max_tokens` or what fits the context after `prompt`."""
-        params = SamplingParams(max_new_tokens=self.max_tokens, stop=self.template.stop)
-        return params.within(self.engine.survey.max_length, len(prompt))
 
 
 @dataclass(frozen=True)
@@ -131,8 +127,7 @@ class FullRecompute(_AnyModel):
 
     def answer(self, asked: Asked) -> Outcome:
         """See `Method`."""
-        started = time.perf_counter()
-        return finish_answer(asked, full_recompute(asked.engine, asked.prompt), started)
+        return answer_by(asked, partial(full_recompute, asked.engine, asked.prompt))
 
 
 @dataclass(frozen=True)
@@ -143,8 +138,7 @@ class PrefixCaching(_AnyModel):
 
     def answer(self, asked: Asked) -> Outcome:
         """See `Method`."""
-        started = time.perf_counter()
-        return finish_answer(asked, prefix_caching(asked.engine, asked.prompt), started)
+        return answer_by(asked, partial(prefix_caching, asked.engine, asked.prompt))
 
 
 @dataclass(frozen=True)
@@ -160,8 +154,7 @@ class Fused:
 
     def answer(self, asked: Asked) -> Outcome:
         """See `Method`."""
-        started = time.perf_counter()
-        return finish_answer(asked, fused(asked.engine, asked.prompt, self.selector), started)
+        return answer_by(asked, partial(fused, asked.engine, asked.prompt, self.selector))
 
 
 @dataclass(frozen=True)
@@ -270,7 +263,13 @@ def _blends(
                 f"{len(decreasing)} decreasing ratios {decreasing} need as many check layers, got {checks}"
             )
     seen: list[Selector] = []
-    methods: list[Method] = [] if PROFILE not in selectors else [_of_profile(profile)]
+    methods: list[Method] = []
+    if PROFILE in selectors:
+        if profile is None:
+            raise InvalidInputError(f"the selector {PROFILE!r} needs a model's settings; choose another selector")
+        own, has_ratio = profile.make_selector(), profile.make_selector(0.0) != profile.make_selector(1.0)
+        ratio = profile.recompute_ratio if has_ratio else None
+        methods.append(Fused(Label(f"blend {PROFILE}", "blend", PROFILE, PROFILE, ratio, own.check_layers), own))
     for choice in (SelectorChoice.parse(text) for text in dict.fromkeys(selectors) if text != PROFILE):
         for layers in checks:
             for decreasing in ratios:
@@ -281,15 +280,6 @@ def _blends(
                     seen.append(selector)
                     methods.append(Fused(_label(choice, decreasing, layers, selector), selector))
     return methods
-
-
-def _of_profile(profile: BlendConfig | None) -> Method:
-    if profile is None:
-        raise InvalidInputError(f"the selector {PROFILE!r} needs a model's settings; choose another selector")
-    selector = profile.make_selector()
-    has_ratio = profile.make_selector(0.0) != profile.make_selector(1.0)
-    ratio = profile.recompute_ratio if has_ratio else None
-    return Fused(Label(f"blend {PROFILE}", "blend", PROFILE, PROFILE, ratio, selector.check_layers), selector)
 
 
 def _label(choice: SelectorChoice, decreasing: Ratios, layers: tuple[int, ...] | None, selector: Selector) -> Label:
@@ -319,14 +309,10 @@ class _Decoded:
         return self.prompt_tokens + len(self.token_ids) - 1
 
 
-def finish_answer(asked: Asked, first: FirstToken, started: float) -> Outcome:
-    """Decodes the answer behind a method's first token.
-
-    Args:
-        asked: the question.
-        first: of its prompt; decoding consumes its KV.
-        started: when the method began, by `time.perf_counter`.
-    """
+def answer_by(asked: Asked, prefill: Callable[[], FirstToken]) -> Outcome:
+    """The outcome of a method that prefills the prompt in its own way, and decodes as all others do."""
+    started = time.perf_counter()
+    first = prefill()
     decoded = _decode(asked, asked.prompt, first)
     report = first.report or BlendReport()
     return Outcome(
@@ -354,9 +340,13 @@ def _ask_alone(asked: Asked) -> list[_Decoded]:
 
 def _decode(asked: Asked, prompt: Prompt, first: FirstToken, *, with_probability: bool = False) -> _Decoded:
     log_probabilities: list[float] = []
+    if not asked.max_tokens:
+        return _Decoded("", [], len(prompt), 0.0)
 
     def add(token: int, logits: torch.Tensor) -> None:
         log_probabilities.append(float(logits.float().log_softmax(-1)[token]))
 
-    text, ids = finish(asked.engine, prompt, first, asked.params(prompt), add if with_probability else None)
+    params = SamplingParams(max_new_tokens=asked.max_tokens, stop=asked.template.stop)
+    params = params.within(asked.engine.survey.max_length, len(prompt))
+    text, ids = finish(asked.engine, prompt, first, params, add if with_probability else None)
     return _Decoded(text, ids, len(prompt), sum(log_probabilities) / len(ids))

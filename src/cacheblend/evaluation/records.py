@@ -111,9 +111,25 @@ class LineLog(Generic[T]):
             folder.mkdir(parents=True, exist_ok=True)
             self._file = (folder / ROWS).open("ab+")
             try:
-                self._lock(folder)
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 write_whole(folder / CONFIG, json.dumps(config, ensure_ascii=False, indent=2) + "\n")
-                self._read(folder / ROWS, parse)
+                self._file.seek(0)
+                raw = self._file.read()
+                whole = raw.rfind(b"\n") + 1
+                if whole < len(raw):  # the process was killed while it wrote this line
+                    self.torn = True
+                    self._file.truncate(whole)
+                for number, line in enumerate(raw[:whole].split(b"\n")[:-1], start=1):
+                    try:
+                        self.items.append(parse(json.loads(line)))
+                    except (ValueError, TypeError, KeyError) as error:
+                        where = f"{folder / ROWS}, line {number}"
+                        raise InvalidInputError(
+                            f"{where}: damaged ({error}); delete that line to evaluate its row again"
+                        ) from error
+            except BlockingIOError as error:
+                self._file.close()
+                raise InvalidInputError(f"{folder} is being written by another process; wait until it ends") from error
             except BaseException:
                 self._file.close()
                 raise
@@ -134,29 +150,6 @@ class LineLog(Generic[T]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _lock(self, folder: Path) -> None:
-        assert self._file is not None
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InvalidInputError(f"{folder} is being written by another process; wait until it ends") from error
-
-    def _read(self, path: Path, parse: Callable[[Any], T]) -> None:
-        assert self._file is not None
-        self._file.seek(0)
-        raw = self._file.read()
-        whole = raw.rfind(b"\n") + 1
-        if whole < len(raw):  # the process was killed while it wrote this line
-            self.torn = True
-            self._file.truncate(whole)
-        for number, line in enumerate(raw[:whole].split(b"\n")[:-1], start=1):
-            try:
-                self.items.append(parse(json.loads(line)))
-            except (ValueError, TypeError, KeyError) as error:
-                raise InvalidInputError(
-                    f"{path}, line {number}: damaged ({error}); delete that line to evaluate its row again"
-                ) from error
 
 
 class RowLog(LineLog[RowResult]):

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,13 @@ def evaluate(
     """
     methods, settings = list(make_methods() if methods is None else methods), settings or Settings()
     progress = progress or (lambda stage, done, total: None)
-    _check(engine, rows, methods)
+    names = [method.label.name for method in methods]
+    if doubled := sorted({name for name in names if names.count(name) > 1}):
+        raise InvalidInputError(f"two methods have the same name: {', '.join(doubled)}")
+    if not rows:
+        raise InvalidInputError("there are no rows to evaluate")
+    for method in methods:
+        method.check(engine.survey.num_layers)
     cases = make_cases(engine, settings, rows)
     if not any(case.prompts for case in cases):
         raise InvalidInputError(
@@ -217,14 +223,27 @@ def make_cases(
     Raises:
         BadRowError: a row that makes no valid prompt.
     """
-    cases = []
+    cases, layout = [], settings.template.layout
     for number, row in enumerate(rows):
+        case = Case(number, row, [Passage(text.text, text.title) for text in row.passages], {}, {})
         try:
-            cases.append(_case(engine, settings, number, row))
+            if not row.passages:
+                raise InvalidInputError("it has no passages")
+            if not (row.question + layout.question.replace("{question}", "")).strip():
+                raise InvalidInputError(
+                    "the question is empty and the template adds nothing to it; use another template"
+                )
+            for k in settings.top_k:
+                try:
+                    case.prompts[k] = layout.prompt(engine, case.passages[:k], row.question)
+                except PromptTooLongError as error:
+                    case.too_long[k] = str(error)
+            cases.append(case)
         except InvalidInputError as error:
+            where = f"row {number}" + (f" (id {row.id})" if row.id not in ("", str(number)) else "")
             if bad is None:
-                raise BadRowError(str(error)) from error
-            bad.append(str(error))
+                raise BadRowError(f"{where}: {error}") from error
+            bad.append(f"{where}: {error}")
     return cases
 
 
@@ -240,39 +259,6 @@ def usable_rows(
     if rows and not usable:
         raise InvalidInputError(f"none of the {len(rows)} rows can be used; the first: {bad[-len(rows)]}")
     return usable
-
-
-def _check(engine: BlendEngine, rows: Sequence[QuestionRow], methods: Sequence[Method]) -> None:
-    names = [method.label.name for method in methods]
-    if len(set(names)) < len(names):
-        raise InvalidInputError(
-            f"two methods have the same name: {', '.join(sorted({n for n in names if names.count(n) > 1}))}"
-        )
-    if not rows:
-        raise InvalidInputError("there are no rows to evaluate")
-    for method in methods:
-        method.check(engine.survey.num_layers)
-
-
-def _case(engine: BlendEngine, settings: Settings, number: int, row: QuestionRow) -> Case:
-    where = f"row {number}" + (f" (id {row.id})" if row.id not in ("", str(number)) else "")
-    if not row.passages:
-        raise InvalidInputError(f"{where}: it has no passages")
-    layout = settings.template.layout
-    if not (row.question + layout.question.replace("{question}", "")).strip():
-        raise InvalidInputError(
-            f"{where}: the question is empty and the template adds nothing to it; use another template"
-        )
-    case = Case(number, row, [Passage(text.text, text.title) for text in row.passages], {}, {})
-    try:
-        for k in settings.top_k:
-            try:
-                case.prompts[k] = layout.prompt(engine, case.passages[:k], row.question)
-            except PromptTooLongError as error:
-                case.too_long[k] = str(error)
-    except InvalidInputError as error:
-        raise InvalidInputError(f"{where}: {error}") from error
-    return case
 
 
 def groups_that_fit(engine: BlendEngine, cases: Sequence[Case]) -> Iterator[list[Case]]:
@@ -326,8 +312,25 @@ def _run(
                 given[method.label.name] = str(error)
         full = next((given[method.label.name] for method in methods if method.label.kind == "full"), None)
         for method in methods:
-            blank = Cell(method.label.name, k, len(passages))
-            cells.append(_cell(blank, given[method.label.name], full, scale, len(prompt)))
+            outcome, close = given[method.label.name], None
+            if isinstance(outcome, str):
+                cells.append(Cell(method.label.name, k, len(passages), skipped=outcome))
+                continue
+            if isinstance(full, Outcome) and full.logits is not None and outcome.logits is not None:
+                close = agreement(outcome.logits, full.logits)
+            measured = {name: value for name, value in vars(outcome).items() if name not in ("text", "logits")}
+            cells.append(
+                Cell(
+                    method.label.name,
+                    k,
+                    len(passages),
+                    **measured,
+                    answer=outcome.text,
+                    total_compute=scale.share(outcome.row_layers, outcome.projected_rows, len(prompt)),
+                    top_1=None if close is None else close.top_1,
+                    kl=None if close is None or not math.isfinite(close.kl) else close.kl,
+                )
+            )
     row = case.row
     return RowResult(
         number=case.number,
@@ -337,23 +340,4 @@ def _run(
         cells=cells,
         too_long=list(case.too_long.items()),
         machine=provenance.machine_line(),
-    )
-
-
-def _cell(
-    blank: Cell, outcome: Outcome | str, full: Outcome | str | None, scale: ComputeScale, prompt_tokens: int
-) -> Cell:
-    if isinstance(outcome, str):
-        return replace(blank, skipped=outcome)
-    close = None
-    if isinstance(full, Outcome) and full.logits is not None and outcome.logits is not None:
-        close = agreement(outcome.logits, full.logits)
-    measured = {name: value for name, value in vars(outcome).items() if name not in ("text", "logits")}
-    return replace(
-        blank,
-        **measured,
-        answer=outcome.text,
-        total_compute=scale.share(outcome.row_layers, outcome.projected_rows, prompt_tokens),
-        top_1=None if close is None else close.top_1,
-        kl=None if close is None or not math.isfinite(close.kl) else close.kl,
     )

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.nano import lexicon
-from cacheblend.nano.language import Scene, Sentence
-from cacheblend.nano.scene_reader import UNASKED, read_scene
+from cacheblend.nano.language import UNASKED, Scene, Sentence, read_scene
 
 NOTES = Path(str(files("cacheblend.nano"))) / "notes.json"
 """The texts of the notes, drawn by the lab's `nano.data`."""
