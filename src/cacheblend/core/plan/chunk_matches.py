@@ -30,19 +30,12 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd: 2 ** 64 over the golden rati
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """A run of a prompt that equals a part of a stored chunk.
+    """A run of a prompt that equals a part of a stored chunk."""
 
-    Attributes:
-        start: first position in the prompt.
-        stop: position after the last.
-        chunk: the stored chunk.
-        offset: place of the run's first token in the chunk.
-    """
-
-    start: int
-    stop: int
-    chunk: ChunkManifest
-    offset: int
+    start: int  # first position in the prompt
+    stop: int  # position after the last
+    chunk: ChunkManifest  # the stored chunk
+    offset: int  # place of the run's first token in the chunk
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -159,17 +152,11 @@ class ChunkIndex:
 
 @dataclass(frozen=True, eq=False)
 class _Windows:
-    """Windows of stored chunks, ascending by hash.
+    """Windows of stored chunks, ascending by hash."""
 
-    Attributes:
-        hashes: [n] uint64.
-        numbers: [n] int32, number of the chunk.
-        offsets: [n] int32, place in the chunk.
-    """
-
-    hashes: npt.NDArray[np.uint64]
-    numbers: npt.NDArray[np.int32]
-    offsets: npt.NDArray[np.int32]
+    hashes: npt.NDArray[np.uint64]  # [n] uint64
+    numbers: npt.NDArray[np.int32]  # [n] int32, number of the chunk
+    offsets: npt.NDArray[np.int32]  # [n] int32, place in the chunk
 
     def __len__(self) -> int:
         return len(self.hashes)

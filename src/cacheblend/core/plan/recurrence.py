@@ -41,25 +41,15 @@ Places = npt.NDArray[np.int64]
 
 @dataclass(eq=False)
 class Run:
-    """A text that recurs.
+    """A text that recurs."""
 
-    Attributes:
-        name: its identity: a hash of root and ids.
-        root: model, tenant and salt that it was seen under.
-        token_ids: [tokens].
-        sightings: requests that had it, or the run that it was split from; at least two.
-        seen_at: number of the last request that had it.
-        weight: its sightings, decayed, at `seen_at`.
-        part_of: name of the run that it was split from.
-    """
-
-    name: BlockName
-    root: BlockName
-    token_ids: TokenIds
-    sightings: int = 0
-    seen_at: int = 0
-    weight: float = 0.0
-    part_of: BlockName | None = None
+    name: BlockName  # its identity: a hash of root and ids
+    root: BlockName  # model, tenant and salt that it was seen under
+    token_ids: TokenIds  # [tokens]
+    sightings: int = 0  # requests that had it, or the run that it was split from; at least two
+    seen_at: int = 0  # number of the last request that had it
+    weight: float = 0.0  # its sightings, decayed, at `seen_at`
+    part_of: BlockName | None = None  # name of the run that it was split from
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -81,19 +71,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Learnt:
-    """What one request taught.
+    """What one request taught."""
 
-    Attributes:
-        new: runs that were seen for the second time, those of split runs among them.
-        seen: runs that were known.
-        split: runs that were replaced by the parts that they were split into.
-        forgotten: runs that were dropped because there were too many.
-    """
-
-    new: Sequence[Run] = ()
-    seen: Sequence[Run] = ()
-    split: Sequence[Run] = ()
-    forgotten: Sequence[Run] = ()
+    new: Sequence[Run] = ()  # runs that were seen for the second time, those of split runs among them
+    seen: Sequence[Run] = ()  # runs that were known
+    split: Sequence[Run] = ()  # runs that were replaced by the parts that they were split into
+    forgotten: Sequence[Run] = ()  # runs that were dropped because there were too many
 
 
 @dataclass(eq=False)
