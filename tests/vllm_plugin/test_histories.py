@@ -2,7 +2,7 @@
 hold in turns. No job fails (`failing`), and at ratio 1 every answer is that of vLLM without the plug-in.
 
 A hit of vLLM's prefix cache ends inside a stored block nearly always. On a CPU its blocks have 32 rows at least; those
-of 16 are in `test_scheduling_random`.
+of 16 are in `test_scheduling_sharing`.
 """
 
 from typing import Any

@@ -103,7 +103,7 @@ def test_the_endpoint_reports_what_was_done(server: Server, asked: list[Asked]) 
     ids=["outside", "overlapping", "words", "a word", "an unknown key"],
 )
 def test_bad_spans_disable_blending_and_are_counted(server: Server, asked: list[Asked], wrong: Any) -> None:
-    """Every other form of them: `test_vllm_chunks`."""
+    """Every other form of them: `test_vllm_settings`."""
     before = server.counted("fallbacks")
     status, answer = post(server, prompt=asked[0].ids, **options(**wrong))
     assert status == 200

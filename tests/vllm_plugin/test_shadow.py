@@ -4,7 +4,7 @@ Situations: greedy, sampled and penalised answers, of one token and of more than
 disagrees; requests with settings of their own; tenants; a ratio that recomputes everything; share 0; requests aborted
 while they are drawn; preemption; new weights; windows; several answers in one step; checks that fail, on one rank and
 on all; vLLM ending while answers wait. The clock, the budget and the order of work are in `test_checking` and
-`test_checking_worker`.
+`test_checking`.
 """
 
 import math
