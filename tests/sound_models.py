@@ -18,7 +18,7 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from vllm_running import SHAPE
+from vllm_models import SHAPE
 
 SOUND, BEGIN, END = 2047, 2046, 2045
 _NAMES = {SOUND: "<|AUDIO|>", BEGIN: "<|audio_bos|>", END: "<|audio_eos|>"}

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from sound_models import words_tokenizer
-from vllm_running import SHAPE
+from vllm_models import SHAPE
 
 IMAGE, BEGIN, END, VIDEO = 2047, 2046, 2045, 2044
 _TOWER: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
