@@ -205,7 +205,7 @@ class Scene:
         fp8: Fp8 | None = None,
         groups: Any = None,
     ) -> None:
-        from cacheblend.engines.vllm.worker.groups import LayerGroups
+        from cacheblend.engines.vllm.worker.paged_cache import LayerGroups
         from cacheblend.engines.vllm.worker.prefill_factory import Opener, no_sentence_ends
         from cacheblend.engines.vllm.worker.ranks import Ranks
 

@@ -9,9 +9,7 @@ Everything here follows the definition, not the implementation:
   a dropped row has no effect: its K and V are replaced in every later layer;
 - the question's attention: the same forward with all stored rows replaced, and rows masked that are neither stored
   nor the question's; the attention weights of the question's rows are recorded;
-- a hop: the same, with the rows of the best spans in place of the question's;
-- a second look of the question: a forward in which K and V are the blended pass's own up to a check layer, and as for
-  the question's attention from there on; only those later layers' weights are recorded.
+- a hop: the same, with the rows of the best spans in place of the question's.
 
 Only the fields of a selector are read; the rows are chosen by the code here. The one exception are the random numbers
 of `RandomRows`, which come from the package. What was computed of a model that tests share is kept.
@@ -48,18 +46,14 @@ Group = tuple[list[int], list[int]]
 """Rows that ask, the first of them generic, and rows whose attention from them does not count."""
 
 
-def _unchanged(numbers: torch.Tensor) -> torch.Tensor:
-    return numbers
-
-
 @dataclass(frozen=True)
 class Rounding:
     """What a cache makes of keys and values: of rows just computed, of stored ones, and of both where they are
     compared."""
 
-    fresh: Callable[[torch.Tensor], torch.Tensor] = _unchanged
-    stored: Callable[[torch.Tensor], torch.Tensor] = _unchanged
-    compared: Callable[[torch.Tensor], torch.Tensor] = _unchanged
+    fresh: Callable[[torch.Tensor], torch.Tensor] = lambda numbers: numbers
+    stored: Callable[[torch.Tensor], torch.Tensor] = lambda numbers: numbers
+    compared: Callable[[torch.Tensor], torch.Tensor] = lambda numbers: numbers
 
 
 @dataclass
@@ -67,10 +61,9 @@ class Reference:
     """The result of the reference.
 
     Attributes:
-        logits: [vocab] at the last position.
-        kv: fused KV, one entry per layer, [kv_heads, length, head_dim].
+        kv: fused KV, one entry per layer.
         candidates: positions that a selector may drop.
-        recomputed: candidates that were computed in the last layer.
+        recomputed: those that were computed in the last layer.
         deviations: check layer -> position -> squared deviation.
         attention: candidate -> how much more the question attends to it than a generic row; if the selector needs it.
         question: positions of the question's rows.
@@ -120,11 +113,8 @@ def blend(
     """Computes a blended prefill by definition.
 
     Args:
-        model: a transformers causal language model.
-        prompt: the prompt; all its chunks are stored, except for the positions in `missing`.
-        selector: chooses the loaded rows to recompute.
+        prompt: all its chunks are stored, except for the positions in `missing`.
         anchor: tokens in front of each chunk when its KV was computed.
-        missing: positions whose stored KV is missing.
         sentence_ends: ids of tokens that end a sentence; None if unknown.
         rounding: of the cache; None: it keeps numbers as they are.
     """
@@ -400,18 +390,15 @@ class _Pass:
 
     def _choose(self, layer: int, deviation: dict[int, float]) -> set[int]:
         match self.selector:
-            case Hkvd():
-                ratio = dict(zip(self.selector.check_layers, self.selector.ratios, strict=True))[layer]
-                by_deviation = sorted(deviation, key=lambda position: -deviation[position])
-                return set(by_deviation[: round(ratio * len(self.candidates))])
             case Threshold():
                 return {position for position in deviation if deviation[position] > self.selector.bound}
-            case Hybrid():
+            case Hkvd() | Hybrid():
                 ratio = dict(zip(self.selector.check_layers, self.selector.ratios, strict=True))[layer]
-                by_deviation = sorted(deviation, key=lambda position: -deviation[position])
-                if self.selector.rank == "either":
-                    by_deviation = _interleave(by_deviation, self._by_attention(sorted(deviation)))
-                return set(by_deviation[: round(ratio * len(self.candidates))])
+                ranked = sorted(deviation, key=lambda position: -deviation[position])
+                if getattr(self.selector, "rank", "") == "either":  # alternately by deviation and by attention
+                    pairs = zip(ranked, self._by_attention(sorted(deviation)), strict=True)
+                    ranked = list(dict.fromkeys(position for pair in pairs for position in pair))
+                return set(ranked[: round(ratio * len(self.candidates))])
         raise NotImplementedError(self.selector)
 
     def _by_attention(self, positions: list[int]) -> list[int]:
@@ -463,11 +450,6 @@ class _Pass:
         raise NotImplementedError(self.selector)
 
 
-def _interleave(one: list[int], other: list[int]) -> list[int]:
-    """Alternates between two lists, starting with the first; keeps the first occurrence of each item."""
-    return list(dict.fromkeys(position for pair in zip(one, other, strict=True) for position in pair))
-
-
 _PASSES: list[_Pass | _Asking] = []
 
 
@@ -503,12 +485,6 @@ def _attention(
     return (weights @ values).transpose(0, 1)[None].to(query.dtype).contiguous(), None
 
 
-def _keeps_states(model: torch.nn.Module) -> bool:
-    """Recurrent layers beside attention: transformers' cache has to be told which ones."""
-    kinds = set(getattr(model.config, "layer_types", None) or ())
-    return bool(kinds & {"conv", "mamba", "hybrid", "linear_attention"})
-
-
 class _FusingCache(DynamicCache):
     """Where a model caches latents, they are fused there: its own forward then expands and attends to what it is given.
 
@@ -516,7 +492,9 @@ class _FusingCache(DynamicCache):
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__(config=model.config if _keeps_states(model) else None)
+        kinds = set(getattr(model.config, "layer_types", None) or ())
+        is_recurrent = bool(kinds & {"conv", "mamba", "hybrid", "linear_attention"})  # in some layers: it is told which
+        super().__init__(config=model.config if is_recurrent else None)
         self.latent = {module.layer_idx for module in model.modules() if hasattr(module, "expand_kv")}
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *rest: object, **named: object) -> KV:

@@ -1,4 +1,4 @@
-"""Tiny random models of text and images, with the processors that vLLM needs: one of each way to see.
+"""Tiny random models of text and images, with the processors that vLLM needs: one of each way to see; and one of sound.
 
 LLaVA: features in place of tokens. Qwen2.5-VL: positions of three parts. Gemma 3: windows, and image tokens that see
 each other. Qwen3-VL: features that are added behind the first layers, too.
@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 import vision
 
@@ -22,14 +25,21 @@ from transformers import (
     Gemma3Config,
     LlavaConfig,
     PretrainedConfig,
+    PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
+    Qwen2AudioConfig,
+    Qwen2AudioEncoderConfig,
+    Qwen2AudioForConditionalGeneration,
+    Qwen2AudioProcessor,
+    Qwen2Config,
     Qwen3VLConfig,
+    WhisperFeatureExtractor,
 )
 
-from sound_models import words_tokenizer
 from vllm_running import SHAPE
 
 IMAGE, BEGIN, END, VIDEO = 2047, 2046, 2045, 2044
+SOUND = IMAGE
 _TOWER: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 _QWEN: dict[str, Any] = {"image_token_id": IMAGE, "vision_start_token_id": BEGIN, "vision_end_token_id": END}
 _QWEN |= {"video_token_id": VIDEO}
@@ -37,13 +47,7 @@ _QWEN |= {"video_token_id": VIDEO}
 
 @dataclass(frozen=True)
 class Seeing:
-    """A family.
-
-    Attributes:
-        config: of the tiny model.
-        processor: its processor, of a tokenizer.
-        names: of its special tokens, by id.
-    """
+    """A family: the tiny model's config, its processor of a tokenizer, names of its special tokens by id."""
 
     config: PretrainedConfig
     processor: Callable[[Any], Any]
@@ -131,6 +135,20 @@ def _gemma3() -> Seeing:
     )
 
 
+def words_tokenizer(names: dict[int, str], **tokens: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of as many words as the tests' models know, of which these are special, by id; `tokens` are those by
+    the attributes that a processor asks for."""
+    breaks = {4 + count: "\n" * count for count in (1, 2, 3, 4)}  # Gemma's processor looks them up
+    vocab = {{**breaks, **names}.get(number, f"w{number}"): number for number in range(SHAPE["vocab_size"])}
+    words = Tokenizer(WordLevel(vocab, unk_token="w2"))
+    words.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        pad_token="w3",
+        extra_special_tokens=tokens or list(names.values()),
+    )
+
+
 FAMILIES = {"llava": _llava, "qwen2.5-vl": _qwen2_5_vl, "qwen3-vl": _qwen3_vl, "gemma3": _gemma3}
 
 SHOWN = {"llava": (IMAGE,), "qwen2.5-vl": (BEGIN, IMAGE, END), "qwen3-vl": (BEGIN, IMAGE, END), "gemma3": (BEGIN,)}
@@ -161,6 +179,29 @@ def make_vision_model(name: str, folder: Path) -> Path:
     tokens = {"image_token": family.names[IMAGE], "boi_token": family.names[BEGIN], "eoi_token": family.names[END]}
     tokenizer = words_tokenizer(family.names, **(tokens if name == "gemma3" else {}))
     family.processor(tokenizer).save_pretrained(folder)
+    return folder
+
+
+def make_qwen2_audio(folder: Path) -> Path:
+    """Around the shape of the tests' Qwen2, whose tokens depend on far context."""
+    tokenizer = words_tokenizer({SOUND: "<|AUDIO|>", BEGIN: "<|audio_bos|>", END: "<|audio_eos|>"})
+    text: dict[str, Any] = Qwen2Config(**SHAPE, architectures=["Qwen2ForCausalLM"]).to_dict()
+    sound = Qwen2AudioEncoderConfig(d_model=32, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=64)
+    config = Qwen2AudioConfig(audio_config=sound.to_dict(), text_config=text, audio_token_index=SOUND)
+    torch.manual_seed(1)
+    model = Qwen2AudioForConditionalGeneration(config).to(torch.float32)
+    for label, weight in model.named_parameters():
+        if weight.dim() == 2 and ("language_model" in label or "lm_head" in label):
+            scale = 0.5 if "embed" in label or "lm_head" in label else weight.shape[1] ** -0.5
+            scale *= 1.8 if "q_proj" in label or "k_proj" in label else 1
+            torch.nn.init.normal_(weight, 0, scale)
+        elif "projector" in label:
+            torch.nn.init.normal_(weight, 0, 0.5)
+    model.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    published = {name.replace("model.model.", "model."): weight for name, weight in weights.items()}
+    save_file(published, folder / "model.safetensors", metadata={"format": "pt"})
+    Qwen2AudioProcessor(WhisperFeatureExtractor(feature_size=128), tokenizer).save_pretrained(folder)
     return folder
 
 

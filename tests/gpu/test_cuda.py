@@ -198,7 +198,7 @@ def test_records_that_are_dropped_before_the_device_has_read_them_are_read_as_th
         with staging.stream():
             torch.cuda._sleep(sleep)
             copies = {key: record.clone() for key, record in staging.send(records).items()}
-            staging.hold(staging.now(), list(records.values()))
+            staging.memory.hold(staging.now(), list(records.values()))
         records.clear()
         for _ in range(16):  # would take the memory, and write to it, if it were free
             torch.full((1 << 20,), -1.0, device=DEVICE)

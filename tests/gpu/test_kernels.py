@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend.core.kernels import attention, comparison, kv_placement
+from cacheblend.core.kernels import attention, kv_placement, operations
 from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
 from cacheblend.core.kernels.kv_placement import Piece, Placement
 from cacheblend.core.kernels.rope import KeyRotation
@@ -98,7 +98,7 @@ def test_deviation(head_dim: int, dtype: torch.dtype) -> None:
 def test_pages_of_eight_bits(head_dim: int, dtype: torch.dtype) -> None:
     """The checks before such pages are used, at the sizes that models have."""
     device, shapes = torch.device(DEVICE), (HeadShape(8, 2, head_dim), HeadShape(8, 2, head_dim, 128))
-    attends, places = comparison.float8_attention_differs, comparison.float8_placing_differs
+    attends, places = operations.float8_attention_differs, operations.float8_placing_differs
     found = attends(attention_triton.attend_rows, attention.attend_rows, device, dtype, shapes)
     compare(found == "", found)
     found = places(kv_placement_triton.place, kv_placement.place, device, dtype, (2, head_dim))

@@ -11,11 +11,10 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 
-from cacheblend.core.errors import InvalidInputError, ModelChangedError
+from cacheblend.core.errors import ModelChangedError
 from cacheblend.core.fuse.prefill import PrefillResult
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines.hf import BlendEngine, SamplingParams
-from cacheblend.engines.hf import warmup as warming_module
 from cacheblend.engines.hf.scheduler import Scheduler
 from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event, TokenEvent
 from cacheblend.nano import model_path
@@ -58,15 +57,19 @@ def close(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def test_what_one_adapter_stored_serves_no_other(model: Any) -> None:
-    engine = open_engine(model)
+    engine, lone = open_engine(model), Prompt.of([A, text(random_ids(9, 6))])
     of_a = engine.planner.root
-    assert hits(engine.prefill(RAG)) == CHUNKS
+    assert hits(engine.prefill(RAG)) == CHUNKS and close(engine.prefill(lone).logits, plain(model, lone))
     set_adapter(model, "b")
-    result = engine.prefill(RAG)
-    assert engine.planner.root != of_a
-    assert hits(result) == 0 and close(result.logits, plain(model, RAG))
+    for prompt in (lone, RAG):  # an exact prefix neither
+        result = engine.prefill(prompt)
+        assert engine.planner.root != of_a
+        assert hits(result) == 0 and close(result.logits, plain(model, prompt))
     assert engine.warm([A, B, C]).stored == 3
     assert hits(engine.prefill(RAG)) == CHUNKS
+    add_adapter(model, "late", seed=3)
+    result = engine.prefill(RAG)
+    assert hits(result) == 0 and close(result.logits, plain(model, RAG))
     disable(model)
     assert hits(engine.prefill(RAG)) == 0
     disable(model, False)
@@ -74,34 +77,14 @@ def test_what_one_adapter_stored_serves_no_other(model: Any) -> None:
     assert hits(engine.prefill(RAG)) == CHUNKS and engine.planner.root == of_a
 
 
-def test_an_exact_prefix_of_one_adapter_is_none_of_another(model: Any) -> None:
-    engine = open_engine(model)
-    lone = Prompt.of([A, text(random_ids(9, 6))])
-    assert close(engine.prefill(lone).logits, plain(model, lone))
-    set_adapter(model, "b")
-    result = engine.prefill(lone)
-    assert hits(result) == 0 and close(result.logits, plain(model, lone))
-
-
-@pytest.mark.parametrize("mode", ["blend", "full"])
-def test_answers_are_of_the_adapter_that_is_active(model: Any, mode: Any) -> None:
+def test_answers_are_of_the_adapter_that_is_active(model: Any) -> None:
     """The engine's own view of the model's modules is another one after a switch."""
     engine = open_engine(model, [])
     for name in ("a", "b", "a"):
         set_adapter(model, name)
         assert engine.generate(RAG, PARAMS).token_ids == greedy(model, RAG, 6)
-        assert close(engine.prefill(RAG, mode=mode).logits, plain(model, RAG))
-
-
-def test_an_adapter_that_is_added_later_is_seen() -> None:
-    model: Any = copy.deepcopy(tiny_model("llama"))
-    engine = open_engine(model)
-    before = engine.planner.root
-    add_adapter(model, "late", seed=3)
-    result = engine.prefill(RAG)
-    assert hits(result) == 0 and close(result.logits, plain(model, RAG))
-    disable(model)
-    assert hits(engine.prefill(RAG)) == CHUNKS and engine.planner.root == before
+        assert close(engine.prefill(RAG).logits, plain(model, RAG))
+        assert close(engine.prefill(RAG, mode="full").logits, plain(model, RAG))
 
 
 def test_engines_of_one_adapter_share_a_store_and_those_of_others_do_not(model: Any) -> None:
@@ -122,20 +105,6 @@ def test_a_switch_between_a_request_and_its_capture_stores_nothing(model: Any) -
     engine.store_missed(result)
     assert engine.flush(30)
     assert not list(engine.store.manifests()) and engine.background.failed == 0
-
-
-def test_a_switch_while_a_passage_is_computed_stores_nothing(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = open_engine(model, [])
-    compute = warming_module.compute_chunks
-
-    def switched(*arguments: Any) -> Any:
-        yield from compute(*arguments)
-        set_adapter(model, "b")
-
-    monkeypatch.setattr(warming_module, "compute_chunks", switched)
-    with pytest.raises(InvalidInputError, match=r"adapters were changed while passages were computed.*warm them again"):
-        engine.warm([A])
-    assert not list(engine.store.manifests())
 
 
 def test_a_served_request_ends_with_the_adapter_that_it_began_with(model: Any) -> None:
@@ -188,13 +157,15 @@ def in_layer(model: Any, index: int, meanwhile: Callable[[], None]) -> Any:
     return model.model.layers[index].self_attn.q_proj.base_layer.register_forward_pre_hook(happen)
 
 
-def assert_stored_as(engine: BlendEngine, model: Any, name: str) -> None:
-    """Every chunk that is listed is a plain prefill with this adapter, under its name."""
-    set_adapter(model, name)
-    root = engine.follow().planner.root
-    found = engine.store.manifests()
-    assert found and all(manifest.root == root for manifest in found)
-    for manifest in found:
+def stored_with(engine: BlendEngine, model: Any) -> set[str]:
+    """The adapters of all chunks that are listed, each of which is a plain prefill with the adapter of its name."""
+    names, roots = set[str](), {}
+    for name in ("a", "b"):
+        set_adapter(model, name)
+        roots[engine.follow().planner.root] = name
+    for manifest in engine.store.manifests():
+        set_adapter(model, roots[manifest.root])
+        names.add(roots[manifest.root])
         _, layers_kv = plain_kv(model, manifest.token_ids)
         at = 0
         for block, entry in zip(manifest.block_names, engine.store.find(manifest.block_names), strict=True):
@@ -204,43 +175,44 @@ def assert_stored_as(engine: BlendEngine, model: Any, name: str) -> None:
             for layer, (keys, values) in enumerate(layers_kv):
                 expected = torch.stack([keys[:, rows], values[:, rows]], dim=1)
                 assert_close(engine.store.read(block, layer), expected, TOLERANCE, f"layer {layer}")
+    return names
 
 
-def test_a_switch_and_back_in_the_middle_of_a_capture_changes_nothing(model: Any) -> None:
+def in_place(model: Any, name: str, scaling: float) -> None:
+    """Changes lists and scales, as PEFT does."""
+    for lora in layers(model):
+        lora.active_adapters[:] = [name]
+        lora.scaling["a"] = scaling
+
+
+@pytest.mark.parametrize(
+    ("there", "back"),
+    [
+        (lambda model: set_adapter(model, "b"), lambda model: set_adapter(model, "a")),
+        (lambda model: in_place(model, "b", 30.0), lambda model: in_place(model, "a", 2.0)),
+    ],
+    ids=["switched", "in place"],
+)
+def test_a_switch_and_back_in_the_middle_of_a_capture_changes_nothing(
+    model: Any, there: Callable[[Any], None], back: Callable[[Any], None]
+) -> None:
     """No look can notice it: the adapters before and after are the same."""
     engine = open_engine(model, [])
-    in_layer(model, 1, lambda: set_adapter(model, "b"))
-    in_layer(model, 3, lambda: set_adapter(model, "a"))
+    in_layer(model, 1, lambda: there(model))
+    in_layer(model, 3, lambda: back(model))
     assert engine.warm([A, B]).stored == 2
-    assert_stored_as(engine, model, "a")
+    assert stored_with(engine, model) == {"a"}
 
 
-def test_lists_and_scales_that_are_changed_in_their_place_and_back_change_nothing(model: Any) -> None:
-    engine = open_engine(model, [])
-
-    def change() -> None:
-        for lora in layers(model):
-            lora.active_adapters[:] = ["b"]
-            lora.scaling["a"] = 30.0
-
-    def change_back() -> None:
-        for lora in layers(model):
-            lora.active_adapters[:] = ["a"]
-            lora.scaling["a"] = 2.0
-
-    in_layer(model, 1, change)
-    in_layer(model, 3, change_back)
-    assert engine.warm([A, B]).stored == 2
-    assert_stored_as(engine, model, "a")
-
-
-def test_a_warm_whose_engine_follows_another_thread_meanwhile_stores_nothing(model: Any) -> None:
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_warm_that_another_thread_overtakes_stores_nothing(model: Any, follows: bool) -> None:
     """Neither under the names of the adapters that it began with, nor under those of now."""
     engine = open_engine(model, [])
 
     def other_thread() -> None:
         set_adapter(model, "b")
-        engine.prefill(RAG)  # now the engine is in step with b
+        if follows:
+            engine.prefill(RAG)  # now the engine is in step with b
 
     in_layer(model, 2, other_thread)
     with pytest.raises(ModelChangedError, match=r"adapters were changed while passages were computed.*warm them again"):
@@ -312,18 +284,7 @@ def test_threads_that_answer_and_store_while_another_one_switches(model: Any) ->
     stop.set()
     switcher.join(10)
     assert not wrong and engine.flush(60)
-    roots = {}
-    for name in ("a", "b"):
-        set_adapter(model, name)
-        roots[engine.follow().planner.root] = name
-    for manifest in engine.store.manifests():
-        set_adapter(model, roots[manifest.root])
-        _, found = plain_kv(model, manifest.token_ids)
-        assert len(manifest.block_names) <= 2
-        tokens = min(len(manifest.token_ids), 16)
-        for layer, (keys, values) in enumerate(found):
-            expected = torch.stack([keys[:, :tokens], values[:, :tokens]], dim=1)
-            assert_close(engine.store.read(manifest.block_names[0], layer), expected, TOLERANCE, f"layer {layer}")
+    stored_with(engine, model)
 
 
 def test_the_server_names_what_it_stored_when_adapters_are_switched_while_it_stores() -> None:

@@ -16,12 +16,12 @@ from cacheblend.engines.hf import batch as batch_module
 from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.prefiller import HfPrefill
 from cacheblend.engines.hf.prompts import PromptLike
-from cacheblend.engines.hf.request import TextStream
 from cacheblend.engines.hf.sampling import Sampler
 from cacheblend.engines.hf.scheduler import Scheduler
 from cacheblend.engines.hf.shadow_check import ShadowCheck
 from cacheblend.engines.hf.shadow_start import watch
 from cacheblend.engines.shadow import ShadowSettings
+from cacheblend.engines.tokens.detokenizer import TextStream
 from lab.nano.questions import Prompts, draw_questions
 from serving import shallow
 
@@ -68,7 +68,7 @@ def test_all_forms_of_a_prompt_or_none(engine: BlendEngine) -> None:
     assert engine.generate_batch([]) == engine.generate_batch(iter(()), PARAMS) == engine.generate_batch([], []) == []
 
 
-def test_parameters_of_each_prompt(engine: BlendEngine) -> None:
+def test_parameters_of_each_prompt_or_options_of_all(engine: BlendEngine) -> None:
     each = [SamplingParams(max_new_tokens=1 + n, temperature=0.8 * (n % 2), seed=n, ignore_eos=True) for n in range(9)]
     answers = engine.generate_batch(PROMPTS, each, concurrency=4)
     assert [len(answer.token_ids) for answer in answers] == list(range(1, 10))
@@ -77,9 +77,6 @@ def test_parameters_of_each_prompt(engine: BlendEngine) -> None:
     ]
     with pytest.raises(InvalidInputError, match="8 sampling parameters for 9 prompts"):
         engine.generate_batch(iter(PROMPTS), each[1:])
-
-
-def test_options_and_stop_texts(engine: BlendEngine) -> None:
     whole = engine.generate(PROMPTS[0], max_new_tokens=8, ignore_eos=True).text.strip()
     answers = engine.generate_batch(PROMPTS[:2], max_new_tokens=8, ignore_eos=True, stop=whole[2:5])
     assert answers[0].finish_reason == "stop" and whole[2:5] not in answers[0].text
@@ -87,10 +84,11 @@ def test_options_and_stop_texts(engine: BlendEngine) -> None:
     assert all(answer.report.recompute_ratio in (None, 1.0) for answer in full)
 
 
-def test_prompts_are_read_as_places_become_free(engine: BlendEngine, alone: list[list[int]]) -> None:
-    read: list[int] = []
-    ended: list[int] = []
-    inner = engine.background.end_request
+def test_prompts_are_read_as_places_become_free(
+    engine: BlendEngine, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, ended, inner = list[int](), list[int](), engine.background.end_request
+    monkeypatch.setattr(engine.background, "end_request", lambda: (ended.append(1), inner()))
 
     def prompts() -> Iterator[PromptLike]:
         for number, prompt in enumerate(PROMPTS):
@@ -98,15 +96,7 @@ def test_prompts_are_read_as_places_become_free(engine: BlendEngine, alone: list
             assert len(read) - len(ended) <= 2 * 2 + 1  # running, and as many that wait
             yield prompt
 
-    def end_request() -> None:
-        ended.append(1)
-        inner()
-
-    engine.background.end_request = end_request  # type: ignore[method-assign]
-    try:
-        answers = engine.generate_batch(prompts(), PARAMS, concurrency=2)
-    finally:
-        engine.background.end_request = inner  # type: ignore[method-assign]
+    answers = engine.generate_batch(prompts(), PARAMS, concurrency=2)
     assert [answer.token_ids for answer in answers] == alone and len(ended) == len(PROMPTS)
 
 
@@ -245,24 +235,26 @@ def test_a_prompt_whose_end_is_never_told_is_an_error(engine: BlendEngine, monke
         engine.generate_batch(PROMPTS, PARAMS)
 
 
-@pytest.mark.parametrize("place", ["store_missed", "submit", "begin"])
-def test_a_single_request_that_fails_at_its_end_has_ended(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_request_that_fails_at_its_end_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise OSError("injected")
+
     with BlendEngine.from_pretrained(shallow(), store="memory") as engine:
         watch(engine, ShadowSettings(share=1.0), seed=1)
         engine.warm(part for part in PROMPTS[0] if isinstance(part, Passage))  # type: ignore[union-attr]
-
-        def fail(*arguments: Any, **options: Any) -> None:
-            raise OSError("injected")
-
-        with monkeypatch.context() as patched:
-            patched.setattr(engine if place == "store_missed" else engine.shadow, place, fail)
-            with pytest.raises(OSError, match="injected"):
-                engine.generate(PROMPTS[0], PARAMS)
-        assert engine.background._requests == 0
+        for owner, place in ((engine, "store_missed"), (engine.shadow, "submit"), (engine.shadow, "begin")):
+            with monkeypatch.context() as patched:
+                patched.setattr(owner, place, fail)
+                with pytest.raises(OSError, match="injected"):
+                    engine.generate(PROMPTS[0], PARAMS)
+            assert engine.background._requests == 0, place
 
 
-def test_closing_the_engine_meanwhile_keeps_what_was_answered(alone: list[list[int]]) -> None:
+def test_a_batch_stores_its_passages_and_closing_the_engine_meanwhile_keeps_what_was_answered() -> None:
     engine = BlendEngine.from_pretrained(shallow(), store="memory")
+    engine.generate_batch(PROMPTS, PARAMS)
+    assert engine.flush(60)
+    assert not any(answer.report.missed_tokens for answer in engine.generate_batch(PROMPTS, PARAMS))
 
     def prompts() -> Iterator[PromptLike]:
         yield from PROMPTS[:6]
@@ -294,14 +286,6 @@ def test_batches_and_single_requests_of_several_threads(engine: BlendEngine, alo
         thread.join(60)
     assert found == {0: alone, 1: alone}
     assert engine.background._requests == 0
-
-
-def test_missed_passages_of_a_batch_are_stored() -> None:
-    with BlendEngine.from_pretrained(shallow(), store="memory") as engine:
-        engine.generate_batch(PROMPTS, PARAMS)
-        assert engine.flush(60)
-        again = engine.generate_batch(PROMPTS, PARAMS)
-    assert not any(answer.report.missed_tokens for answer in again)
 
 
 def test_options_without_effect_are_named_once_for_a_line(engine: BlendEngine) -> None:

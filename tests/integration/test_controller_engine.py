@@ -33,14 +33,14 @@ def cost_model_file(path: Path, engine: BlendEngine, **tiers: float) -> str:
     return str(path)
 
 
-@pytest.fixture
-def cost_model(tmp_path: Path) -> str:
+@pytest.fixture(scope="module")
+def cost_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A cost model file in which the store is much slower than computing."""
     with open_engine(tiny_model("llama"), []) as engine:
-        return cost_model_file(tmp_path / "cost-model.json", engine, slow=1e3, memory=1e9)
+        return cost_model_file(tmp_path_factory.mktemp("costs") / "cost-model.json", engine, slow=1e3, memory=1e9)
 
 
-def test_blocks_slower_to_load_than_to_compute_are_computed(cost_model: str) -> None:
+def test_blocks_slower_to_load_than_to_compute_are_computed_unless_a_ratio_is_named(cost_model: str) -> None:
     model, store = tiny_model("llama"), ThrottledStore(1e9, tier="slow")
     with open_engine(model, store=store, cost_model=cost_model) as engine:
         result = engine.prefill(RAG)
@@ -51,35 +51,29 @@ def test_blocks_slower_to_load_than_to_compute_are_computed(cost_model: str) -> 
         logits, layers = plain_kv(model, RAG.token_ids.tolist())
         assert_same(result, logits, layers, 3e-5)
         assert engine.generate(RAG, FOUR).token_ids == greedy(model, RAG, 4)
-
-
-def test_blocks_of_a_fast_tier_are_loaded(cost_model: str) -> None:
-    """And those of a slow one, where the request names a ratio."""
+        report = engine.prefill(RAG, ratio=0.15).report
+        assert (report.decision, report.left_out_tokens) == ("", 0) and report.hit_tokens["slow"] > 0
     with open_engine(tiny_model("llama"), store=MemoryStore(), cost_model=cost_model) as engine:
         report = engine.prefill(RAG).report
         assert (report.left_out_tokens, report.missed_tokens) == (0, 0)
         assert report.recomputed_tokens < report.loaded_tokens
         assert "all stored blocks from memory" in report.decision
-    with open_engine(tiny_model("llama"), store=ThrottledStore(1e9, tier="slow"), cost_model=cost_model) as engine:
-        report = engine.prefill(RAG, ratio=0.15).report
-        assert (report.decision, report.left_out_tokens) == ("", 0)
-        assert report.hit_tokens["slow"] > 0
 
 
-@pytest.mark.parametrize("raised_by", [1.0, 1.5, 3.0])
 def test_expected_times_count_the_ratio_that_the_shadow_checks_floor_has_raised(
-    cost_model: str, raised_by: float, monkeypatch: pytest.MonkeyPatch
+    cost_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_engine(tiny_model("llama"), store=MemoryStore(), cost_model=cost_model, recompute_ratio=0.2) as engine:
-        engine.settings = replace(engine.settings, raised_by=raised_by)
+        known = read_cost_model(cost_model, engine.fingerprint, engine.stored_layout, "cpu")
         learnt: list[Any] = []
         monkeypatch.setattr(engine.prefiller.controller, "learn", lambda *given: learnt.append(given))
-        report = engine.prefill(RAG).report
-        (decision, plan, *_), ratio = learnt[0], report.recompute_ratio
-        assert ratio == pytest.approx(0.2 * raised_by) and decision.ratio == ratio
-        higher = replace(engine.config, recompute_ratio=ratio)
-        known = read_cost_model(cost_model, engine.fingerprint, engine.stored_layout, "cpu")
-        assert decision == controller_of(known, higher, engine.stored_layout).decide(plan)
+        for raised_by in (1.0, 1.5, 3.0):
+            engine.settings = replace(engine.settings, raised_by=raised_by)
+            ratio = engine.prefill(RAG).report.recompute_ratio
+            decision, plan, *_ = learnt.pop()
+            assert ratio == pytest.approx(0.2 * raised_by) and decision.ratio == ratio
+            higher = replace(engine.config, recompute_ratio=ratio)
+            assert decision == controller_of(known, higher, engine.stored_layout).decide(plan)
 
 
 def test_blocks_left_out_are_not_captured_again_but_promoted(cost_model: str) -> None:
@@ -146,23 +140,18 @@ def test_compute_time_is_learnt_only_from_prefills_that_run_alone(
     assert learnt == [True, False, False, False]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_a_cost_model_of_another_setup_is_refused(cost_model: str, tmp_path: Path) -> None:
+    for change, message in (
         ({"format": 2}, "no cost model of format 1"),
         ({"model": "x"}, "another model"),
         ({"codec": "int8"}, "codec int8, not raw"),
         ({"device": "cuda"}, "device cuda, not cpu"),
         (None, "cannot be read"),
-    ],
-)
-def test_a_cost_model_of_another_setup_is_refused(
-    cost_model: str, change: dict[str, object] | None, message: str
-) -> None:
-    changed = "{" if change is None else json.dumps(json.loads(Path(cost_model).read_text()) | change)
-    Path(cost_model).write_text(changed)
-    with pytest.raises(InvalidInputError, match=message):
-        open_engine(tiny_model("llama"), [], cost_model=cost_model)
+    ):
+        changed = "{" if change is None else json.dumps(json.loads(Path(cost_model).read_text()) | change)
+        (tmp_path / "other.json").write_text(changed)
+        with pytest.raises(InvalidInputError, match=message):
+            open_engine(tiny_model("llama"), [], cost_model=str(tmp_path / "other.json"))
 
 
 def test_calibrate_and_ask_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
+from cacheblend.core.plan.prompt import Prompt, Segment, chunk
 from cacheblend.engines.hf import Answer, BlendEngine, Passage, SamplingParams
 from cacheblend.nano import model_path
 from cacheblend.store import MemoryStore
@@ -31,7 +30,7 @@ def engine() -> Iterator[BlendEngine]:
 
 
 def test_sampling_options_by_keyword(engine: BlendEngine) -> None:
-    """One that is None is not given."""
+    """One that is None is not given; a stop text may be a text or a list."""
     params = SamplingParams(max_new_tokens=5, temperature=0.7, seed=3, ignore_eos=True)
     whole = engine.generate(PROMPT, params)
     options: dict[str, Any] = {"max_new_tokens": 5, "temperature": 0.7, "seed": 3, "ignore_eos": True, "stop": None}
@@ -39,14 +38,19 @@ def test_sampling_options_by_keyword(engine: BlendEngine) -> None:
     assert len(whole.token_ids) == 5
     *_, last = engine.stream(PROMPT, **options)
     assert last.answer is not None and last.answer.token_ids == whole.token_ids
-
-
-def test_a_stop_text_may_be_a_text_or_a_list(engine: BlendEngine) -> None:
-    plain = engine.generate(PROMPT, max_new_tokens=12, ignore_eos=True)
-    stop = plain.text.strip()[-3:]
+    stop = engine.generate(PROMPT, max_new_tokens=12, ignore_eos=True).text.strip()[-3:]
     for given in (stop, [stop], (stop,)):
         answer = engine.generate(PROMPT, max_new_tokens=12, ignore_eos=True, stop=given)
         assert answer.finish_reason == "stop" and stop not in answer.text
+
+
+@torch.no_grad()
+def test_a_request_stepped_by_hand_ends_with_its_block(engine: BlendEngine) -> None:
+    with engine.start(PROMPT, SamplingParams(max_new_tokens=3, ignore_eos=True)) as request:
+        tokens = [request.step() for _ in range(3)]
+        assert request.done
+    assert tokens == engine.generate(PROMPT, max_new_tokens=3, ignore_eos=True).token_ids
+    assert request.to_store is None
 
 
 def test_chat_answers(engine: BlendEngine) -> None:
@@ -94,14 +98,9 @@ def test_texts_are_passages_where_no_plain_text_can_be_meant(engine: BlendEngine
     assert engine.chat_prompt(MESSAGES, texts[0]).chunks and not engine.chat_prompt(MESSAGES, None).chunks  # type: ignore[arg-type]
     assert (engine.warm(texts).held, engine.warm(PASSAGES[0]).held) == (2, 1)  # type: ignore[arg-type]
     assert not engine.prompt(texts[0]).chunks
-
-
-def test_texts_without_a_passage_are_one_prompt_where_that_is_said(engine: BlendEngine) -> None:
     parts = ["Answer from the passages.\n\n", "\n\nWhen was it lit?"]  # a retriever that found nothing
-    whole = engine.prompt(parts)
-    assert engine.generate(whole, max_new_tokens=2).token_ids
-    assert engine.generate(["".join(parts)], max_new_tokens=2).token_ids
-    assert engine.generate([PASSAGES[0], PASSAGES[1]], max_new_tokens=1).token_ids
+    for said in (engine.prompt(parts), ["".join(parts)], [PASSAGES[0], PASSAGES[1]]):  # texts that are one prompt
+        assert engine.generate(said, max_new_tokens=2).token_ids
     with pytest.raises(InvalidInputError, match="a list of 2 texts without a passage"):
         engine.generate(parts)
 
@@ -134,32 +133,20 @@ def test_a_lone_surrogate_is_refused_with_its_place(engine: BlendEngine, call: A
     assert {manifest.chunk_id for manifest in engine.store.manifests()} == held
 
 
-def test_a_closed_engine_says_so() -> None:
-    engine = BlendEngine.from_pretrained(model_path(), store="memory")
-    engine.close()
-    for call in (lambda: engine.generate(PROMPT), lambda: engine.warm(PASSAGES), lambda: engine.start(PROMPT)):
-        with pytest.raises(InvalidInputError, match="the engine is closed"):
-            call()
-
-
-def test_stop_texts_need_a_tokenizer() -> None:
-    with BlendEngine.from_pretrained(model_path(), with_tokenizer=False) as engine:
-        prompt = Prompt.of([text([3, 4, 5])])
-        with pytest.raises(InvalidInputError, match="use stop_token_ids"):
-            engine.generate(prompt, stop="x")
-
-
 def labels(store: MemoryStore) -> set[str]:
     return {manifest.label for manifest in store.manifests()}
 
 
-def test_leaving_a_with_block_waits_for_missed_passages() -> None:
+def test_leaving_a_with_block_waits_for_missed_passages_and_closes_the_engine() -> None:
     store = MemoryStore()
     with BlendEngine.from_pretrained(model_path(), store=store) as engine:
         engine.generate(PROMPT, max_new_tokens=2)
     assert labels(store) == {"lighthouse", "mussels"}
     engine.close()  # again
     assert store.stats().chunks == 2  # the caller's store stays open
+    for call in (lambda: engine.generate(PROMPT), lambda: engine.warm(PASSAGES), lambda: engine.start(PROMPT)):
+        with pytest.raises(InvalidInputError, match="the engine is closed"):
+            call()
 
 
 @pytest.mark.parametrize("raised", [False, True], ids=["close(wait=False)", "an exception in the block"])
@@ -183,17 +170,6 @@ def test_missed_passages_are_given_up_where_nobody_waits(raised: bool) -> None:
     assert held.is_set() and labels(store) == set()
 
 
-@pytest.fixture
-def unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading weights fails the test."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise AssertionError("weights were read")
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
-    monkeypatch.setattr("cacheblend.engines.hf.model_loader.fingerprint_folder", fail)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -209,20 +185,16 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_is_wrong_is_said_before_weights_are_read(
-    options: dict[str, Any], message: str, unread: None, tmp_path: Path
+    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for place in (
+        "transformers.AutoModelForCausalLM.from_pretrained",
+        "cacheblend.engines.hf.model_loader.fingerprint_folder",
+    ):
+        monkeypatch.setattr(place, lambda *_, **__: pytest.fail("weights were read"))
     folder = shutil.copytree(model_path(), tmp_path / "model")
     with pytest.raises(InvalidInputError, match=message):
         BlendEngine.from_pretrained(folder, **options)
-
-
-@torch.no_grad()
-def test_a_request_stepped_by_hand_ends_with_its_block(engine: BlendEngine) -> None:
-    with engine.start(PROMPT, SamplingParams(max_new_tokens=3, ignore_eos=True)) as request:
-        tokens = [request.step() for _ in range(3)]
-        assert request.done
-    assert tokens == engine.generate(PROMPT, max_new_tokens=3, ignore_eos=True).token_ids
-    assert request.to_store is None
 
 
 def test_closing_again_after_an_interrupted_wait_closes_everything(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,9 @@
 """The weights that are named are the weights that run: replaced, incomplete and damaged files, and models by name."""
 
-import json
 import logging
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -72,11 +72,7 @@ def test_nothing_of_a_model_that_was_replaced_is_served(folder: Path, tmp_path: 
             before = (folder / "model.safetensors").stat()
             shutil.copytree(source, folder, dirs_exist_ok=True)
             after = (folder / "model.safetensors").stat()
-            assert (before.st_size, before.st_mtime_ns, before.st_ino) == (
-                after.st_size,
-                after.st_mtime_ns,
-                after.st_ino,
-            )
+            assert all(getattr(before, each) == getattr(after, each) for each in ("st_size", "st_mtime_ns", "st_ino"))
         with BlendEngine.from_pretrained(folder, store=tmp_path / "kv") as engine:
             error, loaded = error_of(engine)
             assert loaded == 0 and error < 1e-5
@@ -102,14 +98,6 @@ def test_a_running_engine_keeps_its_weights_whatever_is_written_to_their_file(fo
         assert torch.equal(engine.prefill(prompt).logits, before)
 
 
-def test_tied_weights_stay_tied_in_memory_of_their_own(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    edit(folder, lm_head__weight=None)
-    with BlendEngine.from_pretrained(folder) as engine:
-        assert engine.model.lm_head.weight is engine.model.model.embed_tokens.weight
-
-
 def test_files_that_change_while_they_are_opened_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = model_loader.read_weights
 
@@ -122,19 +110,7 @@ def test_files_that_change_while_they_are_opened_are_refused(folder: Path, monke
         BlendEngine.from_pretrained(folder)
 
 
-# ---- incomplete -------------------------------------------------------------------------------------------
-
-
-def test_missing_tensors_are_refused_by_name(folder: Path) -> None:
-    edit(folder, model__layers__1__mlp__up_proj__weight=None)
-    with pytest.raises(InvalidInputError, match=r"with model\.layers\.1\.mlp\.up_proj\.weight missing, which would be"):
-        BlendEngine.from_pretrained(folder)
-    found = diagnose(folder)
-    assert not found.blendable and "model.layers.1.mlp.up_proj.weight missing" in found.reason
-    gone = {f"model__layers__{i}__self_attn__{x}_proj__weight": None for i in (0, 1) for x in "qkv"}
-    edit(folder, **gone)
-    with pytest.raises(InvalidInputError, match=r"self_attn\.v_proj\.weight and 4 more tensors missing"):
-        BlendEngine.from_pretrained(folder)
+# ---- incomplete: see also test_model_folders, test_checkpoint ---------------------------------------------
 
 
 def test_tensors_that_are_not_used_are_a_warning_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -145,20 +121,12 @@ def test_tensors_that_are_not_used_are_a_warning_once(folder: Path, caplog: pyte
     assert line.endswith("does not use: extra.0, extra.1, extra.2 and 2 more tensors")
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "is empty"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 1\n", "`git lfs pull`"),
-        (None, r"model\.safetensors is cut off: it has \d+ of \d+ bytes"),
-    ],
-)
-def test_files_that_are_not_whole_are_refused(content: bytes | None, message: str, folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-50] if content is None else content)
+def test_a_file_that_is_cut_off_is_refused_by_the_engine_and_doctor(folder: Path) -> None:
+    file, message = folder / "model.safetensors", r"model\.safetensors is cut off: it has \d+ of \d+ bytes"
+    file.write_bytes(file.read_bytes()[:-50])
     with pytest.raises(InvalidInputError, match=message):
         BlendEngine.from_pretrained(folder)
-    assert message.split()[-1].strip("`\\") in diagnose(folder).reason or diagnose(folder).reason
+    assert re.search(message, diagnose(folder).reason)
 
 
 def test_a_damaged_file_of_pytorch_is_one_sentence(folder: Path) -> None:
@@ -180,23 +148,18 @@ def test_load_options_that_leave_the_weights_alone_keep_names_and_profile() -> N
     folder = model_path()
     with BlendEngine.from_pretrained(folder, store="memory") as engine:
         plain, root = engine.fingerprint, engine.planner.root
-    kept: list[dict[str, Any]] = [
-        {"trust_remote_code": True},
-        {"low_cpu_mem_usage": True},
-        {"torch_dtype": torch.bfloat16},
-        {"dtype": "bfloat16"},
-        {"use_safetensors": True},
-        {"attn_implementation": "eager"},
-        {"local_files_only": True, "revision": "main"},
-        {"output_loading_info": True},
-    ]
+    kept: tuple[dict[str, Any], ...] = (
+        {"trust_remote_code": True, "low_cpu_mem_usage": True, "use_safetensors": True},
+        {"torch_dtype": torch.bfloat16, "output_loading_info": True},
+        {"dtype": "bfloat16", "attn_implementation": "eager", "local_files_only": True, "revision": "main"},
+    )
     for options in kept:
         with BlendEngine.from_pretrained(folder, store="memory", **options) as engine:
             assert (engine.fingerprint, engine.planner.root) == (plain, root), options
             assert engine.settings.profile is not None, options
     turned = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
     with BlendEngine.from_pretrained(folder, store="memory", rope_parameters=turned) as engine:
-        assert engine.fingerprint != plain and engine.settings.profile is None
+        assert engine.fingerprint != plain and engine.planner.root != root and engine.settings.profile is None
 
 
 def test_device_map_says_where_the_model_goes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,13 +266,10 @@ def replace_layer(model: Any, at: int) -> None:
 def test_weights_that_are_written_to_in_memory_are_named_by_what_they_hold(built: Path, tmp_path: Path) -> None:
     """At random, between the calls of a running engine and of one around a model that was handed over."""
     draws, names = random.Random(3), list[str]()
-    for opens in (lambda: LlamaForCausalLM.from_pretrained(built).eval(), None):
-        if opens is None:
-            engine = BlendEngine.from_pretrained(built, store=tmp_path / "kv", config=BlendConfig(block_size=8))
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(built)
-            engine = BlendEngine(opens(), tokenizer, store=tmp_path / "kv", config=BlendConfig(block_size=8))
-        with engine:
+    options: dict[str, Any] = {"store": tmp_path / "kv", "config": BlendConfig(block_size=8)}
+    model, tokenizer = LlamaForCausalLM.from_pretrained(built).eval(), AutoTokenizer.from_pretrained(built)
+    for opens in (BlendEngine.from_pretrained, lambda _, **given: BlendEngine(model, tokenizer, **given)):
+        with opens(built, **options) as engine:
             for _ in range(6):
                 error, loaded = error_of(engine)
                 assert loaded == 0 and error < 1e-5  # nothing that other weights computed
@@ -321,17 +281,13 @@ def test_weights_that_are_written_to_in_memory_are_named_by_what_they_hold(built
     assert len(set(names)) == len(names)
 
 
-def test_passages_whose_weights_change_while_they_are_computed_are_not_stored(built: Path) -> None:
+def test_a_model_that_changes_while_passages_are_computed_or_is_cast(built: Path) -> None:
     with BlendEngine.from_pretrained(built, store="memory") as engine:
         hook = engine.model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: train(engine.model, 3))
         with pytest.raises(ModelChangedError, match="weights or adapters were changed while passages were computed"):
             engine.warm(PASSAGES[:1])
         hook.remove()
         assert not engine.store.manifests()
-
-
-def test_a_model_that_is_cast_after_it_was_opened_needs_another_engine(built: Path) -> None:
-    with BlendEngine.from_pretrained(built, store="memory") as engine:
         engine.model.to(torch.bfloat16)
         with pytest.raises(ModelChangedError, match=r"KV is of torch\.bfloat16 now.*open another one on it"):
             engine.generate(SHORT)

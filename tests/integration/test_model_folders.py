@@ -21,6 +21,8 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines import fingerprint
 from cacheblend.engines.hf import BlendEngine, model_loader
+from cacheblend.engines.hf.doctor import diagnose
+from cacheblend.nano import model_path
 from fake_adapters import add_adapter
 from families import tiny_model
 
@@ -48,6 +50,8 @@ def tensors(built: Path) -> Tensors:
 def opened(folder: Path, **options: Any) -> tuple[str, torch.Tensor]:
     """The name of what a folder opens as, and a prompt's logits."""
     with BlendEngine.from_pretrained(folder, store="memory", with_tokenizer=False, **options) as engine:
+        if engine.model.config.tie_word_embeddings:
+            assert engine.model.lm_head.weight is engine.model.model.embed_tokens.weight
         return engine.planner.root.hex(), engine.prefill(PROMPT).logits
 
 
@@ -70,26 +74,24 @@ def one_safetensors(folder: Path, held: Tensors) -> None:
     save_file(parts_of(held, 1)[0], folder / "model.safetensors", {"format": "pt"})
 
 
-def safetensors_shards(folder: Path, held: Tensors) -> None:
-    index = {}
-    for number, part in enumerate(parts_of(held, 3), 1):
-        file = f"model-{number:05}-of-00003.safetensors"
-        save_file(part, folder / file, {"format": "pt"})
-        index.update(dict.fromkeys(part, file))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-
-
 def one_bin(folder: Path, held: Tensors) -> None:
     torch.save(held, folder / "pytorch_model.bin")
 
 
-def bin_shards(folder: Path, held: Tensors) -> None:
+def safetensors_shards(folder: Path, held: Tensors, name: str = "model", end: str = "safetensors") -> None:
     index = {}
-    for number, part in enumerate(parts_of(held, 2), 1):
-        file = f"pytorch_model-{number:05}-of-00002.bin"
-        torch.save(part, folder / file)
+    for number, part in enumerate(parts_of(held, 3), 1):
+        file = f"{name}-{number:05}-of-00003.{end}"
         index.update(dict.fromkeys(part, file))
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+        if end == "bin":
+            torch.save(part, folder / file)
+        else:
+            save_file(part, folder / file, {"format": "pt"})
+    (folder / f"{name}.{end}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+def bin_shards(folder: Path, held: Tensors) -> None:
+    safetensors_shards(folder, held, "pytorch_model", "bin")
 
 
 Form = Callable[[Path, Tensors], None]
@@ -152,13 +154,11 @@ def test_what_is_whole_opens_and_all_else_is_refused(
     folder = write(tmp_path / "model", built, form, change(tensors), **config)
     if message:
         assert re.search(message, refused(folder, **options))
+        assert case != "a tensor is missing" or f"{UP} missing" in diagnose(folder).reason
         return
     name, logits = opened(folder, **options)
-    if config.get("tie_word_embeddings"):
-        whole = write(tmp_path / "whole", built, form, tensors | {HEAD: tensors["model.embed_tokens.weight"].clone()})
-    else:
-        whole = write(tmp_path / "whole", built, form, tensors)
-    plain, wanted = opened(whole)
+    head = {HEAD: tensors["model.embed_tokens.weight"].clone()} if config.get("tie_word_embeddings") else {}
+    plain, wanted = opened(write(tmp_path / "whole", built, form, tensors | head))
     assert torch.equal(logits, wanted) and (name == plain) == (case == "whole")
 
 
@@ -238,21 +238,10 @@ def test_weights_of_llama_cpp_are_named_by_their_file(built: Path, tensors: Tens
 
 
 GGUF_NAMES = {
-    "input_layernorm": "attn_norm",
-    "q_proj": "attn_q",
-    "k_proj": "attn_k",
-    "v_proj": "attn_v",
-    "o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "gate_proj": "ffn_gate",
-    "up_proj": "ffn_up",
-    "down_proj": "ffn_down",
-}
-GGUF_OTHERS = {
-    HEAD: "output.weight",
-    "model.norm.weight": "output_norm.weight",
-    "model.embed_tokens.weight": "token_embd.weight",
-}
+    "input_layernorm": "attn_norm", "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm", "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down",
+    "norm": "output_norm", "embed_tokens": "token_embd", "lm_head": "output",
+}  # fmt: skip
 
 
 def write_gguf(gguf: Any, file: Path, config: dict[str, Any], held: Tensors) -> None:
@@ -268,11 +257,11 @@ def write_gguf(gguf: Any, file: Path, config: dict[str, Any], held: Tensors) -> 
     out.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     out.add_vocab_size(config["vocab_size"])
     for name, tensor in held.items():
-        layer, *rest = name.split(".")[2:] if "layers" in name else [""]
-        kind = rest[-2] if rest else ""
+        *where, kind, _ = name.split(".")
+        place = f"blk.{where[2]}." if "layers" in where else ""
         if (count := heads.get(kind)) is not None:  # llama.cpp orders the rotated pairs otherwise
             tensor = tensor.reshape(count, 2, len(tensor) // count // 2, -1).swapaxes(1, 2).reshape(tensor.shape)
-        out.add_tensor(GGUF_OTHERS.get(name) or f"blk.{layer}.{GGUF_NAMES[kind]}.weight", tensor.numpy())
+        out.add_tensor(f"{place}{GGUF_NAMES[kind]}.weight", tensor.numpy())
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
@@ -285,8 +274,6 @@ def write_gguf(gguf: Any, file: Path, config: dict[str, Any], held: Tensors) -> 
 @pytest.mark.parametrize("device_map", [{"": "cpu"}, "auto", "cpu", torch.device("cpu")], ids=str)
 def test_a_real_device_map_keeps_name_and_profile(device_map: Any) -> None:
     pytest.importorskip("accelerate")
-    from cacheblend.nano import model_path
-
     if torch.cuda.is_available():
         pytest.skip("auto is another device")
     with BlendEngine.from_pretrained(model_path(), store="memory") as engine:
@@ -460,15 +447,21 @@ def test_code_that_comes_with_the_weights_is_part_of_their_name(built: Path, ten
     assert not torch.allclose(found[0], found[1]) and not torch.allclose(found[0], found[2])
 
 
-def test_code_that_was_changed_in_a_process_that_runs_it_is_named_by_what_runs(
+def test_code_that_is_changed_is_named_by_what_runs_in_a_process_and_in_memory(
     built: Path, tensors: Tensors, tmp_path: Path
 ) -> None:
-    found = []
+    found, names = list[tuple[str, torch.Tensor]](), set[str]()
     for factor in ("1.0", "1.5"):
         shutil.rmtree(tmp_path / "own", ignore_errors=True)
         folder = with_code(tmp_path / "own", built, tensors, numbers_own=f"FACTOR = {factor}\n")
         found.append(opened(folder, trust_remote_code=True))
     assert (found[0][0] == found[1][0]) == torch.equal(found[0][1], found[1][1])
+    for factor in ("1.0", "1.5"):
+        folder = with_code(tmp_path / factor / "own", built, tensors, numbers_own=f"FACTOR = {factor}\n")
+        as_in_another_process()
+        opens = model_loader.class_of(model_loader.read_config(folder, trust_remote_code=True))
+        names.add(fingerprint.fingerprint_model(opens.from_pretrained(folder, trust_remote_code=True)))
+    assert len(names) == 2
 
 
 def test_code_that_is_not_run_changes_no_name(built: Path, tensors: Tensors, tmp_path: Path) -> None:
@@ -481,13 +474,3 @@ def test_code_that_is_not_run_changes_no_name(built: Path, tensors: Tensors, tmp
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"auto_map": AUTO_MAP}))
     assert opened(folder, trust_remote_code=False)[0] == plain
-
-
-def test_a_model_in_memory_is_named_by_its_code_too(built: Path, tensors: Tensors, tmp_path: Path) -> None:
-    names = []
-    for factor in ("1.0", "1.5"):
-        folder = with_code(tmp_path / factor / "own", built, tensors, numbers_own=f"FACTOR = {factor}\n")
-        as_in_another_process()
-        opens = model_loader.class_of(model_loader.read_config(folder, trust_remote_code=True))
-        names.append(fingerprint.fingerprint_model(opens.from_pretrained(folder, trust_remote_code=True)))
-    assert len(set(names)) == 2

@@ -34,7 +34,7 @@ Schedule = Callable[..., Scheduler]
 PROMPTS = (RAG, Prompt.of([SYSTEM, C, UNSEEN, A, QUESTION]), Prompt.of([B, QUESTION, A, QUESTION]))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def engine() -> Iterator[BlendEngine]:
     with open_engine(tiny_model("llama")) as opened:
         yield opened
@@ -63,11 +63,11 @@ class Listener:
 
 @pytest.fixture
 def schedule(engine: BlendEngine) -> Iterator[Schedule]:
-    """Makes schedulers, which are closed at the end, and before the engine."""
+    """Makes schedulers, which are closed at the end."""
     made: list[Scheduler] = []
 
-    def make(limits: Limits | None = None, on: BlendEngine = engine) -> Scheduler:
-        made.append(Scheduler(on, limits))
+    def make(limits: Limits | None = None) -> Scheduler:
+        made.append(Scheduler(engine, limits))
         return made[-1]
 
     yield make
@@ -101,34 +101,29 @@ def test_modes_load_and_recompute_what_they_say(schedule: Schedule, mode: str, l
         assert listener.tokens[0] == greedy(tiny_model("llama"), RAG, 6)
 
 
-def test_each_choice_has_its_own_seed(schedule: Schedule) -> None:
+def test_each_choice_has_its_own_seed_and_tokens_their_log_probabilities(schedule: Schedule) -> None:
     params = SamplingParams(max_new_tokens=6, temperature=3.0, seed=7, ignore_eos=True)
     scheduler = schedule()
     three, one = submit(scheduler, RAG, params, choices=3), submit(scheduler, RAG, params)
-    three.wait(), one.wait()
+    likely = submit(scheduler, RAG, logprobs=3)
+    three.wait(), one.wait(), likely.wait()
     assert len({tuple(ids) for ids in three.tokens.values()}) == 3
     assert one.tokens[0] == three.tokens[0]
-
-
-def test_log_probabilities(schedule: Schedule) -> None:
-    listener = submit(schedule(), RAG, logprobs=3)
-    listener.wait()
-    for event in listener.events:
+    for event in likely.events:
         assert event.logprob is not None and len(event.top) == 3
         assert event.top[0] == (event.token_id, event.logprob)  # greedy
         assert [p for _, p in event.top] == sorted((p for _, p in event.top), reverse=True)
 
 
 class Slow:
-    """Replaces the engine's `open_prefill` by one that blocks until `go_on` is set."""
+    """In place of the engine's `open_prefill`: blocks until `go_on` is set."""
 
     def __init__(self, engine: BlendEngine) -> None:
-        self.go_on, self._inner = threading.Event(), engine.open_prefill
-        engine.open_prefill = self  # type: ignore[method-assign, assignment]
+        self.go_on, self.inner = threading.Event(), engine.open_prefill
 
     def __call__(self, *arguments: object, **options: object) -> object:
         assert self.go_on.wait(60)
-        return self._inner(*arguments, **options)  # type: ignore[arg-type]
+        return self.inner(*arguments, **options)  # type: ignore[arg-type]
 
     def begin(self, scheduler: Scheduler) -> Listener:
         """A request that is being planned."""
@@ -139,8 +134,9 @@ class Slow:
 
 
 @pytest.fixture
-def slow(engine: BlendEngine, schedule: Schedule) -> Iterator[Slow]:
+def slow(engine: BlendEngine, schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     made = Slow(engine)
+    monkeypatch.setattr(engine, "open_prefill", made)
     yield made
     made.go_on.set()  # before its scheduler is closed
 
@@ -183,15 +179,23 @@ def test_a_request_cancelled_during_decoding_ends(schedule: Schedule) -> None:
     assert scheduler.active == 0
 
 
-def test_an_error_ends_only_its_own_request(engine: BlendEngine, schedule: Schedule) -> None:
-    inner = engine.open_prefill
+def test_an_error_ends_only_its_own_request(
+    engine: BlendEngine, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In planning, in delivering an event, or before the first token is drawn."""
+    inner, calls = engine.open_prefill, iter([True])
 
     def open_prefill(prompt: Prompt, **options: object) -> object:
         if np.array_equal(prompt.token_ids, PROMPTS[1].token_ids):  # it may have been cut at chunks that are listed
             raise InvalidInputError("not this one")
         return inner(prompt, **options)  # type: ignore[arg-type]
 
-    engine.open_prefill = open_prefill  # type: ignore[method-assign, assignment]
+    def make_sampler(*arguments: Any) -> Sampler:
+        if next(calls, False):
+            raise MemoryError("out of memory")
+        return Sampler(*arguments)
+
+    monkeypatch.setattr(engine, "open_prefill", open_prefill)
     scheduler, failed = schedule(), Listener()
 
     def on_event(event: Event) -> None:
@@ -204,19 +208,7 @@ def test_an_error_ends_only_its_own_request(engine: BlendEngine, schedule: Sched
     assert first.wait().error is None and third.wait().error is None and len(third.tokens[0]) == 6
     assert isinstance(second.wait().error, InvalidInputError)
     assert isinstance(failed.wait().error, ValueError)
-
-
-def test_an_answer_that_cannot_start_ends_its_own_request(
-    engine: BlendEngine, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scheduler, calls = schedule(), iter([True])
-
-    def make_sampler(*arguments: Any) -> Sampler:
-        if next(calls, False):
-            raise MemoryError("out of memory")
-        return Sampler(*arguments)
-
-    monkeypatch.setattr("cacheblend.engines.hf.scheduler.Sampler", make_sampler)
+    monkeypatch.setattr("cacheblend.engines.hf.state.Sampler", make_sampler)
     assert isinstance(submit(scheduler, RAG).wait().error, MemoryError)
     other = submit(scheduler, RAG)
     assert other.wait().error is None and len(other.tokens[0]) == 6
@@ -242,14 +234,14 @@ def test_requests_end_when_the_scheduler_thread_ends(schedule: Schedule, monkeyp
 def test_a_request_that_is_being_planned_counts_as_active_and_ends_with_the_thread(
     slow: Slow, schedule: Schedule
 ) -> None:
-    inner, asked = slow._inner, iter(range(2))
+    inner, asked = slow.inner, iter(range(2))
 
     def open_prefill(*given: Any, **options: Any) -> Any:
         if next(asked) == 1:
             raise SystemExit
         return inner(*given, **options)
 
-    slow._inner = open_prefill  # type: ignore[method-assign]
+    slow.inner = open_prefill  # type: ignore[method-assign]
     scheduler = schedule(Limits(active=1))
     first = slow.begin(scheduler)
     assert scheduler.active == 1

@@ -15,8 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cacheblend.engines.hf.grammar import Grammar
-from cacheblend.engines.hf.grammars import CompiledGrammar, Grammars
+from cacheblend.engines.hf.grammar import CompiledGrammar, Grammar, Grammars
 from cacheblend.engines.hf.tickets import Limits
 from cacheblend.serve.settings import ServeSettings
 from cacheblend.serve.state import PARSERS

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from cacheblend.cli import app
 from cacheblend.core.names import STATE_IDS, BlockName, state_name
 from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
 from cacheblend.core.plan.prompt import Prompt, chunk, text
@@ -70,21 +72,30 @@ def test_a_missing_snapshot_is_made_again(store: KVStore) -> None:
         assert prefix_and_check(engine)[0] == 40
 
 
-def test_a_shallower_snapshot_serves_where_the_deepest_is_gone() -> None:
+@pytest.mark.may_fail("block lost")
+def test_a_shallower_snapshot_serves_where_the_deepest_is_gone_or_a_block_of_the_prefix_is_lost(tmp_path: Path) -> None:
     """LFM2's states are small: there is a snapshot at every block of 16 tokens."""
-    with open_engine(tiny_model("lfm2")) as engine:
+    with open_store(tmp_path) as store, open_engine(tiny_model("lfm2"), store=store) as engine:
         assert prefix_and_check(engine)[0] == 40
-        assert engine.store.delete(snapshot_of(engine))
+        assert store.delete(snapshot_of(engine))
         assert prefix_and_check(engine)[0] == 32
+        # The records of a block rot after the plan was made: the pass begins again where a state is still right.
+        second = engine.planner.plan(LEADING, store).spans[1].name
+        [file] = [path for path in tmp_path.rglob("*") if path.is_file() and second.hex() in path.name]
+        data = bytearray(file.read_bytes())
+        header = decode_header(bytes(data[: header_bytes(data, len(data))]), len(data), second)
+        data[header.data_at + header.place.begins[-1]] ^= 1
+        file.write_bytes(data)
+        prefix, lost = prefix_and_check(engine)
+        assert prefix == 16 and len(lost) == 1
 
 
 @pytest.mark.may_fail("block lost")
 @pytest.mark.parametrize("kind", ["disk", "tiers"])
 def test_a_damaged_snapshot_is_reported_removed_and_made_again(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "kv"
-    with open_engine(tiny_model(FAMILY), store=open_store(folder)) as engine:
+    with open_store(folder) as store, open_engine(tiny_model(FAMILY), store=store) as engine:
         name = snapshot_of(engine)
-        engine.store.close()
     with open_store(folder) as store, open_engine(tiny_model(FAMILY), [], store=store) as engine:  # another process
         assert prefix_and_check(engine) == (40, [])
         assert not store.verify()
@@ -116,7 +127,7 @@ def test_a_snapshot_of_other_tensors_is_not_used(shape: str) -> None:
         assert prefix_and_check(engine) == (0, [])
 
 
-def test_models_of_two_dtypes_share_a_store() -> None:
+def test_models_of_two_dtypes_and_tenants_have_snapshots_of_their_own() -> None:
     with (
         MemoryStore() as store,
         open_engine(tiny_model(FAMILY), store=store) as full,
@@ -125,9 +136,16 @@ def test_models_of_two_dtypes_share_a_store() -> None:
         assert snapshot_of(full) != snapshot_of(half)
         assert prefix_and_check(full)[0] == 40
         assert half.prefill(LEADING).report.hit_tokens["prefix"] == 40
+    with open_engine(tiny_model(FAMILY), [], capture=True) as engine:
+        engine.warm([A], tenant="one")
+        for tenant, prefix in (("one", 40), ("two", 0), ("", 0)):
+            with engine.open_prefill(LEADING, tenant=tenant) as prefill:
+                while not prefill.advance():
+                    pass
+                assert prefill.result().report.hit_tokens["prefix"] == prefix
 
 
-def test_a_stores_bound_counts_snapshots_and_evicts_them() -> None:
+def test_a_stores_bound_counts_snapshots_and_evicts_them_and_one_without_room_fails_no_request() -> None:
     model = tiny_model(FAMILY)
     with open_engine(model, [A]) as engine:
         with_one = engine.store.stats().bytes
@@ -142,39 +160,11 @@ def test_a_stores_bound_counts_snapshots_and_evicts_them() -> None:
         assert prefix_and_check(engine)[0] == 0
         engine.warm([A])
         assert prefix_and_check(engine)[0] == 40
-
-
-def test_a_store_without_room_for_a_snapshot_fails_no_request() -> None:
-    with MemoryStore(30_000) as store, open_engine(tiny_model(FAMILY), [], store=store, capture=True) as engine:
+    with MemoryStore(30_000) as store, open_engine(model, [], store=store, capture=True) as engine:
         assert engine.survey.kinds.state_bytes > 10_000
         for prompt in (LEADING, RAG, LEADING):
             assert engine.generate(prompt, PARAMS, ratio=1.0).token_ids == greedy(engine.model, prompt, 6)
             engine.flush(60)
-
-
-def test_tenants_have_snapshots_of_their_own() -> None:
-    with open_engine(tiny_model(FAMILY), [], capture=True) as engine:
-        engine.warm([A], tenant="one")
-        for tenant, prefix in (("one", 40), ("two", 0), ("", 0)):
-            with engine.open_prefill(LEADING, tenant=tenant) as prefill:
-                while not prefill.advance():
-                    pass
-                assert prefill.result().report.hit_tokens["prefix"] == prefix
-
-
-@pytest.mark.may_fail("block lost")
-def test_a_block_lost_in_the_prefix_takes_its_snapshot_along(tmp_path: Path) -> None:
-    """The records of a block rot after the plan was made: the pass begins again where a state is still right."""
-    with open_engine(tiny_model("lfm2"), store=open_store(tmp_path)) as engine:
-        second = engine.planner.plan(LEADING, engine.store).spans[1].name
-        [file] = [path for path in tmp_path.rglob("*") if path.is_file() and second.hex() in path.name]
-        data = bytearray(file.read_bytes())
-        header = decode_header(bytes(data[: header_bytes(data, len(data))]), len(data), second)
-        data[header.data_at + header.place.begins[-1]] ^= 1
-        file.write_bytes(data)
-        prefix, lost = prefix_and_check(engine)
-        assert prefix == 16 and len(lost) == 1
-        engine.store.close()
 
 
 @pytest.mark.parametrize("family", [FAMILY, "jamba", "falcon_h1", "lfm2-tail"])
@@ -199,14 +189,9 @@ def test_answers_together_are_those_alone(family: str) -> None:
 
 
 def test_removing_a_chunk_removes_its_snapshots(tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
-    from cacheblend.cli import app
-
-    with open_engine(tiny_model(FAMILY), [A], store=open_store(tmp_path)) as engine:
+    with open_store(tmp_path) as store, open_engine(tiny_model(FAMILY), [A], store=store) as engine:
         name = snapshot_of(engine)
-        assert engine.store.held([name]) == [True]
-        engine.store.close()
+        assert store.held([name]) == [True]
     assert CliRunner().invoke(app, ["store", "rm", str(tmp_path), "--all"]).exit_code == 0
     with open_store(tmp_path) as store:
         assert store.held([name]) == [False] and store.stats().blocks == 0

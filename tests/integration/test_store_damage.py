@@ -1,7 +1,8 @@
 """Damage to a store's files: whatever byte is wrong, nothing wrong is ever read."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,10 @@ import pytest
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.plan.blocks import Block, LayerShape
 from cacheblend.store import DiskStore
+from cacheblend.store.format.block_file import encode_block
 from faults import Faults
 from store_blocks import holds, make_block, make_chain, make_manifest, record_at, same_bits
+from store_folders import disk
 
 SHAPES = [LayerShape(3, 4), LayerShape(2, 8)]
 BLOCK = make_block(1, tokens=5, shapes=SHAPES)
@@ -19,7 +22,7 @@ BLOCK = make_block(1, tokens=5, shapes=SHAPES)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    with DiskStore(tmp_path / "s", durable=False) as store:
+    with disk(tmp_path / "s") as store:
         store.write(BLOCK)
         store.put_manifest(make_manifest(BLOCK))
     return tmp_path / "s"
@@ -51,23 +54,27 @@ def silent_wrong_reads(store: DiskStore, block: Block) -> int:
     return wrong
 
 
-def check_each(folder: Path, path: Path, damaged: Iterator[bytes], open_store: Callable[[], DiskStore]) -> int:
-    """Puts each content in the file's place: a miss, reported once, removed. How many were tried."""
-    good = path.read_bytes()
-    tried = 0
+def check_each(folder: Path, path: Path, damaged: Iterable[bytes], knowing: DiskStore | None = None) -> int:
+    """Puts each content in the file's place: a miss, reported once, removed, to a store that never saw the block or to
+    one that has just read it. How many were tried."""
+    good, tried = path.read_bytes(), 0
     for content in damaged:
+        if knowing is not None:
+            path.write_bytes(good)
+            assert holds(knowing, BLOCK)
         tried += 1
         path.write_bytes(content)
-        store = open_store()
-        before = store.stats().damaged
-        assert silent_wrong_reads(store, BLOCK) == 0, f"variant {tried}"
-        assert store.find([BLOCK.name]) == [None], f"variant {tried}"
-        with pytest.raises(BlockLostError):
-            store.read(BLOCK.name, 0)
-        assert store.stats().damaged == before + 1, f"variant {tried}"
+        with nullcontext(knowing) if knowing is not None else disk(folder) as store:
+            before = store.stats().damaged
+            assert silent_wrong_reads(store, BLOCK) == 0, f"variant {tried}"
+            assert store.find([BLOCK.name]) == [None], f"variant {tried}"
+            with pytest.raises(BlockLostError):
+                store.read(BLOCK.name, 0)
+            assert store.stats().damaged == before + 1, f"variant {tried}"
         assert not path.exists()
     path.write_bytes(good)
-    assert holds(open_store(), BLOCK)
+    with disk(folder) as store:
+        assert holds(store, BLOCK)
     return tried
 
 
@@ -78,14 +85,25 @@ def flipped(good: bytes, positions: range, bit: int) -> Iterator[bytes]:
 
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("bit", [0, 5])  # 5 turns a digit a..f into A..F
-def test_every_flipped_byte_is_found_by_a_store_that_never_saw_the_block(
-    folder: Path, bit: int, faults: Faults
-) -> None:
+def test_every_flipped_byte_is_found(folder: Path, bit: int, faults: Faults) -> None:
     path = only(folder, "blocks/*/*")
     good = path.read_bytes()
-    tried = check_each(folder, path, flipped(good, range(len(good)), bit), lambda: DiskStore(folder, durable=False))
+    tried = check_each(folder, path, flipped(good, range(len(good)), bit))
     faults.count("flipped bytes of a block's file", tried)
     assert tried == len(good) > 4096 + sum(r.nbytes for r in BLOCK.records) - 1
+    if bit == 0:
+        with disk(folder) as knowing:
+            assert check_each(folder, path, flipped(good, range(0, len(good), 3), 2), knowing) == -(-len(good) // 3)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_every_length_is_found(folder: Path, faults: Faults) -> None:
+    path = only(folder, "blocks/*/*")
+    good = path.read_bytes()
+    lengths = [*range(len(good)), *range(len(good) + 1, len(good) + 20)]
+    tried = check_each(folder, path, ((good + bytes(20))[:length] for length in lengths))
+    assert tried == len(good) + 19
+    faults.count("block files cut short or too long", tried)
 
 
 @pytest.mark.usefixtures("quiet")
@@ -94,71 +112,39 @@ def test_a_flipped_byte_of_a_file_of_several_blocks_costs_those_that_it_is_in(
     knows: bool, tmp_path: Path, faults: Faults
 ) -> None:
     chain, tried = make_chain(3), 0
-    with DiskStore(tmp_path, durable=False) as store:
+    with disk(tmp_path) as store:
         store.write_all(chain)
         first, *others = (Path(store.file_of(block.name)) for block in chain)
         good = first.read_bytes()
         places = {block.name: [record_at(first, block, layer) for layer in range(3)] for block in chain}
         data_at = min(begin for each in places.values() for begin, _ in each)
-    knowing = DiskStore(tmp_path, durable=False)
-    for at in [*range(0, data_at, 7), *range(data_at, len(good))]:
-        first.write_bytes(good)
-        for other in others:
-            other.unlink(missing_ok=True)
-            other.hardlink_to(first)
-        assert not knows or all(holds(knowing, block) for block in chain)
-        first.write_bytes(good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :])
-        store = knowing if knows else DiskStore(tmp_path, durable=False)
-        assert sum(silent_wrong_reads(store, block) for block in chain) == 0, at
-        hit = [at < data_at or any(begin <= at < end for begin, end in places[block.name]) for block in chain]
-        assert [entry is None for entry in store.find([block.name for block in chain])] == hit, at
-        assert [path.exists() for path in (first, *others)] == [not each for each in hit], at
-        tried += 1
-        first.unlink(missing_ok=True)
+    with disk(tmp_path) as knowing:
+        for at in [*range(0, data_at, 7), *range(data_at, len(good))]:
+            first.write_bytes(good)
+            for other in others:
+                other.unlink(missing_ok=True)
+                other.hardlink_to(first)
+            assert not knows or all(holds(knowing, block) for block in chain)
+            first.write_bytes(good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :])
+            with nullcontext(knowing) if knows else disk(tmp_path) as store:
+                assert sum(silent_wrong_reads(store, block) for block in chain) == 0, at
+                hit = [at < data_at or any(begin <= at < end for begin, end in places[block.name]) for block in chain]
+                assert [entry is None for entry in store.find([block.name for block in chain])] == hit, at
+            assert [path.exists() for path in (first, *others)] == [not each for each in hit], at
+            tried += 1
+            first.unlink(missing_ok=True)
     faults.count("flipped bytes of files of several blocks", tried)
-
-
-@pytest.mark.usefixtures("quiet")
-def test_flipped_bytes_are_found_by_a_store_that_knows_the_block(folder: Path) -> None:
-    path = only(folder, "blocks/*/*")
-    good = path.read_bytes()
-    store = DiskStore(folder, durable=False)
-
-    def knowing() -> DiskStore:
-        return store
-
-    positions = range(0, len(good), 3)
-
-    def each() -> Iterator[bytes]:
-        for content in flipped(good, positions, 2):
-            path.write_bytes(good)
-            assert holds(store, BLOCK)
-            yield content
-
-    assert check_each(folder, path, each(), knowing) == len(positions)
-
-
-@pytest.mark.usefixtures("quiet")
-def test_every_length_is_found(folder: Path, faults: Faults) -> None:
-    path = only(folder, "blocks/*/*")
-    good = path.read_bytes()
-    lengths = [*range(len(good)), *range(len(good) + 1, len(good) + 20)]
-    contents = ((good + bytes(20))[:length] for length in lengths)
-    tried = check_each(folder, path, contents, lambda: DiskStore(folder, durable=False))
-    assert tried == len(good) + 19
-    faults.count("block files cut short or too long", tried)
 
 
 def test_other_damage_is_found(folder: Path) -> None:
     path = only(folder, "blocks/*/*")
     good = path.read_bytes()
     other = make_block(2, tokens=5, shapes=SHAPES)
-    with DiskStore(folder.parent / "other") as store:
-        store.write(other)
+    foreign = b"".join(encode_block(other))
     rng = np.random.default_rng(0)
     contents = [
-        only(folder.parent / "other", "blocks/*/*").read_bytes(),  # a sound file under a wrong name
-        good[:4096] + only(folder.parent / "other", "blocks/*/*").read_bytes()[4096:],
+        foreign,  # a sound file under a wrong name
+        good[:4096] + foreign[4096:],
         bytes(len(good)),
         b"\xff" * len(good),
         rng.bytes(len(good)),
@@ -168,39 +154,30 @@ def test_other_damage_is_found(folder: Path) -> None:
     ]
     for start in rng.integers(0, len(good) - 64, 200):
         contents.append(good[:start] + rng.bytes(64) + good[start + 64 :])
-    assert check_each(folder, path, iter(contents), lambda: DiskStore(folder, durable=False)) == 208
+    assert check_each(folder, path, contents) == 208
 
 
 def test_damage_is_reported_by_name_and_verify_removes_it(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     blocks = [make_block(seed) for seed in range(2, 12)]
-    store = DiskStore(folder, durable=False)
-    for block in blocks:
-        store.write(block)
-    hurt = blocks[::3]
-    for block in hurt:
-        path = only(folder, f"blocks/*/{block.name.hex()}*")
-        content = path.read_bytes()
-        path.write_bytes(content[:-1] + bytes([content[-1] ^ 128]))
-    seen: list[tuple[int, int]] = []
-    with caplog.at_level(logging.WARNING, "cacheblend.store"):
+    hurt, seen = blocks[::3], list[tuple[int, int]]()
+    with disk(folder) as store, caplog.at_level(logging.WARNING, "cacheblend.store"):
+        for block in blocks:
+            store.write(block)
+        for block in [*hurt, BLOCK]:  # the last head of the last layer
+            path = only(folder, f"blocks/*/{block.name.hex()}*")
+            content = path.read_bytes()
+            path.write_bytes(content[:-1] + bytes([content[-1] ^ 128]))
+        assert same_bits(store.read(BLOCK.name, 1, slice(0, 1)), BLOCK.records[1][:1])  # other heads are not lost
+        with pytest.raises(BlockLostError, match="layer 1, head 1 does not match"):
+            store.read(BLOCK.name, 1, slice(1, 2))
         found = store.verify(lambda done, total: seen.append((done, total)))
-    assert {(damage.kind, damage.name) for damage in found} == {("block", block.name) for block in hurt}
-    assert all("layer 2, head 0 does not match its checksum" in damage.reason for damage in found)
-    assert seen == [(i, 11) for i in range(1, 12)]
-    assert all(block.name.hex() in caplog.text for block in hurt)
-    assert store.verify() == []
-    assert [holds(store, b) for b in blocks] == [b not in hurt for b in blocks]
-    assert store.stats().damaged == len(hurt)
-
-
-def test_a_damaged_head_does_not_cost_other_heads_of_the_same_read(folder: Path) -> None:
-    path = only(folder, "blocks/*/*")
-    content = path.read_bytes()
-    path.write_bytes(content[:-1] + bytes([content[-1] ^ 128]))  # the last head of the last layer
-    store = DiskStore(folder, durable=False)
-    assert same_bits(store.read(BLOCK.name, 1, slice(0, 1)), BLOCK.records[1][:1])
-    with pytest.raises(BlockLostError, match="layer 1, head 1 does not match"):
-        store.read(BLOCK.name, 1, slice(1, 2))
+        assert {(damage.kind, damage.name) for damage in found} == {("block", block.name) for block in hurt}
+        assert all("layer 2, head 0 does not match its checksum" in damage.reason for damage in found)
+        assert seen == [(i, 10) for i in range(1, 11)]
+        assert all(block.name.hex() in caplog.text for block in hurt)
+        assert store.verify() == []
+        assert [holds(store, b) for b in blocks] == [b not in hurt for b in blocks]
+        assert store.stats().damaged == len(hurt) + 1
 
 
 def test_every_damage_to_a_manifest_is_found(folder: Path, caplog: pytest.LogCaptureFixture, faults: Faults) -> None:
@@ -209,19 +186,19 @@ def test_every_damage_to_a_manifest_is_found(folder: Path, caplog: pytest.LogCap
     contents = [*flipped(good, range(len(good)), 0), *flipped(good, range(len(good)), 5)]
     contents += [good[:length] for length in range(len(good))] + [good + b" ", good + b"\n"]
     contents += [b"{}", b"", b"\xff" * 200]
-    knowing = DiskStore(folder, durable=False)
-    for number, content in enumerate(contents):
-        path.write_bytes(good)
-        assert len(knowing.manifests()) == 1
-        path.write_bytes(content)
-        store = knowing if number % 2 else DiskStore(folder, durable=False)
-        before = store.stats().damaged
-        assert store.manifests() == [], f"variant {number}"
-        assert store.stats().damaged == before + 1
-        assert not path.exists()
-        caplog.clear()
-    path.write_bytes(good[:50])
-    (damage,) = knowing.verify()
+    with disk(folder) as knowing:
+        for number, content in enumerate(contents):
+            path.write_bytes(good)
+            assert len(knowing.manifests()) == 1
+            path.write_bytes(content)
+            with nullcontext(knowing) if number % 2 else disk(folder) as store:
+                before = store.stats().damaged
+                assert store.manifests() == [], f"variant {number}"
+                assert store.stats().damaged == before + 1
+            assert not path.exists()
+            caplog.clear()
+        path.write_bytes(good[:50])
+        (damage,) = knowing.verify()
     assert (damage.kind, damage.name) == ("manifest", BLOCK.name)
     assert BLOCK.name.hex() in caplog.text
     faults.count("damaged manifests", len(contents))

@@ -1,9 +1,8 @@
 """Shared parts of the parity tests: prompts, warmed engines, a pass that records the recomputed rows, comparisons."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -81,9 +80,8 @@ def warm_engine(family: str, stored: tuple[Segment, ...] = (A, B, C), **config: 
     return open_engine(tiny_model(family), stored, **config)
 
 
-@dataclass
-class Outcome:
-    """The result of a prefill with the package: result, report, and the loaded rows that were recomputed."""
+class Outcome(NamedTuple):
+    """What a prefill with the package gave, and the loaded rows that were recomputed."""
 
     result: PrefillResult
     report: BlendReport
@@ -94,8 +92,7 @@ def run(engine: BlendEngine, prompt: Prompt, selector: Selector) -> Outcome:
     """Runs the engine's own prefill and records the recomputed rows."""
     recorded = Recorded(selector)
     result = engine.prefill(prompt, selector=recorded)
-    report = result.report
-    return Outcome(result, report, recorded.kept)
+    return Outcome(result, result.report, recorded.kept)
 
 
 def stepper(engine: BlendEngine, prompt: Prompt, selector: Selector, **options: Any) -> BlendedPrefill:

@@ -1,12 +1,17 @@
-"""Concurrent prefills: interleaved steppers, threads, several models, tensor-parallel ranks."""
+"""Prefills and answers at the same time: interleaved steppers, threads, several models, tensor-parallel ranks, batches;
+and what a pass took is released when its result is."""
 
+import gc
 import threading
+import weakref
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
+from cacheblend.core.fuse.batching import run_together
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions, PrefillResult
 from cacheblend.core.fuse.runner import Attend
 from cacheblend.core.kernels.attention_spec import AttentionSpec
@@ -14,16 +19,23 @@ from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
 from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.prompt import Prompt
-from cacheblend.core.select.question_selectors import Hybrid
-from cacheblend.core.select.selectors import Hkvd, Selector
+from cacheblend.core.select.question_selectors import Hybrid, Query
+from cacheblend.core.select.selectors import AllRows, Hkvd, Selector
 from cacheblend.engines.hf import BlendEngine, SamplingParams
-from cacheblend.engines.hf.layers import HfLayerRunner
+from cacheblend.engines.hf.decode import GROW_ROWS, Decoding, Sampler, compute_logits
+from cacheblend.engines.hf.layers import HfLayerRunner, JoinedRows
+from cacheblend.engines.hf.view import ModelView
 from cacheblend.store import MemoryStore
+from campaign import rotating
 from families import tiny_model
 from parity.scenes import (
+    DIVERSE,
+    EVERY,
+    FAMILIES,
     QUESTION,
     RAG,
     SYSTEM,
+    UNSEEN,
     A,
     B,
     C,
@@ -221,3 +233,98 @@ def test_ranks_that_do_not_combine_deviations_select_different_rows(selector: Se
     """Shows why `over_ranks` is needed: the heads of each rank alone rank the rows differently."""
     _, seen = on_two_ranks(warm_engine("llama"), selector, alone=True)
     assert seen[0].kept != seen[1].kept
+
+
+# ---- batches ----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("family", "tile_rows"),
+    [*rotating(((f, 1000) for f in FAMILIES), core=[(f, 1000) for f in DIVERSE]), ("llama", 40), ("deepseek_v3", 40)],
+)
+def test_batched_prefills_equal_single_prefills(family: str, tile_rows: int) -> None:
+    engine, selector = warm_engine(family), Hkvd(ratios=(0.3,))
+    prompts = (RAG, Prompt.of([SYSTEM, C, UNSEEN, A, QUESTION]), Prompt.of([B, QUESTION, A, QUESTION]))
+    alone = [finish(stepper(engine, prompt, selector)) for prompt in prompts]
+    together = [stepper(engine, prompt, selector) for prompt in prompts]
+    while not together[0].done:
+        steps = [each.next_layer() for each in together]
+        assert run_together(steps, JoinedRows, tile_rows) == [None] * len(together)
+    for one, other in zip(together, alone, strict=True):
+        result = one.result()
+        assert result.report.recomputed_tokens == other.report.recomputed_tokens
+        assert result.report.row_layers == other.report.row_layers
+        assert_same(result, other.logits, other.kv, 1e-5)
+
+
+ASKED = (RAG, Prompt.of([SYSTEM, C, QUESTION]), Prompt.of([B, QUESTION, A, QUESTION]))
+
+
+def answering(family: str, prompt: Prompt, params: SamplingParams) -> Decoding:
+    engine = warm_engine(family)
+    result = engine.prefill(prompt, selector=AllRows())
+    return Decoding(Sampler(engine.ids_of(prompt), result.logits, params, []), list(result.kv))
+
+
+def step(view: ModelView, answers: Sequence[Decoding]) -> None:
+    compute_logits(view, answers)
+    for answer in answers:
+        answer.sampler.sample()
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_each_answer_equals_generate(family: str) -> None:
+    params = SamplingParams(max_new_tokens=6)
+    answers = [answering(family, prompt, params) for prompt in ASKED]
+    for round_ in range(8):  # each answer starts one step after the previous one
+        going = [a for number, a in enumerate(answers) if number <= round_ and a.sampler.finish_reason is None]
+        step(warm_engine(family).view, going)
+    for answer, prompt in zip(answers, ASKED, strict=True):
+        assert answer.sampler.token_ids == greedy(tiny_model(family), prompt, 6)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_a_kv_cache_grows_when_it_is_full(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend.engines.hf.decode.GROW_ROWS", 3)
+    answer = answering(family, RAG, SamplingParams(max_new_tokens=14))
+    while answer.sampler.finish_reason is None:
+        step(warm_engine(family).view, [answer])
+    assert GROW_ROWS > 3 and answer.sampler.token_ids == greedy(tiny_model(family), RAG, 14)
+
+
+def test_answers_of_one_prompt_share_only_the_prompts_kv() -> None:
+    engine = warm_engine("llama")
+    result = engine.prefill(RAG, selector=AllRows())
+    params = [SamplingParams(max_new_tokens=8, temperature=2.0, seed=seed) for seed in (1, 2, 1)]
+    answers = [Decoding(Sampler(engine.ids_of(RAG), result.logits, each, []), list(result.kv)) for each in params]
+    while answers[0].sampler.finish_reason is None:
+        step(engine.view, answers)
+    first, second, third = (answer.sampler.token_ids for answer in answers)
+    assert first == third != second
+    torch.manual_seed(0)
+    single = Sampler(engine.ids_of(RAG), result.logits, params[1], [])
+    alone = Decoding(single, list(result.kv))
+    while single.finish_reason is None:
+        step(engine.view, [alone])
+    assert single.token_ids == second
+
+
+# ---- memory -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tile_rows", [32, 1024], ids=["tiles", "one tile"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_kv_cache_lives_as_long_as_its_result(family: str, tile_rows: int) -> None:
+    with open_engine(tiny_model(family), sentence_end_ids=[5, 9], tile_rows=tile_rows) as engine:
+        engine.prefill(RAG, selector=Query(0.2))
+        gc.collect()
+        gc.disable()
+        try:
+            for selector in (Hkvd((1,), (0.2,)), Query(0.2)):
+                result = engine.prefill(RAG, selector=selector)
+                alive = [weakref.ref(part) for layer in result.kv for part in layer]
+                del result
+                assert [ref for ref in alive if ref() is not None] == []
+        finally:
+            gc.enable()

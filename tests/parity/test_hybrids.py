@@ -84,16 +84,12 @@ def test_full_recompute_equals_full_prefill(family: str, selector: Selector) -> 
 
 @pytest.mark.parametrize("family", ONE_PIECE)
 def test_a_leading_chunk_goes_on_from_its_snapshot(family: str) -> None:
+    """Behind the snapshot a loaded chunk would give another state: all rows are computed up to the last recurrent."""
     prompt = Prompt.of([A, QUESTION])
     outcome = run(warm(family), prompt, NoRows())
     assert outcome.report.hit_tokens == {"prefix": 40, "memory": 0, "disk": 0}
     assert outcome.report.row_layers <= len(QUESTION) * warm(family).survey.num_layers
     assert_full(outcome, warm(family), prompt)
-
-
-@pytest.mark.parametrize("family", ONE_PIECE)
-def test_a_leading_chunk_and_others_behind_it(family: str) -> None:
-    """Behind the snapshot a loaded chunk would give another state: all rows are computed up to the last recurrent."""
     prompt = Prompt.of([A, C, SYSTEM, B, QUESTION])
     outcome = run(warm(family), prompt, AllRows())
     assert outcome.report.hit_tokens["prefix"] == 40
@@ -258,6 +254,7 @@ def test_what_can_be_saved() -> None:
     assert (qwen3_next.saveable, jamba.saveable) == (0, 0)
     late = LayerKinds(40, tuple(range(20, 40)), dict.fromkeys(range(20), ()))
     assert (late.first_to_drop, late.last_to_mix, late.saveable) == (20, 39, 19 / 40)
+    assert len(plain_kv(tiny_model("lfm2-tail"), RAG.token_ids)[1]) == 3  # the reference reads layers with attention
 
 
 def test_what_does_not_work_is_refused_by_name() -> None:
@@ -267,7 +264,3 @@ def test_what_does_not_work_is_refused_by_name() -> None:
     with pytest.raises(InvalidInputError, match=r"loading controller .* layer 0 of this model keeps a state"):
         open_engine(tiny_model("lfm2"), [], cost_model="costs.json")
     assert engine.generate(RAG, ANSWER).token_ids == greedy(engine.model, RAG, 6)
-
-
-def test_the_reference_reads_only_layers_with_attention() -> None:
-    assert len(plain_kv(tiny_model("lfm2-tail"), RAG.token_ids)[1]) == 3

@@ -145,9 +145,8 @@ def test_a_request_waits_no_longer_than_its_budget_whatever_each_call_takes(
     model, given = tiny_model("llama"), draw.choice([None, None, 0.3, 2.0])
     full_s, kinds = draw.choice([0.1, 1.0, 5.0]), draw.choice([[0.8], [0.0, 0.1, 0.8, 3.0], [0.0, 0.3, NEVER]])
     bound = max(LEAST_S, full_s) if given is None else given
-    with open_engine(
-        model, store=KINDS[kind](tmp_path), load_timeout_s=given, read_ahead=draw.choice([0, 2, 8])
-    ) as engine:
+    options = {"load_timeout_s": given, "read_ahead": draw.choice([0, 2, 8])}
+    with KINDS[kind](tmp_path) as store, open_engine(model, store=store, **options) as engine:
         timed(engine, time, monkeypatch, full_s)
         slowed(engine.store, time, lambda call: draw.choice(kinds))
         for _ in range(6):
@@ -191,10 +190,13 @@ def test_a_store_that_hangs_holds_up_one_request_and_is_tried_again_later(
         time.end()
 
 
-def test_requests_that_run_together_wait_for_a_hung_tier_once(
+def test_requests_that_run_together_wait_for_a_hung_tier_once_and_that_is_no_pace_of_computing(
     time: WaitedTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They were planned before anyone knew."""
+    """They were planned before anyone knew. A request that gave a tier up teaches nothing; one that passed it over has
+    not waited, and does."""
+    learnt: list[int] = []
+    monkeypatch.setattr(Pace, "learn", lambda pace, row_layers, seconds: learnt.append(row_layers))
     with open_engine(tiny_model("llama"), load_timeout_s=None) as engine:
         timed(engine, time, monkeypatch)
         slowed(engine.store, time, lambda call: NEVER if call == "read_layers" else 0.0)
@@ -206,16 +208,8 @@ def test_requests_that_run_together_wait_for_a_hung_tier_once(
         assert [event.error for event in ended if isinstance(event, DoneEvent)] == [None] * 5
         assert time.waits == pytest.approx(1.0)
         scheduler.close()
-        time.end()
-
-
-def test_the_time_waited_is_no_pace_of_computing(time: WaitedTime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that gave a tier up teaches nothing; one that passed it over has not waited, and does."""
-    learnt: list[int] = []
-    monkeypatch.setattr(Pace, "learn", lambda pace, row_layers, seconds: learnt.append(row_layers))
-    with open_engine(tiny_model("llama"), load_timeout_s=None) as engine:
-        timed(engine, time, monkeypatch)
-        slowed(engine.store, time, lambda call: NEVER if call == "read_layers" else 0.0)
+        learnt.clear()
+        time.now += 11.0  # it is asked again
         assert engine.prefill(RAG).report.load_timeouts and not learnt
         report = engine.prefill(RAG).report
         assert report.load_timeouts and learnt == [report.row_layers]

@@ -91,13 +91,6 @@ def test_transformers_goes_on_from_what_was_loaded_or_blended(family: str) -> No
             assert finish(engine, prompt, first, PARAMS)[1] == wanted
 
 
-def test_a_decoding_cache_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend.engines.hf.decode.GROW_ROWS", 3)
-    with open_engine(tiny_model("deepseek_v3")) as engine:
-        answer = engine.generate(RAG, SamplingParams(max_new_tokens=14, temperature=0, ignore_eos=True), ratio=1.0)
-    assert answer.token_ids == greedy(tiny_model("deepseek_v3"), RAG, 14)
-
-
 def test_a_model_that_is_not_blended_anew_keeps_its_own_cache() -> None:
     """The tap stands in the view's calls only: the user's model caches as before."""
     model, prompt = tiny_model("deepseek_v3"), torch.tensor([RAG.token_ids.tolist()])

@@ -11,7 +11,7 @@ from cacheblend.core.load.capture import publish
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.question_selectors import Hybrid, Query
-from cacheblend.core.select.selectors import Head, Hkvd, NoRows, Selector
+from cacheblend.core.select.selectors import Head, Hkvd, NoRows
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.store import MemoryStore
 from families import tiny_model
@@ -112,37 +112,47 @@ def test_a_block_lost_during_the_prefill_is_a_miss(family: str, layer: int, sele
     assert_as_reference(outcome, blend(tiny_model(family), RAG, SELECTORS[selector], missing=lost), TOLERANCE)
 
 
-def test_work_of_an_abandoned_pass_is_counted(store: LossyStore) -> None:
-    model = tiny_model("llama")
-    with open_engine(model, store=store) as engine:
-        lost = names_at(engine, RAG, 50)[0]
-        store.losses = [Loss(lost, 1)]  # after layer 0
-        early = engine.prefill(RAG, selector=SELECTORS["hkvd"]).report
-        store.losses = [Loss(lost, 2)]  # after the check and layer 1
-        late = engine.prefill(RAG, selector=SELECTORS["hkvd"]).report
+def test_the_second_pass_keeps_nothing_of_an_abandoned_one_whose_work_is_counted() -> None:
+    engine, store = lossy_engine("llama")
+    lost = names_at(engine, RAG, 50)[0]
+    store.losses = [Loss(lost, 1)]  # after layer 0
+    early = engine.prefill(RAG, selector=SELECTORS["hkvd"]).report
+    store.losses = [Loss(lost, 2)]  # after the check and layer 1
+    late = engine.prefill(RAG, selector=SELECTORS["hkvd"]).report
     assert early.missed_tokens == late.missed_tokens == 16
     assert late.row_layers > early.row_layers
     assert late.projected_rows == early.projected_rows + len(RAG)
+    selector = Recorded(SELECTORS["hkvd"])  # is called again
+    store.losses = [Loss(lost, 3)]
+    engine.prefill(RAG, selector=selector)
+    assert [(asked.layer, asked.total) for asked in selector.asked] == [(1, 115), (2, 115), (1, 99), (2, 99)]
 
 
-def test_blocks_lost_in_the_same_layer_are_one_fallback(store: LossyStore) -> None:
-    model = tiny_model("llama")
-    with open_engine(model, store=store) as engine:
-        store.losses = [Loss(name, 2) for name in names_at(engine, RAG, 50, 80)]
-        outcome = run(engine, RAG, SELECTORS["hkvd"])
-    assert len(outcome.report.fallbacks) == 1
-    missing = [*range(48, 64), *range(72, 88)]
-    assert_as_reference(outcome, blend(model, RAG, SELECTORS["hkvd"], missing=missing), TOLERANCE)
+TWICE = Prompt.of([B, A, C, A, QUESTION])
+SOME, MORE = [*range(48, 64), *range(72, 88)], [*range(7, 23), *range(48, 64), *range(72, 88)]
 
 
-def test_a_lost_block_of_a_repeated_chunk_is_a_miss_at_both_positions(store: LossyStore) -> None:
-    model, prompt = tiny_model("llama"), Prompt.of([B, A, C, A, QUESTION])
-    with open_engine(model, store=store) as engine:
-        store.losses = [Loss(names_at(engine, prompt, 25 + 16)[0], 2)]
-        outcome = run(engine, prompt, SELECTORS["hkvd"])
-    missing = [*range(41, 57), *range(131, 147)]
-    assert outcome.report.missed_tokens == len(missing)
-    assert_as_reference(outcome, blend(model, prompt, SELECTORS["hkvd"], missing=missing), TOLERANCE)
+@pytest.mark.parametrize(
+    ("prompt", "losses", "selector", "fallbacks", "missing"),
+    [
+        pytest.param(RAG, [(50, 2, 0), (80, 2, 0)], "hkvd", 1, SOME, id="in the same layer"),
+        pytest.param(TWICE, [(25 + 16, 2, 0)], "hkvd", 1, [*range(41, 57), *range(131, 147)], id="a repeated chunk's"),
+        # before the check layer no row was dropped, so restarts are cheap, as is the first one after the check
+        pytest.param(RAG, [(50, 1, 0), (10, 1, 1), (80, 3, 2)], "hkvd", 3, MORE, id="before the check layer"),
+        pytest.param(RAG, [(50, 2, 0), (80, 3, 1)], "query", 2, SOME, id="during the question's pass, query"),
+        pytest.param(RAG, [(50, 2, 0), (80, 3, 1)], "hybrid", 2, SOME, id="during the question's pass, hybrid"),
+    ],
+)
+def test_several_lost_blocks_are_misses(
+    prompt: Prompt, losses: list[tuple[int, int, int]], selector: str, fallbacks: int, missing: list[int]
+) -> None:
+    """`losses`: a position, the layer, and how many have failed before."""
+    engine, store = lossy_engine("llama")
+    store.losses = [Loss(names_at(engine, prompt, at)[0], layer, after) for at, layer, after in losses]
+    outcome = run(engine, prompt, SELECTORS[selector])
+    assert len(outcome.report.fallbacks) == fallbacks and outcome.report.missed_tokens == len(missing)
+    reference = blend(tiny_model("llama"), prompt, SELECTORS[selector], missing=missing)
+    assert_as_reference(outcome, reference, TOLERANCE)
 
 
 @pytest.mark.parametrize("lost", [0, 1, 20], ids=["the anchor", "the first block", "the second block"])
@@ -187,37 +197,3 @@ def test_after_a_second_loss_everything_is_recomputed(family: str, selector: str
     assert report.missed_tokens == 115 and report.recomputed_tokens == 0
     assert [REASON in line for line in report.fallbacks] == [True, True]
     assert_same(result, *plain_kv(tiny_model(family), RAG.token_ids), 1e-5)
-
-
-def test_losses_before_the_check_layer_do_not_count(store: LossyStore) -> None:
-    """No row was dropped yet, so restarts are cheap: these blocks are misses, as is the first one after the check."""
-    model = tiny_model("llama")
-    with open_engine(model, store=store) as engine:
-        first, second, third = names_at(engine, RAG, 50, 10, 80)
-        store.losses = [Loss(first, 1), Loss(second, 1, after=1), Loss(third, 3, after=2)]
-        outcome = run(engine, RAG, SELECTORS["hkvd"])
-    missing = [*range(7, 23), *range(48, 64), *range(72, 88)]
-    assert len(outcome.report.fallbacks) == 3 and outcome.report.missed_tokens == len(missing)
-    assert_as_reference(outcome, blend(model, RAG, SELECTORS["hkvd"], missing=missing), TOLERANCE)
-
-
-@pytest.mark.parametrize("selector", ["query", "hybrid"])
-def test_losses_during_the_question_pass_do_not_count(selector: str, store: LossyStore) -> None:
-    model = tiny_model("llama")
-    with open_engine(model, store=store) as engine:
-        first, second = names_at(engine, RAG, 50, 80)
-        store.losses = [Loss(first, 2), Loss(second, 3, after=1)]
-        outcome = run(engine, RAG, SELECTORS[selector])
-    missing = [*range(48, 64), *range(72, 88)]
-    assert len(outcome.report.fallbacks) == 2
-    assert_as_reference(outcome, blend(model, RAG, SELECTORS[selector], missing=missing), TOLERANCE)
-
-
-def test_the_selector_is_called_again_after_a_loss(store: LossyStore) -> None:
-    """The second pass starts at layer 0 and keeps nothing of the first one."""
-    selector: Selector = Recorded(SELECTORS["hkvd"])
-    with open_engine(tiny_model("llama"), store=store) as engine:
-        store.losses = [Loss(names_at(engine, RAG, 50)[0], 3)]
-        engine.prefill(RAG, selector=selector)
-    assert [asked.layer for asked in selector.asked] == [1, 2, 1, 2]
-    assert [asked.total for asked in selector.asked] == [115, 115, 99, 99]

@@ -26,35 +26,23 @@ def model_with(*adapters: str) -> Any:
     return model
 
 
-def test_a_model_without_adapters_has_no_digest() -> None:
+def test_a_digest_tells_which_adapters_are_active() -> None:
     watch = AdapterWatch(model_with())
     assert watch.digest == "" and not watch.look() and watch.version == 0
     assert with_adapters("weights", "") == "weights"
-
-
-def test_equal_adapters_agree_whatever_else_is_loaded() -> None:
-    alone, beside = AdapterWatch(model_with("a")), AdapterWatch(model_with("a", "b"))
-    assert alone.digest == beside.digest != ""
-    other = model_with("a", "b")
-    set_adapter(other, "b")
-    assert AdapterWatch(other).digest not in ("", alone.digest)
-
-
-def test_a_name_is_part_of_the_digest() -> None:
-    one, two = model_with(), model_with()
-    add_adapter(one, "x", seed=1)
-    add_adapter(two, "y", seed=1)
-    assert AdapterWatch(one).digest != AdapterWatch(two).digest
-
-
-def test_of_several_active_adapters_all_count() -> None:
     model = model_with("a", "b")
-    watch, found = AdapterWatch(model), set()
-    for names in (("a",), ("a", "b"), ("b",)):
+    alone, watch = AdapterWatch(model_with("a")), AdapterWatch(model)
+    assert alone.digest == watch.digest != "", "whatever else is loaded"
+    found = {"", alone.digest}
+    for names in (("a", "b"), ("b",)):
         set_adapter(model, *names)
         watch.look()
         found.add(watch.digest)
-    assert len(found) == 3
+    assert len(found) == 4 and AdapterWatch(model).digest == watch.digest
+    one, two = model_with(), model_with()
+    add_adapter(one, "x", seed=1)
+    add_adapter(two, "y", seed=1)
+    assert AdapterWatch(one).digest != AdapterWatch(two).digest, "a name is part of it"
 
 
 def replace_weight(model: Any) -> None:
@@ -72,14 +60,6 @@ def hot_swap(model: Any) -> None:
         lora.lora_A["a"].weight.data.copy_(torch.randn_like(lora.lora_A["a"].weight))
 
 
-def scale(model: Any) -> None:
-    layers(model)[5].scaling["a"] = 3.0
-
-
-def replace_adapter(model: Any) -> None:
-    add_adapter(model, "a", seed=9)
-
-
 CHANGES: list[Callable[[Any], None]] = [
     lambda model: set_adapter(model, "b"),
     lambda model: set_adapter(model, "a", "b"),
@@ -88,8 +68,8 @@ CHANGES: list[Callable[[Any], None]] = [
     replace_weight,
     write_weight,
     hot_swap,
-    scale,
-    replace_adapter,
+    lambda model: layers(model)[5].scaling.update(a=3.0),
+    lambda model: add_adapter(model, "a", seed=9),
     merge,
 ]
 
@@ -105,34 +85,27 @@ def test_every_change_is_seen_once(change: Callable[[Any], None]) -> None:
     assert not watch.look() and watch.version == 1
 
 
-def test_switching_back_gives_the_digest_back() -> None:
+def test_switching_back_gives_the_digest_back_and_a_merge_leaves_its_rounding() -> None:
     model = model_with("a", "b")
     watch = AdapterWatch(model)
-    before = watch.digest
+    separate = watch.digest
     set_adapter(model, "b")
     assert watch.look()
     set_adapter(model, "a")
-    assert watch.look() and watch.digest == before
-
-
-def test_disabled_adapters_are_none() -> None:
-    model = model_with("a")
-    watch = AdapterWatch(model)
+    assert watch.look() and watch.digest == separate
     disable(model)
     assert watch.look() and watch.digest == ""
     disable(model, False)
-    assert watch.look() and watch.digest == AdapterWatch(model_with("a")).digest
-
-
-def test_a_merge_that_is_taken_back_leaves_its_rounding() -> None:
-    model = model_with("a")
-    watch = AdapterWatch(model)
-    separate = watch.digest
+    assert watch.look() and watch.digest == separate
     merge(model)
     watch.look()
     merged = watch.digest
     unmerge(model)
     assert watch.look() and watch.digest not in ("", separate, merged)
+    merge(model)
+    unload(model)  # for good: the weights are not the model's any more
+    assert watch.look() and watch.digest != ""
+    assert not list(adapted_layers(model)) and not watch.look()
 
 
 @pytest.mark.parametrize("is_opened_merged", [True, False])
@@ -152,39 +125,21 @@ def test_weights_that_are_written_under_a_merged_adapter_are_others(is_opened_me
     assert not watch.look()
 
 
-def test_weights_that_an_adapter_was_merged_into_for_good_are_not_the_models() -> None:
-    model = model_with("a")
-    watch = AdapterWatch(model)
-    merge(model)
-    unload(model)
-    assert watch.look() and watch.digest != ""
-    assert not list(adapted_layers(model)) and not watch.look()
-
-
 def test_the_fingerprint_of_weights_is_that_of_the_model_without_adapters() -> None:
     plain = fingerprint_model(model_with())
     assert fingerprint_model(model_with("a")) == plain == fingerprint_model(model_with("a", "b"))
     merged = model_with("a")
     merge(merged)
     assert fingerprint_model(merged) != plain
-
-
-def test_blocks_are_named_by_the_adapters_too() -> None:
-    plain = ModelIdentity(None, "weights", "float32", None, "m")
-    roots = {
+    roots = {  # blocks are named by the adapters, too
         ModelIdentity(None, "weights", "float32", None, "m", adapters).planner(BlendConfig()).root
         for adapters in ("", "one", "two")
     }
-    assert len(roots) == 3 and plain.planner(BlendConfig()).root in roots
+    assert len(roots) == 3
+    assert ModelIdentity(None, "weights", "float32", None, "m").planner(BlendConfig()).root in roots
 
 
 # ---- the weights themselves -------------------------------------------------------------------------------
-
-
-def trained(model: Any) -> None:
-    """A step of training, as an optimiser writes it."""
-    with torch.no_grad():
-        model.model.layers[2].mlp.up_proj.weight.mul_(1.01)
 
 
 def in_data(model: Any) -> None:
@@ -193,20 +148,27 @@ def in_data(model: Any) -> None:
         weight.data.mul_(1.5)
 
 
+def trained(model: Any) -> None:
+    """A step of training, as an optimiser writes it."""
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight.mul_(1.01)
+
+
 def replaced(model: Any) -> None:
     layer = model.model.layers[1].self_attn
     layer.k_proj.weight = torch.nn.Parameter(layer.k_proj.weight.detach() * 2)
 
 
-def loaded(model: Any) -> None:
-    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+WRITES: list[Callable[[Any], None]] = [
+    trained,
+    in_data,
+    replaced,
+    lambda model: model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()}),
+    lambda model: model.half(),
+]
 
 
-def halved(model: Any) -> None:
-    model.half()
-
-
-@pytest.mark.parametrize("change", [trained, in_data, replaced, loaded, halved])
+@pytest.mark.parametrize("change", WRITES, ids=["trained", "in data", "replaced", "loaded", "halved"])
 @pytest.mark.parametrize("adapters", [(), ("a",)], ids=["plain", "adapted"])
 def test_weights_that_are_written_to_are_part_of_the_digest(
     adapters: tuple[str, ...], change: Callable[[Any], None]
@@ -245,16 +207,7 @@ def test_a_lower_precision_of_float32_multiplications_is_part_of_the_digest() ->
     assert watch.look() and watch.digest == ""
 
 
-def test_weights_that_are_no_numbers_are_not_another_model_at_each_look() -> None:
-    model = model_with()
-    with torch.no_grad():
-        model.model.norm.weight.fill_(float("nan"))
-        model.lm_head.weight.fill_(float("nan"))
-    watch = AdapterWatch(model)
-    assert not watch.look() and watch.digest == ""
-
-
-def test_weights_made_in_inference_mode_have_no_versions_and_are_watched_by_their_values() -> None:
+def test_weights_without_versions_are_watched_by_their_values_and_those_that_are_no_numbers_do_not_change() -> None:
     with torch.inference_mode():
         model = model_with()
         for weight in model.parameters():
@@ -264,3 +217,9 @@ def test_weights_made_in_inference_mode_have_no_versions_and_are_watched_by_thei
     with torch.inference_mode():
         in_data(model)
     assert watch.look() and watch.digest != ""
+    model = model_with()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+        model.lm_head.weight.fill_(float("nan"))
+    watch = AdapterWatch(model)
+    assert not watch.look() and watch.digest == ""

@@ -1,21 +1,24 @@
-"""`attend_rows` against the dense oracle, on both routes."""
+"""Attention of rows against the dense oracle: plain PyTorch on both routes, weights for those who look at them, and the
+kernel, under Triton's interpreter or on a GPU."""
 
 import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.fuse import question
 from cacheblend.core.kernels import attention
-from cacheblend.core.kernels.attention import attend_rows
+from cacheblend.core.kernels.attention import attend_rows, attention_weights
 from cacheblend.core.kernels.attention_spec import AttentionSpec
+from campaign import SHARE, share
+from kernel_cases import ATTENTION_TOLERANCE, compare, compare_attention
 from reference_attention import dense_attention
 
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")),
-]
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2.5e-2}
 SPECS = {
     "plain": {},
@@ -143,7 +146,23 @@ def test_the_strides_of_sdpas_output_are_a_backends_choice(kind, order, monkeypa
         assert torch.allclose(last, dense_attention(query, keys, values, at, spec)[-1].to(last.dtype), atol=1e-5)
 
 
-def _check_as_good_as_sdpa(query, keys, values, at, window=None):
+REACHING = [range(4200, 4821, 20), range(4070, 4160), range(4590, 4700)]
+"""Groups that reach over the tile boundary at 4096: a window hides the first span from some of their rows."""
+
+
+@pytest.mark.parametrize(
+    "positions,window,query_scale,common_key",
+    [
+        *((range(1200), None, *each) for each in [(1, 0), (1.5, 0), (3, 0), (20, 0), (1, 10), (3, 10)]),
+        *itertools.product(REACHING, [512, 40, None], [4, 11, 21], [0]),
+        *itertools.product(REACHING, [512, 40, None], [4], [10]),
+    ],
+)
+def test_bf16_is_as_good_as_sdpa(positions, window, query_scale, common_key):
+    """Large logits (Qwen2's key bias makes such) must not lose what a rounded product loses."""
+    query, keys, values, at = _inputs(4, 2, 64, positions[-1] + 1, list(positions))
+    keys += common_key * torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(1))
+    query, keys, values = ((query * query_scale).bfloat16(), keys.bfloat16(), values.bfloat16())
     spec = AttentionSpec(0.125, window=window)
     behind = at[:, None] - torch.arange(keys.shape[1])
     mask = (behind >= 0) & (behind < (window or keys.shape[1]))
@@ -156,27 +175,6 @@ def _check_as_good_as_sdpa(query, keys, values, at, window=None):
     assert ours.mean() <= 2.0**2 * sdpa.mean()
 
 
-@pytest.mark.parametrize("query_scale,common_key", [(1, 0), (1.5, 0), (3, 0), (20, 0), (1, 10), (3, 10)])
-def test_bf16_is_as_good_as_sdpa(query_scale, common_key):
-    """Large logits (Qwen2's key bias makes such) must not lose what a rounded product loses."""
-    positions = list(range(1200))
-    query, keys, values, at = _inputs(4, 2, 64, 1200, positions)
-    keys += common_key * torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(1))
-    query, keys, values = ((query * query_scale).bfloat16(), keys.bfloat16(), values.bfloat16())
-    _check_as_good_as_sdpa(query, keys, values, at)
-
-
-@pytest.mark.parametrize("query_scale,common_key", [(4, 0), (11, 0), (21, 0), (4, 10)])
-@pytest.mark.parametrize("window", [512, 40, None])
-@pytest.mark.parametrize("positions", [range(4200, 4821, 20), range(4070, 4160), range(4590, 4700)])
-def test_bf16_is_as_good_as_sdpa_where_a_window_hides_a_first_span(positions, window, query_scale, common_key):
-    """Groups that reach over the tile boundary at 4096: a window hides the first span from some of their rows."""
-    query, keys, values, at = _inputs(4, 2, 64, positions[-1] + 1, list(positions))
-    keys += common_key * torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(1))
-    query, keys, values = ((query * query_scale).bfloat16(), keys.bfloat16(), values.bfloat16())
-    _check_as_good_as_sdpa(query, keys, values, at, window)
-
-
 def test_extreme_scores_stay_finite():
     query, keys, values, at = _inputs(4, 2, 64, 700, list(range(700)), torch.bfloat16)
     keys[:, :] = -keys.abs() * 30
@@ -185,19 +183,11 @@ def test_extreme_scores_stay_finite():
         assert result.isfinite().all()
 
 
-def test_no_rows():
-    query, keys, values, _ = _inputs(4, 2, 8, 5, [4])
-    result = attend_rows(query[:, :0], keys, values, torch.empty(0, dtype=torch.int64), AttentionSpec(1.0))
-    assert result.shape == (0, 4, 8)
-
-
-def test_length_one_returns_the_value():
+def test_no_rows_one_key_and_inputs_that_stay_as_they_are():
     query, keys, values, at = _inputs(4, 2, 8, 1, [0])
     result = attend_rows(query, keys, values, at, AttentionSpec(1.0))
     torch.testing.assert_close(result[0], values[:, 0].repeat_interleave(2, 0))
-
-
-def test_inputs_stay_as_they_are():
+    assert attend_rows(query[:, :0], keys, values, at[:0], AttentionSpec(1.0)).shape == (0, 4, 8)
     inputs = _inputs(4, 2, 8, 50, list(range(3, 50, 4)))
     before = [tensor.clone() for tensor in inputs]
     attend_rows(*inputs, _spec(4, **SPECS["all"]))
@@ -224,3 +214,121 @@ def test_refuses_what_does_not_fit(query, keys, values, positions, message):
             torch.tensor(positions),
             AttentionSpec(1.0),
         )
+
+
+# ---- weights of few rows ----------------------------------------------------------------------------------
+
+
+WEIGHED = {
+    "plain": AttentionSpec(0.3),
+    "window": AttentionSpec(0.3, window=9),
+    "softcap": AttentionSpec(0.3, softcap=2.0),
+    "sinks": AttentionSpec(0.3, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+    "all of them": AttentionSpec(0.3, window=9, softcap=2.0, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("spec", WEIGHED)
+def test_weights_mix_values_as_dense_attention_does(spec: str, kv_heads: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.tensor([12, 13, 29, 30])
+    query, keys, values = (
+        torch.randn(heads, n, 8, generator=generator).to(dtype) for heads, n in ((4, 4), (kv_heads, 31), (kv_heads, 31))
+    )
+    weights = attention_weights(query, keys, positions, torch.arange(31), WEIGHED[spec])
+    assert weights.shape == (4, 4, 31) and weights.dtype == torch.float32
+    mixed = torch.bmm(weights, values.float().repeat_interleave(4 // kv_heads, 0)).transpose(0, 1)
+    expected = dense_attention(query, keys, values, positions, WEIGHED[spec])
+    torch.testing.assert_close(mixed, expected, rtol=1e-5, atol=1e-5)
+    assert (weights.sum(-1) < 1 - 1e-4).all() == (WEIGHED[spec].sinks is not None)
+
+
+def test_keys_that_are_left_out_get_nothing_and_the_rest_gets_it_all() -> None:
+    query, keys = torch.randn(2, 2, 8), torch.randn(2, 20, 8)
+    at = torch.tensor([0, 1, 5, 6, 18, 19])
+    positions = torch.tensor([18, 19])
+    some = attention_weights(query, keys[:, at], positions, at, WEIGHED["plain"])
+    hidden = torch.ones(20, dtype=torch.bool)
+    hidden[at] = False
+    every = attention_weights(query, keys, positions, torch.arange(20), WEIGHED["plain"])
+    every[..., hidden] = 0
+    torch.testing.assert_close(some, (every / every.sum(-1, keepdim=True))[..., at])
+    assert some[:, 0, -1].eq(0).all()  # row 18 does not see key 19
+
+
+@pytest.mark.parametrize("bound", [1, 100, 1 << 24])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2), (6, 3), (5, 1)])
+def test_groups_cover_all_heads_with_their_kv_heads(
+    heads: int, kv_heads: int, bound: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(question, "_MAX_WEIGHTS", bound)
+    groups = question._groups(torch.zeros(heads, 3, 4), 5, kv_heads)
+    covered = [(head, head // (heads // kv_heads)) for head in range(heads)]
+    assert [h for part, _ in groups for h in range(heads)[part]] == [head for head, _ in covered]
+    for part, kv_part in groups:
+        assert sorted({kv for head, kv in covered if head in range(heads)[part]}) == list(range(kv_heads)[kv_part])
+        assert len(range(heads)[part]) * 3 * 5 <= max(bound, heads // kv_heads * 15)
+
+
+# ---- the kernel -------------------------------------------------------------------------------------------
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MAX_SCORES = 1_000_000 if SHARE == 1 else 200_000  # the interpreter takes about a second for the former
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    pytest.importorskip("triton", reason="Triton is not installed here")
+    from cacheblend.core.kernels import attention_triton
+
+    return attention_triton.attend_rows
+
+
+@st.composite
+def cases(draw):
+    """(query, keys, values, positions, spec) of any shape that models have, and splits of the keys."""
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 8))
+    head_dim = draw(st.sampled_from([8, 16, 64, 96, 128, 256]))
+    length = draw(st.integers(1, 200) | st.integers(1, 200) | st.integers(1, 200) | st.integers(1, 2000))
+    most = max(1, MAX_SCORES // (kv_heads * group * length))
+    rows = min(length, most, draw(st.integers(1, 20) | st.integers(1, 300)))
+    dtype = draw(st.sampled_from(list(ATTENTION_TOLERANCE)))
+    random = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    if draw(st.booleans()):
+        positions = torch.randperm(length, generator=random)[:rows].sort().values
+    else:  # the end of the prompt
+        positions = torch.arange(length - rows, length)
+    shapes = (kv_heads * group, rows, head_dim), (kv_heads, length, head_dim), (kv_heads, length, head_dim)
+    query, keys, values = (torch.randn(shape, generator=random).to(DEVICE, dtype) for shape in shapes)
+    sinks = torch.randn(kv_heads * group, generator=random).to(DEVICE) if draw(st.booleans()) else None
+    spec = AttentionSpec(
+        draw(st.sampled_from([0.05, head_dim**-0.5, 0.5])),
+        draw(st.sampled_from([None, None, 1, 40, 500])),
+        draw(st.sampled_from([None, None, 5.0, 30.0])),
+        sinks,
+    )
+    return query, keys, values, positions.to(DEVICE), spec, draw(st.sampled_from([None, None, 1, 2, 7]))
+
+
+@pytest.mark.parametrize("pages", [False, True])
+@settings(max_examples=share(40), suppress_health_check=[*HealthCheck])
+@given(cases(), st.sampled_from([16, 32, 48]))
+def test_the_kernel_over_dense_buffers_and_a_paged_cache(kernel, pages, case, page) -> None:
+    compare_attention(*case, page=page if pages else None)
+
+
+def test_the_kernel_reads_nothing_behind_the_last_row_and_takes_views_and_no_rows(kernel) -> None:
+    query, keys, values = torch.randn(4, 3, 64), torch.randn(2, 200, 64), torch.randn(2, 200, 64)
+    positions = torch.tensor([5, 70, 130])
+    expected = dense_attention(query, keys, values, positions, AttentionSpec(0.125))
+    keys[:, 131:] = values[:, 131:] = torch.nan
+    moved = (each.to(DEVICE) for each in (query, keys, values, positions))
+    compare(torch.allclose(kernel(*moved, AttentionSpec(0.125)).cpu(), expected, atol=2e-5))
+    query = torch.randn(3, 4, 64, device=DEVICE).transpose(0, 1)  # as a layer's projection leaves it
+    keys, values = (torch.randn(50, 2, 64, device=DEVICE).transpose(0, 1) for _ in range(2))
+    compare_attention(query, keys, values, torch.tensor([1, 2, 49], device=DEVICE), AttentionSpec(0.1))
+    empty = kernel(query[:, :0], keys, values, torch.empty(0, dtype=torch.int64), AttentionSpec(1))
+    assert empty.shape == (0, 4, 64)

@@ -41,19 +41,14 @@ def test_jobs_run_in_order_on_another_thread_which_ends(background: Background) 
     assert not any(t.name == "cacheblend-background" for t in threading.enumerate())
 
 
-def test_no_job_is_begun_while_a_request_is_under_way(background: Background) -> None:
-    """Also one that fails."""
-    ran = threading.Event()
-    with pytest.raises(KeyError), request_on(background):
+def test_no_job_is_begun_while_a_request_is_under_way_and_it_waits_for_none(background: Background) -> None:
+    ran, begun, go_on, second = (threading.Event() for _ in range(4))
+    with pytest.raises(KeyError), request_on(background):  # also by one that fails
         with request_on(background):
             background.submit("a", ran.set)
         assert not ran.wait(0.05)
         raise KeyError
     assert ran.wait(SOON)
-
-
-def test_a_request_does_not_wait_for_the_job_under_way_and_stops_the_next(background: Background) -> None:
-    begun, go_on, second = threading.Event(), threading.Event(), threading.Event()
     background.submit("long", lambda: (begun.set(), go_on.wait(SOON)))
     assert begun.wait(SOON)
     background.submit("next", second.set)
@@ -63,27 +58,21 @@ def test_a_request_does_not_wait_for_the_job_under_way_and_stops_the_next(backgr
     assert second.wait(SOON)
 
 
-def test_a_job_that_waits_is_not_queued_twice(background: Background) -> None:
+def test_what_waits_is_not_queued_twice_and_more_than_the_limit_is_dropped_and_counted(background: Background) -> None:
     runs: list[int] = []
     with request_on(background):
         assert background.submit("a", lambda: runs.append(1))
         assert background.submit("a", lambda: runs.append(2))
-    assert background.flush(SOON)
-    assert runs == [1]
+    assert background.flush(SOON) and runs == [1]
     background.submit("a", lambda: runs.append(3))
-    assert background.flush(SOON)
-    assert runs == [1, 3]
+    assert background.flush(SOON) and runs == [1, 3]
     assert background.dropped == 0
-
-
-def test_more_than_the_limit_is_dropped_and_counted(background: Background) -> None:
-    runs: list[int] = []
+    runs.clear()
     with request_on(background):
         taken = [background.submit(i, lambda i=i: runs.append(i)) for i in range(5)]
     assert taken == [True] * 3 + [False] * 2
     assert background.dropped == 2
-    assert background.flush(SOON)
-    assert runs == [0, 1, 2]
+    assert background.flush(SOON) and runs == [0, 1, 2]
     none = Background(limit=0)
     assert not none.submit("a", lambda: None) and none.dropped == 1
     none.close()
@@ -101,8 +90,8 @@ def test_a_failing_job_does_not_end_the_thread(background: Background, caplog: p
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_flush_works_the_queue_off_during_a_request(background: Background) -> None:
-    ran = threading.Event()
+def test_flush_works_the_queue_off_during_a_request_or_gives_up_after_its_timeout(background: Background) -> None:
+    ran, go_on = threading.Event(), threading.Event()
     with request_on(background):
         background.submit("a", ran.set)
         assert background.flush(SOON)
@@ -110,11 +99,7 @@ def test_flush_works_the_queue_off_during_a_request(background: Background) -> N
         background.submit("b", ran.clear)
         time.sleep(0.05)
         assert ran.is_set()  # the flush is over: a request holds the queue again
-
-
-def test_flush_gives_up_after_its_timeout(background: Background) -> None:
-    assert background.flush(0)
-    go_on = threading.Event()
+    assert background.flush(SOON) and background.flush(0)
     background.submit("a", lambda: go_on.wait(SOON))
     started = time.monotonic()
     assert not background.flush(0.05)
@@ -138,10 +123,10 @@ def test_close_drops_what_waits_and_ends_the_thread() -> None:
     background.close()
 
 
-def test_a_caller_that_is_never_idle_catches_up(background: Background) -> None:
-    done: list[tuple[str, str]] = []
+def test_a_caller_that_is_never_idle_catches_up_and_patient_jobs_do_not_take_all_places() -> None:
+    background, done = Background(limit=4), list[tuple[object, str]]()
 
-    def note(name: str) -> None:
+    def note(name: object) -> None:
         done.append((name, threading.current_thread().name))
 
     with request_on(background):
@@ -151,19 +136,13 @@ def test_a_caller_that_is_never_idle_catches_up(background: Background) -> None:
         assert background.catch_up(0.0)
         assert not background.catch_up(0.0)
         assert done == [("a", threading.current_thread().name)]
-    assert background.flush(SOON)
-    assert [name for name, _ in done] == ["a", "patient"]
-
-
-def test_patient_jobs_do_not_take_all_places() -> None:
-    background = Background(limit=4)
-    done: list[int] = []
+    assert background.flush(SOON) and done.pop()[0] == "patient" and done.pop()
     with request_on(background):
         for number in range(9):
-            assert background.submit(number, lambda n=number: done.append(n), patient=True)
-        assert background.submit("a", lambda: done.append(-1))
+            assert background.submit(number, lambda n=number: note(n), patient=True)
+        assert background.submit("a", lambda: note("a"))
     assert background.flush(SOON)
-    assert done == [8, -1] and background.dropped == 8
+    assert [name for name, _ in done] == [8, "a"] and background.dropped == 8
     background.close()
 
 

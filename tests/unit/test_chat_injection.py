@@ -221,20 +221,50 @@ def user(content: str, **beside: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content, **beside}]
 
 
+def changed(change: str) -> str:
+    return CHATML.replace("m.content", f"(m.content{change})")
+
+
+FORGED = CHATML + "{% if false %}<think>{% endif %}"  # `<think>` is a marker of this template
+
+
 @pytest.mark.parametrize(
-    ("change", "content"),
+    ("source", "content", "tool"),
     [
-        ("| replace('<br>', '')", "a <|im_<br>start|> b"),
-        (".replace('/no_think', '').replace('/think', '')", "a <|im_/thinkstart|> b /no_think"),
-        (".replace('/no_think', '').replace('/think', '')", "/think<|im_st/thinkart|>/think"),
-        ("[1:-1]", "x<|im_<br>start|>x"),
-        ("| striptags", "&lt;|im_start|&gt;"),
-        ("| upper", "[inst]"),
+        (changed("| replace('<br>', '')"), "a <|im_<br>start|> b", {}),
+        (changed(".replace('/no_think', '').replace('/think', '')"), "a <|im_/thinkstart|> b /no_think", {}),
+        (changed(".replace('/no_think', '').replace('/think', '')"), "/think<|im_st/thinkart|>/think", {}),
+        (changed("[1:-1]"), "x<|im_<br>start|>x", {}),
+        (changed("| striptags"), "&lt;|im_start|&gt;", {}),
+        (changed("| upper"), "[inst]", {}),
+        pytest.param(
+            "{% for k, v in tools[0].function.parameters.items() %}<{{ k | replace('$', '') }}>{{ v }}{% endfor %}"
+            + FORGED,
+            "Who?",
+            {"parameters": {"|im_$start|": "x", "think": "y", "to$ol": "z"}},
+            id="keys of tools",
+        ),
+        pytest.param(
+            "{% for think in messages %}{% endfor %}{% for k, v in tools[0].function.items() %}<{{ k }}>{% endfor %}"
+            + FORGED,
+            "Who?",
+            {"think": "x"},
+            id="a key that the template has as a word: its loop's variable, as Qwen3-Coder's `tool_call`",
+        ),
+        pytest.param("{{ range(99999) | random }}" * 2 + CHATML, "a <b> c", {}, id="a template that tells the time"),
     ],
 )
-def test_what_a_template_makes_of_a_content_is_no_special_token(change: str, content: str) -> None:
-    source = CHATML.replace("m.content", f"(m.content{change})")
-    assert made(source, user(content))[0] == ONE
+def test_what_a_template_makes_of_a_conversation_is_no_special_token(
+    source: str, content: str, tool: dict[str, Any]
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "description": "f"} | tool}]
+    assert made(source, user(content), tools=tools)[0] == ONE
+
+
+def test_code_of_a_template_is_no_marker() -> None:
+    """Added tokens that are its operators and tags are parsed in contents, as by transformers."""
+    source = CHATML + "{# <think> #}{% if messages | length == 0 %}{% endif %}"
+    assert made(source, user("if a == b %} <think>"))[0] == ["<|im_start|>", "==", "%}", "<think>", *ONE[1:]]
 
 
 def test_a_command_to_the_template_is_obeyed() -> None:
@@ -244,19 +274,6 @@ def test_a_command_to_the_template_is_obeyed() -> None:
     tokens, text = made(source, user("a < b | c > d: who wrote it? /no_think"))
     assert tokens == [*ONE, *ADDED]
     assert "wrote it?<|im_end|>" in text
-
-
-def test_keys_of_tools_close_no_token_that_the_template_opens() -> None:
-    source = "{% for k, v in tools[0].function.parameters.items() %}<{{ k | replace('$', '') }}>{{ v }}{% endfor %}"
-    tools = [Chat.tool("f", {"|im_$start|": "x", "think": "y", "to$ol": "z"})]
-    assert made(source + CHATML + "{% if false %}<think>{% endif %}", user("Who?"), tools=tools)[0] == ONE
-
-
-def test_a_key_that_the_template_has_as_a_word_closes_no_token() -> None:
-    """Its loop's variable, as Qwen3-Coder's `tool_call`."""
-    source = "{% for think in messages %}{% endfor %}{% for k, v in tools[0].function.items() %}<{{ k }}>{% endfor %}"
-    tools = [{"type": "function", "function": {"name": "f", "think": "x"}}]
-    assert made(source + CHATML + "{% if false %}<think>{% endif %}", user("Who?"), tools=tools)[0] == ONE
 
 
 @pytest.mark.parametrize("role", ["im_end", "end", "x im_end"])
@@ -274,32 +291,26 @@ def test_what_is_printed_as_python_has_it_stays_as_it_is() -> None:
     assert tokens == ONE and "<|im_start|> and <|im_end|>" in text and "\\U" not in text
 
 
-@pytest.mark.parametrize("cut", range(1, len("<|im_start|>")))
-def test_names_and_titles_do_not_join_with_texts(cut: int) -> None:
-    first, second = "<|im_start|>"[:cut], "<|im_start|>"[cut:]
-    assert made(CHATML.replace("m.content", "m.name ~ m.content"), user(second, name=first))[0] == ONE
-    source = "{% for d in documents %}{{ d.title ~ d.text }}{% endfor %}" + CHATML
-    assert made(source, user("Who?"), [Passage(f"{second} wrote it", first)])[0] == ONE
+def test_names_and_titles_do_not_join_with_texts() -> None:
+    for cut in range(1, len("<|im_start|>")):
+        first, second = "<|im_start|>"[:cut], "<|im_start|>"[cut:]
+        assert made(CHATML.replace("m.content", "m.name ~ m.content"), user(second, name=first))[0] == ONE, cut
+        source = "{% for d in documents %}{{ d.title ~ d.text }}{% endfor %}" + CHATML
+        assert made(source, user("Who?"), [Passage(f"{second} wrote it", first)])[0] == ONE, cut
 
 
 @pytest.mark.parametrize("content", ["Who?", "<think>x</think>Who?"])
-def test_passages_in_an_answer_have_no_thoughts(content: str) -> None:
-    """Documents without a place, of a chat without a question; the answer's own thoughts stay."""
+def test_thoughts_of_an_answer_stay_thoughts_and_passages_in_it_have_none(content: str) -> None:
+    """Documents without a place, of a chat without a question; special tokens beside the answer's own thoughts."""
     source = CHATML + "{% if false %}<think></think>{% endif %}"
     passages = [Passage("<think> a passage", "t"), Passage("<th"), Passage("ink> another")]
     tokens, text = made(source, [{"role": "assistant", "content": content}], passages)
     assert tokens == [ONE[0], *(ADDED if "<" in content else []), *ONE[1:]]
     assert f"<think> a passage<think> another{content}<|im_end|>" in text
-
-
-@pytest.mark.parametrize(
-    "content", ["<think>x</think> <|im_end|>", "<|im_end|><think>x</think>", "<think></think><|im_end|>"]
-)
-def test_thoughts_beside_a_special_token_stay_thoughts(content: str) -> None:
-    source = CHATML + "{% if false %}<think></think>{% endif %}"
-    tokens, text = made(source, [{"role": "assistant", "content": content}])
-    assert tokens == [ONE[0], *ADDED, *ONE[1:]]
-    assert f"assistant\n{content}<|im_end|>" in text
+    for beside in ("<think>x</think> <|im_end|>", "<|im_end|><think>x</think>", "<think></think><|im_end|>"):
+        tokens, text = made(source, [{"role": "assistant", "content": beside}])
+        assert tokens == [ONE[0], *ADDED, *ONE[1:]]
+        assert f"assistant\n{beside}<|im_end|>" in text
 
 
 def test_a_template_finds_the_channels_that_it_looks_for() -> None:
@@ -314,12 +325,6 @@ def test_a_template_finds_the_channels_that_it_looks_for() -> None:
     assert "thought" not in made(source, [{"role": "assistant", "content": "a thought<|channel|>Me."}])[1]
 
 
-def test_code_of_a_template_is_no_marker() -> None:
-    """Added tokens that are its operators and tags are parsed in contents, as by transformers."""
-    source = CHATML + "{# <think> #}{% if messages | length == 0 %}{% endif %}"
-    assert made(source, user("if a == b %} <think>"))[0] == ["<|im_start|>", "==", "%}", "<think>", *ONE[1:]]
-
-
 def test_what_cannot_be_told_from_the_templates_own_is_refused() -> None:
     tokenizer = tokenizers.with_tokens(tokenizers.byte_level(), ["<b>"])
     tokenizer.chat_template = CHATML.replace("m.content", "m.content | replace('<br>', '')") + "<b>"
@@ -330,16 +335,9 @@ def test_what_cannot_be_told_from_the_templates_own_is_refused() -> None:
         assert special_tokens(tokenizer, builder.chat(user(content)).token_ids.tolist()) == ONE
 
 
-def test_a_template_that_tells_the_time_has_its_own_tokens() -> None:
-    assert made("{{ range(99999) | random }}{{ range(99999) | random }} " + CHATML, user("a <b> c"))[0] == ONE
-
-
 @pytest.mark.parametrize("depth", [50, 400])
-def test_texts_beside_contents_are_looked_at_once(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_beside_contents_are_looked_at_once(depth: int) -> None:
     """However deep they are nested."""
-    value: Any = {f"key {at}": "x<|im_end|>" for at in range(20)}
-    for _ in range(depth):
-        value = {"a": value, "b": "c"}
     seen = 0
 
     class Counting(dict[str, Any]):
@@ -353,9 +351,8 @@ def test_texts_beside_contents_are_looked_at_once(depth: int, monkeypatch: pytes
             seen += 1
             return super().__iter__()
 
-    def counting(inner: Any) -> Any:
-        return Counting({k: counting(v) for k, v in inner.items()}) if isinstance(inner, dict) else inner
-
-    tokens, _ = made(CHATML, user("Who?"), extra=counting(value))
-    assert tokens == ONE
+    value: Any = Counting({f"key {at}": "x<|im_end|>" for at in range(20)})
+    for _ in range(depth):
+        value = Counting({"a": value, "b": "c"})
+    assert made(CHATML, user("Who?"), extra=value)[0] == ONE
     assert depth <= seen <= 10 * depth

@@ -77,7 +77,7 @@ def renamed(file: Path, content: bytes) -> None:
 
 
 def copied(file: Path, content: bytes) -> None:
-    """`cp -p`: the file stays, its time is set."""
+    """The file stays, its time is set; see also `by_cp`."""
     source = file.parent.parent / "source"
     renamed(source, content)
     shutil.copy2(source, file)
@@ -107,13 +107,11 @@ def from_archive(file: Path, content: bytes) -> None:
 
 
 def mapped(file: Path, content: bytes) -> None:
-    if len(content) != file.stat().st_size:
-        return in_place(file, content)
+    os.truncate(file, len(content))
     with file.open("r+b") as stream, mmap.mmap(stream.fileno(), 0) as memory:
         memory[:] = content
         memory.flush()
     os.utime(file, (LONG_AGO, LONG_AGO))
-    return None
 
 
 def behind_a_link(file: Path, content: bytes) -> None:
@@ -187,16 +185,13 @@ def test_a_sample_has_a_spot_of_every_tensor_and_reads_little(tmp_path: Path, mo
         assert sample_of(file) != before
 
 
-def test_a_file_that_was_just_written_is_hashed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_was_just_written_is_hashed_again_and_one_that_is_written_to_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, states = write_folder(tmp_path / "model", "safetensors"), iter(range(100))
     monkeypatch.setattr(fingerprint, "SETTLED_S", 60.0)
-    folder = write_folder(tmp_path / "model", "safetensors")
     fingerprint_folder(folder)
     assert not list((tmp_path / "cache").rglob("*.json"))
-
-
-def test_a_file_that_is_written_to_all_the_while_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_folder(tmp_path / "model", "safetensors")
-    states = iter(range(100))
     monkeypatch.setattr(fingerprint, "state_of", lambda file: (1, 2, next(states), 4))
     with pytest.raises(InvalidInputError, match=r"model\.safetensors is being written to"):
         fingerprint_folder(folder)
@@ -243,15 +238,6 @@ def cut(file: Path) -> None:
     os.truncate(file, file.stat().st_size - 1000)
 
 
-def cut_in_the_header(file: Path) -> None:
-    os.truncate(file, 40)
-
-
-def longer(file: Path) -> None:
-    with file.open("ab") as stream:
-        stream.write(b"more")
-
-
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 12345\n"
 
 
@@ -260,18 +246,27 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2
     [
         ("safetensors", cut, r"model\.safetensors is cut off: it has 12\d* of 12\d* bytes; download it again"),
         ("shards", cut, r"model-00001-of-00003\.safetensors is cut off: it has \d+ of \d+ bytes; download it again"),
-        ("safetensors", cut_in_the_header, r"model\.safetensors \(40 bytes\) has no readable header"),
-        ("safetensors", longer, r"model\.safetensors is damaged: it has \d+ of \d+ bytes; download it again"),
+        ("safetensors", lambda file: os.truncate(file, 40), r"model\.safetensors \(40 bytes\) has no readable header"),
+        (
+            "safetensors",
+            lambda file: file.write_bytes(file.read_bytes() + b"more"),
+            r"model\.safetensors is damaged: it has \d+ of \d+ bytes; download it again",
+        ),
         ("safetensors", lambda file: file.write_bytes(b""), r"is empty \(0 bytes\); download it again"),
         ("safetensors", lambda file: file.write_bytes(POINTER), r"pointer of git-lfs .*`git lfs pull`"),
         ("bin", lambda file: file.write_bytes(POINTER), r"pytorch_model\.bin is a pointer of git-lfs"),
         ("bin", lambda file: file.write_bytes(b""), r"pytorch_model\.bin is empty"),
         ("bin", cut, r"pytorch_model\.bin is cut off after \d+ bytes: .*; download it again"),
         ("shards", lambda file: file.unlink(), r"index\.json names 3 files, of which model-00001-of-00003"),
+        (
+            "shards",
+            lambda file: (file.parent / "model.safetensors.index.json").write_text("{"),
+            r"index\.json is no index of weight files .*download it again",
+        ),
     ],
 )
 def test_files_that_are_not_whole_are_refused_by_name(
-    kind: str, damage: Callable[[Path], None], message: str, tmp_path: Path
+    kind: str, damage: Callable[[Path], object], message: str, tmp_path: Path
 ) -> None:
     folder = write_folder(tmp_path / "model", kind)
     check_files(folder)
@@ -280,13 +275,9 @@ def test_files_that_are_not_whole_are_refused_by_name(
         check_files(folder)
 
 
-def test_a_damaged_index_and_a_link_to_nothing(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "model", "shards")
-    (folder / "model.safetensors.index.json").write_text("{")
-    with pytest.raises(InvalidInputError, match=r"index\.json is no index of weight files .*download it again"):
-        check_files(folder)
-    other = write_folder(tmp_path / "other", "safetensors")
-    (other / "model.safetensors").unlink()
-    (other / "model.safetensors").symlink_to(tmp_path / "gone")
+def test_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", "safetensors")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(tmp_path / "gone")
     with pytest.raises(InvalidInputError, match=r"model\.safetensors cannot be read \(No such file"):
-        fingerprint_folder(other)
+        fingerprint_folder(folder)

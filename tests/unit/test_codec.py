@@ -66,34 +66,18 @@ def test_sizes_are_as_said_and_heads_are_apart(name: str, heads: int, tokens: in
     assert torch.equal(decoded, record) or not codec.is_exact
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8", "int4"])
-@pytest.mark.parametrize("fill", [0.0, 1.0, -3.5, 1e-9, 6e4])
-def test_rows_of_equal_numbers(name: str, fill: float) -> None:
-    record = torch.full((2, 2, 70, 16), fill)
-    assert back(name, record) == pytest.approx(record, rel=0.05, abs=1e-4)
-
-
-@pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_a_huge_number_does_not_overflow(name: str) -> None:
-    record = torch.ones(1, 2, 3, 8) * 1e38
-    assert bool(back(name, record).isfinite().all())
-
-
-def test_bytes_over_those_of_bf16() -> None:
-    for name, at_most in (("int8", 0.516), ("fp8", 0.516), ("int4", 0.282)):
-        share = codec_of(name).head_bytes(256, 64, torch.bfloat16) / (2 * 256 * 64 * 2)
-        assert share <= at_most
-
-
-@pytest.mark.parametrize("name", ["int8", "fp8", "int4"])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_no_number_is_refused(name: str, bad: float) -> None:
-    record = record_of(1, 4, 8)
-    record[0, 1, 2, 3] = bad
-    with pytest.raises(InvalidInputError, match="use the codec raw"):
-        codec_of(name).encode(record)
-
-
-def test_an_unknown_codec_names_those_there_are() -> None:
+@pytest.mark.parametrize(("name", "at_most"), [("int8", 0.516), ("fp8", 0.516), ("int4", 0.282)])
+def test_numbers_at_the_limits(name: str, at_most: float) -> None:
+    for fill in (0.0, 1.0, -3.5, 1e-9, 6e4):
+        record = torch.full((2, 2, 70, 16), fill)
+        assert back(name, record) == pytest.approx(record, rel=0.05, abs=1e-4)
+    if name != "int4":  # a huge number does not overflow
+        assert bool(back(name, torch.ones(1, 2, 3, 8) * 1e38).isfinite().all())
+    for bad in (float("nan"), float("inf")):
+        record = record_of(1, 4, 8)
+        record[0, 1, 2, 3] = bad
+        with pytest.raises(InvalidInputError, match="use the codec raw"):
+            codec_of(name).encode(record)
+    assert codec_of(name).head_bytes(256, 64, torch.bfloat16) <= at_most * 2 * 256 * 64 * 2  # bytes of bf16
     with pytest.raises(InvalidInputError, match="'zip'; there are raw, int8, fp8, int4"):
         codec_of("zip")

@@ -1,5 +1,6 @@
-"""Settings: each bad one is refused at once, by name."""
+"""Settings: each bad one is refused at once, by name; and the report."""
 
+import json
 import math
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.report import BlendReport
 from cacheblend.core.select.question_selectors import Hybrid, Query
 from cacheblend.core.select.selection import Selection
 from cacheblend.core.select.selectors import (
@@ -17,7 +19,6 @@ from cacheblend.core.select.selectors import (
     NoRows,
     RandomRows,
     Threshold,
-    check_ratio,
 )
 
 
@@ -81,6 +82,7 @@ from cacheblend.core.select.selectors import (
         ({"capture_queue": float("nan")}, "capture_queue must be a whole number, got nan"),
         ({"capture": "false"}, "capture must be true or false, got 'false'"),
         ({"salt": 5}, "salt must be a text, got 5"),
+        ({"salt": "a\udcff"}, r"salt 'a\\udcff' has a lone surrogate at character 1"),
         ({"tile_rows": -1}, "tile_rows must be at least 0, got -1"),
         ({"capture_batch_tokens": 0}, "capture_batch_tokens must be at least 1, got 0"),
         ({"read_ahead": -1}, "read_ahead must be at least 0, got -1"),
@@ -106,26 +108,11 @@ def test_what_decides_quality_is_a_type_of_its_own() -> None:
         Selection(recompute_ratio=2)
 
 
-@pytest.mark.parametrize("name", ["hkvd", "query", "hybrid", "threshold", "head", "random", "none", "all"])
-def test_every_selector_can_be_named(name: str) -> None:
-    kind = {
-        "hkvd": Gradual,
-        "query": Query,
-        "hybrid": Hybrid,
-        "threshold": Threshold,
-        "head": Head,
-        "random": RandomRows,
-        "none": NoRows,
-        "all": AllRows,
-    }[name]
-    assert isinstance(BlendConfig(selector=name, threshold=1.0).make_selector(), kind)
-
-
-def test_the_defaults_are_the_papers() -> None:
-    assert BlendConfig().make_selector() == Gradual(0.15, "kv")
-
-
-def test_one_check_is_named_by_its_layer_or_its_ratio() -> None:
+def test_every_selector_can_be_named_and_one_check_by_its_layer_or_its_ratio() -> None:
+    for kind in (Query, Hybrid, Threshold, Head, RandomRows, NoRows, AllRows):
+        name = kind.__name__.removesuffix("Rows").lower().replace("no", "none")
+        assert isinstance(BlendConfig(selector=name, threshold=1.0).make_selector(), kind)
+    assert BlendConfig(selector="hkvd").make_selector() == BlendConfig().make_selector() == Gradual(0.15, "kv")
     assert BlendConfig(check_layers=(1,)).make_selector() == Hkvd((1,), (0.15,))
     assert BlendConfig(ratios=(0.2,)).make_selector() == Hkvd((1,), (0.2,))
     assert BlendConfig(ratios=(0.2,)).make_selector(0.3) == Hkvd((1,), (0.3,))
@@ -162,14 +149,13 @@ def test_hops_reach_the_selectors_that_ask() -> None:
     assert config.make_selector(0.25) == Hybrid((1,), (0.25,), 0.5, hops=1, hop_spans=2)
 
 
-@pytest.mark.parametrize("ratio", [0, 1, 0.5, 1.0])
-def test_good_ratios(ratio: float) -> None:
-    check_ratio(ratio)
-
-
-def test_a_salt_that_cannot_be_encoded_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match=r"salt 'a\\udcff' has a lone surrogate at character 1"):
-        BlendConfig(salt="a\udcff")
+def test_the_report_is_json_with_its_sum_and_shares_nothing() -> None:
+    report = BlendReport(prompt_tokens=10, hit_tokens={"prefix": 2, "memory": 3, "disk": 0}, fallbacks=["why"])
+    read = json.loads(json.dumps(report.to_dict()))
+    assert read["loaded_tokens"] == report.loaded_tokens == 5 and read["fallbacks"] == ["why"]
+    assert read["hit_tokens"] == {"prefix": 2, "memory": 3, "disk": 0}
+    report.to_dict()["fallbacks"].append("y")
+    assert report.fallbacks == ["why"] and BlendReport().loaded_tokens == 0
 
 
 def test_tiles_are_larger_on_a_gpu_unless_their_size_is_given() -> None:

@@ -1,6 +1,7 @@
-"""The loading controller: what it loads and how much it recomputes, against trying everything."""
+"""The loading controller: what it loads and how much it recomputes, against trying everything; where to keep caches."""
 
 import itertools
+import json
 import math
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from cacheblend.core.cost.controller import Controller
 from cacheblend.core.cost.cost_model import MARGIN, CostModel, TierSpeed
+from cacheblend.core.cost.devices import Device, cheapest, place, recompute_s
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.names import BlockName, root_name
 from cacheblend.core.plan.blocks import BlockEntry, EmptySource, KVLayout, LayerShape
@@ -20,6 +22,7 @@ from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines.cost_model import load_cost_model
 from campaign import share
+from command_line import runner
 
 LAYERS, BYTES = 24, 12_288
 PLANNER = Planner(root_name("m", "bfloat16"))
@@ -55,12 +58,19 @@ def controller(tiers: dict[str, float], floor: float = 0.15, latency: float = 0.
     return Controller(CostModel(PREFILL, speeds, **costs), layers=LAYERS, bytes_per_token=BYTES, floor=floor)
 
 
-def test_fast_memory_loads_all_at_the_floor() -> None:
+def test_what_is_loaded_from_the_fastest_the_slowest_and_from_nowhere() -> None:
     decision = controller({"memory": 5e9}).decide(plan_of(["memory"] * 8))
     assert (decision.ratio, decision.left_out) == (0.15, frozenset())
     assert decision.compute_s > decision.load_s
     assert decision.ttft_s < decision.full_s / 3
     assert "all stored blocks from memory" in decision.reason
+    decision = controller({"disk": 5e6}, latency=0.1).decide(plan_of(["disk"] * 8))
+    assert len(decision.left_out) == 16 and decision.ratio == 1.0
+    assert decision.ttft_s == decision.full_s
+    assert "computing the whole prompt" in decision.reason
+    decision = controller({}).decide(plan_of(["", ""]))
+    assert (decision.left_out, decision.ratio, decision.ttft_s) == (frozenset(), 1.0, decision.full_s)
+    assert decision.reason == "nothing is stored"
 
 
 @given(
@@ -79,6 +89,7 @@ def test_a_prompts_own_ratio_is_counted_as_if_it_were_the_floor(
     own, as_floor = controller(speeds, floor, latency), controller(speeds, least, latency)
     assert own.decide(plan, least) == as_floor.decide(plan)
     assert own.decide(plan) == controller(speeds, floor, latency).decide(plan)
+    assert own.decide(plan).ratio >= floor
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.1, math.nan])
@@ -97,13 +108,6 @@ def test_what_is_learnt_of_blending_does_not_depend_on_the_ratio_in_force() -> N
         took = controller({"memory": 5e9}, floor=ratio).decide(plan).compute_s
         control.observe(control.decide(plan, ratio), took, {})
     assert control.cost_model.overhead == pytest.approx(1.0)
-
-
-def test_a_slow_device_is_left_alone_where_computing_is_sooner() -> None:
-    decision = controller({"disk": 5e6}, latency=0.1).decide(plan_of(["disk"] * 8))
-    assert len(decision.left_out) == 16 and decision.ratio == 1.0
-    assert decision.ttft_s == decision.full_s
-    assert "computing the whole prompt" in decision.reason
 
 
 def test_recomputing_is_hidden_behind_loading_that_cannot_be_shortened() -> None:
@@ -127,14 +131,11 @@ def test_only_so_much_of_a_slow_device_is_loaded_as_pays(bytes_per_s: float) -> 
     assert all(span.start < first_left_out or span.name in decision.left_out or not span.tier for span in spans)
 
 
-def test_of_two_tiers_the_faster_comes_first() -> None:
+def test_of_two_tiers_the_faster_comes_first_and_a_chunk_that_stands_twice_is_loaded_once() -> None:
     plan = plan_of(["s3", "memory", "s3", "memory"])
     decision = controller({"memory": 5e9, "s3": 5e6}).decide(plan)
     assert {span.tier for span in plan.spans if span.name in decision.left_out} == {"s3"}
     assert not any(span.name in decision.left_out for span in plan.spans if span.tier == "memory")
-
-
-def test_a_chunk_that_stands_twice_is_loaded_once() -> None:
     segment = chunk(range(512))
     prompt = Prompt.of([text([1]), segment, segment, text([2])])
     spans = PLANNER.plan(Prompt.of([segment]), Holds({})).spans
@@ -142,12 +143,6 @@ def test_a_chunk_that_stands_twice_is_loaded_once() -> None:
     plan = PLANNER.plan(prompt, Holds(held))
     decision = controller({"disk": 1e8}).decide(plan)
     assert decision.load_s == pytest.approx(512 * BYTES / 1e8)
-
-
-def test_nothing_stored() -> None:
-    decision = controller({}).decide(plan_of(["", ""]))
-    assert (decision.left_out, decision.ratio, decision.ttft_s) == (frozenset(), 1.0, decision.full_s)
-    assert decision.reason == "nothing is stored"
 
 
 def best_by_trying(control: Controller, plan: BlendPlan, floor: float) -> float:
@@ -186,14 +181,9 @@ def test_no_other_choice_is_expected_to_be_much_sooner(
     control = controller({"memory": 1e10, "disk": 10**disk, "s3": 10**s3}, latency=latency, overhead=overhead)
     plan = plan_of(tiers)
     decision = control.decide(plan)
-    assert 0.15 <= decision.ratio <= 1
+    assert 0.15 <= decision.ratio <= 1  # the floor
     assert decision.ttft_s <= decision.full_s * (1 + 1e-9)
     assert decision.ttft_s <= best_by_trying(control, plan, 0.15) * 1.04  # the ratio fills what loading leaves
-
-
-@given(st.floats(0, 1))
-def test_the_ratio_is_never_below_the_floor(floor: float) -> None:
-    assert controller({"memory": 1e10}, floor=floor).decide(plan_of(["memory"] * 4)).ratio >= floor
 
 
 def test_it_learns_what_a_tier_and_the_computing_take() -> None:
@@ -223,17 +213,11 @@ def test_it_learns_what_a_full_prefill_takes() -> None:
     assert control.cost_model.full_s(1024) == pytest.approx(8 * 0.5)  # never far from what was measured
 
 
-def test_what_nobody_knows_is_not_learnt() -> None:
+def test_nothing_is_learnt_of_what_nobody_knows_and_little_of_one_wild_observation() -> None:
     control = controller({"disk": 1e9})
-    plan = plan_of(["disk"] * 8)
-    control.observe(control.decide(plan), None, {})
+    decision = control.decide(plan_of(["disk"] * 8))
+    control.observe(decision, None, {})
     assert control.cost_model == controller({"disk": 1e9}).cost_model
-
-
-def test_one_wild_observation_does_not_turn_it_round() -> None:
-    control = controller({"disk": 1e9})
-    plan = plan_of(["disk"] * 8)
-    decision = control.decide(plan)
     control.observe(decision, 1e6, {"disk": (1e6, 0.05)})
     assert control.cost_model.overhead <= 1.6
     assert control.cost_model.tiers["disk"].bytes_per_s >= 1e9 / 1.6
@@ -252,13 +236,10 @@ def test_times_between_and_beyond_the_measured_lengths() -> None:
     assert falling.full_s(100_000) > 0 and math.isfinite(falling.full_s(100_000))
 
 
-def test_a_cost_model_survives_json() -> None:
+def test_a_cost_model_survives_json_and_a_file_of_format_1_is_read(tmp_path: Path) -> None:
+    """As the first version of `cacheblend calibrate` wrote it."""
     cost_model = controller({"disk": 1e9}, latency=0.001, overhead=1.3, request_s=0.01).cost_model
     assert CostModel.from_dict(cost_model.to_dict()) == cost_model
-
-
-def test_a_file_of_format_1_is_read(tmp_path: Path) -> None:
-    """As the first version of `cacheblend calibrate` wrote it."""
     path = tmp_path / "cost.json"
     path.write_text(
         '{"format": 1, "model": "f1", "device": "cpu", "codec": "raw", "prefill_s": [[256, 0.12], [1024, 0.5]], '
@@ -286,3 +267,73 @@ def test_a_file_of_format_1_is_read(tmp_path: Path) -> None:
 def test_what_is_no_cost_model_is_refused(broken: dict[str, object]) -> None:
     with pytest.raises(InvalidInputError):
         CostModel.from_dict(broken)
+
+
+# ---- where to keep KV caches: the paper's comparison of loading and recomputing ----------------------------
+
+
+GB = 1e9
+RAM, NVME, DISK = Device("memory", 20 * GB, 3), Device("nvme", 3 * GB, 0.1), Device("disk", 0.15 * GB, 0.02)
+
+
+def placed(*devices: Device, prefill_s: float = 2.0, floor: float = 0.15):  # type: ignore[no-untyped-def]
+    return place(
+        list(devices), prefill_s=prefill_s, layers=32, context_bytes=0.5 * GB, stored_bytes=1000 * GB, floor=floor
+    )
+
+
+def test_a_fast_device_keeps_the_floor_and_a_slow_one_recomputes_for_free() -> None:
+    ram, nvme, disk = placed(RAM, NVME, DISK)
+    assert (ram.ratio, nvme.ratio) == (0.15, 0.15)
+    assert ram.load_s == pytest.approx(0.025)
+    assert ram.ttft_s == pytest.approx(recompute_s(2.0, 32, 0.15)) == pytest.approx(2 / 32 + 0.15 * 2 * 31 / 32)
+    assert disk.ratio == 1.0 and disk.ttft_s == pytest.approx(0.5 / 0.15)
+    (between,) = placed(Device("between", 0.5 * GB, 0))
+    assert 0.15 < between.ratio < 1
+    assert between.recompute_s == pytest.approx(MARGIN * between.load_s)
+
+
+def test_the_cheapest_that_hides_its_loading_else_the_soonest_and_where_none_is_sooner_none() -> None:
+    devices = placed(RAM, NVME, DISK)
+    best = cheapest(devices, 2.0)
+    assert best is not None and best.device is NVME
+    assert [each.hides for each in devices] == [True, True, False]
+    assert [each.monthly for each in devices] == pytest.approx([3000, 100, 20])
+    slow = [Device("a", 0.3 * GB, 1), Device("b", 0.4 * GB, 5)]
+    best = cheapest(placed(*slow), 2.0)
+    assert best is not None and best.device.name == "b"
+    assert cheapest(placed(Device("tape", 0.01 * GB, 0)), 2.0) is None
+
+
+@pytest.mark.parametrize("text", ["nvme", "nvme:3", "nvme:x:1", "nvme:0:1", "nvme:3:-1", "a:1:2:3"])
+def test_what_is_no_device_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInputError, match=r"nvme|a device is"):
+        Device.parse(text)
+    for wrong in ({"prefill_s": 0.0}, {"floor": 1.5}):
+        with pytest.raises(InvalidInputError, match="above 0"):
+            placed(RAM, **wrong)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = runner(capsys, "plan", "-m", "nano")
+    shown = run("--prefill-s", 0.5, "-c", 2048, "--plot", tmp_path / "plan.png")
+    assert shown.code == 0, shown.err
+    assert "hides its loading" in shown.out and "nvme" in shown.out
+    assert "recomputing takes" in shown.out and "at 0.15" in shown.out
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+    result = run("--prefill-s", 0.5, "--device", "mine:1:0.5", "--stored-tokens", 1e9, "--json").json
+    assert result["bytes_per_token"] == 12 * 2 * 2 * 32 * 2
+    assert result["devices"][0]["monthly"] == pytest.approx(result["bytes_per_token"] * 0.5)
+    int4 = run("--prefill-s", 0.5, "--codec", "int4", "--json").json
+    assert int4["bytes_per_token"] < 0.32 * result["bytes_per_token"]
+    cost_model = tmp_path / "machine.json"
+    tiers = {"disk": {"bytes_per_s": 2e9}}
+    cost_model.write_text(json.dumps({"format": 1, "prefill_s": [[100, 0.1], [1000, 1.0]], "tiers": tiers}))
+    own = run("--cost-model", cost_model, "-c", 500, "-d", "disk::0.1", "-d", "tape:0.1:0", "--json").json
+    assert own["prefill_s"] == pytest.approx(0.5)
+    assert [each["bytes_per_s"] for each in own["devices"]] == [2e9, 1e8]
+    assert "no tier 'nvme' was measured (disk)" in run("--cost-model", cost_model, "-d", "nvme::1").err
+    assert "--cost-model has them" in run("--prefill-s", 1, "-d", "nvme::1").err
+    assert "either a cost model" in run().err
+    assert "cannot be read" in run("--cost-model", tmp_path / "none").err
+    assert "a device is name:GB/s:price" in run("--prefill-s", 1, "-d", "x").err

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from cacheblend.engines.hf.request import TextStream
 from cacheblend.engines.tokens import PromptBuilder
-from cacheblend.engines.tokens.detokenizer import Detokenizer
+from cacheblend.engines.tokens.detokenizer import Detokenizer, TextStream
 from campaign import share
 from tests.tokenizers_for_tests import byte_level, sentencepiece, unigram, word_level
 
@@ -128,9 +127,9 @@ def test_the_work_for_an_id_does_not_grow_with_the_answer(name: str) -> None:
         assert decoded < 64 * len(ids)
 
 
-def test_incomplete_bytes_without_end_do_not_hold_up_the_answer() -> None:
+def test_incomplete_bytes_without_end_and_ids_without_a_text_do_not_hold_up_the_answer() -> None:
     """Each id ends inside of a character, and the next one begins another."""
-    pieces = [b"ab\xe4", "你".encode(), b"\xe4", b"\x80"]
+    pieces, decoded = [b"ab\xe4", "你".encode(), b"\xe4", b"\x80", b"", b"", b"a"], 0
 
     def decode(ids: Sequence[int]) -> str:
         nonlocal decoded
@@ -145,22 +144,13 @@ def test_incomplete_bytes_without_end_do_not_hold_up_the_answer() -> None:
         for count in range(1, 100):  # all but what may become one character leaves at once
             assert "".join(returned[:count]) == decode(ids[:count]).removesuffix(REPLACEMENT)
 
-
-def test_ids_without_a_text_hold_up_nothing() -> None:
-    pieces, decoded = ["", "", "a"], 0
-
-    def decode(ids: Sequence[int]) -> str:
-        nonlocal decoded
-        decoded += len(ids)
-        return "".join(pieces[i] for i in ids)
-
-    detokenizer = Detokenizer(decode)
-    ids = [*[0, 1] * 400, 2, 2]
+    decoded, detokenizer = 0, Detokenizer(decode)
+    ids = [*[4, 5] * 400, 6, 6]
     assert [at for at, i in enumerate(ids) if detokenizer.push(i)] == [800, 801]
     assert decoded < 64 * len(ids)
 
 
-def test_a_stop_text_of_byte_tokens_ends_the_answer_at_once() -> None:
+def test_a_stop_text_of_byte_tokens_ends_the_answer_at_once_and_a_long_one_may_be_nearly_there() -> None:
     """Llama 2's line break is a byte token: what it is may change, but the answer ends here."""
     builder = builder_of("llama")
     a, line = builder._tokenizer.convert_tokens_to_ids(["a", "<0x0A>"])
@@ -169,8 +159,6 @@ def test_a_stop_text_of_byte_tokens_ends_the_answer_at_once() -> None:
     assert not stream.stopped
     assert (stream.push(line), stream.stopped, stream.text) == ("", True, "a")
 
-
-def test_a_stop_text_may_be_long_and_nearly_there() -> None:
     builder = builder_of("gemma")
     a = builder._tokenizer.convert_tokens_to_ids("a")
     stream = TextStream(builder.detokenizer(), ("a" * 500 + ".", "b"))

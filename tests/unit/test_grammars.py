@@ -18,9 +18,8 @@ import torch
 import tokenizers_for_tests as made
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.hf import Grammar, SamplingParams
-from cacheblend.engines.hf import grammars as grammars_module
-from cacheblend.engines.hf.grammar import MOST_BYTES, check_repetitions
-from cacheblend.engines.hf.grammars import Grammars
+from cacheblend.engines.hf import grammar as grammars_module
+from cacheblend.engines.hf.grammar import MOST_BYTES, Grammars, check_repetitions
 from cacheblend.engines.hf.sampling import Sampler
 
 TOKENIZERS: dict[str, Callable[[], Any]] = {"byte_level": made.byte_level, "sentencepiece": made.sentencepiece}
@@ -132,6 +131,7 @@ SCHEMA = {
     "properties": {"n": {"type": "integer", "minimum": 3, "maximum": 12}, "t": {"enum": ["ü", "日", None]}},
     "required": ["n", "t"],
 }
+TREE = {"type": "object", "properties": {"c": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["c"]}
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 5.0}, {"temperature": 1.0, "top_k": 1}])
@@ -144,8 +144,10 @@ def test_answers_parse_by_their_schema(opened: tuple[Any, Grammars], seed: int, 
     assert answer.keys() == {"n", "t"} and 3 <= answer["n"] <= 12 and answer["t"] in ("ü", "日", None)
 
 
-def test_penalties_biases_and_lengths_leave_the_form(opened: tuple[Any, Grammars]) -> None:
+def test_penalties_biases_and_lengths_leave_the_form_of_recursive_schemas_too(opened: tuple[Any, Grammars]) -> None:
     tokenizer, _ = opened
+    text, reason = draw(opened, SamplingParams(400, temperature=1.0, seed=5, grammar=Grammar.of_schema(TREE)))
+    assert reason == "length" or json.loads(text).keys() == {"c"}
     grammar = Grammar("regex", "(ab|cd){8}")
     bias = tuple((token, 100.0) for token in range(0, len(tokenizer), 2))
     for options in ({"logit_bias": bias}, {"frequency_penalty": 2.0}, {"repetition_penalty": 100.0}, {"top_p": 0.01}):
@@ -155,21 +157,30 @@ def test_penalties_biases_and_lengths_leave_the_form(opened: tuple[Any, Grammars
     assert len(text) >= 5 and reason == "length" and re.fullmatch("(ab|cd)*[ac]?", text)
 
 
-def test_nothing_left_is_an_error(opened: tuple[Any, Grammars]) -> None:
+def test_nothing_left_and_masks_that_take_too_long_are_errors(
+    opened: tuple[Any, Grammars], monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer, _ = opened
     every_a = tuple((n,) for n, piece in enumerate(pieces(tokenizer)) if piece == b"q")
     with pytest.raises(InvalidInputError, match="after 0 tokens none is left"):
         draw(opened, SamplingParams(8, grammar=Grammar("regex", "q+"), bad_words=every_a))
     with pytest.raises(InvalidInputError, match="after 1 tokens none is left"):
         draw(opened, SamplingParams(8, grammar=Grammar("ebnf", 'root ::= "q" x\nx ::= x "y"')))
+    monkeypatch.setattr(grammars_module, "FREE_S", 0.0)
+    monkeypatch.setattr(grammars_module, "TOKEN_S", 0.0)
+    with pytest.raises(InvalidInputError, match="make it simpler"):
+        draw(opened, SamplingParams(400, grammar=Grammar("regex", "[ab]+")))
 
 
-@pytest.mark.parametrize("name", ["ignore_eos", "min_new_tokens"])
-def test_what_cannot_hold_beside_a_grammar_is_refused(name: str) -> None:
-    with pytest.raises(InvalidInputError, match=name):
-        SamplingParams(grammar=Grammar("regex", "a"), **{name: True if name == "ignore_eos" else 3})
-    with pytest.raises(InvalidInputError, match="a Grammar or None"):
-        SamplingParams(grammar="a")  # type: ignore[arg-type]
+def test_what_cannot_hold_beside_a_grammar_is_refused() -> None:
+    beside: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("ignore_eos", {"grammar": Grammar("regex", "a"), "ignore_eos": True}),
+        ("min_new_tokens", {"grammar": Grammar("regex", "a"), "min_new_tokens": 3}),
+        ("a Grammar or None", {"grammar": "a"}),
+    )
+    for message, options in beside:
+        with pytest.raises(InvalidInputError, match=message):
+            SamplingParams(**options)
 
 
 # ---- hostile grammars ---------------------------------------------------------------------------------------
@@ -252,12 +263,6 @@ def test_refused_by_a_trial(opened: tuple[Any, Grammars], name: str) -> None:
         opened[1].compile(make())
 
 
-def test_recursive_schemas_work(opened: tuple[Any, Grammars]) -> None:
-    tree = {"type": "object", "properties": {"c": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["c"]}
-    text, reason = draw(opened, SamplingParams(400, temperature=1.0, seed=5, grammar=Grammar.of_schema(tree)))
-    assert reason == "length" or json.loads(text).keys() == {"c"}
-
-
 def test_grammars_are_kept_within_bounds(opened: tuple[Any, Grammars], monkeypatch: pytest.MonkeyPatch) -> None:
     _, grammars = opened
     first = Grammar("regex", "kept")
@@ -267,13 +272,6 @@ def test_grammars_are_kept_within_bounds(opened: tuple[Any, Grammars], monkeypat
     for number in range(3):
         grammars.compile(Grammar("regex", f"other{number}"))
     assert grammars.compile(first) is not found
-
-
-def test_masks_that_take_too_long_end_the_answer(opened: tuple[Any, Grammars], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars_module, "FREE_S", 0.0)
-    monkeypatch.setattr(grammars_module, "TOKEN_S", 0.0)
-    with pytest.raises(InvalidInputError, match="make it simpler"):
-        draw(opened, SamplingParams(400, grammar=Grammar("regex", "[ab]+")))
 
 
 def test_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

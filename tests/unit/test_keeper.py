@@ -36,7 +36,7 @@ class Recording(MemoryStore):
         super().put_manifest(manifest)
 
 
-def test_a_chunk_is_held_with_all_blocks_and_its_manifest() -> None:
+def test_a_chunk_is_held_with_all_blocks_and_its_manifest_which_is_written_last() -> None:
     store = MemoryStore()
     keeper = ChunkKeeper(store)
     assert not keeper.is_held(CHUNK.manifest)
@@ -51,12 +51,10 @@ def test_a_chunk_is_held_with_all_blocks_and_its_manifest() -> None:
     other.put_manifest(CHUNK.manifest)
     assert not ChunkKeeper(other).is_held(CHUNK.manifest)  # a block is missing
 
-
-def test_the_manifest_is_written_last() -> None:
-    store = Recording()
-    assert ChunkKeeper(store).keep(CHUNK)
-    assert store.order == ["block", "block", "manifest"]
-    assert ChunkKeeper(store).is_held(CHUNK.manifest)
+    recording = Recording()
+    assert ChunkKeeper(recording).keep(CHUNK)
+    assert recording.order == ["block", "block", "manifest"]
+    assert ChunkKeeper(recording).is_held(CHUNK.manifest)
 
 
 @pytest.mark.may_fail("store write")
@@ -68,6 +66,8 @@ def test_a_store_error_pauses_and_the_pause_ends(
     store = Recording()
     store.error = StoreFullError("the store is full: 3 of 3 bytes")
     keeper = ChunkKeeper(store)
+    with pytest.raises(StoreFullError):  # storing for `warm` raises, and does not pause
+        keeper.store(CHUNK)
     assert not keeper.is_paused
     with caplog.at_level(logging.WARNING):
         assert not keeper.keep(CHUNK)
@@ -80,13 +80,4 @@ def test_a_store_error_pauses_and_the_pause_ends(
     assert not keeper.is_paused
     store.error = None
     assert keeper.keep(CHUNK)
-    assert not keeper.is_paused
-
-
-def test_storing_for_warm_raises_and_does_not_pause() -> None:
-    store = Recording()
-    store.error = StoreFullError("full")
-    keeper = ChunkKeeper(store)
-    with pytest.raises(StoreFullError):
-        keeper.store(CHUNK)
     assert not keeper.is_paused

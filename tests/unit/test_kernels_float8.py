@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.kernels import attention, comparison, kv_placement, operations
+from cacheblend.core.kernels import attention, kv_placement, operations
 from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
 from cacheblend.core.kernels.float8 import FLOAT8, Float8, as_bytes
 from cacheblend.core.kernels.kv_placement import Piece, Placement
@@ -18,14 +18,12 @@ from campaign import share
 from kernel_cases import ATTENTION_TOLERANCE, compare, paged, records
 from reference_attention import dense_attention
 
+pytest.importorskip("triton", reason="Triton is not installed here")
+from cacheblend.core.kernels import attention_triton, kv_placement_triton
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = st.sampled_from(list(FLOAT8))
 SETTINGS = settings(max_examples=share(25), suppress_health_check=[HealthCheck.too_slow], deadline=None)
-
-
-@pytest.fixture(autouse=True)
-def _kernels() -> None:
-    pytest.importorskip("triton", reason="Triton is not installed here")
 
 
 def every_number() -> torch.Tensor:
@@ -46,8 +44,6 @@ def as_pages(rows: torch.Tensor, page: int = 16) -> torch.Tensor:
 @pytest.mark.parametrize("kind", FLOAT8, ids=str)
 def test_every_number_becomes_the_byte_that_pytorch_makes_of_it(kind: torch.dtype, scale: float) -> None:
     """Rounded to the nearest even, small ones too; beyond the largest number that one; NaN stays NaN."""
-    from cacheblend.core.kernels import kv_placement_triton
-
     numbers = as_pages(every_number())
     blocks = len(numbers)
     float8 = Float8(kind, torch.float32, scale, scale)
@@ -73,8 +69,6 @@ def test_every_number_becomes_the_byte_that_pytorch_makes_of_it(kind: torch.dtyp
 @pytest.mark.parametrize("kind", FLOAT8, ids=str)
 def test_every_byte_is_read_exactly(kind: torch.dtype, dtype: torch.dtype) -> None:
     """A row that sees one key gives its value."""
-    from cacheblend.core.kernels import attention_triton
-
     bytes_ = torch.arange(256, dtype=torch.int32).to(torch.uint8)
     numbers = bytes_.view(kind).float()
     bytes_ = bytes_[numbers.isfinite()]
@@ -102,8 +96,6 @@ def test_rows_attend_in_pages_as_the_dense_oracle_over_decoded_numbers(
     kind: Any, dtype: Any, rows: int, length: int, shape: Any, window: Any, softcap: Any, has_sinks: bool, page: int,
     seed: int,
 ) -> None:  # fmt: skip
-    from cacheblend.core.kernels import attention_triton
-
     heads, kv_heads, head_dim = shape
     draw = torch.Generator().manual_seed(seed)
     rows = min(rows, length)
@@ -136,8 +128,6 @@ def test_rows_attend_in_pages_as_the_dense_oracle_over_decoded_numbers(
 def test_records_are_placed_as_if_rounded_afterwards(
     kind: Any, dtype: Any, codec: str, head_dim: int, pairing: Any, offset: int, scales: Any, seed: int
 ) -> None:
-    from cacheblend.core.kernels import kv_placement_triton
-
     made = records(codec, [40, 13], 2, head_dim, dtype, seed, DEVICE)
     placement = Placement([Piece(0, 40, 3, 5, 30, offset), Piece(1, 13, 0, 40, 13)], codec)
     rotation = KeyRotation(1e4 ** (-torch.arange(head_dim // 4) / (head_dim // 4)), pairing)
@@ -157,8 +147,6 @@ def test_records_are_placed_as_if_rounded_afterwards(
 
 
 def test_a_kernel_that_differs_in_eight_bits_serves_other_caches_only() -> None:
-    from cacheblend.core.kernels import attention_triton, kv_placement_triton
-
     device, dtype = torch.device(DEVICE), torch.bfloat16
 
     def without_bytes(query: Any, keys: Any, values: Any, *rest: Any) -> Any:
@@ -170,17 +158,17 @@ def test_a_kernel_that_differs_in_eight_bits_serves_other_caches_only() -> None:
         *others, float8 = given
         kv_placement.place(*others, float8 and Float8(float8.kind, float8.dtype))
 
-    attends, places = comparison.float8_attention_differs, comparison.float8_placing_differs
+    attends, places = operations.float8_attention_differs, operations.float8_placing_differs
     assert attends(attention_triton.attend_rows, attention.attend_rows, device, dtype, [HeadShape(2, 1, 64)]) == ""
     assert places(kv_placement_triton.place, kv_placement.place, device, dtype, (1, 16)) == ""
     assert "torch.float8_e5m2" in attends(without_bytes, attention.attend_rows, device, dtype)
     assert "torch.float8_e4m3fn" in places(without_scales, kv_placement.place, device, dtype)
-    assert comparison.attention_differs(without_bytes, attention.attend_rows, device, dtype) == ""
+    assert operations.attention_differs(without_bytes, attention.attend_rows, device, dtype) == ""
 
     def made(differs: Any) -> Operation[Any]:
         return Operation("attention", attention.attend_rows, lambda: without_bytes, differs, lambda *_: True)
 
-    assert made(comparison.attention_differs).on(device, dtype).is_kernel
+    assert made(operations.attention_differs).on(device, dtype).is_kernel
     refused = made(attends).on(device, dtype)
     assert not refused.is_kernel and "torch.float8_e5m2" in refused.reason
 

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from cacheblend.core.kernels import attention, comparison, kv_placement, operations
+from cacheblend.core.kernels import attention, kv_placement, operations
 from cacheblend.core.kernels.attention_spec import HeadShape
 from cacheblend.core.kernels.operations import Operation, Served
 from cacheblend.engines.hf import prefiller
@@ -49,34 +49,10 @@ def operation(kernel):
     return Operation("adding", plain, kernel, differs, lambda device, dtype: dtype == HALF)
 
 
-def test_a_kernel_that_agrees_serves_what_it_is_made_for() -> None:
+def test_a_kernel_that_agrees_serves_what_it_is_made_for_and_is_checked_once() -> None:
     adding = operation(lambda: right)
     assert (adding.on(CPU, HALF).call, adding.on(CPU, HALF).name) == (right, "Triton")
     assert (adding.on(CPU, torch.float32).call, adding.on(CPU, torch.float32).reason) == (plain, "")
-
-
-@pytest.mark.parametrize(
-    ("load", "reason"),
-    [(lambda: wrong, "gives 0.0"), (crashing, "RuntimeError: ptxas died"), (lambda: 3, "TypeError: .*not callable")],
-)
-def test_one_that_does_not_is_not_used_and_told_once(load, reason, caplog: pytest.LogCaptureFixture) -> None:
-    adding = operation(load)
-    with caplog.at_level(logging.WARNING, "cacheblend.kernels"):
-        served = [adding.on(CPU, HALF) for _ in range(3)][-1]
-    (record,) = caplog.records
-    assert "adding: Triton is not used on cpu in torch.bfloat16" in record.getMessage()
-    assert (served.call, served.name) == (plain, "PyTorch")
-    assert re.match(f"Triton: {reason}", served.reason)
-
-
-def test_what_is_not_installed_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "cacheblend.kernels"):
-        served = operation(missing).on(CPU, HALF)
-    assert (served.call, served.reason) == (plain, "Triton: No module named 'triton'")
-    assert not caplog.records
-
-
-def test_several_threads_check_once() -> None:
     loads = []
 
     def load():
@@ -91,6 +67,24 @@ def test_several_threads_check_once() -> None:
     for thread in threads:
         thread.join()
     assert loads == [1]
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):  # the processor is served by PyTorch
+        assert operations.ATTEND_ROWS.on(CPU, dtype).call is attention.attend_rows
+
+
+@pytest.mark.parametrize(
+    ("load", "reason"),
+    [(lambda: wrong, "gives 0.0"), (crashing, "RuntimeError: ptxas died"), (lambda: 3, "TypeError: .*not callable")],
+)
+def test_one_that_does_not_is_not_used_and_told_once(load, reason, caplog: pytest.LogCaptureFixture) -> None:
+    adding = operation(load)
+    with caplog.at_level(logging.WARNING, "cacheblend.kernels"):
+        served = [adding.on(CPU, HALF) for _ in range(3)][-1]
+        not_installed = operation(missing).on(CPU, HALF)
+    (record,) = caplog.records
+    assert "adding: Triton is not used on cpu in torch.bfloat16" in record.getMessage()
+    assert (served.call, served.name) == (plain, "PyTorch")
+    assert re.match(f"Triton: {reason}", served.reason)
+    assert (not_installed.call, not_installed.reason) == (plain, "Triton: No module named 'triton'")
 
 
 def test_attention_of_rows_is_checked_before_it_is_used() -> None:
@@ -105,17 +99,12 @@ def test_attention_of_rows_is_checked_before_it_is_used() -> None:
     def ordered_pages(query, keys, values, positions, spec, table=None):
         return rounding(query, keys, values, positions, spec, None if table is None else table.flip(0))
 
-    check = partial(comparison.attention_differs, plain=attention.attend_rows, device=CPU, dtype=HALF)
+    check = partial(operations.attention_differs, plain=attention.attend_rows, device=CPU, dtype=HALF)
     assert check(rounding) == ""
     assert re.match(r"differs from PyTorch by .* \(head_dim 128\), more than 0.06", check(without_window))
     assert re.match(r"differs from PyTorch by .* \(head_dim 64, in pages\), more than 0.06", check(ordered_pages))
     assert re.search(r"head_dim 80\)", check(without_window, shapes=[HeadShape(4, 2, 80, 90)]))  # a model's own shape
     assert check(without_window, shapes=[HeadShape(4, 2, 80, 9000)]) == ""  # which hides nothing of so few keys
-
-
-def test_the_processor_is_served_by_pytorch() -> None:
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        assert operations.ATTEND_ROWS.on(CPU, dtype).call is attention.attend_rows
 
 
 def test_an_engine_that_opens_has_its_kernels_checked(monkeypatch: pytest.MonkeyPatch) -> None:

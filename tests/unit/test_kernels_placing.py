@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.kernels import comparison, kv_placement, operations
+from cacheblend.core.kernels import kv_placement, operations
 from cacheblend.core.kernels.kv_placement import Piece, Placement
 from cacheblend.core.kernels.rope import KeyRotation, reposition_keys, turn_by
 from cacheblend.core.plan.codec import CODECS, codec_of
@@ -17,7 +17,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MANY = 2000 if SHARE == 1 else 500
 TOKENS = st.one_of(*[st.integers(1, 60)] * 14, st.integers(1, 300), st.integers(1, MANY))  # mostly few: they take less
 CODEC, DTYPE = st.sampled_from(list(CODECS)), st.sampled_from(list(STEP))
-SETTINGS = settings(max_examples=share(110), suppress_health_check=[HealthCheck.too_slow], deadline=None)
+SETTINGS = settings(max_examples=share(110), suppress_health_check=[*HealthCheck], deadline=None)
 
 
 @st.composite
@@ -72,11 +72,9 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="unknown codec 'zip'"):
         Placement([], "zip")
     record, buffers = torch.zeros(2, 2, 9, 8), torch.zeros(2, 2, 20, 8)
+    is_larger = "of 8 tokens is 1152 bytes of torch.float32 on cpu; 2 heads of 8 in torch.float32 and raw are 1024"
     for piece, message in (
-        (
-            Piece(0, 8, 0, 0, 8),
-            "of 8 tokens is 1152 bytes of torch.float32 on cpu; 2 heads of 8 in torch.float32 and raw are 1024",
-        ),
+        (Piece(0, 8, 0, 0, 8), is_larger),
         (Piece(1, 9, 0, 0, 9), "a piece is of record 1, but there are 1"),
         (Piece(0, 9, 0, 12, 9), "a piece ends at 21, but there are 20 rows"),
     ):
@@ -93,29 +91,23 @@ def test_what_does_not_fit_is_refused() -> None:
 # ---- the kernel ---------------------------------------------------------------------------------------------
 
 
-def kernel():
+@pytest.fixture(scope="module")
+def place():
     pytest.importorskip("triton", reason="Triton is not installed here")
     from cacheblend.core.kernels import kv_placement_triton
 
     return kv_placement_triton.place
 
 
+@pytest.mark.parametrize("pages", [False, True])
 @SETTINGS
-@given(cases())
-def test_the_kernel_places_as_pytorch_does(case) -> None:
-    kernel()
-    compare_placing(case)
+@given(case=cases(), page=st.sampled_from([8, 16, 48]))
+def test_the_kernel_places_as_pytorch_does_in_pages_too(place, pages, case, page) -> None:
+    compare_placing(case, page if pages else None)
 
 
-@SETTINGS
-@given(cases(), st.sampled_from([8, 16, 48]))
-def test_the_kernel_places_in_pages(case, page) -> None:
-    kernel()
-    compare_placing(case, page)
-
-
-def test_the_kernel_takes_views_and_no_pieces() -> None:
-    place, buffers = kernel(), torch.zeros(2, 3, 20, 8, device=DEVICE)
+def test_the_kernel_takes_views_and_no_pieces(place) -> None:
+    buffers = torch.zeros(2, 3, 20, 8, device=DEVICE)
     place([], Placement([]), *buffers)
     assert not buffers.any()
     record = torch.randn(5, 2, 9, 8, device=DEVICE)
@@ -125,25 +117,25 @@ def test_the_kernel_takes_views_and_no_pieces() -> None:
     compare(torch.equal(turned[0][:, 5:12], heads[:, 0, 2:]) and torch.equal(turned[1][:, 5:12], heads[:, 1, 2:]))
 
 
-def test_every_number_of_eight_bits_is_decoded() -> None:
+def test_every_number_of_eight_bits_is_decoded(place) -> None:
     for name, dtype in (("fp8", torch.float8_e4m3fn), ("int8", torch.int8)):
         numbers = torch.arange(256, dtype=torch.uint8)
         scales = torch.full((2, 4), 0.5, dtype=torch.float16).view(torch.uint8).flatten()
         record = torch.cat([numbers, numbers, scales]).view(1, -1).to(DEVICE)
         found = torch.zeros(2, 1, 4, 64, device=DEVICE)
-        kernel()([record], Placement([Piece(0, 4, 0, 0, 4)], name), *found)
+        place([record], Placement([Piece(0, 4, 0, 0, 4)], name), *found)
         expected = numbers.view(dtype).float().view(1, 4, 64) * 0.5
         for each in found:
             compare(torch.equal(each.cpu().nan_to_num(7777.0), expected.nan_to_num(7777.0)), (name, each))
 
 
-def test_the_check_before_use_finds_a_wrong_kernel() -> None:
+def test_the_check_before_use_finds_a_wrong_kernel(place) -> None:
     device, dtype = torch.device(DEVICE), torch.bfloat16
 
     def unmoved(records, placement, keys, values, rotation=None, *pages):
         kv_placement.place(records, placement, keys, values, None, *pages)
 
-    assert comparison.placing_differs(kv_placement.place, kv_placement.place, device, dtype) == ""
-    assert comparison.placing_differs(kernel(), kv_placement.place, device, dtype, (1, 16)) == ""
-    assert "differs from PyTorch" in comparison.placing_differs(unmoved, kv_placement.place, device, dtype)
+    assert operations.placing_differs(kv_placement.place, kv_placement.place, device, dtype) == ""
+    assert operations.placing_differs(place, kv_placement.place, device, dtype, (1, 16)) == ""
+    assert "differs from PyTorch" in operations.placing_differs(unmoved, kv_placement.place, device, dtype)
     assert operations.PLACE.on(torch.device("cpu"), torch.float32).name == "PyTorch"

@@ -61,18 +61,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def test_what_is_there_already_costs_nothing(clock: Clock) -> None:
-    budget, done = LoadBudget(0.1, clock=clock), Future[Any]()
-    done.set_result(None)
-    assert budget.wait(done) and budget.spent == 0.0
-
-
 def of(tier: str) -> Reading:
     return lambda: (tier, 0.0)
 
 
 def test_calls_take_from_one_budget_what_they_are_waited_for(clock: Clock) -> None:
-    budget = LoadBudget(1.0, clock=clock)
+    budget, done = LoadBudget(1.0, clock=clock), Future[Any]()
+    done.set_result(None)
+    assert budget.wait(done) and budget.spent == 0.0  # what is there already costs nothing
     assert budget.wait(clock.call(0.75), of("s3"))
     clock.now += 50.0  # computing
     assert not budget.wait(clock.call(0.5), of("s3"))
@@ -82,14 +78,11 @@ def test_calls_take_from_one_budget_what_they_are_waited_for(clock: Clock) -> No
     assert budget.wait(clock.call(LEAST_S - 0.01), of("disk"))
     assert not budget.wait(clock.call(0.02), of("disk"))
     assert not budget.wait(clock.call(0.01), of("s3"))
-
-
-def test_a_small_budget_begins_anew_for_another_tier(clock: Clock) -> None:
-    budget = LoadBudget(0.2, clock=clock)
+    budget, began = LoadBudget(0.2, clock=clock), clock.now
     assert not budget.wait(clock.call(9.0), of("s3"))
     budget.give_up("loading", "s3")
     assert budget.wait(clock.call(0.1), of("disk")) and not budget.wait(clock.call(9.0), of("disk"))
-    assert clock.now == pytest.approx(100.4)
+    assert clock.now == pytest.approx(began + 0.4)  # a small budget begins anew for another tier
 
 
 @pytest.mark.parametrize("seconds", [None, 2.0])
@@ -188,13 +181,11 @@ def test_a_request_under_way_does_not_wait_for_what_another_gave_up(clock: Clock
     assert second.wait(clock.call(0.25), of("disk"))
 
 
-@pytest.mark.parametrize(("waited_s", "pause_s"), [(0.01, 5.0), (0.5, 5.0), (3.0, 30.0), (1000.0, 300.0)])
-def test_a_tier_is_passed_over_for_ten_times_as_long_as_it_was_waited_for(
-    waited_s: float, pause_s: float, clock: Clock
-) -> None:
-    late = LateTiers(clock)
-    late.give_up("s3", waited_s)
-    assert late.left_s("s3") == pytest.approx(pause_s) and late.left_s("") == late.left_s("disk") == 0.0
+def test_a_tier_is_passed_over_for_ten_times_as_long_as_it_was_waited_for(clock: Clock) -> None:
+    for waited_s, pause_s in ((0.01, 5.0), (0.5, 5.0), (3.0, 30.0), (1000.0, 300.0)):
+        late = LateTiers(clock)
+        late.give_up("s3", waited_s)
+        assert late.left_s("s3") == pytest.approx(pause_s) and late.left_s("") == late.left_s("disk") == 0.0
 
 
 def test_the_measure_is_asked_for_when_the_least_is_spent(clock: Clock) -> None:
@@ -211,9 +202,7 @@ def test_the_measure_is_asked_for_when_the_least_is_spent(clock: Clock) -> None:
     assert not budget.wait(clock.call(0.01))
     budget = LoadBudget(None, lambda: 0.001, clock=clock)
     assert not budget.wait(clock.call(1.0)) and budget.spent == LEAST_S
-
-
-def test_without_a_bound_or_a_measure_everything_is_waited_for(clock: Clock) -> None:
+    # without a bound or a measure everything is waited for
     for budget in (LoadBudget(clock=clock), LoadBudget(float("inf"), clock=clock)):
         budget.measured_by(lambda: float("inf"))
         assert budget.wait(clock.call(1e6))
@@ -249,17 +238,20 @@ def filled(far: FarObjects) -> Prompt:
     return Prompt.of([text([1, 2, 3]), *segments, text([4, 5])])
 
 
-def load(store: Any, prompt: Prompt, monkeypatch: pytest.MonkeyPatch, far: FarObjects) -> None:
-    """Plans and loads a prompt, layer by layer, and checks what was loaded."""
+def load(far: FarObjects, monkeypatch: pytest.MonkeyPatch, is_behind_memory: bool = False) -> None:
+    """Plans and loads a prompt of stored chunks, layer by layer, and checks what was loaded."""
+    prompt = filled(far)
     for module in (loader_module, remote_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=far.clock, time=time.time))
-    plan = PLANNER.plan(prompt, store)
-    assert plan.hit_tokens()["far"] == 64
-    records = make_block(1, 8, LAYOUT.layers, torch.float32).records
-    with LayerLoader(plan, store, LAYOUT, [None] * LAYERS, read_ahead=1) as loader:
-        for layer in range(LAYERS):
-            kv: Any = loader.layer(layer)
-            assert torch.equal(kv.keys[:, 3:11].nan_to_num(), records[layer][:, 0].nan_to_num())
+    with RemoteStore(far) as remote:  # type: ignore[arg-type]
+        store: Any = TieredStore(MemoryStore(1 << 24), remote) if is_behind_memory else remote
+        plan = PLANNER.plan(prompt, store)
+        assert plan.hit_tokens()["far"] == 64
+        records = make_block(1, 8, LAYOUT.layers, torch.float32).records
+        with LayerLoader(plan, store, LAYOUT, [None] * LAYERS, read_ahead=1) as loader:
+            for layer in range(LAYERS):
+                kv: Any = loader.layer(layer)
+                assert torch.equal(kv.keys[:, 3:11].nan_to_num(), records[layer][:, 0].nan_to_num())
 
 
 @pytest.mark.parametrize("latency_s", [0.8, 0.05, 0.02])
@@ -269,18 +261,13 @@ def test_small_records_of_a_far_store_come_in_one_round_trip(
 ) -> None:
     """After the look-up, which tells how far away it is."""
     far = FarObjects(latency_s)
-    prompt = filled(far)
-    with RemoteStore(far) as remote:  # type: ignore[arg-type]
-        store = TieredStore(MemoryStore(1 << 24), remote) if is_behind_memory else remote
-        load(store, prompt, monkeypatch, far)
+    load(far, monkeypatch, is_behind_memory)
     assert far.calls == ["look_up", "records"]
 
 
 def test_a_store_that_is_near_is_read_while_layers_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     far = FarObjects(MOMENT_S / 2, bytes_per_s=1e5)  # a layer takes .08 s
-    prompt = filled(far)
-    with RemoteStore(far) as store:  # type: ignore[arg-type]
-        load(store, prompt, monkeypatch, far)
+    load(far, monkeypatch)
     assert far.calls == ["look_up", *["records"] * LAYERS]
 
 
@@ -289,9 +276,7 @@ def test_a_slow_wire_is_read_in_parts_that_take_a_round_trip(monkeypatch: pytest
     layer_bytes = LAYOUT.block_bytes(64) / LAYERS
     monkeypatch.setattr(loader_module, "BYTES_PER_S", layer_bytes / 0.005)
     far = FarObjects(0.02, bytes_per_s=layer_bytes / 0.01)  # half as fast
-    prompt = filled(far)
-    with RemoteStore(far) as store:  # type: ignore[arg-type]
-        load(store, prompt, monkeypatch, far)
+    load(far, monkeypatch)
     assert far.calls == ["look_up", *["records"] * 15]  # 4 layers, then 2 at a time
     size = ReadSize(LAYOUT, 8, 64)
     assert [size.of(trip_s) for trip_s in (0.0, MOMENT_S, 0.003, 0.05, 9.0)] == [1, 1, 1, 10, LAYERS]

@@ -35,34 +35,20 @@ def found(index: ChunkIndex, *parts: TokenIds) -> list[tuple[int, int, int]]:
     return [(match.start, match.stop, match.offset) for match in index.match(np.concatenate(parts))]
 
 
-def test_whole_chunks_are_found_in_any_order_and_twice() -> None:
-    a, b, question = draw(1, 200), draw(2, 130), draw(3, 20)
-    assert found(index_of(a, b), question, b, a, question, a) == [(20, 150, 0), (150, 350, 0), (370, 570, 0)]
-
-
-def test_tokens_that_the_seam_changed_are_left_out() -> None:
-    chunk = draw(1, 300)
+def test_what_is_found_of_a_prompt() -> None:
+    a, b, question, chunk = draw(1, 200), draw(2, 130), draw(3, 20), draw(1, 300)
+    whole = found(index_of(a, b), question, b, a, question, a)
+    assert whole == [(20, 150, 0), (150, 350, 0), (370, 570, 0)], "whole chunks in any order, and twice"
     seam = chunk.copy()
     seam[[0, 1, 299]] += 1
-    assert found(index_of(chunk), draw(2, 7), seam, draw(3, 9)) == [(9, 306, 2)]
-
-
-def test_a_chunk_with_an_edit_in_its_middle_is_two_runs() -> None:
-    chunk = draw(1, 300)
+    assert found(index_of(chunk), draw(2, 7), seam, draw(3, 9)) == [(9, 306, 2)], "without what the seam changed"
     edited = chunk.copy()
     edited[150] += 1
-    assert found(index_of(chunk), edited) == [(0, 150, 0), (151, 300, 151)]
-
-
-def test_of_overlapping_runs_the_first_is_whole_and_the_longest_of_equal_start() -> None:
-    text = draw(1, 400)
+    assert found(index_of(chunk), edited) == [(0, 150, 0), (151, 300, 151)], "two runs around an edit"
+    text = draw(1, 400)  # of overlapping runs the first is whole, and the longest of equal start
     assert found(index_of(text[:100], text[:250], text[200:]), text) == [(0, 250, 0), (250, 400, 50)]
-
-
-def test_runs_shorter_than_asked_for_are_no_matches() -> None:
-    chunk = draw(1, 300)
-    assert found(index_of(chunk, min_tokens=100), draw(2, 5), chunk[50:149], draw(3, 5)) == []
-    assert found(index_of(chunk, min_tokens=99), draw(2, 5), chunk[50:149], draw(3, 5)) == [(5, 104, 50)]
+    for least, runs in ((100, []), (99, [(5, 104, 50)])):  # shorter runs than asked for are no matches
+        assert found(index_of(chunk, min_tokens=least), draw(2, 5), chunk[50:149], draw(3, 5)) == runs
 
 
 def test_removed_chunks_are_found_no_more_and_may_come_back() -> None:
@@ -72,30 +58,17 @@ def test_removed_chunks_are_found_no_more_and_may_come_back() -> None:
     assert found(index, a, b) == [(100, 200, 0)] and len(index) == 1
     index.add([stored(a)])
     assert found(index, a, b) == [(0, 100, 0), (100, 200, 0)] and stored(a).chunk_id in index
-
-
-def test_an_index_that_forgets_most_of_its_chunks_still_finds_the_rest() -> None:
+    # An index that forgets most of its chunks still finds the rest.
     chunks = [draw(seed, 64) for seed in range(1100)]
     index = index_of(*chunks)
     index.remove(stored(chunk).chunk_id for chunk in chunks[:-2])
     assert found(index, *chunks[-4:]) == [(128, 192, 0), (192, 256, 0)]
 
 
-def test_equal_windows_of_equal_tokens_are_verified() -> None:
-    """A text of one token: every window is the same, so every hit says nothing but by its ids."""
-    chunk = np.full(200, 7, dtype="<u4")
-    matches = index_of(chunk).match(np.full(500, 7, dtype="<u4"))
-    assert all(match.stop <= after.start for match, after in pairwise(matches))
-    assert sum(map(len, matches)) >= 200
-
-
 def test_texts_shorter_than_a_window_match_nothing() -> None:
     assert index_of(draw(1, 10)).match(draw(1, 10)) == []
     assert len(window_hashes(draw(1, WINDOW - 1))) == 0 and len(window_hashes(draw(1, WINDOW))) == 1
-
-
-def test_runs_that_may_be_missed_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match=f"at least {SHORTEST} tokens.*min_tokens=40"):
+    with pytest.raises(InvalidInputError, match=f"at least {SHORTEST} tokens.*min_tokens=40"):  # they may be missed
         ChunkIndex(40)
 
 
@@ -135,16 +108,17 @@ def test_equal_windows_of_a_prompt_are_counted_from_the_front() -> None:
 
 
 def test_a_text_of_one_token_matches_itself_and_is_compared_at_few_shifts(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared = []
-    monkeypatch.setattr(ChunkIndex, "_run_around", counted(ChunkIndex._run_around, compared))
+    """Every window is the same, so every hit says nothing but by its ids."""
+    matches = index_of(np.full(200, 7, dtype="<u4")).match(np.full(500, 7, dtype="<u4"))
+    assert all(match.stop <= after.start for match, after in pairwise(matches))
+    assert sum(map(len, matches)) >= 200
+    compared, compare = list[int](), ChunkIndex._run_around
+
+    def counting(*args: Any) -> Any:
+        compared.append(1)
+        return compare(*args)
+
+    monkeypatch.setattr(ChunkIndex, "_run_around", counting)
     text = np.zeros(20_000, "<u4")
     assert found(index_of(text), text) == [(0, 20_000, 0)]
     assert len(compared) <= 64 * 16
-
-
-def counted(real: Any, calls: list[int]) -> Any:
-    def call(*args: Any) -> Any:
-        calls.append(1)
-        return real(*args)
-
-    return call

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.fuse.question import rows_to_ask
 from cacheblend.core.names import BlockName, TokenIds, as_token_ids, block_name, chain_names, root_name, split_blocks
 from cacheblend.core.plan.blocks import BlockEntry, EmptySource, KVLayout, LayerShape
 from cacheblend.core.plan.plan import BlendPlan, Source, Span
@@ -212,12 +213,6 @@ def test_the_plan_without_lost_blocks(made: tuple[Planner, FakeSource, BlendPlan
     check_spans(planner, less)
     check_rows(less)
     check_publishing(less)
-
-
-@settings(max_examples=40)
-@given(plans())
-def test_the_plan_without_everything_loads_nothing(made: tuple[Planner, FakeSource, BlendPlan]) -> None:
-    _, _, plan = made
     nothing = plan.without("all")
     assert {s.source for s in nothing.spans} <= {Source.MISS, Source.TEXT}
     assert nothing.prefix_length == 0
@@ -234,6 +229,8 @@ def test_a_chunks_names_do_not_depend_on_where_it_stands() -> None:
         plan = planner.plan(Prompt.of([*front, passage, text([3])]), EMPTY)
         names.add(tuple(s.name for s in plan.spans if s.segment == len(plan.prompt.segments) - 2))
     assert len(names) == 1
+    planner = Planner(ROOT, Anchor("system"))  # but on the system in front of it, where that is the anchor
+    assert len({planner.plan(Prompt.of([text([i]), chunk([8])]), EMPTY).spans[1].name for i in range(5)}) == 5
 
 
 def test_a_chunk_directly_behind_its_anchor_is_an_exact_prefix() -> None:
@@ -305,12 +302,9 @@ def test_bos_alone_starts_the_chain_wherever_the_text_was_cut() -> None:
     assert cut_bos(joined.prompt, None) is joined.prompt
 
 
-def test_the_anchor_bos_needs_its_id() -> None:
+def test_the_system_anchor_is_the_text_in_front_of_the_first_chunk_and_bos_needs_its_id() -> None:
     with pytest.raises(InvalidInputError, match="BOS token; use 'none' or 'system'"):
         Anchor("bos")
-
-
-def test_the_system_anchor_is_the_text_in_front_of_the_first_chunk() -> None:
     anchor = Anchor("system", BOS)
     system = [text([BOS, 5, 6]), text([7])]
     with_chunk = anchor.segments(Prompt.of([*system, chunk([8]), text([9]), chunk([4])]))
@@ -318,17 +312,6 @@ def test_the_system_anchor_is_the_text_in_front_of_the_first_chunk() -> None:
     alone = anchor.segments(Prompt.of(system))  # what `warm(..., system=...)` is given
     assert [ids.tolist() for ids in alone] == [[BOS], [5, 6], [7]]
     assert anchor.segments(Prompt.of([chunk([8]), text([9])])) == []
-
-
-def test_chunks_behind_different_systems_have_different_names() -> None:
-    planner = Planner(ROOT, Anchor("system"))
-    names = {planner.plan(Prompt.of([text([i]), chunk([8])]), EMPTY).spans[1].name for i in range(5)}
-    assert len(names) == 5
-
-
-def test_missed_chunks_come_once_and_in_order() -> None:
-    plan = Planner(ROOT).plan(Prompt.of([text([1]), *(chunk([i]) for i in (5, 6, 5, 7, 6)), text([2])]), EMPTY)
-    assert [s.token_ids.tolist() for s in plan.missed_chunks()] == [[5], [6], [7]]
 
 
 def test_a_long_prompt_of_many_chunks() -> None:
@@ -385,3 +368,36 @@ def test_a_last_chunk_without_its_last_row_is_stored_whole(data: st.DataObject) 
     assert without.prompt.token_ids.tolist() == [BOS, 6, *ids[:-1]]
     assert [c.token_ids.tolist() for c in without.missed_chunks()] == ([ids] if len(ids) > 1 else [])
     assert without.held_chunks() == (dict.fromkeys(plan.held_chunks(), False) if len(ids) > 1 else {})
+
+
+# ---- the question's rows ----------------------------------------------------------------------------------
+
+
+segment_lists = st.lists(st.tuples(st.booleans(), st.integers(1, 9)), min_size=1, max_size=6)
+
+
+@given(segment_lists, st.sets(st.integers(0, 12)), st.integers(2, 12))
+def test_question_rows(segments: list[tuple[bool, int]], held: set[int], limit: int) -> None:
+    """Behind the last chunk, within the limit, the last row among them; never a candidate, never an exact prefix."""
+    parts = [(chunk if is_chunk else text)([10 * i + 1] * n) for i, (is_chunk, n) in enumerate(segments)]
+    prompt, planner = Prompt.of(parts), Planner(ROOT, block_size=4)
+    empty = planner.plan(prompt, EMPTY)
+    stored = {span.name: tokens_of(empty, span) for i, span in enumerate(empty.spans) if i in held}
+    plan = planner.plan(prompt, FakeSource(stored))
+    rows = plan.question_rows(limit)
+    assert 1 <= len(rows) <= limit
+    assert (np.diff(rows) > 0).all() and rows[-1] == len(plan) - 1
+    assert not set(rows) & set(plan.candidate_rows)
+    if len(plan.candidate_rows):
+        assert rows[0] >= plan.prefix_length
+    assert plan.stored_rows.tolist() == [p for s in plan.spans if s.source in HELD for p in range(s.start, s.stop)]
+    assert plan.segment_indices.tolist() == [i for i, part in enumerate(prompt.segments) for _ in range(len(part))]
+    ends = np.cumsum([len(part) for part in prompt.segments])
+    behind = max((int(end) for end, part in zip(ends, prompt.segments, strict=True) if part.is_chunk), default=0)
+    if behind < len(plan):
+        assert rows[0] >= behind and len(rows) == min(limit, len(plan) - rows[0])
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(10, 2), (59, 2), (60, 3), (2000, 100)])
+def test_the_question_asks_with_a_twentieth_of_the_prompt(tokens: int, rows: int) -> None:
+    assert rows_to_ask(tokens) == rows

@@ -6,7 +6,8 @@ decodes each stored block whole, and turns row by row what it says of that row.
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from cacheblend.core.errors import CacheBlendError
 from cacheblend.core.kernels.rope import KeyRotation, reposition_keys, turn_by
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.names import BlockName, TokenIds, as_token_ids, chain_names, join_ids, split_blocks
-from cacheblend.core.plan.blocks import BlockEntry, ChunkManifest, KVLayout, LayerShape
+from cacheblend.core.plan.blocks import BlockEntry, ChunkManifest, EmptySource, KVLayout, LayerShape
 from cacheblend.core.plan.codec import CODECS, codec_of
 from cacheblend.core.plan.plan import RESIDENT, BlendPlan, Source, Span
 from cacheblend.core.plan.planner import Anchor, Planner
@@ -30,7 +31,7 @@ ROTATION = KeyRotation(1e2 ** (-torch.arange(WIDTH // 2) / (WIDTH // 2)), "half"
 HELD = (Source.PREFIX, Source.LOADED)
 
 
-class Stored:
+class Stored(EmptySource):
     """Blocks with random KV; those of the prompt's own chain are not compressed.
 
     Args:
@@ -59,12 +60,8 @@ class Stored:
     def read_layers(self, names: Sequence[BlockName], layers: range, heads=None, memory=None):
         return [[self._records[name] for _ in layers] for name in names]
 
-    def round_trip_s(self, tier: str) -> float:
-        return 0.0
 
-
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     plan: BlendPlan
     store: Stored
     codec: str

@@ -124,31 +124,22 @@ def held_rows(plan: BlendPlan) -> dict[int, tuple[object, ...]]:
 
 @settings(max_examples=share(400), deadline=None)
 @given(cases())
-def test_the_plan_is_that_of_a_look_up_for_each_run(case: Case) -> None:
-    plan = case.planner.plan(case.prompt, CountingSource(case.held))
-    slow = SlowPlanner(ROOT, case.planner.anchor, case.planner.block_size).plan(case.prompt, CountingSource(case.held))
+def test_the_plan_is_that_of_a_look_up_for_each_run_and_loads_what_is_held(case: Case) -> None:
+    source, block_size = CountingSource(case.held), case.planner.block_size
+    plan = case.planner.plan(case.prompt, source)
+    slow = SlowPlanner(ROOT, case.planner.anchor, block_size).plan(case.prompt, CountingSource(case.held))
     # Where a chunk's shorter last block alone is held, the slow one takes its length for the size and cuts wrongly.
     if all(case.shows_its_size(manifest) for manifest in case.runs):
         assert plan.spans == slow.spans
-
-
-@settings(max_examples=share(400), deadline=None)
-@given(cases())
-def test_a_second_look_up_is_made_for_a_wrong_guess_only(case: Case) -> None:
-    source = CountingSource(case.held)
-    case.planner.plan(case.prompt, source)
-    guessed = [guessed_size(each, case.planner.block_size) == case.sizes[each.chunk_id] for each in case.runs]
+    # A second look-up is made for a wrong guess only.
+    guessed = [guessed_size(each, block_size) == case.sizes[each.chunk_id] for each in case.runs]
     single = [len(each.block_names) == 1 for each in case.runs]
     assert source.finds <= 2
     if all(right or alone for right, alone in zip(guessed, single, strict=True)):
         assert source.finds == 1
-
-
-@settings(max_examples=share(400), deadline=None)
-@given(cases())
-def test_a_run_is_loaded_where_its_chunks_blocks_are_held(case: Case) -> None:
-    plan = case.planner.plan(case.prompt, CountingSource(case.held))
-    rows, start = held_rows(plan), 0
+    # A run is loaded where its chunk's blocks are held, and a chunk is held if all its rows here are.
+    rows, start, chunks = held_rows(plan), 0, dict[BlockName, bool]()
+    anchor = case.planner.anchor.segments(None)
     for segment in plan.prompt.segments:
         manifest = segment.found_in
         if manifest is not None and any(name in case.held for name in manifest.block_names):
@@ -159,24 +150,13 @@ def test_a_run_is_loaded_where_its_chunks_blocks_are_held(case: Case) -> None:
                 assert is_prefix or (start + at in rows) == (name in case.held)
                 if start + at in rows and not is_prefix:
                     assert rows[start + at][2] == name and rows[start + at][6] == (segment.offset + at) % size
-        start += len(segment)
-
-
-@settings(max_examples=share(400), deadline=None)
-@given(cases())
-def test_a_chunk_is_held_if_all_its_rows_here_are(case: Case) -> None:
-    plan = case.planner.plan(case.prompt, CountingSource(case.held))
-    rows, start, expected = held_rows(plan), 0, dict[BlockName, bool]()
-    anchor = case.planner.anchor.segments(None)
-    for segment in plan.prompt.segments:
         if segment.is_chunk:
-            whole = stored_chunk(segment.token_ids.tolist(), case.planner.block_size, anchor)
-            name = (segment.found_in or whole).chunk_id
+            name = (manifest or stored_chunk(segment.token_ids.tolist(), block_size, anchor)).chunk_id
             found = [rows.get(at, (None,))[0] for at in range(start, start + len(segment))]
             if Source.PREFIX not in found:
-                expected[name] = expected.get(name, True) and None not in found
+                chunks[name] = chunks.get(name, True) and None not in found
         start += len(segment)
-    assert plan.held_chunks() == expected
+    assert plan.held_chunks() == chunks
 
 
 @pytest.mark.parametrize("runs", [1, 20])
@@ -206,9 +186,7 @@ def test_a_manifest_whose_names_and_tokens_do_not_belong_together() -> None:
     source = CountingSource(dict.fromkeys(whole.block_names, whole.token_ids[:2]))
     plan = Planner(ROOT, block_size=4).plan(Prompt.of([text([1]), run_of(wrong, 0, 3)]), source)
     assert len(plan) == 4 and source.finds == 1
-
-
-def test_a_block_with_other_ids_tells_no_size() -> None:
+    # A block with other ids tells no size.
     manifest = stored_chunk([1, 2, 3, 4, 5, 6, 7], 3, [])
     entries = {manifest.block_names[0]: BlockEntry(as_token_ids([9, 9]), LAYOUT, "disk")}
     assert held_size(manifest, entries) is None

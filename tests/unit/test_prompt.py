@@ -17,17 +17,6 @@ def test_segments_in_order_without_the_empty_ones() -> None:
     assert [s.label for s in prompt.chunks] == ["title", ""]
 
 
-@pytest.mark.parametrize("segments", [[], [text([])]])
-def test_an_empty_prompt_is_refused(segments: list) -> None:
-    with pytest.raises(InvalidInputError, match="prompt is empty; it needs at least one token"):
-        Prompt.of(segments)
-
-
-def test_an_empty_chunk_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="chunk has no tokens; leave empty passages out"):
-        chunk([])
-
-
 @pytest.mark.parametrize("make", [text, chunk])
 @pytest.mark.parametrize(
     ("ids", "message"),
@@ -48,20 +37,17 @@ def test_bad_ids_are_refused(make: object, ids: object, message: str) -> None:
         make(ids)  # type: ignore[operator]
 
 
-def test_an_id_outside_the_vocabulary_is_named_with_its_place_and_the_limit() -> None:
+def test_empty_prompts_ids_outside_the_vocabulary_and_long_prompts_are_refused_with_the_limit() -> None:
+    for segments in ([], [text([])]):
+        with pytest.raises(InvalidInputError, match="prompt is empty; it needs at least one token"):
+            Prompt.of(segments)
+    with pytest.raises(InvalidInputError, match="chunk has no tokens; leave empty passages out"):
+        chunk([])
     prompt = Prompt.of([text([1, 2]), chunk([9, 3])])
-    prompt.check(vocab_size=10, max_length=None)
+    prompt.check(vocab_size=10, max_length=4)
     with pytest.raises(InvalidInputError, match=r"token id 9 at index 2.*0\.\.8.*another model's tokenizer"):
         prompt.check(vocab_size=9, max_length=None)
-
-
-def test_a_prompt_longer_than_the_context_is_refused() -> None:
-    prompt = Prompt.of([text(range(8))])
-    prompt.check(vocab_size=10, max_length=8)
-    with pytest.raises(InvalidInputError, match=r"8 tokens.*context 7; use fewer or shorter chunks"):
-        prompt.check(vocab_size=10, max_length=7)
-
-
-def test_no_ids_are_inside_any_vocabulary() -> None:
+    with pytest.raises(InvalidInputError, match=r"4 tokens.*context 3; use fewer or shorter chunks"):
+        prompt.check(vocab_size=10, max_length=3)
     check_ids(as_token_ids([]), 0, "nothing")
     assert issubclass(InvalidInputError, ValueError) and issubclass(InvalidInputError, CacheBlendError)

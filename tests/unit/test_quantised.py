@@ -73,23 +73,21 @@ def test_copies_agree_and_every_part_counts() -> None:
     others[2].model.layers[3].self_attn.k_proj.weight.data_[0, 0] += 1
     assert len({one, *map(fingerprint_model, others)}) == 4
     assert fingerprint_model(quantised(settings=Settings())) == fingerprint_model(quantised(settings=Settings()))
-
-
-def test_a_weight_that_cannot_be_read_is_named_with_a_way_out() -> None:
     with pytest.raises(InvalidInputError, match=r"bytes of a Opaque cannot be read.*BlendEngine\(\.\.\., fingerprint="):
         fingerprint_model(quantised(kind=Opaque))
     assert BlendEngine(quantised(kind=Opaque), fingerprint="mine").fingerprint == "mine"
 
 
-def test_a_quantised_model_is_blended() -> None:
-    with open_engine(quantised(), [A, B, C], recompute_ratio=1.0) as engine:
+def blends(model: Any) -> None:
+    with open_engine(model, [A, B, C], recompute_ratio=1.0) as engine:
         result = engine.prefill(RAG)
         assert sum(result.report.hit_tokens.values()) == len(A) + len(B) + len(C)
         torch.testing.assert_close(result.logits, engine.prefill(RAG, mode="full").logits, atol=1e-4, rtol=1e-4)
 
 
-def test_adapters_on_a_quantised_model_are_watched() -> None:
+def test_a_quantised_model_is_blended_and_adapters_on_it_are_watched() -> None:
     """And scales: a merge into a quantised weight quantises it anew."""
+    blends(quantised())
     model = quantised()
     add_adapter(model, "a", seed=1)
     add_adapter(model, "b", seed=2)
@@ -106,15 +104,11 @@ def test_adapters_on_a_quantised_model_are_watched() -> None:
 
 def test_torchao_in_place() -> None:
     quantization = pytest.importorskip("torchao.quantization")
-    model: Any = copy.deepcopy(tiny_model("llama"))
-    plain = fingerprint_model(model)
-    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
-    other: Any = copy.deepcopy(tiny_model("llama"))
-    quantization.quantize_(other, quantization.Int8WeightOnlyConfig())
-    assert plain != fingerprint_model(model) == fingerprint_model(other)
-    assert digest_of(model.model.layers[0].self_attn.q_proj.weight) == digest_of(
-        other.model.layers[0].self_attn.q_proj.weight
-    )
-    with open_engine(model, [A, B, C], recompute_ratio=1.0) as engine:
-        result = engine.prefill(RAG)
-        torch.testing.assert_close(result.logits, engine.prefill(RAG, mode="full").logits, atol=1e-4, rtol=1e-4)
+    models: list[Any] = [copy.deepcopy(tiny_model("llama")) for _ in range(2)]
+    plain = fingerprint_model(models[0])
+    for model in models:
+        quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    one, other = models
+    assert plain != fingerprint_model(one) == fingerprint_model(other)
+    assert len({digest_of(each.model.layers[0].self_attn.q_proj.weight) for each in models}) == 1
+    blends(one)

@@ -15,9 +15,16 @@ from hypothesis import strategies as st
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.names import TokenIds, root_name
 from cacheblend.core.plan.chunk_matches import WINDOW
-from cacheblend.core.plan.fingerprints import MOST_COPIES, winnowed
-from cacheblend.core.plan.intervals import Interval, pieces_of
-from cacheblend.core.plan.recurrence import HALF_LIFE, Recurrences, Run, equal_around
+from cacheblend.core.plan.recurrence import (
+    HALF_LIFE,
+    MOST_COPIES,
+    Interval,
+    Recurrences,
+    Run,
+    equal_around,
+    pieces_of,
+    winnowed,
+)
 from campaign import share
 
 ROOT, OTHER = root_name("a model", "float32"), root_name("a model", "float32", salt="another tenant")

@@ -1,6 +1,8 @@
 """Where memory stores keep records: page-locked memory and GPUs, tested on a CPU with what stands in for CUDA."""
 
+import errno
 import gc
+import mmap
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,19 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend.core.errors import InvalidInputError, StoreFullError
-from cacheblend.store import DiskStore, MemoryStore, TieredStore, check_store_url, open_store
-from cacheblend.store.open import (
-    CascadePlace,
-    DevicePlace,
-    FolderPlace,
-    MemoryPlace,
-    TieredPlace,
-    page_locking,
-    parse_store_url,
-)
+from cacheblend.core.errors import StoreFullError
+from cacheblend.store import DiskStore, MemoryStore, TieredStore
 from cacheblend.store.residence import OnDevice, PageLocked, _register, _unregister
 from store_blocks import holds, make_block, same_bits
+from store_folders import failing
 
 PAGE = 4096
 
@@ -92,7 +86,9 @@ def test_a_block_lies_in_locked_memory_of_its_own_for_as_long_as_somebody_reads_
     assert not locks.held
 
 
-def test_memory_that_cannot_be_locked_is_a_full_store_and_costs_no_answer(tmp_path: Path) -> None:
+def test_memory_that_cannot_be_locked_is_a_full_store_and_costs_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     locks, block = Locks(most=0), make_block(1)
     with pytest.raises(StoreFullError, match="no memory left"):
         locked(locks).write(block)
@@ -101,10 +97,17 @@ def test_memory_that_cannot_be_locked_is_a_full_store_and_costs_no_answer(tmp_pa
         store.find([block.name])
         for _ in range(2):
             assert all(same_bits(store.read(block.name, layer), block.records[layer]) for layer in range(3))
+    ordinary = locked(locks, is_required=False)  # locking that was not asked for gives way to ordinary memory
+    for each in [make_block(seed) for seed in range(3)]:
+        assert ordinary.write(each) and holds(ordinary, each)
+    assert not locks.held
+    monkeypatch.setattr("mmap.mmap", failing(errno.ENOMEM, lambda *_, **__: True, mmap.mmap))
+    with pytest.raises(StoreFullError, match="no memory left"):  # what the system does not map is no memory
+        locked(Locks()).write(block)
 
 
 def test_memory_that_became_free_stays_locked_for_the_next_records_of_its_size() -> None:
-    locks, blocks = Locks(), [make_block(seed) for seed in range(6)]
+    locks, blocks = Locks(), [make_block(seed) for seed in range(8)]
     nbytes = PageLocked(locks.lock, locks.unlock).taken(blocks[0].records)
     store = locked(locks, 2 * nbytes, spare_bytes=1 << 20)
     for block in blocks:  # evicts those before
@@ -112,14 +115,9 @@ def test_memory_that_became_free_stays_locked_for_the_next_records_of_its_size()
         gc.collect()
     assert len(locks.held) <= 3 and locks.times == len(locks.held)
     assert all(holds(store, block) for block in blocks[-2:])
-
-
-def test_what_is_read_is_not_given_to_others_before_it_is_dropped() -> None:
-    locks, blocks = Locks(), [make_block(seed) for seed in range(8)]
-    nbytes = PageLocked(locks.lock, locks.unlock).taken(blocks[0].records)
-    store = locked(locks, nbytes, spare_bytes=1 << 20)
-    read = []
-    for block in blocks:
+    locks = Locks()
+    store, read = locked(locks, nbytes, spare_bytes=1 << 20), list[torch.Tensor]()
+    for block in blocks:  # what is read is not given to others before it is dropped
         store.write(block)
         read.append(store.read(block.name, 1))
         gc.collect()
@@ -127,11 +125,8 @@ def test_what_is_read_is_not_given_to_others_before_it_is_dropped() -> None:
     read.clear()
     gc.collect()
     assert sum(locks.held.values()) <= (1 << 20) + 2 * PAGE * 64
-
-
-def test_spare_memory_is_bounded() -> None:
     locks, most = Locks(), 4 * PAGE
-    store = locked(locks, spare_bytes=most)
+    store = locked(locks, spare_bytes=most)  # what is spare is bounded
     for seed, tokens in enumerate((5, 64, 300, 300, 5)):
         store.write(make_block(seed, tokens))
     store.close()
@@ -224,14 +219,6 @@ def test_a_lock_that_fails_leaves_no_error_to_others(
     assert not driver.last
 
 
-def test_locking_that_was_not_asked_for_gives_way_to_ordinary_memory() -> None:
-    locks, blocks = Locks(most=0), [make_block(seed) for seed in range(3)]
-    store = locked(locks, is_required=False)
-    for block in blocks:
-        assert store.write(block) and holds(store, block)
-    assert not locks.held
-
-
 @pytest.mark.parametrize("is_locked", [False, True], ids=["here", "locked"])
 @pytest.mark.parametrize("seed", range(8))
 def test_what_a_front_keeps_is_never_in_the_readers_memory(seed: int, is_locked: bool, tmp_path: Path) -> None:
@@ -311,95 +298,6 @@ def test_a_device_in_front_of_a_folder_is_a_cache_of_it(seed: int, tmp_path: Pat
         assert front.stats().tier == "cuda"
 
 
-@pytest.mark.parametrize(
-    ("url", "place"),
-    [
-        ("cuda://?max_bytes=1GiB", DevicePlace(1 << 30)),
-        ("cuda://3?max_bytes=1GiB&ttl=1h&evict=worth", DevicePlace(1 << 30, 3, 3600.0, "worth")),
-        ("memory://?page_locked=true", MemoryPlace(page_locked=True)),
-        ("cuda://?max_bytes=1KiB, memory://?max_bytes=2KiB", TieredPlace(DevicePlace(1024), MemoryPlace(2048))),
-        (
-            "cuda://1?max_bytes=1KiB, memory://?max_bytes=2KiB&page_locked=true, file:///a, file:///b",
-            TieredPlace(
-                DevicePlace(1024, 1),
-                TieredPlace(
-                    MemoryPlace(2048, page_locked=True),
-                    CascadePlace((FolderPlace(Path("/a")), FolderPlace(Path("/b")))),
-                ),
-            ),
-        ),
-        (
-            "file:///a?ram_bytes=1KiB&page_locked=true",
-            TieredPlace(MemoryPlace(1024, page_locked=True), FolderPlace(Path("/a"))),
-        ),
-        ("cuda://?max_bytes=1KiB, file:///a", TieredPlace(DevicePlace(1024), FolderPlace(Path("/a")))),
-    ],
-)
-def test_urls_name_places(url: str, place: object) -> None:
-    assert parse_store_url(url) == place
-
-
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("cuda://", "a cuda store needs a bound.*max_bytes=8GiB"),
-        ("cuda://a?max_bytes=1GiB", "must name a GPU by its number"),
-        ("cuda://0/folder?max_bytes=1GiB", "must name a GPU by its number"),
-        ("cuda://-1?max_bytes=1GiB", "must name a GPU by its number"),
-        ("cuda://?max_bytes=1GiB&ram_bytes=1", "no option 'ram_bytes'"),
-        ("cuda://?max_bytes=1GiB&ttl=1h, file:///a", "in front of other stores has no option 'ttl'"),
-        ("file:///a, cuda://?max_bytes=1GiB", "cuda:// can only stand in front"),
-        ("memory://, cuda://?max_bytes=1GiB", "cuda:// can only stand in front"),
-        ("cuda://?max_bytes=1, cuda://1?max_bytes=1, file:///a", "cuda:// can only stand in front"),
-        ("cuda://?max_bytes=1, file:///a, memory://", "memory:// can only stand in front"),
-        ("memory://, memory://", "memory:// can only stand in front"),
-        ("memory://?page_locked=yes", "page_locked must be true or false"),
-        ("cuda://?max_bytes=1GiB&page_locked=true", "no option 'page_locked'"),
-        ("file:///a?page_locked=true", "set ram_bytes, too"),
-        ("file:///a?ram_bytes=1KiB&page_locked=1", "page_locked must be true or false"),
-    ],
-)
-def test_urls_that_name_nothing(url: str, message: str) -> None:
-    with pytest.raises(InvalidInputError, match=message):
-        check_store_url(url)
-
-
-LOCKED = {"page_locked": True, "is_lock_required": False}
-
-
-@pytest.mark.parametrize(
-    ("url", "place"),
-    [
-        (None, MemoryPlace(**LOCKED)),
-        ("memory://?page_locked=false", MemoryPlace(page_locked=False)),
-        ("memory://?page_locked=true", MemoryPlace(page_locked=True)),
-        ("file:///a", FolderPlace(Path("/a"))),
-        ("file:///a?ram_bytes=1KiB", TieredPlace(MemoryPlace(1024, **LOCKED), FolderPlace(Path("/a")))),
-        (
-            "cuda://?max_bytes=1KiB, memory://?max_bytes=2KiB, file:///a",
-            TieredPlace(DevicePlace(1024), TieredPlace(MemoryPlace(2048, **LOCKED), FolderPlace(Path("/a")))),
-        ),
-    ],
-)
-def test_an_engine_on_a_gpu_locks_memory_of_which_nothing_else_is_said(url: str | None, place: object) -> None:
-    assert page_locking(parse_store_url(url)) == place
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_an_engine_opens_its_store_with_locked_memory_where_it_is_on_a_gpu() -> None:
-    with open_store("memory://?page_locked=false", page_locked=True) as store:
-        assert not isinstance(store, TieredStore)
-    with pytest.raises(InvalidInputError, match="needs a GPU"):
-        open_store("memory", page_locked=True)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-@pytest.mark.parametrize("url", ["cuda://?max_bytes=1GiB", "cuda://2?max_bytes=1GiB", "memory://?page_locked=true"])
-def test_without_a_gpu_the_message_says_so(url: str) -> None:
-    with pytest.raises(InvalidInputError, match=r"there are 0 GPUs here|needs a GPU, and there is none"):
-        open_store(url)
-
-
 def test_locked_pages_count_whole_and_where_fewer_can_be_locked_the_least_used_blocks_go(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -418,13 +316,3 @@ def test_locked_pages_count_whole_and_where_fewer_can_be_locked_the_least_used_b
     assert [short.held([block.name])[0] for block in blocks] == [False] * 4 + [True] * 2
     assert all(holds(short, block) for block in blocks[-2:])
     assert len([record for record in caplog.records if "cannot be page-locked" in record.message]) == 1
-
-
-def test_memory_that_the_system_does_not_map_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise OSError(12, "Cannot allocate memory")
-
-    store = locked(Locks())
-    monkeypatch.setattr("mmap.mmap", refuse)
-    with pytest.raises(StoreFullError, match="no memory left"):
-        store.write(make_block(1))

@@ -65,15 +65,10 @@ def test_two_moves_are_one(pairing: Pairing, a: list[int], b: list[int]) -> None
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_no_move_changes_no_bit(pairing: Pairing, dtype: torch.dtype) -> None:
-    x = keys(dtype)
-    assert torch.equal(moved(x, rotation(12, pairing), [0] * ROWS), x)
-
-
-@pytest.mark.parametrize("pairing", PAIRINGS)
-def test_half_precision_is_rounded_once(pairing: Pairing) -> None:
+def test_half_precision_is_rounded_once_and_no_move_changes_no_bit(pairing: Pairing) -> None:
     """The only error is that of the result's last bit, which bf16 arithmetic would exceed."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert torch.equal(moved(keys(dtype), rotation(12, pairing), [0] * ROWS), keys(dtype))
     offsets = [3, -70, 511, 4000, -4096, 100_000]
     x, turn = keys(torch.bfloat16), rotation(12, pairing)
     got = moved(x, turn, offsets)
@@ -97,13 +92,10 @@ def test_dot_products_depend_on_the_distance_alone() -> None:
     torch.testing.assert_close(near, far, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [*SHIFTABLE_ROPE, None])
-def test_shiftable_ropes_have_no_limit(kind: str | None) -> None:
-    assert shift_limit({"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 64}) is None
+def test_shiftable_ropes_have_no_limit_and_longrope_that_of_its_switch() -> None:
+    for kind in (*SHIFTABLE_ROPE, None):
+        assert shift_limit({"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 64}) is None
     assert shift_limit({}) is None
-
-
-def test_longrope_is_shiftable_below_its_switch() -> None:
     assert shift_limit({"rope_type": "longrope", "original_max_position_embeddings": 4096}) == 4096
 
 

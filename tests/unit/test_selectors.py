@@ -1,18 +1,28 @@
-"""Selectors: how many rows, which, and when they decide."""
+"""Selectors: how many rows, which, and when they decide; those that ask the question: budgets, whole spans, and
+rankings that meet."""
 
 import math
 from dataclasses import FrozenInstanceError
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.select.question_selectors import Hybrid, Query
+from cacheblend.core.select.question_selectors import (
+    SPAN_WITHOUT_SENTENCES,
+    Hybrid,
+    Pool,
+    Query,
+    ranks_by_attention,
+)
 from cacheblend.core.select.selectors import (
     AllRows,
     Candidates,
+    FoundSpan,
     Gradual,
     Head,
     Hkvd,
@@ -70,10 +80,7 @@ def test_hkvd_keeps_the_highest_and_as_many_as_the_share_comes_to(deviation: lis
     kept = [d for d, k in zip(deviation, keep.tolist(), strict=True) if k]
     dropped = [d for d, k in zip(deviation, keep.tolist(), strict=True) if not k]
     assert not kept or not dropped or min(kept) >= max(dropped)
-
-
-def test_ties_do_not_change_the_count() -> None:
-    assert int(masked(Hkvd(ratios=(0.3,)), candidates([1.0] * 10)).sum()) == 3
+    assert int(masked(Hkvd(ratios=(0.3,)), candidates([1.0] * 10)).sum()) == 3  # ties do not change the count
 
 
 @given(deviations.filter(lambda d: len(d) > 4), st.lists(shares, min_size=2, max_size=3))
@@ -86,10 +93,7 @@ def test_gradual_ratios_refer_to_all_candidates(deviation: list[float], ratios: 
         keep = masked(selector, candidates(left, layer=layer, total=len(deviation)))
         assert int(keep.sum()) == round(ratio * len(deviation))
         left = [d for d, k in zip(left, keep.tolist(), strict=True) if k]
-
-
-def test_a_share_of_all_never_exceeds_what_is_left() -> None:
-    assert masked(Hkvd((1, 2), (0.5, 0.5)), candidates([1.0, 2.0], layer=2, total=10)).all()
+    assert masked(Hkvd((1, 2), (0.5, 0.5)), candidates([1.0, 2.0], layer=2, total=10)).all()  # no more than are left
 
 
 @given(deviations, st.floats(0, 100, width=32))
@@ -112,33 +116,33 @@ def test_random_rows_are_the_same_for_the_same_seed() -> None:
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
     assert int(one.sum()) == int(other.sum()) == 25
-
-
-def test_random_rows_leave_the_global_generator_alone() -> None:
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
-    RandomRows(0.5).select(candidates([0.0] * 50, layer=None))
-    assert torch.equal(torch.rand(3), expected)
+    RandomRows(0.5).select(asked)
+    assert torch.equal(torch.rand(3), expected)  # the global generator is left alone
 
 
-def test_the_baselines() -> None:
-    asked = candidates([1.0] * 5, layer=None)
-    assert masked(AllRows(), asked).all()
-    assert not masked(NoRows(), asked).any()
-
-
-@pytest.mark.parametrize("selector", [Hkvd(), Threshold(1.0)])
-def test_a_selector_that_needs_deviations_says_so(selector: Selector) -> None:
-    with pytest.raises(InvalidInputError, match="decides at check layers"):
+@pytest.mark.parametrize(
+    ("selector", "message"),
+    [
+        *((each, "decides at check layers") for each in (Hkvd(), Threshold(1.0))),
+        *((each, "question's attention") for each in (Query(0.5), Hybrid())),
+        (Gradual(0.15), "of_model"),
+    ],
+)
+def test_a_selector_that_lacks_what_it_decides_by_says_so(selector: Selector, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
         selector.select(Candidates(torch.arange(3), torch.arange(3), 3))
 
 
-@pytest.mark.parametrize("kind", [Head, RandomRows])
+@pytest.mark.parametrize("kind", [Head, RandomRows, Gradual])
 @pytest.mark.parametrize("ratio", [-0.5, 1.5, math.nan])
-def test_a_share_lies_in_0_to_1(kind: type[Head] | type[RandomRows], ratio: float) -> None:
+def test_a_share_lies_in_0_to_1(kind: type[Head] | type[RandomRows] | type[Gradual], ratio: float) -> None:
     with pytest.raises(InvalidInputError, match=rf"0\.\.1, got {ratio}"):
         kind(ratio)
+    with pytest.raises(InvalidInputError, match=r"early share 0.2 is below .* ratio 0.3"):
+        Hybrid((1,), (0.3,), early=0.2)
 
 
 @given(shares, st.integers(0, 10**6))
@@ -159,31 +163,13 @@ def test_gradual_filtering_costs_what_one_check_with_its_ratio_costs(ratio: floa
         return
     assert isinstance(selector, Hkvd)  # which also refuses ratios that rise or leave 0..1
     assert selector.check_layers[-1] == min(4, layers - 1) and selector.ratios[0] < 1
-    ends = (*selector.check_layers[1:], layers)
-    rows = (
-        selector.check_layers[0]
-        - 1
-        + sum(
-            share * (end - start)
-            for share, start, end in zip(selector.ratios, selector.check_layers, ends, strict=True)
-        )
-    )
-    assert rows == pytest.approx(ratio * (layers - 1))
+    spans = pairwise((*selector.check_layers, layers))
+    rows = [share * (end - start) for share, (start, end) in zip(selector.ratios, spans, strict=True)]
+    assert selector.check_layers[0] - 1 + sum(rows) == pytest.approx(ratio * (layers - 1))
 
-
-@pytest.mark.parametrize("layers", [2, 3, 4, 5, 12, 80])
-def test_gradual_filtering_of_all_rows_checks_nothing_and_of_none_keeps_none(layers: int) -> None:
-    assert Gradual(1.0).of_model(layers) == AllRows()
-    selector = Gradual(0.0).of_model(layers)
-    assert isinstance(selector, Hkvd) and set(selector.ratios) == {0.0}
-
-
-def test_gradual_filtering_is_asked_for_a_model_first() -> None:
-    with pytest.raises(InvalidInputError, match="of_model"):
-        Gradual(0.15).select(candidates([1.0] * 4))
-    assert Gradual(0.15, "v").of_model(12) == Gradual(0.15, "v").of_model(12).of_model(12)
-    with pytest.raises(InvalidInputError, match=r"0\.\.1"):
-        Gradual(1.5)
+    assert Gradual(1.0).of_model(layers) == AllRows()  # checks nothing
+    none = Gradual(0.0, "v").of_model(layers)
+    assert isinstance(none, Hkvd) and set(none.ratios) == {0.0} and none.of_model(layers) == none
 
 
 def test_a_record_of_gradual_filtering_tells_the_ratio_that_was_asked_for() -> None:
@@ -195,3 +181,190 @@ def test_a_record_of_gradual_filtering_tells_the_ratio_that_was_asked_for() -> N
     recorded.inner = Head(0.5)
     assert recorded.of_model(3).check_layers == ()
     assert len(recorded.asked) == 1
+
+
+# ---- selectors that ask the question ----------------------------------------------------------------------
+
+
+pools = st.sampled_from(["sentence", 1, 2, 5, 100])
+
+
+@st.composite
+def asked(draw: st.DrawFn, layer: int | None = None) -> Candidates:
+    """Some rows of a prompt of several chunks and sentences, with attention and deviations that often tie."""
+    lengths = draw(st.lists(st.integers(1, 12), min_size=1, max_size=5))
+    offsets = np.concatenate([np.arange(n) for n in lengths])
+    segments = np.repeat(np.arange(len(lengths)) * 2, lengths)
+    begins = np.array(draw(st.lists(st.booleans(), min_size=len(offsets), max_size=len(offsets)))) | (offsets == 0)
+    rows = np.flatnonzero(draw(st.lists(st.booleans(), min_size=len(offsets), max_size=len(offsets))))
+    values = st.lists(st.sampled_from([0.0, 1.0, 2.0]) | st.floats(0, 9, width=32), min_size=len(rows))
+    attention, deviation = (torch.tensor(draw(values)[: len(rows)], dtype=torch.float32) for _ in range(2))
+    return Candidates(
+        positions=torch.from_numpy(rows) + 3,
+        chunk_offsets=torch.from_numpy(offsets[rows]),
+        total=draw(st.integers(len(rows), len(offsets))),
+        layer=layer,
+        deviation=None if layer is None else deviation,
+        attention=attention,
+        segments=torch.from_numpy(segments[rows]),
+        sentences=torch.from_numpy(np.cumsum(begins)[rows]) if draw(st.booleans()) else None,
+    )
+
+
+def spans_of(candidates: Candidates, pool: Pool) -> list[tuple[int, ...]]:
+    """The span of every row, in plain words."""
+    if pool == "sentence" and candidates.sentences is not None:
+        return [(s,) for s in candidates.sentences.tolist()]
+    tokens = SPAN_WITHOUT_SENTENCES if pool == "sentence" else pool
+    assert candidates.segments is not None
+    rows = zip(candidates.segments.tolist(), candidates.chunk_offsets.tolist(), strict=True)
+    return [(segment, offset // tokens) for segment, offset in rows]
+
+
+@given(asked(), pools, st.integers(0, 9))
+def test_the_spans_found_are_those_of_highest_attention(candidates: Candidates, pool: Pool, count: int) -> None:
+    best: dict[tuple[int, ...], list[float]] = {}
+    assert candidates.attention is not None
+    for span, attention in zip(spans_of(candidates, pool), candidates.attention.tolist(), strict=True):
+        best.setdefault(span, []).append(attention)
+    spans, first = [], 0
+    for attentions in best.values():
+        spans.append(FoundSpan(first, first + len(attentions), max(attentions)))
+        first += len(attentions)
+    expected = [span for span in sorted(spans, key=lambda span: -span.attention)[:count] if span.attention > 0]
+    for selector in (Query(0.5, pool=pool, hops=1), Hybrid(pool=pool, hops=1)):
+        assert selector.found_spans(candidates, count) == expected
+
+
+def test_what_hops_found_counts_where_it_is_more() -> None:
+    candidates = Candidates(
+        positions=torch.arange(4),
+        chunk_offsets=torch.arange(4),
+        total=4,
+        attention=torch.tensor([0.4, 0.1, 0.0, 0.0]),
+        hops=torch.tensor([0.2, 0.5, 0.0, 0.1]),
+        hop_words=torch.tensor([0.0, 0.0, 0.9, 0.0]),
+        segments=torch.zeros(4, dtype=torch.int64),
+    )
+    assert ranks_by_attention(candidates, 1).tolist() == [1, 0, 3, 2]
+    assert ranks_by_attention(candidates, 1, words=0.5).tolist() == [2, 0, 1, 3]
+    assert Query(0.5, pool=1, lead=0, words=1.0, hops=1).found_spans(candidates, 2)[0][:2] == (2, 3)
+
+
+leads = st.integers(0, 3)
+
+
+@given(asked(), shares, pools, leads)
+def test_query_spends_its_budget_on_spans_taken_whole_in_order_and_one_in_part(
+    candidates: Candidates, ratio: float, pool: Pool, lead: int
+) -> None:
+    keep = masked(Query(ratio, pool=pool, lead=lead), candidates).tolist()
+    assert sum(keep) == min(round(ratio * candidates.total), len(candidates.positions))
+    assert candidates.attention is not None
+    attention = candidates.attention.tolist()
+    members: dict[tuple[int, ...], list[int]] = {}
+    for row, span in enumerate(spans_of(candidates, pool)):
+        members.setdefault(span, []).append(row)
+    best = attention_of_spans(candidates, members, lead)
+    whole = [span for span, rows in members.items() if all(keep[row] for row in rows)]
+    none = [span for span, rows in members.items() if not any(keep[row] for row in rows)]
+    partly = [span for span in members if span not in whole and span not in none]
+    assert len(partly) <= 1
+    order = [min((best[s] for s in group), default=None) for group in (whole, partly)]
+    order += [max((best[s] for s in none), default=None)]
+    assert all(a >= b for a, b in pairwise(value for value in order if value is not None))
+    for span in partly:
+        kept = [attention[row] for row in members[span] if keep[row]]
+        assert min(kept) >= max(attention[row] for row in members[span] if not keep[row])
+
+
+def attention_of_spans(
+    candidates: Candidates, members: dict[tuple[int, ...], list[int]], lead: int
+) -> dict[tuple[int, ...], float]:
+    """A span's own highest, or that of one of the next `lead` spans of its segment, in plain words."""
+    assert candidates.attention is not None and candidates.segments is not None
+    segments, attention = candidates.segments.tolist(), candidates.attention.tolist()
+    order = list(members)  # rows ascend, and so do their spans
+    return {
+        span: max(
+            attention[row]
+            for later in order[place : place + lead + 1]
+            for row in members[later]
+            if segments[row] == segments[members[span][0]]
+        )
+        for place, span in enumerate(order)
+    }
+
+
+def test_the_sentence_in_front_is_taken_too() -> None:
+    attention = torch.tensor([0.0, 0.0, 0.1, 0.9, 0.0, 0.0, 0.5, 0.0])
+    found = Candidates(
+        positions=torch.arange(8),
+        chunk_offsets=torch.arange(8) % 4,
+        total=8,
+        attention=attention,
+        segments=torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
+        sentences=torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]),
+    )
+    assert masked(Query(0.5, lead=1), found).tolist() == [True] * 4 + [False] * 4
+    assert masked(Query(0.5, lead=0), found).tolist() == [False, False, True, True, False, False, True, True]
+
+
+def test_heads_of_chunks_count_half_as_much_as_what_was_found_in_them() -> None:
+    found = Candidates(
+        positions=torch.arange(8),
+        chunk_offsets=torch.tensor([0, 1, 2, 3, 0, 1, 2, 3]),
+        total=8,
+        attention=torch.tensor([0.0, 0.1, 0.0, 0.9, 0.2, 0.3, 0.0, 0.0]),
+        segments=torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
+    )
+    assert torch.argsort(ranks_by_attention(found, 1)).tolist() == [3, 5, 4, 1, 0, 2, 6, 7]
+    # of the first chunk 0 and 1 count 0.45, of the second 4 counts its own 0.2, which is more than half of 0.3
+    assert torch.argsort(ranks_by_attention(found, 1, head_rows=2)).tolist() == [3, 1, 0, 5, 4, 2, 6, 7]
+    assert masked(Query(0.375, pool=1, lead=0, head_rows=2), found).tolist() == [True, True, False, True] + [False] * 4
+    assert masked(Query(0.5, pool=1, lead=0, head_rows=10**12), found).tolist() == [True] * 4 + [False] * 4
+
+
+@given(asked(), pools)
+def test_ranks_are_a_permutation_and_keep_spans_together(candidates: Candidates, pool: Pool) -> None:
+    ranks = ranks_by_attention(candidates, pool).tolist()
+    assert sorted(ranks) == list(range(len(ranks)))
+    in_order = [span for _, span in sorted(zip(ranks, spans_of(candidates, pool), strict=True))]
+    changes = sum(a != b for a, b in pairwise(in_order))
+    assert changes == max(0, len(set(in_order)) - 1)
+
+
+@given(asked(layer=2), shares, pools)
+def test_either_keeps_the_top_of_both_rankings(candidates: Candidates, ratio: float, pool: Pool) -> None:
+    assert candidates.deviation is not None
+    keep = masked(Hybrid((2,), (ratio,), early=1.0, rank="either", pool=pool), candidates)
+    n = len(candidates.positions)
+    count = min(round(ratio * candidates.total), n)
+    assert int(keep.sum()) == count
+    by_deviation = torch.argsort(candidates.deviation, descending=True, stable=True)
+    by_attention = torch.argsort(ranks_by_attention(candidates, pool, lead=1))
+    for order in (by_deviation, by_attention):
+        assert keep[order[: count // 2]].all()
+    top = set(by_deviation[:count].tolist()) | set(by_attention[:count].tolist())
+    assert set(keep.nonzero()[:, 0].tolist()) <= top
+
+
+@given(asked(layer=1), shares)
+def test_by_deviation_alone_hybrid_is_hkvd(candidates: Candidates, ratio: float) -> None:
+    assert candidates.deviation is not None
+    keep = masked(Hybrid((1,), (ratio,), early=1.0, rank="deviation"), candidates)
+    hkvd = masked(Hkvd((1,), (ratio,)), candidates)
+    assert candidates.deviation[keep].sort().values.tolist() == candidates.deviation[hkvd].sort().values.tolist()
+
+
+@given(asked(), shares, pools)
+def test_hybrids_early_share_is_querys(candidates: Candidates, early: float, pool: Pool) -> None:
+    keep = masked(Hybrid((1,), (0.0,), early=early, pool=pool), candidates)
+    assert torch.equal(keep, masked(Query(early, pool=pool), candidates))
+
+
+@given(asked())
+def test_everything_is_everything(candidates: Candidates) -> None:
+    for selector in (Query(1.0), Hybrid((1,), (1.0,), 1.0), AllRows()):
+        assert masked(selector, candidates).all()
+    assert not masked(NoRows(), candidates).any()

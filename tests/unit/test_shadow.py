@@ -91,10 +91,7 @@ def test_logits_that_are_not_finite_are_far_away_and_poison_no_sum(bad: float) -
 def test_settings_that_cannot_hold_are_refused_with_the_way_out(given: dict[str, float], what: str) -> None:
     with pytest.raises(InvalidInputError, match=what):
         ShadowSettings(**given)  # type: ignore[arg-type]
-
-
-def test_a_window_of_its_own_size_forgives_four() -> None:
-    for floor in (0.5, 0.8, 0.95, 0.99):
+    for floor in (0.5, 0.8, 0.95, 0.99):  # a window of its own size forgives four
         assert allowed_errors(ShadowSettings(0.1, floor).rows, floor, 0.95) == 4
 
 
@@ -109,9 +106,7 @@ def test_steps_rise_by_half_and_end_in_full_recompute(ratio: float) -> None:
     assert all(b == pytest.approx(1.5 * a) for a, b in pairwise(factors[:-1]))
     assert all(ratio * factor <= FULL_ABOVE for factor in factors[1:-1])
     assert len(factors) == 2 or ratio * factors[-2] * 1.5 > FULL_ABOVE
-
-
-def test_a_selector_without_a_ratio_goes_to_full_recompute_at_once() -> None:
+    # A selector without a ratio goes to full recompute at once.
     assert factors_from(None) == (1.0, math.inf) == factors_from(0.0) == factors_from(0.009)
 
 
@@ -186,16 +181,13 @@ def run(made: ShadowWatch, rates: Sequence[float], count: int, rng: random.Rando
     return steps
 
 
-def test_a_lean_ratio_is_raised_until_agreement_holds_and_an_ample_one_stays() -> None:
+def test_a_lean_ratio_is_raised_until_agreement_holds_an_ample_one_stays_and_traffic_moves_it() -> None:
     made, rng = watch(0.9), random.Random(3)
     steps = run(made, [0.5, 0.7, 0.999, 1, 1], 4000, rng)
     held = [sum(step == each for step in steps) for each in range(5)]
     assert held[2] > 0.8 * len(steps)  # the rest are attempts at lower ones, which fail soon
-    ample = watch(0.9)
-    assert set(run(ample, [0.998] * 5, 4000, rng)) == {0}
+    assert set(run(watch(0.9), [0.998] * 5, 4000, rng)) == {0}
 
-
-def test_a_change_of_traffic_moves_it_and_it_comes_back() -> None:
     made, rng = watch(0.8), random.Random(4)
     run(made, [1.0] * 6, 200, rng)
     assert made.step == 0
@@ -203,6 +195,10 @@ def test_a_change_of_traffic_moves_it_and_it_comes_back() -> None:
     assert made.step >= 1
     run(made, [1.0] * 6, 20 * made.settings.rows, rng)
     assert made.step == 0
+
+    made = watch(None)
+    run(made, [0.0], 300, random.Random(0))
+    assert made.step == 0 and made.history()[-1].agreement == 0.0 and made.history()[-1].rows == 200
 
 
 def test_where_nothing_blended_agrees_everything_is_recomputed_and_attempts_become_rare() -> None:
@@ -213,12 +209,6 @@ def test_where_nothing_blended_agrees_everything_is_recomputed_and_attempts_beco
     assert sum(step == last for step in steps) > 0.9 * len(steps)
     lowered = made.figures().lowered
     assert 3 <= lowered <= 6000 / made.settings.rows / 4
-
-
-def test_without_a_floor_the_ratio_stays() -> None:
-    made = watch(None)
-    run(made, [0.0], 300, random.Random(0))
-    assert made.step == 0 and made.history()[-1].agreement == 0.0 and made.history()[-1].rows == 200
 
 
 # ---- figures ------------------------------------------------------------------------------------------------
@@ -235,27 +225,27 @@ def test_each_change_is_one_line_and_one_count_and_tells_the_engine(caplog: pyte
     assert "m: recompute ratio raised to full recompute" in caplog.text and "floor 0.8" in caplog.text
 
 
-def test_comparisons_of_another_ratio_or_of_requests_with_their_own_move_nothing() -> None:
-    made = watch()
+def test_windows_are_of_the_settings_and_the_model_in_force_and_counters_stay() -> None:
+    made, own = watch(), Labels("a", "hkvd", "request")
+
+    def figures(labels: Labels) -> tuple[int, tuple[float, float, int]]:
+        found = {series.labels: series for series in made.figures().series}[labels]
+        return found.compared, found.agreement["first_token"]
+
     for _ in range(50):
-        made.add(MINE, BAD, step=3)
-        made.add(Labels("a", "hkvd", "request"), BAD, step=None)
-    figures = {series.labels: series for series in made.figures().series}
+        made.add(MINE, BAD, step=3)  # of another ratio
+        made.add(own, BAD, step=None)  # of requests with their own
     assert made.step == 0 and not made.history()
-    assert figures[MINE].compared == 50 and figures[MINE].agreement["first_token"][2] == 0
-    assert figures[Labels("a", "hkvd", "request")].agreement["first_token"] == (0.0, 0.0, 44)
-
-
-def test_a_change_empties_the_windows_that_it_concerns_and_no_counter() -> None:
-    made = watch()
-    others = Labels("b", "hybrid", "request")
-    made.add(others, GOOD, step=None)
+    assert figures(MINE) == (50, (1.0, 0.0, 0)) and figures(own) == (50, (0.0, 0.0, 44))
     for _ in range(5):
         made.add(MINE, BAD, made.step)
-    figures = {series.labels: series for series in made.figures().series}
-    assert made.step == 1
-    assert figures[MINE].compared == 5 and figures[MINE].agreement["first_token"] == (1.0, 0.0, 0)
-    assert figures[others].agreement["first_token"][2] == 1
+    assert made.step == 1, "a change empties the windows that it concerns"
+    assert figures(MINE) == (55, (1.0, 0.0, 0)) and figures(own) == (50, (0.0, 0.0, 44))
+    for _ in range(4):
+        made.add(MINE, BAD, made.step)
+    assert figures(MINE) == (59, (0.0, 0.0, 4))
+    made.begin_anew()  # another model, with the step in force
+    assert made.step == 1 and figures(MINE) == (59, (1.0, 0.0, 0))
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=120))
@@ -286,15 +276,6 @@ def test_tenants_beyond_the_bound_share_a_label() -> None:
         made.add(Labels(f"tenant {number}", "hkvd"), GOOD, 0)
     series = {each.labels.tenant: each.compared for each in made.figures().series}
     assert len(series) == MOST_TENANTS + 1 and series[OTHERS] == 2 * MOST_TENANTS
-
-
-def test_another_model_begins_anew_with_the_step_in_force() -> None:
-    made = watch()
-    for _ in range(9):
-        made.add(MINE, BAD, made.step)
-    assert made.step == 1 and made.figures().series[0].agreement["first_token"][2] == 4
-    made.begin_anew()
-    assert made.step == 1 and made.figures().series[0].agreement["first_token"][2] == 0
 
 
 def test_prometheus_reads_what_is_written() -> None:

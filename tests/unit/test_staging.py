@@ -62,24 +62,18 @@ def test_slabs_are_used_again_and_the_last_one_first() -> None:
     assert [place_of(staging.lease().take(10)) for _ in range(1)] == places[1:]
     assert staging.nbytes == SLAB  # the other one: a lease that is dropped takes its slab along
     assert place_of(staging.lease().take(10)) == places[0]
-
-
-def test_slabs_go_back_once_every_part_has_been_used_up() -> None:
     staging = memory(1)
     lease = staging.lease(uses=3)
     place = place_of(lease.take(10))
-    for _ in range(2):
+    for _ in range(2):  # not before every part has been used up
         lease.release()
         other = staging.lease()
         assert place_of(other.take(10)) != place
         other.release()
     lease.release()
     assert place_of(staging.lease().take(10)) == place
-
-
-def test_slabs_that_inference_mode_made_are_written_to_without_it() -> None:
     staging = memory(1)
-    with torch.inference_mode():
+    with torch.inference_mode():  # without which it is written to
         lease = staging.lease()
         lease.take(10)
         lease.release()
@@ -109,10 +103,7 @@ def test_who_reads_faster_than_the_device_copies_waits_for_the_oldest_copy() -> 
     fourth = staging.lease()
     assert place_of(fourth.take(SLAB)) == places[1]
     assert [event.waits for event in events] == [1, 0]
-
-
-def test_a_slab_that_may_still_be_copied_is_not_used_while_another_can_be_made() -> None:
-    staging, event = memory(2), Event()
+    staging, event = memory(2), Event()  # not while another one can be made
     lease = staging.lease()
     place = place_of(lease.take(SLAB))
     lease.release(event)
@@ -127,19 +118,7 @@ def test_a_lease_that_is_dropped_does_not_give_its_slabs_to_others() -> None:
     gc.collect()
     assert staging.nbytes == 0
     assert place_of(staging.lease().take(SLAB)) != place_of(taken)
-
-
-def test_a_slab_that_cannot_be_made_may_be_made_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    staging = memory(1)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no memory")))
-        with pytest.raises(RuntimeError):
-            staging.lease().take(1)
-    assert staging.lease().take(1).nbytes == 1
-
-
-def test_a_lease_may_be_dropped_while_the_memory_is_locked() -> None:
-    """A garbage collection may run its finalizer anywhere, in the thread that holds the lock, too."""
+    # a garbage collection may run the finalizer anywhere, in the thread that holds the lock, too
     staging = memory(1)
     lease = staging.lease()
     lease.take(1)
@@ -155,6 +134,15 @@ def test_a_lease_may_be_dropped_while_the_memory_is_locked() -> None:
     assert done.wait(20), "the finalizer waits for a lock"
     again = staging.lease()
     assert again.take(1).nbytes == 1 and staging.nbytes == SLAB
+
+
+def test_a_slab_that_cannot_be_made_may_be_made_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    staging = memory(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no memory")))
+        with pytest.raises(RuntimeError):
+            staging.lease().take(1)
+    assert staging.lease().take(1).nbytes == 1
 
 
 def test_what_the_device_still_reads_is_kept_alive() -> None:
@@ -174,7 +162,7 @@ def test_what_the_device_still_reads_is_kept_alive() -> None:
     assert all(ref() is None for ref in kept)
 
 
-def test_records_of_odd_sizes_are_copied_to_where_their_elements_may_lie() -> None:
+def test_records_are_copied_to_where_their_elements_may_lie_and_from_where_they_are() -> None:
     slab = torch.arange(3 * PAGE, dtype=torch.int64).to(torch.uint8)
     records = {
         "odd": slab[7:1008],
@@ -183,6 +171,19 @@ def test_records_of_odd_sizes_are_copied_to_where_their_elements_may_lie() -> No
     }
     moved = moved_together(records, lambda data: data.clone())
     assert all(torch.equal(moved[key].view(torch.uint8), record.view(torch.uint8)) for key, record in records.items())
+    # of a slab with several layers one layer's records: what lies between them is not copied
+    slab = torch.arange(64 * PAGE, dtype=torch.int64).to(torch.uint8)
+    apart = {at: slab[at * 16 * PAGE : at * 16 * PAGE + 100] for at in range(4)}
+    copies = []
+    sent = moved_together(apart, lambda data: (copies.append(data.nbytes), data.clone())[1])
+    assert copies == [100] * 4 and all(torch.equal(sent[at], apart[at]) for at in apart)
+    # as from another GPU: two storages of a device without addresses are told apart from the host's
+    there = torch.zeros(2, 2, 5, 8, dtype=torch.bfloat16, device="meta")
+    here, asked = torch.ones(3, 2, 4, 8), []
+    both = moved_together({"there": there, "here": here}, lambda data: (asked.append(data.device.type), data)[1])
+    assert sorted(asked) == ["cpu", "meta"] and both["there"].device.type == "meta"
+    assert both["there"].shape == there.shape and both["there"].dtype == there.dtype
+    assert torch.equal(both["here"], here)
 
 
 class _Operations(TorchDispatchMode):
@@ -277,27 +278,6 @@ def test_records_are_copied_together_where_they_lie_together(seed: int) -> None:
     storages = {record.untyped_storage().data_ptr() for record in records.values()}
     assert len(copies) <= len(storages) + 1
     assert sum(copies) <= sum(record.nbytes + PAGE for record in records.values())
-
-
-def test_what_lies_between_records_is_not_copied() -> None:
-    """Of a slab with several layers, one layer's records."""
-    slab = torch.arange(64 * PAGE, dtype=torch.int64).to(torch.uint8)
-    records = {at: slab[at * 16 * PAGE : at * 16 * PAGE + 100] for at in range(4)}
-    copies = []
-    moved = moved_together(records, lambda data: (copies.append(data.nbytes), data.clone())[1])
-    assert copies == [100] * 4
-    assert all(torch.equal(moved[at], records[at]) for at in records)
-
-
-def test_records_on_another_device_are_copied_from_there() -> None:
-    """As from another GPU; two storages of a device without addresses are told apart from the host's."""
-    there = torch.zeros(2, 2, 5, 8, dtype=torch.bfloat16, device="meta")
-    here = torch.ones(3, 2, 4, 8)
-    asked = []
-    moved = moved_together({"there": there, "here": here}, lambda data: (asked.append(data.device.type), data)[1])
-    assert sorted(asked) == ["cpu", "meta"]
-    assert moved["there"].device.type == "meta" and moved["there"].shape == there.shape
-    assert moved["there"].dtype == there.dtype and torch.equal(moved["here"], here)
 
 
 # ---- two requests on a device that copies later ---------------------------------------------------------------

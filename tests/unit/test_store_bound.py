@@ -91,21 +91,20 @@ def test_each_further_process_exceeds_the_bound_by_a_32nd_at_most(seed: int, lar
 
 
 def test_what_is_reserved_by_a_process_that_dies_is_free_again(tmp_path: Path) -> None:
-    with disk(tmp_path, max_bytes=MOST) as store:
+    def die() -> None:
         died = os.fork()
         if not died:
             with disk(tmp_path, max_bytes=MOST) as other, other._capacity.reserved(MOST * 3 // 4):
                 os._exit(0)
         os.waitpid(died, 0)
         assert len(list((tmp_path / "tmp").iterdir())) == 1
+
+    with disk(tmp_path, max_bytes=MOST) as store:
+        die()
         with store._capacity.reserved(MOST * 3 // 4):
             pass
         assert not list((tmp_path / "tmp").iterdir())
-        died = os.fork()
-        if not died:
-            with disk(tmp_path, max_bytes=MOST) as other, other._capacity.reserved(MOST * 3 // 4):
-                os._exit(0)
-        os.waitpid(died, 0)
+        die()
     with disk(tmp_path):
         assert not list((tmp_path / "tmp").iterdir())
 
@@ -205,14 +204,28 @@ def test_the_bound_holds_and_what_is_held_is_right(seed: int, eviction: str, tmp
         assert store.stats().damaged == other.stats().damaged == 0
 
 
-def test_a_small_need_evicts_a_whole_chain(tmp_path: Path) -> None:
-    """A share of the file is all that is needed, and the file goes with its last name only."""
-    old, new = make_chain(8), make_block(50)
-    with disk(tmp_path) as store:
-        store.write_all(old)
-    with disk(tmp_path, max_bytes=file_bytes(old)) as store:
+def test_a_file_goes_with_its_last_name_only(tmp_path: Path) -> None:
+    chain, new = make_chain(4), make_block(50)
+    with disk(tmp_path / "a") as store:
+        store.write_all(chain)
+        store.pin([chain[1].name])
+        assert store.prune(0) == 0  # a pinned block keeps the file, and the others go
+        assert [holds(store, block) for block in chain] == [False, True, False, False]
+        assert store.stats().bytes == occupied(tmp_path / "a") == file_bytes(chain)
+        store.unpin([chain[1].name])
+        assert store.prune(0) == file_bytes(chain)
+        store.write_all(chain)
+    with disk(tmp_path / "a", max_bytes=file_bytes(chain)) as store:  # a share of the file is all that is needed
         assert store.write(new) and holds(store, new)
         assert store.stats().blocks == 1
+    chains = [make_chain(4, seed) for seed in (0, 10, 20)]
+    with disk(tmp_path / "b", max_bytes=sum(map(file_bytes, chains))) as store:
+        for each in chains:
+            store.write_all(each)
+        store.pin([each[0].name for each in chains])
+        with pytest.raises(StoreFullError, match="unpin blocks"):  # removing the others would be in vain
+            store.write(new)
+        assert store.stats().blocks == 12 and store.stats().evictions == 0
 
 
 @pytest.mark.parametrize("length", [1, 4])
@@ -225,30 +238,6 @@ def test_a_store_of_which_there_is_a_snapshot_of_links_is_not_emptied(length: in
         most = store.stats().bytes
     with disk(tmp_path / "store", max_bytes=most) as store:
         assert store.write(make_block(90)) and 30 <= store.stats().blocks <= 40
-
-
-def test_a_pinned_block_keeps_its_file_and_the_others_go(tmp_path: Path) -> None:
-    chain = make_chain(4)
-    with disk(tmp_path) as store:
-        store.write_all(chain)
-        store.pin([chain[1].name])
-        assert store.prune(0) == 0  # the file stays
-        assert [holds(store, block) for block in chain] == [False, True, False, False]
-        assert store.stats().bytes == occupied(tmp_path) == file_bytes(chain)
-        store.unpin([chain[1].name])
-        assert store.prune(0) == file_bytes(chain)
-
-
-def test_what_cannot_fit_beside_pinned_blocks_evicts_nothing(tmp_path: Path) -> None:
-    """A pinned block keeps the bytes of all blocks of its file, so that removing those is in vain."""
-    chains = [make_chain(4, seed) for seed in (0, 10, 20)]
-    with disk(tmp_path, max_bytes=sum(map(file_bytes, chains))) as store:
-        for chain in chains:
-            store.write_all(chain)
-        store.pin([chain[0].name for chain in chains])
-        with pytest.raises(StoreFullError, match="unpin blocks"):
-            store.write(make_block(50))
-        assert store.stats().blocks == 12 and store.stats().evictions == 0
 
 
 def test_a_name_that_another_process_removed_has_freed_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,24 +258,21 @@ def test_a_name_that_another_process_removed_has_freed_nothing(tmp_path: Path, m
         assert holds(other, new) and occupied(tmp_path) <= file_bytes(old) + 9000
 
 
-def test_a_chain_larger_than_the_bound_is_stored_as_far_as_it_fits(tmp_path: Path) -> None:
+def test_a_chain_is_stored_as_far_as_it_fits_and_removed_whole_after_its_time_to_live(tmp_path: Path) -> None:
     chain = make_chain(6, tokens=500)
     one = file_bytes(chain[:1])
-    with disk(tmp_path, max_bytes=2 * one) as store:
+    with disk(tmp_path / "a", max_bytes=2 * one) as store:
         assert store.write_all(chain) == [True] * 6
-        assert store.stats().blocks == 2 and occupied(tmp_path) <= 2 * one
+        assert store.stats().blocks == 2 and occupied(tmp_path / "a") <= 2 * one
     with disk(tmp_path / "tiny", max_bytes=one - 1) as store, pytest.raises(StoreFullError, match="raise max_bytes"):
         store.write_all(chain)
-
-
-def test_time_to_live_removes_all_of_a_chain(tmp_path: Path) -> None:
-    chain = make_chain(3)
-    with disk(tmp_path) as store:
+    with disk(tmp_path / "b") as store:
         store.write_all(chain)
         old = time.time_ns() - 100 * 10**9
-        os.utime(store.file_of(chain[0].name), ns=(old, old))
-    with disk(tmp_path, ttl=50) as store:
-        assert store.find([block.name for block in chain]) == [None] * 3 and occupied(tmp_path) == 0
+        for path in block_files(tmp_path / "b"):
+            os.utime(path, ns=(old, old))
+    with disk(tmp_path / "b", ttl=50) as store:
+        assert store.find([block.name for block in chain]) == [None] * 6 and occupied(tmp_path / "b") == 0
 
 
 # ---- full disks --------------------------------------------------------------------------------------------
@@ -366,19 +352,15 @@ except StoreFullError as error:
 def all_bytes(folder: Path) -> int:
     """Bytes of all files: blocks as they are, small files in whole pages."""
     files = [file for file in folder.rglob("*") if file.is_file() and file.parent != folder]
-    return sum(_size(file) for file in files)
-
-
-def _size(file: Path) -> int:
-    size = file.stat().st_size
-    return size if file.suffix == ".safetensors" else -(-size // 4096) * 4096
+    sizes = [(file.stat().st_size, file.suffix == ".safetensors") for file in files]
+    return sum(size if is_block else -(-size // 4096) * 4096 for size, is_block in sizes)
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_manifests_and_records_count_against_the_bound(tmp_path: Path, blocks: int) -> None:
     """Many chunks of a few tokens in a small store: nothing stays of those whose blocks were evicted."""
     bound, count = 1 << 20, 700
-    with DiskStore(tmp_path / "s", max_bytes=bound, durable=False) as store:
+    with disk(tmp_path / "s", max_bytes=bound) as store:
         for seed in range(count):
             chain = [make_block(seed)]
             for _ in range(blocks - 1):
@@ -400,10 +382,7 @@ def test_manifests_and_records_count_against_the_bound(tmp_path: Path, blocks: i
         assert len(store.documents.all(ROOT)) == count // 7  # nothing asked for is dropped without a word
         store.prune(0)
         assert store.manifests() == [] and store.stats().blocks == 0
-
-
-def test_a_bound_that_records_of_documents_fill_is_named(tmp_path: Path) -> None:
-    with DiskStore(tmp_path / "s", max_bytes=10 * 4096, durable=False) as store:
+    with disk(tmp_path / "small", max_bytes=10 * 4096) as store:
         with pytest.raises(StoreFullError, match="records of documents"):
             for number in range(20):
                 store.documents.put(DocumentRecord(ROOT, "c", str(number), "", 0, ()))

@@ -1,12 +1,12 @@
-"""The files that a store writes to its folder, of one block and of several, and what it makes of a folder that
-has files already: other things, pipes, directories, format files, permissions."""
+"""The files that a store writes to its folder, of one block and of several, what it makes of a folder that has files
+already or cannot be written, and of disks that fail."""
 
 import errno
 import itertools
 import json
-import logging
 import os
 import re
+import resource
 import shutil
 import stat
 from dataclasses import replace
@@ -16,13 +16,16 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from cacheblend.core.errors import InvalidInputError, StoreError, StoreFormatError
+from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError, StoreFormatError, StoreReadOnlyError
 from cacheblend.core.load.capture import CapturedChunk
 from cacheblend.core.names import as_token_ids, block_name, root_name
 from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
 from cacheblend.engines.keeper import ChunkKeeper
 from cacheblend.store import DiskStore, open_store
-from cacheblend.store.disk import block_writer
+from cacheblend.store.disk import sealed_files
+from cacheblend.store.disk import store as disk_store
+from cacheblend.store.disk.block_files import BlockFiles
+from cacheblend.store.disk.folder import Folder
 from cacheblend.store.documents import DocumentRecord
 from cacheblend.store.format.block_file import encode_block, encode_chain
 from cacheblend.store.format.records import decode_manifest, encode_manifest
@@ -32,30 +35,37 @@ from store_folders import block_files, disk, everything, failing, file_bytes, in
 # ---- what is written --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_plain_safetensors_reads_the_file(tmp_path: Path, dtype: torch.dtype) -> None:
-    block = make_block(1, tokens=7, dtype=dtype)
+@pytest.mark.parametrize(
+    ("count", "dtype", "codec"),
+    [
+        (1, torch.bfloat16, "raw"),
+        (1, torch.float16, "raw"),
+        (1, torch.float32, "raw"),
+        (1, torch.bfloat16, "int8"),
+        (1, torch.bfloat16, "int4"),
+        (3, torch.bfloat16, "raw"),
+    ],
+)
+def test_plain_safetensors_reads_the_file(tmp_path: Path, count: int, dtype: torch.dtype, codec: str) -> None:
+    chain = make_chain(count, tokens=7) if count > 1 else [make_block(1, tokens=7, dtype=dtype, codec=codec)]
     with disk(tmp_path / "s") as store:
-        store.write(block)
-    (path,) = block_files(tmp_path / "s")
-    assert path.parent.name == block.name.hex()[:2]
-    assert path.name == f"{block.name.hex()}.safetensors"
+        store.write_all(chain)
+    path = next(path for path in block_files(tmp_path / "s") if path.name == f"{chain[0].name.hex()}.safetensors")
+    assert path.parent.name == chain[0].name.hex()[:2]
     with safe_open(path, "pt") as file:
-        assert list(file.keys()) == [f"layer.{i:05d}" for i in range(3)]
-        assert all(same_bits(file.get_tensor(f"layer.{i:05d}"), r) for i, r in enumerate(block.records))
-        assert file.metadata()["name"] == block.name.hex()
-        assert file.metadata()["layers"] == "2*2x4,1*1x8"
-
-
-@pytest.mark.parametrize("codec", ["int8", "int4"])
-def test_plain_safetensors_reads_a_compressed_file(tmp_path: Path, codec: str) -> None:
-    block = make_block(1, tokens=7, codec=codec)
-    with disk(tmp_path / "s") as store:
-        store.write(block)
-    (path,) = block_files(tmp_path / "s")
-    with safe_open(path, "pt") as file:
-        assert all(same_bits(file.get_tensor(f"layer.{i:05d}"), r) for i, r in enumerate(block.records))
-        assert (file.metadata()["codec"], file.metadata()["dtype"]) == (codec, "BF16")
+        expected = {
+            f"layer.{layer:05d}" + (f".block.{number:05d}" if count > 1 else ""): record
+            for number, block in enumerate(chain)
+            for layer, record in enumerate(block.records)
+        }
+        assert set(file.keys()) == set(expected)
+        assert all(same_bits(file.get_tensor(key), record) for key, record in expected.items())
+        metadata = file.metadata()
+    assert metadata["name"] == ",".join(block.name.hex() for block in chain)
+    assert (metadata["layers"], metadata["format"]) == ("2*2x4,1*1x8", "1" if count == 1 else "2")
+    assert metadata.get("codec", "raw") == codec and (codec == "raw" or metadata["dtype"] == "BF16")
+    if count == 1:  # it is what it was before there were files of several
+        assert path.read_bytes() == b"".join(encode_block(chain[0]))
 
 
 def test_the_format_s_example_is_what_is_written(tmp_path: Path) -> None:
@@ -76,23 +86,32 @@ def test_the_format_s_example_is_what_is_written(tmp_path: Path) -> None:
     assert f"{path.relative_to(tmp_path)}" in shown
 
 
-def test_blocks_pins_and_manifests_survive_a_restart(tmp_path: Path) -> None:
+def test_blocks_pins_and_manifests_survive_a_restart_and_prune_says_how_far_it_is(tmp_path: Path) -> None:
     made = [make_block(seed) for seed in range(4)]
     with disk(tmp_path) as store:
         for block in made:
             store.write(block)
         store.pin([made[1].name])
         store.put_manifest(make_manifest(made[0]))
+    told: list[tuple[int, int]] = []
     with disk(tmp_path) as store:
         assert all(holds(store, block) for block in made)
         assert [m.chunk_id for m in store.manifests()] == [made[0].name]
-        store.prune(0)
+        store.prune(0, lambda done, total: told.append((done, total)))
         assert [store.find([b.name])[0] is not None for b in made] == [False, True, False, False]
+    assert len(told) == 3 and sorted(told) == told and 0 < told[-1][0] <= told[-1][1]
 
 
-def test_a_dtype_the_format_does_not_know(tmp_path: Path) -> None:
-    with disk(tmp_path) as store, pytest.raises(InvalidInputError, match=r"float64.*bfloat16"):
-        store.write(make_block(1, dtype=torch.float64))
+def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path: Path) -> None:
+    shapes = (LayerShape(1, 2),)
+    good = make_block(1, shapes=shapes)
+    bad = Block(good.name, ROOT, good.token_ids, [good.records[0][..., :1]], KVLayout(shapes, torch.bfloat16))
+    with disk(tmp_path) as store:
+        with pytest.raises(InvalidInputError, match=r"float64.*bfloat16"):
+            store.write(make_block(1, dtype=torch.float64))
+        with pytest.raises(ValueError, match="a record of 5 tokens"):
+            store.write_all([make_block(2), bad])
+        assert store.stats().blocks == 0
 
 
 def test_a_label_that_was_stored_with_a_lone_surrogate_can_be_shown() -> None:
@@ -103,72 +122,59 @@ def test_a_label_that_was_stored_with_a_lone_surrogate_can_be_shown() -> None:
 # ---- what is in the folder already ------------------------------------------------------------------------
 
 
-def test_a_newer_format_is_refused(tmp_path: Path) -> None:
-    DiskStore(tmp_path).close()
-    (tmp_path / "cacheblend.json").write_text(json.dumps({"format": 7}))
-    before = everything(tmp_path)
-    with pytest.raises(StoreFormatError, match=r"format 7.*reads formats up to 2.*upgrade cacheblend"):
-        DiskStore(tmp_path)
-    assert everything(tmp_path) == before
-
-
 @pytest.mark.parametrize("name", ["notes.txt", "tmp/notes.txt", "blocks/notes.txt"])
-def test_a_folder_with_other_things_is_left_alone(tmp_path: Path, name: str) -> None:
+def test_a_folder_that_is_no_store_of_ours_is_left_alone(tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
     with pytest.raises(StoreError, match="not a store and not empty"):
         disk(tmp_path)
-    assert everything(tmp_path) == {name}
-
-
-def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="not a folder"):
-        disk(tmp_path / "file")
+        disk(tmp_path / name)
+    with pytest.raises(StoreError, match="no store in"):
+        disk(tmp_path / "typo", read_only=True)
+    assert everything(tmp_path) == {name} and not (tmp_path / "typo").exists()
+    disk(tmp_path / "newer").close()
+    (tmp_path / "newer" / "cacheblend.json").write_text(json.dumps({"format": 7}))
+    before = everything(tmp_path)
+    with pytest.raises(StoreFormatError, match=r"format 7.*reads formats up to 2.*upgrade cacheblend"):
+        disk(tmp_path / "newer")
+    assert everything(tmp_path) == before
 
 
-def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_which_something_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with disk(tmp_path / "s") as store:
+        store.write(make_block(1))
+    for part, calls in (
+        ("pins", (DiskStore.pinned, DiskStore.stats, DiskStore.verify)),
+        ("manifests", (DiskStore.manifests, DiskStore.stats, DiskStore.verify)),
+    ):
+        (tmp_path / "s" / part).rmdir()
+        (tmp_path / "s" / part).write_text("a file")
+        with disk(tmp_path / "s", read_only=True) as store:
+            for call in calls:
+                with pytest.raises(StoreError, match=rf"cannot be read: .*{part}: Not a directory"):
+                    call(store)
+        (tmp_path / "s" / part).unlink()
+        (tmp_path / "s" / part).mkdir()
     (tmp_path / "cacheblend.json").mkdir()
     (tmp_path / "loop").symlink_to("loop")
     for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "loop", "symbolic links")):
         for read_only in (False, True):
             with pytest.raises(StoreError) as caught:
                 disk(path, read_only=read_only)
-            assert f"the store in {path} cannot be read" in str(caught.value)
-            assert reason in str(caught.value)
-            assert "use another folder" in str(caught.value)
+            said = str(caught.value)
+            assert f"the store in {path} cannot be read" in said and reason in said and "use another folder" in said
     monkeypatch.setattr(Path, "read_text", failing(errno.EACCES, lambda *a, **k: True, Path.read_text))
     with pytest.raises(StoreError, match="cannot be read: Permission denied; check what is there and its permissions"):
         disk(tmp_path / "other")
 
 
-def test_a_part_of_the_folder_that_cannot_be_read(tmp_path: Path) -> None:
-    with disk(tmp_path) as store:
-        store.write(make_block(1))
-    for part, calls in (
-        ("pins", (DiskStore.pinned, DiskStore.stats, DiskStore.verify)),
-        ("manifests", (DiskStore.manifests, DiskStore.stats, DiskStore.verify)),
-    ):
-        (tmp_path / part).rmdir()
-        (tmp_path / part).write_text("a file")
-        with disk(tmp_path, read_only=True) as store:
-            for call in calls:
-                with pytest.raises(StoreError, match=rf"cannot be read: .*{part}: Not a directory"):
-                    call(store)
-        (tmp_path / part).unlink()
-        (tmp_path / part).mkdir()
-
-
-def test_a_fresh_mount_and_a_store_half_made_are_taken(tmp_path: Path) -> None:
+def test_a_fresh_mount_is_taken_and_foreign_files_among_the_blocks_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "lost+found").mkdir()
     (tmp_path / "tmp").mkdir()
-    (tmp_path / "tmp" / "123-0123456789abcdef").write_text("")
-    disk(tmp_path).close()
-    assert everything(tmp_path) == {"cacheblend.json"}
-
-
-def test_foreign_files_among_the_blocks_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "tmp" / "123-0123456789abcdef").write_text("")  # of a store half made
     with disk(tmp_path) as store:
+        assert everything(tmp_path) == {"cacheblend.json"}
         store.write(make_block(1))
         for name in ("blocks/readme.txt", "blocks/ab/readme.txt", f"blocks/ab/{'g' * 64}.safetensors", "tmp/x"):
             (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -178,12 +184,6 @@ def test_foreign_files_among_the_blocks_are_left_alone(tmp_path: Path) -> None:
         assert store.stats().blocks == 1
     disk(tmp_path).close()
     assert everything(tmp_path) == before
-
-
-def test_no_store_to_open_read_only(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="no store in"):
-        disk(tmp_path / "typo", read_only=True)
-    assert not (tmp_path / "typo").exists()
 
 
 # ---- what no store wrote -----------------------------------------------------------------------------------
@@ -217,32 +217,21 @@ def test_what_is_no_file_is_reported_and_a_block_can_be_written_there_again(tmp_
     assert [each.read_text() for each in kept] == (["kept"] if what == "full directory" else [])
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[]",
-        "{}",
-        *(f'{{"format": {each}}}' for each in ('"x"', "1.5", "true", "0", "-1", '"1"', "null", "[]")),
-    ],
-)
-def test_a_format_that_is_no_number_of_ours_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_format_file_that_is_wrong_or_deleted_is_named_with_the_way_out(tmp_path: Path) -> None:
     stored(tmp_path)[0].close()
-    (tmp_path / "cacheblend.json").write_text(text)
-    with pytest.raises(StoreError, match=r"damaged.*write"):
-        DiskStore(tmp_path)
-
-
-@pytest.mark.parametrize("read_only", [True, False])
-def test_a_deleted_format_file_is_named_with_the_way_out(tmp_path: Path, read_only: bool) -> None:
-    stored(tmp_path)[0].close()
-    text = (tmp_path / "cacheblend.json").read_text()
-    (tmp_path / "cacheblend.json").unlink()
-    with pytest.raises(StoreError) as error:
-        DiskStore(tmp_path, read_only=read_only)
-    assert repr(text) in str(error.value)  # what to write, to be taken as it is
-    (tmp_path / "cacheblend.json").write_text(text)
+    file = tmp_path / "cacheblend.json"
+    good = file.read_text()
+    numbers = ('"x"', "1.5", "true", "0", "-1", '"1"', "null", "[]")
+    for text in ("", "{", "[]", "{}", *(f'{{"format": {each}}}' for each in numbers)):
+        file.write_text(text)
+        with pytest.raises(StoreError, match=r"damaged.*write"):
+            DiskStore(tmp_path)
+    file.unlink()
+    for read_only in (True, False):
+        with pytest.raises(StoreError) as error:
+            DiskStore(tmp_path, read_only=read_only)
+        assert repr(good) in str(error.value)  # what to write, to be taken as it is
+    file.write_text(good)
     with DiskStore(tmp_path) as store:
         assert store.stats().blocks == 1
 
@@ -264,54 +253,33 @@ def test_permissions_of_files_and_folders(tmp_path: Path, option: str, file: int
         assert stat.S_IMODE(path.stat().st_mode) == (folder if path.is_dir() else file), path
 
 
-@pytest.mark.parametrize("mode", ["0", "0444", "9", "rw", "0o600", "01777"])
-def test_a_mode_that_is_none_is_refused(tmp_path: Path, mode: str) -> None:
-    with pytest.raises(InvalidInputError, match="octal"):
-        open_store(f"file://{tmp_path}/store?mode={mode}")
-
-
-def test_prune_says_how_far_it_is(tmp_path: Path) -> None:
-    store, _, _ = stored(tmp_path)
-    told: list[tuple[int, int]] = []
-    with store:
-        freed = store.prune(0, lambda done, total: told.append((done, total)))
-    assert told == [(freed, freed)] and freed > 0
-
-
 # ---- files of several blocks -------------------------------------------------------------------------------
 
 
 def test_blocks_that_follow_each_other_share_a_file_layer_by_layer(tmp_path: Path) -> None:
     chain = make_chain(4, tokens=6, last=3)
-    with disk(tmp_path) as store:
+    with disk(tmp_path / "new") as store:
         assert store.write_all(chain) == [True] * 4
         assert len(inodes(store, chain)) == 1
-        assert store.stats().blocks == 4 and store.stats().bytes == occupied(tmp_path) == file_bytes(chain)
+        assert store.stats().blocks == 4 and store.stats().bytes == occupied(store.path) == file_bytes(chain)
         assert all(holds(store, block) for block in chain)
         places = [record_at(Path(store.file_of(block.name)), block, layer) for layer in range(3) for block in chain]
         assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(places))
         assert store.write_all(chain) == [False] * 4
-    with disk(tmp_path) as store:
+    with disk(tmp_path / "new") as store:
         assert all(holds(store, block) for block in reversed(chain))
-
-
-def test_plain_safetensors_reads_it(tmp_path: Path) -> None:
-    chain = make_chain(3, tokens=7)
-    with disk(tmp_path) as store:
+    chain = make_chain(5)
+    with disk(tmp_path / "has one") as store:  # what is held already is left, and the rest shares what it can
+        store.write(chain[2])
+        assert store.write_all([*chain, chain[0]]) == [True, True, False, True, True, False]
+        assert [len(inodes(store, blocks)) for blocks in (chain[:2], chain[3:], chain)] == [1, 1, 3]
+        assert all(holds(store, block) for block in chain)
+    disk(tmp_path / "older").close()
+    (tmp_path / "older" / "cacheblend.json").write_text(json.dumps({"format": 1}))
+    with disk(tmp_path / "older") as store:  # only files that older versions read
         store.write_all(chain)
-        with safe_open(store.file_of(chain[1].name), "pt") as file:
-            assert sorted(file.keys()) == [f"layer.{i:05d}.block.{n:05d}" for i in range(3) for n in range(3)]
-            for n, block in enumerate(chain):
-                for i, record in enumerate(block.records):
-                    assert same_bits(file.get_tensor(f"layer.{i:05d}.block.{n:05d}"), record)
-
-
-def test_a_file_of_one_block_is_what_it_was(tmp_path: Path) -> None:
-    block = make_block(1)
-    with disk(tmp_path) as store:
-        store.write_all([block])
-        assert Path(store.file_of(block.name)).read_bytes() == b"".join(encode_block(block))
-        assert b'"format":"1"' in Path(store.file_of(block.name)).read_bytes()
+        assert len(inodes(store, chain)) == 5 and all(holds(store, block) for block in chain)
+        assert json.loads((store.path / "cacheblend.json").read_text()) == {"format": 1}
 
 
 def test_what_does_not_follow_or_is_large_lies_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +291,7 @@ def test_what_does_not_follow_or_is_large_lies_apart(tmp_path: Path, monkeypatch
         assert len(list((tmp_path / "blocks").rglob("*"))) - len(list((tmp_path / "blocks").iterdir())) == 7
         assert len({path.stat().st_ino for path in (tmp_path / "blocks").rglob("*.safetensors")}) == 4
         record = make_block(0).records[0].nbytes
-        monkeypatch.setattr(block_writer, "_READ_BYTES", 2 * record)
+        monkeypatch.setattr(disk_store, "_READ_BYTES", 2 * record)
         chain = make_chain(5, seed=40)
         store.write_all(chain)
         assert [len(inodes(store, chain[at : at + 2])) for at in (0, 2, 4)] == [1, 1, 1] and len(
@@ -339,7 +307,7 @@ def test_the_largest_layer_bounds_a_file_however_small_its_first_block(
     chain = [make_block(0, first, shapes)]
     for seed in range(1, 60):
         chain.append(make_block(seed, 64, shapes, parent=chain[-1].name))
-    files = block_writer.chains_of(chain)
+    files = disk_store.chains_of(chain)
     sizes = [sum(block.records[-1].nbytes for block in file) for file in files]
     assert max(sizes) <= 512 << 10 and sum(map(len, files)) == 60 and len(files) <= 9
 
@@ -359,64 +327,26 @@ def test_a_deleted_passage_leaves_nothing_in_the_files_of_what_is_in_front_of_it
             assert holds(store, anchor[0]) and occupied(store.path) == file_bytes(anchor)
 
 
-def test_what_is_held_already_is_left_and_the_rest_shares_what_it_can(tmp_path: Path) -> None:
-    chain = make_chain(5)
-    with disk(tmp_path) as store:
-        store.write(chain[2])
-        assert store.write_all([*chain, chain[0]]) == [True, True, False, True, True, False]
-        assert [len(inodes(store, blocks)) for blocks in (chain[:2], chain[3:], chain)] == [1, 1, 3]
-        assert all(holds(store, block) for block in chain)
-
-
-def test_an_older_folder_gets_only_files_that_older_versions_read(tmp_path: Path) -> None:
-    disk(tmp_path).close()
-    (tmp_path / "cacheblend.json").write_text(json.dumps({"format": 1}))
-    chain = make_chain(3)
-    with disk(tmp_path) as store:
-        store.write_all(chain)
-        assert len(inodes(store, chain)) == 3 and all(holds(store, block) for block in chain)
-        assert json.loads((tmp_path / "cacheblend.json").read_text()) == {"format": 1}
-
-
-def test_layouts_that_cannot_be_written_are_refused_before_anything_is(tmp_path: Path) -> None:
-    shapes = (LayerShape(1, 2),)
-    good = make_block(1, shapes=shapes)
-    bad = Block(good.name, ROOT, good.token_ids, [good.records[0][..., :1]], KVLayout(shapes, torch.bfloat16))
-    with disk(tmp_path) as store:
-        with pytest.raises(ValueError, match="a record of 5 tokens"):
-            store.write_all([make_block(2), bad])
-        assert store.stats().blocks == 0
-
-
 # ---- file systems, and what is copied ---------------------------------------------------------------------
 
 
 def test_without_links_each_block_has_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
     first, second = make_chain(3), make_chain(3, seed=10)
-    with disk(tmp_path) as store, caplog.at_level(logging.WARNING, "cacheblend.store"):
+    with disk(tmp_path / "a") as store:  # another failure is not for links
+        (tmp_path / "a" / "tmp").rename(tmp_path / "away")
+        with pytest.raises(StoreError, match="No such file"):
+            store.write_all(first)
+        (tmp_path / "away").rename(tmp_path / "a" / "tmp")
+        store.write_all(first)
+        assert len(inodes(store, first)) == 1 and caplog.records == []
+    monkeypatch.setattr(os, "link", failing(errno.EPERM, lambda *_: True, os.link))
+    with disk(tmp_path / "b") as store:
         assert store.write_all(first) == store.write_all(second) == [True] * 3
         assert all(holds(store, block) for block in [*first, *second]) and len(inodes(store, first)) == 3
-        assert store.stats().write_failures == 0 and list((tmp_path / "tmp").iterdir()) == []
+        assert store.stats().write_failures == 0 and list((tmp_path / "b" / "tmp").iterdir()) == []
     assert [("without links" in record.getMessage()) for record in caplog.records] == [True]
-
-
-def test_a_failure_that_is_not_for_links_leaves_files_of_several_blocks(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    chain = make_chain(3)
-    with disk(tmp_path) as store, caplog.at_level(logging.WARNING, "cacheblend.store"):
-        (tmp_path / "tmp").rename(tmp_path / "away")
-        with pytest.raises(StoreError, match="No such file"):
-            store.write_all(chain)
-        (tmp_path / "away").rename(tmp_path / "tmp")
-        store.write_all(chain)
-        assert len(inodes(store, chain)) == 1 and caplog.records == []
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
@@ -453,3 +383,175 @@ def test_a_copy_without_links_is_larger_and_as_good(tmp_path: Path) -> None:
         assert store.stats().bytes == occupied(tmp_path / "b") == 3 * file_bytes(chain)
         store.prune(file_bytes(chain))
         assert store.stats().blocks == 1
+
+
+# ---- folders that cannot be written, disks that fail --------------------------------------------------------
+
+
+# ---- read-only --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["asked", errno.EROFS, errno.EACCES])
+def test_a_read_only_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str | int) -> None:
+    block, new = make_block(1), make_block(2)
+    with disk(tmp_path) as store:
+        store.write(block)
+        store.put_manifest(make_manifest(block))
+    (path,) = block_files(tmp_path)
+    os.utime(path, ns=(10**9, 10**9))
+    before = everything(tmp_path)
+    if isinstance(how, int):
+        writes = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+        monkeypatch.setattr(os, "open", failing(how, lambda _, flags, *a: bool(flags & writes), os.open))
+        for name in ("utime", "unlink", "rename", "mkdir", "writev"):
+            monkeypatch.setattr(os, name, failing(how, lambda *a, **k: True, getattr(os, name)))
+    with disk(tmp_path, read_only=how == "asked") as store:
+        assert store.read_only
+        assert holds(store, block)
+        assert len(store.manifests()) == 1
+        assert path.stat().st_mtime_ns == 10**9
+        for write in (
+            lambda: store.write(new),
+            lambda: store.delete(block.name),
+            lambda: store.pin([block.name]),
+            lambda: store.unpin([block.name]),
+            lambda: store.put_manifest(make_manifest(new)),
+            lambda: store.delete_manifest(block.name),
+            lambda: store.prune(0),
+        ):
+            with pytest.raises(StoreReadOnlyError, match="read-only or cannot be written"):
+                write()
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("how", ["asked", errno.EROFS])
+def test_damage_that_cannot_be_removed_is_a_miss_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str | int
+) -> None:
+    block = make_block(1)
+    with disk(tmp_path) as store:
+        store.write(block)
+        store.put_manifest(make_manifest(block))
+    (path,), (manifest,) = block_files(tmp_path), (tmp_path / "manifests").iterdir()
+    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+    manifest.write_bytes(manifest.read_bytes()[:-1])
+    if isinstance(how, int):
+        monkeypatch.setattr(os, "unlink", failing(how, lambda *a, **k: True, os.unlink))
+    with disk(tmp_path, read_only=how == "asked") as store:
+        with pytest.raises(BlockLostError, match="layer 2, head 0 does not match"):
+            store.read(block.name, 2)
+        assert [store.find([block.name]) for _ in range(3)] == [[None]] * 3
+        assert (store.stats().damaged, len(caplog.records)) == (1, 1)
+        assert "read-only" in caplog.text
+        for _ in range(2):
+            assert [(d.kind, d.removed) for d in store.verify()] == [("block", False), ("manifest", False)]
+    assert path.exists() and manifest.exists() and "; removed" not in caplog.text
+    monkeypatch.undo()
+    with disk(tmp_path) as store:
+        assert [(d.kind, d.removed) for d in store.verify()] == [("block", True), ("manifest", True)]
+    assert not path.exists() and not manifest.exists()
+
+
+def test_a_mount_that_turns_read_only_and_a_folder_that_vanishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = make_block(1)
+    with disk(tmp_path / "s", max_bytes=10_000) as store:
+        monkeypatch.setattr(os, "rename", failing(errno.EROFS, lambda *a: True, os.rename))
+        with pytest.raises(StoreReadOnlyError, match="mount"):
+            store.write(block)
+        assert store.stats().write_failures == 1
+        monkeypatch.undo()
+        store.write(block)
+        shutil.rmtree(tmp_path / "s")
+        assert store.find([block.name]) == [None]
+        assert store.manifests() == []
+        for _ in range(2):
+            with pytest.raises(StoreError, match="No such file"):
+                store.write(make_block(2))
+        assert (store.stats().write_failures, store.stats().blocks) == (3, 0)
+
+
+# ---- errors of the system ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "stays"), [(errno.EIO, False), (errno.ENOMEM, True)])
+def test_only_the_disk_s_own_error_counts_as_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, stays: bool
+) -> None:
+    block = make_block(1)
+    with disk(tmp_path) as store:
+        store.write(block)
+        monkeypatch.setattr(os, "preadv", failing(number, lambda *a: True, os.preadv))
+        with pytest.raises(BlockLostError, match=os.strerror(number)):
+            store.read(block.name, 0)
+        monkeypatch.undo()
+        assert holds(store, block) == stays
+        assert store.stats().damaged == (not stays)
+
+
+def test_a_block_whose_folder_cannot_be_synced_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with DiskStore(tmp_path) as store:
+        in_folder = failing(errno.EIO, lambda fd: stat.S_ISDIR(os.fstat(fd).st_mode), os.fsync)
+        for _ in range(2):  # with its sub-folder, and with the sub-folder there already
+            monkeypatch.setattr(os, "fsync", in_folder)
+            with pytest.raises(StoreError, match="Input/output error"):
+                store.write(make_block(1))
+            monkeypatch.undo()
+            assert everything(tmp_path) - {"lock"} == {"cacheblend.json"}
+            (tmp_path / "blocks" / make_block(1).name.hex()[:2]).mkdir(exist_ok=True)
+        assert store.write(make_block(1))
+
+
+def test_a_manifest_that_cannot_be_opened_is_left_out_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    block = make_block(1)
+    with disk(tmp_path) as store:
+        store.put_manifest(make_manifest(block))
+    with disk(tmp_path) as store:
+        monkeypatch.setattr(sealed_files, "open", failing(errno.EMFILE, lambda *a, **k: True, open), raising=False)
+        assert store.manifests() == store.verify() == []
+        assert "Too many open files; left out" in caplog.text
+        monkeypatch.undo()
+        assert [m.chunk_id for m in store.manifests()] == [block.name]
+        assert store.stats().damaged == 0
+
+
+def test_short_writes_and_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = make_block(1, tokens=50, shapes=[LayerShape(2, 8)] * 600)  # more buffers than one writev takes
+    writev, preadv = os.writev, os.preadv
+    monkeypatch.setattr(os, "writev", lambda fd, parts: writev(fd, [memoryview(parts[0])[:777]]))
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, at: preadv(fd, [parts[0][:100]], at))
+    with disk(tmp_path) as store:
+        store.write(block)
+        assert holds(store, block)
+        monkeypatch.undo()
+        store.delete(block.name)
+        store.write(block)
+        assert holds(store, block)
+
+
+def descriptors() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
+
+
+def test_few_descriptors_are_enough(tmp_path: Path) -> None:
+    made = [make_block(seed) for seed in range(30)]
+    with disk(tmp_path) as store:
+        for block in made:
+            store.write(block)
+        store._files = BlockFiles(Folder(tmp_path), max_open=4)
+        before = len(descriptors())
+        assert all(holds(store, block) for block in made)
+        assert len(descriptors()) <= before + 4
+        store._files.close()
+        store._files = BlockFiles(Folder(tmp_path), max_open=1000)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        highest = max(descriptors())
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 10, hard))
+            assert all(holds(store, block) for block in made)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(descriptors()) <= before

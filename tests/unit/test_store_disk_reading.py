@@ -1,12 +1,17 @@
-"""Reading a folder's records: any layers, heads and memory, by several threads, from files of one block and of several,
-beside damaged, missing and replaced blocks."""
+"""Reading a folder's records: any layers, heads and memory, by several threads and processes, from files of one block
+or several, beside damaged, missing and replaced blocks."""
 
 import errno
+import fcntl
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +20,28 @@ import torch
 
 from cacheblend.core.errors import BlockDamagedError, BlockLostError, InvalidInputError
 from cacheblend.core.load.staging_buffers import StagingMemory
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block, LayerShape
-from cacheblend.store import DiskStore
-from cacheblend.store.disk import block_files
+from cacheblend.store import DiskStore, open_store
+from cacheblend.store.disk import block_files as disk_files
 from cacheblend.store.disk.block_files import BlockFiles
 from cacheblend.store.disk.folder import Folder
+from cacheblend.store.format.block_file import encode_block
 from store_blocks import ROOT, holds, make_block, make_chain, record_at, same_bits
-from store_folders import disk, file_bytes, occupied
+from store_folders import block_files, disk, file_bytes, occupied
 
 ALIKE = (LayerShape(4, 8),) * 5
 MIXED = (LayerShape(4, 8), LayerShape(4, 8), LayerShape(2, 16), LayerShape(4, 24), LayerShape(4, 8))
+
+
+def taking(sizes: list[int]) -> Callable[[int], torch.Tensor]:
+    """A reader's memory; the sizes that were asked for."""
+
+    def memory(nbytes: int) -> torch.Tensor:
+        sizes.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    return memory
 
 
 def filled(path: Path, draw: random.Random, direct: bool = False) -> tuple[DiskStore, list[Block]]:
@@ -51,7 +68,7 @@ def filled(path: Path, draw: random.Random, direct: bool = False) -> tuple[DiskS
 def test_records_are_what_was_written(seed: int, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names in any order and more than once; layers of one shape and of several; parts of one thread each."""
     draw = random.Random(f"{seed} {direct}")
-    monkeypatch.setattr(block_files, "_BYTES_AT_ONCE", draw.choice([1, 20_000, 1 << 30]))
+    monkeypatch.setattr(disk_files, "_BYTES_AT_ONCE", draw.choice([1, 20_000, 1 << 30]))
     store, blocks = filled(tmp_path / "store", draw, direct)
     store._reads_at_once, store._bytes_a_thread = draw.choice([1, 2, 5]), draw.choice([1, 5000, 1 << 30])
     with store:
@@ -97,89 +114,37 @@ def test_a_block_that_is_damaged_or_gone_is_lost_and_no_other(seed: int, tmp_pat
                 assert all(same_bits(found, record) for found, record in zip(records, block.records, strict=True))
 
 
-@pytest.mark.parametrize("direct", [False, True])
-def test_verify_finds_damage_however_the_folder_is_read(direct: bool, tmp_path: Path) -> None:
-    block = make_block(1, 64, ALIKE)
-    with DiskStore(tmp_path, durable=False, direct=direct) as store:
-        store.write(block)
-        assert store.verify() == []
-        path = Path(store.file_of(block.name))
-        data = bytearray(path.read_bytes())
-        data[-5] ^= 1
-        path.write_bytes(data)
-        (damage,) = store.verify()
-        assert damage.name == block.name and "layer 4" in damage.reason and damage.removed
-
-
 def test_a_reader_that_never_looked_blocks_up_keeps_to_the_bounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a tensor-parallel rank does: another process finds the blocks."""
-    monkeypatch.setattr(block_files, "_BYTES_AT_ONCE", 10_000)
+    monkeypatch.setattr(disk_files, "_BYTES_AT_ONCE", 10_000)
     blocks, pieces = [make_block(seed, 32, ALIKE) for seed in range(12)], list[int]()
-
-    def memory(nbytes: int) -> torch.Tensor:
-        pieces.append(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    with DiskStore(tmp_path, durable=False) as store:
+    with disk(tmp_path) as store:
         for block in blocks:
             store.write(block)
-    with DiskStore(tmp_path, durable=False) as store:
-        read = store.read_layers([bytes(32), *(block.name for block in blocks)], range(1), None, memory)  # type: ignore[list-item]
+    with disk(tmp_path) as store:
+        names = [BlockName(bytes(32)), *(block.name for block in blocks)]
+        read = store.read_layers(names, range(1), None, taking(pieces))
         assert isinstance(read[0], BlockLostError)
         assert all(same_bits(records[0], block.records[0]) for records, block in zip(read[1:], blocks, strict=True))  # type: ignore[index]
+        for layers, heads in ((range(4, 6), None), (range(-1, 1), None), (range(2), slice(3, 9))):
+            with pytest.raises(InvalidInputError):
+                store.read_layers(names, layers, heads)
+        assert store.read_layers([], range(2)) == []
+        assert store.read_layers(names[1:2], range(0)) == [[]]
     record = blocks[0].records[0].nbytes
     assert sum(pieces) == 12 * record and max(pieces) <= max(10_000, record)
 
 
-def test_neighbouring_layers_are_one_read_and_one_piece_of_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reads, pieces, real = [], [], block_files._pread_all
-
-    def counted(fd: int, view: memoryview, offset: int, least: int) -> None:
-        reads.append(least)
-        real(fd, view, offset, least)
-
-    monkeypatch.setattr(block_files, "_pread_all", counted)
-
-    def memory(nbytes: int) -> torch.Tensor:
-        pieces.append(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    with DiskStore(tmp_path, durable=False) as store:
-        blocks = [make_block(seed, 5, ALIKE) for seed in range(3)]
-        for block in blocks:
-            store.write(block)
-        names, record = [block.name for block in blocks], blocks[0].records[0].nbytes
-        store.find(names)
-        for heads, each in ((None, [4 * record]), (slice(1, 3), [record // 2] * 4)):  # heads lie apart
-            reads.clear(), pieces.clear()
-            store.read_layers(names, range(1, 5), heads, memory)
-            assert reads == each * 3
-            assert pieces == [3 * sum(each)]
-
-
-@pytest.mark.parametrize(("layers", "heads"), [(range(4, 6), None), (range(-1, 1), None), (range(2), slice(3, 9))])
-def test_there_is_no_such_layer_or_head(layers: range, heads: slice | None, tmp_path: Path) -> None:
-    with DiskStore(tmp_path, durable=False) as store:
-        block = make_block(1, 5, ALIKE)
-        store.write(block)
-        with pytest.raises(InvalidInputError):
-            store.read_layers([block.name], layers, heads)
-        assert store.read_layers([], range(2)) == []
-        assert store.read_layers([block.name], range(0)) == [[]]
-
-
 def test_many_readers_hold_no_more_files_open_than_they_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = [make_block(seed, 5) for seed in range(60)]
-    with DiskStore(tmp_path, durable=False) as store:
+    with disk(tmp_path) as store:
         for block in blocks:
             store.write(block)
     files = BlockFiles(Folder(tmp_path, read_only=True, durable=False, locks=False), max_open=4)
     at_once, most, lock = [0], [0], threading.Lock()
-    real = block_files.read_blocks
+    real = disk_files.read_blocks
 
     def counted(known: Any, *args: Any, **options: Any) -> Any:
         with lock:
@@ -192,7 +157,7 @@ def test_many_readers_hold_no_more_files_open_than_they_may(tmp_path: Path, monk
             with lock:
                 at_once[0] -= len(known)
 
-    monkeypatch.setattr(block_files, "read_blocks", counted)
+    monkeypatch.setattr(disk_files, "read_blocks", counted)
     names = [block.name for block in blocks]
     with ThreadPoolExecutor(3) as pool:
         reads = list(pool.map(lambda _: files.read(names, range(2), None, None), range(3)))
@@ -206,20 +171,34 @@ def test_many_readers_hold_no_more_files_open_than_they_may(tmp_path: Path, monk
 # ---- files of several blocks: damage, deletion, other processes --------------------------------------------
 
 
-def test_damage_in_one_block_costs_that_block_and_no_other(tmp_path: Path) -> None:
-    chain = make_chain(4)
-    with disk(tmp_path) as store:
-        store.write_all(chain)
-        path = Path(store.file_of(chain[2].name))
+@pytest.mark.parametrize("direct", [False, True])
+def test_damage_in_one_block_costs_that_block_and_no_other(direct: bool, tmp_path: Path) -> None:
+    chain, single = make_chain(4), make_block(9, 64, ALIKE)
+    names = [block.name for block in chain]
+    with disk(tmp_path, direct=direct) as store:
+        store.write_all([*chain, single])
+        assert store.verify() == []
+        path = Path(store.file_of(single.name))
+        path.write_bytes(path.read_bytes()[:-5] + bytes([path.read_bytes()[-5] ^ 1]) + path.read_bytes()[-4:])
+        (damage,) = store.verify()
+        assert damage.name == single.name and "layer 4" in damage.reason and damage.removed
+        path = Path(store.file_of(names[2]))
         with path.open("r+b") as file:
             file.seek(record_at(path, chain[2], 1)[0])
             file.write(b"\xff\x00\xff")
-        store._files.close()
-        read = store.read_layers([block.name for block in chain], range(3))
-        assert [isinstance(found, BlockDamagedError) for found in read] == [False, False, True, False]
-        assert "layer 1" in str(read[2]) and store.stats().damaged == 1
-        assert [entry is not None for entry in store.find([b.name for b in chain])] == [True, True, False, True]
-        assert store.verify() == []
+    for read_only in (True, False):  # damage that cannot be removed stays a miss
+        with disk(tmp_path, direct=direct, read_only=read_only) as store:
+            assert None not in store.find(names)
+            read = store.read_layers(names, range(3))
+            assert [isinstance(found, BlockDamagedError) for found in read] == [False, False, True, False]
+            assert "layer 1" in str(read[2])
+            for name in names:
+                store._files.forget(name)  # so that the others' header is read again
+            for _ in range(2):
+                assert [entry is None for entry in store.find(names)] == [False, False, True, False]
+            assert store.stats().damaged == 1
+            assert read_only or store.verify() == []
+    with disk(tmp_path, direct=direct) as store:
         assert store.write_all(chain) == [False, False, True, False]
         assert all(holds(store, block) for block in chain)
 
@@ -237,25 +216,6 @@ def test_a_damaged_header_or_a_cut_file_costs_all_its_blocks(cut: bool, tmp_path
         assert store.find([block.name for block in chain]) == [None] * 3
         assert store.stats().damaged == 3 and all(holds(store, block) for block in other)
         assert occupied(tmp_path) == file_bytes(other)
-
-
-def test_damage_that_cannot_be_removed_stays_a_miss(tmp_path: Path) -> None:
-    chain = make_chain(3)
-    with disk(tmp_path) as store:
-        store.write_all(chain)
-        path = Path(store.file_of(chain[1].name))
-        with path.open("r+b") as file:
-            file.seek(record_at(path, chain[1], 2)[0])
-            file.write(b"\xff\x00\xff")
-    with disk(tmp_path, read_only=True) as store:
-        names = [block.name for block in chain]
-        assert None not in store.find(names)
-        assert isinstance(store.read_layers(names, range(3))[1], BlockDamagedError)
-        for name in names:
-            store._files.forget(name)  # so that the others' header is read again
-        for _ in range(2):
-            assert [entry is None for entry in store.find([names[0], names[1], names[2]])] == [False, True, False]
-        assert store.stats().damaged == 1
 
 
 def test_bytes_go_with_the_last_name(tmp_path: Path) -> None:
@@ -285,71 +245,62 @@ def test_a_block_of_a_file_is_replaced_by_another_process(tmp_path: Path) -> Non
 # ---- how often a file is read -----------------------------------------------------------------------------
 
 
-def header_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The descriptors through which headers are read from now on."""
-    reads, real = list[int](), block_files.read_headers
+def test_a_header_is_read_once_for_all_its_blocks_and_again_when_another_process_used_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain, reads, real = make_chain(6), list[int](), disk_files.read_headers
 
     def counted(fd: int, nbytes: int, **options: Any) -> Any:
         reads.append(fd)
         return real(fd, nbytes, **options)
 
-    monkeypatch.setattr(block_files, "read_headers", counted)
-    return reads
-
-
-def test_a_header_is_read_once_for_all_its_blocks_and_not_again_when_they_are_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chain, reads = make_chain(6), header_reads(monkeypatch)
-    monkeypatch.setattr(block_files, "_TOUCH_EVERY_NS", 0)
+    monkeypatch.setattr(disk_files, "read_headers", counted)
+    names = [block.name for block in chain]
     with disk(tmp_path) as store:
         store.write_all(chain)
-    with disk(tmp_path) as store:
-        names = [block.name for block in chain]
-        for _ in range(3):
-            assert None not in store.find(names)
-            assert all(isinstance(found, list) for found in store.read_layers(names, range(3)))
-        assert len(reads) == 1
-
-
-def test_a_header_is_read_once_for_all_its_blocks_after_another_process_used_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chain, reads = make_chain(6), header_reads(monkeypatch)
-    with disk(tmp_path) as store:
-        store.write_all(chain)
-        names = [block.name for block in chain]
         for uses in range(1, 4):
             assert None not in store.find(names)
             assert len(reads) == uses
             os.utime(store.file_of(names[0]), ns=(uses, time.time_ns()))
         assert all(holds(store, block) for block in chain)
+    reads.clear()
+    monkeypatch.setattr(disk_files, "_TOUCH_EVERY_NS", 0)
+    with disk(tmp_path) as store:
+        for _ in range(3):
+            assert None not in store.find(names)
+            assert all(isinstance(found, list) for found in store.read_layers(names, range(3)))
+        assert len(reads) == 1  # and not again when they are used
 
 
-def test_a_layer_of_a_chain_is_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chain, calls = make_chain(6), list[int]()
-    real = os.preadv
+@pytest.mark.parametrize("is_chain", [False, True])
+def test_neighbouring_layers_are_one_read_of_a_file_and_one_piece_of_memory(
+    is_chain: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a file of several blocks for all of them together."""
+    reads, pieces, real = list[int](), list[int](), os.preadv
 
     def counted(fd: int, buffers: Any, offset: int) -> int:
-        calls.append(sum(len(buffer) for buffer in buffers))
+        reads.append(sum(len(buffer) for buffer in buffers))
         return real(fd, buffers, offset)
 
+    blocks = make_chain(6) if is_chain else [make_block(seed, 5, ALIKE) for seed in range(6)]
     with disk(tmp_path) as store:
-        store.write_all(chain)
-        names = [block.name for block in chain]
+        store.write_all(blocks)
+        names, record = [block.name for block in blocks], blocks[0].records[0].nbytes
         store.find(names)
         monkeypatch.setattr(os, "preadv", counted)
-        memory = torch.empty(1 << 16, dtype=torch.uint8)
         for layers in (range(1, 2), range(3)):
-            calls.clear()
-            for read in (
-                store.read_layers(names, layers),
-                store.read_layers(names, layers, None, lambda n: memory[:n]),
-            ):
-                for block, records in zip(chain, read, strict=True):
+            for memory in (None, taking(pieces)):
+                reads.clear(), pieces.clear()
+                for block, records in zip(blocks, store.read_layers(names, layers, None, memory), strict=True):
                     assert isinstance(records, list) and all(map(same_bits, records, block.records[layers.start :]))
-            nbytes = sum(block.records[layer].nbytes for block in chain for layer in layers)
-            assert calls == [nbytes, nbytes]
+                each = [sum(block.records[layer].nbytes for layer in layers) for block in blocks]
+                assert reads == ([sum(each)] if is_chain else each)
+                assert pieces == ([] if memory is None else [sum(each)])
+        if not is_chain:
+            reads.clear(), pieces.clear()
+            store.read_layers(names, range(1, 5), slice(1, 3), taking(pieces))  # heads lie apart
+            assert reads == [record // 2] * 4 * 6 and pieces == [6 * 2 * record]
 
 
 @pytest.mark.parametrize("failure", [errno.EIO, 0])
@@ -377,3 +328,138 @@ def test_a_read_of_a_chain_that_fails_names_the_block(
         assert lost == [False, False, bool(failure), False]
         for block, found in zip(chain, read, strict=True):
             assert isinstance(found, BlockLostError) or same_bits(found[0], block.records[1])
+
+
+# ---- several processes on one folder, each as a store of its own --------------------------------------------
+
+
+def test_blocks_that_another_process_deletes_and_replaces(tmp_path: Path) -> None:
+    block, other_bits = make_block(1), make_block(2)
+    replaced = replace(block, records=other_bits.records)
+    with disk(tmp_path) as store, disk(tmp_path) as other:
+        store.write(block)
+        assert holds(store, block)
+        other.delete(block.name)
+        assert store.find([block.name]) == [None]
+        with pytest.raises(BlockLostError, match="No such file"):
+            store.read(block.name, 0)
+        store.write(block)
+        assert holds(store, block)
+        other.delete(block.name)
+        other.write(replaced)
+        assert same_bits(store.read(block.name, 0), block.records[0])  # the file that is open, whole
+        assert holds(store, replaced)
+        store._files.close_idle(0)
+        other.delete(block.name)
+        other.write(block)
+        assert holds(store, block)
+        assert store.stats().damaged == other.stats().damaged == 0
+        (path,) = block_files(tmp_path)
+        with path.open("r+b") as file:
+            file.seek(4096)
+            file.write(b"damage")
+        other.delete(block.name)
+        other.write(block)
+        with pytest.raises(BlockLostError, match="layer 0, head 0 does not match"):
+            store.read(block.name, 0)  # of the old file, which it has open: that does not cost its successor
+        assert holds(other, block) and holds(store, block)
+
+
+def test_use_by_one_process_counts_for_eviction_by_another_and_touches_the_file_once_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = make_block(1), make_block(2)
+    with disk(tmp_path) as store:
+        store.write(first)
+        (path,) = block_files(tmp_path)
+        old = time.time_ns() - 61 * 10**9
+        os.utime(path, ns=(old, old))
+        store.find([first.name])
+        touched = path.stat().st_mtime_ns
+        assert touched > old + 60 * 10**9
+        store.find([first.name])
+        assert path.stat().st_mtime_ns == touched
+    monkeypatch.setattr("cacheblend.store.disk.block_files._TOUCH_EVERY_NS", 0)
+    with disk(tmp_path) as store, disk(tmp_path) as other:
+        store.write(second)
+        other.find([first.name])
+        store.prune(store.stats().bytes // 2)
+        assert [holds(store, b) for b in (first, second)] == [True, False]
+
+
+def test_temporary_files_of_the_dead_are_removed_and_those_of_the_living_stay(tmp_path: Path) -> None:
+    disk(tmp_path).close()
+    dead = tmp_path / "tmp" / "1-00000000000000aa"
+    living = tmp_path / "tmp" / f"{os.getpid()}-00000000000000bb"
+    for path in (dead, living):
+        path.write_bytes(b"half a block")
+    script = "import fcntl,sys; f=open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(living)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        disk(tmp_path).close()
+        assert [path.exists() for path in (dead, living)] == [False, True]
+        process.communicate(b"\n")
+    disk(tmp_path).close()
+    assert not living.exists()
+
+
+@pytest.mark.parametrize("turned_off", [True, False], ids=["turned off", "refused by the file system"])
+def test_without_locks(tmp_path: Path, turned_off: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on some network file systems: everything works except locks, and no call waits for one."""
+    calls: list[int] = []
+
+    def refuse(fd: int, how: int) -> None:
+        calls.append(fd)
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    size = sum(len(part) for part in encode_block(make_block(0)))
+    url = f"file://{tmp_path}?max_bytes={3 * size + size // 2}&locks={'false' if turned_off else 'true'}"
+    with open_store(url) as store:
+        young, old = (tmp_path / "tmp" / f"1-00000000000000{end}" for end in ("aa", "bb"))
+        for path in (young, old):
+            path.write_bytes(b"half a block")
+        os.utime(old, (1, 1))
+        for seed in range(6):
+            assert store.write(make_block(seed))
+        assert holds(store, make_block(5)) and store.stats().blocks == 3
+    open_store(url).close()
+    assert (young.exists(), old.exists()) == (True, False)
+    assert bool(calls) != turned_off
+
+
+def test_a_lock_is_held_and_a_store_opened_while_a_block_is_written_does_not_harm_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block, fsync = make_block(1), os.fsync
+
+    def opening(fd: int) -> None:
+        fsync(fd)
+        DiskStore(tmp_path, durable=False).close()
+
+    with DiskStore(tmp_path) as store:
+        monkeypatch.setattr(os, "fsync", opening)
+        store.write(block)
+        monkeypatch.undo()
+        assert holds(store, block)
+        fd = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+        try:
+            with store._folder.locked(), pytest.raises(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(fd)
+
+
+def test_another_process_writes_are_noticed(tmp_path: Path) -> None:
+    with disk(tmp_path, max_bytes=400_000) as store, disk(tmp_path, max_bytes=400_000) as other:
+        for seed in range(0, 400, 2):
+            store.write(make_block(seed))
+            other.write(make_block(seed + 1))
+        assert store.stats().bytes <= 400_000 * 33 // 32
+        assert store.stats().blocks > 80
+        assert holds(store, make_block(398))
+        assert holds(store, make_block(399))

@@ -5,6 +5,7 @@ import string
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,44 +20,30 @@ from cacheblend.store import (
     open_store,
     parse_bytes,
 )
-from cacheblend.store.open import parse_seconds
+from cacheblend.store.open import (
+    CascadePlace,
+    DevicePlace,
+    FolderPlace,
+    MemoryPlace,
+    TieredPlace,
+    page_locking,
+    parse_seconds,
+    parse_store_url,
+)
 from store_blocks import holds, make_block
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("0", 0),
-        (17, 17),
-        ("8GiB", 8 << 30),
-        ("8 GB", 8 * 10**9),
-        ("1.5KiB", 1536),
-        ("500MB", 5 * 10**8),
-        ("2TiB", 2 << 40),
-        ("12B", 12),
-    ],
-)
-def test_sizes(text: str | int, expected: int) -> None:
-    assert parse_bytes(text) == expected
+def test_sizes_and_times_to_live() -> None:
+    sizes = {"0": 0, 17: 17, "8GiB": 8 << 30, "8 GB": 8 * 10**9, "1.5KiB": 1536, "500MB": 5 * 10**8, "2TiB": 2 << 40}
+    assert {text: parse_bytes(text) for text in (*sizes, "12B")} == sizes | {"12B": 12}
+    times = {"30d": 2592000, "12h": 43200, "1.5m": 90, "90 s": 90, "3600": 3600}
+    assert {text: parse_seconds(text) for text in times} == times
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("30d", 2592000), ("12h", 43200), ("1.5m", 90), ("90 s", 90), ("3600", 3600)]
-)
-def test_times_to_live(text: str, seconds: float) -> None:
-    assert parse_seconds(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "d", "-1", "0", "0s", "3 days", "nan", "inf"])
-def test_what_is_no_time_to_live(text: str) -> None:
-    with pytest.raises(InvalidInputError, match="not a time to live"):
-        open_store(f"memory://?ttl={text}")
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "8 gigs", "8Gi B", "1e9"])
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(InvalidInputError, match=r"is not a size: write e\.g\. 8GiB"):
-        parse_bytes(text)
+def test_what_is_no_size() -> None:
+    for text in ("", "GiB", "-1", "8 gigs", "8Gi B", "1e9"):
+        with pytest.raises(InvalidInputError, match=r"is not a size: write e\.g\. 8GiB"):
+            parse_bytes(text)
 
 
 def test_memory() -> None:
@@ -146,6 +133,35 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("s3://bucket/x?endpoint=localhost:9000", "endpoint must begin with http:// or https://"),
         ("s3://[bucket/x", "is not a URL"),
         ("file:///tmp/no-such-cacheblend-store,redis://host:no", "the port must be a number"),
+        ("cuda://", "a cuda store needs a bound, since models need the GPU's memory: cuda://?max_bytes=8GiB"),
+        ("cuda://a?max_bytes=1GiB", "must name a GPU by its number"),
+        ("cuda://0/folder?max_bytes=1GiB", "must name a GPU by its number"),
+        ("cuda://-1?max_bytes=1GiB", "must name a GPU by its number"),
+        ("cuda://?max_bytes=1GiB&ram_bytes=1", "no option 'ram_bytes'"),
+        ("cuda://?max_bytes=1GiB&ttl=1h, file:///a", "in front of other stores has no option 'ttl'"),
+        ("file:///a, cuda://?max_bytes=1GiB", "cuda:// can only stand in front"),
+        ("memory://, cuda://?max_bytes=1GiB", "cuda:// can only stand in front"),
+        ("cuda://?max_bytes=1, cuda://1?max_bytes=1, file:///a", "cuda:// can only stand in front"),
+        ("cuda://?max_bytes=1, file:///a, memory://", "memory:// can only stand in front"),
+        ("memory://, memory://", "memory:// can only stand in front"),
+        ("memory://?page_locked=yes", "page_locked must be true or false"),
+        ("cuda://?max_bytes=1GiB&page_locked=true", "no option 'page_locked'"),
+        ("file:///a?page_locked=true", "set ram_bytes, too"),
+        ("file:///a?ram_bytes=1KiB&page_locked=1", "page_locked must be true or false"),
+        ("file:///tmp/no-such-a,memory://", "only stand in front"),
+        ("file:///tmp/no-such-a,gs://b", "unknown scheme 'gs'"),
+        ("redis://", "names no server"),
+        ("redis://h:1/0?timeout=-1", "timeout must be a number of seconds above 0, got '-1'"),
+        ("redis://h:1/0?timeout=x", "timeout must be"),
+        ("redis://h:1/0?cluster=1", "cluster must be true or false, got '1'"),
+        ("redis://h:1/0?evict=1", "no option 'evict'; it has max_bytes, ram_bytes, ttl, prefix, timeout, cluster"),
+        ("s3://b/x?prefix=y", "no option 'prefix'; it has max_bytes, ram_bytes, ttl, timeout, endpoint, region"),
+        ("s3://b/x?timeout=0", "timeout must be a number of seconds above 0"),
+        *(
+            (f"memory://?ttl={text}", "not a time to live")
+            for text in ("", "d", "-1", "0", "0s", "3 days", "nan", "inf")
+        ),
+        *((f"file:///tmp/no-such-a?mode={text}", "octal") for text in ("0", "0444", "9", "rw", "0o600", "01777")),
     ],
 )
 def test_what_cannot_be_opened(url: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,11 +193,77 @@ def test_checking_a_url_opens_nothing(url: str | None, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("url", "place"),
+    [
+        ("cuda://?max_bytes=1GiB", DevicePlace(1 << 30)),
+        ("cuda://3?max_bytes=1GiB&ttl=1h&evict=worth", DevicePlace(1 << 30, 3, 3600.0, "worth")),
+        ("memory://?page_locked=true", MemoryPlace(page_locked=True)),
+        ("cuda://?max_bytes=1KiB, memory://?max_bytes=2KiB", TieredPlace(DevicePlace(1024), MemoryPlace(2048))),
+        (
+            "cuda://1?max_bytes=1KiB, memory://?max_bytes=2KiB&page_locked=true, file:///a, file:///b",
+            TieredPlace(
+                DevicePlace(1024, 1),
+                TieredPlace(
+                    MemoryPlace(2048, page_locked=True),
+                    CascadePlace((FolderPlace(Path("/a")), FolderPlace(Path("/b")))),
+                ),
+            ),
+        ),
+        (
+            "file:///a?ram_bytes=1KiB&page_locked=true",
+            TieredPlace(MemoryPlace(1024, page_locked=True), FolderPlace(Path("/a"))),
+        ),
+        ("cuda://?max_bytes=1KiB, file:///a", TieredPlace(DevicePlace(1024), FolderPlace(Path("/a")))),
+    ],
+)
+def test_urls_name_places(url: str, place: object) -> None:
+    assert parse_store_url(url) == place
+
+
+LOCKED = {"page_locked": True, "is_lock_required": False}
+
+
+@pytest.mark.parametrize(
+    ("url", "place"),
+    [
+        (None, MemoryPlace(**LOCKED)),
+        ("memory://?page_locked=false", MemoryPlace(page_locked=False)),
+        ("memory://?page_locked=true", MemoryPlace(page_locked=True)),
+        ("file:///a", FolderPlace(Path("/a"))),
+        ("file:///a?ram_bytes=1KiB", TieredPlace(MemoryPlace(1024, **LOCKED), FolderPlace(Path("/a")))),
+        (
+            "cuda://?max_bytes=1KiB, memory://?max_bytes=2KiB, file:///a",
+            TieredPlace(DevicePlace(1024), TieredPlace(MemoryPlace(2048, **LOCKED), FolderPlace(Path("/a")))),
+        ),
+    ],
+)
+def test_an_engine_on_a_gpu_locks_memory_of_which_nothing_else_is_said(url: str | None, place: object) -> None:
+    assert page_locking(parse_store_url(url)) == place
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_an_engine_opens_its_store_with_locked_memory_where_it_is_on_a_gpu() -> None:
+    with open_store("memory://?page_locked=false", page_locked=True) as store:
+        assert not isinstance(store, TieredStore)
+    with pytest.raises(InvalidInputError, match="needs a GPU"):
+        open_store("memory", page_locked=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize("url", ["cuda://?max_bytes=1GiB", "cuda://2?max_bytes=1GiB", "memory://?page_locked=true"])
+def test_without_a_gpu_the_message_says_so(url: str) -> None:
+    with pytest.raises(InvalidInputError, match=r"there are 0 GPUs here|needs a GPU, and there is none"):
+        open_store(url)
+
+
 def test_arguments_are_checked_with_the_url() -> None:
     with pytest.raises(InvalidInputError, match="'lots' is not a size"):
         check_store_url("memory", max_bytes="lots")
     with pytest.raises(InvalidInputError, match="no option 'ram_bytes'"):
         check_store_url("memory", ram_bytes="1GiB")
+    with pytest.raises(InvalidInputError, match="a bound of its own"):
+        open_store("file:///tmp/no-such-a,file:///tmp/no-such-b", max_bytes=1)
 
 
 def test_a_folder_with_commas_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,25 +291,14 @@ def test_a_typo_of_a_scheme_is_no_folder(scheme: str, data: st.DataObject) -> No
     if typo != "memory":
         with pytest.raises(InvalidInputError, match=re.escape(f"or ./{typo} for a folder of that name")):
             check_store_url(typo)
-    for folder in (
-        f"./{typo}",
-        f"/{typo}",
-        f"~/{typo}",
-        f"{typo}/",
-        f"kv/{typo}",
-        f"my-{typo}",
-        f"{typo}2",
-        f"{typo}-kv",
-    ):
-        check_store_url(folder)
+    for form in ("./{}", "/{}", "~/{}", "{}/", "kv/{}", "my-{}", "{}2", "{}-kv"):
+        check_store_url(form.format(typo))
     check_store_url(Path(typo))
 
 
-@pytest.mark.parametrize(
-    "name", ["kv", "store", "cache", "cude", "files", "tile", "kv3", "s4", "mem", "memories", "reads"]
-)
-def test_names_of_folders_that_are_not_like_a_scheme(name: str) -> None:
-    check_store_url(name)
+def test_names_of_folders_that_are_not_like_a_scheme() -> None:
+    for name in ("kv", "store", "cache", "cude", "files", "tile", "kv3", "s4", "mem", "memories", "reads"):
+        check_store_url(name)
 
 
 def test_a_store_that_is_there_under_the_name_of_a_scheme_opens(
@@ -284,12 +355,9 @@ def test_what_is_left_of_a_store_without_the_memory_in_front(url: str, lasting: 
     assert lasting_url(url) == lasting
 
 
-@pytest.mark.parametrize("url", ["memory", "memory://", "memory://?max_bytes=1GiB", "cuda://?max_bytes=1GiB,memory://"])
-def test_a_store_of_which_nothing_lasts_is_named(url: str) -> None:
-    with pytest.raises(InvalidInputError, match=re.escape(f"the store {url!r} ends with this command")):
-        lasting_url(url)
-
-
-def test_what_is_wrong_in_front_is_not_passed_over() -> None:
+def test_a_store_of_which_nothing_lasts_is_named_and_what_is_wrong_in_front_is_not_passed_over() -> None:
+    for url in ("memory", "memory://", "memory://?max_bytes=1GiB", "cuda://?max_bytes=1GiB,memory://"):
+        with pytest.raises(InvalidInputError, match=re.escape(f"the store {url!r} ends with this command")):
+            lasting_url(url)
     with pytest.raises(InvalidInputError, match="has no option 'ttl'"):
         lasting_url("memory://?ttl=1d, file:///a")

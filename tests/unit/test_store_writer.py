@@ -36,20 +36,25 @@ class SlowStore(MemoryStore):
 NBYTES = sum(record.nbytes for record in make_block(1).records)
 
 
-def test_blocks_and_makers_arrive() -> None:
-    store = MemoryStore(1 << 20)
+def test_blocks_and_makers_arrive_by_a_daemon_that_starts_with_the_first() -> None:
+    def mine() -> list[threading.Thread]:
+        return [t for t in threading.enumerate() if t.name == "cacheblend-writer" and t.is_alive()]
+
+    store, before = MemoryStore(1 << 20), len(mine())
     made, later, none = make_block(1), make_block(2), make_block(3)
     with WriteBehind(store) as writer:
+        assert len(mine()) == before
         assert writer.submit(made)
+        assert len(mine()) == before + 1 and all(thread.daemon for thread in mine())
         assert writer.submit(lambda: later, later.name, NBYTES)
         assert writer.submit(lambda: None, none.name)
         assert writer.flush(5)
         assert writer.submit(made)
         assert writer.flush(5)
-        assert holds(store, made)
-        assert holds(store, later)
+        assert holds(store, made) and holds(store, later)
         stats = writer.stats()
         assert (stats.written, stats.held, stats.failed, stats.waiting, stats.waiting_bytes) == (2, 1, 0, 0, 0)
+    assert len(mine()) == before
 
 
 def test_a_full_queue_drops_and_a_waiting_name_is_not_queued_twice() -> None:
@@ -112,35 +117,6 @@ def test_errors_are_counted_and_reported_once_a_kind(caplog: pytest.LogCaptureFi
     ]
 
 
-def test_close_gives_up_after_its_timeout() -> None:
-    store = SlowStore()
-    writer = WriteBehind(store)
-    for seed in range(4):
-        writer.submit(make_block(seed))
-    assert store.started.wait(5)
-    assert not writer.close(0.05)
-    assert (writer.stats().waiting, writer.stats().dropped) == (1, 3)
-    store.go.set()
-    assert writer.close(5)
-    assert store.stats().blocks == 1
-
-
-def test_the_thread_starts_with_the_first_block_and_is_a_daemon() -> None:
-    def mine() -> list[threading.Thread]:
-        return [t for t in threading.enumerate() if t.name == "cacheblend-writer" and t.is_alive()]
-
-    before = len(mine())
-    store = SlowStore()
-    writer = WriteBehind(store)
-    assert len(mine()) == before
-    writer.submit(make_block(1))
-    assert len(mine()) == before + 1
-    assert all(thread.daemon for thread in mine())
-    store.go.set()
-    writer.close(5)
-    assert len(mine()) == before
-
-
 def test_wrong_use() -> None:
     with pytest.raises(InvalidInputError, match="above 0, got 0"):
         WriteBehind(MemoryStore(), max_bytes=0)
@@ -163,9 +139,10 @@ def test_stores_made_of_others_pass_chains_on(tmp_path: Path) -> None:
         assert store.write_all(chain) == [False] * 4
 
 
-def test_blocks_that_wait_are_written_with_those_that_continue_them() -> None:
+def test_blocks_that_wait_are_written_with_those_that_continue_them_and_one_may_fail() -> None:
     store = SlowStore()
-    first, chain, other = make_block(90), make_chain(5), make_block(95)
+    first, chain, other, refused = make_block(90), make_chain(5), make_block(95), make_chain(4, seed=40)
+    store.refused = {refused[1].name}
     with WriteBehind(store) as writer:
         writer.submit(first)
         assert store.started.wait(10)
@@ -176,35 +153,19 @@ def test_blocks_that_wait_are_written_with_those_that_continue_them() -> None:
         assert writer.flush(10)
         assert store.calls == [1, 3, 1, 2]
         assert (writer.stats().written, writer.stats().waiting_bytes) == (7, 0)
-
-
-def test_of_blocks_that_are_written_together_one_may_fail() -> None:
-    store = SlowStore()
-    chain = make_chain(4)
-    store.refused = {chain[1].name}
-    with WriteBehind(store) as writer:
-        writer.submit(make_block(90))
-        assert store.started.wait(10)
-        for block in chain:
-            writer.submit(block)
-        store.go.set()
+        writer.submit_all(refused)
         assert writer.flush(10)
-        assert [holds(store, block) for block in chain] == [True, False, True, True]
-        assert (writer.stats().written, writer.stats().failed) == (4, 1)
+        assert [holds(store, block) for block in refused] == [True, False, True, True]
+        assert (writer.stats().written, writer.stats().failed) == (10, 1)
 
 
-def test_withdrawing_one_of_several_that_are_being_written_waits_for_them() -> None:
+def test_close_gives_up_after_its_timeout_and_withdrawing_one_of_several_being_written_waits_for_them() -> None:
     store = SlowStore()
     chain, behind = make_chain(3), make_block(90)
     writer = WriteBehind(store)
-    store.go.set()
-    writer.submit(make_block(91))
-    assert writer.flush(10)
-    store.go.clear()
     with writer._changed:  # all of them wait before the first is taken
         for block in [*chain, behind]:
             writer.submit(block)
-    store.started.clear()
     assert store.started.wait(10)
     assert not writer.close(0.05)
     assert (writer.stats().waiting, writer.stats().dropped) == (3, 1)
@@ -212,3 +173,4 @@ def test_withdrawing_one_of_several_that_are_being_written_waits_for_them() -> N
     assert writer.withdraw(chain[2].name)
     assert holds(store, chain[2])
     assert writer.close(10)
+    assert store.stats().blocks == 3

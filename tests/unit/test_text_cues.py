@@ -14,20 +14,13 @@ from selections import masked
 STOP, MARK = 1, 2
 
 
-def weights(ids: list[int], question: list[int]) -> list[float]:
-    return shared_words(np.array(ids, dtype="<u4"), np.array(question)).tolist()
-
-
 def test_a_shared_word_weighs_more_the_rarer_it_is() -> None:
-    assert weights([5, 6, 5, 7, 8, 5, 6], [5, 6]) == [0.5, 1.0, 0.5, 0.0, 0.0, 0.0, 0.0]
-
-
-def test_only_the_question_rows_count_as_the_question() -> None:
-    assert weights([5, 6, 7, 6, 5], [3]) == [0.0, 1.0, 0.0, 0.0, 0.0]
-
-
-def test_a_question_at_the_start_gives_no_weights() -> None:
-    assert weights([5, 5, 6], [0, 1, 2]) == [0.0, 0.0, 0.0]
+    for ids, question, weights in (
+        ([5, 6, 5, 7, 8, 5, 6], [5, 6], [0.5, 1.0, 0.5, 0.0, 0.0, 0.0, 0.0]),
+        ([5, 6, 7, 6, 5], [3], [0.0, 1.0, 0.0, 0.0, 0.0]),  # only the question's rows count as the question
+        ([5, 5, 6], [0, 1, 2], [0.0, 0.0, 0.0]),  # a question at the start gives no weights
+    ):
+        assert shared_words(np.array(ids, dtype="<u4"), np.array(question)).tolist() == weights
 
 
 def test_words_of_a_span_count_outside_it_and_in_front_of_the_question() -> None:
@@ -54,9 +47,7 @@ def test_sentences_end_after_a_run_of_stops_and_with_their_segment() -> None:
     prompt = Prompt.of([text([5, 6, STOP, 7]), chunk([8, STOP, MARK, STOP, 9]), chunk([STOP, 5, 5]), text([5])])
     found = sentence_indices(prompt, np.array([STOP, MARK]))
     assert found.tolist() == [0, 0, 0, 1, 2, 2, 2, 2, 3, 4, 5, 5, 6]
-
-
-def test_without_stops_a_sentence_is_a_segment_cut_at_the_longest() -> None:
+    # Without stops a sentence is a segment, cut at the longest.
     prompt = Prompt.of([chunk([5] * (2 * LONGEST_SENTENCE + 3)), chunk([5] * LONGEST_SENTENCE)])
     found = sentence_indices(prompt, np.array([], dtype=np.int64))
     assert np.bincount(found).tolist() == [LONGEST_SENTENCE, LONGEST_SENTENCE, 3, LONGEST_SENTENCE]

@@ -45,6 +45,9 @@ def test_as_many_calls_run_at_once_as_there_are_threads() -> None:
     assert not waiting.running()
     gate.set()
     assert waiting.result()
+    pool = DaemonPool(4, "test")
+    assert [pool.submit(int, str(number)).result(30) for number in range(200)] == list(range(200))
+    assert len(pool._shared.threads) == 1  # one call after the other takes one thread
 
 
 def test_what_follows_another_call_takes_no_thread_until_then() -> None:
@@ -72,6 +75,18 @@ def test_what_follows_another_call_takes_no_thread_until_then() -> None:
     for follower in waits:
         with pytest.raises(CancelledError):
             follower.result(30)
+    # cancelled with the pool also while it waits for a thread
+    pool, gate, ended = DaemonPool(1, "test"), threading.Event(), Future[None]()
+    begun = pool.submit(gate.wait)
+    while not begun.running():
+        pass
+    behind = pool.submit_after(ended, int)
+    ended.set_result(None)  # `int` waits for a thread
+    pool.close()
+    with pytest.raises(CancelledError):
+        behind.result(30)
+    gate.set()
+    assert begun.result(30)
 
 
 def test_closing_cancels_what_waits_and_waits_for_nothing() -> None:
@@ -191,21 +206,6 @@ def test_a_forked_process_closes_and_uses_pools_whose_locks_another_thread_held(
     assert done == (child, 0)
 
 
-def test_what_waits_for_another_call_is_cancelled_with_the_pool() -> None:
-    """While it waits for that call, and while it waits for a thread."""
-    pool, gate, first = DaemonPool(1, "test"), threading.Event(), Future[None]()
-    begun = pool.submit(gate.wait)
-    while not begun.running():
-        pass
-    behind = pool.submit_after(first, int)
-    first.set_result(None)  # `int` waits for a thread
-    pool.close()
-    with pytest.raises(CancelledError):
-        behind.result(30)
-    gate.set()
-    assert begun.result(30)
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_calls_that_hang_hold_up_no_other_while_there_are_threads(seed: int) -> None:
     """Callers come at the same moment, as threads become idle; some calls never end."""
@@ -230,13 +230,6 @@ def test_calls_that_hang_hold_up_no_other_while_there_are_threads(seed: int) -> 
         assert len(pool._shared.threads) <= most
         gate.set()
         pool.close()
-
-
-def test_one_call_after_the_other_takes_one_thread() -> None:
-    pool = DaemonPool(4, "test")
-    for number in range(200):
-        assert pool.submit(int, str(number)).result(30) == number
-    assert len(pool._shared.threads) == 1
 
 
 def interrupt_at(line: int, call: Callable[[], object]) -> bool:

@@ -103,7 +103,7 @@ def test_the_prompts_passages_read_as_they_are(name: str, parts: list[str]) -> N
 @pytest.mark.parametrize("name", FAITHFUL)
 def test_a_passage_has_the_same_ids_wherever_it_stands(name: str) -> None:
     builder = PromptBuilder(FAITHFUL[name])
-    passage = Passage("The passage. <s>", "title")
+    passage: Any = Passage("The passage. <s>", "title")
     prompts = [
         builder.prompt([passage, "question"]),
         builder.prompt(["system", passage, "question"]),
@@ -112,59 +112,45 @@ def test_a_passage_has_the_same_ids_wherever_it_stands(name: str) -> None:
         builder.chat([{"role": "user", "content": [{"type": "chunk", "text": passage.text}]}]),
         builder.chat([{"role": "user", "content": "Who?"}], [passage]),
     ]
-    chunks = {
-        tuple(c.token_ids.tolist()) for p in prompts for c in p.chunks if len(c) != len(builder.encode("another"))
-    }
+    another = len(builder.encode("another"))
+    chunks = {tuple(c.token_ids.tolist()) for p in prompts for c in p.chunks if len(c) != another}
     assert chunks == {tuple(builder.encode(passage.text))}
     assert prompts[0].chunks[0].label == "title"
 
+    # In a frame it has the ids that the whole text has.
+    passage, frame = "The dog runs. The dog sleeps.", "Passage: {passage}\n\nNext: The dog"
+    ids = builder.encode_in_frame(passage, frame)
+    whole = FAITHFUL[name](frame.replace("{passage}", passage), add_special_tokens=False).input_ids
+    assert any(whole[at : at + len(ids)] == ids for at in range(len(whole)))
+    assert "dog runs. The dog sleeps" in FAITHFUL[name].decode(ids)
 
-@pytest.mark.parametrize("name", FAITHFUL)
-def test_a_lone_string_is_one_text(name: str) -> None:
-    """Not a list of letters."""
-    builder = PromptBuilder(FAITHFUL[name])
-    assert ids_of(builder.prompt("The dog sleeps.")) == ids_of(builder.prompt(["The dog sleeps."]))
+    # A lone string is one text, not a list of letters.
+    assert ids_of(builder.prompt(passage)) == ids_of(builder.prompt([passage]))
+    for empty in ([], [""], ["", ""], ""):
+        with pytest.raises(InvalidInputError, match="prompt is empty"):
+            builder.prompt(empty)
 
 
-def test_literals_that_the_vocabulary_itself_holds_are_cut_in_two() -> None:
+def test_literals_that_the_vocabulary_itself_holds_or_normalisation_makes_are_cut_in_two() -> None:
     tokenizer = unigram()
     builder = PromptBuilder(tokenizer)
-    for text in ["<s>", "a <s> b</s>", "<s><s></s>", "<<s>s>", "<s" * 3 + ">" * 3]:
+    plain = ["<s>", "a <s> b</s>", "<s><s></s>", "<<s>s>", "<s" * 3 + ">" * 3]
+    wide = ["\uff1cs\uff1e", "a\uff1c/s\uff1eb\uff1cs>"]  # NFKC turns fullwidth brackets into plain ones
+    for text in [*plain, *wide]:
         ids = builder.encode(text)
         assert not set(ids) & added(tokenizer), text
-        assert reads(tokenizer, ids) == text
+        assert reads(tokenizer, ids) == text.replace("\uff1c", "<").replace("\uff1e", ">")
+    ids = builder.encode("<s>" * 3000)
+    assert len(ids) >= 6000 and not set(ids) & {1, 2}
     assert not set(PromptBuilder(word_level()).encode("dog, [SEP] dog, [SEP]")) & {1}
 
 
-def test_literals_that_normalisation_makes_are_cut_too() -> None:
-    """NFKC turns fullwidth brackets into plain ones."""
-    tokenizer = unigram()
-    for text in ["\uff1cs\uff1e", "a\uff1c/s\uff1eb\uff1cs>"]:
-        ids = PromptBuilder(tokenizer).encode(text)
-        assert not set(ids) & added(tokenizer), text
-        assert reads(tokenizer, ids) == text.replace("\uff1c", "<").replace("\uff1e", ">")
-
-
-def test_thousands_of_literals_in_a_passage() -> None:
-    ids = PromptBuilder(unigram()).encode("<s>" * 3000)
-    assert len(ids) >= 6000
-    assert not set(ids) & {1, 2}
-
-
-def test_unknown_words_are_unknown() -> None:
-    builder = PromptBuilder(word_level())
-    assert builder.encode("dog, xyzzy [UNK]") == [builder.encode("dog,")[0], 0, 0]
-
-
-def test_answers_keep_added_tokens_that_are_not_special() -> None:
+def test_answers_keep_added_tokens_that_are_not_special_and_grow_without_a_change() -> None:
     tokenizer = byte_level()
     think, end = tokenizer.convert_tokens_to_ids(["<think>", "<|im_end|>"])
     builder = PromptBuilder(tokenizer)
     assert builder.decode([think, *builder.encode("so , it is ."), end]) == "<think>so , it is ."
-
-
-def test_a_longer_answer_begins_as_the_shorter_one() -> None:
-    """Some tokenizers clean up spaces in front of punctuation, which would change text that was sent."""
+    # Some tokenizers clean up spaces in front of punctuation, which would change text that was sent.
     tokenizer = unigram()
     tokenizer.clean_up_tokenization_spaces = True
     builder = PromptBuilder(tokenizer)
@@ -172,6 +158,8 @@ def test_a_longer_answer_begins_as_the_shorter_one() -> None:
     answers = [builder.decode(ids[:n]) for n in range(len(ids) + 1)]
     assert all(longer.startswith(shorter) for shorter, longer in pairwise(answers))
     assert answers[-1] == "so , it is ."
+    builder = PromptBuilder(word_level())
+    assert builder.encode("dog, xyzzy [UNK]") == [builder.encode("dog,")[0], 0, 0]  # unknown words are unknown
 
 
 # ---- BOS --------------------------------------------------------------------------------------------------
@@ -268,7 +256,7 @@ def test_contents_never_reach_into_one_another(contents: list[str], documents: l
     assert prompt.changed_contents == 0
 
 
-def test_letters_for_private_use_are_text_like_any_other() -> None:
+def test_letters_for_private_use_and_empty_contents_are_the_templates_business() -> None:
     tokenizer = byte_level()
     messages = [
         {"role": "\U000f0000\U000f0001", "content": "\U000f0002?"},
@@ -276,6 +264,8 @@ def test_letters_for_private_use_are_text_like_any_other() -> None:
     ]
     ids = ids_of(PromptBuilder(tokenizer).chat(messages))
     assert ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    empty: list[dict[str, Any]] = [user("", "system"), user([]), user(None, "assistant")]
+    assert reads(tokenizer, ids_of(PromptBuilder(tokenizer).chat(empty))).count("<|im_start|>") == 4
 
 
 def test_documents_stand_where_the_template_puts_them() -> None:
@@ -310,51 +300,6 @@ def test_documents_without_a_place_stand_in_front_of_the_last_question() -> None
     ]
 
 
-def test_empty_contents_and_none_are_the_templates_business() -> None:
-    tokenizer = byte_level()
-    prompt = PromptBuilder(tokenizer).chat(
-        [{"role": "system", "content": ""}, {"role": "user", "content": []}, {"role": "assistant", "content": None}]
-    )
-    assert reads(tokenizer, ids_of(prompt)).count("<|im_start|>") == 4
-
-
-@pytest.mark.parametrize(
-    ("template", "messages", "message"),
-    [
-        (CHATML, [], "message list is empty; it needs at least one message"),
-        (None, [{"role": "user", "content": "a"}], "no chat template; build the prompt from texts"),
-        (REFUSES, [{"role": "user", "content": "a"}], "chat template refused .*roles must alternate"),
-        (CHATML, [{"role": "user", "content": [{"type": "image", "text": "a"}]}], "'type': 'text' or 'chunk'.*'image'"),
-        (CHATML, [{"role": "user", "content": [{"type": "text"}]}], "got {'type': 'text'}"),
-        (CHATML, [{"role": "user", "content": ["a"]}], "got 'a'"),
-        (CHATML, [{"role": "user", "content": [{"type": "chunk", "text": ""}]}], "chunk has no tokens"),
-    ],
-)
-def test_bad_chats_are_refused(template: str | None, messages: list, message: str) -> None:
-    with pytest.raises(InvalidInputError, match=message):
-        PromptBuilder(byte_level(template)).chat(messages)
-
-
-@pytest.mark.parametrize("parts", [[], [""], ["", ""], ""])
-@pytest.mark.parametrize("name", FAITHFUL)
-def test_empty_prompts_are_refused(name: str, parts: list[str] | str) -> None:
-    with pytest.raises(InvalidInputError, match="prompt is empty"):
-        PromptBuilder(FAITHFUL[name]).prompt(parts)
-
-
-def test_what_is_neither_text_nor_passage_is_refused() -> None:
-    builder = PromptBuilder(byte_level())
-    with pytest.raises(InvalidInputError, match="made of str and Passage, not int"):
-        builder.prompt([1])  # type: ignore[list-item]
-    with pytest.raises(InvalidInputError, match="chunk has no tokens"):
-        builder.prompt(["a", Passage("")])
-
-
-def test_a_tokenizer_without_a_fast_backend_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match=r"object has no fast backend .*pass token ids"):
-        PromptBuilder(object())
-
-
 def test_the_tokenizer_itself_is_not_changed() -> None:
     tokenizer = sentencepiece()
     before = tokenizer.backend_tokenizer.to_str()
@@ -363,79 +308,76 @@ def test_the_tokenizer_itself_is_not_changed() -> None:
     assert tokenizer("a <s>")["input_ids"].count(tokenizer.bos_token_id) == 2
 
 
-@pytest.mark.parametrize("name", FAITHFUL)
-def test_in_a_frame_a_passage_has_the_ids_that_the_whole_text_has(name: str) -> None:
-    tokenizer = FAITHFUL[name]
-    builder = PromptBuilder(tokenizer)
-    passage, frame = "The dog runs. The dog sleeps.", "Passage: {passage}\n\nNext: The dog"
-    ids = builder.encode_in_frame(passage, frame)
-    whole = tokenizer(frame.replace("{passage}", passage), add_special_tokens=False).input_ids
-    assert any(whole[at : at + len(ids)] == ids for at in range(len(whole)))
-    assert "dog runs. The dog sleeps" in tokenizer.decode(ids)
-
-
-def test_a_frame_needs_one_place_for_the_passage() -> None:
-    builder = PromptBuilder(byte_level())
-    for frame in ("no place", "{passage} and {passage}"):
-        with pytest.raises(InvalidInputError, match=r"one \{passage\}"):
-            builder.encode_in_frame("x", frame)
-
-
-# ---- texts that UTF-8 cannot encode ---------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------------------------
 
 
 WRONG, PLACE = "ab \ud800", r"has a lone surrogate at character 3 \(U\+D800\)"
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda b: b.encode(WRONG), PLACE),
-        (lambda b: b.prompt(["fine", Passage(WRONG), "fine"]), f"^part 2 of the prompt: the text {PLACE}"),
-        (lambda b: b.prompt([*map(Passage, "ab"), Passage("c", WRONG)]), f"^part 3 of the prompt: the title {PLACE}"),
-        (lambda b: b.encode_in_frame(WRONG, "x {passage}"), PLACE),
-        (lambda b: b.chat([user(WRONG)]), f"^content 1 of the messages: the text {PLACE}"),
-        (lambda b: b.chat([user("fine"), user(WRONG)]), f"^content 2 of the messages: the text {PLACE}"),
-        (
-            lambda b: b.chat([user([{"type": "text", "text": "a"}, {"type": "chunk", "text": "b", "title": WRONG}])]),
-            f"^content 2 of the messages: the title {PLACE}",
-        ),
-        (lambda b: b.chat([user("fine")], [Passage(WRONG)]), PLACE),
-        (lambda b: b.chat([user("fine", "user\udfff")]), "the chat template's text has a lone surrogate"),
-    ],
-)
-def test_a_lone_surrogate_is_refused_with_its_place(build: Callable[[PromptBuilder], object], message: str) -> None:
-    with pytest.raises(InvalidInputError, match=message):
-        build(PromptBuilder(byte_level(chat_template=CHATML)))
 
 
 def user(content: object, role: str = "user") -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
+REFUSED: list[tuple[str | None, Callable[[PromptBuilder], object], str]] = [
+    (CHATML, lambda b: b.chat([]), "message list is empty; it needs at least one message"),
+    (None, lambda b: b.chat([user("a")]), "no chat template; build the prompt from texts"),
+    (REFUSES, lambda b: b.chat([user("a")]), "chat template refused .*roles must alternate"),
+    (CHATML, lambda b: b.chat([user([{"type": "image", "text": "a"}])]), "'type': 'text' or 'chunk'.*'image'"),
+    (CHATML, lambda b: b.chat([user([{"type": "text"}])]), "got {'type': 'text'}"),
+    (CHATML, lambda b: b.chat([user(["a"])]), "got 'a'"),
+    (CHATML, lambda b: b.chat([user([{"type": "chunk", "text": ""}])]), "chunk has no tokens"),
+    (CHATML, lambda b: b.prompt([1]), "made of str and Passage, not int"),  # type: ignore[list-item]
+    (CHATML, lambda b: b.prompt(["a", Passage("")]), "chunk has no tokens"),
+    (CHATML, lambda b: b.encode_in_frame("x", "no place"), r"one \{passage\}"),
+    (CHATML, lambda b: b.encode_in_frame("x", "{passage} and {passage}"), r"one \{passage\}"),
+    (CHATML, lambda b: PromptBuilder(object()), r"object has no fast backend .*pass token ids"),
+    # Texts that UTF-8 cannot encode.
+    (CHATML, lambda b: b.encode(WRONG), PLACE),
+    (CHATML, lambda b: b.prompt(["fine", Passage(WRONG), "fine"]), f"^part 2 of the prompt: the text {PLACE}"),
+    (
+        CHATML,
+        lambda b: b.prompt([*map(Passage, "ab"), Passage("c", WRONG)]),
+        f"^part 3 of the prompt: the title {PLACE}",
+    ),
+    (CHATML, lambda b: b.encode_in_frame(WRONG, "x {passage}"), PLACE),
+    (CHATML, lambda b: b.chat([user(WRONG)]), f"^content 1 of the messages: the text {PLACE}"),
+    (CHATML, lambda b: b.chat([user("fine"), user(WRONG)]), f"^content 2 of the messages: the text {PLACE}"),
+    (
+        CHATML,
+        lambda b: b.chat([user([{"type": "text", "text": "a"}, {"type": "chunk", "text": "b", "title": WRONG}])]),
+        f"^content 2 of the messages: the title {PLACE}",
+    ),
+    (CHATML, lambda b: b.chat([user("fine")], [Passage(WRONG)]), PLACE),
+    (CHATML, lambda b: b.chat([user("fine", "user\udfff")]), "the chat template's text has a lone surrogate"),
+]
+
+
+@pytest.mark.parametrize(("template", "build", "message"), REFUSED)
+def test_what_cannot_be_a_prompt_is_refused_with_its_place(
+    template: str | None, build: Callable[[PromptBuilder], object], message: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        build(PromptBuilder(byte_level(template)))
+
+
 # ---- tokens that end a sentence ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "some", "none"),
-    [
-        (byte_level, [".", "?", "!", "Ċ"], ["a", ",", "<|im_end|>", "<think>"]),
-        (sentencepiece, [".", "?", "es.", "<0x0A>", "<0x21>"], ["▁", ",", "<0x2C>", "</s>"]),
-        (unigram, [".", "?"], [",", "▁", "</s>", "<unk>"]),
-        (word_level, ["knows.", "it?"], ["dog,", "The", "[SEP]"]),
-    ],
-    ids=["byte level", "sentencepiece", "unigram", "word level"],
-)
-def test_every_kind_of_tokenizer(make, some: list[str], none: list[str]) -> None:
-    tokenizer = make()
-    ids = find_sentence_end_ids(tokenizer)
-    assert ids.dtype == np.int64 and list(ids) == sorted(set(ids))
-    tokens = set(tokenizer.convert_ids_to_tokens(ids.tolist()))
-    assert set(some) <= tokens
-    assert not set(none) & tokens and all(token in tokenizer.get_vocab() for token in none)
+def test_sentences_end_with_the_tokens_of_stops_in_every_kind_of_tokenizer() -> None:
+    kinds: list[tuple[PreTrainedTokenizerFast, list[str], list[str]]] = [
+        (byte_level(), [".", "?", "!", "Ċ"], ["a", ",", "<|im_end|>", "<think>"]),
+        (sentencepiece(), [".", "?", "es.", "<0x0A>", "<0x21>"], ["▁", ",", "<0x2C>", "</s>"]),
+        (unigram(), [".", "?"], [",", "▁", "</s>", "<unk>"]),
+        (word_level(), ["knows.", "it?"], ["dog,", "The", "[SEP]"]),
+    ]
+    for tokenizer, some, none in kinds:
+        ids = find_sentence_end_ids(tokenizer)
+        assert ids.dtype == np.int64 and list(ids) == sorted(set(ids))
+        tokens = set(tokenizer.convert_ids_to_tokens(ids.tolist()))
+        assert set(some) <= tokens
+        assert not set(none) & tokens and all(token in tokenizer.get_vocab() for token in none)
 
-
-def test_stops_of_other_scripts_and_what_stands_behind_a_stop() -> None:
+    # Stops of other scripts, and what stands behind a stop.
     ends = ["。", "\uff1f", "行。", "है।", '."', ".)", "!”", "end. ", "?」", "\n\n", "\r\n", "\n    ", "…"]
     others = ["", " ", ")", '"', "a.b", "\uff0c", "、", ".a", "\t"]
     vocab = {token: i for i, token in enumerate([*ends, *others, "[UNK]"])}

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 import vision
-from sound_models import SOUND, make_qwen2_audio
-from vision_models import SHOWN
+from vision_models import SHOWN, SOUND, make_qwen2_audio
 from vllm_requests import refusals
 from vllm_running import SETTINGS, Asked, Texts, Vllm, tokens
 

@@ -22,7 +22,7 @@ from cacheblend.engines.vllm.internals.prefix_cache import (
     refused_groups,
     windows_of,
 )
-from cacheblend.engines.vllm.worker.groups import LayerGroups
+from cacheblend.engines.vllm.worker.paged_cache import LayerGroups
 from paged_scenes import NOTHING, OWN, Scene
 from vllm_requests import SIZE, Request
 

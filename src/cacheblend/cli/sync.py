@@ -71,7 +71,7 @@ def sync(
             work.put(_readable(found, failed), lambda done: advance(done + len(failed), len(found.ids)))
         report = work.finish(vanished)
         records = engine.store.documents
-        others = sum(len(records.names(root)) for root in records.roots() if root != work.book.planner.root)
+        others = sum(len(records.names(root)) for root in records.roots() if root != work.root)
     if json:
         extra = {"failed": failed, "skipped": found.skipped, "other_models": others, "dry_run": dry_run}
         print_json({"documents": report.documents} | asdict(report) | extra | {"store": lasting})

@@ -110,7 +110,6 @@ def check_type(value: object, hint: Any, what: str, wanted: str = "") -> None:
     """Refuses a value of another type than was asked for, before it fails inside or means something else.
 
     Args:
-        value: any.
         hint: a type as in an annotation. A whole number is a number; True is neither.
         what: names the value for the message.
         wanted: what to give, for the message; empty: derived from `hint`.

@@ -48,11 +48,10 @@ def join_ids(parts: Iterable[TokenIds]) -> TokenIds:
 
 
 def root_name(fingerprint: str, kv_dtype: str, codec: str = "raw", salt: str = "") -> BlockName:
-    """The start of every chain of one model, dtype, codec and tenant.
+    """The start of every chain of one model, dtype (e.g. ``"bfloat16"``), codec and tenant.
 
     Args:
         fingerprint: identifies the weights and the config fields that shape K and V.
-        kv_dtype: e.g. ``"bfloat16"``.
         codec: ``"raw"`` for lossless records; records of a lossy codec have different names.
         salt: separates tenants who must not share a store's contents.
     """

@@ -91,10 +91,8 @@ class Profile:
         return bool(self.settings.get("selector") != "all")
 
     def config(self, **overrides: Any) -> BlendConfig:
-        """The profile's settings with the overrides; only the overrides where one of them is a field of `Selection`.
-
-        Args:
-            **overrides: fields of `BlendConfig`.
+        """The profile's settings with the overrides, fields of `BlendConfig`; only the overrides where one of them is a
+        field of `Selection`.
 
         Raises:
             InvalidInputError: there is no such field, or a value is outside its limits.
@@ -114,11 +112,7 @@ class Profile:
 
     @staticmethod
     def from_dict(data: Any, where: str) -> "Profile":
-        """The opposite of `to_dict`.
-
-        Args:
-            data: the content of a JSON file.
-            where: name of that file, for messages.
+        """The opposite of `to_dict`; `where`: name of the JSON file.
 
         Raises:
             InvalidInputError: it has another form, or a field that this version does not know; the message names file

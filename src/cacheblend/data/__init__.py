@@ -2,8 +2,15 @@
 
 from cacheblend.data.documents import DocumentSource, Unreadable, read_documents
 from cacheblend.data.files import Text
-from cacheblend.data.passages import Row, read_passages, read_row
-from cacheblend.data.questions import FORMATS, BadRowError, QuestionRow, read_questions
+from cacheblend.data.questions import (
+    FORMATS,
+    BadRowError,
+    QuestionRow,
+    Row,
+    read_passages,
+    read_questions,
+    read_row,
+)
 
 __all__ = [
     "FORMATS",

@@ -15,13 +15,14 @@ one by one, so that a large source does not have to fit into memory.
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.data.files import kind, parse_json, read_text
+from cacheblend.data.files import as_object, kind, parse_json, read_text, required
 from cacheblend.engines.documents import Document
 
 ENDINGS = (".txt", ".md")
@@ -69,27 +70,19 @@ def read_documents(source: str, stream: IO[bytes] | None = None) -> DocumentSour
     """
     path = Path(source)
     if source == "-" and stream is not None:
-        return _spooled(stream)
+        # A copy that can be read twice: in memory, or in a file where it is long.
+        copy = tempfile.SpooledTemporaryFile(max_size=1 << 26)  # noqa: SIM115  # lives as long as the source
+        shutil.copyfileobj(stream, copy)
+        return LinesSource("standard input", copy)
     if path.is_dir():
         return FolderSource(path)
     if path.suffix == ".jsonl" and path.is_file():
-        return LinesSource(source, _opened(path))
+        try:
+            return LinesSource(source, path.open("rb"))
+        except OSError as error:
+            raise InvalidInputError(f"{path} cannot be read: {error.strerror}") from error
     what = "is not a folder or a .jsonl file" if path.exists() else "does not exist"
     raise InvalidInputError(f'--source {source} {what}; give a folder of texts, JSON lines of {{"id", "text"}}, or -')
-
-
-def _opened(path: Path) -> IO[bytes]:
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise InvalidInputError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _spooled(stream: IO[bytes]) -> "LinesSource":
-    """A copy of a stream that can be read twice: in memory, or in a file where it is long."""
-    copy = tempfile.SpooledTemporaryFile(max_size=1 << 26)  # noqa: SIM115  # lives as long as the source
-    shutil.copyfileobj(stream, copy)
-    return LinesSource("standard input", copy)
 
 
 @dataclass
@@ -102,14 +95,10 @@ class FolderSource:
 
     def __post_init__(self) -> None:
         """Lists the files; a folder that cannot be read is an error, since its documents would seem to be gone."""
-        others, names = dict[str, int](), list[str]()
+        others, names = Counter[str](), list[str]()
         for folder, folders, files in os.walk(self.folder, onerror=self._unreadable):
-            linked = [
-                name for name in folders if not name.startswith(".") and os.path.islink(os.path.join(folder, name))
-            ]
-            if linked:
-                others["linked folders"] = others.get("linked folders", 0) + len(linked)
             folders[:] = [name for name in folders if not name.startswith(".")]
+            others["linked folders"] += sum(os.path.islink(os.path.join(folder, name)) for name in folders)
             for name in files:
                 path = Path(folder, name)
                 if name.startswith(".") or (os.path.exists(path) and not os.path.isfile(path)):  # a device, a pipe
@@ -117,10 +106,9 @@ class FolderSource:
                 if name.endswith(ENDINGS):
                     names.append(path.relative_to(self.folder).as_posix())
                 else:
-                    ending = f"files *{path.suffix}"
-                    others[ending] = others.get(ending, 0) + 1
+                    others[f"files *{path.suffix}"] += 1
         self.ids = dict.fromkeys(sorted(names, key=lambda name: name.split("/")))
-        self.skipped = [f"{count} {what}" for what, count in sorted(others.items())]
+        self.skipped = [f"{count} {what}" for what, count in sorted(others.items()) if count]
 
     def _unreadable(self, error: OSError) -> None:
         raise InvalidInputError(f"{error.filename or self.folder} cannot be read: {error.strerror}") from error
@@ -180,14 +168,10 @@ class LinesSource:
 
 def _document(row: Any, where: str) -> Document:
     """A document from ``{"id", "text", "title"?}``; other fields are the source's own."""
-    if not isinstance(row, dict):
-        raise InvalidInputError(f"{where}: expected an object with 'id' and 'text', found {kind(row)}")
-    for name in ("id", "text"):
-        if name not in row:
-            raise InvalidInputError(f"{where}: the field {name!r} is missing (found {', '.join(map(repr, row))})")
-    given = row["id"]
+    row = as_object(row, where, " with 'id' and 'text'")
+    given, text = required(row, "id", where), required(row, "text", where)
     is_number = isinstance(given, int) and not isinstance(given, bool)
-    fields = {"id": str(given) if is_number else given, "text": row["text"], "title": row.get("title", "")}
+    fields = {"id": str(given) if is_number else given, "text": text, "title": row.get("title", "")}
     for name, value in fields.items():
         if not isinstance(value, str):
             raise InvalidInputError(f"{where}, field {name!r}: expected a text, found {kind(value)}")

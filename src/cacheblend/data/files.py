@@ -1,12 +1,15 @@
-"""Reads text and JSON files; every error names the file and the place in it. Knows no format of rows."""
+"""Reads text and JSON files, and fields of their rows; every error names the file and the place in it."""
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cacheblend.core.errors import InvalidInputError, check_encodable
+
+_KINDS = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
 
 
 @dataclass(frozen=True)
@@ -18,11 +21,7 @@ class Text:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, with Unix line ends.
-
-    Raises:
-        InvalidInputError: it cannot be read, or is not UTF-8.
-    """
+    """The text of a file, with Unix line ends. Raises `InvalidInputError`: it cannot be read, or is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig").replace("\r\n", "\n")
     except OSError as error:
@@ -32,98 +31,69 @@ def read_text(path: Path) -> str:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """Parses JSON; `where` names the place for errors.
-
-    Raises:
-        InvalidInputError: it is not JSON.
-    """
+    """Parses JSON; `where` names the place for the `InvalidInputError` if it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"{where}: not JSON: {error}") from error
 
 
-def json_lines(text: str, path: Path) -> Iterator[tuple[int, Any]]:
-    """Yields (number, value) of each line that is not blank, numbered from 1.
-
-    Raises:
-        InvalidInputError: a line is not JSON.
-    """
-    # Not splitlines(): JSON strings may contain U+2028 and similar unescaped.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            yield number, parse_json(line, f"{path}, line {number}")
-
-
 def read_items(path: Path) -> Iterator[tuple[str, int, Any]]:
-    """Yields (place, number, value) of each row: of a JSON list, numbered from 0, or of JSON lines, from 1.
-
-    Raises:
-        InvalidInputError: it cannot be read, or is not JSON of either kind.
-    """
+    """Yields (place, number, value) of each row: of a JSON list, numbered from 0, or of JSON lines, from 1. Raises
+    `InvalidInputError`: it cannot be read, or is not JSON of either kind."""
     text = read_text(path)
     if text.lstrip()[:1] == "[":
-        for number, item in enumerate(parse_json(text, str(path))):
-            yield f"{path}, row {number}", number, item
+        yield from ((f"{path}, row {n}", n, item) for n, item in enumerate(parse_json(text, str(path))))
         return
-    if _is_one_object(text):
+    is_object = False
+    with suppress(ValueError, RecursionError):
+        is_object = isinstance(json.loads(text), dict)
+    if is_object and "\n" in text.strip():
         raise InvalidInputError(
             f"{path}: it is one JSON object over several lines; put rows into a list, [{{...}}, {{...}}], or each on "
             "one line"
         )
-    for number, item in json_lines(text, path):
-        yield f"{path}, line {number}", number, item
-
-
-def read_list(item: dict[str, Any], field: str, where: str) -> list[Any]:
-    """The list in a field of a row.
-
-    Raises:
-        InvalidInputError: the field is missing, or is not a list.
-    """
-    if field not in item:
-        raise InvalidInputError(f"{where}: the field {field!r} is missing (found {', '.join(map(repr, item))})")
-    if not isinstance(item[field], list):
-        raise InvalidInputError(f"{where}, field {field!r}: expected a list, found {kind(item[field])}")
-    return list(item[field])
-
-
-def read_passage(item: Any, where: str, fallback: str) -> Text:
-    """A passage from ``{"text", "title"?}``; `fallback` is the title if there is none.
-
-    Raises:
-        InvalidInputError: the item has another form, an empty text, or a lone surrogate in a field.
-    """
-    if not isinstance(item, dict):
-        raise InvalidInputError(f"{where}: expected an object with 'text', found {kind(item)}")
-    if "text" not in item:
-        raise InvalidInputError(f"{where}: the field 'text' is missing (found {', '.join(map(repr, item)) or 'none'})")
-    for field in ("text", "title"):
-        if not isinstance(item.get(field, ""), str):
-            raise InvalidInputError(f"{where}, field {field!r}: expected a text, found {kind(item[field])}")
-        check_encodable(item.get(field, ""), f"{where}, field {field!r}: the text")
-    if not item["text"].strip():
-        raise InvalidInputError(f"{where}, field 'text': it is empty; remove empty passages")
-    return Text(item["text"], item.get("title") or fallback)
-
-
-def _is_one_object(text: str) -> bool:
-    """Whether the file is a single object over several lines."""
-    first, _, more = text.strip().partition("\n")
-    if not first.startswith("{") or not more:
-        return False
-    try:
-        json.loads(first)
-        return False
-    except ValueError:
-        pass
-    try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
-        return False
+    # Not splitlines(): JSON strings may contain U+2028 and similar unescaped.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            yield where, number, parse_json(line, where)
 
 
 def kind(value: Any) -> str:
     """The type of a JSON value, for messages."""
-    names = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
-    return names.get(type(value), "a number")
+    return _KINDS.get(type(value), "a number")
+
+
+def as_object(value: Any, where: str, having: str = "") -> dict[str, Any]:
+    """The value, if it is an object; `having`: what it should have, for the `InvalidInputError`."""
+    if not isinstance(value, dict):
+        raise InvalidInputError(f"{where}: expected an object{having}, found {kind(value)}")
+    return value
+
+
+def as_text(value: Any, place: str, empty: str | None = None) -> str:
+    """The value, if it is a text that UTF-8 can encode; `empty`: what to do about a blank one; None: it may be blank.
+    Raises `InvalidInputError`."""
+    if not isinstance(value, str):
+        raise InvalidInputError(f"{place}: expected a text, found {kind(value)}")
+    check_encodable(value, f"{place}: the text")
+    if empty is not None and not value.strip():
+        raise InvalidInputError(f"{place}: it is empty; {empty}")
+    return value
+
+
+def required(item: dict[str, Any], field: str, where: str) -> Any:
+    """The value of a field. Raises `InvalidInputError` if the row has none."""
+    if field not in item:
+        found = ", ".join(map(repr, item)) or "none"
+        raise InvalidInputError(f"{where}: the field {field!r} is missing (found {found})")
+    return item[field]
+
+
+def read_list(item: dict[str, Any], field: str, where: str) -> list[Any]:
+    """The list in a field. Raises `InvalidInputError` if it is missing, or is not a list."""
+    found = required(item, field, where)
+    if not isinstance(found, list):
+        raise InvalidInputError(f"{where}, field {field!r}: expected a list, found {kind(found)}")
+    return found

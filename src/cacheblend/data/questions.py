@@ -1,4 +1,6 @@
-"""Reads questions with passages and gold answers; every error names file, row and field.
+"""Reads questions with passages and gold answers, and passages alone; every error names file, row and field.
+
+Questions, by format; a file holds a JSON list of rows, or one row per line (JSONL):
 
 | format     | a row |
 |---|---|
@@ -6,24 +8,37 @@
 | ctxs       | ``{"question", "ctxs": [{"title", "text"}, ...], "answers"?: [...]}``: inputs of the CacheBlend authors |
 | longbench  | ``{"input", "context", "answers": [...], "_id"?, "dataset"?}``: one context, to be split into passages |
 
-A file holds a JSON list of rows, or one row per line (JSONL).
+Passages, by the file's ending:
+
+| ending  | form |
+|---|---|
+| .json   | a list of rows as above, ``passages`` or ``ctxs``, ``question``?; or a list of ``{"text", "title"?}`` |
+| .jsonl  | the same, one row or passage per line |
+| .txt    | one passage per paragraph; blank lines separate paragraphs |
+| folder  | all ``*.txt`` in it, each as above |
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cacheblend.core.errors import InvalidInputError, check_encodable
-from cacheblend.data.files import Text, kind, read_items, read_list, read_passage
+from cacheblend.data.files import Text, as_object, as_text, kind, read_items, read_list, read_text, required
 
-NEAR_MISSES = {
-    **dict.fromkeys(("answer", "gold", "golds", "gold_answer", "gold_answers"), "answers"),
-    **dict.fromkeys(("questions", "query"), "question"),
+_FIELDS = {
+    "cacheblend": ("question", "passages", "category", "id"),
+    "ctxs": ("question", "ctxs", "category", "id"),
+    "longbench": ("input", "context", "dataset", "_id"),
 }
-"""Common other names of a field. Ignoring them would silently leave rows without answers or questions."""
-NEAR_MISSES_OF_PASSAGES = dict.fromkeys(("passage", "contexts", "documents"), "passages")
+"""By format, names of the fields with question, passages, category and id."""
+FORMATS = ("auto", *_FIELDS)
+
+_OTHER_QUESTIONS, _OTHER_PASSAGES = ("questions", "query"), ("passage", "contexts", "documents")
+_OTHER_ANSWERS = ("answer", "gold", "golds", "gold_answer", "gold_answers")
+"""Common other names of fields. Ignoring them would silently leave rows without answers or questions."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +60,14 @@ class QuestionRow:
     category: str = ""
     id: str = ""
     is_context: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """One question, or none, with its passages."""
+
+    question: str | None
+    passages: list[Text]
 
 
 class BadRowError(InvalidInputError):
@@ -74,9 +97,9 @@ def read_questions(path: Path, form: str = "auto", *, bad: list[str] | None = No
     reasons: list[str] = []
     for number, (where, _, item) in enumerate(read_items(path)):
         try:
-            row = _object(item, where)
+            row = as_object(item, where)
             form = _detect(row, where) if form == "auto" else form
-            rows.append(_READERS[form](row, where, str(number)))
+            rows.append(_question_row(row, form, where, number))
         except InvalidInputError as error:
             if bad is None:
                 raise BadRowError(str(error)) from error
@@ -90,130 +113,141 @@ def read_questions(path: Path, form: str = "auto", *, bad: list[str] | None = No
     return rows
 
 
-def _object(item: Any, where: str) -> dict[str, Any]:
-    if not isinstance(item, dict):
-        raise InvalidInputError(f"{where}: expected an object, found {kind(item)}")
-    if not item:
-        raise InvalidInputError(f"{where}: the row is empty; remove it")
-    return item
+def read_passages(path: Path) -> list[Text]:
+    """All passages of a file or a folder, in order, repeats included.
+
+    Raises:
+        InvalidInputError: the file cannot be read, has another form, or has no passages.
+    """
+    files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
+    if not files:
+        raise InvalidInputError(f"the folder {path} has no .txt file")
+    found = [passage for file in files for row in _passage_rows(file) for passage in row.passages]
+    if not found:
+        raise InvalidInputError(f"{path} has no passages")
+    return found
+
+
+def read_row(path: Path, number: int) -> Row:
+    """Row `number`, from 0. Text files, and passages without questions in JSON lines, are one row together.
+
+    In a JSON list, each passage without a question is a row of its own.
+
+    Raises:
+        InvalidInputError: as for `read_passages`, or there is no such row.
+    """
+    rows = [Row(None, read_passages(path))] if path.is_dir() else list(_passage_rows(path))
+    if not any(row.passages for row in rows):
+        raise InvalidInputError(f"{path} has no passages")
+    if not 0 <= number < len(rows):
+        raise InvalidInputError(f"{path} has rows 0..{len(rows) - 1}, not {number}")
+    return rows[number]
+
+
+def question_lines(rows: Sequence[QuestionRow]) -> Iterator[str]:
+    """Rows in this project's own format, one JSON object per line."""
+    for row in rows:
+        passages = [{"title": passage.title, "text": passage.text} for passage in row.passages]
+        about = {"id": row.id, "category": row.category, "question": row.question}
+        yield json.dumps({**about, "answers": list(row.answers), "passages": passages})
+
+
+# ---- rows of each form --------------------------------------------------------------------------------------
 
 
 def _detect(item: dict[str, Any], where: str) -> str:
-    for field, form in (("passages", "cacheblend"), ("ctxs", "ctxs"), ("context", "longbench")):
-        if field in item:
+    if not item:
+        raise InvalidInputError(f"{where}: the row is empty; remove it")
+    for form, (_, passages, *_) in _FIELDS.items():
+        if passages in item:
             return form
-    refuse_near_misses(item, NEAR_MISSES_OF_PASSAGES, where)
+    _refuse_other_names(item, dict.fromkeys(_OTHER_PASSAGES, "passages"), where)
     raise InvalidInputError(
         f"{where}: a row needs 'passages' (this project's format), 'ctxs' (the CacheBlend authors') or 'context' "
         f"(LongBench's); found {', '.join(map(repr, item))}"
     )
 
 
-def _of_passages(field: str) -> "_Reader":
-    """A reader of rows whose passages are a list in `field`."""
-
-    def read(item: dict[str, Any], where: str, number: str) -> QuestionRow:
-        refuse_near_misses(item, NEAR_MISSES | dict.fromkeys(NEAR_MISSES_OF_PASSAGES, field), where)
-        return QuestionRow(
-            question=_text(item, "question", where),
-            passages=read_passages_of(item, field, where),
-            answers=_answers(item, where),
-            category=_text(item, "category", where, default=""),
-            id=_id(item, "id", where, number),
-        )
-
-    return read
-
-
-def _longbench(item: dict[str, Any], where: str, number: str) -> QuestionRow:
-    context = _text(item, "context", where)
-    refuse_near_misses(item, NEAR_MISSES | {"question": "input"}, where)
+def _question_row(item: dict[str, Any], form: str, where: str, number: int) -> QuestionRow:
+    if not item:
+        raise InvalidInputError(f"{where}: the row is empty; remove it")
+    names = question, passages, category, own_id = _FIELDS[form]
+    places = dict(zip(names, (f"{where}, field {name!r}" for name in names), strict=True))
+    is_context, remove = form == "longbench", "remove the row"
+    if is_context:
+        texts = (Text(as_text(required(item, passages, where), places[passages], remove), ""),)
+        _refuse_other_names(item, _other_names(question) | {"question": question}, where)
+    else:
+        _refuse_other_names(item, _other_names(question) | dict.fromkeys(_OTHER_PASSAGES, passages), where)
+        texts = _passages_in(item, passages, where)
+    # LongBench's summarisation tasks have an empty question.
+    asked = as_text(required(item, question, where), places[question], None if is_context else remove)
+    answers = read_list(item, "answers", where) if "answers" in item else []
+    for index, answer in enumerate(answers):
+        as_text(answer, f"{where}, answers[{index}]", "remove empty answers")
+    found_id = item.get(own_id, number)
+    if isinstance(found_id, bool) or not isinstance(found_id, str | int):
+        raise InvalidInputError(f"{places[own_id]}: expected a text or a whole number, found {kind(found_id)}")
+    check_encodable(str(found_id), f"{places[own_id]}: the text")
     return QuestionRow(
-        question=_text(item, "input", where, may_be_empty=True),  # as in LongBench's summarisation tasks
-        passages=(Text(context, ""),),
-        answers=_answers(item, where),
-        category=_text(item, "dataset", where, default=""),
-        id=_id(item, "_id", where, number),
-        is_context=True,
+        asked, texts, tuple(answers), as_text(item.get(category, ""), places[category]), str(found_id), is_context
     )
 
 
-_Reader = Callable[[dict[str, Any], str, str], QuestionRow]
-_READERS: dict[str, _Reader] = {
-    "cacheblend": _of_passages("passages"),
-    "ctxs": _of_passages("ctxs"),
-    "longbench": _longbench,
-}
-FORMATS = ("auto", *_READERS)
+def _passage_rows(path: Path) -> Iterator[Row]:
+    """Rows of a file; passages without questions are a row each in a list, and one row together in other files."""
+    together: list[Text] = []
+    if path.suffix == ".txt":
+        parts = (part.strip() for part in re.split(r"\n[ \t]*\n", read_text(path)))
+        together = [Text(part, f"{path.stem} #{n}") for n, part in enumerate(filter(None, parts), start=1)]
+    elif path.suffix in (".json", ".jsonl"):
+        for where, number, value in read_items(path):
+            item = as_object(value, where)
+            title = f"{path.stem} #{number}"
+            field = next((field for field in ("passages", "ctxs") if field in item), None)
+            if field is not None:
+                _refuse_other_names(item, _other_names("question"), where)
+                question = item.get("question")
+                asked = None if question is None else as_text(question, f"{where}, field 'question'")
+                yield Row(asked, list(_passages_in(item, field, where, title)))
+                continue
+            _refuse_other_names(item, dict.fromkeys(_OTHER_PASSAGES, "passages"), where)
+            if path.suffix == ".jsonl":
+                together.append(_passage(item, where, title))
+            else:
+                yield Row(None, [_passage(item, where, title)])
+    else:
+        why = f"the ending {path.suffix!r} is not known" if path.suffix else "the name has no ending"
+        if not path.exists():
+            why = "there is no such file"
+        elif not path.is_file():
+            why = "it is a pipe or a device, not a file; write its contents to a file first"
+        raise InvalidInputError(f"{path}: {why}; passages come as .json, .jsonl, .txt or a folder of .txt")
+    if together:
+        yield Row(None, together)
 
 
-def _text(
-    item: dict[str, Any], field: str, where: str, *, default: str | None = None, may_be_empty: bool = False
-) -> str:
-    value = item.get(field, default)
-    if field not in item and default is None:
-        raise InvalidInputError(f"{where}: the field {field!r} is missing (found {', '.join(map(repr, item))})")
-    if not isinstance(value, str):
-        raise InvalidInputError(f"{where}, field {field!r}: expected a text, found {kind(value)}")
-    check_encodable(value, f"{where}, field {field!r}: the text")
-    if default is None and not may_be_empty and not value.strip():
-        raise InvalidInputError(f"{where}, field {field!r}: it is empty; remove the row")
-    return value
-
-
-def refuse_near_misses(item: dict[str, Any], right: Mapping[str, str], where: str) -> None:
-    """Rejects common other names of fields, unless the row also has the correct field.
-
-    Raises:
-        InvalidInputError: the row has such a field; the message names the correct one.
-    """
-    for field, wanted in right.items():
-        if field in item and wanted not in item:
-            raise InvalidInputError(f"{where}: there is no field {field!r}; rename it to {wanted!r}")
-
-
-def read_passages_of(item: dict[str, Any], field: str, where: str, title: str = "") -> tuple[Text, ...]:
-    """The passages of a row, at least one; those without a title are titled `title` with ``.<number>`` appended.
-
-    Raises:
-        InvalidInputError: the field is missing, empty or not a list, or a passage has another form.
-    """
+def _passages_in(item: dict[str, Any], field: str, where: str, title: str = "") -> tuple[Text, ...]:
+    """The passages of a row, at least one; those without a title are titled `title` with ``.<number>`` appended."""
     found = read_list(item, field, where)
     if not found:
         raise InvalidInputError(f"{where}, field {field!r}: it is empty; a row needs at least one passage")
-    return tuple(
-        read_passage(passage, f"{where}, {field}[{i}]", title and f"{title}.{i}") for i, passage in enumerate(found)
-    )
+    return tuple(_passage(each, f"{where}, {field}[{i}]", title and f"{title}.{i}") for i, each in enumerate(found))
 
 
-def _answers(item: dict[str, Any], where: str) -> tuple[str, ...]:
-    answers = read_list(item, "answers", where) if "answers" in item else []
-    for index, answer in enumerate(answers):
-        if not isinstance(answer, str):
-            raise InvalidInputError(f"{where}, answers[{index}]: expected a text, found {kind(answer)}")
-        check_encodable(answer, f"{where}, answers[{index}]: the text")
-        if not answer.strip():
-            raise InvalidInputError(f"{where}, answers[{index}]: it is empty; remove empty answers")
-    return tuple(answers)
+def _passage(item: Any, where: str, fallback: str) -> Text:
+    """A passage from ``{"text", "title"?}``; `fallback` is the title if there is none."""
+    item = as_object(item, where, " with 'text'")
+    text = as_text(required(item, "text", where), f"{where}, field 'text'", "remove empty passages")
+    return Text(text, as_text(item.get("title", ""), f"{where}, field 'title'") or fallback)
 
 
-def _id(item: dict[str, Any], field: str, where: str, number: str) -> str:
-    value = item.get(field, number)
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise InvalidInputError(f"{where}, field {field!r}: expected a text or a whole number, found {kind(value)}")
-    check_encodable(str(value), f"{where}, field {field!r}: the text")
-    return str(value)
+def _other_names(question: str) -> dict[str, str]:
+    return dict.fromkeys(_OTHER_ANSWERS, "answers") | dict.fromkeys(_OTHER_QUESTIONS, question)
 
 
-def question_lines(rows: Sequence[QuestionRow]) -> Iterator[str]:
-    """Rows in this project's own format, one JSON object per line."""
-    for row in rows:
-        yield json.dumps(
-            {
-                "id": row.id,
-                "category": row.category,
-                "question": row.question,
-                "answers": list(row.answers),
-                "passages": [{"title": passage.title, "text": passage.text} for passage in row.passages],
-            }
-        )
+def _refuse_other_names(item: dict[str, Any], right: Mapping[str, str], where: str) -> None:
+    """Rejects other names of fields, unless the row has the correct field, too."""
+    for field, wanted in right.items():
+        if field in item and wanted not in item:
+            raise InvalidInputError(f"{where}: there is no field {field!r}; rename it to {wanted!r}")

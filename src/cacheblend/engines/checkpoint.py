@@ -12,9 +12,8 @@ import json
 import os
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from cacheblend.core.errors import InvalidInputError
 
@@ -67,10 +66,21 @@ def loaded_files(folder: Path, variant: str | None = None, use_safetensors: bool
         names = [str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["transformers_weights"])]
     names += [] if use_safetensors is False else [f"model{suffix}.safetensors", f"model.safetensors.index{suffix}.json"]
     names += [] if use_safetensors else [f"pytorch_model{suffix}.bin", f"pytorch_model.bin.index{suffix}.json"]
-    for file in (folder / name for name in names):
-        if file.is_file():
-            return _of_index(file) if file.suffix == ".json" else [file]
-    return []
+    file = next((folder / name for name in names if (folder / name).is_file()), None)
+    if file is None or file.suffix != ".json":
+        return [] if file is None else [file]
+    try:
+        shards = sorted({str(name) for name in json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidInputError(f"{file} is no index of weight files ({error}); download it again") from error
+    missing = [name for name in shards if not (folder / name).is_file()]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise InvalidInputError(
+            f"{file.name} names {len(shards)} files, of which {', '.join(missing[:3])}{more} cannot be found in "
+            f"{folder}; download what is missing"
+        )
+    return [folder / name for name in shards]
 
 
 def weights_in(folder: Path, variant: str | None = None, use_safetensors: bool | None = None) -> tuple[list[Path], str]:
@@ -97,7 +107,20 @@ def check_files(folder: Path, variant: str | None = None, use_safetensors: bool 
                 f"{file} is a pointer of git-lfs in place of the weights ({size} bytes); fetch them with `git lfs pull`"
             )
         if file.suffix == ".safetensors":
-            _check_safetensors(file, size)
+            descriptor = os.open(file, os.O_RDONLY)
+            try:
+                header = _header(descriptor, size)
+                described = 8 + len(header) + max((end for _, end in _offsets(header)), default=0)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise InvalidInputError(
+                    f"{file} ({size} bytes) has no readable header of tensors, so that it is cut off or no safetensors "
+                    "file; download it again"
+                ) from error
+            finally:
+                os.close(descriptor)
+            if size != described:
+                what = "is cut off" if size < described else "is damaged"
+                raise InvalidInputError(f"{file} {what}: it has {size} of {described} bytes; download it again")
         elif start[:2] == b"PK" and not zipfile.is_zipfile(file):
             raise InvalidInputError(
                 f"{file} is cut off after {size} bytes: its directory is missing; download it again"
@@ -143,7 +166,7 @@ def _regions(file: Path, descriptor: int, size: int) -> tuple[bytes, list[tuple[
         if file.suffix == ".safetensors":
             header = _header(descriptor, size)
             start = 8 + len(header)
-            return header, [(start + begin, start + end) for begin, end in _offsets(json.loads(header))]
+            return header, [(start + begin, start + end) for begin, end in _offsets(header)]
     with contextlib.suppress(zipfile.BadZipFile, OSError, ValueError):
         if file.suffix == ".bin":
             parts = zipfile.ZipFile(file).infolist()
@@ -160,41 +183,7 @@ def _header(descriptor: int, size: int) -> bytes:
     return os.pread(descriptor, length, 8)
 
 
-def _offsets(header: Mapping[str, Any]) -> Iterable[tuple[int, int]]:
-    return sorted(
-        (int(each["data_offsets"][0]), int(each["data_offsets"][1]))
-        for name, each in header.items()
-        if name != "__metadata__"
-    )
-
-
-def _check_safetensors(file: Path, size: int) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        header = _header(descriptor, size)
-        described = 8 + len(header) + max((end for _, end in _offsets(json.loads(header))), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidInputError(
-            f"{file} ({size} bytes) has no readable header of tensors, so that it is cut off or no safetensors file; "
-            "download it again"
-        ) from error
-    finally:
-        os.close(descriptor)
-    if size != described:
-        what = "is cut off" if size < described else "is damaged"
-        raise InvalidInputError(f"{file} {what}: it has {size} of {described} bytes; download it again")
-
-
-def _of_index(index: Path) -> list[Path]:
-    try:
-        names = sorted({str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidInputError(f"{index} is no index of weight files ({error}); download it again") from error
-    missing = [name for name in names if not (index.parent / name).is_file()]
-    if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise InvalidInputError(
-            f"{index.name} names {len(names)} files, of which {', '.join(missing[:3])}{more} cannot be found in "
-            f"{index.parent}; download what is missing"
-        )
-    return [index.parent / name for name in names]
+def _offsets(header: bytes) -> list[tuple[int, int]]:
+    """(begin, end) of each tensor's bytes, by a safetensors header."""
+    tensors = [each["data_offsets"] for name, each in json.loads(header).items() if name != "__metadata__"]
+    return sorted((int(begin), int(end)) for begin, end in tensors)

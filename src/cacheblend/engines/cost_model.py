@@ -67,11 +67,6 @@ def make_controller(cost_model: CostModel, config: BlendConfig, layers: int, byt
         cost_model,
         layers=layers,
         bytes_per_token=bytes_per_token,
-        floor=floor_of(config),
+        floor=config.selection.final_ratio,  # the one that quality requires
         check_layer=None if early else first_reused_layer(selector),
     )
-
-
-def floor_of(config: BlendConfig) -> float:
-    """The controller's least ratio: the one that quality requires."""
-    return config.selection.final_ratio

@@ -52,7 +52,7 @@ class DiscoveryFigures:
     """What discovery has done since the engine was opened.
 
     Attributes:
-        runs: runs that were learnt; a part of a run that was split counts anew.
+        runs: that were learnt; a part of a run that was split counts anew.
         stored_tokens: tokens of the runs that were computed and stored.
         hit_tokens: tokens of prompts that were loaded from these.
         wasted_tokens: of `stored_tokens`, those of runs that no prompt was given since.

@@ -133,17 +133,15 @@ def with_adapters(fingerprint: str, adapters: str) -> str:
 
 def _join(config: Mapping[str, Any], digests: Iterable[tuple[str, str]]) -> str:
     relevant = {key: value for key, value in config.items() if key not in IRRELEVANT}
-    parts = [
-        json.dumps(relevant, sort_keys=True, default=str),
-        *(f"{name} {digest}" for name, digest in digests),
-    ]
+    parts = [json.dumps(relevant, sort_keys=True, default=str), *(f"{name} {digest}" for name, digest in digests)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def file_digest(file: Path) -> str:
     """SHA-256 of a file's bytes, hex, cached in the user's cache folder. Raises `InvalidInputError` if the file keeps
     changing."""
-    note = _cache_folder() / f"{hashlib.sha256(str(file.resolve()).encode()).hexdigest()}.json"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cacheblend" / "digests"
+    note = cache / f"{hashlib.sha256(str(file.resolve()).encode()).hexdigest()}.json"
     for _ in range(_TRIES):
         state, began = state_of(file), time.time_ns()
         known = {"state": list(state), "sample": sample_of(file)}
@@ -155,17 +153,13 @@ def file_digest(file: Path) -> str:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         if state_of(file) == state:
             if max(state[1:3]) < began - SETTLED_S * 1e9:
-                _write(note, json.dumps({**known, "digest": digest}))
+                with contextlib.suppress(OSError):  # without the note the next start hashes the file again
+                    note.parent.mkdir(parents=True, exist_ok=True)
+                    fresh = note.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+                    fresh.write_text(json.dumps({**known, "digest": digest}))
+                    fresh.replace(note)
             return digest
     raise InvalidInputError(f"{file} is being written to; open the model once it is complete")
-
-
-def _write(note: Path, text: str) -> None:
-    with contextlib.suppress(OSError):  # without the note the next start hashes the file again
-        note.parent.mkdir(parents=True, exist_ok=True)
-        fresh = note.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-        fresh.write_text(text)
-        fresh.replace(note)
 
 
 def _described(value: Any) -> Any:
@@ -175,8 +169,3 @@ def _described(value: Any) -> Any:
     if isinstance(value, Mapping) and any(map(torch.is_tensor, value.values())):
         return sorted((name, _described(each)) for name, each in value.items())
     return value
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "cacheblend" / "digests"

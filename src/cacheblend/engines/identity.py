@@ -1,7 +1,5 @@
-"""Which model an engine runs: what the names of its stored blocks depend on, the same in every engine.
-
-Knows the fingerprint, not how a model is loaded or run. Engines that agree on an identity share a store's contents.
-"""
+"""Which model an engine runs: what the names of its stored blocks depend on. Engines that agree on it share a store's
+contents."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,9 +48,8 @@ class ModelIdentity:
         """The planner for prompts of one tenant; no tenant finds blocks that another one stored.
 
         Raises:
-            InvalidInputError: the configured anchor needs a BOS token that the model does not have; or the tenant's
-            name has
-                a lone surrogate.
+            InvalidInputError: the configured anchor needs a BOS token that the model does not have, or the tenant's
+                name has a lone surrogate.
         """
         check_encodable(tenant, f"the tenant {tenant!r}")
         planner = Planner.of_model(

@@ -1,8 +1,4 @@
-"""Keeps computed chunks in a store, for every engine: checks whether a chunk is held, stores it, pauses after a store
-error.
-
-Does not know how a chunk is computed, in which thread, or when.
-"""
+"""Keeps computed chunks in a store: checks whether a chunk is held, stores it, pauses after a store error."""
 
 import logging
 import time

@@ -95,6 +95,5 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    named = {key.strip(): value.strip() for key, value in fields.items()}
+    named = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     return f"{named.get('model name', platform.processor())} family {named.get('cpu family', '?')}"

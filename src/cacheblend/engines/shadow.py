@@ -53,7 +53,7 @@ class ShadowSettings:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        if not (_is_number(self.share) and 0 < self.share <= 1):
+        if isinstance(self.share, bool) or not isinstance(self.share, int | float) or not 0 < self.share <= 1:
             raise InvalidInputError(
                 f"the share of requests that are checked must be above 0 and at most 1, got {self.share!r}"
             )
@@ -62,8 +62,6 @@ class ShadowSettings:
             raise InvalidInputError(f"the window of the shadow check must be in 1..{MOST_WINDOW}, got {self.window}")
         if self.floor is None:
             return
-        if not _is_number(self.floor):
-            raise InvalidInputError(f"the floor of the shadow check must be a number, got {self.floor!r}")
         check_share("the floor of the shadow check", self.floor)
         if self.rows > MOST_WINDOW:
             raise InvalidInputError(
@@ -84,10 +82,6 @@ class ShadowSettings:
         if self.floor is None:
             return WINDOW
         return needed_rows(self.floor, self.confidence, ERRORS)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 # ---- one answer ---------------------------------------------------------------------------------------------
@@ -413,15 +407,13 @@ class ShadowWatch:
         """
         if by_floor and not loaded and self.is_full:
             with self._lock:
-                change = self._hold(first=True, token=True) if self._draws() else None
+                is_drawn = self._random.random() < self.settings.share
+                change = self._hold(first=True, token=True) if is_drawn else None
             if change is not None:
                 self._on_change(self._factors[change.step])
             return False
         with self._lock:
-            return recomputed < loaded and self._draws()
-
-    def _draws(self) -> bool:
-        return self._random.random() < self.settings.share
+            return recomputed < loaded and self._random.random() < self.settings.share
 
     def add(self, labels: Labels, compared: Compared, step: int | None) -> Labels:
         """Takes a comparison, and moves the ratio if it calls for that; returns the labels under which it is counted.
@@ -471,11 +463,7 @@ class ShadowWatch:
         """The present figures."""
         with self._lock:
             series = tuple(
-                replace(
-                    each,
-                    kl_counts=[*each.kl_counts],
-                    windows={of: window.copy() for of, window in each.windows.items()},
-                )
+                replace(each, kl_counts=[*each.kl_counts], windows={of: w.copy() for of, w in each.windows.items()})
                 for each in self._series.values()
             )
             floor = self._floor
@@ -488,15 +476,12 @@ class ShadowWatch:
         self._moments.append(Moment(time.time(), *found, ratio))
         if change is not None:
             self._clear_windows()
+            now = "the selector's own" if self.ratio is None else f"{self.ratio:.3g}"
             logger.warning(
                 "%s: recompute ratio %s to %s: agreement with full prefill %.3f, lower bound %.3f (%d), floor %s",
                 self.model,
                 "raised" if change.raised else "lowered",
-                "full recompute"
-                if self.is_full
-                else "the selector's own"
-                if self.ratio is None
-                else f"{self.ratio:.3g}",
+                "full recompute" if self.is_full else now,
                 *found,
                 self.settings.floor,
             )

@@ -1,9 +1,7 @@
 """Chroma: keeps a server's documents in step with a collection, by the ids that it has there.
 
-    collection = chromadb.PersistentClient("db").get_collection("manuals")
-    sync_collection(collection, DocumentServer("http://127.0.0.1:8000", collection=collection.name))
-
-Knows Chroma's collections.
+collection = chromadb.PersistentClient("db").get_collection("manuals")
+sync_collection(collection, DocumentServer("http://127.0.0.1:8000", collection=collection.name))
 """
 
 from collections.abc import Iterator
@@ -40,12 +38,15 @@ def sync_collection(collection: Collection, server: DocumentServer, *, max_drop:
 
     def documents() -> Iterator[Document]:
         nonlocal without_text
-        for entry_id, text in _entries(collection):
-            if text is None:
-                without_text += 1
-            else:
-                ids.append(entry_id)
-                yield Document(entry_id, text)
+        names = collection.get(include=[])["ids"]  # all, since places in a list move while somebody else adds
+        for start in range(0, len(names), _AT_ONCE):
+            part = collection.get(ids=names[start : start + _AT_ONCE], include=["documents"])
+            for entry_id, text in zip(part["ids"], part["documents"] or [None] * len(part["ids"]), strict=True):
+                if text is None:
+                    without_text += 1
+                else:
+                    ids.append(entry_id)
+                    yield Document(entry_id, text)
 
     report = server.put(documents())
     report.without_text += without_text
@@ -57,11 +58,3 @@ def documents_of(found: Any) -> list[dict[str, str]]:
     """The field ``documents`` of a chat request, of what `Collection.query` returns: each text once, best first."""
     texts = dict.fromkeys(text for row in found.get("documents") or () for text in row or () if text)
     return [{"text": text, "title": ""} for text in texts]
-
-
-def _entries(collection: Collection) -> Iterator[tuple[str, str | None]]:
-    """Ids and texts; all ids are read first, since places in a list move while somebody else adds and deletes."""
-    names = collection.get(include=[])["ids"]
-    for start in range(0, len(names), _AT_ONCE):
-        part = collection.get(ids=names[start : start + _AT_ONCE], include=["documents"])
-        yield from zip(part["ids"], part["documents"] or [None] * len(part["ids"]), strict=True)

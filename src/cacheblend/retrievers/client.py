@@ -3,6 +3,7 @@
 Knows the server's API (docs/stores.md#documents-that-change); knows no retriever and no engine.
 """
 
+import asyncio
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
@@ -103,9 +104,8 @@ class DocumentServer:
             InvalidInputError: two documents have one id and different texts, or one has none.
             DocumentServerError: the server does not answer or refuses; what was stored before stays.
         """
-        report, known = IndexReport(), dict[str, str]()
-        counted = {field.name for field in fields(report)}
-        for batch in _batches(_distinct(each_document(documents), known)):
+        report = IndexReport()
+        for batch in _batches(each_document(documents)):
             body = {
                 "documents": [{"id": each.id, "text": each.text, "title": each.title[:256]} for each in batch],
                 "collection": self.collection,
@@ -113,7 +113,7 @@ class DocumentServer:
                 "chunk_tokens": _WHOLE,
             }
             answer = self._ask("POST", "/v1/documents", "documents", json=body)
-            for name in counted & answer.keys():
+            for name in {field.name for field in fields(report)} & answer.keys():
                 setattr(report, name, getattr(report, name) + int(answer[name]))
             report.without_text += len(answer.get("empty", ()))
         return report
@@ -122,18 +122,17 @@ class DocumentServer:
         """Drops documents; how many there were. Raises `DocumentServerError`, `InvalidInputError` for an id that is no
         text."""
         check_document_ids(ids)
-        return sum(self._drop(each) for each in dict.fromkeys(ids))
-
-    def _drop(self, document_id: str) -> bool:
-        check_encodable(document_id, "a document's id")
-        place = {"id": document_id, "collection": self.collection, "salt": self.salt}
-        try:
-            self._ask("DELETE", "/v1/documents", "deleted", params=place)
-        except DocumentServerError as error:
-            if error.code == "document_not_found":  # not any 404: a wrong url has dropped nothing
-                return False
-            raise
-        return True
+        dropped = 0
+        for each in dict.fromkeys(ids):
+            check_encodable(each, "a document's id")
+            place = {"id": each, "collection": self.collection, "salt": self.salt}
+            try:
+                self._ask("DELETE", "/v1/documents", "deleted", params=place)
+                dropped += 1
+            except DocumentServerError as error:
+                if error.code != "document_not_found":  # not any 404: a wrong url has dropped nothing
+                    raise
+        return dropped
 
     def ids(self) -> list[str]:
         """Ids of all documents in the collection. Raises `DocumentServerError`."""
@@ -181,7 +180,11 @@ class DocumentServer:
             raise DocumentServerError(
                 f"{self.url} does not answer ({type(error).__name__}: {error}): is `cacheblend serve` running there?"
             ) from error
-        found = _json(answer)
+        try:
+            found = answer.json()
+        except (ValueError, RecursionError):
+            found = {}
+        found = found if isinstance(found, dict) else {}
         if answer.is_success and has in found:
             return found
         if answer.is_success:
@@ -200,6 +203,47 @@ class DocumentServer:
         )
 
 
+class PassageIndex:
+    """What the adapters of all libraries have in common: passages are stored by a server when they are indexed. An
+    adapter has a field `server`, and asks that for nothing while a query is answered: a passage that is not stored is
+    computed with the request."""
+
+    server: Any
+
+    @staticmethod
+    def document_of(passage: Any) -> Document:
+        """A library's passage as the server stores it."""
+        raise NotImplementedError
+
+    def index(self, passages: Iterable[Any]) -> IndexReport:
+        """Stores passages; with ids of their own, edited ones are replaced. To be called when they are indexed.
+
+        Raises:
+            InvalidInputError: no server was given, an id cannot be kept, or has two texts.
+            DocumentServerError: the server does not answer or refuses.
+        """
+        return self._server().put(map(self.document_of, passages))
+
+    async def aindex(self, passages: Iterable[Any]) -> IndexReport:
+        """See `index`."""
+        return await asyncio.to_thread(self.index, passages)
+
+    def remove(self, ids: Iterable[str]) -> int:
+        """Drops passages; how many there were. Raises as `index`."""
+        return self._server().drop(ids)
+
+    async def aremove(self, ids: Iterable[str]) -> int:
+        """See `remove`."""
+        return await asyncio.to_thread(self.remove, ids)
+
+    def _server(self) -> DocumentServer:
+        if not isinstance(self.server, DocumentServer):
+            raise InvalidInputError(
+                f"this {type(self).__name__} has no server to store passages: give it server=DocumentServer(...)"
+            )
+        return self.server
+
+
 def text_id(text: str) -> str:
     """The id of a passage that has none of its own: equal texts are one passage, an edited one is another."""
     return f"text-{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:32]}"
@@ -214,22 +258,18 @@ def distinct(passages: Iterable[Any], text_of: Callable[[Any], str]) -> list[Any
     return list(found.values())
 
 
-def _distinct(documents: Iterable[Document], known: dict[str, str]) -> Iterator[Document]:
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """The documents in groups of a request's size, each id once."""
+    batch, nbytes, known = list[Document](), 0, dict[str, str]()
     for each in documents:
-        digest, before = text_id(each.text), known.get(each.id)
-        if before is None:
-            known[each.id] = digest
-            yield each
-        elif before != digest:
+        digest, size, before = text_id(each.text), len(each.text.encode()), known.get(each.id)
+        if before == digest:
+            continue
+        if before is not None:
             raise InvalidInputError(
                 f"two documents have the id {each.id[:80]!r} and different texts; give each its own"
             )
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch, nbytes = list[Document](), 0
-    for each in documents:
-        size = len(each.text.encode())
+        known[each.id] = digest
         if batch and (len(batch) == _BATCH_DOCUMENTS or nbytes + size > _BATCH_BYTES):
             yield batch
             batch, nbytes = [], 0
@@ -237,12 +277,3 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         nbytes += size
     if batch:
         yield batch
-
-
-def _json(answer: Any) -> dict[str, Any]:
-    """What a server answers; empty if that is no JSON object."""
-    try:
-        found = answer.json()
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

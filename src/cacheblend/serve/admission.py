@@ -16,7 +16,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.report import BlendReport
 from cacheblend.engines.hf import SamplingParams
-from cacheblend.engines.hf.grammars import CompiledGrammar
+from cacheblend.engines.hf.grammar import CompiledGrammar
 from cacheblend.engines.hf.scheduler import Scheduler
 from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event, Ticket, TokenEvent
 from cacheblend.serve.errors import ApiError
@@ -209,4 +209,4 @@ def _sampling_params(
         ignore_eos=asked.ignore_eos,
         min_new_tokens=asked.min_tokens or 0,
         grammar=None if grammar is None else grammar.grammar,
-    ).within(state.engine.survey.max_length, len(prompt))
+    )

@@ -40,11 +40,7 @@ _MOST_GATHERED_BYTES = 1 << 28  # records that wait for the other layers of thei
 
 
 class CombinedDocuments(DocumentRecords):
-    """The records of several stores.
-
-    Args:
-        members: the stores, nearest first.
-    """
+    """The records of several stores, nearest first."""
 
     def __init__(self, members: Sequence[KVStore]) -> None:
         self._members = members
@@ -55,15 +51,17 @@ class CombinedDocuments(DocumentRecords):
 
     def get(self, root: BlockName, name: BlockName) -> DocumentRecord | DamagedRecord | None:
         """The nearest member's, an intact one before a damaged one."""
-        found = [record for member in self._members if (record := member.documents.get(root, name)) is not None]
-        return min(found, key=_is_damaged, default=None)
+        found = [member.documents.get(root, name) for member in self._members]
+        return next((each for each in found if isinstance(each, DocumentRecord)), next(filter(None, found), None))
 
     def all(self, root: BlockName) -> list[DocumentRecord | DamagedRecord]:
-        found: dict[BlockName, list[DocumentRecord | DamagedRecord]] = {}
+        found: dict[BlockName, DocumentRecord | DamagedRecord] = {}
         for member in self._members:
             for record in member.documents.all(root):
-                found.setdefault(record.name, []).append(record)
-        return [min(found[name], key=_is_damaged) for name in sorted(found)]
+                nearest = found.setdefault(record.name, record)
+                if isinstance(nearest, DamagedRecord) and isinstance(record, DocumentRecord):
+                    found[record.name] = record
+        return [found[name] for name in sorted(found)]
 
     def names(self, root: BlockName) -> list[BlockName]:
         return sorted({name for member in self._members for name in member.documents.names(root)})
@@ -80,16 +78,11 @@ class CombinedDocuments(DocumentRecords):
         return self._members[-1].documents.changing(root)
 
 
-def _is_damaged(record: DocumentRecord | DamagedRecord) -> bool:
-    return isinstance(record, DamagedRecord)
-
-
 class CombinedStore(KVStore):
     """A store that keeps everything in its members.
 
-    A call goes to all of them, and what they return is merged: sets are united, lists joined, truth values or-ed. Where
-    and whether a block is read or written is up to the subclass, and so is `stats`. Tiers of one kind are told apart by
-    numbers, see `KVStore.tier_names`.
+    A call goes to all of them, and what they return is merged. Where and whether a block is read or written is up to
+    the subclass, and so is `stats`. Tiers of one kind are told apart by numbers, see `KVStore.tier_names`.
 
     Args:
         members: the stores that keep blocks, pins and manifests, nearest first; closed with this store.
@@ -144,16 +137,21 @@ class CombinedStore(KVStore):
         name = self._names[number].get(entry.tier, entry.tier)
         return entry if name == entry.tier else replace(entry, tier=name)
 
-    def _remember(self, found: Mapping[BlockName, tuple[int, BlockEntry]]) -> None:
+    def _entries(
+        self, names: Sequence[BlockName], found: Mapping[BlockName, tuple[int, BlockEntry]]
+    ) -> list[BlockEntry | None]:
+        """What `find` returns; where blocks were found is remembered."""
         with self._lock:
             for name, where in found.items():
                 self._found[name] = where
                 self._found.move_to_end(name)
             while len(self._found) > self._most_found:
                 self._found.popitem(last=False)
+        entries = [found[name][1] if name in found else None for name in names]
+        self._finds.count(entries)
+        return entries
 
     def held(self, names: Sequence[BlockName]) -> list[bool]:
-        """In any member."""
         return [any(there) for there in zip(*(member.held(names) for member in self.members), strict=True)]
 
     def promote(self, names: Sequence[BlockName]) -> None:
@@ -206,7 +204,6 @@ class CombinedStore(KVStore):
     # ---- the whole store --------------------------------------------------------------------------------
 
     def verify(self, progress: Progress | None = None) -> list[Damage]:
-        """Progress is reported member by member."""
         return [damage for found in self._ask(lambda member: member.verify(progress)) for damage in found]
 
     def flush(self) -> None:
@@ -218,7 +215,6 @@ class CombinedStore(KVStore):
             member.drop_copies()
 
     def close(self) -> None:
-        """Closes all members."""
         for member in self.members:
             member.close()
 
@@ -247,7 +243,6 @@ class TieredStore(CombinedStore):
         self.front, self.back, self._keeps_written = front, back, keeps_written
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
-        """An entry's tier says where a read would come from."""
         in_back = self.back.find(names)  # all of them, so that blocks used in memory count as used in the back, too
         in_front, back_answers = self.front.find(names), self.back.is_reachable
         found: dict[BlockName, tuple[int, BlockEntry]] = {}
@@ -259,10 +254,7 @@ class TieredStore(CombinedStore):
                 found[name] = 0, self._named(0, replace(far, tier=self.front.tier_names[0]))
             elif far:
                 found[name] = 1, self._named(1, far)
-        self._remember(found)
-        entries = [found[name][1] if name in found else None for name in names]
-        self._finds.count(entries)
-        return entries
+        return self._entries(names, found)
 
     def read_layers(
         self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
@@ -387,11 +379,7 @@ class CascadeStore(CombinedStore):
         self._gathered_bytes = 0
 
     def _ask(self, call: Callable[[KVStore], T], members: Sequence[KVStore] | None = None) -> list[T]:
-        """The answers of the members that do not fail.
-
-        Raises:
-            StoreError: all of them fail; the last one's error.
-        """
+        """The answers of the members that do not fail; if all do, the last one's `StoreError`."""
         answers: list[T] = []
         failed: StoreError | None = None
         for member in self.members if members is None else members:
@@ -413,10 +401,7 @@ class CascadeStore(CombinedStore):
             for name, entry in zip(wanted, store.find(wanted) if wanted else [], strict=True):
                 if entry is not None:
                     found[name] = (number, self._named(number, entry))
-        self._remember(found)
-        entries = [found[name][1] if name in found else None for name in names]
-        self._finds.count(entries)
-        return entries
+        return self._entries(names, found)
 
     def read_layers(
         self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
@@ -446,7 +431,6 @@ class CascadeStore(CombinedStore):
         return self.members[0].write_all(blocks)
 
     def delete(self, name: BlockName) -> bool:
-        """From all stores, and from what waits to be written to them."""
         with self._lock:
             self._found.pop(name, None)
             self._drop(self._gathered.pop(name, {}))
@@ -465,7 +449,6 @@ class CascadeStore(CombinedStore):
             self._ask(lambda member: member.put_manifest(manifest), now)
 
     def delete_manifest(self, chunk_id: BlockName) -> bool:
-        """From all stores, and from what waits to be written to them."""
         waited = [writer.withdraw(_manifest_key(chunk_id)) for writer in self._writers]
         return super().delete_manifest(chunk_id) or any(waited)
 
@@ -529,12 +512,10 @@ class CascadeStore(CombinedStore):
         return self._ask(lambda store: store.prune(max_bytes, progress))[-1]
 
     def flush(self) -> None:
-        """Waits for the writes to all stores."""
         for writer in self._writers:
             writer.flush()
 
     def close(self) -> None:
-        """Writes the blocks that wait, and closes all stores."""
         for writer in self._writers:
             writer.close()
         super().close()
@@ -543,10 +524,3 @@ class CascadeStore(CombinedStore):
 def _manifest_key(chunk_id: BlockName) -> BlockName:
     """Under which a manifest waits among blocks; no block has such a name."""
     return BlockName(b"manifest:" + chunk_id)
-
-
-def close_all(stores: Iterable[KVStore]) -> None:
-    """Closes stores, ignoring errors; for when the next one could not be opened."""
-    for store in stores:
-        with contextlib.suppress(StoreError):
-            store.close()

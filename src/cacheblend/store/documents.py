@@ -2,8 +2,6 @@
 
 Records lie under their root, so that what one tenant does is as quick whatever the others have stored. A chunk is
 referred to by every record that names it; nobody counts, so nothing is wrong after a process that was killed.
-
-Knows names and records; does not know what documents are made of.
 """
 
 import hashlib
@@ -24,42 +22,26 @@ Blocks = tuple[BlockName, ...]
 
 @dataclass(frozen=True, slots=True)
 class DocumentRecord:
-    """One document.
+    """One document."""
 
-    Attributes:
-        root: of its chunks' chains, which covers model, dtype, codec and tenant.
-        collection: documents of different collections may have the same id.
-        id: who gave the document calls it so.
-        digest: of its text and of how that is cut, hexadecimal; equal texts are not cut again.
-        tokens: of all its chunks.
-        chunks: in the order of the text; a chunk may occur twice.
-        stale: chunks of an earlier text, to be dropped once those of this one are stored.
-    """
-
-    root: BlockName
-    collection: str
-    id: str
-    digest: str
-    tokens: int
-    chunks: tuple[Blocks, ...]
-    stale: tuple[Blocks, ...] = ()
+    root: BlockName  # of its chunks' chains, which covers model, dtype, codec and tenant
+    collection: str  # documents of different collections may have the same id
+    id: str  # who gave the document calls it so
+    digest: str  # of its text and of how that is cut, hexadecimal; equal texts are not cut again
+    tokens: int  # of all its chunks
+    chunks: tuple[Blocks, ...]  # in the order of the text; a chunk may occur twice
+    stale: tuple[Blocks, ...] = ()  # chunks of an earlier text, to be dropped once those of this one are stored
 
     @property
     def name(self) -> BlockName:
-        """The record's name, see `document_name`."""
         return document_name(self.root, self.collection, self.id)
 
 
 @dataclass(frozen=True)
 class DamagedRecord:
-    """A record that cannot be read; it stays where it is.
+    """A record that cannot be read; it stays where it is."""
 
-    Attributes:
-        name: of the document (`document_name`).
-        reason: what is wrong.
-    """
-
-    name: BlockName
+    name: BlockName  # of the document (`document_name`)
     reason: str
 
 
@@ -132,9 +114,6 @@ class MemoryDocuments(DocumentRecords):
     Args:
         make_room: called with the bytes of a record before it is kept; raises `StoreFullError`.
         lock: held meanwhile, the store's own.
-
-    Attributes:
-        nbytes: of all records.
     """
 
     def __init__(self, make_room: Callable[[int], None], lock: AbstractContextManager[object]) -> None:
@@ -143,7 +122,6 @@ class MemoryDocuments(DocumentRecords):
         self.nbytes = 0
 
     def put(self, record: DocumentRecord) -> None:
-        """Raises `StoreFullError`."""
         with self._lock:
             old = self._records.get(record.root, {}).get(record.name)
             more = _memory_bytes(record) - (0 if old is None else _memory_bytes(old))

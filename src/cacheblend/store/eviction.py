@@ -9,8 +9,6 @@ A manifest of a chunk of which no block is held goes with the last block, so tha
 
     evicted   a chunk's last block, whose name is the chunk's: its manifest is read, and goes if no block is left
     sweep     all manifests are read: where evicting blocks was not enough, and now and then
-
-Knows names, numbers and manifests; stores report uses and ask for the order.
 """
 
 import heapq
@@ -33,45 +31,31 @@ _AT_ONCE = 256
 _FEW_EVICTED = 64  # blocks, after which all manifests are searched, where there are few of these
 
 
-class Eviction(Protocol):
-    """A policy; not safe to call from several threads at once: the caller holds a lock."""
-
-    def used(self, name: BlockName, worth: float) -> None:
-        """Records that a block was written or found; `worth`: cost of recomputing it per byte, in any unit."""
-
-    def gone(self, name: BlockName) -> None:
-        """Records that a block was removed, but not by eviction."""
-
-    def first(self, name: BlockName, used: float) -> tuple[float, float]:
-        """Sort key of a block that was last used at the time `used`: the smallest is evicted first."""
-
-    def evicted(self, name: BlockName) -> None:
-        """Records that a block was evicted."""
-
-    def victims(self) -> Iterator[BlockName]:
-        """Blocks that this process used, in the order of eviction. The caller may stop early."""
-
-
 class LeastRecentlyUsed:
-    """The policy ``lru``, see the module."""
+    """The policy ``lru``, see the module. No policy is safe to call from several threads at once."""
 
     def __init__(self) -> None:
         self._held: dict[BlockName, None] = {}  # in the order of use
 
     def used(self, name: BlockName, worth: float) -> None:
+        """Records that a block was written or found; `worth`: cost of recomputing it per byte, in any unit."""
         self._held.pop(name, None)
         self._held[name] = None
 
     def gone(self, name: BlockName) -> None:
+        """Records that a block was removed, but not by eviction."""
         self._held.pop(name, None)
 
     def first(self, name: BlockName, used: float) -> tuple[float, float]:
+        """Sort key of a block that was last used at the time `used`: the smallest is evicted first."""
         return 0.0, used
 
     def evicted(self, name: BlockName) -> None:
+        """Records that a block was evicted."""
         self._held.pop(name, None)
 
     def victims(self) -> Iterator[BlockName]:
+        """Blocks that this process used, in the order of eviction. The caller may stop early."""
         yield from self._held
 
 
@@ -126,6 +110,7 @@ class LeastWorth:
             heapq.heapify(self._heap)
 
 
+Eviction = LeastRecentlyUsed | LeastWorth
 POLICIES: dict[str, Callable[[], Eviction]] = {"lru": LeastRecentlyUsed, "worth": LeastWorth}
 
 
@@ -137,14 +122,7 @@ def eviction_of(name: str) -> Eviction:
 
 
 class Expiry:
-    """Times to live of one store's blocks; times are seconds of any one clock.
-
-    Args:
-        ttl: seconds that a block is kept after its last use; None: no limit.
-
-    Attributes:
-        ttl: the same; infinity for None.
-        interval: seconds between two searches for expired blocks.
+    """Times to live of one store's blocks, in seconds after their last use (None: no limit), by any one clock.
 
     Raises:
         InvalidInputError: a `ttl` that is not above 0.
@@ -154,7 +132,7 @@ class Expiry:
         if ttl is not None and not ttl > 0:
             raise InvalidInputError(f"a time to live must be above 0 seconds (or None), got {ttl}")
         self.ttl = math.inf if ttl is None else ttl
-        self.interval = min(self.ttl / _CHECKS_PER_TTL, _LONGEST_INTERVAL_S)
+        self.interval = min(self.ttl / _CHECKS_PER_TTL, _LONGEST_INTERVAL_S)  # between two searches for expired blocks
         self._next_check = 0.0
 
     def since(self, now: float) -> float:
@@ -188,10 +166,8 @@ class ManifestPlace(Protocol):
 class EmptyChunks:
     """Removes the manifests of chunks of which no block is held. The caller holds the store's lock.
 
-    Every method raises what the place raises.
-
     Args:
-        place: of the manifests.
+        place: of the manifests; every method raises what it raises.
         held: which of these blocks are held; marks none as used.
     """
 

@@ -1,8 +1,4 @@
-"""A store in this process's memory.
-
-Keeps the tensors that it is given, without a copy where they own their memory; knows nothing of files. Its content
-ends with the process.
-"""
+"""A store in this process's memory: the tensors that it is given, without a copy where they own their memory."""
 
 import threading
 import time
@@ -34,19 +30,13 @@ _TRIES = 4  # to make room where there is less memory than the bound says
 
 
 class MemoryManifests:
-    """See `ManifestPlace`. Not safe to call from several threads: the caller holds the store's lock.
-
-    Attributes:
-        listed: by name.
-        nbytes: of all manifests.
-    """
+    """See `ManifestPlace`. Not safe to call from several threads: the caller holds the store's lock."""
 
     def __init__(self) -> None:
         self.listed: dict[BlockName, ChunkManifest] = {}
         self.nbytes = 0
 
     def put(self, manifest: ChunkManifest) -> None:
-        """Lists a chunk, in place of one of the same name."""
         if manifest.chunk_id in self.listed:
             self.remove([manifest.chunk_id])
         self.listed[manifest.chunk_id] = manifest
@@ -56,7 +46,6 @@ class MemoryManifests:
         return len(self.listed)
 
     def all(self) -> Iterable[Listed]:
-        """A snapshot."""
         return [(manifest, _bytes(manifest)) for manifest in self.listed.values()]
 
     def some(self, chunk_ids: Sequence[BlockName]) -> Iterable[Listed]:
@@ -76,26 +65,19 @@ def _bytes(manifest: ChunkManifest) -> int:
 
 @dataclass(slots=True)
 class MemoryBlock:
-    """A block in memory, or some heads of one.
+    """A block in memory, or some heads of one."""
 
-    Attributes:
-        token_ids, parent, layout: the block's; of some heads nobody knows them.
-        records: `records[i]` is None until layer i has been offered; of some heads there may be fewer than layers.
-        nbytes: of the records.
-        missing: records that are still missing; above 0 for some heads, which are never a whole block.
-        used: time of the last use.
-    """
-
+    # the block's; of some heads nobody knows them
     token_ids: TokenIds
     parent: BlockName
     layout: KVLayout
+    # `records[i]` is None until layer i has been offered; of some heads there may be fewer than layers
     records: list[torch.Tensor | None]
-    nbytes: int = 0
-    missing: int = 0
-    used: float = 0.0
+    nbytes: int = 0  # of the records
+    missing: int = 0  # records that are still missing; above 0 for some heads, which are never a whole block
+    used: float = 0.0  # time of the last use
 
     def record(self, layer: int) -> torch.Tensor | None:
-        """The record of a layer, None where none was offered."""
         return self.records[layer] if 0 <= layer < len(self.records) else None
 
 
@@ -172,20 +154,19 @@ class MemoryStore(KVStore):
         self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
     ) -> list[list[torch.Tensor] | BlockLostError]:
         """The stored tensors themselves, or views of them."""
-        return [self._records(name, layers, heads) for name in names]
-
-    def _records(self, name: BlockName, layers: range, heads: slice | None) -> list[torch.Tensor] | BlockLostError:
-        records = [record for layer in layers if (record := self.peek(name, layer)) is not None]
-        if len(records) < len(layers):
-            return BlockLostError([name], f"{name.hex()} is not in memory (never written, or evicted)")
-        return records if heads is None else [each[slice(*head_range(heads, each.shape[0]))] for each in records]
+        found: list[list[torch.Tensor] | BlockLostError] = []
+        for name in names:
+            records = [record for layer in layers if (record := self.peek(name, layer)) is not None]
+            if len(records) < len(layers):
+                found.append(BlockLostError([name], f"{name.hex()} is not in memory (never written, or evicted)"))
+            elif heads is None:
+                found.append(records)
+            else:
+                found.append([each[slice(*head_range(heads, each.shape[0]))] for each in records])
+        return found
 
     def peek(self, name: BlockName, layer: int) -> torch.Tensor | None:
-        """The record of a whole or partial block, None if it is not here. Does not mark the block as used.
-
-        Raises:
-            InvalidInputError: the block has no such layer.
-        """
+        """The record of a whole or partial block, None if it is not here. Does not mark the block as used."""
         with self._lock:
             held = self._held.get(name)
             if held is None:
@@ -303,14 +284,12 @@ class MemoryStore(KVStore):
         return held.used < self._expiry.since(time.monotonic()) and name not in self._pinned
 
     def _remove_expired(self) -> None:
-        """Removes expired blocks, at most once in the expiry's interval."""
         if self._expiry.is_due(time.monotonic()):
             for name in [name for name, held in self._held.items() if self._has_expired(name, held)]:
                 self._evict(name)
 
     @property
     def _total(self) -> int:
-        """Bytes of everything that is kept."""
         return self._bytes + self._manifests.nbytes + self._kept_records.nbytes
 
     def _make_room(self, need: int) -> None:
@@ -409,7 +388,7 @@ class MemoryStore(KVStore):
             )
 
     def verify(self, progress: Progress | None = None) -> list[Damage]:
-        """Memory has no checksums, so no damage is found."""
+        """Memory has no checksums."""
         if progress is not None:
             progress(len(self._held), len(self._held))
         return []
@@ -426,7 +405,6 @@ class MemoryStore(KVStore):
         return freed
 
     def close(self) -> None:
-        """Removes all blocks, pins and manifests."""
         with self._lock:
             self._held.clear()
             self._pinned.clear()

@@ -1,24 +1,24 @@
 """From a URL to a store: parsing and checking (`check_store_url`), then opening (`open_store`).
 
-A URL names a place: a frozen dataclass with a field for each option, which is checked when it is made and opened by its
-`open`. Making a place touches no file, server or bucket.
+A URL names a place: a frozen dataclass with a field for each option, which is checked when it is made (it raises
+`InvalidInputError` and touches no file, server or bucket) and opened by its `open`.
 """
 
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import torch
 
 from cacheblend.core.errors import InvalidInputError, check_type
 from cacheblend.store.base import KVStore
-from cacheblend.store.combined import CascadeStore, TieredStore, close_all
+from cacheblend.store.combined import CascadeStore, TieredStore
 from cacheblend.store.disk.folder import FORMAT_FILE, OWNER_ONLY
 from cacheblend.store.disk.store import DEFAULT_DISK_BYTES, DiskStore
 from cacheblend.store.eviction import eviction_of
@@ -76,9 +76,8 @@ def open_store(
             - ``"cuda://?max_bytes=8GiB"``: a GPU's memory, ``cuda://1`` that of the second one; alone, or in front of
               other stores as a cache of them.
             - a folder's path or ``"file:///folder"``: a folder, made if it does not exist. A text that looks like a
-              scheme or like a typo of one
-              (``"redis"``, ``"memroy"``, ``":memory:"``) is refused, unless a store of that name is there;
-              ``"./redis"`` is a folder.
+              scheme or like a typo of one (``"redis"``, ``"memroy"``, ``":memory:"``) is refused, unless a store of
+              that name is there; ``"./redis"`` is a folder.
             - ``"redis://host:port/database"`` (``rediss``, ``valkey``): a server.
             - ``"s3://bucket/folder"``: a bucket; its keys are taken from AWS's usual environment variables.
 
@@ -124,26 +123,31 @@ def check_store_url(
 def parse_store_url(
     url: str | Path | None, *, max_bytes: int | str | None = None, ram_bytes: int | str | None = None
 ) -> "StorePlace":
-    """The place that a URL and these arguments of `open_store` name, checked but not opened.
-
-    Raises:
-        InvalidInputError: as `check_store_url`.
-    """
+    """The place that a URL and these arguments of `open_store` name, checked but not opened."""
     check_type(url, str | Path | None, "a store", f"a store object or one of {SUPPORTED}")
     if isinstance(url, str) and len(urls := _each(url)) > 1:
         return _cascade(urls, max_bytes, ram_bytes)
-    parts = _split(url)
+    scheme, where, options = _split(url)
     arguments = {"max_bytes": max_bytes, "ram_bytes": ram_bytes}
-    options = dict(parts.options) | {key: str(value) for key, value in arguments.items() if value is not None}
+    options |= {key: str(value) for key, value in arguments.items() if value is not None}
     for key in options:
-        if key not in _OPTIONS[parts.scheme]:
-            allowed = ", ".join(_OPTIONS[parts.scheme])
-            raise InvalidInputError(f"a {parts.scheme} store has no option {key!r}; it has {allowed}")
+        if key not in _OPTIONS[scheme]:
+            allowed = ", ".join(_OPTIONS[scheme])
+            raise InvalidInputError(f"a {scheme} store has no option {key!r}; it has {allowed}")
     values = {key: _value(key, text) for key, text in options.items()}
-    if parts.scheme in ("memory", "cuda"):
-        return _place(parts, values)
+    if scheme in ("memory", "cuda"):
+        return _front(scheme, where, values)
     ram, page_locked = values.pop("ram_bytes", 0), values.pop("page_locked", None)
-    place = _place(parts, values)
+    if scheme == "file" and re.search(r":[/~]", where) and not Path(where).is_dir():
+        raise InvalidInputError(
+            f"store {where!r} names several folders; name one: disks side by side become one by LVM or RAID 0, and "
+            "several stores behind each other are separated by commas, each with its scheme"
+        )
+    place: StorePlace
+    if scheme == "file":
+        place = FolderPlace(Path(where), **values)
+    else:
+        place = BucketPlace(where, **values) if scheme == "s3" else RedisPlace(where, **values)
     if page_locked is not None and not ram:
         raise InvalidInputError("page_locked is of the memory in front of a store: set ram_bytes, too, or leave it out")
     return TieredPlace(MemoryPlace(ram, page_locked=page_locked), place) if ram else place
@@ -156,7 +160,7 @@ def lasting_url(url: str) -> str:
         InvalidInputError: nothing is left; or as `check_store_url`.
     """
     check_store_url(url)
-    lasting = [each for each in _each(url) if _split(each).scheme not in ("memory", "cuda")]
+    lasting = [each for each in _each(url) if _split(each)[0] not in ("memory", "cuda")]
     if not lasting:
         raise InvalidInputError(f"the store {url!r} ends with this command; name a folder, a server or a bucket")
     return ", ".join(lasting)
@@ -172,10 +176,19 @@ def _cascade(urls: list[str], max_bytes: int | str | None, ram_bytes: int | str 
     if max_bytes is not None:
         raise InvalidInputError("of several stores each has a bound of its own: write ?max_bytes=... after its URL")
     fronts: list[MemoryPlace | DevicePlace] = []
-    for scheme in ("cuda", "memory"):
-        if _split(urls[0]).scheme == scheme and len(urls) > 1:
-            fronts.append(_front(urls.pop(0), ram_bytes))
-    schemes = [_split(each).scheme for each in urls]
+    for scheme, allowed in (("cuda", ("max_bytes",)), ("memory", ("max_bytes", "page_locked"))):
+        found, where, options = _split(urls[0])
+        if found != scheme or len(urls) == 1:
+            continue
+        if others := set(options) - set(allowed):  # the stores behind say how long blocks live, and which are evicted
+            raise InvalidInputError(
+                f"{scheme}:// in front of other stores has no option {min(others)!r}; it has {', '.join(allowed)}"
+            )
+        if scheme == "memory" and ram_bytes is not None:
+            raise InvalidInputError("memory:// as the first store and ram_bytes mean the same; keep one of the two")
+        fronts.append(_front(scheme, where, {key: _value(key, text) for key, text in options.items()}))
+        del urls[0]
+    schemes = [_split(each)[0] for each in urls]
     if "cuda" in schemes:
         raise InvalidInputError("cuda:// can only stand in front of other stores, memory:// among them")
     if "memory" in schemes and (len(urls) > 1 or any(isinstance(front, MemoryPlace) for front in fronts)):
@@ -189,75 +202,51 @@ def _cascade(urls: list[str], max_bytes: int | str | None, ram_bytes: int | str 
     return back
 
 
-def _front(url: str, ram_bytes: int | str | None) -> "MemoryPlace | DevicePlace":
-    """A cache of the stores behind it; those say how long blocks live, and which are evicted."""
-    parts = _split(url)
-    allowed = ("max_bytes", "page_locked") if parts.scheme == "memory" else ("max_bytes",)
-    if others := set(parts.options) - set(allowed):
+def _front(scheme: str, where: str, options: Mapping[str, Any]) -> "MemoryPlace | DevicePlace":
+    if scheme == "memory":
+        return MemoryPlace(**options)
+    if "max_bytes" not in options:
         raise InvalidInputError(
-            f"{parts.scheme}:// in front of other stores has no option {min(others)!r}; it has {', '.join(allowed)}"
+            "a cuda store needs a bound, since models need the GPU's memory: cuda://?max_bytes=8GiB"
         )
-    if parts.scheme == "memory" and ram_bytes is not None:
-        raise InvalidInputError("memory:// as the first store and ram_bytes mean the same; keep one of the two")
-    place = _place(parts, {key: _value(key, text) for key, text in parts.options.items()})
-    assert isinstance(place, MemoryPlace | DevicePlace)
-    return place
+    return DevicePlace(index=int(where) if where else None, **options)
 
 
 # ---- one URL ----------------------------------------------------------------------------------------------
 
 
-class _Parts(NamedTuple):
-    """A URL's parts.
-
-    Attributes:
-        scheme: a key of `_OPTIONS`.
-        url: the URL without its options; empty for memory and paths.
-        path: a folder's path.
-        options: text by name.
-    """
-
-    scheme: str
-    url: str = ""
-    path: str = ""
-    options: Mapping[str, str] = MappingProxyType({})
-
-
-def _split(url: str | Path | None) -> _Parts:
+def _split(url: str | Path | None) -> tuple[str, str, dict[str, str]]:
+    """A store's scheme, a key of `_OPTIONS`; where it is: a folder, a GPU's number or a URL; its options as text."""
     if url is None or url == "memory":
-        return _Parts("memory")
+        return "memory", "", {}
     if isinstance(url, Path) or "://" not in url:
         if str(url) == "":
             raise InvalidInputError(f"an empty store name; use {SUPPORTED}")
         if isinstance(url, str):
             _check_bare(url)
-        return _Parts("file", path=str(url))
+        return "file", str(url), {}
     try:
         parts = urlsplit(url)
     except ValueError as error:
         raise InvalidInputError(f"store {url!r} is not a URL ({error}); use {SUPPORTED}") from error
-    if parts.scheme not in _OPTIONS:
-        raise InvalidInputError(f"store {url!r} has the unknown scheme {parts.scheme!r}; use {SUPPORTED}")
-    where = parts.netloc + parts.path
-    if parts.scheme == "memory" and where:
+    scheme, where = parts.scheme, parts.netloc + parts.path
+    if scheme not in _OPTIONS:
+        raise InvalidInputError(f"store {url!r} has the unknown scheme {scheme!r}; use {SUPPORTED}")
+    if scheme == "memory" and where:
         raise InvalidInputError(f"store {url!r} names a place in memory ({where!r}); use memory://?max_bytes=8GiB")
-    if parts.scheme == "cuda" and not re.fullmatch(r"(\d{1,4})?", where):
+    if scheme == "cuda" and not re.fullmatch(r"(\d{1,4})?", where):
         raise InvalidInputError(f"store {url!r} must name a GPU by its number, or none: cuda://0?max_bytes=8GiB")
-    if parts.scheme == "file" and (parts.netloc or not parts.path):
-        raise InvalidInputError(f"store {url!r} needs an absolute path after three slashes: file:///folder")
-    options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    if parts.scheme == "file":
+    if scheme == "file":
+        if parts.netloc or not parts.path:
+            raise InvalidInputError(f"store {url!r} needs an absolute path after three slashes: file:///folder")
         _check_commas(parts.path, Path(unquote(parts.path)))
-    bare = f"{parts.scheme}://{parts.netloc}{parts.path}"
-    return _Parts(parts.scheme, bare, unquote(parts.path), options)
+        where = unquote(parts.path)
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    return scheme, where if scheme in ("file", "cuda") else f"{scheme}://{where}", options
 
 
 def _check_bare(path: str) -> None:
-    """Refuses a folder's name that is meant as a URL; opened as it is, its options would be ignored in silence.
-
-    Raises:
-        InvalidInputError: the message says what to write.
-    """
+    """Refuses a folder's name that is meant as a URL; opened as it is, its options would be ignored in silence."""
     if option := re.search(r"\?(?=\w+=)", path):
         form = "memory://" if path[: option.start()].lower() == "memory" else "file:///abs/path"
         raise InvalidInputError(
@@ -300,11 +289,7 @@ def _is_a_letter_away(word: str, other: str) -> bool:
 
 
 def _check_commas(path: str, folder: Path) -> None:
-    """Refuses a list of stores in which one has no scheme; a folder that exists may have commas in its name.
-
-    Raises:
-        InvalidInputError: the message says what to write.
-    """
+    """Refuses a list of stores in which one has no scheme; a folder that exists may have commas in its name."""
     parts = [part.strip() for part in path.split(",")]
     names_another = any(re.match(r"\.?\.?/|~", part) or _meant_scheme(part) for part in parts[1:])
     is_list = len(parts) > 1 and (names_another or not all(parts) or _meant_scheme(parts[0]) is not None)
@@ -313,38 +298,6 @@ def _check_commas(path: str, folder: Path) -> None:
             f"store {path!r}: of several stores each needs a scheme; write e.g. "
             '"memory://?max_bytes=1GiB, file:///abs/path", or create the folder first if its name has commas'
         )
-
-
-def _one_folder(path: str) -> Path:
-    """The folder; several at once, ``/a:/b``, are refused, unless that is a folder's name.
-
-    Raises:
-        InvalidInputError: the message says what to do.
-    """
-    if re.search(r":[/~]", path) and not Path(path).is_dir():
-        raise InvalidInputError(
-            f"store {path!r} names several folders; name one: disks side by side become one by LVM or RAID 0, and "
-            "several stores behind each other are separated by commas, each with its scheme"
-        )
-    return Path(path)
-
-
-def _place(parts: _Parts, options: Mapping[str, Any]) -> "StorePlace":
-    match parts.scheme:
-        case "memory":
-            return MemoryPlace(**options)
-        case "cuda":
-            if "max_bytes" not in options:
-                raise InvalidInputError(
-                    "a cuda store needs a bound, since models need the GPU's memory: cuda://?max_bytes=8GiB"
-                )
-            index = parts.url.removeprefix("cuda://")
-            return DevicePlace(index=int(index) if index else None, **options)
-        case "file":
-            return FolderPlace(_one_folder(parts.path), **options)
-        case "s3":
-            return BucketPlace(parts.url, **options)
-    return RedisPlace(parts.url, **options)
 
 
 def _value(name: str, text: str) -> Any:
@@ -397,21 +350,13 @@ def parse_seconds(text: str | float) -> float:
 
 @dataclass(frozen=True)
 class MemoryPlace:
-    """This process's memory; see `MemoryStore`.
-
-    Attributes:
-        page_locked: in page-locked memory; None: not said, so it is the opener's choice (`page_locking`).
-        is_lock_required: memory that cannot be locked counts as full; False: ordinary memory takes its place.
-
-    Raises:
-        InvalidInputError: an unknown eviction policy.
-    """
+    """This process's memory; see `MemoryStore`."""
 
     max_bytes: int | None = None
     ttl: float | None = None
     evict: str = "lru"
-    page_locked: bool | None = None
-    is_lock_required: bool = True
+    page_locked: bool | None = None  # None: not said, so it is the opener's choice (`page_locking`)
+    is_lock_required: bool = True  # memory that cannot be locked counts as full; False: ordinary takes its place
 
     def __post_init__(self) -> None:
         eviction_of(self.evict)
@@ -426,11 +371,7 @@ class MemoryPlace:
 
 @dataclass(frozen=True)
 class DevicePlace:
-    """A GPU's memory; see `MemoryStore`.
-
-    Raises:
-        InvalidInputError: an unknown eviction policy.
-    """
+    """A GPU's memory; see `MemoryStore`."""
 
     max_bytes: int
     index: int | None = None
@@ -453,11 +394,7 @@ class DevicePlace:
 
 @dataclass(frozen=True)
 class FolderPlace:
-    """A folder; see `DiskStore`.
-
-    Raises:
-        InvalidInputError: the folder is in an unknown user's home, the bound is 0, or the policy is unknown.
-    """
+    """A folder; see `DiskStore`."""
 
     path: Path
     max_bytes: int = DEFAULT_DISK_BYTES
@@ -491,12 +428,7 @@ class FolderPlace:
 
 @dataclass(frozen=True)
 class RedisPlace:
-    """A Redis or Valkey server; see `RedisObjects`.
-
-    Raises:
-        InvalidInputError: redis-py is not installed, the URL names no server, or its port or database is not a
-            number.
-    """
+    """A Redis or Valkey server; see `RedisObjects`."""
 
     url: str
     max_bytes: int | None = None
@@ -512,10 +444,10 @@ class RedisPlace:
         if not parts.hostname:
             raise InvalidInputError(f"store {shown!r} names no server; {form}")
         try:
-            port = parts.port
-        except ValueError as error:
-            raise InvalidInputError(f"store {shown!r}: the port must be a number from 1 to 65535; {form}") from error
-        if port == 0:
+            is_port = parts.port != 0
+        except ValueError:
+            is_port = False
+        if not is_port:
             raise InvalidInputError(f"store {shown!r}: the port must be a number from 1 to 65535; {form}")
         database = parts.path.strip("/")
         if database and not database.isdecimal():
@@ -531,12 +463,7 @@ class RedisPlace:
 
 @dataclass(frozen=True)
 class BucketPlace:
-    """A folder in an S3-compatible bucket; see `BucketObjects`.
-
-    Raises:
-        InvalidInputError: obstore is not installed, the URL names no bucket, one of the two keys is missing, or the
-            endpoint is not an HTTP URL.
-    """
+    """A folder in an S3-compatible bucket; see `BucketObjects`."""
 
     url: str
     max_bytes: int | None = None
@@ -582,15 +509,10 @@ class CascadePlace:
     places: Sequence["StorePlace"]
 
     def open(self, read_only: bool = False) -> KVStore:
-        """Closes the first ones if a later one cannot be opened."""
-        opened: list[KVStore] = []
-        try:
-            for place in self.places:
-                opened.append(place.open(read_only))
-        except BaseException:
-            close_all(opened)
-            raise
-        return CascadeStore(opened)
+        with ExitStack() as opened:  # the first ones are closed if a later one cannot be opened
+            store = CascadeStore([opened.enter_context(place.open(read_only)) for place in self.places])
+            opened.pop_all()
+        return store
 
 
 StorePlace = MemoryPlace | DevicePlace | FolderPlace | RedisPlace | BucketPlace | TieredPlace | CascadePlace

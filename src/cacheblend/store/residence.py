@@ -1,7 +1,4 @@
-"""Where a `MemoryStore` keeps its records: in ordinary or page-locked memory, or on a GPU.
-
-Knows tensors and devices; knows no names, no bound and no eviction.
-"""
+"""Where a `MemoryStore` keeps its records: in ordinary or page-locked memory, or on a GPU."""
 
 import logging
 import mmap
@@ -38,15 +35,10 @@ def default_memory_bytes() -> int:
 
 
 class Residence(Protocol):
-    """Where records are kept.
+    """Where records are kept."""
 
-    Attributes:
-        tier: name of the tier in entries and reports.
-        copies: what is kept never shares memory with what was given; otherwise it may be the same tensor.
-    """
-
-    tier: str
-    copies: bool
+    tier: str  # its name in entries and reports
+    copies: bool  # what is kept never shares memory with what was given; otherwise it may be the same tensor
 
     def keep(self, records: Sequence[torch.Tensor]) -> Kept:
         """The same records there, where each or all of them together own their memory; None: no memory is left."""
@@ -84,9 +76,6 @@ class PageLocked:
         is_required: False: where no more memory can be locked, records lie in ordinary memory; so they do where CUDA
             refuses to lock memory for any other reason.
 
-    Attributes:
-        not_locked: how often memory could not be locked.
-
     Raises:
         InvalidInputError: there is no GPU that could copy from it.
     """
@@ -107,7 +96,7 @@ class PageLocked:
         self._register, self._unregister = register or _register, unregister or _unregister
         self._most_spare, self._is_required = spare_bytes, is_required
         self._spare: deque[mmap.mmap] = deque()  # a finalizer may run anywhere, so no lock: single calls of a deque
-        self.not_locked = 0
+        self.not_locked = 0  # how often memory could not be locked
         # Memory that goes while it is locked leaves CUDA a range that the next of its address cannot be locked in.
         weakref.finalize(self, _unlock, self._spare, self._unregister).atexit = False
 
@@ -164,11 +153,7 @@ class PageLocked:
 
 
 class OnDevice:
-    """Memory of a GPU.
-
-    Args:
-        device: the GPU; any device in tests.
-    """
+    """Memory of a GPU (of any device in tests)."""
 
     tier = "cuda"
     copies = True
@@ -188,7 +173,6 @@ class OnDevice:
 
 
 HERE = Here()
-"""Where records are kept unless something else is said."""
 
 
 def _nbytes(records: Sequence[torch.Tensor]) -> int:

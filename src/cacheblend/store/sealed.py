@@ -3,12 +3,13 @@
     manifests/<chunk>             the kind of manifests
     documents/<root>/<document>   each root's documents are a kind
 
-Folders, servers and buckets move their bytes (`SealedPlace`). Knows what is in them; does not know where they lie.
+Folders, servers and buckets move their bytes (`SealedPlace`); `SharedStore` is what stores on these have in common.
 """
 
 import contextlib
 import logging
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -16,11 +17,18 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from cacheblend.core.errors import StoreError, StoreUnreachableError
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import ChunkManifest
-from cacheblend.store.base import LOGGER_NAME, Damage
-from cacheblend.store.documents import DamagedRecord, DocumentRecord, DocumentRecords
+from cacheblend.store.base import (
+    LOGGER_NAME,
+    Damage,
+    FindCounter,
+    KVStore,
+    Progress,
+    check_manifest,
+)
+from cacheblend.store.documents import DamagedRecord, DocumentRecord, DocumentRecords, verify_documents
 from cacheblend.store.eviction import Listed
 from cacheblend.store.format.checksum import DamagedError
-from cacheblend.store.format.records import decode_document, decode_manifest, encode_document
+from cacheblend.store.format.records import decode_document, decode_manifest, encode_document, encode_manifest
 
 T = TypeVar("T")
 Bytes = bytes | bytearray | memoryview
@@ -34,15 +42,10 @@ DOCUMENTS = "documents/"
 
 
 class Sealed(NamedTuple):
-    """A manifest or a document's record as it is listed.
+    """A manifest or a document's record as it is listed."""
 
-    Attributes:
-        mark: changes when it does.
-        nbytes: what it counts.
-    """
-
-    mark: Hashable
-    nbytes: int
+    mark: Hashable  # changes when it does
+    nbytes: int  # what it counts
 
 
 class SealedPlace(Protocol):
@@ -84,8 +87,7 @@ class SealedRecords(Generic[T]):
     """All of one kind in one place, read again only where they changed; safe to call from several threads.
 
     Args:
-        place: where they are.
-        asking: around every call to it.
+        place, asking: where they are, and around every call to it.
         kind: what is read.
         decode: of the bytes and the name; raises `DamagedError`.
     """
@@ -132,24 +134,16 @@ class Manifests:
         asking: around calls to it, but for those of `ManifestPlace`, whose caller is within it.
         read_only: damaged manifests are reported but not removed.
         page_bytes: a manifest takes whole pages of this size.
-
-    Attributes:
-        delete: of `SealedRecords`.
-        damaged: manifests found damaged so far.
     """
 
     def __init__(self, place: SealedPlace, asking: Asking, read_only: bool, page_bytes: int = 1) -> None:
         self._place, self._asking, self._read_only, self._page_bytes = place, asking, read_only, page_bytes
         self._records = SealedRecords(place, asking, MANIFESTS, decode_manifest)
         self.delete = self._records.delete
-        self.damaged = 0
+        self.damaged = 0  # found so far
 
     def intact(self, found: list[Damage], *, fresh: bool = False) -> list[ChunkManifest]:
-        """All manifests, ordered by chunk. Damaged ones are reported, removed and appended to `found`.
-
-        Raises:
-            StoreError: the place cannot be listed.
-        """
+        """All manifests, ordered by chunk. Damaged ones are reported, removed and appended to `found`."""
         intact = []
         for name, (_, manifest) in self._records.all(fresh=fresh).items():
             if not isinstance(manifest, DamagedError):
@@ -194,27 +188,18 @@ class Documents(DocumentRecords):
     """The records of one place; each root is a kind of its own.
 
     Args:
+        store: theirs, which says whether they may be written, and makes room for them.
         place: where they are.
-        asking: around every call to it.
-        require_writable: raises `StoreReadOnlyError` where nothing may be written.
-        reserved: makes the context in which a record of so many bytes may be written: blocks are evicted for it. It is
-            given the record's name and what it is, too.
     """
 
-    def __init__(
-        self,
-        place: SealedPlace,
-        asking: Asking,
-        require_writable: Callable[[], None],
-        reserved: Callable[[int, BlockName, str], AbstractContextManager[None]],
-    ) -> None:
-        self._place, self._asking, self._require_writable, self._reserved = place, asking, require_writable, reserved
+    def __init__(self, store: "SharedStore", place: SealedPlace) -> None:
+        self._store, self._place, self._asking = store, place, store.asking
         self._records: dict[BlockName, SealedRecords[DocumentRecord]] = {}
 
     def put(self, record: DocumentRecord) -> None:
-        self._require_writable()
+        self._store.require_writable()
         data = encode_document(record)
-        with self._asking(), self._reserved(len(data), record.name, "record"):
+        with self._asking(), self._store.reserved(len(data), record.name, "record"):
             self._place.put_sealed(_kind(record.root), record.name, data)
 
     def get(self, root: BlockName, name: BlockName) -> DocumentRecord | DamagedRecord | None:
@@ -241,7 +226,7 @@ class Documents(DocumentRecords):
             return sorted(self._place.sealed(_kind(root)))
 
     def delete(self, root: BlockName, name: BlockName) -> bool:
-        self._require_writable()
+        self._store.require_writable()
         with self._asking():
             return self._of(root).delete(name)
 
@@ -251,7 +236,7 @@ class Documents(DocumentRecords):
 
     @contextmanager
     def changing(self, root: BlockName) -> Iterator[None]:
-        self._require_writable()
+        self._store.require_writable()
         with self._asking():
             lock = self._place.lock(_kind(root))
         with lock:
@@ -260,3 +245,84 @@ class Documents(DocumentRecords):
 
 def _kind(root: BlockName) -> str:
     return f"{DOCUMENTS}{root.hex()}"
+
+
+class SharedStore(KVStore):
+    """A store in a folder, on a server or in a bucket, which several processes may share.
+
+    Args:
+        place: where manifests and documents' records are; blocks and pins are the subclass's.
+        read_only: whether writes raise `StoreReadOnlyError`.
+        page_bytes: a manifest takes whole pages of this size.
+    """
+
+    def __init__(self, place: SealedPlace, read_only: bool, page_bytes: int = 1) -> None:
+        self._place, self.read_only = place, read_only
+        self._manifests = Manifests(place, self.asking, read_only, page_bytes)
+        self.documents = Documents(self, place)
+        self._finds, self._lock, self._write_failures = FindCounter(), threading.Lock(), 0
+
+    @abstractmethod
+    def asking(self) -> AbstractContextManager[None]:
+        """The context of calls to the place, which turns what goes wrong there into `StoreError`."""
+
+    @abstractmethod
+    def require_writable(self) -> None:
+        """Raises `StoreReadOnlyError` where nothing may be written."""
+
+    @abstractmethod
+    def reserved(self, nbytes: int, name: BlockName, what: str) -> AbstractContextManager[None]:
+        """The context in which something small of so many bytes may be written: blocks are evicted for it."""
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """The context of a write, whose failure counts."""
+        try:
+            yield
+        except StoreError:
+            with self._lock:
+                self._write_failures += 1
+            raise
+
+    def put_manifest(self, manifest: ChunkManifest) -> None:
+        self.require_writable()
+        check_manifest(manifest)
+        data, name = encode_manifest(manifest), manifest.chunk_id
+        with self.asking(), self.reserved(len(data), name, "the manifest of chunk"):
+            self._place.put_sealed(MANIFESTS, name, data)
+
+    def manifests(self) -> list[ChunkManifest]:
+        """Those that did not change since the last call are not read again."""
+        return self._manifests.intact([])
+
+    def listing_stamp(self) -> Hashable | None:
+        with self.asking():
+            return self._place.listing_stamp()
+
+    def has_manifest(self, chunk_id: BlockName) -> bool:
+        with self.asking():
+            return self._place.has_sealed(MANIFESTS, chunk_id)
+
+    def delete_manifest(self, chunk_id: BlockName) -> bool:
+        self.require_writable()
+        with self.asking():
+            return self._manifests.delete(chunk_id)
+
+    @abstractmethod
+    def _block_names(self) -> list[BlockName]:
+        """Names of all blocks. The caller is within `asking`."""
+
+    @abstractmethod
+    def _verify_block(self, name: BlockName) -> list[Damage]:
+        """Reads all of a block: what is wrong with it. One that has vanished is not damaged."""
+
+    def verify(self, progress: Progress | None = None) -> list[Damage]:
+        with self.asking():
+            names = self._block_names()
+        found: list[Damage] = []
+        for done, name in enumerate(names, start=1):
+            found += self._verify_block(name)
+            if progress is not None:
+                progress(done, len(names))
+        self._manifests.intact(found, fresh=True)
+        return found + verify_documents(self.documents, removes=not self.read_only)

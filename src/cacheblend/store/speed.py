@@ -24,8 +24,7 @@ def measure(store: KVStore, layout: KVLayout, *, block_tokens: int = 256, rounds
 
     Args:
         store: one tier; see `KVStore.tiers`, which has the name that it has beside others of its kind.
-        layout: layout of the records.
-        block_tokens: tokens of a block.
+        layout, block_tokens: of the blocks.
         rounds: number of measurements, of which the median counts.
 
     Raises:

@@ -1,14 +1,11 @@
-"""Write-behind: blocks are written to a store by one thread from a bounded queue, so that no request waits for it.
-
-Knows blocks and a store; knows nothing of requests, and never raises into one.
-"""
+"""Write-behind: blocks are written to a store by one thread from a bounded queue, so that no request waits for it."""
 
 import logging
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.names import BlockName
@@ -23,27 +20,17 @@ BlockMaker = Callable[[], Block | None]
 _AT_ONCE, _BYTES_AT_ONCE = 16, 32 << 20  # blocks that follow each other are written together
 
 
-@dataclass(frozen=True)
+@dataclass
 class WriterStats:
-    """What happened to the blocks that were submitted.
+    """What happened to the blocks that were submitted."""
 
-    Attributes:
-        waiting: blocks in the queue, those being written included.
-        waiting_bytes: their bytes, as submitted.
-        written: blocks that the store took.
-        held: blocks that the store held already.
-        duplicates: blocks not accepted because one of the same name was waiting.
-        dropped: blocks not accepted because the queue was full or closed.
-        failed: blocks for which making or writing raised.
-    """
-
-    waiting: int
-    waiting_bytes: int
-    written: int
-    held: int
-    duplicates: int
-    dropped: int
-    failed: int
+    waiting: int = 0  # blocks in the queue, those being written included
+    waiting_bytes: int = 0  # their bytes, as submitted
+    written: int = 0  # blocks that the store took
+    held: int = 0  # blocks that the store held already
+    duplicates: int = 0  # blocks not accepted because one of the same name was waiting
+    dropped: int = 0  # blocks not accepted because the queue was full or closed
+    failed: int = 0  # blocks for which making or writing raised
 
 
 class WriteBehind:
@@ -64,16 +51,12 @@ class WriteBehind:
     def __init__(self, store: KVStore, max_bytes: int = 1 << 30) -> None:
         if max_bytes <= 0:
             raise InvalidInputError(f"max_bytes must be above 0, got {max_bytes}")
-        self._store = store
-        self._max_bytes = max_bytes
-        self._changed = threading.Condition()
+        self._store, self._max_bytes, self._changed = store, max_bytes, threading.Condition()
         self._waiting: OrderedDict[BlockName, tuple[Block | BlockMaker, int]] = OrderedDict()
         self._writing: list[BlockName] = []  # the first of them
-        self._waiting_bytes = 0
-        self._closed = False
+        self._counts, self._closed = WriterStats(), False
         self._thread: threading.Thread | None = None
         self._reported: set[type[BaseException]] = set()
-        self._written = self._held = self._duplicates = self._dropped = self._failed = 0
 
     def submit(self, item: Block | BlockMaker, name: BlockName | None = None, nbytes: int = 0) -> bool:
         """Queues a block; False if it is dropped or waits already. Returns at once.
@@ -92,13 +75,13 @@ class WriteBehind:
             raise InvalidInputError("submit needs the name of the block that a callable will make")
         with self._changed:
             if name in self._waiting:
-                self._duplicates += 1
+                self._counts.duplicates += 1
                 return False
-            if self._closed or self._waiting_bytes + nbytes > self._max_bytes:
-                self._dropped += 1
+            if self._closed or self._counts.waiting_bytes + nbytes > self._max_bytes:
+                self._counts.dropped += 1
                 return False
             self._waiting[name] = (item, nbytes)
-            self._waiting_bytes += nbytes
+            self._counts.waiting_bytes += nbytes
             if self._thread is None or not self._thread.is_alive():  # not alive: after a fork
                 self._writing = []
                 self._thread = threading.Thread(target=self._run, name="cacheblend-writer", daemon=True)
@@ -123,7 +106,7 @@ class WriteBehind:
             with self._changed:
                 for name in self._writing:
                     _, nbytes = self._waiting.pop(name)
-                    self._waiting_bytes -= nbytes
+                    self._counts.waiting_bytes -= nbytes
                 self._writing = []
                 self._changed.notify_all()
 
@@ -150,7 +133,7 @@ class WriteBehind:
                 for item in items:
                     self._write([item])
                 return
-            self._failed += 1
+            self._counts.failed += 1
             if type(error) not in self._reported:
                 self._reported.add(type(error))
                 logger.warning(
@@ -160,8 +143,8 @@ class WriteBehind:
                     type(error).__name__,
                 )
             return
-        self._written += sum(new)
-        self._held += len(new) - sum(new)
+        self._counts.written += sum(new)
+        self._counts.held += len(new) - sum(new)
 
     def is_waiting(self, names: Iterable[BlockName]) -> bool:
         """Whether any of these blocks waits or is being written."""
@@ -178,7 +161,7 @@ class WriteBehind:
             if queued is None:
                 return False
             if name not in self._writing:
-                self._waiting_bytes -= self._waiting.pop(name)[1]
+                self._counts.waiting_bytes -= self._waiting.pop(name)[1]
                 self._changed.notify_all()
             elif self._thread is not threading.current_thread():
                 self._changed.wait_for(lambda: self._waiting.get(name) is not queued)
@@ -200,22 +183,12 @@ class WriteBehind:
     def stats(self) -> WriterStats:
         """The counters, a snapshot."""
         with self._changed:
-            return WriterStats(
-                waiting=len(self._waiting),
-                waiting_bytes=self._waiting_bytes,
-                written=self._written,
-                held=self._held,
-                duplicates=self._duplicates,
-                dropped=self._dropped,
-                failed=self._failed,
-            )
+            return replace(self._counts, waiting=len(self._waiting))
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Accepts no more blocks, writes those that wait and ends the thread; may be called twice.
 
-        Returns:
-            False if that takes longer than `timeout_s`: then all waiting blocks are dropped except those being
-            written.
+        False if that takes longer than `timeout_s`: then all waiting blocks are dropped except those being written.
         """
         with self._changed:
             self._closed = True
@@ -229,8 +202,8 @@ class WriteBehind:
         with self._changed:
             for name in list(self._waiting)[len(self._writing) :]:
                 _, nbytes = self._waiting.pop(name)
-                self._waiting_bytes -= nbytes
-                self._dropped += 1
+                self._counts.waiting_bytes -= nbytes
+                self._counts.dropped += 1
         return False
 
     def __enter__(self) -> "WriteBehind":

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cacheblend.core.cost.cost_model import MARGIN, CostModel, TierSpeed
-from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.plan import BlendPlan, Source, Span
+from cacheblend.core.select.selectors import check_ratio
 
 GIVEN_UP = 2.0
 """What loading from a tier that was given up is taken to last, over the seconds for which it was waited for."""
@@ -60,7 +60,6 @@ class Controller:
 
     Args:
         cost_model: the initial one.
-        layers: of the model.
         bytes_per_token: of stored KV, over all layers.
         floor: least ratio.
         check_layer: all rows are computed before this layer; None: rows are selected before layer 0.
@@ -78,8 +77,8 @@ class Controller:
         floor: float = 0.15,
         check_layer: int | None = 1,
     ) -> None:
-        self._measured, self.layers, self._bytes_per_token = cost_model, layers, bytes_per_token
-        self.floor = _checked(floor)
+        check_ratio(floor)
+        self._measured, self.layers, self._bytes_per_token, self.floor = cost_model, layers, bytes_per_token, floor
         self._whole = 0.0 if check_layer is None else min(check_layer + _CHECK, layers)
         self._pace = 1.0  # time of full prefills, over the measured
         self._slower: dict[str, float] = {}  # by tier, loading time over the measured
@@ -94,16 +93,13 @@ class Controller:
         return CostModel(prefills, tiers, self._overhead, self._measured.request_s)
 
     def decide(self, plan: BlendPlan, least: float | None = None) -> Decision:
-        """Which of the plan's stored blocks are loaded, and the ratio.
-
-        Args:
-            plan: with everything that is stored.
-            least: ratio that this prompt is recomputed with if loading hides no higher one; None: the floor.
+        """Which of the stored blocks are loaded, and the ratio; at least `least`, None: the floor.
 
         Raises:
             InvalidInputError: a ratio outside 0..1.
         """
-        least = self.floor if least is None else _checked(least)
+        least = self.floor if least is None else least
+        check_ratio(least)
         found = [s for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)]
         pace = {tier: self._bytes_per_token / self._speed(tier).bytes_per_s for tier in {s.tier for s in found}}
         # by tier, exact prefixes before others, then by position
@@ -117,7 +113,7 @@ class Controller:
         count = min(range(len(costs)), key=lambda at: (round(costs[at][2], 9), -at))
         load, compute, ttft = costs[count]
         ratio = least if count else 1.0
-        loaded = _Taken.of(stored[:count])
+        loaded = _Taken(stored[:count])
         if loaded.reused:
             low, high = (self._compute_s(plan, loaded, each) for each in (0.0, 1.0))
             hidden = (MARGIN * load - low) / (high - low) if high > low else 0.0  # recomputed behind the loading
@@ -133,9 +129,8 @@ class Controller:
         """Learns from a finished pass.
 
         Args:
-            decision: for the pass.
             plan: as it was carried out.
-            compute_s: time of computing; None: unknown, because other requests computed at the same time.
+            compute_s: without waiting for the loader; None: unknown, because other requests computed at the same time.
             read_s: time of reading, by tier.
         """
         expected = self.load_s([span for span in plan.spans if span.source in (Source.PREFIX, Source.LOADED)])
@@ -144,13 +139,8 @@ class Controller:
         self.observe(decision, compute_s, {tier: (read_s[tier], expected[tier]) for tier in read_s.keys() & expected})
 
     def observe(self, decision: Decision, compute_s: float | None, read_s: Mapping[str, tuple[float, float]]) -> None:
-        """Learns from a pass. What the first three passes tell of a tier that was not measured is believed at once.
-
-        Args:
-            decision: for the pass.
-            compute_s: time of the pass without waiting for the loader; None: unknown.
-            read_s: by tier, seconds that reading took, and seconds that were expected.
-        """
+        """As `learn`, with the seconds that reading took, and those that were expected, by tier. What the first three
+        passes tell of a tier that was not measured is believed at once."""
         if compute_s is not None and decision.compute_s > self._measured.request_s:
             taken, expected = (max(s - self._measured.request_s, 1e-9) for s in (compute_s, decision.compute_s))
             if decision.reused:
@@ -172,12 +162,12 @@ class Controller:
 
     def load_s(self, spans: Sequence[Span]) -> dict[str, float]:
         """Expected seconds to load these spans, by tier."""
-        return self._load_s(_Taken.of(spans))
+        return self._load_s(_Taken(spans))
+
+    # ---- costs ------------------------------------------------------------------------------------------
 
     def _full_s(self, tokens: int) -> float:
         return self._pace * self._measured.full_s(tokens)
-
-    # ---- costs ------------------------------------------------------------------------------------------
 
     def _speed(self, tier: str) -> TierSpeed:
         """Speed of a tier; one that was not measured counts as fast as memory."""
@@ -216,12 +206,6 @@ class Controller:
         return f"{what} stored blocks from {tiers}; recompute {ratio:.2f}: {why} ({compute:.3f} s, {load:.3f} s)"
 
 
-def _checked(ratio: float) -> float:
-    if not 0 <= ratio <= 1:
-        raise InvalidInputError(f"the floor of the ratio must be in 0..1, got {ratio}")
-    return ratio
-
-
 def _learnt(value: float, factor: float, start: float) -> float:
     """The next value of a running average after `factor` times it was observed; at most `_FARTHEST` times `start`."""
     value *= 1 + _WEIGHT * (min(max(factor, 0.25), 4.0) - 1)
@@ -237,21 +221,14 @@ class _Taken:
         exact, reused: rows of the prompt that are exact prefix, and all others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spans: Sequence[Span] = ()) -> None:
         self.names: set[BlockName] = set()
         self.by_tier: dict[str, list[int]] = {}
         self.exact = self.reused = 0
-
-    @staticmethod
-    def of(spans: Sequence[Span]) -> "_Taken":
-        """With all these spans."""
-        taken = _Taken()
         for span in spans:
-            taken.add(span)
-        return taken
+            self.add(span)
 
     def add(self, span: Span) -> None:
-        """Adds a span."""
         if span.source is Source.PREFIX:
             self.exact += len(span)
         else:

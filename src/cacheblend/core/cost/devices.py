@@ -83,7 +83,6 @@ def place(
     """The placement on each device, in the order given.
 
     Args:
-        devices: to compare.
         prefill_s: time of a full prefill of the context.
         layers: of the model; the first is always computed for all rows.
         context_bytes, stored_bytes: size of the context's KV, and of all KV to be kept.
@@ -102,10 +101,9 @@ def place(
         load = context_bytes / device.bytes_per_s
         hidden = (MARGIN * load / prefill_s - 1 / layers) / (1 - 1 / layers) if layers > 1 else 1.0
         ratio = min(1.0, max(floor, hidden))
-        recompute = recompute_s(prefill_s, layers, ratio)
-        hides = load <= recompute_s(prefill_s, layers, floor)
+        recompute, least = (recompute_s(prefill_s, layers, each) for each in (ratio, floor))
         monthly = device.price * stored_bytes / 1e9
-        placed.append(DeviceCost(device, load, ratio, recompute, max(load, recompute), hides, monthly))
+        placed.append(DeviceCost(device, load, ratio, recompute, max(load, recompute), load <= least, monthly))
     return placed
 
 

@@ -53,11 +53,9 @@ LayerSteps = Generator[LayerRows, torch.Tensor, None]
 
 
 class RunsLayer(Protocol):
-    """The part of a `LayerRunner` that rows of several prompts share."""
+    """The part of a `LayerRunner` that rows of several prompts share; `rows` numbers those of all prompts, in order."""
 
-    def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """See `LayerRunner.run`; `rows` numbers the rows of all prompts, in order."""
-        ...
+    def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor: ...
 
 
 Join = Callable[[Sequence[LayerRows]], RunsLayer]
@@ -65,21 +63,16 @@ Join = Callable[[Sequence[LayerRows]], RunsLayer]
 
 
 class BatchJob(Protocol):
-    """A job's interface to the batcher."""
+    """A job's interface to the batcher: its next layer's index, the most rows that it computes (0 before the first
+    step), and the layer's steps."""
 
     @property
-    def layer(self) -> int:
-        """Index of the next layer."""
-        ...
+    def layer(self) -> int: ...
 
     @property
-    def active_rows(self) -> int:
-        """Maximum number of rows that the next layer computes; 0 before the first step."""
-        ...
+    def active_rows(self) -> int: ...
 
-    def next_layer(self) -> LayerSteps:
-        """Runs the next layer of the job's prefill."""
-        ...
+    def next_layer(self) -> LayerSteps: ...
 
 
 Job = TypeVar("Job", bound=BatchJob)
@@ -131,11 +124,8 @@ class PrefillBatcher(Generic[Job]):
     def next(self, is_ready: Callable[[Job], bool] = lambda job: True) -> list[Job]:
         """The jobs to advance by one layer, all at the same layer; requires at least one job.
 
-        Args:
-            is_ready: whether a job's next layer can be computed; others are passed over. Not asked of waiting jobs.
-
-        Returns:
-            No jobs if none is ready.
+        `is_ready`: whether a job's next layer can be computed; not asked of waiting jobs. Others are passed over, and
+        there are no jobs if none is ready.
         """
         if self._under_way is not None:
             left = [job for job in self._under_way[0] if job in self._running]
@@ -143,9 +133,12 @@ class PrefillBatcher(Generic[Job]):
                 return left
             self._under_way = None
         ready = [job for job in self._running if is_ready(job)]
-        if self._waiting and self._may_join(ready):
-            self._running.append(self._waiting.popleft())
-            ready.append(self._running[-1])
+        if self._waiting and _rows_of(self._running) < ROWS_OPEN:
+            # Besides jobs at the join layer while one more as large as the largest fits; and where none is ready.
+            fits = not ready or _rows_of(ready) + max(job.active_rows for job in ready) <= self._capacity
+            if fits and all(job.layer == self._join_layer for job in ready):
+                self._running.append(self._waiting.popleft())
+                ready.append(self._running[-1])
         if not ready:
             return []
         oldest, *others = ready
@@ -174,7 +167,7 @@ class PrefillBatcher(Generic[Job]):
         """
         if self._under_way is None:
             steps = [job.next_layer() for job in jobs]
-            self._under_way = list(jobs), _TogetherPass(steps, self._join, self._tile_rows, isolate=self._isolate)
+            self._under_way = list(jobs), _TogetherPass(steps, self._join, self._tile_rows, self._isolate)
         together, running = self._under_way
         try:
             self.rows = running.advance(most_rows)
@@ -186,17 +179,6 @@ class PrefillBatcher(Generic[Job]):
         self._under_way = None
         ended = zip(together, running.errors, strict=True)
         return [(job, error) for job, error in ended if job in self._running]
-
-    def _may_join(self, ready: Sequence[Job]) -> bool:
-        """True if all jobs that are ready are at the join layer, with capacity left for one more as large as the
-        largest; and if none is ready, unless they have many rows."""
-        if _rows_of(self._running) >= ROWS_OPEN:
-            return False
-        if not ready:
-            return True
-        if any(job.layer != self._join_layer for job in ready):
-            return False
-        return _rows_of(ready) + max(job.active_rows for job in ready) <= self._capacity
 
 
 def _rows_of(jobs: Sequence[BatchJob]) -> int:
@@ -216,30 +198,20 @@ def run_alone(steps: LayerSteps) -> None:
 def run_together(
     passes: Sequence[LayerSteps], join: Join, tile_rows: int, *, isolate: bool = True
 ) -> list[Exception | None]:
-    """Runs several prompts through the same layer.
-
-    Args:
-        passes: one per prompt; the prompts share the model, not the KV cache.
-        join: the engine's function that combines rows of several prompts.
-        tile_rows: maximum number of rows per call of the layer; a prompt with more rows yields them in several tiles.
-        isolate: see `PrefillBatcher`.
-
-    Returns:
-        The error of each pass, None if it finished the layer.
-    """
-    together = _TogetherPass(passes, join, tile_rows, isolate=isolate)
+    """Runs several prompts, which share the model and not the KV cache, through a layer; returns the error of each."""
+    together = _TogetherPass(passes, join, tile_rows, isolate)
     together.advance()
     return together.errors
 
 
 class _TogetherPass:
-    """Several prompts on their way through a layer; see `run_together`. No row has been computed yet.
+    """Several prompts on their way through a layer; for the arguments see `PrefillBatcher`. No row is computed yet.
 
     Attributes:
         errors: of each pass, None if it has not failed.
     """
 
-    def __init__(self, passes: Sequence[LayerSteps], join: Join, tile_rows: int, *, isolate: bool) -> None:
+    def __init__(self, passes: Sequence[LayerSteps], join: Join, tile_rows: int, isolate: bool) -> None:
         self._passes, self._join, self._tile_rows, self._isolate = passes, join, tile_rows, isolate
         self.errors: list[Exception | None] = [None] * len(passes)
         self._waiting: dict[int, LayerRows] | None = None  # None: no pass has begun

@@ -13,8 +13,8 @@ in one process. `core.fuse.batching` runs them side by side.
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -44,8 +44,8 @@ class PrefillResult:
         logits: [vocab] of the last position; [n, vocab] of the last n, if more than one was asked for; empty where the
             engine computes them itself.
         kv: the request's KV cache, one entry a layer; empty where it was handed out layer by layer.
-        plan: the plan that was carried out in the end.
-        report: what was reused and what it cost; times of decoding are still zero.
+        plan: that was carried out in the end.
+        report: times of decoding are still zero.
         read_s: seconds of reading, by tier, in passes that were given up too.
         states: what recurrent layers keep of the prompt, see `Recurrence.kept`; None without such layers.
         slow: stored blocks that the loading controller left out, since computing them was expected to be faster.
@@ -58,34 +58,6 @@ class PrefillResult:
     read_s: dict[str, float]
     states: Any = None
     slow: frozenset[BlockName] = frozenset()
-
-
-@dataclass
-class Work:
-    """What a prompt took, passes that were given up included.
-
-    Attributes:
-        row_layers: rows times layers, without the question's passes.
-        question_row_layers: those of the question's pass and its hops.
-        projected_rows: rows that went through a layer's norm and projections only.
-        busy_s: seconds of the passes, without what passes between two steps of the caller.
-        load_s, wait_s, read_s: see `LayerLoader`.
-    """
-
-    row_layers: int = 0
-    question_row_layers: int = 0
-    projected_rows: int = 0
-    busy_s: float = 0.0
-    load_s: float = 0.0
-    wait_s: float = 0.0
-    read_s: dict[str, float] = field(default_factory=dict)
-
-    def add_loads(self, loader: LayerLoader) -> None:
-        """Adds the times of a pass's loader, which loads no more."""
-        self.load_s += loader.load_s
-        self.wait_s += loader.wait_s
-        for tier, seconds in loader.read_s.items():
-            self.read_s[tier] = self.read_s.get(tier, 0.0) + seconds
 
 
 class Recurrence:
@@ -134,18 +106,8 @@ RowAttention = Callable[[int, torch.Tensor, LayerCache, torch.Tensor, AttentionS
 """(layer, query [heads, n, head_dim], the layer's KV with these rows' fresh KV in place, their positions [n] int64,
 spec) to [n, heads, head_dim]: each row attends up to its own position."""
 
-OnLayer = Callable[[int, LayerCache], None]
-"""Takes a layer's whole KV cache as soon as it is final."""
-
 OnResult = Callable[[PrefillResult, bool], None]
 """Is given the result, and whether nothing else was computed meanwhile, so that its times tell of this prompt alone."""
-
-
-def attend_where_it_lies(
-    layer: int, query: torch.Tensor, kv: LayerCache, positions: torch.Tensor, spec: AttentionSpec
-) -> torch.Tensor:
-    """Attention over the layer's buffers, or in the engine's cache; see `attend_rows`."""
-    return kv.attend(query, positions, spec)
 
 
 @dataclass(frozen=True)
@@ -156,22 +118,20 @@ class PrefillOptions:
         tile_rows: rows that go through a layer at once; bounds the memory of a long prompt.
         sentence_end_ids: [n] ids of the tokens that end a sentence; None: unknown.
         over_ranks: see `OverRanks`; None on a single rank.
-        on_layer: receives every layer's KV, which is then released; None: all of it is kept for the result.
+        on_layer: receives every layer's KV once it is final, which is then released; None: it is kept for the result.
         stays: layers lie in the engine's own cache, so that what the question's pass loaded need not be read again.
-        attention: of scattered rows, where the engine has a faster one.
+        attention: of scattered rows, where the engine has a faster one than that of `LayerCache`.
         last_rows: rows at the prompt's end whose logits the result has, none of them a candidate.
         synchronize: waits for the device, so that a clock read afterwards is right.
-        on_result: see `OnResult`.
-        recurrence: what recurrent layers ask for.
         budget: what the request may wait for the store, which its loaders have, too; for the report.
     """
 
     tile_rows: int = 1024
     sentence_end_ids: npt.NDArray[np.int64] | None = None
     over_ranks: OverRanks | None = None
-    on_layer: OnLayer | None = None
+    on_layer: Callable[[int, LayerCache], None] | None = None
     stays: bool = False
-    attention: RowAttention = attend_where_it_lies
+    attention: RowAttention = lambda layer, query, kv, positions, spec: kv.attend(query, positions, spec)
     last_rows: int = 1
     synchronize: Callable[[], None] = lambda: None
     on_result: OnResult | None = None
@@ -187,11 +147,8 @@ class BlendedPrefill:
     selection again, everything is recomputed. Blocks that were too slow are left out, not missed: the store has them.
 
     Args:
-        plan: of the prompt.
         open_runner: an engine's layers for the plan's rows from `plan.prefix_length` on; called once a pass.
         open_loader: a loader of the plan, given the first layer whose loaded rows are needed; called once a pass.
-        selector: which loaded rows are recomputed.
-        options: how they are computed.
         started: when the request came, by `time.perf_counter`; None: now.
         named: the selector as settings name it, for the report; None: `selector`.
 
@@ -216,7 +173,7 @@ class BlendedPrefill:
         self._open_runner, self._open_loader, self._selector = open_runner, open_loader, selector
         self._named = (named or selector).name, (named or selector).share
         self._options = options or PrefillOptions()
-        self._work, self._fallbacks = Work(), list[str]()
+        self._report, self._read_s = BlendReport(), dict[str, float]()  # of passes that were given up, too
         self._restarts = 0  # after rows had been dropped
         self._is_alone = True
         self._started = time.perf_counter() if started is None else started
@@ -282,7 +239,7 @@ class BlendedPrefill:
         began = time.perf_counter()
         try:
             if self._question is not None:  # a layer of its pass, or of a hop's
-                self._work.question_row_layers += len(self._question.asking)
+                self._report.question_row_layers += len(self._question.asking)
                 if self._question.advance():
                     self._question = None
             else:
@@ -290,15 +247,15 @@ class BlendedPrefill:
         except BlockLostError as error:
             is_late = isinstance(error, LoadTimeoutError)
             if not is_late:
-                self._fallbacks.append(str(error))
+                self._report.fallbacks.append(str(error))
                 count_failure(LOST_BLOCK)
             self._restarts += self._rows.has_dropped
-            self._work.add_loads(self._loader)
+            self._add_loads()
             self.close()
             names = {span.name for span in self._plan.spans} if self._restarts > 1 else error.names
             self._start(self._plan.leaving_out(frozenset(names)) if is_late else self._plan.without(names))
         finally:
-            self._work.busy_s += time.perf_counter() - began
+            self._report.compute_s += time.perf_counter() - began
 
     def mark_shared(self) -> None:
         """Something else is computed before this is done: its times then say little about this prompt."""
@@ -311,13 +268,14 @@ class BlendedPrefill:
         began = time.perf_counter()
         logits = self._runner.logits(self._rows.hidden[-self._options.last_rows :])
         self._options.synchronize()
-        self._work.busy_s += (ended := time.perf_counter()) - began
-        self._work.add_loads(self._loader)
-        plan, work, recurrence = self._plan, self._work, self._options.recurrence
+        ended = time.perf_counter()
+        self._add_loads()
+        plan, recurrence, so_far = self._plan, self._options.recurrence, self._report
         tokens = plan.tokens_by_source()
         left_out = sum(len(span) for span in plan.spans if span.source is Source.MISS and span.name in plan.left_out)
         selector, ratio = self._named if self._rows.total else ("", None)
-        report = BlendReport(
+        report = replace(
+            so_far,
             prompt_tokens=len(plan),
             hit_tokens=plan.hit_tokens(),
             missed_tokens=tokens["miss"] - left_out,
@@ -326,29 +284,32 @@ class BlendedPrefill:
             recomputed_tokens=self._rows.recomputed,
             selector=selector,
             recompute_ratio=ratio,
-            row_layers=work.row_layers + work.question_row_layers,
-            question_row_layers=work.question_row_layers,
-            projected_rows=work.projected_rows,
+            row_layers=so_far.row_layers + so_far.question_row_layers,
             plan_s=self._planned - self._started,
-            load_s=work.load_s,
-            wait_s=work.wait_s,
-            compute_s=work.busy_s - work.wait_s,
+            compute_s=so_far.compute_s + ended - began - so_far.wait_s,
             ttft_s=ended - self._started,
-            fallbacks=[*self._fallbacks, *recurrence.lost],
+            fallbacks=[*so_far.fallbacks, *recurrence.lost],
             load_timeouts=list(self._options.budget.timeouts),
             saveable_share=recurrence.saveable_share,
             changed_contents=plan.prompt.changed_contents,
         )
-        result = PrefillResult(logits, self._kv, plan, report, work.read_s, recurrence.kept(self._runner))
+        result = PrefillResult(logits, self._kv, plan, report, self._read_s, recurrence.kept(self._runner))
         if self._options.on_result is not None:
             self._options.on_result(result, self._is_alone)
         return result
+
+    def _add_loads(self) -> None:
+        """Adds the times of a pass's loader, which loads no more."""
+        self._report.load_s += self._loader.load_s
+        self._report.wait_s += self._loader.wait_s
+        for tier, seconds in self._loader.read_s.items():
+            self._read_s[tier] = self._read_s.get(tier, 0.0) + seconds
 
     def close(self) -> None:
         """Stops loading and releases buffers. Idempotent."""
         self._loader.close()
 
-    def __enter__(self) -> "BlendedPrefill":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -362,7 +323,14 @@ class BlendedPrefill:
             rows.keep(self._selector.select(rows.candidates()))
         kv = self._loader.layer(layer)
         if layer in self._selector.check_layers and rows.has_candidates:
-            self._check(layer, kv)
+            # Measured of all active rows: which of them are candidates is known on the device only.
+            measure, parts = self._selector.measure, []
+            for tile in rows.tiles(self._options.tile_rows):
+                parts.append(kv.deviation(self._project(layer, tile), measure, rows.positions(tile)))
+            deviation = torch.cat(parts)
+            if self._options.over_ranks is not None:
+                deviation = self._options.over_ranks(deviation, "sum")
+            rows.keep(self._selector.select(rows.candidates(layer, deviation)))
         if layer == self._last_to_mix and layer >= self._first_to_drop:
             for tile in rows.tiles(self._options.tile_rows):  # of the others only keys and values are needed
                 kv.write(rows.positions(tile), *self._project(layer, tile))
@@ -372,27 +340,13 @@ class BlendedPrefill:
         for tile in rows.tiles(self._options.tile_rows):
             attend = self._fuse_and_attend(layer, kv, rows.positions(tile))
             rows.put(tile, (yield LayerRows(self._runner, layer, rows.hidden[tile], rows.index_of(tile), attend)))
-        self._work.row_layers += len(rows)
+        self._report.row_layers += len(rows)
         self.layer += 1
         self._hand_out(layer, kv)
 
-    def _check(self, layer: int, kv: LayerCache) -> None:
-        """Measures the deviation of every candidate and drops those that are not selected.
-
-        It is measured of all active rows: which of them are candidates is known on the device only.
-        """
-        parts = []
-        for tile in self._rows.tiles(self._options.tile_rows):
-            fresh, at = self._project(layer, tile), self._rows.positions(tile)
-            parts.append(kv.deviation(fresh, self._selector.measure, at))
-        deviation = torch.cat(parts)
-        if self._options.over_ranks is not None:
-            deviation = self._options.over_ranks(deviation, "sum")
-        self._rows.keep(self._selector.select(self._rows.candidates(layer, deviation)))
-
     def _project(self, layer: int, tile: slice) -> tuple[torch.Tensor, torch.Tensor]:
         index = self._rows.index_of(tile)
-        self._work.projected_rows += len(index)
+        self._report.projected_rows += len(index)
         return self._runner.project(layer, self._rows.hidden[tile], index)
 
     def _fuse_and_attend(self, layer: int, kv: LayerCache, positions: torch.Tensor) -> Attend:

@@ -19,14 +19,14 @@ wants that (`hop_rows`). Knows passes, cues and what a selector declares, not wh
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from cacheblend.core.fuse.rows import ActiveRows, Cues
+from cacheblend.core.fuse.rows import ActiveRows
 from cacheblend.core.fuse.runner import Attend, LayerRunner
 from cacheblend.core.kernels.attention import attention_weights
 from cacheblend.core.kernels.attention_spec import AttentionSpec
@@ -48,29 +48,17 @@ _NONE = np.empty(0, dtype=np.int64)
 _MAX_WEIGHTS = 1 << 24  # attention weights at a time, 64 MB in fp32: KV heads are processed in groups
 
 
-@dataclass(frozen=True)
-class AskingRows:
-    """Rows of the question, or of a span, that ask together.
-
-    Attributes:
-        rows: [n] int64 positions, ascending, at least one; the first of several is generic, see `QuestionPass`.
-        own: [m] int64 positions to which their attention does not count.
-    """
+class AskingRows(NamedTuple):
+    """Positions of the question, or of a span, that ask together, [n] int64 ascending, the first of several generic
+    (`QuestionPass.attention`); and those to which their attention does not count, [m]."""
 
     rows: npt.NDArray[np.int64]
     own: npt.NDArray[np.int64]
 
 
 class QuestionPass:
-    """A pass of rows that ask: the question's, or several spans'.
-
-    Args:
-        plan: the prompt's plan.
-        runner: layer runner for the rows from `plan.prefix_length` on.
-        loader: loader of the same plan, with the LOADED rows of all layers; its buffers are not changed.
-        groups: the rows that ask; groups may overlap.
-        hidden: input of layer 0, [rows of the runner, width]; not changed.
-        keep: keep the loaded layers in the loader for the following prefill; otherwise it reads them again.
+    """A pass of rows that ask: the question's, or several spans', which may overlap. Changes neither the loader's
+    buffers nor `hidden`, the input of layer 0 for all rows of the runner; for the others see `Asking`.
 
     Attributes:
         asking: [n] int64, positions of all rows that ask, ascending.
@@ -84,8 +72,7 @@ class QuestionPass:
         loader: LayerLoader,
         groups: Sequence[AskingRows],
         hidden: torch.Tensor,
-        *,
-        keep: bool = True,
+        keep: bool,
     ) -> None:
         self._runner, self._loader, self._first, self._keep = runner, loader, plan.prefix_length, keep
         device = hidden.device
@@ -169,15 +156,12 @@ class Asking:
     """All passes that ask for one prompt, computed layer by layer.
 
     Args:
-        plan: the prompt's plan.
         selector: how many rows ask, and how many hops there are.
         runner: layer runner for the rows from `plan.prefix_length` on.
         loader: loader of the same plan, with the LOADED rows of all layers.
-        rows: all rows of the runner, of which none is dropped before all has been asked; given what was found as their
-            `cues`.
-        keep: see `QuestionPass`.
-        sentence_end_ids: [n] ids of the tokens that end a sentence; None: unknown.
-        over_ranks: see `OverRanks`; None on a single rank.
+        rows: all rows of the runner, of which none is dropped before all has been asked; told what was found (`known`).
+        keep: keep the loaded layers in the loader for the following prefill; otherwise it reads them again.
+        sentence_end_ids, over_ranks: see `PrefillOptions`.
     """
 
     def __init__(
@@ -212,35 +196,39 @@ class Asking:
         return self._pass.layer
 
     def advance(self) -> bool:
-        """Computes one layer; True when nothing is left to ask, and all cues are known."""
+        """Computes one layer; True when nothing is left to ask, and all is known."""
         if not self._pass.advance():
             return False
-        attention, rows, cues = self._pass.attention, self._rows, self._rows.cues
+        attention, rows = self._pass.attention, self._rows
         if self._over_ranks is not None:
             attention = self._over_ranks(attention, "max")
-        if cues.attention is None:
+        if rows.known.attention is None:
             prompt, ends = self._plan.prompt, self._ends
             words = rows.of_runner(shared_words(prompt.token_ids, self._question))
             sentences = None if ends is None else rows.of_runner(sentence_indices(prompt, ends))
-            rows.cues = Cues(attention, words, sentences=sentences)
+            rows.known = replace(rows.known, attention=attention, words=words, sentences=sentences)
         else:
-            cues.hops = _most(cues.hops, attention)
+            rows.known = replace(rows.known, hops=_most(rows.known.hops, attention))
         return not self._next_hop()
 
     def _open(self, groups: Sequence[AskingRows]) -> QuestionPass:
-        of_prompt = self._plan, self._runner, self._loader
-        return QuestionPass(*of_prompt, groups, self._rows.hidden, keep=self._keep)
+        return QuestionPass(self._plan, self._runner, self._loader, groups, self._rows.hidden, self._keep)
 
     def _next_hop(self) -> bool:
         """Asks the best spans that were not asked yet, by their words at once; whether a pass of their rows is next."""
+        rows = self._rows
         while self._hops:
             self._hops -= 1
             most = self._selector.hop_spans
-            found = self._selector.found_spans(self._rows.candidates(), len(self._asked) + most)
+            found = self._selector.found_spans(rows.candidates(), len(self._asked) + most)
             spans = [span for span in found if span.first not in self._asked][:most]
             self._asked |= {span.first for span in spans}
             for span in spans:
-                self._ask_words(span)
+                inside = self._plan.candidate_rows[span.first : span.stop]
+                words = repeated_words(self._plan.prompt.token_ids, inside, int(self._question[0]))
+                # They count as much as the span was attended to: what nobody asks for is not worth following.
+                weights = rows.of_runner(words * np.float32(min(1.0, span.attention)))
+                rows.known = replace(rows.known, hop_words=_most(rows.known.hop_words, weights))
             if not self._hop_rows:
                 continue
             groups = [group for group in map(self._rows_of, spans) if len(group.rows) > 1]  # one has no generic row
@@ -248,13 +236,6 @@ class Asking:
                 self._pass = self._open(groups)
                 return True
         return False
-
-    def _ask_words(self, span: FoundSpan) -> None:
-        """The weights count as much as the span was attended to: what nobody asks for is not worth following."""
-        rows = self._plan.candidate_rows[span.first : span.stop]
-        weights = repeated_words(self._plan.prompt.token_ids, rows, int(self._question[0]))
-        found = self._rows.of_runner(weights * np.float32(min(1.0, span.attention)))
-        self._rows.cues.hop_words = _most(self._rows.cues.hop_words, found)
 
     def _rows_of(self, span: FoundSpan) -> AskingRows:
         """The span's rows and those behind it in its segment; of more than may ask, the first and the last ones.

@@ -11,7 +11,7 @@ Knows plans and tensors; does not know why a row is kept or dropped (`core.selec
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,33 +23,17 @@ from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.select.selectors import Candidates
 
 
-@dataclass
-class Cues:
-    """What is known of all rows of the runner, [rows] each, on its device; None: not asked for, or unknown.
-
-    Attributes:
-        attention, words, hops, hop_words, sentences: see `Candidates`.
-    """
-
-    attention: torch.Tensor | None = None
-    words: torch.Tensor | None = None
-    hops: torch.Tensor | None = None
-    hop_words: torch.Tensor | None = None
-    sentences: torch.Tensor | None = None
-
-
 class ActiveRows:
     """The active rows, ascending by position, with their hidden state.
 
     Args:
-        plan: of the prompt.
         hidden: the first layer's input of all rows of the runner, [rows, width].
         cuts: positions that no tile of all rows spans, ascending.
 
     Attributes:
         hidden: [n, width] of the active rows.
         index: [n] int64, which of the runner's rows they are.
-        cues: of all rows of the runner.
+        known: what is known of all rows of the runner, as if each were a candidate.
         recomputed: candidates that were kept by the last selection; before any, all of them.
         has_dropped: a row was dropped: nothing is left from which it could be computed.
     """
@@ -59,12 +43,12 @@ class ActiveRows:
         self._cuts = [cut - plan.prefix_length for cut in cuts]
         self.index = torch.arange(len(hidden), device=hidden.device)
         self._of_tiles: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # of the rows that are active now
-        self.cues = Cues()
         rows = slice(plan.prefix_length, None)
         known = [plan.candidate_rows - plan.prefix_length, plan.chunk_offsets[rows], plan.segment_indices[rows]]
         # the candidates' places among the active rows, ascending
-        self._candidates, self._chunk_offsets, self._segments = upload_together(known, hidden.device)
+        self._candidates, offsets, segments = upload_together(known, hidden.device)
         self.total = self.recomputed = len(self._candidates)
+        self.known = Candidates(self.index + plan.prefix_length, offsets, self.total, segments=segments)
         self.has_dropped = False
 
     def __len__(self) -> int:
@@ -104,22 +88,11 @@ class ActiveRows:
         return len(self._candidates) > 0
 
     def candidates(self, layer: int | None = None, deviation: torch.Tensor | None = None) -> Candidates:
-        """What a selector chooses from, at a check layer or before the first one.
-
-        Args:
-            layer: the check layer; None before layer 0.
-            deviation: [n] of all active rows at that layer.
-        """
-        rows, cues = self.index[self._candidates], self.cues
-        return Candidates(
-            positions=rows + self._plan.prefix_length,
-            chunk_offsets=self._chunk_offsets[rows],
-            total=self.total,
-            layer=layer,
-            deviation=None if deviation is None else deviation[self._candidates],
-            segments=self._segments[rows],
-            **{name: None if cue is None else cue[rows] for name, cue in vars(cues).items()},
-        )
+        """What a selector chooses from, before layer 0, or at a check layer with deviations [n] of all active rows."""
+        rows, known = self.index[self._candidates], vars(self.known).items()
+        picked: dict[str, Any] = {name: each[rows] for name, each in known if isinstance(each, torch.Tensor)}
+        deviation = None if deviation is None else deviation[self._candidates]
+        return Candidates(**picked, total=self.total, layer=layer, deviation=deviation)
 
     def put(self, tile: slice, output: torch.Tensor) -> None:
         """Replaces the hidden state of a tile, [n, width]; no copy where the layer has worked in place."""
@@ -130,17 +103,25 @@ class ActiveRows:
             place.copy_(output)
 
     def keep(self, selected: torch.Tensor) -> None:
-        """Drops the candidates that are not selected; all other rows stay active.
-
-        Args:
-            selected: see `Selector.select`. On a host its order is checked; on a device that would be waited for.
+        """Drops the candidates that are not selected (see `Selector.select`); all other rows stay active.
 
         Raises:
-            InvalidInputError: it is no selection of these candidates.
+            InvalidInputError: it is no selection of these candidates. On a device their order is not checked: that
+                would be waited for.
         """
-        selected = self._checked(selected)
+        most = len(self._candidates)
+        if selected.dtype == torch.bool and selected.shape == (most,):
+            selected = selected.nonzero().flatten()
+        fits = selected.dtype == torch.int64 and selected.dim() == 1 and len(selected) <= most
+        if fits and _is_on_host(selected) and len(selected):
+            fits = bool((selected.diff() > 0).all()) and int(selected[0]) >= 0 and int(selected[-1]) < most
+        if not fits:
+            raise InvalidInputError(
+                f"a selector gave {selected.dtype} {list(selected.shape)} for {most} candidates; it gives their "
+                f"indices, int64, ascending, each once, or {most} booleans"
+            )
         self.recomputed = len(selected)
-        if len(selected) == len(self._candidates):
+        if len(selected) == most:
             return
         self.has_dropped = True
         count = len(self) - len(self._candidates) + len(selected)
@@ -152,22 +133,8 @@ class ActiveRows:
         self._candidates = places[self._candidates[selected]]
         self._leave(self.hidden[active[:count]], self.index[active[:count]])
 
-    def _checked(self, selected: torch.Tensor) -> torch.Tensor:
-        most = len(self._candidates)
-        if selected.dtype == torch.bool and selected.shape == (most,):
-            return selected.nonzero().flatten()
-        fits = selected.dtype == torch.int64 and selected.dim() == 1 and len(selected) <= most
-        if fits and _is_on_host(selected) and len(selected):
-            fits = bool((selected.diff() > 0).all()) and int(selected[0]) >= 0 and int(selected[-1]) < most
-        if not fits:
-            raise InvalidInputError(
-                f"a selector gave {selected.dtype} {list(selected.shape)} for {most} candidates; it gives their "
-                f"indices, int64, ascending, each once, or {most} booleans"
-            )
-        return selected
-
     def keep_last(self, count: int = 1) -> None:
-        """Leaves the last rows, none of them a candidate: in the last layer only their output is read."""
+        """Leaves the last rows, none of them a candidate."""
         self._leave(self.hidden[-count:].clone(), self.index[-count:])
         self._candidates = self._candidates[:0]
 

@@ -85,16 +85,8 @@ def gather_rows(pages: torch.Tensor, block_table: torch.Tensor, stop: int) -> to
 
 
 def attend_last(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """Attention of the last row of a sequence over all its keys, as in decoding.
-
-    Args:
-        query: [heads, head_dim].
-        keys, values: [kv_heads, length, head_dim]; the last are the row's own.
-        spec: of the layer.
-
-    Returns:
-        [heads, head_dim] in the query's dtype.
-    """
+    """Attention of the last row of a sequence, [heads, head_dim], over all its keys [kv_heads, length, head_dim], the
+    last its own, as in decoding: [heads, head_dim] in the query's dtype."""
     heads, head_dim = query.shape
     kv_heads, length, _ = keys.shape
     if spec.softcap is not None or spec.sinks is not None:
@@ -114,7 +106,7 @@ def _attend_sdpa(
     at: list[int],
     spec: AttentionSpec,
 ) -> torch.Tensor:
-    """PyTorch's own attention, without softcap and sinks; `at`: the positions, as a list."""
+    """PyTorch's own attention, without softcap and sinks."""
     heads, rows, head_dim = query.shape
     kv_heads, length, scale = keys.shape[0], at[-1] + 1, spec.scaling
     if rows == length and (spec.window is None or spec.window >= length):  # ascending: these are all positions
@@ -141,10 +133,7 @@ def _attend_sdpa(
 def _sdpa_side_by_side(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Each query head by itself; those of a KV head see the same keys and values, of which no copy is made.
-
-    query [heads, n, head_dim], keys and values [kv_heads, m, head_dim], mask [n, m], added to the logits.
-    """
+    """Each query head by itself; those of a KV head see the same keys and values, of which no copy is made."""
     kv_heads = keys.shape[0]
     q = query.reshape(kv_heads, -1, *query.shape[1:])
     k, v = (each[:, None].expand(-1, q.shape[1], -1, -1) for each in (keys, values))
@@ -170,15 +159,9 @@ def attention_weights(
 ) -> torch.Tensor:
     """The weight that each row gives to each key, on any device, for those who look at weights.
 
-    Args:
-        query: [heads, rows, head_dim] floating point.
-        keys: [kv_heads, n, head_dim]; head h of the query uses KV head h // (heads // kv_heads).
-        positions: [rows] int64; each row's own key must be among the keys, so that every row sees a key.
-        key_positions: [n] int64, ascending.
-        spec: of the layer, with `sinks` of these heads.
-
-    Returns:
-        [heads, rows, n] fp32, 0 where a row does not see the key. Rows sum to 1, or to less with sinks.
+    As `attend_rows`, but for the keys [kv_heads, n, head_dim] at `key_positions` [n] int64, ascending, among which each
+    row's own must be, and with `sinks` of these heads. Returns [heads, rows, n] fp32, 0 where a row does not see the
+    key. Rows sum to 1, or to less with sinks.
     """
     heads, rows, head_dim = query.shape
     folded = query.float().reshape(keys.shape[0], -1, head_dim)
@@ -206,7 +189,7 @@ def attend_tiles(
     at: list[int],
     spec: AttentionSpec,
 ) -> torch.Tensor:
-    """The tiled route, see `_GroupSoftmax`; `at`: the positions, as a list."""
+    """The tiled route, see `_GroupSoftmax`."""
     heads, rows, head_dim = query.shape
     out = query.new_empty(rows, heads, head_dim)
     if query.dtype == torch.float16:  # sums of values may overflow fp16, and CPUs compute fp32 faster
@@ -232,10 +215,9 @@ class _KeyTiles:
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, at: list[int], rows: int, window: int | None) -> None:
-        """`rows`: rows of a group, over all heads."""
         self.kv_heads, _, head_dim = keys.shape
         self.length, self.window = at[-1] + 1, window
-        fitting = 1 << max(0, (_TILE_SCORES // rows).bit_length() - 1)  # a power of two: few kernel shapes
+        fitting = 1 << max(0, (_TILE_SCORES // rows).bit_length() - 1)  # of a group's rows over all heads; few shapes
         self.width = min(max(fitting, _MIN_TILE_KEYS), _MAX_TILE_KEYS)
         self._tiles: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for begin in range(first_key(at[0], window) // self.width * self.width, self.length, self.width):
@@ -278,12 +260,7 @@ class _GroupSoftmax:
     """
 
     def __init__(
-        self,
-        query: torch.Tensor,
-        positions: torch.Tensor,
-        at: list[int],
-        tiles: _KeyTiles,
-        spec: AttentionSpec,
+        self, query: torch.Tensor, positions: torch.Tensor, at: list[int], tiles: _KeyTiles, spec: AttentionSpec
     ) -> None:
         self.heads, self.rows, self.head_dim = query.shape
         self.positions, self.at, self.tiles, self.spec = positions[:, None], at, tiles, spec

@@ -33,10 +33,8 @@ class HeadShape:
 
     Attributes:
         heads: of the query; a multiple of `kv_heads`.
-        kv_heads: of keys and values.
         head_dim: numbers of a head, as attention sees it.
-        window: see `AttentionSpec`.
-        is_latent: see `AttentionSpec`; what is placed is half as wide.
+        window, is_latent: see `AttentionSpec`; of a latent, what is placed is half as wide.
     """
 
     heads: int
@@ -46,8 +44,7 @@ class HeadShape:
     is_latent: bool = False
 
     @property
-    def placed_dim(self) -> int:
-        """Numbers of a key, and of a value, as they are stored and placed."""
+    def placed_dim(self) -> int:  # of a key, and of a value, as they are stored and placed
         return self.head_dim // 2 if self.is_latent else self.head_dim
 
 

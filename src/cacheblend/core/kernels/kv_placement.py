@@ -25,11 +25,8 @@ class Piece:
     """Rows of a record that stand next to each other in the prompt.
 
     Attributes:
-        record: index into the layer's records.
-        tokens: of that record.
-        first: the first of the rows in the record.
-        start: the first of the rows in the prompt.
-        rows: how many.
+        record, tokens: index into the layer's records, and tokens of that one.
+        first, start, rows: the first of the rows in the record, and in the prompt, and how many.
         offset: new position minus stored position; 0: its keys are not moved.
     """
 
@@ -42,7 +39,6 @@ class Piece:
 
     @property
     def stop(self) -> int:
-        """The position after its last row."""
         return self.start + self.rows
 
 
@@ -65,17 +61,28 @@ class Placement:
                 raise InvalidInputError(f"there are no such rows of a record of {piece.tokens} tokens: {piece}")
         self.pieces, self.codec = tuple(pieces), codec
         self.stop = max((piece.stop for piece in pieces), default=0)
-        self._runs = _moved_runs(self.pieces)
-        self._turns: dict[tuple[KeyRotation, torch.device], list[Turn]] = {}
+        # runs of neighbouring rows whose keys are moved, and the offsets of their pieces; long runs take fewer calls
+        self._runs = list[tuple[int, list[torch.Tensor]]]()
+        stop = -1
+        for piece in sorted((each for each in pieces if each.offset), key=lambda each: each.start):
+            offsets = torch.full((piece.rows,), piece.offset, dtype=torch.int64)
+            if stop == piece.start and piece.stop - self._runs[-1][0] <= ROWS_AT_ONCE:
+                self._runs[-1][1].append(offsets)
+            else:
+                self._runs.append((piece.start, [offsets]))
+            stop = piece.stop
+        self._moves: dict[tuple[KeyRotation, torch.device], list[tuple[int, int, Turn]]] = {}
         self._tables: dict[tuple[KeyRotation | int, torch.device], torch.Tensor] = {}
         self._offsets = sorted({piece.offset for piece in self.pieces})
 
     def moves(self, rotation: KeyRotation, device: torch.device) -> list[tuple[int, int, Turn]]:
         """(start, stop, turn) of runs of neighbouring rows whose keys are moved."""
-        if (rotation, device) not in self._turns:
-            self._turns[rotation, device] = [turn_by(rotation, offsets, device) for _, offsets in self._runs]
-        turns = zip(self._runs, self._turns[rotation, device], strict=True)
-        return [(start, start + len(offsets), turn) for (start, offsets), turn in turns]
+        if (rotation, device) not in self._moves:
+            self._moves[rotation, device] = [
+                (start, start + sum(map(len, offsets)), turn_by(rotation, torch.cat(offsets), device))
+                for start, offsets in self._runs
+            ]
+        return self._moves[rotation, device]
 
     def turns(self, rotation: KeyRotation, device: torch.device) -> torch.Tensor:
         """[2, offsets, rotary_dim / 2] fp32: cosines and sines of each offset of a piece, ascending."""
@@ -191,18 +198,3 @@ def _place_in_pages(
         at = block_table[rows // page].to(torch.int64), rows % page
         placed = [each[:, piece.start : piece.stop].transpose(0, 1) for each in dense]
         keys[at], values[at] = placed if float8 is None else map(as_bytes, float8.encode(placed))
-
-
-def _moved_runs(pieces: Sequence[Piece]) -> list[tuple[int, torch.Tensor]]:
-    """Runs of neighbouring rows whose keys are moved: (first position, [rows] offsets). Long runs take fewer calls."""
-    runs: list[tuple[int, list[torch.Tensor], int]] = []
-    for piece in sorted(pieces, key=lambda each: each.start):
-        if not piece.offset:
-            continue
-        offsets = torch.full((piece.rows,), piece.offset, dtype=torch.int64)
-        if runs and runs[-1][0] + runs[-1][2] == piece.start and runs[-1][2] + piece.rows <= ROWS_AT_ONCE:
-            start, parts, rows = runs[-1]
-            runs[-1] = (start, [*parts, offsets], rows + piece.rows)
-        else:
-            runs.append((piece.start, [offsets], piece.rows))
-    return [(start, torch.cat(parts)) for start, parts, _ in runs]

@@ -43,10 +43,8 @@ def place(
     tiles = placement.tiles(_TILE_ROWS, device)
     if not len(tiles):
         return
-    held = [each.contiguous() for each in records]
-    held = [
-        each if each.data_ptr() % _ALIGNED.value == 0 else each.clone() for each in held
-    ]  # heads of a longer record
+    held = [each.contiguous() for each in records]  # heads of a longer record may not lie so
+    held = [each if each.data_ptr() % _ALIGNED.value == 0 else each.clone() for each in held]
     addresses = upload(np.array([record.data_ptr() for record in held], dtype=np.int64), device)
     turns = None if rotation is None else placement.turns(rotation, device)
     pairs, is_half = (0, False) if rotation is None else (len(rotation.inv_freq), rotation.pairing == "half")

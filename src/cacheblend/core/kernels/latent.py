@@ -52,18 +52,12 @@ def attend_absorbed(
     attend: Attend,
     spec: AttentionSpec,
 ) -> torch.Tensor:
-    """A layer's attention in the absorbed form.
+    """A layer's attention in the absorbed form, [n, heads, value_dim].
 
     Args:
         query: [heads, n, key_dim + rotary_dim], the rotated part last.
-        rotated: what the layer keeps of the same rows, [1, n, rotary_dim].
-        latent: [1, n, rank].
-        up: of the layer.
+        rotated, latent: what the layer keeps of the same rows, [1, n, rotary_dim] and [1, n, rank].
         attend: over the kept vectors.
-        spec: of the layer.
-
-    Returns:
-        [n, heads, value_dim].
     """
     rotary_dim = rotated.shape[-1]
     key_dim = query.shape[-1] - rotary_dim
@@ -75,15 +69,8 @@ def attend_absorbed(
 
 
 def halves(rotated: torch.Tensor, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of what a layer keeps.
-
-    Args:
-        rotated: the key part with a position, [1, n, rotary_dim]; rotary_dim may be 0.
-        latent: [1, n, rank]; rotary_dim + rank is even.
-
-    Returns:
-        Two tensors [1, n, (rotary_dim + rank) / 2], views of one.
-    """
+    """Keys and values, [1, n, (rotary_dim + rank) / 2] and views of one, of what a layer keeps: the key part with a
+    position [1, n, rotary_dim], where rotary_dim may be 0, and the latent [1, n, rank]; their sum is even."""
     keys, values = torch.cat([rotated, latent], dim=-1).chunk(2, dim=-1)
     return keys, values
 

@@ -1,8 +1,7 @@
 """The operations, each served by whatever is fastest and right on its tensors' device.
 
 Plain PyTorch serves everywhere. A kernel is used where it serves the device, loads, and agrees with plain PyTorch on a
-small input (`comparison`); else a warning says why not. So a driver or compiler that misbehaves costs speed, never an
-answer.
+small input; else a warning says why not. So a driver or compiler that misbehaves costs speed, never an answer.
 """
 
 import importlib
@@ -10,32 +9,32 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from itertools import product
+from typing import Any, Generic, TypeVar, get_args
 
 import torch
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.kernels import attention, deviation, kv_placement
 from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape, check_shapes
-from cacheblend.core.kernels.comparison import (
-    TOLERANCE,
-    attention_differs,
-    deviation_differs,
-    float8_attention_differs,
-    float8_placing_differs,
-    placing_differs,
-)
 from cacheblend.core.kernels.deviation import Measure
 from cacheblend.core.kernels.float8 import FLOAT8, Float8
-from cacheblend.core.kernels.kv_placement import Placement, check_records
+from cacheblend.core.kernels.kv_placement import Piece, Placement, check_records
 from cacheblend.core.kernels.latent import attended
-from cacheblend.core.kernels.rope import KeyRotation
+from cacheblend.core.kernels.rope import KeyRotation, Pairing
+from cacheblend.core.plan.codec import CODECS
 
 logger = logging.getLogger("cacheblend.kernels")
 PLAIN, KERNEL = "PyTorch", "Triton"
 """Names of what serves everywhere, and of what is faster."""
 
 _MAX_HEAD_DIM = 256  # of kernels: wider tiles do not fit
+_PAGE = 16  # tokens of a block in checks
+_CHECKED_KEYS = 1024  # of a window in checks; a wider one is compiled, and hides nothing
+_CHECKED = (HeadShape(8, 2, 64), HeadShape(8, 2, 128, 40))
+_SUM_TOLERANCE = 1e-4  # of fp32 sums in another order
+TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of numbers around 1: a few steps of the type
+_STEPS = {torch.float8_e4m3fn: 0.13, torch.float8_e5m2: 0.26}  # by the number: one, where it lies between two
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -61,8 +60,6 @@ class Operation(Generic[F]):
     """One operation, in plain PyTorch and as a kernel; safe to use from several threads.
 
     Args:
-        name: for people.
-        plain: in PyTorch.
         kernel: imports and returns the kernel; raises `ImportError` where what it is written in is not installed.
         differs: (kernel, plain, device, dtype) to what differs between them on a small input; "" if they agree.
         serves: whether the kernel is made for a device and dtype.
@@ -95,11 +92,8 @@ class Operation(Generic[F]):
         return served
 
     def confirm(self, device: torch.device, dtype: torch.dtype, differs: Callable[[F, F], str]) -> Served[F]:
-        """What serves, checked once more in a caller's own case: a kernel that differs there serves nobody from now on.
-
-        Args:
-            differs: (kernel, plain) to what differs between them; "" if they agree.
-        """
+        """What serves, checked once more in a caller's own case, (kernel, plain) to what differs between them: a kernel
+        that differs there serves nobody from now on."""
         served = self.on(device, dtype)
         if served.is_kernel:
             served = self._checked(lambda: served.call, lambda kernel, plain, *_: differs(kernel, plain), device, dtype)
@@ -126,6 +120,123 @@ class Operation(Generic[F]):
         return Served(self._plain, PLAIN, f"{KERNEL}: {reason}" if reason else "")
 
 
+# ---- a kernel beside its slow counterpart, on small inputs: what differs, "" if they agree ---------------------
+
+
+def attention_differs(
+    kernel: Callable[..., Any],
+    plain: Callable[..., Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    shapes: Sequence[HeadShape] = _CHECKED,
+    kind: torch.dtype | None = None,
+) -> str:
+    """Scattered rows with windows, caps and sinks, over dense buffers and over pages, keys and values of a `kind` of
+    `FLOAT8` or of the query's; in fp32 on the host's generator, so that it is the same everywhere."""
+    draw = torch.Generator().manual_seed(0)
+    for number, shape in enumerate(shapes):
+        length = 300 + min(shape.window or 0, _CHECKED_KEYS)
+        sizes = [(shape.heads, 37), (shape.kv_heads, length), (shape.kv_heads, length)]
+        query, keys, values = (torch.randn(*size, shape.head_dim, generator=draw).to(device, dtype) for size in sizes)
+        positions = torch.randperm(length, generator=draw)[:37].sort().values.to(device)
+        sinks = torch.randn(shape.heads, generator=draw).to(device) if number % 2 else None
+        spec = AttentionSpec(shape.head_dim**-0.5, shape.window, 20.0 if number % 2 else None, sinks)
+        if kind is not None:
+            keys, values = keys.to(kind).to(dtype), values.to(kind).to(dtype)
+        expected = plain(query, keys, values, positions, spec).float()
+        table = torch.arange(-(-length // _PAGE)).flip(0).to(device)
+        pages = [_in_pages(each).to(kind or dtype) for each in (keys, values)]
+        found = {
+            "": kernel(query, keys.to(kind or dtype), values.to(kind or dtype), positions, spec),
+            ", in pages": kernel(query, pages[0], pages[1], positions, spec, table),
+        }
+        for form, each in found.items():
+            error = float((each.float() - expected).abs().max())
+            if not error <= TOLERANCE[dtype]:
+                where = f"head_dim {shape.head_dim}{form}{_in_kind(kind)}"
+                return f"differs from PyTorch by {error:.2g} ({where}), more than {TOLERANCE[dtype]}"
+    return ""
+
+
+def _in_float8(differs: Callable[..., str]) -> Callable[..., str]:
+    """The same comparison in each kind of eight bits."""
+
+    def differs_in_some(*args: Any) -> str:
+        found = (differs(*args, kind=kind) for kind in FLOAT8)
+        return next((reason for reason in found if reason), "")
+
+    return differs_in_some
+
+
+def _in_kind(kind: torch.dtype | None) -> str:
+    return "" if kind is None else f", {kind}"
+
+
+def _in_pages(rows: torch.Tensor) -> torch.Tensor:
+    """[kv_heads, length, head_dim] as a paged cache whose blocks are in the opposite order."""
+    kv_heads, length, head_dim = rows.shape
+    blocks = -(-length // _PAGE)
+    padded = rows.new_zeros(kv_heads, blocks * _PAGE, head_dim)
+    padded[:, :length] = rows
+    return padded.view(kv_heads, blocks, _PAGE, head_dim).permute(1, 2, 0, 3).flip(0).contiguous()
+
+
+def placing_differs(
+    kernel: Callable[..., Any],
+    plain: Callable[..., Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: tuple[int, int] = (2, 64),
+    kind: torch.dtype | None = None,
+) -> str:
+    """Every codec and pairing, keys that are moved and not, in dense buffers and in pages, or in pages of a `kind` of
+    `FLOAT8` with scales. `heads`: how many, and their dimensions; three quarters of them are rotated."""
+    float8 = None if kind is None else Float8(kind, dtype, 0.037, 0.3)
+    forms, tolerance = ((False, True), TOLERANCE[dtype]) if kind is None else ((True,), _STEPS[kind])
+    draw, (kv_heads, head_dim) = torch.Generator().manual_seed(0), heads
+    drawn = [torch.randn(kv_heads, 2, tokens, head_dim, generator=draw).to(dtype) for tokens in (70, 33)]
+    pieces = [Piece(0, 70, 5, 3, 60, -2), Piece(1, 33, 0, 80, 33, 4711), Piece(1, 33, 1, 70, 5)]
+    pairs = max(1, head_dim * 3 // 8)
+    frequencies = 1e4 ** (-torch.arange(pairs) / pairs)
+    table = torch.randperm(10, generator=draw).to(device)
+    for (name, codec), pairing, in_pages in product(CODECS.items(), get_args(Pairing), forms):
+        records = [codec.encode(record).to(device) for record in drawn]
+        rotation, placement = KeyRotation(frequencies, pairing), Placement(pieces, name)
+        shape = (10, 16, kv_heads, head_dim) if in_pages else (kv_heads, 160, head_dim)
+        placed = torch.zeros(2, 2, *shape, device=device, dtype=dtype).to(kind or dtype)
+        for each, (keys, values) in zip((kernel, plain), placed, strict=True):
+            each(records, placement, keys, values, rotation, table if in_pages else None, float8)
+        found, expected = placed.float() if float8 is None else (torch.stack(float8.decode(p)).float() for p in placed)
+        errors = (found - expected).abs()
+        error = float((errors if float8 is None else errors / expected.abs().clamp(min=0.01)).max())
+        if not error <= tolerance:
+            where = f"{name}, {pairing}{_in_kind(kind)}"
+            return f"differs from PyTorch by {error:.2g} ({where}), more than {tolerance}"
+    return ""
+
+
+def deviation_differs(
+    kernel: Callable[..., Any], plain: Callable[..., Any], device: torch.device, dtype: torch.dtype
+) -> str:
+    """Compares scattered rows, by each measure."""
+    draw = torch.Generator().manual_seed(0)
+    fresh = torch.randn(2, 3, 37, 96, generator=draw).to(device, dtype).unbind()
+    loaded = torch.randn(2, 3, 300, 96, generator=draw).to(device, dtype).unbind()
+    positions = torch.randperm(300, generator=draw)[:37].to(device)
+    for measure in get_args(Measure):
+        found, expected = (each(fresh, loaded, measure, positions) for each in (kernel, plain))
+        error = float(((found - expected).abs() / expected).max())
+        if not error <= _SUM_TOLERANCE:
+            return f"differs from PyTorch by {error:.2g} of the sum ({measure}), more than {_SUM_TOLERANCE}"
+    return ""
+
+
+float8_attention_differs, float8_placing_differs = _in_float8(attention_differs), _in_float8(placing_differs)
+
+
+# ---- what callers use -----------------------------------------------------------------------------------------
+
+
 def attend_rows(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -134,13 +245,10 @@ def attend_rows(
     spec: AttentionSpec,
     block_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of some rows of a prompt over its keys; see `attention.attend_rows`.
+    """See `attention.attend_rows`.
 
     A kernel does not wait for the device, so it cannot check that positions are below the keys' length, nor that blocks
     of `block_table` are in the cache: a row behind the keys sees all of them.
-
-    Raises:
-        InvalidInputError: the shapes do not fit together.
     """
     if block_table is None:
         keys, values = attended(keys, values, spec)
@@ -152,10 +260,8 @@ def attend_rows(
 
 
 def attend_last(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """Attention of a sequence's last row over all its keys, [heads, head_dim]; see `attention.attend_last`.
-
-    By our kernel where one serves: a library's may make a plan for each length, and so for each token that is decoded.
-    """
+    """See `attention.attend_last`; by our kernel where one serves: a library's may make a plan for each length, and so
+    for each token that is decoded."""
     keys, values = attended(keys, values, spec)
     served = ATTEND_ROWS.on(query.device, query.dtype)
     if not served.is_kernel or query.shape[-1] > _MAX_HEAD_DIM:
@@ -173,13 +279,8 @@ def place(
     block_table: torch.Tensor | None = None,
     float8: Float8 | None = None,
 ) -> None:
-    """Writes stored records into a layer's buffers, keys at their new positions; see `kv_placement.place`.
-
-    Does not wait for the device, so it cannot check that blocks of `block_table` are in the cache.
-
-    Raises:
-        InvalidInputError: see `placing.check_records`.
-    """
+    """See `kv_placement.place` and, for errors, `check_records`. Does not wait for the device, so it cannot check that
+    blocks of `block_table` are in the cache."""
     if block_table is None:
         kv_heads, length, head_dim = keys.shape
     else:
@@ -199,11 +300,7 @@ def kv_deviation(
     measure: Measure = "kv",
     positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Squared distance of fresh and loaded rows, [rows] fp32; see `deviation.kv_deviation`.
-
-    Raises:
-        InvalidInputError: the shapes do not fit together.
-    """
+    """See `deviation.kv_deviation`; raises `InvalidInputError` if the shapes do not fit together."""
     kv_heads, rows, head_dim = fresh[0].shape
     asked = loaded[0].shape[1] if positions is None else len(positions)
     if loaded[0].shape[::2] != (kv_heads, head_dim) or asked != rows:
@@ -248,22 +345,16 @@ def serve(
     return {operation.name: operation.on(device, dtype) for operation in (*operations, KV_DEVIATION)}
 
 
-def _triton(name: str) -> Callable[[], Any]:
-    """Imports a kernel, ``module.function``, once it is asked for: Triton need not be installed."""
-    module, _, function = name.partition(".")
+def _triton(module: str, function: str) -> Callable[[], Any]:
+    """Imports a kernel once it is asked for: Triton need not be installed."""
     return lambda: getattr(importlib.import_module(f"cacheblend.core.kernels.{module}"), function)
 
 
-_attend, _place, _measure = (
-    _triton("attention_triton.attend_rows"),
-    _triton("kv_placement_triton.place"),
-    _triton("deviation_triton.kv_deviation"),
-)
+_attend, _place = _triton("attention_triton", "attend_rows"), _triton("kv_placement_triton", "place")
+_measure = _triton("deviation_triton", "kv_deviation")
 ATTEND_ROWS = Operation("attention of rows", attention.attend_rows, _attend, attention_differs)
 PLACE = Operation("placing", kv_placement.place, _place, placing_differs)
-KV_DEVIATION = Operation(
-    "deviation", deviation.kv_deviation, _triton("deviation_triton.kv_deviation"), deviation_differs
-)
+KV_DEVIATION = Operation("deviation", deviation.kv_deviation, _measure, deviation_differs)
 ATTEND_FLOAT8 = Operation("attention in eight bits", attention.attend_rows, _attend, float8_attention_differs)
 """Operations of their own: where a device cannot compile them, what serves other caches goes on."""
 PLACE_FLOAT8 = Operation("placing in eight bits", kv_placement.place, _place, float8_placing_differs)

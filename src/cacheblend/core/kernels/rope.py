@@ -45,12 +45,7 @@ class Turn:
 
 
 def turn_by(rotation: KeyRotation, offsets: torch.Tensor, device: torch.device | str = "cpu") -> Turn:
-    """The turn that moves each row by its offset.
-
-    Args:
-        rotation: of the layer.
-        offsets: [rows] int64, new position minus stored position; may be negative.
-        device: of the keys.
+    """The turn that moves each row by its offset, [rows] int64: new position minus stored position, may be negative.
 
     Angles are computed in fp64: at an offset of 100,000 an fp32 angle would be off by 0.004 rad.
     """
@@ -61,15 +56,8 @@ def turn_by(rotation: KeyRotation, offsets: torch.Tensor, device: torch.device |
 
 
 def reposition_keys(keys: torch.Tensor, turn: Turn) -> torch.Tensor:
-    """Keys at their new positions (algorithm: delta-RoPE).
-
-    Args:
-        keys: [kv_heads, rows, head_dim], any float dtype.
-        turn: of the rows' shifts.
-
-    Returns:
-        [kv_heads, rows, head_dim] in the keys' dtype, computed in fp32 (bf16 arithmetic has 10 % more error).
-    """
+    """Keys [kv_heads, rows, head_dim] of any float dtype at their new positions (algorithm: delta-RoPE); computed in
+    fp32 (bf16 arithmetic has 10 % more error)."""
     half = turn.cos.shape[-1]
     turned = keys.clone()
     if turn.pairing == "half":

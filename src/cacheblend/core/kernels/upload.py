@@ -14,12 +14,8 @@ import torch
 
 
 def upload(data: npt.NDArray[np.generic] | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The array on the device; on a CPU the array itself, in the same memory.
-
-    Args:
-        data: any array or tensor; one that is on the device already is returned as it is.
-        device: where it is needed; work that is started on its current stream after this call sees it.
-    """
+    """The array on the device, as work sees it that is started on its current stream after this call; one that is there
+    already as it is, and on a CPU in the same memory."""
     tensor = data if isinstance(data, torch.Tensor) else torch.from_numpy(data)
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)

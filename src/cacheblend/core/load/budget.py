@@ -45,13 +45,10 @@ class LateTiers:
 
     A tier is passed over for ten times as long as it was waited for, but `PAUSE_S` at least: so the requests that try
     it again spend a tenth of their time on that, however long they wait. Safe to call from several threads.
-
-    Args:
-        clock: seconds of any origin; None: `time.monotonic`.
     """
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
-        self._clock = clock
+        self._now = clock or (lambda: time.monotonic())  # looked up when it is asked
         self._resume_at: dict[str, float] = {}
         self._silent: set[str] = set()  # have not answered since they were given up
 
@@ -84,9 +81,6 @@ class LateTiers:
             self._silent.discard(tier)
             logger.info("%s answers in time again", tier or "the store")
 
-    def _now(self) -> float:
-        return time.monotonic() if self._clock is None else self._clock()
-
 
 class LoadBudget:
     """Seconds that one request may wait for the store; used by one thread.
@@ -102,9 +96,7 @@ class LoadBudget:
         clock: seconds of any origin.
 
     Attributes:
-        clock: the same.
-        spent: so far.
-        waited: of these, by tier; `LOOK_UP`: for the store as a whole.
+        spent, waited: so far in all, and by tier; `LOOK_UP`: for the store as a whole.
         timeouts: what the request gave up waiting for, one line each, and what it did not ask for after others.
         late: by tier that was given up, for how long it was waited for; `LOOK_UP`: for how long for any.
     """
@@ -132,9 +124,7 @@ class LoadBudget:
     def wait(self, call: "Future[Any]", reading: Reading | None = None) -> bool:
         """Waits for a call while the budget lasts; whether the call has ended.
 
-        Args:
-            call: of the store.
-            reading: which tier the call asks, as it goes on; None: a look-up.
+        `reading`: which tier the call asks, as it goes on; None: a look-up.
         """
         asked = reading or (lambda: (LOOK_UP, -math.inf))
         while not call.done():
@@ -188,13 +178,8 @@ class LoadBudget:
 class BudgetedSource:
     """A source that answers within a request's budget: what it does not find or read in time is not there.
 
-    Its calls are made in a thread. One that is late goes on there, and what it brings stays in the tiers in front of
-    the store, if there are some; the request does not get it.
-
-    Args:
-        source: the store.
-        budget: the request's.
-        threads: that ask the store; at most so many calls hang.
+    The store is asked in `threads`: at most so many calls hang. One that is late goes on there, and what it brings
+    stays in the tiers in front of the store, if there are some; the request does not get it.
 
     Attributes:
         is_late: a call was given up, or not made after others that were; no other is made.
@@ -206,7 +191,6 @@ class BudgetedSource:
         self.is_late = False
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
-        """See `BlockSource`; None for each name if it takes too long."""
         found = self._in_time("looking blocks up", LOOK_UP, self._source.find, names)
         if found is None:
             return [None] * len(names)
@@ -220,7 +204,6 @@ class BudgetedSource:
         heads: slice | None = None,
         memory: RecordMemory | None = None,
     ) -> list[list[torch.Tensor] | BlockLostError]:
-        """See `BlockSource`; a `LoadTimeoutError` for each name if it takes too long."""
         tier = next((self._tiers[name] for name in names if name in self._tiers), LOOK_UP)
         read = self._in_time("reading states", tier, self._source.read_layers, names, layers, heads, memory)
         if read is not None:
@@ -228,7 +211,6 @@ class BudgetedSource:
         return [LoadTimeoutError([name], self._budget.timeouts[-1]) for name in names]
 
     def round_trip_s(self, tier: str) -> float:
-        """See `BlockSource`."""
         return self._source.round_trip_s(tier)
 
     def _in_time(self, what: str, tier: str, call: Callable[..., T], *args: object) -> T | None:

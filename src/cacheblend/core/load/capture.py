@@ -15,13 +15,7 @@ from cacheblend.core.plan.planner import Planner
 
 @dataclass(frozen=True, eq=False)
 class ChunkJob:
-    """A chunk to be computed alone.
-
-    Attributes:
-        anchor: tokens in front of it, segment by segment.
-        token_ids: of the chunk, [tokens].
-        label: for display.
-    """
+    """A chunk to be computed alone, behind the tokens of its anchor, segment by segment."""
 
     anchor: tuple[TokenIds, ...]
     token_ids: TokenIds
@@ -54,26 +48,15 @@ def manifest_of(job: ChunkJob, planner: Planner, model_name: str) -> ChunkManife
 
 
 def publish(plan: BlendPlan, kv: Sequence[LayerKV], spans: Sequence[Span] | None = None) -> list[Block]:
-    """Blocks of a request whose KV is exact as computed.
-
-    Args:
-        plan: of the request.
-        kv: that was computed, by layer.
-        spans: of the plan, with nothing but text in front of them; None: `BlendPlan.publishable`.
-    """
+    """Blocks of a request whose KV, given by layer, is exact as computed: of these spans of the plan, which have
+    nothing but text in front of them; None: of `BlendPlan.publishable`."""
     ids, spans = plan.prompt.token_ids, plan.publishable if spans is None else spans
     return [_block(span.name, span.parent, ids[span.start : span.stop], span.start, kv, "raw") for span in spans]
 
 
 def blocks_of(job: ChunkJob, planner: Planner, layers: Sequence[LayerKV]) -> list[Block]:
     """The blocks of a chunk that was computed alone, the anchor's first (without them for lossy codecs: exact prefixes
-    never read compressed blocks).
-
-    Args:
-        job: the chunk.
-        planner: names the blocks.
-        layers: KV of anchor and chunk, [kv_heads, tokens, head_dim] each.
-    """
+    never read compressed blocks), from the KV of anchor and chunk, [kv_heads, tokens, head_dim] each."""
     blocks, parent, position = [], planner.root, 0
     needed_from = 0 if codec_of(planner.codec).is_exact else sum(len(part) for part in job.anchor)
     for segment in (*job.anchor, job.token_ids):

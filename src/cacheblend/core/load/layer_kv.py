@@ -58,24 +58,19 @@ class LayerKV(NamedTuple):
     values: torch.Tensor
 
     def rows(self, positions: torch.Tensor) -> "LayerKV":
-        """See `LayerCache.rows`."""
         return LayerKV(self.keys[:, positions], self.values[:, positions])
 
     def write(self, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """See `LayerCache.write`."""
         self.keys.index_copy_(1, positions, keys)
         self.values.index_copy_(1, positions, values)
 
     def place(self, records: Sequence[torch.Tensor], placement: Placement, rotation: KeyRotation | None = None) -> None:
-        """See `LayerCache.place`."""
         place(records, placement, self.keys, self.values, rotation)
 
     def deviation(self, fresh: Sequence[torch.Tensor], measure: Measure, positions: torch.Tensor) -> torch.Tensor:
-        """See `LayerCache.deviation`."""
         return kv_deviation(fresh, self, measure, positions)
 
     def attend(self, query: torch.Tensor, positions: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-        """See `LayerCache.attend`."""
         return attend_rows(query, self.keys, self.values, positions, spec)
 
 

@@ -15,7 +15,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +28,8 @@ from cacheblend.core.load.threads import CallsInOrder, DaemonPool
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import BlockSource, KVLayout
 from cacheblend.core.plan.plan import RESIDENT, BlendPlan, Source, Span
+
+__all__ = ["LayerKV", "LayerLoader"]
 
 AT_ONCE = 1 << 20
 """Bytes of a block in one read; with more of them a byte costs no less."""
@@ -47,9 +48,7 @@ class ReadSize:
     """Learns from each read how many layers the next one takes.
 
     Args:
-        layout: of the records.
-        block_tokens: of a block.
-        tokens: of all blocks that are read.
+        block_tokens, tokens: of a block, and of all blocks that are read.
         at_once: bytes of a block in one read, at most, but always one layer's. Where reads are round trips, all layers
             may be one.
     """
@@ -60,11 +59,7 @@ class ReadSize:
         self._layer_s = layout.block_bytes(tokens) / self._all / BYTES_PER_S  # of a layer's bytes, all blocks
 
     def of(self, round_trip_s: float = 0.0) -> int:
-        """Layers that the next read takes, at least 1.
-
-        Args:
-            round_trip_s: that a read takes however little is read.
-        """
+        """Layers that the next read takes, at least 1, where a read takes `round_trip_s` however little is read."""
         if round_trip_s <= MOMENT_S:
             return self._layers
         return min(self._all, math.ceil(round_trip_s / self._layer_s))
@@ -78,9 +73,6 @@ class ReadSize:
 
 
 AHEAD_BYTES = 1 << 30  # bounds the buffers of layers that are loaded ahead; one layer is always loaded ahead
-
-
-__all__ = ["LayerKV", "LayerLoader"]
 
 
 class _Read(NamedTuple):
@@ -103,9 +95,6 @@ class _Loaded(NamedTuple):
     done: Any = None
 
 
-_Group = dict[int, _Read] | dict[int, _Loaded]
-
-
 class LayerLoader:
     """Loads one request's layers in order, `read_ahead` layers ahead of the last asked for.
 
@@ -117,7 +106,6 @@ class LayerLoader:
         layout: of the buffers.
         rotations: one for each layer; None where keys have no position.
         first_reused_layer: LOADED rows are not read before this layer, because earlier layers compute all of them.
-        device: of the buffers.
         read_ahead: 0 loads in the caller's thread, unless there is a budget.
         overlap: copy prefetched layers while earlier ones compute; None: on CUDA only.
         heads: the KV heads to read (of a tensor-parallel rank); `layout` has only these heads.
@@ -159,6 +147,7 @@ class LayerLoader:
         self._staging = Staging(torch.device(device))
         self._device = self._staging.device
         self._overlap = self._device.type == "cuda" if overlap is None else overlap
+        self._threads, self._budget, self._caches = threads, budget, caches
         found = [s for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)]
         self._spans = [s for s in found if s.name != RESIDENT]
         self._resident = resident if len(self._spans) < len(found) else None
@@ -178,15 +167,11 @@ class LayerLoader:
         self._read_size = ReadSize(layout, max(blocks.values(), default=1), sum(blocks.values()), at_once)
         self._pending: dict[int, Future[dict[int, _Read]] | Future[dict[int, _Loaded]]] = {}
         self._given: dict[int, LayerCache] = {}
-        self._caches = caches
-        self._budget = budget
         self._first_tier = next((s.tier for s in self._spans), "")
         self._asked = "", 0.0  # the tier, and since when by the budget's clock
-        self._threads = threads
         self._reader: DaemonPool | CallsInOrder | None = None
         self.read_s: dict[str, float] = {}
-        self.load_s = 0.0
-        self.wait_s = 0.0
+        self.load_s = self.wait_s = 0.0
 
     @property
     def reading(self) -> str:
@@ -213,14 +198,17 @@ class LayerLoader:
                 if pending is None and self._spans_of(index):
                     pending = self._submit(range(index, index + 1))
                 if pending is not None and not self._budget.wait(pending, self._asks):
-                    raise self._late(index, self._budget)
-            group: _Group = self._read(range(index, index + 1)) if pending is None else pending.result()
-            got = group.pop(index)  # else this layer would live as long as the last one that was read with it
-            if isinstance(got, _Read):
+                    by_tier, tier = _by_tier(self._spans_of(index)), self.reading
+                    if tier not in by_tier:  # no thread is free
+                        tier = ""
+                    late = by_tier.get(tier) or [name for names in by_tier.values() for name in names]
+                    what = f"loading layer {index} from {tier or 'the store'}"
+                    raise LoadTimeoutError(late, self._budget.give_up(what, tier))
+            group = self._read(range(index, index + 1)) if pending is None else pending.result()
+            loaded = group.pop(index)  # else this layer would live as long as the last one that was read with it
+            if isinstance(loaded, _Read):
                 place = self._buffers(index) if self._caches is None else self._caches(index)
-                loaded = self._fill(index, got, place)
-            else:
-                loaded = got
+                loaded = self._fill(index, loaded, place)
             self._staging.wait(loaded.done)
             if self._resident is not None:
                 self.put_resident(loaded.kv, self._resident(index))
@@ -236,13 +224,6 @@ class LayerLoader:
     def _asks(self) -> tuple[str, float]:
         """The tier that is read now, or first, and since when; see `Reading`."""
         return self._asked if self.reading else (self._first_tier, 0.0)
-
-    def _late(self, index: int, budget: LoadBudget) -> LoadTimeoutError:
-        """Of the tier that is being read, or of all if none is: no thread is free."""
-        by_tier, tier = _by_tier(self._spans_of(index)), self.reading
-        late = by_tier.get(tier) or [name for names in by_tier.values() for name in names]
-        tier = tier if tier in by_tier else ""
-        return LoadTimeoutError(late, budget.give_up(f"loading layer {index} from {tier or 'the store'}", tier))
 
     def awaited(self, index: int) -> "Future[Any] | None":
         """The read that `layer` would wait for; None: `layer` returns, or raises, without waiting for the store.
@@ -262,9 +243,7 @@ class LayerLoader:
     def __enter__(self) -> "LayerLoader":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -283,22 +262,18 @@ class LayerLoader:
         last = min(index + self._read_ahead, len(self._layout.layers) - 1) if self._read_ahead else -1
         self._next = max(self._next, index)
         while self._next <= last:
-            layers = self._group_from(self._next, index)
-            if self._spans_of(layers.start):
+            start = self._next
+            round_trip_s = max((self._source.round_trip_s(tier) for tier in self._tiers), default=0.0)
+            end = min(
+                start + self._read_size.of(round_trip_s),
+                len(self._layout.layers),
+                max(start, index + self._most_ahead) + 1,
+                self._first_reused_layer if start < self._first_reused_layer else math.inf,  # all with the same spans
+            )
+            layers = range(start, int(end))
+            if self._spans_of(start):
                 self._pending |= dict.fromkeys(layers, self._submit(layers))
             self._next = layers.stop
-
-    def _group_from(self, start: int, index: int) -> range:
-        """The layers that are read at once, all with the same spans."""
-        round_trip_s = max((self._source.round_trip_s(tier) for tier in self._tiers), default=0.0)
-        ends = [
-            start + self._read_size.of(round_trip_s),
-            len(self._layout.layers),
-            max(start, index + self._most_ahead) + 1,
-        ]
-        if start < self._first_reused_layer:
-            ends.append(self._first_reused_layer)
-        return range(start, min(ends))
 
     def _submit(self, layers: range) -> "Future[dict[int, _Read]] | Future[dict[int, _Loaded]]":
         if self._reader is None:
@@ -324,7 +299,7 @@ class LayerLoader:
                 read = group[index]._replace(records={name: sent[index, name] for name in group[index].records})
                 loaded[index] = self._fill(index, read, kv, allocated)
             for read in group.values():
-                self._staging.hold(loaded[layers[-1]].done, read.records.values())
+                self._staging.memory.hold(loaded[layers[-1]].done, list(read.records.values()))
             return loaded
 
     def _send_ahead(self, layers: range) -> dict[int, _Read]:
@@ -336,7 +311,7 @@ class LayerLoader:
             sent = self._staging.send({(i, name): r for i, read in group.items() for name, r in read.records.items()})
             done = self._staging.now()
             for read in group.values():
-                self._staging.hold(done, read.records.values())
+                self._staging.memory.hold(done, list(read.records.values()))
                 if read.lease is not None:
                     read.lease.release(done)
             return {
@@ -393,7 +368,7 @@ class LayerLoader:
                 placed.fill(kv, on_device, self._rotations[index])
         done = self._staging.now()
         if read.lease is not None:
-            self._staging.hold(done, read.records.values())
+            self._staging.memory.hold(done, list(read.records.values()))
             read.lease.release(done)
         return _Loaded(kv, sum(read.seconds.values()) + time.perf_counter() - started, read.seconds, done)
 

@@ -15,7 +15,7 @@ slabs, and nothing is copied.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
@@ -84,10 +84,8 @@ class StagingMemory:
             raise
 
     def hold(self, event: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Keeps tensors alive until the device has passed an event: their owner may drop them before it has read them.
-
-        Those of the last call may be kept until the next one.
-        """
+        """Keeps tensors alive until the device has passed an event (those of the last call maybe until the next one):
+        their owner may drop them before it has read them. None: no device reads them."""
         with self._lock:
             while self._held and self._held[0][0].query():
                 self._held.popleft()
@@ -149,15 +147,7 @@ class Lease:
 
 
 class Staging:
-    """One request's use of the staging memory and of the loading stream.
-
-    Args:
-        device: on which records are needed.
-
-    Attributes:
-        device: the same with its index.
-        memory: that records are read into.
-    """
+    """One request's use of the staging memory and of the loading stream of a device on which records are needed."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type == "cuda" and device.index is None:  # another thread may have another device
@@ -175,11 +165,8 @@ class Staging:
             yield
 
     def send(self, records: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
-        """The records on the device; copies may still be in progress on the current stream.
-
-        Those of pinned memory take one call, in which other threads run. The caller holds the records until then
-        (`hold`).
-        """
+        """The records on the device; copies may still be in progress on the current stream, and the caller holds the
+        records until then (`StagingMemory.hold`). Those of pinned memory take one call, in which other threads run."""
         if self.device.type != "cuda":
             return {key: record.to(self.device) for key, record in records.items()}
         away = {key: record for key, record in records.items() if record.device != self.device}
@@ -190,39 +177,23 @@ class Staging:
                 sent |= moved_together({k: r for k, r in away.items() if k not in pinned}, slabs.copied)
         return sent
 
-    def hold(self, event: Any, records: Iterable[torch.Tensor]) -> None:
-        """Keeps records alive until `event`, recorded behind the work that reads them; None: no device reads them."""
-        if event is not None:
-            self.memory.hold(event, list(records))
-
     def now(self) -> Any:
         """An event for `wait`: all work started so far on the current stream is done."""
         return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
     def wait(self, event: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Work that is started on the current stream after this call runs after an event of another stream.
-
-        Args:
-            event: of the other stream; None: no wait.
-            tensors: allocated on the other stream and used on this one: their memory is not reused before this stream
-                is done with them.
-        """
-        if event is None:
-            return
-        stream = torch.cuda.current_stream(self.device)
-        stream.wait_event(event)
-        for tensor in tensors:
-            tensor.record_stream(stream)
+        """Work that is started on the current stream after this call runs after an event of another stream; None: no
+        wait. The memory of these tensors, allocated there, is not reused before this stream is done with them."""
+        if event is not None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(event)
+            for tensor in tensors:
+                tensor.record_stream(stream)
 
 
 class _ThroughSlabs:
     """Copies to a device. Those from ordinary memory go through slabs: one is filled while the device copies others.
-
-    Args:
-        memory: that has the slabs.
-        device: the target.
-        now: an event behind the work of the current stream so far.
-    """
+    `now`: an event behind the work of the current stream so far."""
 
     def __init__(self, memory: StagingMemory, device: torch.device, now: Callable[[], Any]) -> None:
         self._memory, self._device, self._now = memory, device, now
@@ -240,27 +211,19 @@ class _ThroughSlabs:
         step = self._memory.slab_bytes
         for start in range(0, len(data), step):
             part, place = data[start : start + step], target[start : start + step]
-            room = self._room(len(part))
-            if room is None:
+            if self._slab is None or self._used + len(part) > step:
+                self._leave()
+                self._slab, self._used = self._memory.slab(), 0
+            if self._slab is None:  # none is left
                 place.copy_(part)
             else:
+                room = self._slab[self._used : self._used + len(part)]
+                self._used += len(part) + -len(part) % _ALIGNMENT
                 place.copy_(room.copy_(part), non_blocking=True)
         return target
 
-    def _room(self, nbytes: int) -> torch.Tensor | None:
-        """The next bytes of a slab; None: no slab is left."""
-        if self._slab is None or self._used + nbytes > self._memory.slab_bytes:
-            self._leave()
-            self._slab, self._used = self._memory.slab(), 0
-        if self._slab is None:
-            return None
-        room = self._slab[self._used : self._used + nbytes]
-        self._used += nbytes + -nbytes % _ALIGNMENT
-        return room
-
     def _leave(self) -> None:
-        """Others may fill the slab once it is copied."""
-        if self._slab is not None:
+        if self._slab is not None:  # others may fill it once it is copied
             slab, self._slab = self._slab, None
             self._memory.give_back([slab], self._now())
 

@@ -46,24 +46,21 @@ class DaemonPool:
         shared.calls.put((future, lambda: fn(*args, **kwargs)))
         if shared.is_closed:  # since: nobody may take it any more
             future.cancel()
-        elif len(shared.threads) < min(self._most, len(shared.outstanding)):
-            self._start(shared, future)
-        return future
-
-    def _start(self, shared: "_Shared", future: "Future[Any]") -> None:
-        """Starts a thread, unless there are enough meanwhile."""
+            return future
+        if len(shared.threads) >= min(self._most, len(shared.outstanding)):
+            return future
         with shared.starting:
-            if len(shared.threads) >= min(self._most, len(shared.outstanding)):
-                return
-            name = f"{self._name}-{len(shared.threads)}"
-            thread = threading.Thread(target=_run, args=(shared,), name=name, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:
-                if future.cancel():  # else another thread has it
-                    raise
-            else:
-                shared.threads.append(thread)
+            if len(shared.threads) < min(self._most, len(shared.outstanding)):  # there may be enough meanwhile
+                name = f"{self._name}-{len(shared.threads)}"
+                thread = threading.Thread(target=_run, args=(shared,), name=name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    if future.cancel():  # else another thread has it
+                        raise
+                else:
+                    shared.threads.append(thread)
+        return future
 
     def submit_after(self, first: "Future[Any]", fn: Callable[[], Result]) -> "Future[Result]":
         """Has `fn` called once another call has succeeded, and takes no thread until then; its error is this one's."""

@@ -61,8 +61,7 @@ class KVLayout:
         return found
 
     @cached_property
-    def _block_bytes(self) -> dict[int, int]:
-        """By number of tokens: it is asked for every block of every request, and a sum over all layers."""
+    def _block_bytes(self) -> dict[int, int]:  # it is asked for every block of every request, and a sum over all layers
         return {}
 
     def record_shape(self, layer: int, tokens: int) -> tuple[int, ...]:
@@ -96,7 +95,6 @@ class Block:
         token_ids: the block's own tokens, [tokens].
         records: one for each layer, in the form of `layout`, on the CPU. The store may keep these tensors without a
             copy: do not write to them afterwards.
-        layout: of the records.
     """
 
     name: BlockName
@@ -112,7 +110,6 @@ class BlockEntry:
 
     Attributes:
         token_ids: the ids stored with the block; a caller that looks a block up must compare them to its own.
-        layout: shapes and dtype of the records.
         tier: where its records would be read from, ``"memory"``, ``"disk"``, ``"redis"`` or ``"s3"``; of a
             store's two disks the second is ``"disk-2"``.
         parent: name of the preceding block, for copies of the block.
@@ -164,12 +161,11 @@ class BlockSource(Protocol):
     ) -> list[list[torch.Tensor] | BlockLostError]:
         """Records of some layers of several blocks: for each block one for each layer, in the form of its layout.
 
-        Records have all heads, or `heads`. They are on the CPU, or on the device that the store keeps them on, and
-        verified. They may share memory with the store: do not write to them. A block of which a layer is gone or
-        damaged gives the error instead; a damaged block has been reported and removed.
+        They are on the CPU, or on the device that the store keeps them on, and verified. They may share memory with the
+        store: do not write to them. A block of which a layer is gone or damaged gives the error instead; a damaged
+        block has been reported and removed.
 
         Args:
-            names: the blocks.
             layers: with a step of 1; layers that lie next to each other are read at once.
             heads: a run of heads, the same in each layer; None: all.
             memory: where records that the store does not hold in memory are put; None: in memory of their own.
@@ -188,19 +184,10 @@ class EmptySource:
     """A `BlockSource` that holds no block: everything planned with it is computed."""
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
-        """None for each name."""
         return [None] * len(names)
 
-    def read_layers(
-        self,
-        names: Sequence[BlockName],
-        layers: range,
-        heads: slice | None = None,
-        memory: RecordMemory | None = None,
-    ) -> list[list[torch.Tensor] | BlockLostError]:
-        """An error for each name."""
+    def read_layers(self, names: Sequence[BlockName], *_: object) -> list[list[torch.Tensor] | BlockLostError]:
         return [BlockLostError([name], "nothing is held here") for name in names]
 
     def round_trip_s(self, tier: str) -> float:
-        """None."""
         return 0.0

@@ -10,7 +10,7 @@ Hits are verified id by id, so a hash collision costs time but never gives a wro
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -33,9 +33,7 @@ class Match:
     """A run of a prompt that equals a part of a stored chunk.
 
     Attributes:
-        start: first position in the prompt.
-        stop: position after the last.
-        chunk: the stored chunk.
+        start, stop: first position in the prompt, and that after the last.
         offset: place of the run's first token in the chunk.
     """
 
@@ -64,7 +62,7 @@ class ChunkIndex:
         self._min_tokens = min_tokens
         self._chunks: list[ChunkManifest | None] = []  # None: removed
         self._numbers: dict[BlockName, int] = {}
-        self._old, self._new = _Windows.none(), _Windows.none()
+        self._old, self._new = _Windows(), _Windows()
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -96,8 +94,8 @@ class ChunkIndex:
         if not added:
             return
         self._new = _Windows.merged([self._new, _Windows.of(added, first)])
-        if len(self._new) > len(self._old) // 8:  # merging rarely keeps adding cheap for any number of chunks
-            self._old, self._new = _Windows.merged([self._old, self._new]), _Windows.none()
+        if len(self._new.hashes) > len(self._old.hashes) // 8:  # merging rarely keeps adding cheap for any number
+            self._old, self._new = _Windows.merged([self._old, self._new]), _Windows()
 
     def remove(self, chunk_ids: Iterable[BlockName]) -> None:
         """Removes chunks; unknown ids are ignored."""
@@ -107,17 +105,14 @@ class ChunkIndex:
                 self._chunks[number] = None
         if len(self._chunks) > 2 * len(self._numbers) + 1024:
             kept = [chunk for chunk in self._chunks if chunk is not None]
-            self._chunks, self._numbers, self._old, self._new = [], {}, _Windows.none(), _Windows.none()
+            self._chunks, self._numbers, self._old, self._new = [], {}, _Windows(), _Windows()
             self.add(kept)
 
     def match(self, token_ids: TokenIds) -> list[Match]:
-        """The runs of a prompt that equal parts of stored chunks, ascending, without overlap.
+        """The runs of a prompt, or a part of it, that equal parts of stored chunks, ascending, without overlap.
 
         Of overlapping runs the one that begins first is taken whole, and of several the longest. The rest of another
         run counts if it is long enough.
-
-        Args:
-            token_ids: [tokens] of the prompt, or of a part of it.
         """
         matches: list[Match] = []
         covered = 0
@@ -159,24 +154,11 @@ class ChunkIndex:
 
 @dataclass(frozen=True, eq=False)
 class _Windows:
-    """Windows of stored chunks, ascending by hash.
+    """Windows of stored chunks, [n] ascending by hash: the chunks' numbers, and places in them."""
 
-    Attributes:
-        hashes: [n] uint64.
-        numbers: [n] int32, number of the chunk.
-        offsets: [n] int32, place in the chunk.
-    """
-
-    hashes: npt.NDArray[np.uint64]
-    numbers: npt.NDArray[np.int32]
-    offsets: npt.NDArray[np.int32]
-
-    def __len__(self) -> int:
-        return len(self.hashes)
-
-    @staticmethod
-    def none() -> "_Windows":
-        return _Windows(np.empty(0, np.uint64), np.empty(0, np.int32), np.empty(0, np.int32))
+    hashes: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    numbers: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    offsets: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
 
     @staticmethod
     def of(texts: Sequence[TokenIds], first: int) -> "_Windows":

@@ -24,9 +24,7 @@ class Codec(Protocol):
     """One way to compress a record's heads."""
 
     @property
-    def is_exact(self) -> bool:
-        """Whether decoding gives exactly what was encoded."""
-        ...
+    def is_exact(self) -> bool: ...  # decoding gives exactly what was encoded
 
     def head_bytes(self, tokens: int, head_dim: int, dtype: torch.dtype) -> int:
         """Bytes of one head's keys and values of this many tokens."""
@@ -46,8 +44,6 @@ class Codec(Protocol):
 
 
 class _Raw:
-    """No compression."""
-
     is_exact = True
 
     def head_bytes(self, tokens: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -61,11 +57,7 @@ class _Raw:
 
 
 class _EightBits:
-    """One byte for each number, one scale for each head and token.
-
-    Args:
-        kind: int8, or a float8 type.
-    """
+    """One byte for each number, int8 or of a float8 type; one scale for each head and token."""
 
     is_exact = False
 
@@ -91,12 +83,8 @@ class _EightBits:
 
 
 class _FourBits:
-    """Half a byte for each number. 64 tokens of a key channel share a lowest value and a step, and so do all channels
-    of a token's value.
-
-    A head's bytes: keys, two tokens of a channel in a byte (an odd last token is paired with 0); values, two channels
-    in a byte; then lowest values and steps of keys [groups, head_dim] and of values [tokens].
-    """
+    """A head's bytes (`_sizes`): keys, two tokens of a channel in a byte (an odd last token is paired with 0); values,
+    two channels in a byte; then lowest values and steps of keys [groups, head_dim] and of values [tokens]."""
 
     is_exact = False
 
@@ -129,7 +117,6 @@ class _FourBits:
 
     @staticmethod
     def _sizes(tokens: int, head_dim: int) -> list[int]:
-        """Bytes of keys, values, scales of keys, and scales of values."""
         pairs, groups = -(-tokens // 2), -(-tokens // GROUP)
         return [pairs * head_dim, tokens * -(-head_dim // 2), 4 * groups * head_dim, 4 * tokens]
 

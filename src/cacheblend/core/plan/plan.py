@@ -42,15 +42,12 @@ class Span:
     """Rows of one block in the prompt. `part` cuts it, and nothing else does.
 
     Attributes:
-        start: first position.
-        stop: position after the last.
-        source: see `Source`.
+        start, stop: first position, and that after the last.
         name: the block's name: in the chunk's chain for chunks, in the prompt's chain for text.
         parent: name of the preceding block in that chain.
         storable: its KV, computed in this prompt, is exact for its name: text in front of the first chunk.
         stored_start: position at which the stored keys were rotated.
-        segment: index of the segment it belongs to.
-        chunk_offset: place of its first token inside that segment.
+        segment, chunk_offset: index of the segment it belongs to, and place of its first token inside it.
         record_tokens: tokens of the stored block; of one that is not held, as far as the span shows.
         record_start: its first row in the stored block; above 0 where a run, or a part of a span, begins inside it.
         is_raw: its record is not compressed, whatever the chunks' codec: it was found in the prompt's own chain.
@@ -212,24 +209,13 @@ class BlendPlan:
         return counts
 
     def hit_tokens(self) -> dict[str, int]:
-        """The part of `tokens_by_source` that the store holds: ``prefix``, and each tier."""
+        """The part of that which the store holds: ``prefix``, and each tier."""
         return {source: count for source, count in self.tokens_by_source().items() if source not in ("miss", "text")}
 
     def with_resident(self, stop: int) -> "BlendPlan":
         """The plan if the engine already holds the first `stop` rows: a span `RESIDENT` that is read from no store."""
         last = next(span for span in self.spans if span.stop >= stop)
-        resident = Span(
-            start=0,
-            stop=stop,
-            source=Source.PREFIX,
-            name=RESIDENT,
-            parent=RESIDENT,
-            storable=False,
-            stored_start=0,
-            segment=last.segment,
-            chunk_offset=0,
-            record_tokens=stop,
-        )
+        resident = Span(0, stop, Source.PREFIX, RESIDENT, RESIDENT, False, 0, last.segment, 0, record_tokens=stop)
         rest = (span.part(max(stop, span.start), span.stop) for span in self.spans if span.stop > stop)
         return replace(self, spans=(resident, *rest))
 
@@ -256,12 +242,9 @@ class BlendPlan:
         return replace(self, spans=tuple(spans), left_out=self.left_out | left_out)
 
     def resumed_at(self, stop: int, *, loads: bool) -> "BlendPlan":
-        """The plan for recurrent layers whose states are known at `stop`: every row behind it is computed.
-
-        Args:
-            stop: end of a block of the exact prefix, or 0.
-            loads: chunks behind it are loaded nevertheless, for layers that follow the last recurrent one.
-        """
+        """The plan for recurrent layers whose states are known at `stop`, the end of a block of the exact prefix, or 0:
+        every row behind it is computed. `loads`: chunks behind it are loaded nevertheless, for layers that follow the
+        last recurrent one."""
         spans, left_out = [], set[BlockName]()
         for span in self.spans:
             if span.start >= stop and (span.source is Source.PREFIX or (span.source is Source.LOADED and not loads)):

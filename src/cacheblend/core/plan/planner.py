@@ -31,12 +31,8 @@ def guessed_size(chunk: ChunkManifest, configured: int) -> int:
 
 
 def held_size(chunk: ChunkManifest, entries: Mapping[BlockName, BlockEntry | None]) -> int | None:
-    """The block size with which the chunk was stored; None if none of its blocks is held, or it has a single block.
-
-    Args:
-        chunk: a stored chunk.
-        entries: of its blocks, by name. One whose ids are not the chunk's is not believed.
-    """
+    """The block size with which a chunk was stored, from the entries of its blocks; None if none is held, or it has a
+    single block. An entry whose ids are not the chunk's is not believed."""
     count, tokens = len(chunk.block_names), len(chunk.token_ids)
     for number, name in enumerate(chunk.block_names if count > 1 else ()):
         entry = entries.get(name)
@@ -161,7 +157,7 @@ class Planner:
         spans, in_prefix, above = [], self.has_exact_hits, self._prompts_root
         for span, tokens, chain, longer in blocks:
             exact = chain
-            if longer is not None and _holds_run(entries[longer], tokens, 0) and not _holds(entries[chain], tokens):
+            if longer is not None and _holds(entries[longer], tokens, 0) and not _holds(entries[chain], tokens):
                 exact = longer
             entry = entries[exact]
             in_prefix = in_prefix and (exact == longer or _holds(entry, tokens))
@@ -180,24 +176,19 @@ class Planner:
             elif span.source is Source.MISS:
                 segment, entry = prompt.segments[span.segment], entries[span.name]
                 is_run = segment.found_in is not None or segment.whole is not None
-                is_held = _holds_run(entry, tokens, span.record_start) if is_run else _holds(entry, tokens)
-                if entry is not None and is_held:
+                if entry is not None and _holds(entry, tokens, span.record_start if is_run else None):
                     span = replace(span, source=Source.LOADED, record_tokens=len(entry.token_ids), tier=entry.tier)
             above = chain
             spans.append(span)
-        chunk_ids = self._chunk_ids(prompt, anchor_name, blocks)
-        return BlendPlan(prompt, anchor_ids, anchor_name, tuple(spans), chunk_ids=chunk_ids)
-
-    def _chunk_ids(self, prompt: Prompt, anchor_name: BlockName, blocks: Sequence["_Placed"]) -> dict[int, BlockName]:
-        """Of each chunk the name of its last block, whatever the prompt has of it; by its segment's index."""
-        ids = {span.segment: span.name for span, *_ in blocks if prompt.segments[span.segment].is_chunk}
-        for index in ids:
+        # of each chunk the name of its last block, whatever the prompt has of it
+        chunk_ids = {span.segment: span.name for span, *_ in blocks if prompt.segments[span.segment].is_chunk}
+        for index in chunk_ids:
             segment = prompt.segments[index]
             if segment.found_in is not None:
-                ids[index] = segment.found_in.chunk_id
+                chunk_ids[index] = segment.found_in.chunk_id
             elif segment.whole is not None:
-                *_, ids[index] = chain_names(anchor_name, split_blocks(segment.whole, self.block_size))
-        return ids
+                *_, chunk_ids[index] = chain_names(anchor_name, split_blocks(segment.whole, self.block_size))
+        return BlendPlan(prompt, anchor_ids, anchor_name, tuple(spans), chunk_ids=chunk_ids)
 
     @property
     def _prompts_root(self) -> BlockName:
@@ -234,7 +225,11 @@ class Planner:
     ) -> list["_Placed"]:
         """Every block's span as if nothing were stored; `sizes`: block sizes of the runs' chunks, by id."""
         first_chunk = next((i for i, s in enumerate(prompt.segments) if s.is_chunk), 0)
-        front = self._front_of(prompt)
+        # names of the blocks of the prompt's front, where that is another one, by the name of the block before them
+        front, above = dict[BlockName, BlockName](), self._prompts_root
+        for segment in prompt.front or ():
+            for name in chain_names(above, split_blocks(segment.token_ids, self.block_size)):
+                front[above], above = name, name
         blocks, position, chain = [], 0, self._prompts_root
         for index, segment in enumerate(prompt.segments):
             offset, parent = 0, anchor_name
@@ -264,14 +259,6 @@ class Planner:
                 parent, offset, position = name, offset + len(tokens), position + len(tokens)
         return blocks
 
-    def _front_of(self, prompt: Prompt) -> dict[BlockName, BlockName]:
-        """Names of the blocks of a prompt's front, where that is another one, by the name of the block before them."""
-        names, above = dict[BlockName, BlockName](), self._prompts_root
-        for segment in prompt.front or ():
-            for name in chain_names(above, split_blocks(segment.token_ids, self.block_size)):
-                names[above], above = name, name
-        return names
-
     def _pieces(
         self,
         segment: Segment,
@@ -280,37 +267,30 @@ class Planner:
         position: int,
         sizes: Mapping[BlockName, int],
     ) -> Iterator["_Piece"]:
-        """A segment cut into blocks; a part of a chunk is cut where that chunk's blocks end."""
-        chunk = segment.found_in
-        if chunk is None and segment.whole is not None:
-            yield from self._pieces_of_part(segment, segment.whole, anchor_name, anchor_length)
-            return
-        if chunk is None:
+        """A segment cut into blocks; a run, or a part, of a chunk is cut where that chunk's blocks end."""
+        chunk, whole, stop = segment.found_in, segment.whole, segment.offset + len(segment)
+        if chunk is not None:
+            size = sizes[chunk.chunk_id]
+            for number, name in enumerate(chunk.block_names):
+                first, last = max(segment.offset, number * size), min(stop, (number + 1) * size)
+                if number == len(chunk.block_names) - 1:
+                    last = stop  # also where no size fits
+                if first < last:
+                    stored_start = len(chunk.anchor_ids) + first
+                    yield _Piece(chunk.token_ids[first:last], stored_start, name, first - number * size)
+        elif whole is not None:
+            start, name = 0, anchor_name
+            for tokens in split_blocks(whole, self.block_size):
+                name = block_name(name, tokens)
+                first, last = max(segment.offset, start), min(stop, start + len(tokens))
+                if first < last:
+                    yield _Piece(whole[first:last], anchor_length + first, name, first - start)
+                start += len(tokens)
+        else:
             start = anchor_length if segment.is_chunk else position
             for tokens in split_blocks(segment.token_ids, self.block_size):
                 yield _Piece(tokens, start)
                 start += len(tokens)
-            return
-        size = sizes[chunk.chunk_id]
-        stop = segment.offset + len(segment)
-        for number, name in enumerate(chunk.block_names):
-            first, last = max(segment.offset, number * size), min(stop, (number + 1) * size)
-            if number == len(chunk.block_names) - 1:
-                last = stop  # also where no size fits
-            if first < last:
-                stored_start = len(chunk.anchor_ids) + first
-                yield _Piece(chunk.token_ids[first:last], stored_start, name, first - number * size)
-
-    def _pieces_of_part(
-        self, segment: Segment, whole: TokenIds, anchor_name: BlockName, anchor_length: int
-    ) -> Iterator["_Piece"]:
-        start, name = 0, anchor_name
-        for tokens in split_blocks(whole, self.block_size):
-            name = block_name(name, tokens)
-            first, last = max(segment.offset, start), min(segment.offset + len(segment), start + len(tokens))
-            if first < last:
-                yield _Piece(whole[first:last], anchor_length + first, name, first - start)
-            start += len(tokens)
 
 
 class _Placed(NamedTuple):
@@ -338,9 +318,7 @@ def _names(blocks: Sequence[_Placed]) -> dict[BlockName, None]:
     return dict.fromkeys(name for name in named if name is not None)
 
 
-def _holds(entry: BlockEntry | None, tokens: TokenIds) -> bool:
-    return entry is not None and np.array_equal(entry.token_ids, tokens)
-
-
-def _holds_run(entry: BlockEntry | None, tokens: TokenIds, start: int) -> bool:
-    return entry is not None and np.array_equal(entry.token_ids[start : start + len(tokens)], tokens)
+def _holds(entry: BlockEntry | None, tokens: TokenIds, start: int | None = None) -> bool:
+    """Whether these are the tokens of a block; with `start`, those of it from there on."""
+    part = slice(None) if start is None else slice(start, start + len(tokens))
+    return entry is not None and np.array_equal(entry.token_ids[part], tokens)

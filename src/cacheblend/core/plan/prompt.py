@@ -71,10 +71,7 @@ def part_of(ids: Sequence[int] | npt.NDArray[np.integer], offset: int, tokens: i
     Args:
         ids: of the whole chunk.
         offset, tokens: which of them the prompt has.
-        label: see `chunk`.
-
-    Raises:
-        InvalidInputError: as `chunk`.
+        label, and errors: see `chunk`.
     """
     whole = chunk(ids, label)
     return replace(whole, token_ids=whole.token_ids[offset : offset + tokens], offset=offset, whole=whole.token_ids)
@@ -157,7 +154,7 @@ class Prompt:
         return [segment for segment in self.segments if segment.is_chunk]
 
     def check(self, vocab_size: int, max_length: int | None, reason: str = "the model's context") -> None:
-        """Checks the prompt against a model's limits; `reason` describes `max_length` in the message.
+        """Checks the prompt against a model's limits, of which `reason` describes `max_length`.
 
         Raises:
             InvalidInputError: an id outside the vocabulary.

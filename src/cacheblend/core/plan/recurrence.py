@@ -5,14 +5,18 @@
     request 3   y A B          both are seen again
     request 4   z B' D         only B' of B recurs: B is split into B' and its rest
 
-Candidates come from fingerprints (`fingerprints`), each extended in both directions by comparing ids, so that a run is
-maximal. What two requests begin with is left to the exact prefix. Nothing is learnt across roots: a root stands for
-model, tenant and salt. Knows token ids. Does not know stores, engines or text.
+Candidates come from fingerprints: of the hashes of all windows of `WINDOW` tokens only the smallest of each `span`
+neighbours is kept (winnowing: Schleimer, Wilkerson, Aiken, SIGMOD 2003). Two texts that share a run of
+`WINDOW + span - 1` tokens keep an equal hash inside it, wherever the run stands; about 2 of `span + 1` hashes are kept.
+A candidate is extended in both directions by comparing ids, so that a run is maximal. What two requests begin with is
+left to the exact prefix. Nothing is learnt across roots: a root stands for model, tenant and salt.
 """
 
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +24,25 @@ import numpy.typing as npt
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.names import BlockName, TokenIds, block_name
 from cacheblend.core.plan.blocks import ChunkManifest
-from cacheblend.core.plan.chunk_matches import SHORTEST, WINDOW, ChunkIndex
-from cacheblend.core.plan.fingerprints import Fingerprints, winnowed
-from cacheblend.core.plan.intervals import Interval, is_outside, pieces_of
+from cacheblend.core.plan.chunk_matches import SHORTEST, WINDOW, ChunkIndex, repeats, window_hashes
 
 HALF_LIFE = 1000
 """Requests after which a sighting counts half."""
+
+MOST_PLACES = 16
+"""Places of a hash that are looked at, the newest ones: a hash of more texts identifies none of them."""
+
+MOST_COPIES = 4
+"""Equal windows of one text that are kept."""
+
+_MERGE_FROM = 8192  # new fingerprints that a dictionary holds before they are sorted in
+_OFFSET_BITS = 32
+
+Places = npt.NDArray[np.int64]
+"""Places in texts: the text's number times 2 ** 32, plus the position in it."""
+
+Interval = tuple[int, int]
+"""[start, stop) of a prompt's tokens."""
 
 
 @dataclass(eq=False)
@@ -35,7 +52,6 @@ class Run:
     Attributes:
         name: its identity: a hash of root and ids.
         root: model, tenant and salt that it was seen under.
-        token_ids: [tokens].
         sightings: requests that had it, or the run that it was split from; at least two.
         seen_at: number of the last request that had it.
         weight: its sightings, decayed, at `seen_at`.
@@ -54,7 +70,6 @@ class Run:
         return len(self.token_ids)
 
     def see(self, at: int, times: int = 1) -> None:
-        """Counts sightings by request number `at`."""
         self.weight = self.decayed(at) + times
         self.sightings += times
         self.seen_at = at
@@ -86,24 +101,11 @@ class Learnt:
 
 
 @dataclass(eq=False)
-class _Watched:
-    root: BlockName
-    token_ids: TokenIds
-
-
-@dataclass(eq=False)
 class _KnownText:
     """The runs of one root."""
 
     index: ChunkIndex
     runs: dict[BlockName, Run] = field(default_factory=dict)
-
-    def add(self, runs: Iterable[Run]) -> None:
-        """Indexes runs that are still known."""
-        kept = [run for run in runs if run.name in self.runs]
-        self.index.add(
-            [ChunkManifest(run.name, run.root, run.token_ids[:0], run.token_ids, (run.name,)) for run in kept]
-        )
 
 
 class Recurrences:
@@ -113,6 +115,10 @@ class Recurrences:
         min_run_tokens: shorter runs are not learnt.
         watch_tokens: ids of recent prompts that are kept (4 bytes each), and at most as many of learnt runs; the least
             recently useful go first. A longer prompt is not watched.
+
+    Attributes:
+        watched_tokens: ids of prompts that are kept.
+        number: of requests seen so far.
 
     Raises:
         InvalidInputError: `min_run_tokens` is below `chunk_matches.SHORTEST`, or `watch_tokens` below `min_run_tokens`.
@@ -130,22 +136,11 @@ class Recurrences:
             )
         self._shortest, self._budget = min_run_tokens, watch_tokens
         self._span = min_run_tokens - WINDOW + 1
-        self._watched: OrderedDict[int, _Watched] = OrderedDict()  # by number; the least recently useful first
-        self._watched_tokens = 0
+        self._watched = OrderedDict[int, tuple[BlockName, TokenIds]]()  # by number; the least recently useful first
         self._fingerprints = Fingerprints()
         self._known: dict[BlockName, _KnownText] = {}
         self._known_tokens = 0
-        self._number = 0
-
-    @property
-    def watched_tokens(self) -> int:
-        """Ids of prompts that are kept."""
-        return self._watched_tokens
-
-    @property
-    def number(self) -> int:
-        """Requests seen so far."""
-        return self._number
+        self.watched_tokens = self.number = 0
 
     @property
     def runs(self) -> list[Run]:
@@ -154,7 +149,7 @@ class Recurrences:
 
     def see(self, root: BlockName, token_ids: TokenIds, chunks: Iterable[Interval] = ()) -> Learnt:
         """Learns from a request; nothing is learnt inside `chunks`, intervals that are already chunks."""
-        self._number += 1
+        self.number += 1
         known = self._known.setdefault(root, _KnownText(ChunkIndex(self._shortest)))
         seen, new, split, covered = self._recognise(known, token_ids)
         hashes, at = winnowed(token_ids, root, self._span)
@@ -165,7 +160,8 @@ class Recurrences:
             run = self._learn(known, root, token_ids[start:stop], sightings=2)
             if run is not None:
                 new.append(run)
-        known.add(new)
+        kept = (run for run in new if run.name in known.runs)
+        known.index.add(ChunkManifest(run.name, root, run.token_ids[:0], run.token_ids, (run.name,)) for run in kept)
         self._watch(root, token_ids, hashes, at)
         if not known.runs:
             del self._known[root]
@@ -173,8 +169,8 @@ class Recurrences:
 
     def forget(self, root: BlockName | None = None) -> None:
         """Forgets a root; all roots if None."""
-        for number in [number for number, text in self._watched.items() if root in (None, text.root)]:
-            self._watched_tokens -= len(self._watched.pop(number).token_ids)
+        for number in [number for number, (seen_under, _) in self._watched.items() if root in (None, seen_under)]:
+            self.watched_tokens -= len(self._watched.pop(number)[1])
         for each in [each for each in self._known if root in (None, each)]:
             self._known_tokens -= sum(map(len, self._known.pop(each).runs.values()))
         self._fingerprints.tidy(self._watched.keys())
@@ -204,17 +200,17 @@ class Recurrences:
                     part.part_of = run.name
                     new.append(part)
         for run in seen.values():
-            run.see(self._number)
+            run.see(self.number)
         return list(seen.values()), new, split, covered
 
     def _learn(self, known: _KnownText, root: BlockName, token_ids: TokenIds, sightings: int) -> Run | None:
         """A new run; None if it is known, and then it is seen once more."""
         name = block_name(root, token_ids)
         if name in known.runs:
-            known.runs[name].see(self._number)
+            known.runs[name].see(self.number)
             return None
         run = Run(name, root, token_ids.copy())
-        run.see(self._number, sightings)
+        run.see(self.number, sightings)
         known.runs[name] = run
         self._known_tokens += len(run)
         return run
@@ -229,7 +225,7 @@ class Recurrences:
         if self._known_tokens <= self._budget:
             return []
         dropped = []
-        for run in sorted(self.runs, key=lambda run: run.worth(self._number)):
+        for run in sorted(self.runs, key=lambda run: run.worth(self.number)):
             if self._known_tokens <= self._budget * 3 // 4:
                 break
             self._drop(self._known[run.root], run)
@@ -247,16 +243,16 @@ class Recurrences:
         beginnings: dict[int, int] = {}  # tokens that a prompt begins with as this one does
         stops: dict[tuple[int, int], int] = {}  # by prompt and shift against it: compared up to here
         for index, number, place in self._fingerprints.find(hashes):
-            here, text = int(at[index]), self._watched.get(number)
-            if text is None or text.root != root or here < stops.get((number, here - place), 0):
+            here, (seen_under, text) = int(at[index]), self._watched.get(number, (None, token_ids))
+            if seen_under != root or here < stops.get((number, here - place), 0):
                 continue
-            start, stop = equal_around(token_ids, here, text.token_ids, place)
+            start, stop = equal_around(token_ids, here, text, place)
             stops[number, here - place] = max(stop, here + 1)
             if stop - start < self._shortest:
                 continue
             self._watched.move_to_end(number)
             if number not in beginnings:
-                beginnings[number] = _equal_length(token_ids, text.token_ids)
+                beginnings[number] = _equal_length(token_ids, text)
             start = max(start, beginnings[number])  # also a text that repeats itself in there is an exact prefix
             if stop - start >= self._shortest:
                 found.add((start, stop))
@@ -267,12 +263,12 @@ class Recurrences:
     ) -> None:
         if not len(hashes) or len(token_ids) > self._budget:
             return
-        self._watched[self._number] = _Watched(root, token_ids.astype("<u4"))
-        self._watched_tokens += len(token_ids)
-        self._fingerprints.add(self._number, hashes, at)
-        while self._watched_tokens > self._budget:
-            _, oldest = self._watched.popitem(last=False)
-            self._watched_tokens -= len(oldest.token_ids)
+        self._watched[self.number] = root, token_ids.astype("<u4")
+        self.watched_tokens += len(token_ids)
+        self._fingerprints.add(self.number, hashes, at)
+        while self.watched_tokens > self._budget:
+            _, (_, oldest) = self._watched.popitem(last=False)
+            self.watched_tokens -= len(oldest)
         if self._fingerprints.needs_tidying():
             self._fingerprints.tidy(self._watched.keys())
 
@@ -293,3 +289,132 @@ def _equal_length(ours: TokenIds, theirs: TokenIds) -> int:
             return at + int(differing[0])
         at, step = stop, 2 * step
     return end
+
+
+# ---- fingerprints -------------------------------------------------------------------------------------------
+
+
+def winnowed(token_ids: TokenIds, root: BlockName, span: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+    """The fingerprints of a text: ([n] hashes, [n] positions of their windows, ascending), of `span` neighbours one.
+
+    None for a text shorter than ``WINDOW + span - 1``. Of equal windows only the first `MOST_COPIES`: a text that
+    repeats itself, on purpose even, has few. Texts of different roots share none, but by chance.
+    """
+    hashes = window_hashes(token_ids) ^ np.uint64(int.from_bytes(root[:8], "little"))
+    if len(hashes) < span:
+        return np.empty(0, np.uint64), np.empty(0, np.int64)
+    # A sum of neighbouring ids is a poor order: mixed, so that the smallest is as good as drawn.
+    mixed = (hashes ^ (hashes >> np.uint64(31))) * np.uint64(0x9E3779B97F4A7C15)
+    smallest = np.lib.stride_tricks.sliding_window_view(mixed, span).argmin(axis=1)
+    at = np.unique(smallest + np.arange(len(smallest)))
+    at = at[repeats(hashes[at]) < MOST_COPIES]
+    return hashes[at], at
+
+
+class Fingerprints:
+    """Places by hash, of texts with ascending numbers. Not thread-safe.
+
+    Newer places come first in answers. Those of forgotten texts are dropped when new ones are sorted in; until then
+    they are answered.
+    """
+
+    def __init__(self) -> None:
+        self._hashes = np.empty(0, np.uint64)  # ascending; of equal ones the older place first
+        self._places: Places = np.empty(0, np.int64)
+        self._new: dict[int, list[int]] = {}
+        self._count = 0  # of those in _new
+
+    def __len__(self) -> int:
+        return len(self._hashes) + self._count
+
+    def add(self, number: int, hashes: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> None:
+        """Adds a text's fingerprints; `number` is above that of all texts before."""
+        for value, at in zip(hashes.tolist(), positions.tolist(), strict=True):
+            self._new.setdefault(value, []).append((number << _OFFSET_BITS) | at)
+        self._count += len(hashes)
+
+    def find(self, hashes: npt.NDArray[np.uint64]) -> Iterator[tuple[int, int, int]]:
+        """(index in `hashes`, number of the text, position in it) of equal hashes, newest first for each."""
+        order = np.argsort(hashes)  # sorted ones are found several times sooner: neighbours share memory
+        low, high = np.empty(len(hashes), np.int64), np.empty(len(hashes), np.int64)
+        low[order] = np.searchsorted(self._hashes, hashes[order], side="left")
+        high[order] = np.searchsorted(self._hashes, hashes[order], side="right")
+        known = zip(hashes.tolist(), low.tolist(), high.tolist(), strict=True)
+        for index, (value, first, beyond) in enumerate(known):
+            old = self._places[max(first, beyond - MOST_PLACES) : beyond].tolist()
+            for place in [*old, *self._new.get(value, ())][: -MOST_PLACES - 1 : -1]:
+                yield index, place >> _OFFSET_BITS, place & ((1 << _OFFSET_BITS) - 1)
+
+    def needs_tidying(self) -> bool:
+        """So many fingerprints are new that they should be sorted in."""
+        return self._count >= max(_MERGE_FROM, len(self._hashes) // 16)
+
+    def tidy(self, held: Collection[int]) -> None:
+        """Sorts new fingerprints in, and drops those of texts that are not `held` (numbers)."""
+        alive = np.zeros(max(held, default=-1) + 2, bool)  # the last one: those above all that are held
+        alive[list(held)] = True
+        counts = [len(places) for places in self._new.values()]
+        hashes = np.repeat(np.fromiter(self._new, np.uint64, len(self._new)), counts)
+        places = np.fromiter((place for places in self._new.values() for place in places), np.int64, len(hashes))
+        order = np.argsort(hashes, kind="stable")  # places of one hash keep their order, and are above all older ones
+        hashes, places = hashes[order], places[order]
+        at = np.searchsorted(self._hashes, hashes, side="right")
+        hashes, places = np.insert(self._hashes, at, hashes), np.insert(self._places, at, places)
+        kept = alive[np.minimum(places >> _OFFSET_BITS, len(alive) - 1)]
+        self._hashes, self._places, self._new, self._count = hashes[kept], places[kept], {}, 0
+
+
+# ---- intervals ----------------------------------------------------------------------------------------------
+
+
+def pieces_of(found: Sequence[Interval], taken: Sequence[Interval], shortest: int) -> list[Interval]:
+    """What the found intervals cover and the taken ones do not, cut where a found one begins or ends.
+
+    Each piece lies within a found interval, and the taken ones ascend. A piece shorter than `shortest` is joined to its
+    neighbour if one found interval has both; else it is left out.
+    """
+    ascending = sorted(found)
+    starts, stops = [start for start, _ in ascending], list(accumulate((stop for _, stop in ascending), max))
+    edges = sorted({edge for interval in found for edge in interval})
+    pieces: list[Interval] = []
+    for start, stop in _without(_union(ascending), taken):
+        inner = edges[bisect_right(edges, start) : bisect_left(edges, stop)]
+        for first, beyond in pairwise([start, *inner, stop]):
+            last = pieces[-1] if pieces else (0, -1)
+            is_short = min(last[1] - last[0], beyond - first) < shortest
+            if last[1] == first and is_short and stops[bisect_right(starts, last[0]) - 1] >= beyond:
+                pieces[-1] = (last[0], beyond)
+            else:
+                pieces.append((first, beyond))
+    return [(start, stop) for start, stop in pieces if stop - start >= shortest]
+
+
+def is_outside(at: npt.NDArray[np.int64], width: int, taken: Sequence[Interval]) -> npt.NDArray[np.bool_]:
+    """[n] whether windows that begin at [n] places reach beyond each interval."""
+    inside = np.zeros(len(at), bool)
+    for start, stop in taken:
+        inside |= (at >= start) & (at + width <= stop)
+    return ~inside
+
+
+def _union(ascending: Sequence[Interval]) -> list[Interval]:
+    joined: list[Interval] = []
+    for start, stop in ascending:
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def _without(intervals: Sequence[Interval], taken: Sequence[Interval]) -> list[Interval]:
+    left: list[Interval] = []
+    for start, stop in intervals:
+        for first, beyond in taken:
+            if first < stop and beyond > start:
+                if first > start:
+                    left.append((start, first))
+                start = max(start, beyond)
+        if start < stop:
+            left.append((start, stop))
+    return left

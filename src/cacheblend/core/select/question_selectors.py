@@ -85,7 +85,6 @@ class QuestionSelector(Selector):
             )
 
     def found_spans(self, candidates: Candidates, count: int) -> list[FoundSpan]:
-        """See `Selector`."""
         return spans_by_attention(candidates, self.pool, self.words, count)
 
     def _by_attention(self, candidates: Candidates) -> torch.Tensor:
@@ -94,11 +93,7 @@ class QuestionSelector(Selector):
 
 @dataclass(frozen=True)
 class Query(QuestionSelector):
-    """The rows that the question attends to most, span by span (ProphetKV and InfoFlow-KV select rows similarly).
-
-    Attributes:
-        ratio: share of all candidates that is recomputed.
-    """
+    """The rows that the question attends to most, span by span (ProphetKV and InfoFlow-KV select rows similarly)."""
 
     ratio: float
 
@@ -113,16 +108,12 @@ class Query(QuestionSelector):
 
 @dataclass(frozen=True)
 class Hybrid(QuestionSelector):
-    """A share selected by the question's attention before layer 0, then smaller shares at check layers.
+    """A share selected by the question's attention before layer 0, then smaller shares at check layers, as of `Hkvd`.
 
     With `early` 1 and rank ``either`` it selects the union of both rankings at the check layers.
 
     Attributes:
-        check_layers: ascending, each at least 1.
-        ratios: for each check layer, the share of all candidates that stays active after it.
         early: share of all candidates that is active from layer 0 on, at least `ratios[0]`; 1: all candidates.
-        rank: see `Rank`.
-        measure: deviation over K and V, or one of them.
     """
 
     check_layers: tuple[int, ...] = (1,)
@@ -146,11 +137,9 @@ class Hybrid(QuestionSelector):
 
     @property
     def share(self) -> float:
-        """The last check layer's ratio."""
         return self.ratios[-1]
 
     def select(self, candidates: Candidates) -> torch.Tensor:
-        """Before layer 0 the rows of highest attention; at check layers the rows of best rank."""
         by_attention = self._by_attention(candidates)
         if candidates.layer is None:
             return _first_rows(by_attention, row_count(self.early, candidates.total))
@@ -165,16 +154,13 @@ class Hybrid(QuestionSelector):
 def ranks_by_attention(
     candidates: Candidates, pool: Pool, lead: int = 0, words: float = 0.0, head_rows: int = 0
 ) -> torch.Tensor:
-    """The rank of each row, [n] int64 from 0: spans by their highest attention, then the rows of a span by their own.
+    """The rank of each row, [n] int64 from 0: spans by their highest attention (`_attention_of`), then the rows of a
+    span by their own. Ties go to the first.
 
-    Ties go to the first. For the attention of a row see `_attention_of`. The attention of a span is also given to the
-    `lead` spans in front of it in the same segment: models often keep the content of a sentence in the first tokens of
-    the next one, and the KV of those tokens is only right if the sentence itself was recomputed. The first `head_rows`
-    rows of a segment have at least half of the segment's highest attention: they rank behind what was found, and in
-    front of what is hardly attended to.
-
-    Raises:
-        InvalidInputError: the candidates have no attention.
+    The attention of a span is also given to the `lead` spans in front of it in the same segment: models often keep the
+    content of a sentence in the first tokens of the next one, and the KV of those tokens is only right if the sentence
+    itself was recomputed. The first `head_rows` rows of a segment have at least half of the segment's highest
+    attention: they rank behind what was found, and in front of what is hardly attended to.
     """
     attention, segments = _attention_of(candidates, words)
     span, best = _spans(candidates, segments, pool, attention)
@@ -197,11 +183,7 @@ def ranks_by_attention(
 
 def spans_by_attention(candidates: Candidates, pool: Pool, words: float, count: int) -> list[FoundSpan]:
     """The spans of highest attention, at most `count`, the highest first; ties go to the first, and spans without any
-    are left out. Waits for the device.
-
-    Raises:
-        InvalidInputError: the candidates have no attention.
-    """
+    are left out. Waits for the device."""
     attention, segments = _attention_of(candidates, words)
     span, best = _spans(candidates, segments, pool, attention)
     order = torch.argsort(best, descending=True, stable=True)[:count]

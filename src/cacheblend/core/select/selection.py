@@ -2,7 +2,7 @@
 its settings as one text, as people write it: ``query:question_words=1,hops=1``."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self
 
@@ -110,36 +110,33 @@ class Selection:
         checks = (1,) if self.check_layers is None else self.check_layers
         schedule = self.ratios if self.ratios and ratio is None else (share,) * len(checks)
         is_gradual = self.check_layers is None and self.ratios is None
-        makers: dict[str, Callable[[], Selector]] = {
-            "hkvd": lambda: Gradual(share, self.measure) if is_gradual else Hkvd(checks, schedule, self.measure),
-            "query": lambda: Query(share, **self._of_question()),
-            "hybrid": lambda: self._hybrid(checks, schedule),
-            "threshold": lambda: self._threshold(checks),
-            "head": lambda: Head(share),
-            "random": lambda: RandomRows(share),
-            "none": NoRows,
-            "all": AllRows,
-        }
-        if self.selector not in makers:
-            raise InvalidInputError(f"no selector is called {self.selector!r}; there are {', '.join(makers)}")
-        return makers[self.selector]()
-
-    def _hybrid(self, checks: tuple[int, ...], ratios: tuple[float, ...]) -> Hybrid:
-        check_schedule(checks, ratios)
-        early = min(1.0, 3 * ratios[-1]) if self.early_ratio is None else self.early_ratio
-        check_ratio(early)
-        early = max(early, ratios[0])
-        return Hybrid(checks, ratios, early, self.rank, self.measure, **self._of_question())
-
-    def _threshold(self, checks: tuple[int, ...]) -> Threshold:
-        if self.threshold is None:
-            raise InvalidInputError("the selector 'threshold' needs a bound; set `threshold`")
-        return Threshold(self.threshold, checks, self.measure)
-
-    def _of_question(self) -> dict[str, Any]:
-        """The fields of `QuestionSelector`, which have the same names here, but for its `words`."""
+        # the fields of `QuestionSelector`, which have the same names here, but for its `words`
         names = {f.name: f.name for f in fields(QuestionSelector)} | {"words": "question_words"}
-        return {name: getattr(self, own) for name, own in names.items()}
+        of_question: dict[str, Any] = {name: getattr(self, own) for name, own in names.items()}
+        match self.selector:
+            case "hkvd":
+                return Gradual(share, self.measure) if is_gradual else Hkvd(checks, schedule, self.measure)
+            case "query":
+                return Query(share, **of_question)
+            case "hybrid":
+                check_schedule(checks, schedule)
+                early = min(1.0, 3 * schedule[-1]) if self.early_ratio is None else self.early_ratio
+                check_ratio(early)
+                return Hybrid(checks, schedule, max(early, schedule[0]), self.rank, self.measure, **of_question)
+            case "threshold":
+                if self.threshold is None:
+                    raise InvalidInputError("the selector 'threshold' needs a bound; set `threshold`")
+                return Threshold(self.threshold, checks, self.measure)
+            case "head":
+                return Head(share)
+            case "random":
+                return RandomRows(share)
+            case "none":
+                return NoRows()
+            case "all":
+                return AllRows()
+        names_there_are = "hkvd, query, hybrid, threshold, head, random, none, all"
+        raise InvalidInputError(f"no selector is called {self.selector!r}; there are {names_there_are}")
 
 
 def selection_fields(values: Mapping[str, Any]) -> dict[str, Any]:

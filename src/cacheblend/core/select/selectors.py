@@ -32,8 +32,8 @@ class Candidates:
             `core.fuse.question`; None if the selector did not ask for it.
         words: [n] fp32 0..1, weight of the row's token as a rare word of the question, see `core.select.text_cues`;
             None if the selector did not ask for it.
-        hops: [n] fp32, how much more the spans that were asked in turn attend to the row than their first rows do, or
-            the question where it looked again; None if neither was asked.
+        hops: [n] fp32, how much more the spans that were asked in turn attend to the row than their first rows do; None
+            if none was asked.
         hop_words: [n] fp32 0..1, weight of the row's token as a rare word of those spans; None if none was asked.
         segments: [n] int64, the segment it belongs to.
         sentences: [n] int64, the sentence it belongs to; None if the tokens that end a sentence are unknown.
@@ -143,7 +143,6 @@ class Hkvd(Selector):
     Attributes:
         check_layers: ascending, each at least 1 (layer 0's deviation is zero by construction).
         ratios: for each check layer, the share of all candidates that stays active after it.
-        measure: deviation over K and V, or one of them.
     """
 
     check_layers: tuple[int, ...] = (1,)
@@ -156,11 +155,9 @@ class Hkvd(Selector):
 
     @property
     def share(self) -> float:
-        """The last check layer's ratio."""
         return self.ratios[-1]
 
     def select(self, candidates: Candidates) -> torch.Tensor:
-        """The top share by deviation."""
         deviation, layer = measured(candidates)
         ratio = self.ratios[self.check_layers.index(layer)]
         count = min(row_count(ratio, candidates.total), len(deviation))
@@ -173,10 +170,6 @@ class Gradual(Selector):
 
     The paper gives no ratios. Those of `GRADUAL_SHARES` are scaled so that a pass costs what one check at layer 1 with
     the ratio costs: over the layers behind the first, the mean share of active rows is the ratio.
-
-    Attributes:
-        ratio: that mean share.
-        measure: deviation over K and V, or one of them.
     """
 
     ratio: float
@@ -188,12 +181,10 @@ class Gradual(Selector):
 
     @property
     def name(self) -> str:
-        """``hkvd``."""
         return "hkvd"
 
     @property
-    def check_layers(self) -> tuple[int, ...]:
-        """Those of a model that has them all."""
+    def check_layers(self) -> tuple[int, ...]:  # of a model that has them all
         return tuple(range(1, 1 + len(GRADUAL_SHARES)))
 
     def of_model(self, layers: int) -> Selector:
@@ -205,7 +196,6 @@ class Gradual(Selector):
         return Hkvd(tuple(dropping), tuple(dropping.values()), self.measure) if dropping else AllRows()
 
     def select(self, candidates: Candidates) -> torch.Tensor:
-        """Raises `InvalidInputError`: the ratios depend on the model's layers."""
         raise InvalidInputError("how many rows gradual filtering keeps depends on the model; ask of_model(layers)")
 
 
@@ -214,13 +204,8 @@ GRADUAL_SHARES = (0.5, 0.35, 0.18, 0.05)
 
 
 def scaled_shares(shares: Sequence[float], lasting: Sequence[int], mean: float) -> tuple[float, ...]:
-    """Falling shares times one factor, each at most 1, so that they have this mean over the layers.
-
-    Args:
-        shares: falling, above 0.
-        lasting: number of layers that run with each share, at least one.
-        mean: of the shares over all these layers, 0..1.
-    """
+    """Falling shares above 0 times one factor, each at most 1, so that they have this mean over the layers, of which
+    `lasting` run with each share."""
     budget = mean * sum(lasting)
     for full in range(len(shares)):  # the first `full` shares are 1, the factor gives the others
         left = max(0.0, budget - sum(lasting[:full]))
@@ -245,8 +230,7 @@ class Threshold(Selector):
             raise InvalidInputError(f"a deviation bound is finite and at least 0, got {self.bound}")
 
     def select(self, candidates: Candidates) -> torch.Tensor:
-        """The rows above the bound, as booleans: how many they are depends on the numbers."""
-        return measured(candidates)[0] > self.bound
+        return measured(candidates)[0] > self.bound  # how many they are depends on the numbers
 
 
 @dataclass(frozen=True)
@@ -278,9 +262,8 @@ class RandomRows(Selector):
         check_ratio(self.ratio)
 
     def select(self, candidates: Candidates) -> torch.Tensor:
-        """Drawn on the CPU, so that every device draws the same rows."""
         n = len(candidates.positions)
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator().manual_seed(self.seed)  # on the CPU, so that every device draws the same rows
         drawn = torch.randperm(n, generator=generator)[: row_count(self.ratio, candidates.total)]
         return upload(drawn.sort().values, candidates.positions.device)
 
@@ -291,11 +274,9 @@ class AllRows(Selector):
 
     @property
     def share(self) -> float:
-        """All of them."""
         return 1.0
 
     def select(self, candidates: Candidates) -> torch.Tensor:
-        """All candidates."""
         return torch.arange(len(candidates.positions), device=candidates.positions.device)
 
 
@@ -305,16 +286,13 @@ class NoRows(Selector):
 
     @property
     def name(self) -> str:
-        """``none``."""
         return "none"
 
     @property
     def share(self) -> float:
-        """None of them."""
         return 0.0
 
     def select(self, candidates: Candidates) -> torch.Tensor:
-        """No candidate."""
         return candidates.positions.new_empty(0)
 
 
@@ -366,7 +344,6 @@ class Wrapper(Selector):
     inner: Selector
 
     def found_spans(self, candidates: Candidates, count: int) -> list[FoundSpan]:
-        """See `Selector`."""
         return self.inner.found_spans(candidates, count)
 
 
@@ -383,11 +360,8 @@ for _name, _declared in vars(Selector).items():
 class Late(Wrapper):
     """Another selector, asked later than it says because earlier layers need all rows.
 
-    Checks that fall on the same layer are made once, with what the last of them keeps.
-
-    Attributes:
-        inner: what chooses the rows; without the question's attention.
-        moved: for each layer with a check, ascending, the inner selector's own check layer.
+    Checks that fall on the same layer are made once, with what the last of them keeps. `moved`: for each layer with a
+    check, ascending, the own check layer of the inner selector, which does without the question's attention.
     """
 
     inner: Selector
@@ -405,24 +379,17 @@ class Late(Wrapper):
 
     @property
     def check_layers(self) -> tuple[int, ...]:
-        """Where it is asked."""
         return tuple(layer for layer, _ in self.moved)
 
     def select(self, candidates: Candidates) -> torch.Tensor:
-        """What the inner selector chooses at its own check layer."""
         own = None if candidates.layer is None else dict(self.moved)[candidates.layer]
         return self.inner.select(replace(candidates, layer=own))
 
 
 @dataclass
 class Recorded(Wrapper):
-    """Selects as `inner` does, and records every call, for inspection.
-
-    Attributes:
-        inner: the selector that decides.
-        asked: candidates of each call, in order; a pass that is restarted selects again.
-        keeps: [candidates] bool of each call, True for the rows that were kept.
-    """
+    """Selects as `inner` does, and records every call, for inspection: candidates, and [candidates] bool, True for the
+    rows that were kept. A pass that is restarted selects again."""
 
     inner: Selector
     asked: list[Candidates] = field(default_factory=list)
@@ -434,11 +401,9 @@ class Recorded(Wrapper):
         return self.asked[-1].positions[self.keeps[-1]].tolist() if self.asked else []
 
     def of_model(self, layers: int) -> Selector:
-        """See `Selector`; records into the same lists."""
-        return replace(self, inner=self.inner.of_model(layers))
+        return replace(self, inner=self.inner.of_model(layers))  # which records into the same lists
 
     def select(self, candidates: Candidates) -> torch.Tensor:
-        """See `Selector`."""
         selected = self.inner.select(candidates)
         self.asked.append(candidates)
         self.keeps.append(as_mask(selected, len(candidates.positions)))

@@ -20,14 +20,7 @@ def sentence_indices(prompt: Prompt, end_ids: npt.NDArray[np.integer]) -> npt.ND
         sentence  |  0   0  0  1  1 1 |  2  2   2  | 3
 
     A run of ending tokens ends one sentence. No sentence spans two segments or has more than `LONGEST_SENTENCE`
-    tokens.
-
-    Args:
-        prompt: the prompt.
-        end_ids: [n] ids of the tokens that end a sentence.
-
-    Returns:
-        [len(prompt)] int64, from 0, ascending without gaps.
+    tokens. Returns [len(prompt)] int64, from 0, ascending without gaps.
     """
     at = np.arange(len(prompt))
     ends = np.isin(prompt.token_ids, end_ids)

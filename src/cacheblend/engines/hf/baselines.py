@@ -22,9 +22,9 @@ from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.ambient import without_ambient
 from cacheblend.engines.hf.caches import fill_cache
 from cacheblend.engines.hf.recurrent import States
-from cacheblend.engines.hf.request import TextStream
 from cacheblend.engines.hf.sampling import Sampler, SamplingParams
 from cacheblend.engines.shadow import kl_divergence
+from cacheblend.engines.tokens.detokenizer import TextStream
 
 TOUCHED_ROWS = 64
 SHORTEST_PREFIX = 16
@@ -142,7 +142,7 @@ def finish(
     stream = TextStream(engine.builder.detokenizer() if engine.builder else None, params.stop)
     sampler = decoding.sampler
     while sampler.finish_reason is None and not stream.stopped:
-        with engine.prefiller.threads.layer():
+        with engine.view.threads.layer():
             token = decoding.step()
         stream.push(token)
         if seen is not None:
@@ -168,7 +168,7 @@ def load_prefix(engine: BlendEngine, plan: BlendPlan) -> DynamicCache:
 
 def _plain(engine: BlendEngine, prompt: Prompt, cache: DynamicCache, *, known: int, started: float) -> FirstToken:
     ids = engine.ids_of(prompt)[None, known:]
-    with engine.prefiller.threads.layer():
+    with engine.view.threads.layer():
         out = engine.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     engine.prefiller.synchronize()
     seconds = time.perf_counter() - started

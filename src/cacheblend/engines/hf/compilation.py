@@ -12,7 +12,6 @@ Knows the view and torch.compile; knows neither prompts nor stores.
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -20,7 +19,6 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.kernels.operations import attend_rows
 from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.engines.hf.view import ATTENTION, ModelView, attend_by_mask
@@ -31,11 +29,8 @@ _TOKENS = 64
 _TILES = (slice(0, 64), slice(0, 1), slice(63, 64), slice(3, 36), slice(14, 64))
 """Rows that the comparison computes: all, one alone, which is compiled by itself, and parts of a tensor."""
 
-_TOLERANCE = {
-    torch.float32: 1e-4,
-    torch.float16: 1e-2,
-    torch.bfloat16: 8e-2,
-}  # of the largest number: steps of the type
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}
+"""Of the largest number: steps of the type."""
 
 
 @torch.no_grad()
@@ -77,7 +72,8 @@ def _difference(
             view.run_as(layers)
             hidden, index = noise.clone()[tile], rows[tile]
             keys, values = runner.project(layer, hidden, index)
-            out = runner.run(layer, hidden, index, partial(_attend, rows[: len(index)] // reach))
+            at = rows[: len(index)] // reach
+            out = runner.run(layer, hidden, index, lambda q, k, v, spec, at=at: attend_rows(q, k, v, at, spec))
             found.append([part.float() for part in (keys, values, out)])
         for one, other in zip(*found, strict=True):
             error = float((one - other).abs().max() / one.abs().max().clamp_min(1e-6))
@@ -85,9 +81,3 @@ def _difference(
                 count = tile.stop - tile.start
                 return f"layer {layer} of {count} rows differs by {error:.2g}, more than {_TOLERANCE[noise.dtype]}"
     return ""
-
-
-def _attend(
-    positions: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec
-) -> torch.Tensor:
-    return attend_rows(query, keys, values, positions, spec)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import torch
 
-from cacheblend.core.fuse.prefill import PrefillResult
 from cacheblend.core.fuse.runner import Attend
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.kernels.operations import attend_last
@@ -29,21 +28,14 @@ GROW_ROWS = 256  # rows added each time a KV cache is full
 class Decoding:
     """The decoding state of one answer.
 
-    Args:
-        sampler: samples the answer's tokens.
-        kv: the prompt's KV, one entry per layer; emptied layer by layer, so that no layer is held twice.
-        states: of recurrent layers behind the prompt; changed with each token.
+    `kv` is the prompt's, one entry per layer, emptied layer by layer, so that no layer is held twice; `states` are of
+    recurrent layers behind the prompt, changed with each token.
     """
 
     def __init__(self, sampler: Sampler, kv: list[LayerKV], states: States | None = None) -> None:
         self.sampler, self._prompt_kv = sampler, dict(enumerate(kv))
         self._kv: dict[int, LayerKV] = {}
         self.states: States = {} if states is None else states
-
-    @classmethod
-    def of(cls, sampler: Sampler, result: PrefillResult) -> "Decoding":
-        """An answer to a prefilled prompt; there may be several to one."""
-        return cls(sampler, list(result.kv), None if result.states is None else result.states.taken())
 
     @property
     def position(self) -> int:

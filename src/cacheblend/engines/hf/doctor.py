@@ -7,7 +7,7 @@ cannot be blended: it reports a failed check.
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,10 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from cacheblend.core.errors import CacheBlendError
-from cacheblend.core.kernels.rope import KeyRotation
-from cacheblend.core.plan.blocks import LayerShape
 from cacheblend.engines.checkpoint import weight_files
 from cacheblend.engines.hf.ambient import without_ambient
-from cacheblend.engines.hf.latent import LatentShape
 from cacheblend.engines.hf.live_check import LiveCheck
-from cacheblend.engines.hf.model_loader import OpenedModel, class_of, loading_reason, open_folder, read_config
+from cacheblend.engines.hf.model_loader import class_of, loading_reason, open_folder, read_config
 from cacheblend.engines.hf.survey import Survey, survey_model
 from cacheblend.engines.tokens import PromptBuilder
 
@@ -67,10 +64,6 @@ class Diagnosis:
         return {"model": self.model, "checks": checks, "blendable": self.blendable, "reason": self.reason}
 
 
-class _StopError(Exception):
-    """A failed check makes all later checks impossible."""
-
-
 @without_ambient
 def diagnose(
     model: PreTrainedModel | str | Path,
@@ -93,55 +86,40 @@ def diagnose(
     """
     is_folder = isinstance(model, str | Path)
     found = Diagnosis(name or (Path(str(model)).resolve().name if is_folder else type(model).__name__))
+    what = "files"
     try:
         if isinstance(model, str | Path):
-            opened, tokenizer = _open(Path(model), dtype, device, found)
+            folder, tokenizer = Path(model), None
+            config_file, weights = folder / "config.json", weight_files(folder)
+            there = {"config.json": config_file.is_file(), "weights": bool(weights)}
+            if missing := [part for part, is_there in there.items() if not is_there]:
+                found.checks.append(Check(what, False, f"{folder} has no {' and no '.join(missing)}"))
+                return found
+            size = sum(file.stat().st_size for file in weights) / 2**30
+            found.checks.append(Check(what, True, f"config.json, {len(weights)} weight file(s), {size:.2f} GiB"))
+            what = "config"  # checked before the weights are read
+            json.loads(config_file.read_text())
+            class_of(read_config(folder))
+            what = "weights"
+            opened = open_folder(folder, dtype=dtype, device=device, with_tokenizer=False)
             model, found.fingerprint = opened.model, opened.fingerprint
-        survey = _survey(model, found)
-        found.checks += _describe(survey)
-        if tokenizer is not None or is_folder:
-            found.checks += _tokenizer_checks(tokenizer)
-        for title, ok, detail in LiveCheck(model, survey).run():
-            found.checks.append(Check(title, ok, detail))
-            on_check(f"done: {title}")
-    except _StopError:
-        pass
-    return found
-
-
-def _fail(found: Diagnosis, name: str, error: Exception) -> _StopError:
-    detail = " ".join(str(error).split())
-    if not isinstance(error, CacheBlendError):
-        detail = f"{loading_reason(error)} ({type(error).__name__})" if str(error) else type(error).__name__
-    found.checks.append(Check(name, False, detail))
-    return _StopError()
-
-
-# ---- a folder ---------------------------------------------------------------------------------------------
-
-
-def _open(
-    folder: Path, dtype: str | torch.dtype, device: str | torch.device | None, found: Diagnosis
-) -> tuple[OpenedModel, Any]:
-    """Model and tokenizer (None if it cannot be loaded); the config is checked before the weights are read."""
-    config_file, weights = folder / "config.json", weight_files(folder)
-    missing = [what for what, there in (("config.json", config_file.is_file()), ("weights", weights)) if not there]
-    if missing:
-        found.checks.append(Check("files", False, f"{folder} has no {' and no '.join(missing)}"))
-        raise _StopError
-    size = sum(file.stat().st_size for file in weights) / 2**30
-    found.checks.append(Check("files", True, f"config.json, {len(weights)} weight file(s), {size:.2f} GiB"))
-    what = "config"
-    try:
-        json.loads(config_file.read_text())
-        class_of(read_config(folder))
-        what = "weights"
-        opened = open_folder(folder, dtype=dtype, device=device, with_tokenizer=False)
+            with contextlib.suppress(Exception):
+                tokenizer = AutoTokenizer.from_pretrained(folder)
+        what = "architecture"
+        survey = survey_model(model)
     except Exception as error:
-        raise _fail(found, what, error) from error
-    with contextlib.suppress(Exception):
-        return opened, AutoTokenizer.from_pretrained(folder)
-    return opened, None
+        detail = " ".join(str(error).split())
+        if not isinstance(error, CacheBlendError):
+            detail = f"{loading_reason(error)} ({type(error).__name__})" if str(error) else type(error).__name__
+        found.checks.append(Check(what, False, detail))
+        return found
+    found.checks += _survey_checks(model, survey)
+    if tokenizer is not None or is_folder:
+        found.checks += _tokenizer_checks(tokenizer)
+    for title, ok, detail in LiveCheck(model, survey).run():
+        found.checks.append(Check(title, ok, detail))
+        on_check(f"done: {title}")
+    return found
 
 
 def _tokenizer_checks(tokenizer: Any) -> Iterator[Check]:
@@ -162,31 +140,25 @@ def _tokenizer_checks(tokenizer: Any) -> Iterator[Check]:
     yield Check("chat template", has_template or None, "present" if has_template else "none: plain prompts only")
 
 
-# ---- results of the survey ----------------------------------------------------------------------------------
-
-
-def _survey(model: PreTrainedModel, found: Diagnosis) -> Survey:
-    try:
-        survey = survey_model(model)
-    except Exception as error:
-        raise _fail(found, "architecture", error) from error
-    layers, attend = survey.num_layers, len(survey.kinds.kv_layers)
+def _survey_checks(model: PreTrainedModel, survey: Survey) -> Iterator[Check]:
+    """What the survey has found, in words."""
+    layout, kinds, latents = survey.layout, survey.kinds, [latent for latent in survey.latents if latent is not None]
+    layers, attend = survey.num_layers, len(kinds.kv_layers)
     parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     if layers == 1:
         detail = "one decoder layer: no layer can be checked ahead of others, so no rows can be selected by deviation"
-        found.checks.append(Check("layers", False, detail))
-    detail = f"{type(model).__name__}, {layers} decoder layers, {parameters:.0f} M parameters"
-    found.checks.append(Check("architecture", True, detail))
+        yield Check("layers", False, detail)
+    yield Check("architecture", True, f"{type(model).__name__}, {layers} decoder layers, {parameters:.0f} M parameters")
     which = "each layer calls" if attend == layers else f"{attend} of {layers} layers call"
-    found.checks.append(Check("attention", True, f"{which} transformers' attention interface once"))
-    return survey
-
-
-def _describe(survey: Survey) -> Iterator[Check]:
-    layout, kinds, latents = survey.layout, survey.kinds, [latent for latent in survey.latents if latent is not None]
-    shapes = [f"{n} layers: {_shape(*kept)}" for kept, n in _counts(zip(layout.layers, survey.latents, strict=True))]
+    yield Check("attention", True, f"{which} transformers' attention interface once")
+    shapes = Counter(
+        f"a latent of {latent.rank} and a rotated key part of {latent.rotary_dim}"
+        if latent
+        else f"{shape.kv_heads} KV heads of {shape.head_dim}"
+        for shape, latent in zip(layout.layers, survey.latents, strict=True)
+    )
     dtype = str(layout.dtype).removeprefix("torch.")
-    yield Check("KV cache", True, f"{'; '.join(shapes)}, {dtype}: {layout.block_bytes(1)} bytes a token")
+    yield Check("KV cache", True, f"{_counted(shapes)}, {dtype}: {layout.block_bytes(1)} bytes a token")
     if latents:
         share = sum(latent.width for latent in latents) / sum(latent.expanded for latent in latents)
         kept = f"{len(latents)} layers keep latents, {share:.1%} of their keys and values expanded"
@@ -203,10 +175,17 @@ def _describe(survey: Survey) -> Iterator[Check]:
             "last recurrent one could leave rows out (0% of the compute); chunks are reused behind their anchor only"
         )
         yield Check("what can be saved", None, detail)
-    windows = [f"{n} sliding by {window}" if window else f"{n} full" for window, n in _counts(survey.windows)]
-    yield Check("windows", True, f"layers: {'; '.join(windows)}")
-    turns = [f"{n} layers: {_turn(rotation, survey)}" for rotation, n in _counts(survey.rotations)]
-    yield Check("re-positioning", True, "; ".join(turns))
+    windows = Counter(f"sliding by {window}" if window else "full" for window in survey.windows)
+    yield Check("windows", True, f"layers: {'; '.join(f'{count} {which}' for which, count in windows.items())}")
+    head_dim = max(shape.head_dim for shape in survey.head_shapes)
+    turns = Counter(
+        "keys without positions (NoPE)"
+        if turn is None
+        else f"{turn.pairing} pairing, {turn.rotary_dim} of {head_dim} dims, "
+        f"{turn.inv_freq.max():.3g} .. {turn.inv_freq.min():.3g} rad a position"
+        for turn in survey.rotations
+    )
+    yield Check("re-positioning", True, _counted(turns))
     context = "no limit in the config" if survey.context_length is None else f"{survey.context_length} tokens"
     if survey.length_limit is None:
         yield Check("length", True, f"context: {context}")
@@ -215,21 +194,5 @@ def _describe(survey: Survey) -> Iterator[Check]:
         yield Check("length", None, f"context: {context}; {limit}")
 
 
-def _shape(shape: LayerShape, latent: LatentShape | None) -> str:
-    if latent is None:
-        return f"{shape.kv_heads} KV heads of {shape.head_dim}"
-    return f"a latent of {latent.rank} and a rotated key part of {latent.rotary_dim}"
-
-
-def _turn(rotation: KeyRotation | None, survey: Survey) -> str:
-    if rotation is None:
-        return "keys without positions (NoPE)"
-    head_dim = max(shape.head_dim for shape in survey.head_shapes)
-    slowest, fastest = rotation.inv_freq.min(), rotation.inv_freq.max()
-    turned = f"{rotation.pairing} pairing, {rotation.rotary_dim} of {head_dim} dims"
-    return f"{turned}, {fastest:.3g} .. {slowest:.3g} rad a position"
-
-
-def _counts(values: Iterable[Any]) -> list[tuple[Any, int]]:
-    """Distinct values in order, each with its number of layers (rotations compare by identity)."""
-    return list(Counter(values).items())
+def _counted(kinds: Counter[str]) -> str:
+    return "; ".join(f"{count} layers: {kind}" for kind, count in kinds.items())

@@ -1,36 +1,38 @@
 """Keeps the chunks of documents in step with their source: computes what is new, drops what vanished.
 
-sync = DocumentSync(engine, collection="manuals")
-vanished = sync.vanished({document.id for document in documents})
-sync.put(documents)
-report = sync.finish(vanished)
+    sync = DocumentSync(engine, collection="manuals")
+    vanished = sync.vanished({document.id for document in documents})
+    sync.put(documents)
+    report = sync.finish(vanished)
+
+A document's record in the store names its chunks. It is put before they are computed, so that no other process drops
+one of them meanwhile; a chunk is dropped when no document has it any more.
 """
 
+import hashlib
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
 from cacheblend.core.errors import InvalidInputError, check_type
-from cacheblend.core.names import BlockName, TokenIds, as_token_ids, join_ids
-from cacheblend.core.plan.prompt import Segment
+from cacheblend.core.load.capture import ChunkJob, manifest_of
+from cacheblend.core.names import BlockName, TokenIds, as_token_ids, join_ids, state_name
+from cacheblend.core.plan.prompt import Segment, chunk
 from cacheblend.engines.documents import (
     COLLECTION,
     MOST_DROPPED,
     Document,
-    DocumentBook,
     DocumentLike,
-    Dropped,
-    PlannedDocument,
     check_document_ids,
     check_name,
     each_document,
 )
 from cacheblend.engines.hf.state import FollowedModel
 from cacheblend.engines.tokens.chunker import Cutting
-from cacheblend.store.documents import DamagedRecord, DocumentRecord, document_name
+from cacheblend.store.documents import Blocks, DamagedRecord, DocumentRecord, document_name
 
 if TYPE_CHECKING:
     from cacheblend.engines.hf.engine import BlendEngine
@@ -136,7 +138,7 @@ class DocumentSync:
         reads_all: read all records of the collection first; False: those of the documents given.
 
     Attributes:
-        book: the documents' records.
+        root: of the names of chunks and records.
         report: so far.
         dropped_chunks: ids of the chunks dropped so far.
 
@@ -161,19 +163,23 @@ class DocumentSync:
         check_type(cutting, Cutting | None, "cutting", "Cutting(most=512) or None")
         check_name(collection, "the collection's name")
         self._engine, self._tenant, self._system, self._dry_run = engine, tenant, system, dry_run
+        self._collection, self._reads_all, self._began = collection, reads_all, time.perf_counter()
         self._state = state or engine.follow()
+        self._planner, self._store = self._state.planner_of(tenant), engine.store
+        self.root = self._planner.root
         prompt = None if system is None else engine.prompt(system)
-        anchor = self._state.planner.anchor.segments(prompt)
-        self._cutter = Cutter.of(engine, cutting or Cutting(), len(join_ids(anchor)))
-        rules = f"1 {self._cutter.cutting.most} {self._cutter.cutting.least}"
-        self.book = DocumentBook(engine.store, self._state.planner_of(tenant), anchor, collection, rules)
+        self._anchor = tuple(self._state.planner.anchor.segments(prompt))
+        self._cutter = Cutter.of(engine, cutting or Cutting(), len(join_ids(self._anchor)))
+        self._known: dict[BlockName, DocumentRecord | DamagedRecord] = {}  # records that were read, by name
         self.report, self.dropped_chunks = SyncReport(), list[BlockName]()
-        self._reads_all, self._began = reads_all, time.perf_counter()
-        self._batch, self._batch_tokens = list[PlannedDocument](), 0
-        self._release: list[DocumentRecord] = []
+        self._batch, self._batch_tokens = list[tuple[DocumentRecord, list[Segment]]](), 0
+        self._stale: list[BlockName] = []  # names of records that have stale chunks
         self._would_compute: set[BlockName] = set()
-        if reads_all:
-            self.report.damaged = [each.reason for each in self.book.read()]
+        for each in self._store.documents.all(self.root) if reads_all else ():
+            if isinstance(each, DamagedRecord):
+                self.report.damaged.append(each.reason)
+            if isinstance(each, DamagedRecord) or each.collection == collection:
+                self._known[each.name] = each
 
     def put(self, documents: Iterable[DocumentLike], progress: Progress | None = None) -> None:
         """Stores documents, or what changed of them.
@@ -209,20 +215,20 @@ class DocumentSync:
     def drop(self, ids: Iterable[str]) -> None:
         """Drops documents by their ids; those that are not there are ignored. Raises `StoreError`."""
         check_document_ids(ids)
-        root, ids = self.book.planner.root, list(ids)
+        ids = list(ids)
         for each in ids:
             check_name(each, "a document's id")
-        self._forget([document_name(root, self.book.collection, each) for each in ids])
+        self._forget([document_name(self.root, self._collection, each) for each in ids])
 
     def vanished(self, ids: Collection[str], most: float = MOST_DROPPED) -> list[BlockName]:
         """Names of the collection's documents that are not among `ids`, a set. Raises `InvalidInputError` if they are
         more than the share `most` of all."""
         check_document_ids(ids)
-        records = [each for each in self.book.known.values() if isinstance(each, DocumentRecord)]
+        records = self._known_records()
         gone = [each.name for each in records if each.id not in ids]
         if len(gone) > most * len(records):
             raise InvalidInputError(
-                f"{len(gone)} of the {len(records)} documents in the collection {self.book.collection!r} are not in "
+                f"{len(gone)} of the {len(records)} documents in the collection {self._collection!r} are not in "
                 f"the source and would be dropped, more than the share {most:g}: is it the right source? --max-drop 1 "
                 "drops them, another --collection keeps these apart"
             )
@@ -231,46 +237,66 @@ class DocumentSync:
     def finish(self, vanished: Iterable[BlockName] = ()) -> SyncReport:
         """Drops what vanished and what is stale; the report. Raises `StoreError`."""
         self._forget(list(vanished))
-        self._do_release()
+        self._release()
         if not self._dry_run:
-            records = [each for each in self.book.known.values() if isinstance(each, DocumentRecord)]
-            self.report.missing_documents = sum(not self.book.is_current(each, each.digest) for each in records)
+            self.report.missing_documents = sum(not self._is_current(r, r.digest) for r in self._known_records())
         self.report.seconds = time.perf_counter() - self._began
         return self.report
+
+    def _known_records(self) -> list[DocumentRecord]:
+        return [each for each in self._known.values() if isinstance(each, DocumentRecord)]
 
     # ---- one batch --------------------------------------------------------------------------------------
 
     def _add(self, document: Document) -> Iterator[None]:
         """Notes what is to be done for a document."""
-        book, report, digest = self.book, self.report, self.book.digest(document)
-        name = document_name(book.planner.root, book.collection, document.id)
-        before = self._known(name)
-        if isinstance(before, DocumentRecord) and book.is_current(before, digest):
+        # Another digest means that the document has to be cut again.
+        rules = f"1 {self._cutter.cutting.most} {self._cutter.cutting.least}"
+        chain = self._planner.chain_of(self._anchor).hex()
+        parts = (rules, str(self._planner.block_size), chain, document.title, document.text)
+        framed = b"".join(len(part.encode()).to_bytes(8, "little") + part.encode() for part in parts)
+        report, digest = self.report, hashlib.sha256(framed).hexdigest()
+        name = document_name(self.root, self._collection, document.id)
+        before = self._record(name)
+        if isinstance(before, DocumentRecord) and self._is_current(before, digest):
             report.kept += 1
             self._count(before)
             return
         pieces = yield from self._cutter.steps(document)
         if len(document.text) > ENCODED_AT_ONCE:  # others had their turn: it may have another record now
-            before = self._known(name)
+            before = self._record(name)
         if isinstance(before, DamagedRecord):
             report.damaged += [] if self._reads_all else [before.reason]
             before = None
-        planned = book.plan(document, pieces, digest, before)
         if before is None:
             report.added += 1
         elif before.digest != digest:
             report.changed += 1
         else:
             report.restored += 1
-        self._count(planned.record)
-        self._batch.append(planned)
-        self._batch_tokens += planned.record.tokens
+        chunks = tuple(manifest_of(ChunkJob(self._anchor, ids), self._planner, "").block_names for ids in pieces)
+        gone = dict.fromkeys((*before.chunks, *before.stale)) if before else {}
+        stale = tuple(each for each in gone if each not in set(chunks))
+        tokens = sum(map(len, pieces))
+        record = DocumentRecord(self.root, self._collection, document.id, digest, tokens, chunks, stale)
+        label = document.title or document.id
+        labels = [f"{label} #{number}" if len(pieces) > 1 else label for number in range(1, len(pieces) + 1)]
+        self._count(record)
+        self._batch.append((record, [chunk(ids, each) for ids, each in zip(pieces, labels, strict=True)]))
+        self._batch_tokens += tokens
 
-    def _known(self, name: BlockName) -> DocumentRecord | DamagedRecord | None:
-        found = None if self._reads_all else self.book.store.documents.get(self.book.planner.root, name)
+    def _record(self, name: BlockName) -> DocumentRecord | DamagedRecord | None:
+        found = None if self._reads_all else self._store.documents.get(self.root, name)
         if found is not None:
-            self.book.known[name] = found
-        return self.book.known.get(name)
+            self._known[name] = found
+        return self._known.get(name)
+
+    def _is_current(self, record: DocumentRecord, digest: str) -> bool:
+        """Whether the document is unchanged, and the store holds and lists all its chunks."""
+        if record.digest != digest or record.stale:
+            return False
+        held = all(self._store.held([name for blocks in record.chunks for name in blocks]))
+        return held and all(self._store.has_manifest(blocks[-1]) for blocks in record.chunks)
 
     def _count(self, record: DocumentRecord) -> None:
         self.report.chunks += len(record.chunks)
@@ -282,46 +308,114 @@ class DocumentSync:
         """Puts the batch's records, then computes its chunks, so many tokens in a step."""
         batch, self._batch, self._batch_tokens = self._batch, [], 0
         if self._dry_run:
-            planned_chunks = [pair for each in batch for pair in zip(each.record.chunks, each.segments, strict=True)]
-            for blocks, segment in planned_chunks:
-                held = all(self.book.store.held(blocks)) and self.book.store.has_manifest(blocks[-1])
+            for blocks, segment in (pair for record, of in batch for pair in zip(record.chunks, of, strict=True)):
+                held = all(self._store.held(blocks)) and self._store.has_manifest(blocks[-1])
                 if not held and blocks[-1] not in self._would_compute:
                     self._would_compute.add(blocks[-1])
                     self.report.computed_chunks += 1
                     self.report.computed_tokens += len(segment)
         elif batch:
-            records = self.book.put(planned.record for planned in batch)
-            self._release += [record for record in records if record.stale]
-            for some in slices([segment for planned in batch for segment in planned.segments], tokens):
+            records = self._put([record for record, _ in batch])
+            for some in slices([segment for _, segments in batch for segment in segments], tokens):
                 yield
                 warmed = self._engine.warm(some, system=self._system, tenant=self._tenant, state=self._state)
                 self.report.computed_chunks += warmed.stored
                 self.report.computed_tokens += warmed.tokens
-            self._count_dropped(self.book.settle(records))
-        if len(self._release) >= max(_FEW_RELEASES, len(self.book.known) // 8):
-            self._do_release()
+            self._settle(records)
+        if len(self._stale) >= max(_FEW_RELEASES, len(self._known) // 8):
+            self._release()
+
+    def _put(self, planned: Iterable[DocumentRecord]) -> list[DocumentRecord]:
+        """Writes records before their chunks are computed; returns them with the chunks added to `stale` that another
+        sync has put since they were planned."""
+        put, kept = list[DocumentRecord](), self._store.documents
+        with kept.changing(self.root):
+            for record in planned:
+                now, before = kept.get(self.root, record.name), dict.fromkeys(record.stale)
+                if isinstance(now, DocumentRecord):
+                    before |= dict.fromkeys((*now.chunks, *now.stale))
+                record = replace(record, stale=tuple(each for each in before if each not in set(record.chunks)))
+                kept.put(record)
+                self._known[record.name] = record
+                self._stale += [record.name] if record.stale else []
+                put.append(record)
+        return put
 
     # ---- dropping ---------------------------------------------------------------------------------------
 
-    def _do_release(self) -> None:
-        release, self._release = self._release, []
-        if release and not self._dry_run:
-            self._count_dropped(self.book.release(release))
+    def _settle(self, records: Iterable[DocumentRecord]) -> None:
+        """Drops the chunks of records that another sync has dropped or replaced while these chunks were computed,
+        except those of a document."""
+        with self._store.documents.changing(self.root):
+            gone = []
+            for record in records:
+                now = self._store.documents.get(self.root, record.name)
+                if now is None or (isinstance(now, DocumentRecord) and now.chunks != record.chunks):
+                    gone += record.chunks
+                    self._known.pop(record.name, None)
+            self._drop(gone)
+
+    def _release(self) -> None:
+        """Drops the stale chunks of records, except those of another document."""
+        names, self._stale = self._stale, []
+        if names and not self._dry_run:
+            with self._store.documents.changing(self.root):
+                now = self._stored(names)
+                self._drop([blocks for record in now for blocks in record.stale])
+                for record in now:
+                    self._known[record.name] = replace(record, stale=())
+                    self._store.documents.put(self._known[record.name])
 
     def _forget(self, names: list[BlockName]) -> None:
+        """Drops documents and the chunks that no other document has. Leaves damaged records, whose chunks are
+        unknown."""
         if self._dry_run:
             self.report.dropped += len(names)
             return
         step = max(_FEW_RELEASES, -(-len(names) // 8))
         for at in range(0, len(names), step):
-            documents, dropped = self.book.forget(names[at : at + step])
-            self.report.dropped += documents
-            self._count_dropped(dropped)
+            with self._store.documents.changing(self.root):
+                now = self._stored(names[at : at + step])
+                gone = frozenset(record.name for record in now)
+                self._drop([blocks for record in now for blocks in (*record.chunks, *record.stale)], gone)
+                for name in gone:  # last, so that what a killed process leaves is dropped again
+                    self._store.documents.delete(self.root, name)
+                    self._known.pop(name, None)
+            self.report.dropped += len(gone)
 
-    def _count_dropped(self, dropped: Dropped) -> None:
-        self.dropped_chunks += dropped.chunks
-        self.report.dropped_chunks += len(dropped.chunks)
-        self.report.pinned_chunks += dropped.pinned
+    def _stored(self, names: Iterable[BlockName]) -> list[DocumentRecord]:
+        found = (self._store.documents.get(self.root, name) for name in names)
+        return [each for each in found if isinstance(each, DocumentRecord)]
+
+    def _drop(self, chunks: list[Blocks], without: frozenset[BlockName] = frozenset()) -> None:
+        """Drops chunks that no document has, except those in `without`. Within `changing`.
+
+        Blocks that a document's chunk shares stay. A chunk that belongs to no document may lose a block that it shares,
+        and misses it then.
+        """
+        if not chunks:
+            return
+        records = self._store.documents.all(self.root)
+        used = {
+            blocks
+            for record in records
+            if isinstance(record, DocumentRecord) and record.name not in without
+            for blocks in record.chunks
+        }
+        shared = {name for blocks in used for name in blocks}
+        unused = [blocks for blocks in dict.fromkeys(chunks) if blocks not in used]
+        pinned = self._store.are_pinned([blocks[-1] for blocks in unused])
+        for blocks, is_pinned in zip(unused, pinned, strict=True):
+            if is_pinned:
+                self.report.pinned_chunks += 1
+                continue
+            self._store.delete_manifest(blocks[-1])
+            for name in blocks:
+                if name not in shared:
+                    self._store.delete(name)
+                    self._store.delete(state_name(name))
+            self.dropped_chunks.append(blocks[-1])
+            self.report.dropped_chunks += 1
 
 
 def slices(segments: Iterable[Segment], tokens: int) -> Iterator[list[Segment]]:

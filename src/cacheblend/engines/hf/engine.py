@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, check_type, shown
-from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillResult
+from cacheblend.core.fuse.prefill import PrefillResult
 from cacheblend.core.names import as_token_ids
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.prompt import Prompt, Segment
@@ -32,14 +32,12 @@ from cacheblend.engines.hf.adapter_watch import AdapterFollower
 from cacheblend.engines.hf.ambient import without_ambient
 from cacheblend.engines.hf.background import CLOSE_S, Background
 from cacheblend.engines.hf.batch import answer_all, check_prompts
-from cacheblend.engines.hf.decode import Decoding
-from cacheblend.engines.hf.grammars import Grammars
+from cacheblend.engines.hf.grammar import Grammars
 from cacheblend.engines.hf.model_loader import open_folder
 from cacheblend.engines.hf.prefiller import Mode, Prefiller
 from cacheblend.engines.hf.prompts import PassageLike, PromptLike, PromptReader
-from cacheblend.engines.hf.request import Answer, Delta, Request, TextStream
+from cacheblend.engines.hf.request import Answer, Delta, Request
 from cacheblend.engines.hf.sampling import (
-    Sampler,
     SamplingOptions,
     SamplingParams,
     check_params,
@@ -54,6 +52,7 @@ from cacheblend.engines.identity import ModelIdentity
 from cacheblend.engines.keeper import WarmReport
 from cacheblend.engines.settings import BlendSettings, check_settings, resolve_settings
 from cacheblend.engines.tokens import Message
+from cacheblend.engines.tokens.detokenizer import TextStream
 from cacheblend.store import KVStore, check_store_url, open_store
 
 
@@ -123,7 +122,7 @@ class BlendEngine(FollowedModel):
             controller = controller_of(cost_model, self.config, self.stored_layout)
         self._owns_store, on_gpu = not isinstance(store, KVStore), model.device.type == "cuda"
         self.store = store if isinstance(store, KVStore) else open_store(store, page_locked=on_gpu)
-        ends = self.sentence_end_ids
+        ends = self.prompts.sentence_end_ids
         prefiller = Prefiller(survey, self.store, self.config, controller, model.device, ends)
         self.adapters = adapters
         self._state = ModelState(adapted, survey, identity, planner, prefiller, self.config)
@@ -335,7 +334,7 @@ class BlendEngine(FollowedModel):
 
     def _stream(self, prompt: PromptLike, params: SamplingParams, ratio: float | None) -> Iterator[Delta]:
         text = TextStream(self.builder.detokenizer() if self.builder else None, params.stop)
-        with self.start(prompt, params, ratio=ratio) as request:  # finished also where the caller leaves early
+        with self._start(prompt, params, ratio) as request:  # finished also where the caller leaves early
             yield from request.stream(text)
 
     def start(self, prompt: PromptLike, params: SamplingParams | None = None, *, ratio: float | None = None) -> Request:
@@ -343,28 +342,28 @@ class BlendEngine(FollowedModel):
 
         Until the request's `finish` no background work is started.
         """
+        return self._start(prompt, SamplingParams() if params is None else check_params(params), ratio)
+
+    def _start(self, prompt: PromptLike, params: SamplingParams, ratio: float | None) -> Request:
         started = time.perf_counter()
-        ask = self._ask(prompt, SamplingParams() if params is None else check_params(params), ratio)
+        ask = self._ask(prompt, params, ratio)
         self.background.begin_request()
         try:
             state = self.follow()
+            origin = self.origin(state, own=ratio is None)
             with self.open_prefill(self.known_in(ask.prompt, state), ratio=ratio, state=state) as prefill:
-                origin = self.origin(state, own=ratio is None)
-                result = self._run(prefill)
-            sampler = Sampler(self.ids_of(ask.prompt), result.logits, ask.params, self.eos_ids, ask.grammar)
-            decoding = Decoding.of(sampler, result)
+                result = prefill.run()
             watched = None if self.shadow is None else self.shadow.begin(result, origin)
+            return Request(self, state, ask, result, started, watched)
         except BaseException:
             self.background.end_request()
             raise
-        return Request(self, state.survey.view, decoding, result, started, watched)
 
     def _ask(self, prompt: PromptLike, params: SamplingParams, ratio: float | None) -> Ask:
         """A request of what `start` and `generate_batch` take."""
         read = self.prompts.read(prompt, is_one=False)
         if params.stop and self.builder is None:
             raise InvalidInputError("without a tokenizer the engine cannot find stop texts; use stop_token_ids")
-        params = params.within(self.survey.max_length, len(read))
         return Ask(read, params, grammar=self.grammars.compile(params.grammar), ratio=ratio)
 
     def generate_batch(
@@ -425,13 +424,7 @@ class BlendEngine(FollowedModel):
     ) -> PrefillResult:
         """First logits, KV cache and report. Stores nothing. Arguments as for `open_prefill`."""
         with self.open_prefill(prompt, ratio=ratio, selector=selector, mode=mode, state=state) as prefill:
-            return self._run(prefill)
-
-    def _run(self, prefill: BlendedPrefill) -> PrefillResult:
-        while not prefill.done:
-            with self.prefiller.threads.held():
-                prefill.advance()
-        return prefill.result()
+            return prefill.run()
 
 
 def _check_model(model: object) -> None:

@@ -28,11 +28,7 @@ STUCK = 12
 
 
 def compile_source(compiler: Any, kind: str, text: str) -> Any:
-    """What the library makes of a `Grammar.source`.
-
-    Raises:
-        RuntimeError: the library's own words about it.
-    """
+    """What the library makes of a `Grammar.source`; raises `RuntimeError` in its own words."""
     if kind == "json_schema":
         return compiler.compile_json_schema(text)
     return compiler.compile_regex(text) if kind == "regex" else compiler.compile_grammar(text)
@@ -79,10 +75,6 @@ def _walk(compiled: Any, vocab_size: int, chance: random.Random | None) -> str |
     return None
 
 
-def _memory_in_use() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-
-
 def main(seconds: float, most_bytes: int) -> None:
     """Answers jobs until its input ends; a line of JSON each: null, the reason against it, or false: it was ended."""
     import xgrammar
@@ -101,7 +93,8 @@ def main(seconds: float, most_bytes: int) -> None:
                 signal.setitimer(signal.ITIMER_PROF, seconds)
                 signal.setitimer(signal.ITIMER_REAL, STUCK * seconds)
                 if sys.platform == "linux":
-                    most = _memory_in_use() + most_bytes
+                    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+                    most = in_use + most_bytes
                     resource.setrlimit(resource.RLIMIT_AS, (most, most))
                 reason = why_not(compiler, info.vocab_size, *json.loads(line))
                 warnings.seek(0)

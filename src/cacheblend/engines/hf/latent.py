@@ -94,11 +94,10 @@ def up_projection(module: Any, latent: torch.Tensor, key_dim: int) -> UpProjecti
 
 @torch.no_grad()
 def latent_shape(module: Any, like: torch.Tensor) -> LatentShape:
-    """The shape of a layer's attention module, once its own expansion has been found to be `up_projection` of latents
-    and nothing else; `like` is of the dtype and on the device that it computes in.
+    """The shape of a layer's attention module; `like` is of the dtype and on the device that it computes in.
 
-    Raises:
-        ModelNotBlendableError: it expands in another way, or keeps an odd number of numbers.
+    Raises `ModelNotBlendableError` if it keeps an odd number of numbers, or its own expansion is found to be anything
+    but `up_projection` of latents.
     """
     rank, rotary_dim, heads = int(module.kv_lora_rank), int(module.qk_rope_head_dim), int(module.num_heads)
     if (rank + rotary_dim) % 2:
@@ -111,18 +110,13 @@ def latent_shape(module: Any, like: torch.Tensor) -> LatentShape:
     up = up_projection(module, latent[0], own[0].shape[-1] - rotary_dim)
     plain, values = (part[None] for part in up.expand(latent[0, 0]))
     keys = torch.cat([plain, rotated.expand(-1, heads, -1, -1)], dim=-1)
-    if not all(_is_equal(mine, theirs) for mine, theirs in zip((keys, values), own, strict=True)):
+    pairs = zip((keys, values), own, strict=True)
+    # Up to rounding in 16 bits, which is below 0.01.
+    if not all(a.shape == b.shape and (a.float() - b.float()).norm() <= 0.02 * b.float().norm() for a, b in pairs):
         raise ModelNotBlendableError(
             f"{type(module).__name__} expands its latents in another way than by one matrix for each head"
         )
     return LatentShape(rank, rotary_dim, heads * (keys.shape[-1] + values.shape[-1]))
-
-
-def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Up to rounding in 16 bits, which is below 0.01."""
-    if one.shape != other.shape:
-        return False
-    return bool((one.float() - other.float()).norm() <= 0.02 * other.float().norm())
 
 
 def check_caching(layer: nn.Module) -> None:

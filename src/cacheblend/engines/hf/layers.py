@@ -33,15 +33,12 @@ class OfRows:
 
 
 class HfLayerRunner:
-    """Runs the layers for one prompt. Row i has the token `token_ids[i]` at `positions[i]`, [rows] int64 each.
+    """Runs the layers for one prompt. Row i has the token `token_ids[i]` at `positions[i]`, [rows] int64 each, on the
+    model's device (positions may be elsewhere, which costs time).
 
-    Args:
-        view: of the model.
-        token_ids: on the model's device.
-        positions: best on the model's device, too.
-        states: of recurrent layers in front of the first row, which the runner goes on from and changes; None: there
-            are no rows in front.
-        cuts: numbers of rows behind which the states are copied (`snapshots`); tiles end there.
+    `calls` has each layer's arguments, as the model's own forward passes them.
+    `states` are of recurrent layers in front of the first row; the runner goes on from them and changes them. Behind so
+    many rows as `cuts` has they are copied (`snapshots`); tiles end there.
     """
 
     def __init__(
@@ -58,17 +55,12 @@ class HfLayerRunner:
         self._done: dict[int, int] = {}  # rows that each recurrent layer has computed
         self._parts: dict[int, tuple[torch.Tensor, dict[int, OfRows]]] = {}
         self._first_hidden: torch.Tensor | None
-        self._first_hidden, self._calls = view.open(token_ids, self._positions)
+        self._first_hidden, self.calls = view.open(token_ids, self._positions)
 
     @property
     def num_layers(self) -> int:
-        """Number of decoder layers."""
+        """Decoder layers."""
         return len(self.view.layers)
-
-    @property
-    def calls(self) -> list[Any]:
-        """For each layer, the arguments that the model's own forward passes to it."""
-        return list(self._calls)
 
     def embed(self) -> torch.Tensor:
         """The embedded rows, [rows, width]. Callable once: the caller owns the tensor and may write to it."""
@@ -106,14 +98,14 @@ class HfLayerRunner:
             return torch.cat([self.run_from(state, layer, part, row, attend) for part, row in each])
         kept = state if layer in self.view.recurrent else None
         if len(rows) == len(self._token_ids):  # all of them, as in decoding, where each microsecond is spent per layer
-            call = self._calls[layer]
+            call = self.calls[layer]
             kwargs = {name: _answered(value, attend) for name, value in call.kwargs.items()}
             return self.view.run_layer(layer, hidden, LayerCall(_answered(call.args, attend), kwargs), kept)
         return self.view.run_layer(layer, hidden, side_by_side([self.arguments(layer, rows)], attend), kept)
 
     def arguments(self, layer: int, rows: torch.Tensor) -> LayerCall:
         """The layer's arguments for these rows, without the hidden states; per-row arguments are `OfRows`."""
-        call = self._calls[layer]
+        call = self.calls[layer]
         return LayerCall(self._of_rows(call.args, rows), {k: self._of_rows(v, rows) for k, v in call.kwargs.items()})
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -29,15 +29,12 @@ from cacheblend.engines.hf.configs import check_config
 REASON_LINES, REASON_CHARACTERS = 3, 400
 """Most of a library's error message that `loading_reason` gives."""
 
-
 # How files are found, read and placed, and by which code: the same numbers come out.
-LEAVES_WEIGHTS = frozenset(
-    (
-        *("attn_implementation", "cache_dir", "device_map", "disable_mmap", "force_download", "local_files_only"),
-        *("low_cpu_mem_usage", "max_memory", "offload_buffers", "offload_folder", "offload_state_dict"),
-        *("output_loading_info", "proxies", "revision", "token", "tqdm_class", "trust_remote_code", "weights_only"),
-    )
-)
+LEAVES_WEIGHTS = (
+    "attn_implementation", "cache_dir", "device_map", "disable_mmap", "force_download", "local_files_only",
+    "low_cpu_mem_usage", "max_memory", "offload_buffers", "offload_folder", "offload_state_dict",
+    "output_loading_info", "proxies", "revision", "token", "tqdm_class", "trust_remote_code", "weights_only",
+)  # fmt: skip
 logger = logging.getLogger("cacheblend.engine")
 
 
@@ -45,8 +42,7 @@ logger = logging.getLogger("cacheblend.engine")
 class OpenedModel:
     """A loaded model on its device, with its tokenizer (None if it was not requested) and its folder's name.
 
-    `fingerprint`: of the files, among them the model's own code if that was run, and of load options that change K and
-    V.
+    `fingerprint`: of the files, its own code if that was run, and load options that change K and V.
     """
 
     model: PreTrainedModel
@@ -82,7 +78,7 @@ def open_folder(
     fingerprint = fingerprint_folder(folder, _changing(folder, model_options))
     opens = class_of(read_config(folder, **model_options))
     check_files(folder, model_options.get("variant"), model_options.get("use_safetensors"))
-    remote_code = {name: model_options[name] for name in ("trust_remote_code",) if name in model_options}
+    remote_code = {name: value for name, value in model_options.items() if name == "trust_remote_code"}
     tokenizer = _tokenizer(folder, **remote_code) if with_tokenizer else None
     model = read_weights(opens, folder, dtype, **model_options)
     if device is not None or model_options.get("device_map") is None:
@@ -118,9 +114,7 @@ def _changing(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_config(folder: Path, **options: Any) -> PretrainedConfig:
-    """A folder's config, as some options for transformers change it; raises `InvalidInputError` with the reason if it
-    cannot be read.
-    """
+    """A folder's config, as options for transformers change it; raises `InvalidInputError` if it cannot be read."""
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, **options)
         return config
@@ -196,16 +190,15 @@ def _check_complete(model: PreTrainedModel, folder: Path, found: Mapping[str, An
         for name, weight in model.named_parameters():
             if id(weight) in own and not getattr(weight, "_is_hf_initialized", False):  # its mark of what it has read
                 lacking.add(name)
-    absent = sorted(lacking)
     shaped = sorted({str(each[0] if isinstance(each, tuple) else each) for each in found.get("mismatched_keys", ())})
-    missing = [name for name in absent if name in parameters]
+    missing = sorted(lacking & parameters)
     if missing or shaped:
         what = f"{_named(missing)} missing" if missing else f"{_named(shaped)} of another shape than config.json says"
         raise InvalidInputError(
             f"the weights in {folder} are incomplete for a {type(model).__name__}, with {what}, which would be random "
             "numbers; download the model again, or mend its config.json if that is of another model"
         )
-    if buffers := [name for name in absent if name not in parameters]:
+    if buffers := sorted(lacking - parameters):
         logger.warning("%s has no %s, which keep their initial values", folder, _named(buffers))
     if extra := sorted({str(name) for name in found.get("unexpected_keys", ())}):
         logger.warning("%s has tensors that a %s does not use: %s", folder, type(model).__name__, _named(extra))
@@ -232,8 +225,7 @@ def _tokenizer(folder: Path, **options: Any) -> Any:
 
 
 def loading_reason(error: Exception) -> str:
-    """Why transformers could not load a file, in one line; its first line alone often says only that there is a
-    problem."""
+    """Why transformers could not load a file, in one line; its first one often says only that there is a problem."""
     text = str(error)
     if "above report" in text:  # the report goes to a log, which may be turned off
         return "the weights do not fit config.json: tensors have other shapes than it describes"

@@ -38,9 +38,8 @@ def run_norms_in_one_call(layers: Iterable[nn.Module]) -> int:
     for layer in layers:
         for module in layer.modules():
             kind, weight = type(module), module._parameters.get("weight")
-            eps = next(
-                (getattr(module, name) for name in _EPSILONS if isinstance(getattr(module, name, 0), float)), None
-            )
+            known = [getattr(module, name) for name in _EPSILONS if isinstance(getattr(module, name, 0), float)]
+            eps = next(iter(known), None)
             if not kind.__name__.endswith("RMSNorm") or weight is None or weight.dim() != 1 or eps is None:
                 continue
             key = kind, weight.shape, weight.dtype, weight.device, *_settings_of(module)

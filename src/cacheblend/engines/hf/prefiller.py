@@ -28,7 +28,6 @@ from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.selectors import AllRows, NoRows, Selector
-from cacheblend.engines.cost_model import floor_of
 from cacheblend.engines.hf.ambient import without_ambient
 from cacheblend.engines.hf.compilation import compile_layers
 from cacheblend.engines.hf.layers import HfLayerRunner
@@ -120,6 +119,17 @@ Mode = Literal["blend", "reuse", "prefix", "full"]
 class HfPrefill(BlendedPrefill):
     """A prefill that is advanced by whoever has it, inside of whatever settings of PyTorch."""
 
+    def __init__(self, threads: ThreadCount, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._thread_count = threads
+
+    def run(self) -> PrefillResult:
+        """All of its layers, in the calling thread."""
+        while not self.done:
+            with self._thread_count.held():
+                self.advance()
+        return self.result()
+
 
 class Prefiller:
     """Opens prefills on one model and one store.
@@ -150,11 +160,6 @@ class Prefiller:
         """Which of the model's layers have attention, and which keep a state."""
         return self._survey.kinds
 
-    @property
-    def threads(self) -> ThreadCount:
-        """How many threads compute a layer."""
-        return self._survey.view.threads
-
     def of(self, survey: Survey) -> "Prefiller":
         """The same for the model with other adapters or weights."""
         same = Prefiller(survey, self._store, self._config, self.controller, self.device, self._sentence_end_ids)
@@ -174,7 +179,7 @@ class Prefiller:
         mode: Mode = "blend",
         *,
         raised: Callable[[float], Selector] | None = None,
-    ) -> BlendedPrefill:
+    ) -> HfPrefill:
         """Plans a prompt's prefill without starting it.
 
         Args:
@@ -196,7 +201,7 @@ class Prefiller:
         elif mode == "full":
             plan = plan.leaving_out(frozenset(s.name for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)))
         if self.controller is not None and raised is not None and mode == "blend":
-            in_force = selector.share if selector.share is not None else floor_of(self._config)
+            in_force = selector.share if selector.share is not None else self._config.selection.final_ratio
             decision = self.controller.decide(plan, in_force)
             plan = plan.leaving_out(decision.left_out)
             if decision.ratio > in_force:
@@ -217,13 +222,13 @@ class Prefiller:
         late = {tier for tier in {span.tier for span in stored} if budget.skips("loading", tier)}
         return plan.leaving_out(frozenset(span.name for span in stored if span.tier in late)) if late else plan
 
-    def open_full(self, prompt: Prompt, planner: Planner, last_rows: int) -> BlendedPrefill:
+    def open_full(self, prompt: Prompt, planner: Planner, last_rows: int) -> HfPrefill:
         """A full prefill of plain text for its last rows' logits alone: asks the store for nothing, and keeps the KV of
         one layer at a time."""
         options = replace(self._options(AllRows()), last_rows=last_rows, on_layer=lambda layer, kv: None)
         return self._begin(planner.plan(prompt, EmptySource()), AllRows(), options)
 
-    def open_alone(self, prompt: Prompt, planner: Planner) -> BlendedPrefill:
+    def open_alone(self, prompt: Prompt, planner: Planner) -> HfPrefill:
         """A full prefill of an anchor and a chunk that keeps everything: KV, and snapshots of recurrent layers."""
         return self._begin(planner.plan(prompt, EmptySource()), AllRows(), self._options(AllRows()))
 
@@ -256,7 +261,7 @@ class Prefiller:
         options: PrefillOptions,
         started: float | None = None,
         named: Selector | None = None,
-    ) -> BlendedPrefill:
+    ) -> HfPrefill:
         """`named`: the selector as settings name it, for the report."""
         open_loader, kinds, resuming = partial(self.open_loader, budget=options.budget), self._survey.kinds, None
         if kinds.has_other_layers:
@@ -266,7 +271,8 @@ class Prefiller:
             tile_rows = len(plan) if kinds.stepped else options.tile_rows
             options = replace(options, recurrence=resuming, tile_rows=tile_rows)
         open_runner = partial(self._open_runner, resuming=resuming)
-        return HfPrefill(plan, open_runner, open_loader, selector, options, started=started, named=named)
+        threads = self._survey.view.threads
+        return HfPrefill(threads, plan, open_runner, open_loader, selector, options, started=started, named=named)
 
     def _open_runner(self, plan: BlendPlan, resuming: Resuming | None) -> HfLayerRunner:
         first, view = plan.prefix_length, self._survey.view

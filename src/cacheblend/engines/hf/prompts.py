@@ -49,7 +49,14 @@ class PromptReader:
         """
         if not isinstance(parts, Prompt):
             builder = self._needed_builder()
-            given = _parts_of(parts)
+            if _is_message(parts):
+                raise InvalidInputError(f"a message list has the messages in a list, [message], got {shown(parts)}")
+            is_list = isinstance(parts, Iterable) and not isinstance(parts, Mapping | bytes)
+            if not is_list and not Passage.is_like(parts):
+                raise InvalidInputError(
+                    f"a prompt is a text, a list of texts and passages, a message list or a Prompt, got {shown(parts)}"
+                )
+            given: list[Any] = [parts] if Passage.is_like(parts) else list(parts)
             if given and all(_is_message(part) for part in given):
                 parts = builder.chat(_messages(given))
             else:
@@ -108,18 +115,6 @@ def _as_list(values: Any) -> list[Any]:
     if isinstance(values, Mapping | bytes) or not isinstance(values, Iterable):
         Passage.of(values)  # says what a passage is
     return list(values)
-
-
-def _parts_of(parts: object) -> list[Any]:
-    if Passage.is_like(parts):
-        return [parts]
-    if _is_message(parts):
-        raise InvalidInputError(f"a message list has the messages in a list, [message], got {shown(parts)}")
-    if isinstance(parts, Mapping | bytes) or not isinstance(parts, Iterable):
-        raise InvalidInputError(
-            f"a prompt is a text, a list of texts and passages, a message list or a Prompt, got {shown(parts)}"
-        )
-    return list(parts)
 
 
 def _content(part: object, where: str) -> Content:

@@ -20,7 +20,7 @@ rows are computed, for a state is a function of everything in front of it.
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,14 +35,16 @@ from cacheblend.core.plan.plan import BlendPlan, Source
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")
 """What transformers' layers call the cache that they are given."""
 
+SHORTEST = 16
+"""Tokens in front of a snapshot at least: fewer are computed sooner than a state is read."""
+STEP_ROWS = 16
+"""Rows computed together that one row by itself is taken to cost, where layers go on from a state row by row."""
 _DIGEST_BYTES = 4
 
 StateKey = tuple[str, int]
 """Which state of a layer: ``conv`` or ``recurrent``, and its number."""
-
 LayerState = dict[StateKey, torch.Tensor]
 """The states of one layer, [1, ...] each."""
-
 States = dict[int, LayerState]
 """The states of a model's recurrent layers behind some row, by the layer's index."""
 
@@ -56,8 +58,7 @@ def copy_of(states: States) -> States:
 class StateTap:
     """Takes the place of transformers' cache in a layer's call: hands out the layer's states, and takes new ones.
 
-    Attributes:
-        state: of the layer, in front of the call's rows before the call, and behind them after it.
+    `state` is the layer's in front of the call's rows before the call, and behind them after it.
     """
 
     state: LayerState
@@ -117,7 +118,7 @@ class StatePart:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
+        """Of the tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -229,25 +230,13 @@ def _digest(parts: Sequence[StatePart]) -> torch.Tensor:
     return torch.frombuffer(bytearray(zlib.crc32(text.encode()).to_bytes(_DIGEST_BYTES, "little")), dtype=torch.uint8)
 
 
-SHORTEST = 16
-"""Tokens in front of a snapshot at least: fewer are computed sooner than a state is read."""
-
-STEP_ROWS = 16
-"""Rows computed together that one row by itself is taken to cost, where layers go on from a state row by row."""
-
-
-@dataclass(frozen=True)
-class PromptStates:
+class PromptStates(NamedTuple):
     """What the recurrent layers keep of a prompt: behind its last row, and snapshots behind the rows up to a position,
     by the name of the chain that ends there.
     """
 
     last: States
     snapshots: dict[BlockName, States]
-
-    def taken(self) -> States:
-        """A copy of `last` for an answer, which goes on from it."""
-        return copy_of(self.last)
 
 
 class Resuming(Recurrence):
@@ -279,9 +268,18 @@ class Resuming(Recurrence):
         """Finds the deepest snapshot that can be read; the plan goes on from there."""
         if not self._kinds.states:
             return plan
-        stop, self.states = self._deepest(plan)
-        plan = plan.resumed_at(stop, loads=len(self._kinds.blended_layers) > 0)
-        self._first, self._cuts = stop, {cut: name for cut, name in self._wanted(plan).items() if cut > stop}
+        self._first, self.states = self._deepest(plan)
+        plan = plan.resumed_at(self._first, loads=len(self._kinds.blended_layers) > 0)
+        # Snapshots are taken at the end of what is exact, and in front of it so that they do not take more bytes than
+        # the KV between them. Where layers go on row by row only, at the prompt's end at most.
+        ends, wanted, last = plan.exact_ends(chunks=self._chunks), dict[int, BlockName](), 0
+        apart = max(SHORTEST, -(-self._kinds.state_bytes // max(1, self._token_bytes)))
+        for stop, name in ends.items():
+            if stop - last >= apart or (stop == max(ends) and stop >= SHORTEST):
+                wanted[stop] = name
+                last = stop
+        behind = max(self._first, len(plan) - 1 if self._kinds.stepped else 0)
+        self._cuts = {stop: name for stop, name in wanted.items() if stop > behind}
         return plan
 
     def cuts(self, plan: BlendPlan) -> Sequence[int]:
@@ -320,17 +318,6 @@ class Resuming(Recurrence):
             elif (states := self._format.decode(found, self._device)) is not None:
                 return stop, states
         return 0, {}
-
-    def _wanted(self, plan: BlendPlan) -> dict[int, BlockName]:
-        """Where snapshots are taken: at the end of what is exact, and in front of it so that they do not take more
-        bytes than the KV between them. Where layers go on row by row only, at the prompt's end at most."""
-        ends, wanted, last = plan.exact_ends(chunks=self._chunks), dict[int, BlockName](), 0
-        apart = max(SHORTEST, -(-self._kinds.state_bytes // max(1, self._token_bytes)))
-        for stop, name in ends.items():
-            if stop - last >= apart or (stop == max(ends) and stop >= SHORTEST):
-                wanted[stop] = name
-                last = stop
-        return {stop: name for stop, name in wanted.items() if not self._kinds.stepped or stop == len(plan)}
 
 
 def snapshot_blocks(kinds: LayerKinds, states: PromptStates) -> list[Block]:

@@ -1,17 +1,18 @@
 """What the engine returns: a request in progress, pieces of its answer as text, and the finished answer."""
 
+import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cacheblend.core.fuse.prefill import PrefillResult
 from cacheblend.core.report import BlendReport
 from cacheblend.engines.hf.ambient import without_ambient
-from cacheblend.engines.hf.decode import Decoding, compute_logits
+from cacheblend.engines.hf.decode import compute_logits
 from cacheblend.engines.hf.shadow_check import WatchedAnswer
-from cacheblend.engines.hf.state import FollowedModel
-from cacheblend.engines.hf.view import ModelView
-from cacheblend.engines.tokens.detokenizer import Detokenizer
+from cacheblend.engines.hf.state import FollowedModel, ModelState
+from cacheblend.engines.hf.tickets import Ask
+from cacheblend.engines.tokens.detokenizer import TextStream
 
 
 @dataclass(frozen=True)
@@ -39,71 +40,12 @@ class Delta:
     answer: Answer | None = None
 
 
-class TextStream:
-    """Streams the text of an answer without incomplete characters and without parts of a stop text, which ends it
-    (`stopped`). Without a detokenizer answers have none.
-    """
-
-    def __init__(self, detokenizer: Detokenizer | None, stop: Sequence[str] = ()) -> None:
-        self._detokenizer, self._stop = detokenizer, stop
-        self._sent: list[str] = []
-        self._held = ""  # settled, but may begin a stop text
-        self._tail = ""  # may change
-        self.stopped = False
-
-    @property
-    def text(self) -> str:
-        """The text of all tokens so far, cut at a stop text."""
-        return "".join(self._sent) + self._held + self._tail
-
-    def push(self, token_id: int) -> str:
-        """Adds a token; returns the new text that later tokens cannot change."""
-        if self._detokenizer is None or self.stopped:
-            return ""
-        self._held += self._detokenizer.push(token_id)
-        self._tail = self._detokenizer.tail
-        return self._send(final=False)
-
-    def finish(self) -> str:
-        """Returns the text that was held back."""
-        if self._detokenizer is None or self.stopped:
-            return ""
-        self._held += self._detokenizer.finish()
-        self._tail = ""
-        return self._send(final=True)
-
-    def _send(self, final: bool) -> str:
-        """Sends what is settled. A stop text cannot begin in what was sent before."""
-        seen = self._held + self._tail
-        found = [at for at in map(seen.find, self._stop) if at >= 0]
-        if found:
-            self._held, self._tail, self.stopped = seen[: min(found)], "", True
-        certain = len(self._held) if final or self.stopped else self._certain()
-        new, self._held = self._held[:certain], self._held[certain:]
-        self._sent.append(new)
-        return new
-
-    def _certain(self) -> int:
-        """Characters in front of the longest end that may begin a stop text, whatever the tail becomes."""
-        held = self._held
-        longest = min(len(held), max(map(len, self._stop), default=1) - 1)
-        for at in range(len(held) - longest, len(held)):
-            if any(stop.startswith(held[at:]) and stop != held[at:] for stop in self._stop):
-                return at
-        return len(held)
-
-
 @without_ambient
 class Request:
     """A prompt after its prefill; `step` generates its tokens. Always call `finish` at the end, or use `with`.
 
-    Args:
-        engine: is told of missed chunks after the first token, so as not to delay it, and of the request's end.
-        view: of the model that the prompt was prefilled on.
-        decoding: of the answer.
-        result: of the prefill.
-        started: by `time.perf_counter`.
-        watched: takes the answer's tokens, to be compared later; None: it is not compared.
+    The engine is told of missed chunks after the first token, so as not to delay it, and of the request's end. `state`
+    is the model that the prompt was prefilled on; `watched` takes the answer's tokens, to be compared later.
 
     Attributes:
         report: of the request so far.
@@ -114,13 +56,14 @@ class Request:
     def __init__(
         self,
         engine: FollowedModel,
-        view: ModelView,
-        decoding: Decoding,
+        state: ModelState,
+        ask: Ask,
         result: PrefillResult,
         started: float,
         watched: WatchedAnswer | None,
     ) -> None:
-        self._engine, self._view, self._decoding, self._started = engine, view, decoding, started
+        self._engine, self._view, self._started = engine, state.survey.view, started
+        self._decoding = engine.decoding(ask.prompt, ask.params, ask.grammar, result)
         self.to_store: PrefillResult | None = result
         self._watched, self._finished = watched, False
         self.report, self.token_ids = result.report, list[int]()
@@ -160,14 +103,11 @@ class Request:
         if self._finished:
             return
         self._finished = True
-        try:
+        with contextlib.ExitStack() as ends:  # all of them, also where one fails
+            ends.callback(self._engine.background.end_request)
+            if self._watched is not None and self._engine.shadow is not None:
+                ends.callback(self._engine.shadow.submit, self._watched)
             self._take_stored()
-        finally:
-            try:
-                if self._watched is not None and self._engine.shadow is not None:
-                    self._engine.shadow.submit(self._watched)
-            finally:
-                self._engine.background.end_request()
 
     def __enter__(self) -> "Request":
         return self

@@ -22,8 +22,7 @@ from transformers import (
 )
 
 from cacheblend.core.errors import InvalidInputError, check_encodable, check_fields, shown
-from cacheblend.engines.hf.grammar import Grammar
-from cacheblend.engines.hf.grammars import CompiledGrammar, GrammarMatcher
+from cacheblend.engines.hf.grammar import CompiledGrammar, Grammar, GrammarMatcher
 
 GREEDY_BELOW = 1e-5
 """Lower temperatures decode greedily: logits divided by them would exceed float32's range."""

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -23,10 +24,8 @@ from cacheblend.core.errors import check_type
 from cacheblend.core.failures import count_failure
 from cacheblend.core.fuse.batching import PrefillBatcher
 from cacheblend.core.fuse.prefill import BlendedPrefill
-from cacheblend.engines.hf.decode import Decoding, compute_logits
+from cacheblend.engines.hf.decode import compute_logits
 from cacheblend.engines.hf.layers import JoinedRows
-from cacheblend.engines.hf.request import TextStream
-from cacheblend.engines.hf.sampling import Sampler
 from cacheblend.engines.hf.state import FollowedModel
 from cacheblend.engines.hf.tickets import (
     Ask,
@@ -40,6 +39,7 @@ from cacheblend.engines.hf.tickets import (
     TokenEvent,
     TooLateError,
 )
+from cacheblend.engines.tokens.detokenizer import TextStream
 
 _LEAST_LOGPROB = -9999.0  # as in OpenAI's API: JSON has no infinity
 _CATCH_UP_SHARE = 0.1  # share of the time for missed chunks
@@ -142,23 +142,21 @@ class Scheduler:
 
     def _work(self) -> None:
         try:
-            while self._wait_for_work():
+            while True:
+                with self._changed:
+                    self._in_round = False
+                    while not self._has_work and not self._closed:
+                        self._changed.notify_all()  # wakes `close`
+                        self._changed.wait()
+                    if self._closed:
+                        return
+                    self._in_round = True
                 self.run()
         finally:  # also after SystemExit
             with self._changed:
                 self._draining = self._closed = True
                 self._in_round = False
             self._end_all(ClosedError("the server was shut down"))
-
-    def _wait_for_work(self) -> bool:
-        """Blocks until there is a request; False once the scheduler is closed."""
-        with self._changed:
-            self._in_round = False
-            while not self._has_work and not self._closed:
-                self._changed.notify_all()  # wakes `close`
-                self._changed.wait()
-            self._in_round = not self._closed
-            return self._in_round
 
     @torch.no_grad()
     def _round(self) -> None:
@@ -170,8 +168,15 @@ class Scheduler:
         self._admit()
         self._prefill()
         self._decode()
-        self._catch_up()
-        self._check_answers()
+        # What a busy engine does beside its requests, in their share of the time: missed chunks that have waited for
+        # `catch_up_s`, and a slice of the shadow check.
+        background, shadow = self._engine.background, self._engine.shadow
+        began = time.monotonic()
+        if began >= self._catch_up_at and background.catch_up(self._limits.catch_up_s):
+            self._catch_up_at = _next_at(began, _CATCH_UP_SHARE)
+        began = time.monotonic()
+        if shadow is not None and began >= self._check_at and background.advance_idle():
+            self._check_at = _next_at(began, shadow.watch.settings.share)
 
     def _all(self) -> Iterator[Ticket]:
         with self._changed:
@@ -238,12 +243,11 @@ class Scheduler:
         ticket.report = result.report
         ticket.prefill = None  # it would hold the prompt's KV a second time
         ticket.report.ttft_s = time.perf_counter() - ticket.submitted
-        ids = engine.ids_of(ask.prompt)
         for number in range(ask.choices):
             seed = None if ask.params.seed is None else ask.params.seed + number
-            sampler = Sampler(ids, result.logits, replace(ask.params, seed=seed), engine.eos_ids, ask.grammar)
+            decoding = engine.decoding(ask.prompt, replace(ask.params, seed=seed), ask.grammar, result)
             stream = TextStream(engine.builder.detokenizer(ask.shown) if engine.builder else None, ask.params.stop)
-            ticket.choices.append(Choice(Decoding.of(sampler, result), stream))
+            ticket.choices.append(Choice(decoding, stream))
         ticket.to_store = result
         if engine.shadow is not None and ticket.origin is not None:
             ticket.watched = engine.shadow.begin(result, ticket.origin)
@@ -265,62 +269,50 @@ class Scheduler:
                 self._end(ticket, None)
 
     def _sample(self, ticket: Ticket, number: int, choice: Choice) -> None:
-        """Samples a choice's next token; after a request's first token, passes on the missed chunks for storing."""
-        sampler = choice.decoding.sampler
+        """Samples a choice's next token and sends its event; after a request's first token, passes on the missed chunks
+        for storing."""
+        sampler, stream, ask = choice.decoding.sampler, choice.stream, ticket.ask
         token = sampler.sample()
         if ticket.watched is not None and number == 0:  # of several answers one is compared
             ticket.watched.add(token, sampler.logits)
-        self._emit(ticket, number, choice, token)
-        result, ticket.to_store = ticket.to_store, None
-        if result is not None:
-            ask = ticket.ask
-            self._engine.store_missed(result, ask.tenant, text=ask.keep_text, may_keep=ask.may_keep)
-
-    def _catch_up(self) -> None:
-        """Captures a missed chunk if it has waited for `catch_up_s`; spends at most `_CATCH_UP_SHARE` of the time."""
-        began = time.monotonic()
-        if began >= self._catch_up_at and self._engine.background.catch_up(self._limits.catch_up_s):
-            ended = time.monotonic()
-            self._catch_up_at = ended + (ended - began) * (1 / _CATCH_UP_SHARE - 1)
-
-    def _check_answers(self) -> None:
-        """Does a slice of the shadow check while the engine is not idle, within the check's share of the time."""
-        shadow, began = self._engine.shadow, time.monotonic()
-        if shadow is not None and began >= self._check_at and self._engine.background.advance_idle():
-            ended = time.monotonic()
-            self._check_at = ended + (ended - began) * (1 / shadow.watch.settings.share - 1)
-
-    def _emit(self, ticket: Ticket, number: int, choice: Choice, token: int) -> None:
-        """Sends a token's event with its text, log-probabilities and finish reason."""
-        logits, text = choice.decoding.sampler.logits, choice.stream.push(token)
-        reason = "stop" if choice.stream.stopped else choice.decoding.sampler.finish_reason
+        text, reason = stream.push(token), "stop" if stream.stopped else sampler.finish_reason
         if reason is not None:
-            text += choice.stream.finish()
-            choice.finish_reason = reason = "stop" if choice.stream.stopped else reason
+            text += stream.finish()
+            choice.finish_reason = reason = "stop" if stream.stopped else reason
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()
-        if (count := ticket.ask.logprobs) is not None:
-            whole = logits.float().log_softmax(-1).clamp(min=_LEAST_LOGPROB)
-            values, ids = whole.topk(min(count, len(whole)))
+        if ask.logprobs is not None:
+            whole = sampler.logits.float().log_softmax(-1).clamp(min=_LEAST_LOGPROB)
+            values, ids = whole.topk(min(ask.logprobs, len(whole)))
             logprob, top = float(whole[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True))
         ticket.on_event(TokenEvent(number, text, token, logprob, top, reason))
+        result, ticket.to_store = ticket.to_store, None
+        if result is not None:
+            self._engine.store_missed(result, ask.tenant, text=ask.keep_text, may_keep=ask.may_keep)
 
     # ---- end of a request -------------------------------------------------------------------------------
 
     def _end(self, ticket: Ticket, error: Exception | None) -> None:
         """Lets go of a request, completes its report, and delivers its last event: each step whatever becomes of those
         before it, also where the caller's thread is interrupted."""
-        steps: tuple[tuple[Callable[[Ticket], None], str], ...] = (
-            (self._leave, "a request could not be taken out"),
-            (self._complete, "a request's report could not be completed"),
-            (self._release, "a prefill could not be closed"),
-            (self._hand_over, "an answer could not be handed to the shadow check"),
-            (self._leave_engine, "the engine could not be told of a request's end"),
-            (lambda ended: ended.on_event(DoneEvent(ended.report, error)), "a last event could not be delivered"),
-        )
-        with contextlib.ExitStack() as ends:
-            for step, failed in reversed(steps):
-                ends.callback(_attempt, step, ticket, failed)
+        with contextlib.ExitStack() as ends:  # the last one first
+            ends.callback(
+                _attempt,
+                lambda: ticket.on_event(DoneEvent(ticket.report, error)),
+                "a last event could not be delivered",
+            )
+            if ticket.is_admitted:
+                ticket.is_admitted = False
+                told = self._engine.background.end_request
+                ends.callback(_attempt, told, "the engine could not be told of a request's end")
+            if ticket.watched is not None and self._engine.shadow is not None:
+                watched = partial(self._engine.shadow.submit, ticket.watched)
+                ends.callback(_attempt, watched, "an answer could not be handed to the shadow check")
+            if ticket.prefill is not None:
+                ends.callback(_attempt, ticket.prefill.close, "a prefill could not be closed")
+            ends.callback(_attempt, partial(self._complete, ticket), "a request's report could not be completed")
+            ends.callback(_attempt, partial(self._leave, ticket), "a request could not be taken out")
+            ticket.prefill = ticket.to_store = ticket.watched = None
 
     def _leave(self, ticket: Ticket) -> None:
         with self._changed:
@@ -333,36 +325,28 @@ class Scheduler:
         self._batcher.remove(ticket)
 
     def _complete(self, ticket: Ticket) -> None:
+        choices, ticket.choices = ticket.choices, []
         took = time.perf_counter() - ticket.submitted
         self._recent_s += 0.1 * (took - self._recent_s)
         if ticket.report is not None:
             ticket.report.total_s = took
-            ticket.report.generated_tokens = sum(each.decoding.sampler.count for each in ticket.choices)
-
-    def _release(self, ticket: Ticket) -> None:
-        prefill, ticket.prefill, ticket.choices, ticket.to_store = ticket.prefill, None, [], None
-        if prefill is not None:
-            prefill.close()
-
-    def _hand_over(self, ticket: Ticket) -> None:
-        watched, ticket.watched = ticket.watched, None
-        if watched is not None and self._engine.shadow is not None:
-            self._engine.shadow.submit(watched)
-
-    def _leave_engine(self, ticket: Ticket) -> None:
-        if ticket.is_admitted:
-            ticket.is_admitted = False
-            self._engine.background.end_request()
+            ticket.report.generated_tokens = sum(each.decoding.sampler.count for each in choices)
 
     def _end_all(self, error: Exception) -> None:
         for ticket in list(self._all()):
             self._end(ticket, error)
 
 
-def _attempt(step: Callable[[Ticket], None], ticket: Ticket, failed: str) -> None:
+def _attempt(step: Callable[[], None], failed: str) -> None:
     """A step of a request's end; its failure is this request's own, and what was computed is still delivered."""
     try:
-        step(ticket)
+        step()
     except Exception:
         logger.exception(failed)
         count_failure("scheduler")
+
+
+def _next_at(began: float, share: float) -> float:
+    """When work that began then, and has ended now, may go on, so as to take this share of the time."""
+    ended = time.monotonic()
+    return ended + (ended - began) * (1 / share - 1)

@@ -9,14 +9,18 @@ from transformers import PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, ModelChangedError, check_type, shown
-from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillResult
+from cacheblend.core.fuse.prefill import PrefillResult
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.chunk_index import ChunkListing
 from cacheblend.engines.hf.adapter_watch import Adapted, AdapterFollower
 from cacheblend.engines.hf.background import Background
-from cacheblend.engines.hf.prefiller import Mode, Prefiller
+from cacheblend.engines.hf.decode import Decoding
+from cacheblend.engines.hf.grammar import CompiledGrammar
+from cacheblend.engines.hf.prefiller import HfPrefill, Mode, Prefiller
+from cacheblend.engines.hf.recurrent import copy_of
+from cacheblend.engines.hf.sampling import Sampler, SamplingParams
 from cacheblend.engines.hf.shadow_check import Origin, ShadowCheck
 from cacheblend.engines.hf.survey import Survey, survey_model
 from cacheblend.engines.hf.view import ModelView
@@ -133,6 +137,14 @@ class FollowedModel:
         """The prompt's ids, [tokens] int64 on the model's device."""
         return torch.from_numpy(prompt.token_ids.astype("i8")).to(self.model.device)
 
+    def decoding(
+        self, prompt: Prompt, params: SamplingParams, grammar: CompiledGrammar | None, result: PrefillResult
+    ) -> Decoding:
+        """An answer to a prefilled prompt, no longer than the context has room for; there may be several to one."""
+        params = params.within(self.survey.max_length, len(prompt))
+        sampler = Sampler(self.ids_of(prompt), result.logits, params, self.eos_ids, grammar)
+        return Decoding(sampler, list(result.kv), None if result.states is None else copy_of(result.states.last))
+
     def origin(self, state: ModelState, *, own: bool, tenant: str = "") -> Origin:
         """What a prefill that was just opened is computed with; see `Origin`."""
         return Origin(state.adapted.version, self.shadow.watch.step if own and self.shadow else None, tenant)
@@ -150,7 +162,7 @@ class FollowedModel:
         mode: Mode = "blend",
         tenant: str = "",
         state: ModelState | None = None,
-    ) -> BlendedPrefill:
+    ) -> HfPrefill:
         """A prompt's prefill, planned and not begun; close it, or use `with`.
 
         Args:

@@ -5,7 +5,7 @@ turn, what cannot be blended. Each layer's keys are computed at some positions a
 rotation is the one that turns the former into the latter. If there is none, the model is refused.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple, get_args
@@ -118,9 +118,7 @@ class Survey:
 def survey_model(model: PreTrainedModel) -> Survey:
     """Surveys a loaded model by running a few rows through each layer.
 
-    Raises:
-        ModelNotBlendableError: the model cannot be blended; the message says why.
-        InvalidInputError: it is in training mode.
+    Raises `ModelNotBlendableError`, which says why, and `InvalidInputError` for a model in training mode.
     """
     check_mode(model)
     config = model.config.get_text_config(decoder=True)
@@ -133,11 +131,11 @@ def survey_model(model: PreTrainedModel) -> Survey:
     probe.check_calls()
     found = [probe.layer(index) for index in range(len(view.layers))]
     view.stepped = frozenset(probe.stepped)
+    kv_layers = tuple(index for index, layer in enumerate(found) if layer is not None)
     layers = [layer for layer in found if layer is not None]
-    dtypes = {layer.dtype for layer in layers}
     if not layers:
         raise ModelNotBlendableError(f"no layer of {type(model).__name__} has attention; only a prefix could be reused")
-    if len(dtypes) != 1:
+    if len(dtypes := {layer.dtype for layer in layers}) != 1:
         raise ModelNotBlendableError(f"the layers' keys have several dtypes: {dtypes}; they must have one")
     return Survey(
         view=view,
@@ -146,12 +144,7 @@ def survey_model(model: PreTrainedModel) -> Survey:
         windows=tuple(layer.window for layer in layers),
         heads=tuple(layer.heads for layer in layers),
         latents=tuple(layer.latent for layer in layers),
-        kinds=LayerKinds(
-            len(found),
-            tuple(i for i, layer in enumerate(found) if layer is not None),
-            probe.states,
-            frozenset(probe.stepped),
-        ),
+        kinds=LayerKinds(len(found), kv_layers, probe.states, view.stepped),
         length_limit=limit,
         context_length=context,
         vocab_size=model.get_input_embeddings().num_embeddings,
@@ -172,9 +165,7 @@ class AttentionLayer(NamedTuple):
 class Probe:
     """Runs a few rows of noise through single layers, at positions from 0 on and at positions moved by `shifts`.
 
-    Attributes:
-        states: what each recurrent layer that was run keeps.
-        stepped: those that go on from a state one row at a time only.
+    Notes in `states` what each recurrent layer keeps; those in `stepped` go on from it one row at a time only.
     """
 
     def __init__(self, model: PreTrainedModel, view: ModelView, shifts: Sequence[int]) -> None:
@@ -190,7 +181,12 @@ class Probe:
         self._embedded = self._base.embed()
         self._noise = torch.randn(self._embedded.shape, generator=generator).to(self._embedded)
         self._found: list[KeyRotation] = []
-        self._candidates = list(_candidate_rotations(view.model))
+        self._candidates = [  # both directions: NanoChat rotates backwards
+            KeyRotation(sign * buffer.detach().cpu().double(), pairing)
+            for name, buffer in view.model.named_buffers()
+            if name.endswith("inv_freq") and buffer.dim() == 1 and buffer.numel()
+            for pairing, sign in product(get_args(Pairing), (1, -1))
+        ]
         self._stateful = layers_with_states(model)
         self._masks: list[LayerMask | None] = []
         self.states: dict[int, tuple[StatePart, ...]] = {}
@@ -231,7 +227,7 @@ class Probe:
             self._masks.append(masks[0] if masks else None)
 
     def layer(self, index: int) -> AttentionLayer | None:
-        """What a layer keeps of each token; None if it has no attention. Notes its state in `states` and `stepped`."""
+        """What a layer keeps of each token; None if it has no attention."""
         try:
             module, latent = self._view.latent[index], None
             if module is not None:
@@ -353,7 +349,7 @@ class Probe:
             if any(torch.equal(run(other), part) for other in others):
                 return False
             each = zip(self._noise[rows], part, out[rows], strict=True)
-            same += sum(_same_change(*(numbers[None] for numbers in row)) for row in each)
+            same += sum(_same_change(*row) for row in each)
         return same > ROWS // 2
 
     def _rotation(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> KeyRotation | None:
@@ -380,14 +376,6 @@ class Probe:
             f"none of the model's {len(self._candidates)} rotations moves the keys of {self._layer(index)}; "
             "they cannot be re-positioned"
         )
-
-
-def _candidate_rotations(model: nn.Module) -> Iterator[KeyRotation]:
-    """All inverse frequencies of the model, in both pairings and both directions (NanoChat rotates backwards)."""
-    for name, buffer in model.named_buffers():
-        if name.endswith("inv_freq") and buffer.dim() == 1 and buffer.numel():
-            for pairing, sign in product(get_args(Pairing), (1, -1)):
-                yield KeyRotation(sign * buffer.detach().cpu().double(), pairing)
 
 
 def _close(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -45,9 +45,7 @@ class ThreadCount:
     Left alone where the environment sets a number, where the program has set another one than there was when this
     module was loaded, and where it cannot be set for one thread alone. Says once that it has come to one thread.
 
-    Attributes:
-        is_following: False leaves the number alone.
-        is_single: the next layer is computed by one thread.
+    `is_following`: False leaves the number alone. `is_single`: the next layer is computed by one thread.
     """
 
     def __init__(self, is_following: bool = True) -> None:
@@ -61,11 +59,11 @@ class ThreadCount:
 
     def held(self) -> AbstractContextManager[None]:
         """A context for what is around a layer: loading, placing, selecting."""
-        return _Held(self)
+        return _Threads(self)
 
     def layer(self) -> AbstractContextManager[None]:
         """A context to compute a layer in, or anything else without waits for a device or a store."""
-        return _Layer(self) if self.is_following and _OWN_THREADS > 1 else nullcontext()
+        return _Threads(self, is_measured=True) if self.is_following and _OWN_THREADS > 1 else nullcontext()
 
     def learn(self, took: float, ran: float) -> None:
         """What a layer took, and how long its thread ran, in seconds."""
@@ -100,11 +98,11 @@ class ThreadCount:
             self._quiet, self.is_single = 0.0, True
 
 
-class _Held:
-    """One thread, if it is to be one, and as many as before in the end. Of this thread alone."""
+class _Threads:
+    """One thread, if it is to be one, and as many as before in the end, of this thread alone; a layer is measured."""
 
-    def __init__(self, count: ThreadCount) -> None:
-        self._count, self._is_set = count, False
+    def __init__(self, count: ThreadCount, *, is_measured: bool = False) -> None:
+        self._count, self._is_set, self._is_measured = count, False, is_measured
 
     def __enter__(self) -> None:
         libraries = _libraries() if self._count.is_single and self._count.is_following else None
@@ -112,26 +110,19 @@ class _Held:
             self._is_set = True
             libraries.openmp(1)
             self._mkl_before = libraries.mkl(1)
+        if self._is_measured:
+            self._began, self._ran = time.perf_counter(), time.thread_time()
 
     def __exit__(self, *_: object) -> None:
+        if self._is_measured:
+            took, ran = time.perf_counter() - self._began, time.thread_time() - self._ran
         libraries = _libraries() if self._is_set else None
         if libraries is not None:
             libraries.mkl(self._mkl_before)
             if torch.get_num_threads() == 1:  # else the program has set another one inside
                 libraries.openmp(_OWN_THREADS)
-
-
-class _Layer(_Held):
-    """The same, measured."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        self._began, self._ran = time.perf_counter(), time.thread_time()
-
-    def __exit__(self, *_: object) -> None:
-        took, ran = time.perf_counter() - self._began, time.thread_time() - self._ran
-        super().__exit__()
-        self._count.learn(took, ran)
+        if self._is_measured:
+            self._count.learn(took, ran)
 
 
 class _Libraries(NamedTuple):

@@ -10,19 +10,15 @@ from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.report import BlendReport
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf.decode import Decoding
-from cacheblend.engines.hf.grammars import CompiledGrammar
+from cacheblend.engines.hf.grammar import CompiledGrammar
 from cacheblend.engines.hf.prefiller import Mode
-from cacheblend.engines.hf.request import TextStream
 from cacheblend.engines.hf.sampling import SamplingParams
 from cacheblend.engines.hf.shadow_check import Origin, WatchedAnswer
+from cacheblend.engines.tokens.detokenizer import TextStream
 
 
 class QueueFullError(CacheBlendError):
-    """The queue is full.
-
-    Attributes:
-        retry_after_s: seconds after which a place in the queue is likely to be free.
-    """
+    """The queue is full; a place in it is likely to be free after `retry_after_s` seconds."""
 
     def __init__(self, waiting: int, retry_after_s: float) -> None:
         super().__init__(f"{waiting} requests wait, and the queue is full; retry in {retry_after_s:.0f} s")
@@ -119,8 +115,7 @@ class TokenEvent:
 
 @dataclass(frozen=True)
 class DoneEvent:
-    """The last event of a request: its report, None if it failed before its first token, and why it failed, if it
-    did."""
+    """The last event of a request: its report, None if it failed before its first token, and why it failed."""
 
     report: BlendReport | None
     error: Exception | None = None

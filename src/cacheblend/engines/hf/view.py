@@ -11,7 +11,7 @@ import copy
 import re
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,11 +35,8 @@ WITHOUT_EFFECT = frozenset({"position_ids", "cache_position"})  # attention func
 class LayerMask:
     """Takes the place of a layer's attention mask in transformers.
 
-    Attributes:
-        window: sliding window in tokens, None for full attention.
-        refusal: why this attention cannot be blended; empty if it can.
-        attend: computes the layer's attention; None until a layer is run.
-        tap: notes what a layer with latent attention caches; None in other layers, and until it is run.
+    `window` is in tokens, None for full attention; `refusal` says why it cannot be blended. Until a layer is run there
+    is nothing that computes its attention (`attend`), or notes what latent attention caches (`tap`).
     """
 
     window: int | None = None
@@ -105,6 +102,16 @@ class _AllLayersSeenError(Exception):
     """Ends a shell's forward after the last layer."""
 
 
+@dataclass
+class _Shell:
+    """What the stubs have seen in one forward of the model, and what they give for it, if that is known."""
+
+    num_layers: int
+    output: Any = None
+    calls: list[LayerCall] = field(default_factory=list)
+    first_hidden: torch.Tensor | None = None
+
+
 class _Stub(nn.Module):
     """Replaces a layer in shells; all attributes except `forward` are the layer's own.
 
@@ -119,7 +126,15 @@ class _Stub(nn.Module):
         return getattr(self.__dict__["_layer"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._running.shell.visit(self._index, args, kwargs)
+        shell: _Shell = self._running.shell
+        if shell.output is not None:
+            return shell.output
+        hidden = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
+        shell.first_hidden = hidden if shell.first_hidden is None else shell.first_hidden
+        shell.calls.append(LayerCall(args[1:], kwargs))
+        if self._index == shell.num_layers - 1:
+            raise _AllLayersSeenError
+        return hidden
 
 
 class _Stubs(nn.ModuleList):
@@ -129,37 +144,15 @@ class _Stubs(nn.ModuleList):
         return self if index == slice(None, len(self)) else super().__getitem__(index)
 
 
-class _Shell:
-    """What the stubs have seen in one forward of the model, and what they give for it."""
-
-    def __init__(self, num_layers: int, output: Any) -> None:
-        self.calls: list[LayerCall] = []
-        self.first_hidden: torch.Tensor | None = None
-        self._output, self._num_layers = output, num_layers
-
-    def visit(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._output is not None:
-            return self._output
-        kwargs = dict(kwargs)
-        hidden = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
-        self.first_hidden = hidden if self.first_hidden is None else self.first_hidden
-        self.calls.append(LayerCall(args[1:], kwargs))
-        if index == self._num_layers - 1:
-            raise _AllLayersSeenError
-        return hidden
-
-
 class ModelView:
     """A view of a causal language model whose layers can be run one at a time.
 
     Attributes:
         latent: for each layer, its module that attends over latents; None where keys and values are cached per head.
-        recurrent: layers that keep a state; found by the survey.
-        stepped: those of them that go on from it one row at a time only.
+        recurrent: layers that keep a state, found by the survey; `stepped` go on from it one row at a time only.
         threads: how many compute a layer.
 
-    Raises:
-        ModelNotBlendableError: its decoder layers cannot be found, or their forward is wrapped.
+    Raises `ModelNotBlendableError` if its decoder layers cannot be found, or their forward is wrapped.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -186,7 +179,7 @@ class ModelView:
 
         `token_ids` and `positions`, in any order, are [n] int64 on the model's device.
         """
-        shell = _Shell(len(self.layers), None)
+        shell = _Shell(len(self.layers))
         with contextlib.suppress(_AllLayersSeenError):
             self._run(shell, token_ids[None], positions[None])
         if shell.first_hidden is None or len(shell.calls) != len(self.layers):
@@ -235,9 +228,8 @@ class ModelView:
         wait for the device once a mask.
         """
         everything = torch.ones(token_ids.shape, dtype=torch.bool, device=token_ids.device)
-        model = _with_child(
-            self.model, self.layers_path, self._stubs
-        )  # its own: what forwards note, no other call sees
+        # Its own: what forwards note, no other call sees.
+        model = _with_child(self.model, self.layers_path, self._stubs)
         self._running.shell = shell
         try:
             return model(input_ids=token_ids, attention_mask=everything, position_ids=positions, use_cache=False)
@@ -274,9 +266,7 @@ def _find_layers(model: PreTrainedModel) -> str:
 
 
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the module tree that keeps its mode and its active adapters, whatever the model is switched to;
-    parameters and buffers are shared.
-    """
+    """A copy that keeps its mode and its active adapters, whatever the model is switched to; weights are shared."""
     frozen: PreTrainedModel = _twin(model, {}, None)
     return frozen
 

@@ -5,10 +5,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -32,9 +31,19 @@ from cacheblend.engines.hf.caches import kv_of_cache
 from cacheblend.engines.hf.prefiller import Prefiller
 from cacheblend.engines.hf.recurrent import SHORTEST, snapshot_blocks
 from cacheblend.engines.hf.state import ModelState
-from cacheblend.engines.hf.survey import Survey, check_mode
+from cacheblend.engines.hf.survey import check_mode
 from cacheblend.engines.keeper import ChunkKeeper, WarmReport
 from cacheblend.store import KVStore, WriteBehind
+
+Progress = Callable[[int, int], None]
+Answered = TypeVar("Answered")
+logger = logging.getLogger("cacheblend.engine")
+MOST_BEGUN = 1 << 16
+"""Names of blocks that are remembered to see whether prompts begin alike."""
+STORE_S = 10.0
+"""Seconds that background work waits for the store where requests wait for it, and for blocks to be promoted."""
+HOLD_UP_TOKENS = 2048
+"""A longer chunk is captured only while there are no requests."""
 
 
 @torch.no_grad()
@@ -60,8 +69,7 @@ def compute_chunks(
 def compute_with_states(prefiller: Prefiller, job: ChunkJob, planner: Planner, model_name: str) -> CapturedChunk:
     """A job's full prefill, layer by layer: a state behind padding would be another one, so jobs share no forward.
 
-    The snapshots of its recurrent layers come behind its blocks; there are none where chunks are compressed, since then
-    they are no exact prefix.
+    Snapshots of recurrent layers follow its blocks; compressed chunks have none, since they are no exact prefix.
     """
     prompt = Prompt.of([*(text(part.tolist()) for part in job.anchor), chunk(job.token_ids.tolist())])
     with prefiller.open_alone(prompt, planner) as prefill:
@@ -72,21 +80,7 @@ def compute_with_states(prefiller: Prefiller, job: ChunkJob, planner: Planner, m
     return CapturedChunk(blocks, manifest_of(job, planner, model_name))
 
 
-Progress = Callable[[int, int], None]
-Answered = TypeVar("Answered")
-logger = logging.getLogger("cacheblend.engine")
-MOST_BEGUN = 1 << 16
-"""Names of blocks that are remembered to see whether prompts begin alike."""
-
-STORE_S = 10.0
-"""Seconds that background work waits for the store where requests wait for it, and for blocks to be promoted."""
-
-HOLD_UP_TOKENS = 2048
-"""A longer chunk is captured only while there are no requests."""
-
-
-@dataclass(frozen=True, eq=False)
-class Asker:
+class Asker(NamedTuple):
     """Whose request a discovered run was in: how its chunk is computed, and whether it may be stored."""
 
     state: ModelState
@@ -98,15 +92,9 @@ class Asker:
 class ChunkWarmer:
     """Computes chunks alone, each with its anchor in front of it, and stores them.
 
-    Args:
-        model: the caller's, whose mode is looked at before anything is computed.
-        store: where they go.
-        config: batch size and whether misses are captured.
-        background: runs the work that is done after requests.
-        name: human-readable model name.
-        adapters: of the model; KV computed while they change is not stored.
-        listing: chunks that are stored are added to; None: nothing is found in plain text.
-        discovery: learns text that recurs; None: nothing is learnt.
+    `model` is the caller's, whose mode is looked at before anything is computed; KV computed while its adapters change
+    is not stored. Stored chunks are added to `listing`; None: nothing is found in plain text. `discovery` learns text
+    that recurs; None: nothing is learnt.
     """
 
     def __init__(
@@ -142,8 +130,16 @@ class ChunkWarmer:
     ) -> WarmReport:
         """Stores the segments that the store does not hold; see `BlendEngine.warm`."""
         started = time.perf_counter()
-        planner = state.planner_of(tenant)
-        jobs = _jobs(state.survey, anchor, segments)
+        planner, survey = state.planner_of(tenant), state.survey
+        distinct: dict[bytes, ChunkJob] = {}
+        for number, segment in enumerate(segments, 1):
+            job, what = ChunkJob(tuple(anchor), segment.token_ids, segment.label), f"chunk {segment.label or number}"
+            check_ids(segment.token_ids, survey.vocab_size, what)
+            if survey.max_length is not None and len(job) > survey.max_length:
+                limit = f"{survey.max_length_reason} {survey.max_length}"
+                raise InvalidInputError(f"{what} has {len(job)} tokens with its anchor, {limit}; split it")
+            distinct.setdefault(segment.token_ids.tobytes(), job)
+        jobs = list(distinct.values())
         missing = [job for job in jobs if not self._is_held(job, state, planner)]
         done = len(jobs) - len(missing)
         if progress is not None:
@@ -171,15 +167,9 @@ class ChunkWarmer:
         the text that recurs in it.
 
         Blocks that the loading controller left out because they are slow to load are promoted to a faster tier, since
-        they are in use.
-
-        Args:
-            state: of the model, now.
-            tenant: the request's.
-            result: its prefill.
-            text: also write the exact blocks of plain text at the prompt's start.
-            may_keep: called with the tokens of missed chunks, at once, or of a run that recurs, later and in another
-                thread; returns whether to store them.
+        they are in use. `state` is of the model, now. `text`: also write the exact blocks of plain text at the prompt's
+        start. `may_keep` is called with the tokens of missed chunks, at once, or of a run that recurs, later and in
+        another thread; returns whether to store them.
         """
         if result.slow:
             self._background.submit(result.slow, partial(self._promote, sorted(result.slow)), patient=True)
@@ -261,27 +251,30 @@ class ChunkWarmer:
 
     def _promote(self, names: Sequence[BlockName]) -> None:
         """Has blocks copied to a faster tier; goes on beside other work where that takes longer."""
-        if self._is_awaited:
-            return
-        asked = self._store_thread.submit(partial(self._store.promote, names))
-        self._asked = asked, time.monotonic()
-        if wait([asked], STORE_S).done:
-            asked.result()
+        if not self._is_awaited:
+            asked = self._store_thread.submit(partial(self._store.promote, names))
+            self._asked = asked, time.monotonic()
+            if wait([asked], STORE_S).done:
+                asked.result()
 
-    def _capture(self, state: ModelState, planner: Planner, job: ChunkJob) -> None:
-        """Computes and keeps a missed chunk, unless the store has received it since or cannot take chunks now."""
-        if self.keeper.is_paused or self._is_awaited or self._ask_store(partial(self._is_held, job, state, planner)):
-            return
-        for each in self._compute_quietly(job, state, planner):
-            self._ask_store(partial(self.keeper.keep, each))
-
-    def _compute_quietly(self, job: ChunkJob, state: ModelState, planner: Planner) -> list[CapturedChunk]:
-        """The chunk's KV; none if the adapters were switched."""
+    def _capture(
+        self, state: ModelState, planner: Planner, job: ChunkJob, may_keep: Callable[[int], bool] | None = None
+    ) -> bool | None:
+        """Computes and keeps a chunk; False: the store holds it by now. None: it is not kept, for the store cannot take
+        chunks now, `may_keep` forbids it, or the adapters were switched.
+        """
+        if self.keeper.is_paused or self._is_awaited:
+            return None
+        if self._ask_store(partial(self._is_held, job, state, planner)):
+            return False
+        if may_keep is not None and not may_keep(len(job.token_ids)):
+            return None
         try:
-            return self._compute([job], state, planner)
+            [captured] = self._compute([job], state, planner)
         except ModelChangedError:  # no failure: the request that missed it was one of the other adapters
             logger.info("a missed chunk of %d tokens is not stored: the adapters were switched", len(job.token_ids))
-            return []
+            return None
+        return self._ask_store(partial(self.keeper.keep, captured)) or None
 
     # ---- text that recurs -------------------------------------------------------------------------------
 
@@ -303,16 +296,12 @@ class ChunkWarmer:
         wanted = None if discovery is None else discovery.take(lambda run: (len(run) > HOLD_UP_TOKENS) == is_long)
         if discovery is None or wanted is None:
             return
-        run, asker = wanted.run, wanted.asker
-        job = ChunkJob(asker.anchor, run.token_ids)
-        longest, manifest = asker.state.survey.max_length, manifest_of(job, asker.planner, self._name)
-        if not (self.keeper.is_paused or self._is_awaited or (longest is not None and len(job) > longest)):
-            if self._ask_store(partial(self.keeper.is_held, manifest)):
-                discovery.stored(run, manifest, computed=False)
-            elif asker.may_keep(len(run)):
-                for captured in self._compute_quietly(job, asker.state, asker.planner):
-                    if self._ask_store(partial(self.keeper.keep, captured)):
-                        discovery.stored(run, manifest)
+        run, (state, planner, anchor, may_keep) = wanted.run, wanted.asker
+        job, longest = ChunkJob(anchor, run.token_ids), state.survey.max_length
+        if longest is None or len(job) <= longest:
+            computed = self._capture(state, planner, job, may_keep)
+            if computed is not None:
+                discovery.stored(run, manifest_of(job, planner, self._name), computed=computed)
         self._queue_discovered()
 
     def _compute(self, jobs: Sequence[ChunkJob], state: ModelState, planner: Planner) -> list[CapturedChunk]:
@@ -345,19 +334,6 @@ class ChunkWarmer:
 
     def _is_current(self, state: ModelState) -> bool:
         return self._adapters.version() == state.adapted.version
-
-
-def _jobs(survey: Survey, anchor: Sequence[TokenIds], segments: Sequence[Segment]) -> list[ChunkJob]:
-    """One job for each distinct chunk, checked against the model's limits."""
-    jobs: dict[bytes, ChunkJob] = {}
-    for number, segment in enumerate(segments, 1):
-        job, what = ChunkJob(tuple(anchor), segment.token_ids, segment.label), f"chunk {segment.label or number}"
-        check_ids(segment.token_ids, survey.vocab_size, what)
-        if survey.max_length is not None and len(job) > survey.max_length:
-            limit = f"{survey.max_length_reason} {survey.max_length}"
-            raise InvalidInputError(f"{what} has {len(job)} tokens with its anchor, {limit}; split it")
-        jobs.setdefault(segment.token_ids.tobytes(), job)
-    return list(jobs.values())
 
 
 def _batches(jobs: Sequence[ChunkJob], tokens: int) -> Iterator[list[ChunkJob]]:

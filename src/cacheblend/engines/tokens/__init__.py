@@ -2,7 +2,7 @@
 
 from cacheblend.engines.tokens.builder import PromptBuilder
 from cacheblend.engines.tokens.chat import Content, Message
+from cacheblend.engines.tokens.chunker import find_sentence_end_ids
 from cacheblend.engines.tokens.passage import Passage
-from cacheblend.engines.tokens.sentences import find_sentence_end_ids
 
 __all__ = ["Content", "Message", "Passage", "PromptBuilder", "find_sentence_end_ids"]

@@ -6,7 +6,6 @@
   marker of the template (``<think>``). Other added tokens (line breaks, HTML tags) are text, too: they are parsed.
 - A passage is tokenised on its own, so it has the same ids wherever it stands. Of a chat's passages those tokens are
   chunks that the whole text has, too: at its edges a passage may share a token with the text around it.
-- No SentencePiece dummy prefix in the middle of a prompt.
 """
 
 import json
@@ -30,11 +29,11 @@ from cacheblend.engines.tokens.chat import (
     Place,
     Rendered,
     TemplateDocument,
+    TemplateSource,
 )
 from cacheblend.engines.tokens.detokenizer import Detokenizer
 from cacheblend.engines.tokens.encoder import Encoded, TextEncoder
 from cacheblend.engines.tokens.passage import Passage
-from cacheblend.engines.tokens.template import TemplateSource
 
 _THOUGHT = re.compile(r"think|thought|reason", re.IGNORECASE)
 """In what a model writes around its thoughts, which are part of its earlier answers."""
@@ -73,11 +72,22 @@ class PromptBuilder:
         markers = self._find_markers({number: text for number, text in added.items() if number not in self._special})
         self._guarded = {number: added[number] for number in (self._special | markers) - {tokenizer.unk_token_id}}
         self._plain = TextEncoder(spec, self._special | markers)
-        self._guard = Guard(self._guarded.values(), self._find_thoughts(), self._source.words)
+        # Around its thoughts a model writes guarded texts of such names, and what the template looks for that begins
+        # with one (``'<|channel|>final<|message|>' in content``).
+        channels = tuple(text for text in self._guarded.values() if _CHANNEL.search(text))
+        thoughts = {text for text in channels if _THOUGHT.search(text)}
+        thoughts |= {text for text in self._source.sought if text.startswith(channels)}
+        self._guard = Guard(self._guarded.values(), thoughts, self._source.words)
         self._encode_front = lru_cache(_FRONTS)(self._encode_rendered)
-        self._bytes = _byte_tokens(spec, backend)
+        # Byte tokens, ``<0x00>`` to ``<0xFF>``, of which a run is decoded together; none in most tokenizers.
+        names = [f"<0x{byte:02X}>" for byte in range(256)] if '"ByteFallback"' in json.dumps(spec["decoder"]) else []
+        self._bytes = {number for name in names if (number := backend.token_to_id(name)) is not None}
         self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
-        self.bos_id = self._find_bos()
+        bos, text = tokenizer.bos_token_id, tokenizer.bos_token
+        is_first = bos is not None and (
+            self._front[:1] == [bos] or (bool(templates) and self._try(_PROBES[0]).startswith(text))
+        )
+        self.bos_id: int | None = int(bos) if is_first else None
 
     def prompt(self, parts: Iterable[Content]) -> Prompt:
         """A prompt of strings, which are parsed as the tokenizer parses them, and `Passage`s, which are chunks.
@@ -88,8 +98,16 @@ class PromptBuilder:
         Raises:
             InvalidInputError: an empty prompt, a passage without a token, or a text with a lone surrogate.
         """
-        parts = [parts] if isinstance(parts, str) else parts
-        segments = [self._segment(part, number) for number, part in enumerate(parts, 1)]
+        segments = list[Segment]()
+        for number, part in enumerate([parts] if isinstance(parts, str) else parts, 1):
+            where = f"part {number} of the prompt"
+            if isinstance(part, Passage):
+                segments.append(self.passage(part, where))
+                continue
+            if not isinstance(part, str):
+                raise InvalidInputError(f"a prompt is made of str and Passage, not {type(part).__name__}")
+            _check(part, where)
+            segments.append(core_prompt.text((self._all.continued if segments else self._all.whole)(part).ids))
         if not any(map(len, segments)):
             raise InvalidInputError("the prompt is empty; give it some text")
         prompt = Prompt.of([core_prompt.text(self._front), *segments, core_prompt.text(self._back)])
@@ -204,15 +222,6 @@ class PromptBuilder:
         a token or with a lone surrogate."""
         _check(passage, where)
         return core_prompt.chunk(self.encode(passage.text, f"{where}: the text"), passage.title)
-
-    def _segment(self, part: Content, number: int) -> Segment:
-        where = f"part {number} of the prompt"
-        if isinstance(part, Passage):
-            return self.passage(part, where)
-        if not isinstance(part, str):
-            raise InvalidInputError(f"a prompt is made of str and Passage, not {type(part).__name__}")
-        _check(part, where)
-        return core_prompt.text((self._all.whole(part) if number == 1 else self._all.continued(part)).ids)
 
     def _render(self, messages: list[Message], documents: list[TemplateDocument], options: Mapping[str, Any]) -> str:
         settings = {"add_generation_prompt": True, **options}
@@ -329,36 +338,12 @@ class PromptBuilder:
         rendered = [number for chat in _PROBES for number in self._all.whole(self._try(chat)).ids]
         return {number for number in candidates if added[number] in self._source.texts} | (candidates & {*rendered})
 
-    def _find_thoughts(self) -> set[str]:
-        """What a model writes around its thoughts: guarded texts by their names, and what the template looks for that
-        begins with one (``'<|channel|>final<|message|>' in content``)."""
-        channels = tuple(text for text in self._guarded.values() if _CHANNEL.search(text))
-        named = {text for text in channels if _THOUGHT.search(text)}
-        return named | {text for text in self._source.sought if text.startswith(channels)}
-
-    def _find_bos(self) -> int | None:
-        bos = self._tokenizer.bos_token_id
-        if bos is None:
-            return None
-        if self._front[:1] == [bos]:
-            return int(bos)
-        starts = bool(self._tokenizer.chat_template) and self._try(_PROBES[0]).startswith(self._tokenizer.bos_token)
-        return int(bos) if starts else None
-
     def _try(self, messages: list[Message]) -> str:
         """What the template renders; empty where it refuses the messages."""
         try:
             return self._render(messages, [], {})
         except InvalidInputError:
             return ""
-
-
-def _byte_tokens(spec: dict[str, Any], backend: Tokenizer) -> frozenset[int]:
-    """Ids of the tokens of which a run is decoded together, ``<0x00>`` to ``<0xFF>``; none in most tokenizers."""
-    if '"ByteFallback"' not in json.dumps(spec["decoder"]):
-        return frozenset()
-    found = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
-    return frozenset(number for number in found if number is not None)
 
 
 _FRONTS = 16

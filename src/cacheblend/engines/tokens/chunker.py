@@ -6,8 +6,6 @@ alone, so the cuts elsewhere stay, and so do the chunks between them:
 
     before   |  chunk A  |  chunk B  |  chunk C  |
     after    |  chunk A  |  chunk B' , edited  |  chunk C  |
-
-Knows token ids; knows no tokenizer, model or store.
 """
 
 from dataclasses import dataclass
@@ -21,6 +19,9 @@ from cacheblend.core.names import TokenIds
 
 WINDOW = 8
 """Tokens in front of a cut that its hash covers."""
+
+STOPS = tuple(".?!\n\r\u3002\uff0e\uff61\uff1f\uff01\u2026\u061f\u06d4\u0964")  # including CJK, Arabic, Urdu and Hindi
+AFTER_A_STOP = " \t\"'\u201d\u2019\u00bb\u300d\u300f)]*_"  # may follow a stop inside its token
 
 _HASHED_AT_ONCE = 1 << 18  # tokens: what is computed in between takes 32 bytes for each of them
 _DEEPEST = 64  # halvings, after which a cut is made near the middle: ids that are sorted by their hashes
@@ -112,3 +113,13 @@ def _scramble(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return numbers ^ (numbers >> np.uint64(31))
+
+
+def find_sentence_end_ids(tokenizer: Any) -> npt.NDArray[np.int64]:
+    """Ids of all tokens whose text ends a sentence, [n] ascending; no special token does. Takes about a second for a
+    vocabulary of 150,000. The tokenizer needs a ``tokenizers`` backend."""
+    backend = tokenizer.backend_tokenizer
+    ids = sorted(backend.get_vocab(with_added_tokens=True).values())
+    texts = backend.decode_batch([[i] for i in ids], skip_special_tokens=True)
+    ends = [i for i, text in zip(ids, texts, strict=True) if text.rstrip(AFTER_A_STOP).endswith(STOPS)]
+    return np.array(ends, dtype=np.int64)

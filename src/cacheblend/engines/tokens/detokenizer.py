@@ -91,3 +91,54 @@ class Detokenizer:
             return False
         self._context, self._run = few, []  # ids without any text, of which the first may differ
         return True
+
+
+class TextStream:
+    """Streams the text of an answer without incomplete characters and without parts of a stop text, which ends it
+    (`stopped`). Without a detokenizer answers have none.
+    """
+
+    def __init__(self, detokenizer: Detokenizer | None, stop: Sequence[str] = ()) -> None:
+        self._detokenizer, self._stop = detokenizer, stop
+        self._sent: list[str] = []
+        self._held = ""  # settled, but may begin a stop text
+        self._tail = ""  # may change
+        self.stopped = False
+
+    @property
+    def text(self) -> str:
+        """The text of all tokens so far, cut at a stop text."""
+        return "".join(self._sent) + self._held + self._tail
+
+    def push(self, token_id: int) -> str:
+        """Adds a token; returns the new text that later tokens cannot change."""
+        if self._detokenizer is None or self.stopped:
+            return ""
+        self._held += self._detokenizer.push(token_id)
+        self._tail = self._detokenizer.tail
+        return self._send(final=False)
+
+    def finish(self) -> str:
+        """Returns the text that was held back."""
+        if self._detokenizer is None or self.stopped:
+            return ""
+        self._held += self._detokenizer.finish()
+        self._tail = ""
+        return self._send(final=True)
+
+    def _send(self, final: bool) -> str:
+        """Sends what is settled. A stop text cannot begin in what was sent before."""
+        seen = self._held + self._tail
+        found = [at for at in map(seen.find, self._stop) if at >= 0]
+        if found:
+            self._held, self._tail, self.stopped = seen[: min(found)], "", True
+        certain = len(self._held)
+        if not final and not self.stopped:  # in front of the longest end that may begin a stop text, whatever follows
+            longest = min(certain, max(map(len, self._stop), default=1) - 1)
+            for at in range(certain - longest, len(self._held)):
+                if any(stop.startswith(self._held[at:]) and stop != self._held[at:] for stop in self._stop):
+                    certain = at
+                    break
+        new, self._held = self._held[:certain], self._held[certain:]
+        self._sent.append(new)
+        return new

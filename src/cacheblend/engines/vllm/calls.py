@@ -22,23 +22,14 @@ from cacheblend.core.errors import ModelNotBlendableError
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One call of a layer in the model's own forward.
+    """One call of a layer in the model's own forward."""
 
-    Attributes:
-        leaves: the arguments, nested ones flattened; the objects that were passed.
-        spec: how `leaves` are nested, as (args, kwargs).
-        before: copies of the leaves, as they were before the layer ran.
-        outputs: what the layer returned, flattened; the objects.
-        output_spec: how `outputs` are nested.
-        after: copies of `outputs`, as they were when the layer returned.
-    """
-
-    leaves: list[Any]
-    spec: Any
-    before: list[Any]
-    outputs: list[Any]
-    output_spec: Any
-    after: list[Any]
+    leaves: list[Any]  # the arguments, nested ones flattened; the objects that were passed
+    spec: Any  # how they are nested, as (args, kwargs)
+    before: list[Any]  # copies of them, as they were before the layer ran
+    outputs: list[Any]  # what the layer returned, flattened; the objects
+    output_spec: Any  # how they are nested
+    after: list[Any]  # copies of them, as they were when the layer returned
 
 
 HiddenForm = Callable[[Sequence[torch.Tensor]], torch.Tensor]
@@ -64,46 +55,32 @@ FORMS: tuple[HiddenForm, ...] = (added, first)
 
 @dataclass(frozen=True)
 class RowsAt:
-    """A tensor of rows among arguments or results.
+    """A tensor of rows, [n, ...], among arguments or results."""
 
-    Attributes:
-        place: which one, of all of them flattened.
-        ones: dimensions of size 1 in front of the rows: transformers' layers take [1, n, width].
-    """
-
-    place: int
-    ones: int
+    place: int  # which one, of all of them flattened
+    ones: int  # dimensions of size 1 in front of the rows: transformers' layers take [1, n, width]
 
     def take(self, leaves: Sequence[Any]) -> torch.Tensor:
-        """The tensor [n, ...]."""
         tensor: torch.Tensor = leaves[self.place]
         return tensor.reshape(tensor.shape[self.ones :])
 
     def put(self, leaves: list[Any], rows: torch.Tensor) -> None:
-        """Passes `rows`, [n, ...]."""
         leaves[self.place] = rows.reshape((1,) * self.ones + rows.shape)
 
 
 @dataclass(frozen=True)
 class VllmLayerCall:
-    """Calls one layer with any rows.
-
-    Attributes:
-        leaves, spec: see `RecordedCall`; None in place of tensors of rows.
-        state: what is handed on from layer to layer; the hidden state is passed as the first of them, and None as the
-            others, as layer 0 is called.
-        inputs: further tensors of rows, which the model computes in front of its layers: cosines and sines.
-        results, output_spec: all tensors of rows that are returned; see `RecordedCall`.
-    """
+    """Calls one layer with any rows. The hidden state is passed as the first of `state`, and None as the others, as
+    layer 0 is called."""
 
     module: Callable[..., Any]
-    leaves: tuple[Any, ...]
+    leaves: tuple[Any, ...]  # see `RecordedCall`; None in place of tensors of rows
     spec: Any
     positions: tuple[RowsAt, ...]
-    state: tuple[RowsAt, ...]
-    inputs: tuple[RowsAt, ...]
+    state: tuple[RowsAt, ...]  # what is handed on from layer to layer
+    inputs: tuple[RowsAt, ...]  # further ones, which the model computes in front of its layers: cosines and sines
     handed_on: tuple[RowsAt, ...]
-    results: tuple[RowsAt, ...]
+    results: tuple[RowsAt, ...]  # all that are returned
     output_spec: Any
     form: HiddenForm
 
@@ -133,14 +110,8 @@ class VllmLayerCall:
 def learn_calls(
     modules: Sequence[Callable[..., Any]], recorded: Sequence[RecordedCall], positions: torch.Tensor, form: HiddenForm
 ) -> list[VllmLayerCall]:
-    """How each layer is called.
-
-    Args:
-        positions: [n] of that forward, where n is the size of no other dimension.
-
-    Raises:
-        ModelNotBlendableError: a layer does not take what the one before gives, or takes rows against rows.
-    """
+    """How each layer is called; `positions`: [n] of that forward, where n is the size of no other dimension. Raises
+    ModelNotBlendableError: a layer does not take what the one before gives, or takes rows against rows."""
     links = [_link(index, before, after) for index, (before, after) in enumerate(pairwise(recorded))]
     if not links:
         raise ModelNotBlendableError("the model has one decoder layer; blending needs two or more")

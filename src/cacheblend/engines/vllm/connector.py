@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from cacheblend.core.errors import CacheBlendError, InvalidInputError, ModelNotBlendableError
@@ -20,22 +21,21 @@ from cacheblend.engines.vllm.scheduler.chunk_finder import ChunkFinder, TenantPl
 from cacheblend.engines.vllm.scheduler.load_control import open_load_control
 from cacheblend.engines.vllm.scheduler.scheduler import Scheduling
 from cacheblend.engines.vllm.stores import device_bytes, shared_store
-from cacheblend.engines.vllm.worker.groups import LayerGroups
-from cacheblend.engines.vllm.worker.idle_worker import IdleWorker
 from cacheblend.engines.vllm.worker.model import BlendModel
-from cacheblend.engines.vllm.worker.worker import Worker
+from cacheblend.engines.vllm.worker.paged_cache import LayerGroups
+from cacheblend.engines.vllm.worker.worker import IdleWorker, Worker
 from cacheblend.engines.vllm.workspace import gib, workspace_of
 
 logger = logging.getLogger("vllm.cacheblend")  # which vLLM shows
-
-STEP_SHARE = 0.4
-"""The default budget, of a full step of vLLM's scheduler: tokens of other requests must come sooner beside a blend than
-beside a plain prefill, and scattered rows attend more slowly than those of a plain one."""
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import torch
+
+STEP_SHARE = 0.4
+"""The default budget, of a full step of vLLM's scheduler: tokens of other requests must come sooner beside a blend than
+beside a plain prefill, and scattered rows attend more slowly than those of a plain one."""
 
 
 class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA):
@@ -52,13 +52,13 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
         self._worker: Worker | IdleWorker | None = None
         self._unblendable = ""  # the reason, where `on_unblendable` is "plain"
         self._is_compared = False  # the weights of this worker with those that the scheduler's side names
-        try:
-            self._check(vllm_config, kv_cache_config)
-        except InvalidInputError as error:
-            self._leave_to_vllm(error)
-            return
+        refused = [*interface.refusals(vllm_config), *filter(None, [prefix_cache.refused_groups(kv_cache_config)])]
+        if self._kv_transfer_config.kv_role != "kv_both":
+            refused.append(f"kv_role {self._kv_transfer_config.kv_role!r} (use 'kv_both')")
+        if refused:
+            reason = f"CacheBlendConnector was not tested with, and refuses: {'; '.join(refused)}"
+            return self._leave_to_vllm(InvalidInputError(reason))
         self._tokenizer = open_tokenizer(vllm_config)
-        self._sentence_ends: npt.NDArray[np.int64] | None = None
         self.identity = identify(vllm_config, self._tokenizer)
         assert self.identity.folder is not None  # vLLM loads models from folders
         fields = self._config.blend_fields
@@ -94,14 +94,8 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
                 layers=len(layout.layers),
                 bytes_per_token=layout.block_bytes(blend.block_size) / blend.block_size,
             )
-        finder = ChunkFinder(
-            self._config,
-            self._settings,
-            TenantPlanners(self.identity, blend),
-            self._store,
-            control,
-            keeps_events=interface.publishes_events(self._vllm_config),
-        )
+        planners, keeps_events = TenantPlanners(self.identity, blend), interface.publishes_events(self._vllm_config)
+        finder = ChunkFinder(self._config, self._settings, planners, self._store, control, keeps_events=keeps_events)
         watch, checked = None, self._config.shadow_settings
         if checked is not None:
             watch = ShadowWatch(checked, self.identity.name, self._selector.share, finder.raise_by)
@@ -118,15 +112,6 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
             window=min(limits, default=None),
         )
 
-    def _check(self, vllm_config: interface.VllmConfig, kv_cache_config: Any) -> None:
-        refused = interface.refusals(vllm_config)
-        if reason := prefix_cache.refused_groups(kv_cache_config):
-            refused.append(reason)
-        if self._kv_transfer_config.kv_role != "kv_both":
-            refused.append(f"kv_role {self._kv_transfer_config.kv_role!r} (use 'kv_both')")
-        if refused:
-            raise InvalidInputError(f"CacheBlendConnector was not tested with, and refuses: {'; '.join(refused)}")
-
     def _leave_to_vllm(self, error: CacheBlendError) -> None:
         """All prompts are vLLM's from now on; raises the error unless the settings say so."""
         if self._config.on_unblendable != "plain":
@@ -134,38 +119,29 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
         self._unblendable = str(error)
         logger.warning("nothing is blended, vLLM computes all prompts: %s", error)
 
+    @cached_property
     def _sentence_end_ids(self) -> "npt.NDArray[np.int64] | None":
-        """The tokens that end a sentence; None without a tokenizer."""
-        if self._tokenizer is not None and self._sentence_ends is None:
-            self._sentence_ends = find_sentence_end_ids(self._tokenizer)
-        return self._sentence_ends
+        return None if self._tokenizer is None else find_sentence_end_ids(self._tokenizer)
 
     # ---- scheduler --------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        """See `Scheduling.on_new`."""
         if self._scheduling is not None:
             self._scheduling.on_new(request)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Receives vLLM's block pool, which tells what its own prefix cache holds."""
         if self._scheduling is not None:
             self._scheduling.cache.bind(gpu_block_pool, getattr(self, "_kv_cache_manager", None))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See `Scheduling.claim`; the claimed tokens are provided over several engine steps."""
-        if self._scheduling is None:
-            return 0, False
-        claimed = self._scheduling.claim(request, num_computed_tokens)
-        return claimed, bool(claimed)
+        claimed = 0 if self._scheduling is None else self._scheduling.claim(request, num_computed_tokens)
+        return claimed, bool(claimed)  # provided over several engine steps
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """See `Scheduling.allocated`."""
         if self._scheduling is not None:
             self._scheduling.allocated(request, [list(ids) for ids in blocks.get_block_ids()], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepJobs:
-        """The jobs that the workers start in this step."""
         if self._scheduling is None:
             return StepJobs()
         jobs = self._scheduling.take_jobs(is_idle=not scheduler_output.total_num_scheduled_tokens)
@@ -173,10 +149,9 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
         return jobs
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """See `Scheduling.holds` and `Scheduling.finished`; vLLM adds the second to the request's answer."""
         if self._scheduling is None:
             return False, None
-        told = self._scheduling.finished(request)
+        told = self._scheduling.finished(request)  # vLLM adds it to the request's answer
         return self._scheduling.holds(request), told
 
     def request_finished_all_groups(
@@ -186,7 +161,6 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
         return self.request_finished(request, [])  # encoders have no group at all
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Receives what the workers finished."""
         if self._scheduling is None:
             return
         self._scheduling.provided(connector_output.finished_recving or ())
@@ -199,11 +173,10 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
         return self._scheduling is not None and self._scheduling.is_busy
 
     def take_events(self) -> Iterable[Any]:
-        """See `Scheduling.take_events`."""
         return () if self._scheduling is None else self._scheduling.take_events()
 
     def reset_cache(self) -> bool:
-        """See `Scheduling.reset`; vLLM calls it when its weights have changed."""
+        """vLLM's weights have changed."""
         if self._scheduling is not None:
             self._scheduling.reset()
         return True
@@ -231,10 +204,9 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
         groups = prefix_cache.groups_of(self._kv_caches, [layer.layer_name for layer in model.attention])
         # GPU kernels are not made for many short sequences, and were not measured with them; those for latents attend
         # to the cache for decoded rows only.
-        by_backend = model.device.type == "cpu" and not any(shape.is_latent for shape in model.head_shapes)
-        builders = (
-            interface.metadata_builders(self._vllm_config, model.attention, self._kv_caches) if by_backend else None
-        )
+        builders = None
+        if model.device.type == "cpu" and not any(shape.is_latent for shape in model.head_shapes):
+            builders = interface.metadata_builders(self._vllm_config, model.attention, self._kv_caches)
         return Worker(
             model,
             self._store,
@@ -246,17 +218,16 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
             groups=LayerGroups(groups, prefix_cache.windows_of(self._kv_caches)),
             builders=builders,
             in_pages=self._config.in_pages,
-            sentence_end_ids=self._sentence_end_ids,
+            sentence_end_ids=lambda: self._sentence_end_ids,
             name=self.identity.name,
             read_timeout_s=self._config.read_timeout_s,
         )
 
     def get_handshake_metadata(self) -> interface.KVConnectorHandshakeMetadata | None:
-        """What vLLM passes to the scheduler's side when all workers are ready: whether this one can blend."""
         return Unblendable(self._unblendable) if self._unblendable else None
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
-        """Receives it; a worker that cannot blend leaves all prompts to vLLM."""
+        """A worker that cannot blend leaves all prompts to vLLM."""
         refused = [each for each in metadata.values() if isinstance(each, Unblendable)]
         if refused and self._scheduling is not None:
             self._unblendable = refused[0].reason
@@ -264,7 +235,6 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
             self._scheduling = None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Takes this step's jobs and computes some layers of those that wait."""
         jobs = self._get_connector_metadata()
         if self._worker is None or not isinstance(jobs, StepJobs):
             return
@@ -318,16 +288,13 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
         return self._worker.take_failed_blocks() if self._worker else set()
 
     def build_connector_worker_meta(self) -> StepReport | None:
-        """What has ended since the last report."""
         return None if self._worker is None else self._worker.report()
 
     def capture(self, jobs: list[CaptureJob]) -> None:
-        """Computes chunks and stores them; returns when they are stored."""
         assert self._worker is not None
         self._worker.capture(jobs)
 
     def shutdown(self) -> None:
-        """Waits for chunks that are being written."""
         if self._worker is not None:
             self._worker.close()
         if self._scheduling is not None:
@@ -336,14 +303,12 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
     # ---- statistics -------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> BlendStats | None:
-        """This side's counts since the last call; of several ranks, which do the same work, only the first reports."""
         side = self._worker or self._scheduling
         found = None if side is None else side.counts.take()
-        return None if self._worker is not None and self._worker.is_follower else found
+        return None if self._worker is not None and self._worker.is_follower else found  # ranks do the same work
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> BlendStats:
-        """Statistics from data that came from another process."""
         return BlendStats(data=data or {})
 
     @classmethod
@@ -354,5 +319,4 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> BlendPromMetrics:
-        """Counters for vLLM's Prometheus endpoint."""
         return BlendPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -43,7 +43,6 @@ class Counts:
             self._values.setdefault(name, {}).setdefault(label, []).append(value)
 
     def put(self, name: str, values: dict[str, float]) -> None:
-        """Sets present values, by label."""
         with self._lock:
             self._values.setdefault(name, {}).update(values)
 
@@ -87,7 +86,6 @@ class BlendStats(KVConnectorStats):
     data: dict[str, Any]
 
     def reset(self) -> None:
-        """Clears all counts."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> "BlendStats":
@@ -112,7 +110,6 @@ class BlendStats(KVConnectorStats):
         return flat
 
     def is_empty(self) -> bool:
-        """Nothing was counted."""
         return not self.data
 
 

@@ -45,7 +45,6 @@ def shared_store(url: str, engine: str, *, is_one_process: bool, looks_up: bool)
     Raises:
         InvalidInputError: a store in memory, with processes that would each have a store of their own; there is no
             GPU; or as `device_bytes`.
-        StoreError: see `open_store`.
     """
     front, place = _parts(url)
     if isinstance(place, MemoryPlace) and not is_one_process:

@@ -25,14 +25,8 @@ def vllm_version() -> str:
 
 
 def check_version(found: str, *, allowed: bool) -> None:
-    """Refuses a version of vLLM that was not tested.
-
-    Args:
-        found: vLLM's version, as in "0.32.0" or "0.31.1rc2.dev5+cpu".
-
-    Raises:
-        InvalidInputError: it was not tested, and is not allowed; the message names it, the tested ones, the setting.
-    """
+    """Raises InvalidInputError: a version, as in "0.32.0" or "0.31.1rc2.dev5+cpu", was not tested, and is not allowed;
+    the message names it, the tested ones, the setting."""
     if is_tested(found):
         return
     message = _untested(found)

@@ -46,7 +46,18 @@ def warm_with_vllm(
         InvalidInputError: vLLM is not installed, or a passage is empty.
     """
     started = time.perf_counter()
-    engine = _open_engine(model, store, settings, engine_options)
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    try:
+        from vllm import LLM
+    except ImportError as error:
+        raise InvalidInputError(f"vLLM cannot be imported ({error}); install it beside cacheblend") from error
+    transfer = {
+        "kv_connector": "CacheBlendConnector",
+        "kv_connector_module_path": "cacheblend.engines.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"store": store, "match_content": False, **settings},
+    }
+    engine = LLM(model=str(model), kv_transfer_config=transfer, **engine_options)
     builder = PromptBuilder(engine.get_tokenizer())
     facts = set(engine.collective_rpc(_facts))
     if len(facts) > 1:
@@ -73,25 +84,6 @@ def warm_with_vllm(
             progress(len(jobs) - len(missing) + min(at + BATCH, len(missing)), len(jobs))
     tokens = sum(len(job.chunk.token_ids) for job in missing)
     return WarmReport(len(missing), len(jobs) - len(missing), tokens, time.perf_counter() - started)
-
-
-def _open_engine(model: Path, store: str, settings: dict[str, Any], options: dict[str, Any]) -> Any:
-    """`vllm.LLM` with the connector."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    try:
-        from vllm import LLM
-    except ImportError as error:
-        raise InvalidInputError(f"vLLM cannot be imported ({error}); install it beside cacheblend") from error
-    return LLM(
-        model=str(model),
-        kv_transfer_config={
-            "kv_connector": "CacheBlendConnector",
-            "kv_connector_module_path": "cacheblend.engines.vllm",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"store": store, "match_content": False, **settings},
-        },
-        **options,
-    )
 
 
 def _facts(worker: Any) -> tuple[str, str]:

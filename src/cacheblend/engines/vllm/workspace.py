@@ -23,33 +23,21 @@ _WEIGHTS = 3 * 4 << 24  # the question's attention weights: 16 Mi numbers in fp3
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What the memory depends on.
-
-    Attributes:
-        intermediate: width of the MLP; of a mixture of experts, of those that a row goes through.
-        query_width: query heads of this rank x head dimension.
-        kv_width: KV heads of this rank x head dimension.
-        longest: tokens of the longest prompt.
-        tile_rows: rows that go through a layer at once.
-        has_kernels: `core.kernels` serves the device.
-        in_pages: prompts are blended in vLLM's own cache.
-        checked_vocab: tokens of the vocabulary, if answers are compared with full prefill; 0: they are not.
-        tier_bytes: of stored records that the device keeps; 0: none.
-    """
+    """What the memory depends on, of one rank."""
 
     layers: int
     width: int
-    intermediate: int
-    query_width: int
+    intermediate: int  # of a mixture of experts, of those that a row goes through
+    query_width: int  # heads x head dimension
     kv_width: int
     head_dim: int
     item_bytes: int
-    longest: int
-    tile_rows: int
-    has_kernels: bool = False
-    in_pages: bool = False
-    checked_vocab: int = 0
-    tier_bytes: int = 0
+    longest: int  # prompt, in tokens
+    tile_rows: int  # that go through a layer at once
+    has_kernels: bool = False  # `core.kernels` serves the device
+    in_pages: bool = False  # prompts are blended in vLLM's own cache
+    checked_vocab: int = 0  # tokens of the vocabulary, if answers are compared with full prefill
+    tier_bytes: int = 0  # of stored records that the device keeps
 
 
 @dataclass(frozen=True)

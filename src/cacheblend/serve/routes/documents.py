@@ -56,7 +56,7 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
     def delete(document_id: str, key: Key, collection: Collection = COLLECTION, salt: Salt = "") -> dict[str, Any]:
         # Another key's document is reported in the same way as one that does not exist.
         sync = DocumentSync(state.engine, tenant=tenant_of(key, salt), collection=collection, reads_all=False)
-        root, kept = sync.book.planner.root, state.engine.store.documents
+        root, kept = sync.root, state.engine.store.documents
         found = kept.get(root, document_name(root, collection, document_id))
         if found is None:
             raise ApiError(404, f"there is no document {document_id[:80]!r}", code="document_not_found")

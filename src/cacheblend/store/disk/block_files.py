@@ -1,11 +1,9 @@
 """The block files of a folder: which are known, open or damaged; finding them, and reading their records.
 
-Knows single files; does not know the bound or eviction.
-
-A known block is a header together with the file it was read from (its stamp: inode, size and modification
-time). A descriptor is only kept with the header that was read from the same file, so a file that another
-process replaces or deletes is read whole as it was, or not at all. A file of several blocks stands under the name of
-each, and what one of its names says of the file is known of the others, too, until it is found to differ.
+A known block is a header together with the file it was read from (its stamp). A descriptor is only kept with the header
+that was read from the same file, so a file that another process replaces or deletes is read whole as it was, or not at
+all. A file of several blocks stands under the name of each, and what one of its names says of the file is known of the
+others, too, until it is found to differ.
 """
 
 # System calls on strings, since this is the hot path:
@@ -52,7 +50,6 @@ Stamp = tuple[int, int, int]
 """Inode, size and modification time (ns): identifies one state of a file."""
 
 _TOUCH_EVERY_NS = 60 * 10**9
-_OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
 _BYTES_AT_ONCE, _BLOCKS_AT_ONCE = 8 << 20, 64  # read together by one thread
 _FIRST_READ = 16 << 10  # covers most headers
 _SECTOR = 4096  # direct reads begin and end at multiples of this, in the file and in memory
@@ -61,27 +58,18 @@ _PIECES_AT_ONCE = 512  # below IOV_MAX, which is 1024 on Linux
 
 @dataclass(slots=True, eq=False)
 class Known:
-    """A block whose header has been read and checked.
-
-    Attributes:
-        name, path, header: the block.
-        stamp: the state of the file that the header was read from.
-        fd: a descriptor of this file, or -1.
-        users: number of threads that read through `fd` now.
-        used_ns: when this process last found the block.
-    """
+    """A block whose header has been read and checked."""
 
     name: BlockName
     path: str
-    stamp: Stamp
+    stamp: Stamp  # the state of the file that the header was read from
     header: BlockHeader
-    fd: int = -1
-    users: int = 0
-    used_ns: int = 0
+    fd: int = -1  # a descriptor of this file, or -1
+    users: int = 0  # number of threads that read through `fd` now
+    used_ns: int = 0  # when this process last found the block
 
 
-def stamp_of(status: os.stat_result) -> Stamp:
-    """The file's stamp."""
+def _stamp_of(status: os.stat_result) -> Stamp:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
@@ -94,9 +82,6 @@ class BlockFiles:
         max_open: number of descriptors to keep; by default 512, or a quarter of the process's limit if that is less.
         direct: bypass the page cache, where the file system can.
         expiry: time to live of unpinned blocks.
-
-    Attributes:
-        damaged: blocks found damaged so far.
     """
 
     def __init__(
@@ -108,8 +93,7 @@ class BlockFiles:
         direct: bool = False,
         expiry: Expiry | None = None,
     ) -> None:
-        self._folder, self._direct = folder, direct
-        self._expiry = expiry or Expiry(None)
+        self._folder, self._direct, self._expiry = folder, direct, expiry or Expiry(None)
         self._touch_every_ns = min(_TOUCH_EVERY_NS, int(1e9 * self._expiry.interval))
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_known = max_known
@@ -119,7 +103,7 @@ class BlockFiles:
         self._known: OrderedDict[BlockName, Known] = OrderedDict()  # least recently read first
         self._open: OrderedDict[BlockName, Known] = OrderedDict()  # least recently used first
         self._damaged: dict[BlockName, Stamp] = {}  # reported; those that could not be removed are not read again
-        self.damaged = 0
+        self.damaged = 0  # blocks found damaged so far
 
     # ---- finding ----------------------------------------------------------------------------------------
 
@@ -131,7 +115,10 @@ class BlockFiles:
         for index in range(len(names) - 1, -1, -1):
             known = self._current(names[index])
             if known is not None and self._has_expired(known, now):
-                self._remove_expired(known)
+                self.forget(known.name)
+                with contextlib.suppress(OSError):  # removed, unless another process has just used it
+                    if not self._folder.read_only and _stamp_of(os.stat(known.path)) == known.stamp:
+                        os.unlink(known.path)
             elif known is not None:
                 headers[index] = known.header
                 known.used_ns = now - 1000 * index
@@ -153,7 +140,7 @@ class BlockFiles:
             except OSError:
                 self.forget(name)
                 return None
-            if known.stamp == stamp_of(status):
+            if known.stamp == _stamp_of(status):
                 return known
         try:
             with self._opened(name, fresh=True) as known:
@@ -165,19 +152,11 @@ class BlockFiles:
         used = max(known.stamp[2], known.used_ns)
         return used < 1e9 * self._expiry.since(now / 1e9) and not os.path.exists(self._folder.pins / known.name.hex())
 
-    def _remove_expired(self, known: Known) -> None:
-        """Removes an expired block, unless another process has just used it."""
-        self.forget(known.name)
-        if not self._folder.read_only:
-            with contextlib.suppress(OSError):
-                if stamp_of(os.stat(known.path)) == known.stamp:
-                    os.unlink(known.path)
-
     def _touch(self, known: Known) -> None:
         """Shows other processes, at most once a minute, that the block is used."""
         with contextlib.suppress(OSError):  # the file is gone, or belongs to another user
             os.utime(known.path, ns=(known.used_ns, known.used_ns))
-            stamp = stamp_of(os.stat(known.path))
+            stamp = _stamp_of(os.stat(known.path))
             if known.stamp[:2] == stamp[:2]:  # only the time has changed, of all blocks in the file
                 with self._lock:
                     old = known.stamp
@@ -240,7 +219,7 @@ class BlockFiles:
         return found
 
     def record_bytes(self, names: Sequence[BlockName], layers: range) -> int:
-        """Bytes of a block's records of these layers, by the first of the blocks that is there; 0 if none is."""
+        """Of a block's records of these layers, by the first of the blocks that is there; 0 if none is."""
         for name in names:
             known = self._known.get(name)
             if known is None:
@@ -328,7 +307,7 @@ class BlockFiles:
             raise BlockLostError([name], f"{path} cannot be opened: {error.strerror}") from error
         try:
             status = os.fstat(fd)
-            old, stamp = self._known.get(name), stamp_of(status)
+            old, stamp = self._known.get(name), _stamp_of(status)
             if old is not None and old.stamp == stamp and not fresh:
                 known = Known(name, path, stamp, old.header, fd, 1)
             else:
@@ -348,7 +327,7 @@ class BlockFiles:
 
     def _read_header(self, name: BlockName, path: str, fd: int, status: os.stat_result) -> BlockHeader:
         """The block's header; what it says of the file's other blocks is known from then on, unless another file is."""
-        stamp = stamp_of(status)
+        stamp = _stamp_of(status)
         try:
             if not stat.S_ISREG(status.st_mode):
                 raise DamagedError("it is no regular file")
@@ -370,20 +349,17 @@ class BlockFiles:
         return own
 
     def _open_file(self, path: str) -> int:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         try:
-            return os.open(path, self._flags)
+            return os.open(path, flags | (getattr(os, "O_DIRECT", 0) if self._direct else 0))
         except OSError as error:
             if error.errno == errno.EINVAL and self._direct:
                 logger.warning("the file system of %s has no direct reads; it is read through the page cache", path)
                 self._direct = False
-            elif error.errno not in _OUT_OF_DESCRIPTORS:
+            elif error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
         self.close_idle(0)
-        return os.open(path, self._flags)
-
-    @property
-    def _flags(self) -> int:
-        return os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (getattr(os, "O_DIRECT", 0) if self._direct else 0)
+        return os.open(path, flags | (getattr(os, "O_DIRECT", 0) if self._direct else 0))
 
     def known(self) -> set[BlockName]:
         """Blocks whose header is cached; a copy."""
@@ -419,7 +395,6 @@ class BlockFiles:
 
 
 def _is_there(path: str, stamp: Stamp) -> bool:
-    """Whether the file at `path` is still the one with this stamp."""
     try:
         return os.stat(path).st_ino == stamp[0]
     except FileNotFoundError:
@@ -428,12 +403,11 @@ def _is_there(path: str, stamp: Stamp) -> bool:
         return True
 
 
-# ---- bytes of one open file ---------------------------------------------------------------------------------
+# ---- bytes of one open file; `direct`: it was opened with O_DIRECT -------------------------------------------
 
 
 def read_headers(fd: int, file_bytes: int, *, direct: bool = False) -> list[BlockHeader]:
-    """What the header says of each block, checked; raises `DamagedError` and `OSError`. `direct`: the file was
-    opened with O_DIRECT."""
+    """What the header says of each block, checked; raises `DamagedError` and `OSError`."""
     first = _read_bytes(fd, min(_FIRST_READ, file_bytes), 0, direct)
     data_at = header_bytes(first, file_bytes)
     if data_at > len(first):
@@ -443,21 +417,14 @@ def read_headers(fd: int, file_bytes: int, *, direct: bool = False) -> list[Bloc
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WantedRecords:
-    """Heads of some layers, as they are read of each block of one geometry: one layer behind the other in memory.
+    """Heads of some layers, as they are read of each block of one geometry: one layer behind the other in memory."""
 
-    Attributes:
-        nbytes: of a block's records.
-        dtype: of its records.
-        records: for each layer (layer, first of the heads, begin in memory, end in memory).
-        inside: where these heads begin in the records.
-        shapes: of its records.
-    """
-
-    nbytes: int
-    dtype: torch.dtype
+    nbytes: int  # of a block's records
+    dtype: torch.dtype  # of its records
+    # for each layer (layer, first of the heads, begin in memory, end in memory)
     records: tuple[tuple[int, int, int, int], ...]
-    inside: tuple[int, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    inside: tuple[int, ...]  # where these heads begin in the records
+    shapes: tuple[tuple[int, ...], ...]  # of its records
 
     def split(self, data: torch.Tensor, blocks: int) -> list[list[torch.Tensor]]:
         """The records of blocks that lie one behind the other in `data`, uint8 [blocks * nbytes]."""
@@ -474,11 +441,7 @@ class WantedRecords:
 
 
 def wanted_of(header: BlockHeader, layers: range, heads: slice | None) -> WantedRecords:
-    """What these layers and heads are in the file of a block.
-
-    Raises:
-        InvalidInputError: no such layer or heads.
-    """
+    """What these layers and heads are in the file of a block; `InvalidInputError` if it has no such."""
     ends = None if heads is None else (heads.start, heads.stop, heads.step)  # slices have no hash before Python 3.12
     return _wanted(header.geometry, layers, ends)
 
@@ -518,11 +481,8 @@ def read_blocks(
 ) -> list[list[torch.Tensor] | DamagedError | OSError]:
     """Records of open blocks of which the same is wanted; what went wrong where a block cannot be read.
 
-    Args:
-        blocks: with their descriptors. Those of one file that follow each other are read together.
-        wanted: what to read.
-        memory: gives memory for all of them together; None: each block has memory of its own.
-        direct: the file was opened with O_DIRECT, to bypass the page cache.
+    Blocks of one file that follow each other are read together. `memory` gives memory for all of them together; None:
+    each block has memory of its own.
     """
     if memory is not None:
         together = memory(len(blocks) * wanted.nbytes)
@@ -551,9 +511,7 @@ def read_blocks(
 def _read_chain(blocks: Sequence[Known], wanted: WantedRecords, views: Sequence[memoryview], direct: bool) -> bool:
     """Reads what is wanted of a file's blocks: one preadv for all that lies next to each other.
 
-    Returns:
-        False if that fails, or direct reads cannot do it: then each block is read alone, so that it is known which of
-        them cannot be.
+    False if that fails, or direct reads cannot do it: then each block is read alone, so that it is known which cannot.
     """
     places = [
         (offset, view[start:stop])
@@ -562,8 +520,10 @@ def _read_chain(blocks: Sequence[Known], wanted: WantedRecords, views: Sequence[
     ]
     places.sort(key=itemgetter(0))
     data_at = blocks[0].header.data_at
-    if direct and any((data_at + offset | _address(piece) | len(piece)) % _SECTOR for offset, piece in places):
-        return False
+    for offset, piece in places if direct else ():
+        address = int(np.frombuffer(piece, dtype=np.uint8).ctypes.data)
+        if (data_at + offset | address | len(piece)) % _SECTOR:
+            return False
     first, end = 0, 0
     for at, (offset, piece) in enumerate(places):
         if at and (offset != end or at - first == _PIECES_AT_ONCE):
@@ -572,10 +532,6 @@ def _read_chain(blocks: Sequence[Known], wanted: WantedRecords, views: Sequence[
             first = at
         end = offset + len(piece)
     return _read_pieces(blocks[0].fd, places[first:], data_at)
-
-
-def _address(view: memoryview) -> int:
-    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
 
 
 def _read_pieces(fd: int, places: Sequence[tuple[int, memoryview]], data_at: int) -> bool:
@@ -589,11 +545,7 @@ def _read_pieces(fd: int, places: Sequence[tuple[int, memoryview]], data_at: int
 
 def _read_block(known: Known, wanted: WantedRecords, data: torch.Tensor, view: memoryview, direct: bool) -> None:
     """Reads a block's records into `data`, whose bytes are `view`: one pread for those next to each other in the file.
-
-    Raises:
-        DamagedError: the file is too short.
-        OSError: the read failed.
-    """
+    Raises `DamagedError`, `OSError`."""
     for offset, start, stop in _pieces(wanted, known.header.place):
         offset += known.header.data_at
         if direct and (offset | data.data_ptr() + start | stop - start) % _SECTOR:
@@ -629,11 +581,7 @@ def _read_sectors(fd: int, count: int, offset: int) -> torch.Tensor:
 
 
 def _pread_all(fd: int, view: memoryview, offset: int, least: int) -> None:
-    """Fills the view with the file's bytes; the file may end after the first `least` of them.
-
-    Raises:
-        DamagedError: the file ends earlier.
-    """
+    """Fills the view with the file's bytes; `DamagedError` if the file ends before the first `least` of them."""
     done = os.preadv(fd, (view,), offset)
     while done < least:
         count = os.preadv(fd, (view[done:],), offset + done)

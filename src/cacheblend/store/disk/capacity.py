@@ -1,10 +1,7 @@
 """Keeps a folder's files within the bound by evicting blocks, and manifests of chunks that have none left.
 
-Knows sizes, times and pins of files; does not know their content. A file that stands under several names counts in
-equal parts for each of them, and its bytes are freed with the last.
-
-A block's last use is its file's modification time, which all processes see, or this process's own last use where
-that is later.
+A file that stands under several names counts in equal parts for each of them, and its bytes are freed with the last. A
+block's last use is its file's modification time, which all processes see, or this process's own where that is later.
 
 Other processes' writes are noticed when the folder is listed: when this process's own count reaches the bound, and
 before it has written more than 1/32 of the bound, what it is writing included. What is more than that at once is
@@ -55,18 +52,11 @@ class Capacity:
     """Reserves bytes for blocks and evicts others for them; safe to call from several threads.
 
     Args:
-        folder: the store's folder.
-        files: the folder's open block files; evicted ones are closed.
-        manifests: of the folder; that of a chunk goes with its last block.
+        folder, files: the store's; files of evicted blocks are closed.
+        manifests: that of a chunk goes with its last block.
         max_bytes: bound on the files' sizes; None for no bound but the disk's.
         eviction: the policy; None: least recently used first, by the files' times.
         expiry: time to live of unpinned blocks.
-
-    Attributes:
-        evictions: blocks evicted so far.
-
-    Raises:
-        InvalidInputError: `max_bytes` is not above 0.
     """
 
     def __init__(
@@ -75,17 +65,15 @@ class Capacity:
         files: BlockFiles,
         manifests: Manifests,
         max_bytes: int | None,
-        eviction: Eviction | None = None,
-        expiry: Expiry | None = None,
+        eviction: Eviction | None,
+        expiry: Expiry,
     ) -> None:
         if max_bytes is not None and max_bytes <= 0:
             raise InvalidInputError(f"max_bytes must be above 0 (or None for no bound), got {max_bytes}")
-        self.max_bytes = max_bytes
-        self.evictions = 0
-        self._folder = folder
-        self._files = files
+        self.max_bytes, self.evictions = max_bytes, 0
+        self._folder, self._files, self._eviction, self._expiry = folder, files, eviction, expiry
         self._empty = EmptyChunks(manifests, self._held)
-        self._eviction, self._expiry = eviction, expiry or Expiry(None)
+        self.sweep = self._empty.sweep
         self._lock = threading.RLock()
         self._policy_lock = threading.Lock()  # separate, so that a look-up does not wait for an eviction
         self._total: int | None = None  # bytes as last listed, plus this process's writes since
@@ -93,7 +81,6 @@ class Capacity:
         self._in_flight = self._in_flight_unseen = 0  # of these other processes see what is reserved
 
     def pinned(self) -> set[BlockName]:
-        """Names that are pinned."""
         return set(named_files(str(self._folder.pins)))
 
     def blocks(self) -> Iterator[BlockFile]:
@@ -138,15 +125,15 @@ class Capacity:
 
     @contextlib.contextmanager
     def reserved(self, need: int) -> Iterator[None]:
-        """A context in which `need` bytes may be written; evicts blocks for them first.
-
-        Raises:
-            StoreFullError: they do not fit, and nothing unpinned is left to evict.
-        """
+        """A context in which `need` bytes may be written; evicts blocks for them first, or raises `StoreFullError`."""
         with contextlib.ExitStack() as until_written:
             with self._lock:
                 if self._expiry.is_due(time.time()):
-                    self._expire()
+                    since = 1e9 * self._expiry.since(time.time())
+                    with self._folder.locked():
+                        old = (each for each in self.blocks() if each.used_ns < since and not each.pinned)
+                        freed = sum(map(self._remove, old))
+                    self._total = None if self._total is None else self._total - freed
                 is_seen = self.max_bytes is not None and self._admit(need, self.max_bytes, until_written)
                 unseen = 0 if is_seen else need
                 self._in_flight += need
@@ -216,8 +203,7 @@ class Capacity:
         self._files.close_idle(0)  # a deleted file occupies the disk for as long as it is open
         with self._lock, self._folder.locked():
             self._total = None
-            freed = self._evict(need, self._count()[0])
-            return freed
+            return self._evict(need, self._count()[0])
 
     def shrink(self, max_bytes: int, progress: Progress | None = None) -> int:
         """Evicts unpinned blocks until at most `max_bytes` are held; the bytes freed."""
@@ -243,13 +229,6 @@ class Capacity:
             freed += self._empty.sweep()
         return freed
 
-    def sweep(self) -> int:
-        """Removes the manifests of chunks of which no block is held; the bytes freed. Reads all manifests.
-
-        Raises `OSError`.
-        """
-        return self._empty.sweep()
-
     def _remove(self, block: BlockFile) -> int:
         """Removes a block that was listed; the bytes freed."""
         path, freed = self._folder.block_path(block.name), 0  # if it is gone: others may keep its file
@@ -266,14 +245,6 @@ class Capacity:
         self._files.forget(block.name)
         return freed + self._empty.evicted([block.name])
 
-    def _expire(self) -> None:
-        """Removes unpinned blocks whose time to live has passed."""
-        since = 1e9 * self._expiry.since(time.time())
-        with self._folder.locked():
-            freed = sum(self._remove(block) for block in self.blocks() if block.used_ns < since and not block.pinned)
-            if self._total is not None:
-                self._total -= freed
-
     def _victims(self, surplus: int) -> list[BlockFile]:
         """The first blocks in the order of eviction, with twice the bytes, as some may turn out to be in use.
 
@@ -285,20 +256,17 @@ class Capacity:
             gone.discard(block.name)
             if block.pinned:
                 continue
-            heapq.heappush(chosen, (tuple(-part for part in self._order(block)), block))
+            order: tuple[float, ...] = (block.used_ns,)  # the smallest is evicted first
+            if self._eviction is not None:
+                with self._policy_lock:
+                    order = self._eviction.first(block.name, block.used_ns)
+            heapq.heappush(chosen, (tuple(-part for part in order), block))
             nbytes += block.nbytes
             while nbytes - chosen[0][1].nbytes >= 2 * surplus:
                 nbytes -= heapq.heappop(chosen)[1].nbytes
         for name in gone if surplus > 0 else ():
             self._files.forget(name)  # another process removed it, and its open file occupies the disk
         return [block for _, block in sorted(chosen, reverse=True)]
-
-    def _order(self, block: BlockFile) -> tuple[float, ...]:
-        """Sort key: the smallest is evicted first."""
-        if self._eviction is None:
-            return (block.used_ns,)
-        with self._policy_lock:
-            return self._eviction.first(block.name, block.used_ns)
 
     def _held(self, names: Sequence[BlockName]) -> set[BlockName]:
         return {name for name in names if os.path.exists(self._folder.block_path(name))}

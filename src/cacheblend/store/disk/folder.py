@@ -1,14 +1,12 @@
 """A store's folder: its layout and format version, locks, and files that appear complete or not at all.
 
-    cacheblend.json          the format version; makes the folder a store
-    blocks/ab/abcd....safetensors
-    manifests/abcd....json
-    documents/abcd.../ef01....json    by root
-    pins/abcd...             empty files
-    tmp/                     files being written, each locked (flock) by its writer; what large ones will take
-    lock                     locked while files are evicted
-
-Knows files and processes; does not know what is in the files.
+cacheblend.json          the format version; makes the folder a store
+blocks/ab/abcd....safetensors
+manifests/abcd....json
+documents/abcd.../ef01....json    by root
+pins/abcd...             empty files
+tmp/                     files being written, each locked (flock) by its writer; what large ones will take
+lock                     locked while files are evicted
 """
 
 # System calls on strings, since this is the hot path:
@@ -56,11 +54,6 @@ class Folder:
             evict more than necessary.
         mode: permissions of new files, whatever the umask; new folders can be entered by those who may read files.
 
-    Attributes:
-        path: absolute.
-        read_only: as requested, or because the folder cannot be written to.
-        format: its version, that of the cacheblend that made it.
-
     Raises:
         StoreFormatError: written in a newer format.
         StoreError: not a folder, one with other things in it, or one that cannot be read; a relative path, and the
@@ -74,7 +67,8 @@ class Folder:
             self.path = path = path.absolute()
         except OSError as error:
             raise StoreError(f"{path} is relative, and the current folder is gone: name the whole path") from error
-        self.read_only, self.durable, self._locks, self._mode = read_only, durable, locks, mode
+        self.durable, self._locks, self._mode = durable, locks, mode
+        self.read_only = read_only  # as requested, or because the folder cannot be written to
         self.blocks = path / "blocks"
         self.manifests = path / "manifests"
         self.documents = path / "documents"
@@ -83,7 +77,7 @@ class Folder:
         self._blocks_prefix = f"{self.blocks}/"
         self._reserved: set[str] = set()  # this process's own reservations
         self._format_file = str(path / FORMAT_FILE)
-        self.format = 0
+        self.format = 0  # the version of the cacheblend that made it
         if not self._has_format():
             self._create()
             self._has_format()
@@ -116,7 +110,7 @@ class Folder:
             raise unreadable(self.path, error) from error
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise StoreFormatError(
-                f"{file} is damaged ({error!r}): write {format_file_text()!r} to it if the folder holds a "
+                f"{file} is damaged ({error!r}): write {_format_file_text()!r} to it if the folder holds a "
                 f"store of format {CHAIN_FORMAT}, else use another folder"
             ) from error
         if version > CHAIN_FORMAT:
@@ -144,16 +138,15 @@ class Folder:
             if others and not self._has_format():  # checked again: another process may have just made the store
                 raise StoreError(self._not_a_store(others))
             self.make(self.tmp)
-            self.publish(self.path / FORMAT_FILE, [memoryview(format_file_text().encode())])
+            self.publish(self.path / FORMAT_FILE, [memoryview(_format_file_text().encode())])
         except OSError as error:
             raise store_error(error, f"cannot make a store in {self.path}") from error
 
     def _not_a_store(self, entries: Iterable[str]) -> str:
-        """What is wrong with a folder that has these entries and no format file, and what to do."""
         if {"blocks", "manifests"} <= set(entries):
             return (
                 f"{self.path} has blocks and manifests, and no {FORMAT_FILE}: if it is a store "
-                f"whose format file was deleted, write {format_file_text()!r} to {self.path / FORMAT_FILE}; else use "
+                f"whose format file was deleted, write {_format_file_text()!r} to {self.path / FORMAT_FILE}; else use "
                 "another folder"
             )
         return f"{self.path} is not a store and not empty (it has {sorted(entries)[0]!r}): use an empty folder"
@@ -228,7 +221,7 @@ class Folder:
     # Writing
 
     def require_writable(self) -> None:
-        """Raises `StoreReadOnlyError` if the folder cannot be written to."""
+        """Raises `StoreReadOnlyError`."""
         if self.read_only:
             raise StoreReadOnlyError(
                 f"{self.path} is opened read-only or cannot be written to: check its permissions and its "
@@ -242,15 +235,8 @@ class Folder:
         mtime_ns: int | None = None,
         others: Sequence[str] = (),
     ) -> None:
-        """Makes a file with this content appear at `target` in one step, replacing an existing one.
-
-        Args:
-            target, buffers: where, and what.
-            mtime_ns: its modification time; None: now.
-            others: paths at which it appears, too, as hard links, each in one step.
-
-        Raises:
-            OSError: no file is left, not even at `target` if the failure comes after it appeared.
+        """Makes a file with this content appear at `target` in one step, replacing an existing one, and as hard links
+        at `others`. If it raises `OSError` no file is left, not even at `target` if it failed after that appeared.
         """
         path, fd = self._new_temporary()
         made = [path]
@@ -366,8 +352,7 @@ def _lasts_s(path: str, nbytes: int) -> float:
     return _RESERVED_FOR_S + nbytes / _WRITTEN_BYTES_PER_S if path.endswith(_RESERVED) else _STALE_AFTER_S
 
 
-def format_file_text() -> str:
-    """Content of a store's format file."""
+def _format_file_text() -> str:
     return json.dumps({"format": CHAIN_FORMAT, "what": "cacheblend KV cache store, see docs/format.md"}) + "\n"
 
 

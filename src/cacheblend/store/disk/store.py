@@ -7,48 +7,50 @@ fails its checksum is reported, removed and counts as not held.
 # ruff: noqa: PTH110 - system calls on strings, since this is the hot path
 
 import contextlib
+import logging
 import os
-import threading
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 
-from cacheblend.core.errors import BlockLostError, StoreError, check_type
+from cacheblend.core.errors import BlockLostError, StoreError, StoreFullError, check_type
 from cacheblend.core.load.threads import DaemonPool, results_of, submit_or_call
 from cacheblend.core.names import BlockName
-from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, RecordMemory
+from cacheblend.core.plan.blocks import Block, BlockEntry, RecordMemory
 from cacheblend.store.base import (
+    LOGGER_NAME,
     SMALL_FILE_BYTES,
     Damage,
-    FindCounter,
-    KVStore,
     Progress,
     StoreStats,
     check_block,
-    check_manifest,
     check_max_bytes,
 )
 from cacheblend.store.disk.block_files import BlockFiles
-from cacheblend.store.disk.block_writer import BlockWriter
 from cacheblend.store.disk.capacity import Capacity
-from cacheblend.store.disk.folder import OWNER_ONLY, Folder, store_error, sync_folder, unlink, unreadable
+from cacheblend.store.disk.folder import OWNER_ONLY, Folder, is_full, store_error, sync_folder, unlink, unreadable
 from cacheblend.store.disk.sealed_files import SealedFiles, whole_pages
-from cacheblend.store.documents import verify_documents
 from cacheblend.store.eviction import Expiry, eviction_of
-from cacheblend.store.format.records import encode_manifest
-from cacheblend.store.sealed import MANIFESTS, Documents, Manifests
+from cacheblend.store.format.block_file import CHAIN_FORMAT, encode_chain
+from cacheblend.store.sealed import SharedStore
+
+logger = logging.getLogger(LOGGER_NAME)
 
 DEFAULT_DISK_BYTES = 50 << 30
 """Bound of a folder for which none is given."""
 
+_FULL_DISK_TRIES = 4
+# A layer of a file's blocks is one read: of a longer one the first bytes have left the caches when they are checked.
+_READ_BYTES = 512 << 10
 _MOST_READS = 8  # at the same time, for one request
 _BYTES_A_THREAD = 2 << 20  # a thread is asked for at least so many bytes: threads contend for the interpreter,
 _DIRECT_BYTES_A_THREAD = 256 << 10  # and for so many if each read waits for the device
 
 
-class DiskStore(KVStore):
+class DiskStore(SharedStore):
     """Blocks in a folder, at most `max_bytes` of files.
 
     Args:
@@ -85,16 +87,13 @@ class DiskStore(KVStore):
     ) -> None:
         check_type(path, str | Path, "the path of a store's folder")
         self._folder, expiry = Folder(Path(path), read_only, durable, locks, mode), Expiry(ttl)
+        super().__init__(SealedFiles(self._folder), self._folder.read_only, SMALL_FILE_BYTES)
         self._files = BlockFiles(self._folder, direct=direct, expiry=expiry)
         # For lru no policy is needed: the files' times say when they were used, and all processes see them.
         policy = None if eviction == "lru" else eviction_of(eviction)
-        self._sealed = SealedFiles(self._folder)
-        self._manifests = Manifests(self._sealed, self._reading, self.read_only, SMALL_FILE_BYTES)
         self._capacity = Capacity(self._folder, self._files, self._manifests, max_bytes, policy, expiry)
-        self._writer = BlockWriter(self._folder, self._capacity)
-        self.documents = Documents(self._sealed, self._reading, self._folder.require_writable, self._reserved)
-        self._finds = FindCounter()
-        self._lock, self._write_failures = threading.Lock(), 0
+        # No chains in a folder that an older cacheblend made, and may have open: it would take such files for damaged.
+        self._writes_chains = self._folder.format >= CHAIN_FORMAT
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._reads_at_once = _MOST_READS if direct else min(_MOST_READS, cores)
         self._bytes_a_thread = _DIRECT_BYTES_A_THREAD if direct else _BYTES_A_THREAD
@@ -108,11 +107,6 @@ class DiskStore(KVStore):
     def file_of(self, name: BlockName) -> str:
         """Path of a block's file, whether it exists or not."""
         return self._folder.block_path(name)
-
-    @property
-    def read_only(self) -> bool:
-        """Whether writes raise `StoreReadOnlyError`."""
-        return self._folder.read_only
 
     # ---- blocks -----------------------------------------------------------------------------------------
 
@@ -155,36 +149,72 @@ class DiskStore(KVStore):
         return [*read, *(each for part in results_of(asked) for each in part)]
 
     def write(self, block: Block) -> bool:
-        """The records are written from their own memory, without a copy."""
         return self.write_all([block])[0]
 
     def write_all(self, blocks: Sequence[Block]) -> list[bool]:
         """Small blocks that follow each other share a file, where the folder can have some."""
-        self._folder.require_writable()
+        self.require_writable()
         for block in blocks:
             check_block(block)
         held = self._files.find([block.name for block in blocks])
         new = {block.name: block for block, header in zip(blocks, held, strict=True) if header is None}
-        try:
-            self._writer.write(list(new.values()))
-        except StoreError:
-            with self._lock:
-                self._write_failures += 1
-            raise
+        with self._counted():
+            missing = list(new.values())
+            for chain in chains_of(missing) if self._writes_chains else [[block] for block in missing]:
+                self._write_chain(chain)
         return [new.pop(block.name, None) is not None for block in blocks]
 
+    def _write_chain(self, chain: Sequence[Block]) -> None:
+        """Writes a file, which stands under the name of each block as hard links, or where that fails one for each: so
+        whoever looks for a block finds it by its name alone, and the last name that is removed frees the bytes."""
+        try:
+            self._write_file(chain)
+        except StoreError as error:
+            if len(chain) == 1:
+                raise
+            for block in chain:
+                self._write_file([block])
+            if self._writes_chains and not isinstance(error, StoreFullError):  # it was for the links: no other is tried
+                self._writes_chains = False
+                logger.warning(
+                    "%s; blocks are written to files of their own (is this a file system without links?)", error
+                )
+
+    def _write_file(self, chain: Sequence[Block]) -> None:
+        """Writes a file, evicting blocks while the disk is full."""
+        buffers = encode_chain(chain)
+        need = sum(len(buffer) for buffer in buffers)
+        path, *others = (self._folder.block_path(block.name) for block in chain)
+        try:
+            with self._capacity.reserved(need):
+                for tries_left in reversed(range(_FULL_DISK_TRIES)):
+                    try:
+                        self._folder.publish(path, buffers, time.time_ns(), others)
+                        break
+                    except OSError as error:
+                        if not is_full(error):
+                            raise
+                        if not tries_left or not self._capacity.free(need):
+                            raise StoreFullError(
+                                f"cannot write {need} bytes to {path}: {error.strerror}, and nothing unpinned is "
+                                "left to evict: free some space on the disk, raise the quota, or unpin blocks"
+                            ) from error
+        except OSError as error:
+            raise store_error(error, f"cannot write {path}") from error
+        self._capacity.used([(block.name, len(block.token_ids) * len(chain) / need) for block in chain])
+
     def delete(self, name: BlockName) -> bool:
-        self._folder.require_writable()
+        self.require_writable()
         self.unpin([name])
         self._files.forget(name)
         self._capacity.gone(name)
         return unlink(self._folder.block_path(name))
 
-    # ---- pins and manifests -----------------------------------------------------------------------------
+    # ---- pins -------------------------------------------------------------------------------------------
 
     def pin(self, names: Iterable[BlockName]) -> None:
         """Each pin is an empty file."""
-        self._folder.require_writable()
+        self.require_writable()
         try:
             for name in names:
                 self._folder.touch(self._folder.pins / name.hex())
@@ -194,57 +224,35 @@ class DiskStore(KVStore):
             raise store_error(error, f"cannot pin blocks in {self.path}") from error
 
     def unpin(self, names: Iterable[BlockName]) -> None:
-        self._folder.require_writable()
+        self.require_writable()
         for name in names:
             unlink(str(self._folder.pins / name.hex()))
 
     def pinned(self) -> set[BlockName]:
-        with self._reading():
+        with self.asking():
             return self._capacity.pinned()
 
     def are_pinned(self, names: Sequence[BlockName]) -> list[bool]:
         """One stat for each."""
         return [os.path.exists(self._folder.pins / name.hex()) for name in names]
 
-    def put_manifest(self, manifest: ChunkManifest) -> None:
-        self._folder.require_writable()
-        check_manifest(manifest)
-        data, name = encode_manifest(manifest), manifest.chunk_id
-        with self._reading(), self._reserved(len(data), name, "manifest"):
-            self._sealed.put_sealed(MANIFESTS, name, data)
-
-    def _reserved(self, nbytes: int, name: BlockName, what: str) -> AbstractContextManager[None]:
+    def reserved(self, nbytes: int, name: BlockName, what: str) -> AbstractContextManager[None]:
         return self._capacity.reserved(whole_pages(nbytes))
-
-    def manifests(self) -> list[ChunkManifest]:
-        """Files that have not changed since the last call are not read again."""
-        return self._manifests.intact([])
-
-    def listing_stamp(self) -> Hashable | None:
-        """When the folder of manifests last changed; None for 2 s after a change."""
-        with self._reading():
-            return self._sealed.listing_stamp()
-
-    def has_manifest(self, chunk_id: BlockName) -> bool:
-        """One stat."""
-        return self._sealed.has_sealed(MANIFESTS, chunk_id)
-
-    def delete_manifest(self, chunk_id: BlockName) -> bool:
-        self._folder.require_writable()
-        return self._manifests.delete(chunk_id)
 
     # ---- the whole store --------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Turns a system error while the folder is listed into a `StoreError`."""
+    def asking(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise unreadable(self.path, error) from error
 
+    def require_writable(self) -> None:
+        self._folder.require_writable()
+
     def stats(self) -> StoreStats:
-        with self._reading():
+        with self.asking():
             count, nbytes, pinned = 0, float(self._capacity.small_bytes()[0]), 0
             for block in self._capacity.blocks():
                 count, nbytes, pinned = count + 1, nbytes + block.nbytes, pinned + block.pinned
@@ -263,22 +271,15 @@ class DiskStore(KVStore):
             write_failures=self._write_failures,
         )
 
-    def verify(self, progress: Progress | None = None) -> list[Damage]:
-        """Blocks that vanish meanwhile are not damage."""
-        with self._reading():
-            names = [block.name for block in self._capacity.blocks()]
-        found: list[Damage] = []
-        for done, name in enumerate(names, start=1):
-            damage = self._files.verify(name)
-            if damage is not None:
-                found.append(damage)
-            if progress is not None:
-                progress(done, len(names))
-        self._manifests.intact(found, fresh=True)
-        return found + verify_documents(self.documents, removes=not self.read_only)
+    def _block_names(self) -> list[BlockName]:
+        return [block.name for block in self._capacity.blocks()]
+
+    def _verify_block(self, name: BlockName) -> list[Damage]:
+        damage = self._files.verify(name)
+        return [] if damage is None else [damage]
 
     def prune(self, max_bytes: int, progress: Progress | None = None) -> int:
-        self._folder.require_writable()
+        self.require_writable()
         check_max_bytes(max_bytes)
         try:
             return self._capacity.shrink(max_bytes, progress) + self._capacity.sweep()
@@ -288,3 +289,28 @@ class DiskStore(KVStore):
     def close(self) -> None:
         self._readers.close()
         self._files.close()
+
+
+def chains_of(blocks: Sequence[Block]) -> list[list[Block]]:
+    """What is written as one file: blocks that follow each other, of one layout, up to `_READ_BYTES` of a layer.
+
+    A block that is longer than the one before it begins a passage behind what many passages begin with. It lies apart:
+    what they share stays for long, and must not keep the bytes of one that is deleted.
+    """
+    chains: list[list[Block]] = []
+    for block in blocks:
+        if chains and _continues(chains[-1], block):
+            chains[-1].append(block)
+        else:
+            chains.append([block])
+    return chains
+
+
+def _continues(chain: Sequence[Block], block: Block) -> bool:
+    first, last = chain[0], chain[-1]
+    if block.parent != last.name or block.layout != last.layout:
+        return False
+    if not len(block.token_ids) <= len(last.token_ids) == len(first.token_ids):
+        return False
+    largest, own = (max(record.nbytes for record in each.records) for each in (first, block))
+    return len(chain) * largest + own <= _READ_BYTES

@@ -5,7 +5,6 @@
     ^0                                                          ^multiple of 4096
 
 The records of a layer lie behind each other, in the order of the chain, so that a layer of all of them is one read.
-Knows bytes; does not know folders, processes or eviction.
 """
 
 import base64
@@ -54,61 +53,37 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class BlockHeader:
-    """What a file's header says of one of its blocks.
-
-    Attributes:
-        name: the block's name.
-        entry: token ids [tokens], layout and the preceding block's name.
-        digests: 8 bytes per layer and head, layers in order.
-        data_at: offset of the first record in the file.
-        file_bytes: size that the whole file must have.
-        geometry: sizes of its records.
-        place: where they are, relative to `data_at`.
-        names: all blocks of the file, in order.
-    """
+    """What a file's header says of one of its blocks."""
 
     name: BlockName
-    entry: BlockEntry
-    digests: bytes
-    data_at: int
-    file_bytes: int
-    geometry: "Geometry"
-    place: "RecordPlace"
-    names: tuple[BlockName, ...]
+    entry: BlockEntry  # token ids [tokens], layout and the preceding block's name
+    digests: bytes  # 8 bytes per layer and head, layers in order
+    data_at: int  # offset of the first record in the file
+    file_bytes: int  # size that the whole file must have
+    geometry: "Geometry"  # sizes of its records
+    place: "RecordPlace"  # where they are, relative to `data_at`
+    names: tuple[BlockName, ...]  # all blocks of the file, in order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Geometry:
-    """Sizes of the records of a layout; shared by all blocks of one layout and token count.
-
-    Attributes:
-        layout: the layout that it describes.
-        offsets: offset of each layer's record in a file of one block, relative to `data_at`, then the end of the last.
-        dtype: of the records.
-        shapes: of each layer's record.
-        head_bytes: bytes of one head of each layer.
-        first_digest: index of the digest of each layer's head 0, then the number of digests.
-    """
+    """Sizes of the records of a layout; shared by all blocks of one layout and token count."""
 
     layout: KVLayout
+    # offset of each layer's record in a file of one block, relative to `data_at`, then the end of the last
     offsets: tuple[int, ...]
-    dtype: torch.dtype
-    shapes: tuple[tuple[int, ...], ...]
-    head_bytes: tuple[int, ...]
-    first_digest: tuple[int, ...]
+    dtype: torch.dtype  # of the records
+    shapes: tuple[tuple[int, ...], ...]  # of each layer's record
+    head_bytes: tuple[int, ...]  # bytes of one head of each layer
+    first_digest: tuple[int, ...]  # index of the digest of each layer's head 0, then the number of digests
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordPlace:
-    """Where a block's records are in a file; shared by all that have the same place in files of the same geometry.
+    """Where a block's records are in a file; shared by all that have the same place in files of the same geometry."""
 
-    Attributes:
-        begins: offset of each layer's record, relative to `data_at`.
-        end: of the last record of all blocks.
-    """
-
-    begins: tuple[int, ...]
-    end: int
+    begins: tuple[int, ...]  # offset of each layer's record, relative to `data_at`
+    end: int  # of the last record of all blocks
 
 
 @lru_cache(maxsize=4096)
@@ -217,11 +192,8 @@ def _json(value: object) -> bytes:
 
 
 def header_bytes(first: bytes, file_bytes: int) -> int:
-    """Bytes from the start of the file to its records, from its first 8 bytes or more.
-
-    Raises:
-        DamagedError: the length is impossible for a file of `file_bytes`.
-    """
+    """Bytes from the start of the file to its records, from its first 8 bytes or more; `DamagedError` if the file of
+    `file_bytes` cannot have such a header."""
     data_at = 8 + int.from_bytes(first[:8], "little")
     if len(first) < 8 or data_at > file_bytes or data_at % ALIGNMENT:
         raise DamagedError(f"a file of {file_bytes} bytes cannot have a header of {data_at} bytes")
@@ -229,11 +201,7 @@ def header_bytes(first: bytes, file_bytes: int) -> int:
 
 
 def decode_header(header: bytes, file_bytes: int | None, name: BlockName) -> BlockHeader:
-    """What a header says of one block; see `decode_headers`.
-
-    Raises:
-        DamagedError: as `decode_headers`, or the file does not have this block.
-    """
+    """What a header says of one block; raises `DamagedError` as `decode_headers`, or if there is no such block."""
     return header_of(decode_headers(header, file_bytes), name)
 
 
@@ -246,14 +214,11 @@ def header_of(headers: Sequence[BlockHeader], name: BlockName) -> BlockHeader:
 
 
 def decode_headers(header: bytes, file_bytes: int | None) -> list[BlockHeader]:
-    """Decodes a header and checks all of it.
+    """Decodes and checks all of a header, the file up to its records: what it says of each of its blocks, in order.
 
     Args:
-        header: the file up to its records.
+        header: the bytes.
         file_bytes: the file's size; None where header and records are not one file.
-
-    Returns:
-        What it says of each of its blocks, in order.
 
     Raises:
         DamagedError: a byte of the header is wrong, or the header states another size or names than its content has.
@@ -308,11 +273,7 @@ def _blocks_of(metadata: dict[str, str], data_at: int) -> list[BlockHeader]:
 
 
 def check_heads(header: BlockHeader, layer: int, start: int, data: memoryview) -> None:
-    """Checks the bytes of a layer's heads from `start` on against their digests.
-
-    Raises:
-        DamagedError: a head differs.
-    """
+    """Checks the bytes of a layer's heads from `start` on; raises `DamagedError` if one differs from its digest."""
     size, digests = header.geometry.head_bytes[layer], header.digests
     at = 8 * (header.geometry.first_digest[layer] + start)
     for offset in range(0, len(data), size):

@@ -21,25 +21,22 @@ _OPENING = b'{"checksum":"'
 
 def encode_manifest(manifest: ChunkManifest) -> bytes:
     """The manifest's bytes."""
-    fields = {
-        "format": FORMAT,
-        "chunk_id": manifest.chunk_id.hex(),
-        "root": manifest.root.hex(),
-        "model": manifest.model,
-        "label": manifest.label,
-        "anchor_ids": _packed_ids(manifest.anchor_ids.tobytes()),
-        "token_ids": _packed_ids(manifest.token_ids.tobytes()),
-        "block_names": base64.b64encode(b"".join(manifest.block_names)).decode(),
-    }
-    return _encode(fields)
+    return _encode(
+        {
+            "format": FORMAT,
+            "chunk_id": manifest.chunk_id.hex(),
+            "root": manifest.root.hex(),
+            "model": manifest.model,
+            "label": manifest.label,
+            "anchor_ids": _packed_ids(manifest.anchor_ids),
+            "token_ids": _packed_ids(manifest.token_ids),
+            "block_names": _packed(manifest.block_names),
+        }
+    )
 
 
 def decode_manifest(data: bytes, chunk_id: BlockName) -> ChunkManifest:
-    """Decodes a manifest and checks all of it.
-
-    Raises:
-        DamagedError: a byte is wrong, or it is the manifest of another chunk than `chunk_id`.
-    """
+    """The manifest, all of it checked; raises `DamagedError`, also if it is another chunk's."""
     fields = _decode(data, "manifest")
     try:
         names = base64.b64decode(fields["block_names"])
@@ -59,8 +56,8 @@ def decode_manifest(data: bytes, chunk_id: BlockName) -> ChunkManifest:
     return manifest
 
 
-def _packed_ids(data: bytes) -> str:
-    return base64.b64encode(zlib.compress(data)).decode()
+def _packed_ids(token_ids: TokenIds) -> str:
+    return base64.b64encode(zlib.compress(token_ids.tobytes())).decode()
 
 
 def _unpacked_ids(text: str) -> TokenIds:
@@ -84,11 +81,7 @@ def encode_document(record: DocumentRecord) -> bytes:
 
 
 def decode_document(data: bytes, name: BlockName) -> DocumentRecord:
-    """Decodes a record and checks all of it.
-
-    Raises:
-        DamagedError: a byte is wrong, or it is the record of another document than `name`.
-    """
+    """The record, all of it checked; raises `DamagedError`, also if it is another document's."""
     fields = _decode(data, "document record")
     try:
         record = DocumentRecord(
@@ -120,20 +113,11 @@ def _unpacked(text: str) -> Blocks:
 
 
 def _encode(fields: dict[str, Any]) -> bytes:
-    """The object's bytes: one line."""
     return seal(_OPENING, b'",' + json.dumps(fields, separators=(",", ":")).encode()[1:] + b"\n")
 
 
 def _decode(data: bytes, what: str) -> dict[str, Any]:
-    """The object's fields, its checksum among them.
-
-    Args:
-        data: the bytes.
-        what: names the object for messages.
-
-    Raises:
-        DamagedError: a byte is wrong.
-    """
+    """The object's fields, its checksum among them; `what` names it in a `DamagedError`."""
     if len(data) < len(_OPENING) + DIGITS or not data.startswith(_OPENING):
         raise DamagedError(f"not a {what}")
     if not is_sealed(data, len(_OPENING)):

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from cacheblend.core.errors import InvalidInputError, StoreError, StoreUnreachableError
@@ -25,24 +26,16 @@ from cacheblend.core.names import BlockName
 from cacheblend.store.remote.objects import HeldBlock, Range, parts_of, runs_of
 from cacheblend.store.sealed import DOCUMENTS, Bytes, Sealed
 
-AT_ONCE = 32
-"""Requests at the same time."""
+AT_ONCE = 32  # requests
+LISTED_AT_ONCE = (
+    8  # of these for manifests and documents' records, which may be thousands: no request waits behind them
+)
+CLOSE_S = 5.0  # that `close` waits for requests that are under way
+UPLOAD_S = 60.0  # that writing an object may take; no request waits for it
+KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")  # environment variables with the credentials
 
-LISTED_AT_ONCE = 8
-"""Of these for manifests and documents' records, which may be thousands: no request waits behind them."""
-
-CLOSE_S = 5.0
-"""Seconds that `close` waits for requests that are under way."""
-
-UPLOAD_S = 60.0
-"""Seconds that writing an object may take; no request waits for it."""
-
-KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-"""Environment variables with the credentials."""
-
+# In errors of the service that is asked for credentials where the environment has none.
 _INSTANCE_METADATA = ("169.254.", "/latest/api/token", "/latest/meta-data")
-"""In errors of the service that is asked for credentials where the environment has none."""
-
 _FIRST_READ = 32 << 10  # covers most headers
 _LONGEST_HEADER = 64 << 20
 _TICK_S = 1e-6  # time between blocks of one call, so that the first counts as used last
@@ -127,7 +120,12 @@ class BucketObjects:
 
     def _begin(self, name: BlockName) -> tuple[float, Bytes] | None:
         """When a block was written, and its header."""
-        begun = self._first_bytes(_block(name))
+
+        def ask() -> tuple[float, memoryview]:
+            got = self._obstore.get(self._bucket, _block(name), options={"range": (0, _FIRST_READ)})
+            return got.meta["last_modified"].timestamp(), memoryview(got.bytes())
+
+        begun = self._if_there(ask, (time.time(), memoryview(b"")))
         if begun is None:
             return None
         written, first = begun
@@ -158,19 +156,16 @@ class BucketObjects:
         return there
 
     def exist(self, names: Sequence[BlockName]) -> list[bool]:
-        """A request for each."""
         return [found is not None for found in self._each(names, lambda name: self._head(_block(name)))]
 
     def held(self, *, tidy: bool = False) -> list[HeldBlock]:
         found = []
-        for meta in self._list("blocks"):
-            name = _name(meta["path"])
-            if name is None:
-                continue
-            written = meta["last_modified"].timestamp()
-            with self._lock:
-                found.append(HeldBlock(name, int(meta["size"]), max(written, self._used.get(name, 0.0))))
+        listed = self._list("blocks")
         with self._lock:
+            for meta in listed:
+                if (name := _name(meta["path"])) is not None:
+                    used = max(meta["last_modified"].timestamp(), self._used.get(name, 0.0))
+                    found.append(HeldBlock(name, int(meta["size"]), used))
             self._used = {block.name: self._used[block.name] for block in found if block.name in self._used}
         return found
 
@@ -183,8 +178,7 @@ class BucketObjects:
         self._delete([f"pins/{name.hex()}" for name in names])
 
     def pinned(self) -> set[BlockName]:
-        names = [_name(meta["path"]) for meta in self._list("pins")]
-        return {name for name in names if name is not None}
+        return {name for meta in self._list("pins") if (name := _name(meta["path"])) is not None}
 
     def where(self, kind: str, name: BlockName) -> str:
         return f"{kind}/{name.hex()} in {self.place}"
@@ -193,11 +187,11 @@ class BucketObjects:
         self._put(f"{kind}/{name.hex()}", bytes(data))
 
     def sealed(self, kind: str) -> Mapping[BlockName, Sealed]:
-        named = [
-            (_name(meta["path"]), Sealed(f"{meta['e_tag']} {meta['last_modified']}", int(meta["size"])))
+        return {
+            name: Sealed(f"{meta['e_tag']} {meta['last_modified']}", int(meta["size"]))
             for meta in self._list(kind)
-        ]
-        return {name: sealed for name, sealed in named if name is not None}
+            if (name := _name(meta["path"])) is not None
+        }
 
     def documents_bytes(self) -> int:
         return sum(int(meta["size"]) for meta in self._list(DOCUMENTS.rstrip("/")))
@@ -227,36 +221,23 @@ class BucketObjects:
         return nullcontext()
 
     def listing_stamp(self) -> str | None:
-        """A bucket cannot tell without listing."""
-        return None
+        return None  # it cannot tell without listing
 
     def close(self) -> None:
-        for pool in (self._pool, self._listed_pool):
-            pool.close()
-        for pool in (self._pool, self._listed_pool):
-            pool.join(CLOSE_S)
+        self._pool.close()
+        self._listed_pool.close()
+        self._pool.join(CLOSE_S)
+        self._listed_pool.join(CLOSE_S)
 
     # ---- requests ---------------------------------------------------------------------------------------
 
     def _head(self, path: str) -> Any:
         return self._if_there(lambda: self._obstore.head(self._bucket, path))
 
-    def _first_bytes(self, path: str) -> tuple[float, memoryview] | None:
-        """When an object was written, and its first `_FIRST_READ` bytes or fewer; None where it is missing."""
-
-        def ask() -> tuple[float, memoryview]:
-            got = self._obstore.get(self._bucket, path, options={"range": (0, _FIRST_READ)})
-            return got.meta["last_modified"].timestamp(), memoryview(got.bytes())
-
-        return self._if_there(ask, (time.time(), memoryview(b"")))
-
     def _range(self, path: str, start: int, end: int) -> memoryview | None:
         """Bytes [start, end), fewer or none where the object ends earlier; None where it is missing."""
-
-        def ask() -> memoryview:
-            return memoryview(self._obstore.get_range(self._bucket, path, start=start, end=end))
-
-        return self._if_there(ask, memoryview(b""))
+        ask = partial(self._obstore.get_range, self._bucket, path, start=start, end=end)
+        return self._if_there(lambda: memoryview(ask()), memoryview(b""))
 
     def _put(self, path: str, data: bytes) -> None:
         self._ask(lambda: self._obstore.put(self._uploads, path, data))

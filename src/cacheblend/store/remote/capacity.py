@@ -1,7 +1,7 @@
 """Keeps an `Objects` within a bound by evicting the least recently used blocks, and manifests that have none left.
 
 Other processes' writes are noticed when the blocks are listed: every 30 s, and when this process's own count reaches
-the bound. Knows sizes, times and pins; does not know the blocks' content.
+the bound.
 """
 
 import contextlib
@@ -30,10 +30,6 @@ class RemoteCapacity:
         drop: removes blocks and returns which were held.
         manifests: of the place; those that evicted blocks leave behind are removed.
         asking: makes the context of calls to the place, see `CircuitBreaker.asking`.
-
-    Attributes:
-        max_bytes: the same.
-        evictions: blocks evicted so far.
     """
 
     def __init__(
@@ -54,23 +50,24 @@ class RemoteCapacity:
 
     @contextlib.contextmanager
     def reserved(self, need: int, name: BlockName, what: str) -> Iterator[None]:
-        """A context in which something of `need` bytes may be written: evicts blocks until it fits.
-
-        Args:
-            need: its size in bytes.
-            name: its name; a block of this name is not evicted meanwhile.
-            what: it is, for the error.
-
-        Raises:
-            StoreFullError: it cannot fit.
-        """
+        """A context in which something of `need` bytes may be written: evicts blocks until it fits, but none of its
+        name, or raises `StoreFullError`, which says `what` it is."""
         if self.max_bytes is None:
             yield
             return
         with self._lock:
             while self._being_written and self._being_written + need > self.max_bytes:
                 self._lock.wait()  # blocks being written by other threads cannot be evicted yet
-            self._evict_for(need, name, what, self.max_bytes)
+            taken = self._being_written + need
+            if time.monotonic() > self._counted_at + _RECOUNT_S or self._bytes + taken > self.max_bytes:
+                with self._asking():
+                    _, self._bytes = self._evict_until(self.max_bytes - taken, name, slack=self.max_bytes // 64)
+                self._counted_at = time.monotonic()
+            if self._bytes + taken > self.max_bytes:
+                raise StoreFullError(
+                    f"{what} {name.hex()} needs {need} bytes; {self._objects.place} is bounded to {self.max_bytes} "
+                    "bytes, and what it holds is pinned, or records of documents: raise max_bytes or unpin blocks"
+                )
             self._being_written += need
         written = 0
         try:
@@ -83,7 +80,7 @@ class RemoteCapacity:
                 self._lock.notify_all()
 
     def shrink(self, max_bytes: int, progress: Progress | None = None) -> int:
-        """Evicts unpinned blocks until at most `max_bytes` are held; the bytes freed. Raises `StoreError`."""
+        """Evicts unpinned blocks until at most `max_bytes` are held; the bytes freed."""
         with self._lock:
             freed, _ = self._evict_until(max_bytes, None)
         if progress is not None:
@@ -91,13 +88,13 @@ class RemoteCapacity:
         return freed
 
     def sweep(self) -> int:
-        """Removes all manifests of which no block is held; the bytes freed. Raises `StoreError`."""
+        """Removes all manifests of which no block is held; the bytes freed."""
         with self._lock:
             self._listed()
             return self._empty.sweep()
 
     def expire(self, since: float) -> None:
-        """Removes unpinned blocks that were last used before the time `since`. Raises `StoreError`."""
+        """Removes unpinned blocks that were last used before the time `since`."""
         with self._lock:
             pinned = self._objects.pinned()
             old = [block for block in self._listed() if block.used < since and block.name not in pinned]
@@ -105,18 +102,6 @@ class RemoteCapacity:
             self.evictions += sum(gone)
             self._bytes -= sum(block.nbytes for block, was in zip(old, gone, strict=True) if was)
             self._bytes -= self._left_by(old)
-
-    def _evict_for(self, need: int, name: BlockName, what: str, bound: int) -> None:
-        taken = self._being_written + need
-        if time.monotonic() > self._counted_at + _RECOUNT_S or self._bytes + taken > bound:
-            with self._asking():
-                _, self._bytes = self._evict_until(bound - taken, name, slack=bound // 64)
-            self._counted_at = time.monotonic()
-        if self._bytes + taken > bound:
-            raise StoreFullError(
-                f"{what} {name.hex()} needs {need} bytes; {self._objects.place} is bounded to {bound} bytes, and what "
-                "it holds is pinned, or records of documents: raise max_bytes or unpin blocks"
-            )
 
     def _evict_until(self, at_most: int, keep: BlockName | None, slack: int = 0) -> tuple[int, int]:
         """Evicts the least recently used blocks until `at_most` bytes are left: (bytes freed, bytes left).

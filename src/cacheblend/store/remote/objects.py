@@ -4,8 +4,8 @@
     sealed     the bytes of a small file with a checksum, of some kind: a manifest, a document's record
     pin        a name
 
-Implementations move bytes and do not know their meaning; `RemoteStore` does. Each call is one round trip, or several
-at the same time. Every call raises `StoreUnreachableError` where the other side does not answer in time, and
+Implementations move bytes; `RemoteStore` knows their meaning. Each call is one round trip, or several at the same time.
+Every call raises `StoreUnreachableError` where the other side does not answer in time, and
 `StoreError` where it refuses.
 """
 
@@ -19,22 +19,14 @@ from cacheblend.store.sealed import Bytes, SealedPlace
 
 
 class Range(NamedTuple):
-    """Bytes [start, stop) of one layer's record.
-
-    Attributes:
-        name: the block.
-        layer: the layer.
-        offset: where the record begins in the block file.
-        start, stop: the bytes, relative to the record's begin.
-        size: bytes of the whole record.
-    """
+    """Bytes [start, stop) of one layer's record."""
 
     name: BlockName
     layer: int
-    offset: int
-    start: int
+    offset: int  # where the record begins in the block file
+    start: int  # of the bytes, relative to the record's begin
     stop: int
-    size: int
+    size: int  # bytes of the whole record
 
     @property
     def first(self) -> int:
@@ -48,40 +40,26 @@ class Range(NamedTuple):
 
 
 class HeldBlock(NamedTuple):
-    """A block that is held.
-
-    Attributes:
-        name: the block.
-        nbytes: bytes of all its pieces.
-        used: time of its last use in seconds, by a clock that all users of the store share.
-    """
+    """A block that is held."""
 
     name: BlockName
-    nbytes: int
-    used: float
+    nbytes: int  # bytes of all its pieces
+    used: float  # time of its last use in seconds, by a clock that all users of the store share
 
 
 class Objects(SealedPlace, Protocol):
     """One server or bucket; safe to call from several threads. Returned values are snapshots that the caller owns."""
 
-    @property
-    def tier(self) -> str:
-        """``"redis"`` or ``"s3"``."""
-
-    @property
-    def place(self) -> str:
-        """The place's name for messages, without passwords."""
+    tier: str  # "redis" or "s3"
+    place: str  # its name for messages, without passwords
 
     def look_up(
         self, names: Sequence[BlockName], unknown: AbstractSet[BlockName] = frozenset(), since: float = -math.inf
     ) -> list[Bytes | None]:
         """Which blocks are held and were last used at the time `since` (see `HeldBlock.used`) or later, and headers.
 
-        Marks those blocks as used now; of one call's blocks the first counts as used last.
-
-        Returns:
-            None where a block is not held, or was used before `since`; else its header if `unknown` has the name, and
-            no bytes if it has not.
+        Marks those blocks as used now; of one call's blocks the first counts as used last. None where a block is not
+        held, or was used before `since`; else its header if `unknown` has the name, and no bytes if it has not.
         """
 
     def exist(self, names: Sequence[BlockName]) -> list[bool]:
@@ -102,20 +80,15 @@ class Objects(SealedPlace, Protocol):
     def held(self, *, tidy: bool = False) -> list[HeldBlock]:
         """All blocks held; `tidy` also cleans up after blocks that the other side evicted by itself."""
 
-    def pin(self, names: Iterable[BlockName]) -> None:
-        """Adds pins."""
+    def pin(self, names: Iterable[BlockName]) -> None: ...
 
-    def unpin(self, names: Iterable[BlockName]) -> None:
-        """Removes pins."""
+    def unpin(self, names: Iterable[BlockName]) -> None: ...
 
-    def pinned(self) -> set[BlockName]:
-        """Names of all pins."""
+    def pinned(self) -> set[BlockName]: ...
 
-    def documents_bytes(self) -> int:
-        """Bytes of all documents' records."""
+    def documents_bytes(self) -> int: ...
 
-    def close(self) -> None:
-        """Closes connections; may be called twice."""
+    def close(self) -> None: ...
 
 
 def runs_of(ranges: Sequence[Range]) -> Iterator[list[Range]]:

@@ -31,8 +31,7 @@ from cacheblend.store.base import LOGGER_NAME
 from cacheblend.store.remote.objects import HeldBlock, Range
 from cacheblend.store.sealed import MANIFESTS, Bytes, Sealed
 
-LOCK_S = 60
-"""Seconds after which a lock is let go, in case its holder has died."""
+LOCK_S = 60  # after which a lock is let go, in case its holder has died
 _MAX_COMMANDS = 10_000  # per pipeline
 _PUBLISHED_S = 60.0  # a block is listed up to this long before it can be found
 _HALF_WRITTEN_S = 3600  # after which the layers of a writer that died expire
@@ -50,9 +49,6 @@ class RedisObjects:
         prefix: prefix of all keys.
         timeout: seconds that a connection or an answer may take.
         cluster: the server is a node of a cluster.
-
-    Attributes:
-        place: the URL without user and password.
 
     Raises:
         InvalidInputError: redis-py is not installed.
@@ -84,11 +80,7 @@ class RedisObjects:
         self._opening = threading.Lock()
 
     def _together(self, ask: Any, all_of: int | None = None) -> list[Any]:
-        """The answers to the commands that `ask` adds to a pipeline; commands after the first `all_of` may fail.
-
-        Raises:
-            StoreUnreachableError, StoreFullError, StoreError: no answer in time, no memory left, or refused.
-        """
+        """The answers to the commands that `ask` adds to a pipeline; commands after the first `all_of` may fail."""
         try:
             with self._opening:  # a second client, once garbage, would close connections that are in use
                 if self._client is None:
@@ -138,7 +130,8 @@ class RedisObjects:
             pipe.zadd(self._key("used"), times, xx=True)
 
         *there, last = self._together(ask, all_of=len(names) + expires)
-        found = [_header(answer) for answer in there]
+        # What EXISTS says is a number, what GET gives is the header.
+        found = [(b"" if answer else None) if isinstance(answer, int) else answer for answer in there]
         if expires:
             fresh = [when is not None and when >= since for when in last]
             found = [header if is_fresh else None for header, is_fresh in zip(found, fresh, strict=True)]
@@ -237,10 +230,12 @@ class RedisObjects:
     # ---- pins and manifests -----------------------------------------------------------------------------
 
     def pin(self, names: Iterable[BlockName]) -> None:
-        self._with_names("sadd", names)
+        if digits := [name.hex() for name in names]:
+            self._together(lambda pipe: pipe.sadd(self._key("pins"), *digits))
 
     def unpin(self, names: Iterable[BlockName]) -> None:
-        self._with_names("srem", names)
+        if digits := [name.hex() for name in names]:
+            self._together(lambda pipe: pipe.srem(self._key("pins"), *digits))
 
     def pinned(self) -> set[BlockName]:
         return set(_names(self._together(lambda pipe: pipe.smembers(self._key("pins")))[0]).values())
@@ -249,8 +244,6 @@ class RedisObjects:
         return f"{kind}/{name.hex()} in {self.place}"
 
     def put_sealed(self, kind: str, name: BlockName, data: Bytes) -> None:
-        """See `Objects`."""
-
         def put(pipe: Any) -> None:
             pipe.hset(self._key(kind), name.hex(), bytes(data))
             pipe.hset(self._marks(kind), name.hex(), f"{time.time_ns()} {len(data)}")
@@ -268,7 +261,11 @@ class RedisObjects:
     def _sealed(self, kinds: Sequence[str]) -> list[dict[BlockName, Sealed]]:
         """What there is of each kind. A mark without bytes is an older version's: these are measured."""
         marks = self._together(lambda pipe: [pipe.hgetall(self._marks(kind)) for kind in kinds])
-        sizes = [{digits: _bytes_in(mark) for digits, mark in each.items()} for each in marks]
+        parts = [{digits: mark.split() for digits, mark in each.items()} for each in marks]
+        sizes = [
+            {digits: int(part[1]) if len(part) == 2 and part[1].isdigit() else None for digits, part in each.items()}
+            for each in parts
+        ]
         unknown = [(at, digits) for at, each in enumerate(sizes) for digits, size in each.items() if size is None]
         for start in range(0, len(unknown), _MAX_COMMANDS):
             part = unknown[start : start + _MAX_COMMANDS]
@@ -296,8 +293,6 @@ class RedisObjects:
         return bool(self._together(lambda pipe: pipe.hexists(self._marks(kind), name.hex()))[0])
 
     def delete_sealed(self, kind: str, name: BlockName) -> bool:
-        """See `Objects`."""
-
         def delete(pipe: Any) -> None:
             pipe.hdel(self._marks(kind), name.hex())
             pipe.hdel(self._key(kind), name.hex())
@@ -316,7 +311,6 @@ class RedisObjects:
 
     @contextmanager
     def lock(self, kind: str) -> Iterator[None]:
-        """Let go after `LOCK_S` seconds, in case its holder has died."""
         key, token = self._key(f"{kind}:lock"), secrets.token_hex(8).encode()
         while not self._together(lambda pipe: pipe.set(key, token, nx=True, ex=LOCK_S))[0]:
             time.sleep(0.02)
@@ -338,11 +332,6 @@ class RedisObjects:
     def listing_stamp(self) -> str | None:
         return str(self._together(lambda pipe: pipe.get(self._key("changes")))[0])
 
-    def _with_names(self, command: str, names: Iterable[BlockName]) -> None:
-        digits = [name.hex() for name in names]
-        if digits:
-            self._together(lambda pipe: getattr(pipe, command)(self._key("pins"), *digits))
-
     def _key(self, what: str) -> str:
         return f"{self._prefix}:{what}"
 
@@ -350,22 +339,9 @@ class RedisObjects:
         return f"{self._prefix}:{{{name.hex()}}}:{piece}"
 
 
-def _header(answer: bytes | int | None) -> Bytes | None:
-    """What `look_up` gives for an answer to EXISTS or GET."""
-    if isinstance(answer, int):
-        return b"" if answer else None
-    return answer
-
-
 def _names(found: Iterable[bytes]) -> dict[bytes, BlockName]:
     """By what the server has as a name; what is none is left out."""
     return {digits: BlockName(bytes.fromhex(digits.decode())) for digits in found if _DIGITS.fullmatch(digits)}
-
-
-def _bytes_in(mark: bytes) -> int | None:
-    """The bytes in a mark; None: it has none."""
-    parts = mark.split()
-    return int(parts[1]) if len(parts) == 2 and parts[1].isdigit() else None
 
 
 def _size(value: bytes | None) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""A store on another machine: blocks, manifests and pins in an `Objects`.
+"""A store on another machine, in an `Objects`.
 
 A place that does not answer counts as empty: `find` finds nothing and reads are lost blocks, so requests are computed
 instead of failing, and for some seconds the place is not asked again.
@@ -8,11 +8,11 @@ import contextlib
 import itertools
 import logging
 import math
-import threading
 import time
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -26,28 +26,23 @@ from cacheblend.core.errors import (
 )
 from cacheblend.core.load.breaker import CircuitBreaker
 from cacheblend.core.names import BlockName
-from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, RecordMemory
+from cacheblend.core.plan.blocks import Block, BlockEntry, RecordMemory
 from cacheblend.store.base import (
     LOGGER_NAME,
     Damage,
-    FindCounter,
-    KVStore,
     Progress,
     StoreStats,
     check_block,
     check_layer,
-    check_manifest,
     check_max_bytes,
     head_range,
 )
-from cacheblend.store.documents import verify_documents
 from cacheblend.store.eviction import Expiry
 from cacheblend.store.format.block_file import BlockHeader, check_heads, decode_header, encode_block
 from cacheblend.store.format.checksum import DamagedError
-from cacheblend.store.format.records import encode_manifest
 from cacheblend.store.remote.capacity import RemoteCapacity
 from cacheblend.store.remote.objects import Objects, Range
-from cacheblend.store.sealed import MANIFESTS, Bytes, Documents, Manifests
+from cacheblend.store.sealed import MANIFESTS, Bytes, SharedStore
 
 _MAX_KNOWN = 65_536  # headers that are cached
 _ROUND_TRIPS = 8  # the shortest of the last ones counts: others were behind a reading, or long
@@ -55,7 +50,7 @@ logger = logging.getLogger(LOGGER_NAME)
 warnings.filterwarnings("ignore", message="The given buffer is not writable")  # records are never written to
 
 
-class RemoteStore(KVStore):
+class RemoteStore(SharedStore):
     """Blocks on another machine, least recently used evicted first; headers are cached.
 
     Args:
@@ -71,16 +66,12 @@ class RemoteStore(KVStore):
     def __init__(
         self, objects: Objects, max_bytes: int | None = None, *, read_only: bool = False, ttl: float | None = None
     ) -> None:
-        self._objects, self.read_only, self._expiry = objects, read_only, Expiry(ttl)
-        self._breaker = CircuitBreaker(objects.place)
-        asking = self._breaker.asking
-        self._manifests = Manifests(objects, asking, read_only)
-        self._capacity = RemoteCapacity(objects, max_bytes, self._drop, self._manifests, asking)
-        self.documents = Documents(objects, asking, self._require_writable, self._capacity.reserved)
-        self._lock, self._finds = threading.Lock(), FindCounter()
+        self._objects, self._expiry, self._breaker = objects, Expiry(ttl), CircuitBreaker(objects.place)
+        super().__init__(objects, read_only)
+        self._capacity = RemoteCapacity(objects, max_bytes, self._drop, self._manifests, self.asking)
         self._known: OrderedDict[BlockName, BlockHeader] = OrderedDict()
         self._round_trips: deque[float] = deque(maxlen=_ROUND_TRIPS)
-        self._damaged = self._write_failures = 0
+        self._damaged = 0
 
     # ---- finding ----------------------------------------------------------------------------------------
 
@@ -101,7 +92,7 @@ class RemoteStore(KVStore):
     def _round_trip(self) -> Iterator[None]:
         """The context of a call that brings hardly any bytes."""
         began = time.perf_counter()
-        with self._breaker.asking():
+        with self.asking():
             yield
         with self._lock:
             self._round_trips.append(time.perf_counter() - began)
@@ -126,7 +117,7 @@ class RemoteStore(KVStore):
         gone = [name for name in names if name not in held]
         if since == -math.inf or not gone:
             return held
-        with self._breaker.asking():
+        with self.asking():
             pinned = self._objects.pinned().intersection(gone)
         return held | self._used_since(list(pinned), -math.inf) if pinned else held
 
@@ -144,11 +135,7 @@ class RemoteStore(KVStore):
     # ---- headers ----------------------------------------------------------------------------------------
 
     def _headers(self, names: Sequence[BlockName], found: list[Damage] | None = None) -> dict[BlockName, BlockHeader]:
-        """Headers of the blocks that are held, from the cache or in one call; damage is appended to `found`.
-
-        Raises:
-            StoreError: the place cannot be asked.
-        """
+        """Headers of the blocks that are held, from the cache or in one call; damage is appended to `found`."""
         known = self._cached(names)
         missing = list(dict.fromkeys(name for name in names if name not in known))
         if missing:
@@ -211,7 +198,7 @@ class RemoteStore(KVStore):
         rest is removed."""
         headers = self._headers(names)
         ranges = [_range(header, layer, heads) for header in headers.values() for layer in layers]
-        with self._breaker.asking():
+        with self.asking():
             data = iter(self._objects.records(ranges))
         found: dict[BlockName, list[torch.Tensor] | BlockLostError | DamagedError] = {}
         for at, (name, header) in enumerate(headers.items()):
@@ -249,12 +236,12 @@ class RemoteStore(KVStore):
     # ---- writing ----------------------------------------------------------------------------------------
 
     def write(self, block: Block) -> bool:
-        self._require_writable()
+        self.require_writable()
         check_block(block)
-        try:
+        with self._counted():
             if self._look_up([block.name]):
                 return False
-            with self._breaker.asking():
+            with self.asking():
                 now = time.time()
                 if self._expiry.is_due(now):
                     self._capacity.expire(self._expiry.since(now))
@@ -262,67 +249,39 @@ class RemoteStore(KVStore):
             nbytes = len(header) + sum(len(record) for record in records)
             with self._capacity.reserved(nbytes, block.name, "block"):
                 self._objects.put(block.name, header, records)  # no pause: a place too slow to write may be read
-        except StoreError:
-            with self._lock:
-                self._write_failures += 1
-            raise
         return True
 
     def delete(self, name: BlockName) -> bool:
-        with self._writing():
+        self.require_writable()
+        with self.asking():
             self._objects.unpin([name])
             return self._drop([name])[0]
 
     def _drop(self, names: Sequence[BlockName]) -> list[bool]:
-        """Removes blocks; which of them were held. Not through the breaker: the caller's call is.
-
-        Raises:
-            StoreError: the place cannot be asked, or refuses.
-        """
+        """Removes blocks; which of them were held. Not through the breaker: the caller's call is."""
         self._forget(names)
         return self._objects.delete(names) if names else []
 
-    # ---- pins and manifests -----------------------------------------------------------------------------
+    # ---- pins -------------------------------------------------------------------------------------------
 
     def pin(self, names: Iterable[BlockName]) -> None:
-        with self._writing():
+        self.require_writable()
+        with self.asking():
             self._objects.pin(names)
 
     def unpin(self, names: Iterable[BlockName]) -> None:
-        with self._writing():
+        self.require_writable()
+        with self.asking():
             self._objects.unpin(names)
 
     def pinned(self) -> set[BlockName]:
-        with self._breaker.asking():
+        with self.asking():
             return self._objects.pinned()
-
-    def put_manifest(self, manifest: ChunkManifest) -> None:
-        self._require_writable()
-        check_manifest(manifest)
-        data, name = encode_manifest(manifest), manifest.chunk_id
-        with self._breaker.asking(), self._capacity.reserved(len(data), name, "the manifest of chunk"):
-            self._objects.put_sealed(MANIFESTS, name, data)
-
-    def manifests(self) -> list[ChunkManifest]:
-        """Manifests that did not change since the last call are not read again."""
-        return self._manifests.intact([])
-
-    def listing_stamp(self) -> Hashable | None:
-        with self._breaker.asking():
-            return self._objects.listing_stamp()
-
-    def has_manifest(self, chunk_id: BlockName) -> bool:
-        with self._breaker.asking():
-            return self._objects.has_sealed(MANIFESTS, chunk_id)
-
-    def delete_manifest(self, chunk_id: BlockName) -> bool:
-        with self._writing():
-            return self._manifests.delete(chunk_id)
 
     # ---- the whole store --------------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
-        with self._breaker.asking():
+        with self.asking():
             held, pinned, chunks = self._objects.held(), self._objects.pinned(), self._objects.sealed(MANIFESTS)
             small = sum(each.nbytes for each in chunks.values()) + self._objects.documents_bytes()
         return StoreStats(
@@ -339,47 +298,37 @@ class RemoteStore(KVStore):
             write_failures=self._write_failures,
         )
 
-    def verify(self, progress: Progress | None = None) -> list[Damage]:
-        """Blocks that vanish meanwhile are not damage."""
-        with self._breaker.asking():
-            names = [block.name for block in self._objects.held(tidy=not self.read_only)]
+    def _block_names(self) -> list[BlockName]:
+        return [block.name for block in self._objects.held(tidy=not self.read_only)]
+
+    def _verify_block(self, name: BlockName) -> list[Damage]:
         found: list[Damage] = []
-        for done, name in enumerate(names, start=1):
-            self._forget([name])
-            header = self._headers([name], found).get(name)
-            for layer in range(len(header.entry.layout.layers) if header else 0):
-                (record,) = self.read_many([name], layer)
-                if isinstance(record, BlockDamagedError):
-                    found.append(Damage("block", name, record.reason, record.removed))
-                if isinstance(record, BlockLostError):
-                    break
-            if progress is not None:
-                progress(done, len(names))
-        self._manifests.intact(found, fresh=True)
-        return found + verify_documents(self.documents, removes=not self.read_only)
+        self._forget([name])
+        header = self._headers([name], found).get(name)
+        for layer in range(len(header.entry.layout.layers) if header else 0):
+            (record,) = self.read_many([name], layer)
+            if isinstance(record, BlockDamagedError):
+                found.append(Damage("block", name, record.reason, record.removed))
+            if isinstance(record, BlockLostError):
+                break
+        return found
 
     def prune(self, max_bytes: int, progress: Progress | None = None) -> int:
-        self._require_writable()
+        self.require_writable()
         check_max_bytes(max_bytes)
-        with self._breaker.asking():
+        with self.asking():
             return self._capacity.shrink(max_bytes, progress) + self._capacity.sweep()
 
     def close(self) -> None:
-        """Closes the objects."""
         self._objects.close()
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        """The context of every call that changes something besides `write`.
+    def asking(self) -> AbstractContextManager[None]:
+        return self._breaker.asking()
 
-        Raises:
-            StoreReadOnlyError, StoreUnreachableError: the store is read only, or does not answer.
-        """
-        self._require_writable()
-        with self._breaker.asking():
-            yield
+    def reserved(self, nbytes: int, name: BlockName, what: str) -> AbstractContextManager[None]:
+        return self._capacity.reserved(nbytes, name, what)
 
-    def _require_writable(self) -> None:
+    def require_writable(self) -> None:
         if self.read_only:
             raise StoreReadOnlyError(f"{self._objects.place} was opened read-only: open it without read_only")
 

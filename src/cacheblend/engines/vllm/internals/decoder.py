@@ -1,4 +1,4 @@
-"""Every use of vLLM's internals that concerns the loaded model; the rest of them is in `internals`."""
+"""Every use of vLLM's internals that concerns the loaded model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -78,13 +78,11 @@ def attention_layers(config: VllmConfig) -> dict[str, Any]:
 
 
 def text_decoder(model: nn.Module, config: VllmConfig) -> nn.Module:
-    """What computes prompts of text: of a multimodal model, the language model in it; else the model.
+    """What computes prompts of text: of a multimodal model, the language model in it; else the model. Raises
+    ModelNotBlendableError: vLLM does not say which module it is.
 
     The multimodal model itself keeps what it made of the images of the present engine step (Qwen3-VL's features for
     the first layers, ERNIE's mask of image tokens) until its next forward, which must not be one of ours.
-
-    Raises:
-        ModelNotBlendableError: vLLM does not say which module it is.
     """
     if not config.model_config.is_multimodal_model:
         return model
@@ -98,8 +96,7 @@ def text_decoder(model: nn.Module, config: VllmConfig) -> nn.Module:
 
 def forward_as_served(model: Any, config: VllmConfig, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """A multimodal model's forward [n, width] of text, called as vLLM's runner does: with embeddings, and positions [3,
-    n] where images have rows and columns.
-    """
+    n] where images have rows and columns."""
     given = config.model_config
     nothing = torch.zeros(len(token_ids), dtype=torch.bool, device=token_ids.device)
     embeddings = model.embed_input_ids(token_ids, multimodal_embeddings=[], is_multimodal=nothing)
@@ -211,28 +208,27 @@ def recording_calls(layers: Sequence[nn.Module]) -> Iterator[list[RecordedCall]]
 
 
 @contextmanager
-def computed_by(layers: Sequence[nn.Module], functions: Sequence[Callable[..., Any]]) -> Iterator[None]:
-    """Inside, these functions stand in for the layers' `forward`. Afterwards it is what it was: where weights are kept
-    on the host, vLLM has set one that brings them."""
-    before = [layer.__dict__.get("forward") for layer in layers]
-    for layer, function in zip(layers, functions, strict=True):
-        layer.__dict__["forward"] = function
+def computed_by(
+    modules: Sequence[Any], functions: Sequence[Callable[..., Any]], attribute: str = "forward"
+) -> Iterator[None]:
+    """Inside, these functions stand in for the modules' own. Afterwards they are what they were: where weights are kept
+    on the host, vLLM has set a `forward` that brings them."""
+    before = [module.__dict__.get(attribute) for module in modules]
+    for module, function in zip(modules, functions, strict=True):
+        module.__dict__[attribute] = function
     try:
         yield
     finally:
-        for layer, own in zip(layers, before, strict=True):
-            layer.__dict__.pop("forward", None)
+        for module, own in zip(modules, before, strict=True):
+            module.__dict__.pop(attribute, None)
             if own is not None:
-                layer.__dict__["forward"] = own
+                module.__dict__[attribute] = own
 
 
-Replacement = tuple[Any, Callable[..., Any]]
-"""A module, and what computes in its place."""
-
-
-def cpu_kernels(layer: nn.Module) -> list[Replacement]:
-    """vLLM's own CPU kernels for a layer's norms and rotations, which are many small operations if uncompiled."""
-    found: list[Replacement] = []
+def cpu_kernels(layer: nn.Module) -> list[tuple[Any, Callable[..., Any]]]:
+    """A layer's norms and rotations, which are many small operations if uncompiled, with vLLM's own CPU kernels for
+    their `_forward_method`."""
+    found: list[tuple[Any, Callable[..., Any]]] = []
     slices = any(is_latent(module) for module in layer.modules())  # of queries are turned: the kernel needs them whole
     for module in layer.modules():
         named = type(module).__name__
@@ -258,16 +254,3 @@ def _norm_of(module: Any) -> Callable[..., Any]:
         return hidden, residual
 
     return norm
-
-
-@contextmanager
-def replaced(replacements: Sequence[Replacement]) -> Iterator[None]:
-    """Inside, these modules compute by other functions."""
-    before = [module._forward_method for module, _ in replacements]
-    for module, function in replacements:
-        module.__dict__["_forward_method"] = function
-    try:
-        yield
-    finally:
-        for (module, _), function in zip(replacements, before, strict=True):
-            module.__dict__["_forward_method"] = function

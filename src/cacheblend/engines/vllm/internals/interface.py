@@ -40,7 +40,6 @@ EVENT_MEDIUM = "CACHEBLEND"
 
 
 def connector_of_worker() -> Any:
-    """The connector of the worker in this process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     return get_kv_transfer_group()
@@ -53,7 +52,6 @@ def is_one_process(config: VllmConfig) -> bool:
 
 
 def tp_rank() -> int:
-    """The tensor-parallel rank of this process."""
     return int(get_tensor_model_parallel_rank())
 
 
@@ -61,12 +59,8 @@ def tp_rank() -> int:
 
 
 def write_paged(layer: Any, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-    """Writes rows to a layer's paged cache, in its backend's layout.
-
-    Args:
-        keys, values: [n, kv_heads, head_dim].
-        slots: [n] int64, block * block size + place in the block.
-    """
+    """Writes rows [n, kv_heads, head_dim] to a layer's paged cache, in its backend's layout; `slots`: [n] int64, block
+    * block size + place in the block."""
     if is_latent(layer):
         write_latents(layer, keys, values, slots)
     else:
@@ -75,8 +69,7 @@ def write_paged(layer: Any, keys: torch.Tensor, values: torch.Tensor, slots: tor
 
 def metadata_builders(config: VllmConfig, layers: Sequence[Any], kv_cache_config: Any) -> list[Any]:
     """A builder of attention metadata for each group of KV cache, by the backend of its first layer; None: the group
-    has none of these layers, but a drafter's.
-    """
+    has none of these layers, but a drafter's."""
     found: list[Any] = []
     named = {layer.layer_name: layer for layer in layers}
     for group in kv_cache_config.kv_cache_groups:
@@ -165,26 +158,16 @@ def has_images(request: Any) -> bool:
     return bool(getattr(request, "mm_features", None))
 
 
-def stored_event(chunk: ChunkManifest, block_size: int) -> Any:
-    """vLLM's event that a chunk's blocks are in the store; their names are the store's."""
-    from vllm.distributed.kv_events import BlockStored
+def events_of(added: Sequence[ChunkManifest], removed: Sequence[ChunkManifest], block_size: int) -> list[Any]:
+    """vLLM's events that chunks' blocks are in the store, or were taken off its list; their names are the store's."""
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
-    return BlockStored(
-        block_hashes=list(chunk.block_names),
-        parent_block_hash=None,
-        token_ids=chunk.token_ids.tolist(),
-        block_size=block_size,
-        lora_id=None,
-        medium=EVENT_MEDIUM,
-        lora_name=None,
-    )
-
-
-def removed_event(chunk: ChunkManifest) -> Any:
-    """vLLM's event that a chunk was taken off the store's list."""
-    from vllm.distributed.kv_events import BlockRemoved
-
-    return BlockRemoved(block_hashes=list(chunk.block_names), medium=EVENT_MEDIUM)
+    same: dict[str, Any] = {"parent_block_hash": None, "block_size": block_size, "lora_id": None, "lora_name": None}
+    same["medium"] = EVENT_MEDIUM
+    return [
+        *(BlockStored(block_hashes=[*one.block_names], token_ids=one.token_ids.tolist(), **same) for one in added),
+        *(BlockRemoved(block_hashes=[*one.block_names], medium=EVENT_MEDIUM) for one in removed),
+    ]
 
 
 def kv_layout(config: VllmConfig, codec: str = "raw") -> KVLayout:
@@ -196,7 +179,6 @@ def kv_layout(config: VllmConfig, codec: str = "raw") -> KVLayout:
 
 
 def publishes_events(config: VllmConfig) -> bool:
-    """Whether the engine publishes events of its KV cache."""
     events = config.kv_events_config
     return bool(events is not None and events.enable_kv_cache_events)
 
@@ -209,7 +191,6 @@ SPECULATION = ("ngram", "eagle", "draft_model")
 
 
 def refused_speculation(speculative: Any) -> str:
-    """What is refused about vLLM's speculative configuration, with the way out; or ""."""
     method = "" if speculative is None else str(speculative.method)
     if not method or method in SPECULATION:
         return ""

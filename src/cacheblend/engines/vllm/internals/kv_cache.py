@@ -1,4 +1,4 @@
-"""Every use of vLLM's internals that concerns the type of numbers in its KV cache; the rest of them is in `internals`.
+"""Every use of vLLM's internals that concerns the type of numbers in its KV cache.
 
 vLLM's FP8 caches hold bytes (uint8); backends see them as one of torch's float8 types. Numbers are divided by a layer's
 scale when they are written, and multiplied by it when they are read; there is one for keys and one for values, from the
@@ -68,10 +68,8 @@ def fp8_scales(layer: Any) -> tuple[float, float] | None:
 
 @contextmanager
 def plain_queries(layers: Sequence[Any]) -> Iterator[None]:
-    """Inside, attention modules do not quantise queries, as some backends have them do beside an FP8 cache.
-
-    What is captured then does not depend on the cache's type, and blends lose nothing by it.
-    """
+    """Inside, attention modules do not quantise queries, as some backends have them do beside an FP8 cache. What is
+    captured then does not depend on the cache's type, and blends lose nothing by it."""
     quantisers = {layer: layer.query_quant for layer in layers if getattr(layer, "query_quant", None) is not None}
     for layer in quantisers:
         layer.query_quant = None
@@ -106,10 +104,7 @@ def _refused_scheme(scheme: Any, *, only_scales: bool) -> str:
 
 def float32_precision(dtype: torch.dtype) -> str | None:
     """In what workers multiply numbers of a model of float32, if it is less; None: it is not, or the model's is another
-    type.
-
-    The setting is the environment's, the same in all of vLLM's processes; only workers apply it.
-    """
+    type. The setting is the environment's, the same in all of vLLM's processes; only workers apply it."""
     from vllm import envs
 
     precision = str(getattr(envs, "VLLM_FLOAT32_MATMUL_PRECISION", "highest"))

@@ -1,4 +1,4 @@
-"""Every use of vLLM's internals that concerns latent attention (MLA); the rest of them is in `internals`.
+"""Every use of vLLM's internals that concerns latent attention (MLA).
 
     MLAAttention(q, latent, rotated)   [n, heads, key_dim + rotary_dim], [n, rank], [n, 1, rotary_dim]
     its cache on CPUs                  [blocks, block size, rank + rotary_dim]: latent, then rotated part

@@ -1,4 +1,4 @@
-"""Every use of vLLM's internals that concerns LoRA adapters; the rest of them is in `internals`.
+"""Every use of vLLM's internals that concerns LoRA adapters.
 
 vLLM's LoRA layers read from a shared object, the punica wrapper, which adapter each row of a call has. The model runner
 sets it for the batch of its step, which may go on after ours: so our calls bring a wrapper of their own, and vLLM's is
@@ -51,7 +51,16 @@ class LoadedAdapters:
     def applied(self, adapter: int, rows: int, modules: Sequence[Any]) -> Iterator[None]:
         """Inside, these LoRA layers compute so many rows with one adapter; `NO_ADAPTER`: as the model without any.
         Raises RuntimeError: the adapter is in no slot."""
-        self._set_rows(adapter, rows)
+        from vllm.lora.layers import LoRAMapping
+
+        manager, slots = self._manager, self._manager.lora_index_to_id
+        if adapter != NO_ADAPTER and not self.is_active(adapter):
+            raise RuntimeError(f"the LoRA adapter {adapter} is in no slot ({slots})")
+        if (state := (adapter, rows, tuple(slots))) != self._state:
+            self._state = None
+            mapping = LoRAMapping((adapter,) * rows, (adapter,) * rows, is_prefill=True)
+            self._wrapper.update_metadata(mapping, slots, manager.lora_slots + 1, manager.vocab_size)
+            self._state = state
         before = [module.punica_wrapper for module in modules]
         try:
             for module in modules:
@@ -61,21 +70,6 @@ class LoadedAdapters:
             for module, wrapper in zip(modules, before, strict=True):
                 module.set_mapping(wrapper)
 
-    def _set_rows(self, adapter: int, rows: int) -> None:
-        from vllm.lora.layers import LoRAMapping
-
-        manager = self._manager
-        if adapter != NO_ADAPTER and not self.is_active(adapter):
-            raise RuntimeError(f"the LoRA adapter {adapter} is in no slot ({manager.lora_index_to_id})")
-        state = (adapter, rows, tuple(manager.lora_index_to_id))
-        if state == self._state:
-            return
-        self._state = None
-        mapping = LoRAMapping((adapter,) * rows, (adapter,) * rows, is_prefill=True)
-        slots, vocab = manager.lora_index_to_id, manager.vocab_size
-        self._wrapper.update_metadata(mapping, slots, manager.lora_slots + 1, vocab)
-        self._state = state
-
     # ---- slots ------------------------------------------------------------------------------------------
 
     def batch(self) -> set[int]:
@@ -84,7 +78,6 @@ class LoadedAdapters:
         return set() if mapping is None else {int(one) for one in {*mapping.index_mapping, *mapping.prompt_mapping}}
 
     def is_active(self, adapter: int) -> bool:
-        """Its weights are in a slot."""
         return adapter in self._manager.lora_index_to_id
 
     def is_loaded(self, adapter: int) -> bool:
@@ -128,7 +121,12 @@ class LoadedAdapters:
         """SHA-256 of the weights of a loaded adapter, as this process holds them; read once for each loading."""
         found = self._manager.list_adapters()[adapter]
         if found not in self._digests:
-            self._digests[found] = _digest(found)
+            hashed = hashlib.sha256()
+            for kind in ("loras", "modules_to_save"):
+                for name, weights in sorted((getattr(found, kind, None) or {}).items()):
+                    for part, value in sorted(vars(weights).items()):
+                        hashed.update(f"{kind} {name} {part} {_described(value)}\n".encode())
+            self._digests[found] = hashed.hexdigest()
         return self._digests[found]
 
     def _oldest(self, kept: set[int], *, active: bool = False) -> int | None:
@@ -148,30 +146,6 @@ class LoadedAdapters:
             self._loader = LRUCacheWorkerLoRAManager(self._config, self._manager.device, model.embedding_modules)
             self._loader._adapter_manager = self._manager
         return self._loader
-
-
-def open_adapters(model: nn.Module, config: VllmConfig) -> LoadedAdapters | None:
-    """The adapters of a loaded model; None: vLLM was started without LoRA."""
-    return LoadedAdapters(model, config) if getattr(model, "lora_manager", None) is not None else None
-
-
-@contextmanager
-def without_adapters(adapters: LoadedAdapters | None, rows: int) -> Iterator[None]:
-    """Inside, every call of the model has so many rows, and none of them an adapter."""
-    if adapters is None:
-        yield
-        return
-    with adapters.applied(NO_ADAPTER, rows, adapters.modules_beside([])):
-        yield
-
-
-def _digest(adapter: Any) -> str:
-    found = hashlib.sha256()
-    for kind in ("loras", "modules_to_save"):
-        for name, weights in sorted((getattr(adapter, kind, None) or {}).items()):
-            for part, value in sorted(vars(weights).items()):
-                found.update(f"{kind} {name} {part} {_described(value)}\n".encode())
-    return found.hexdigest()
 
 
 def _described(value: Any) -> str:

@@ -25,18 +25,15 @@ _KINDS = {"FullAttentionSpec": False, "SlidingWindowSpec": True}
 """Kinds of groups that may stand side by side, and whether they have a window."""
 
 
-class NoGroups:
-    """In place of `SupportsHMA`: vLLM then turns its hybrid manager off by itself."""
-
-
-SupportsHMA: Any = base.SupportsHMA if HAS_GROUPS else NoGroups
-"""What tells vLLM that a connector serves several groups of KV cache."""
+SupportsHMA: Any = base.SupportsHMA if HAS_GROUPS else type("NoGroups", (), {})
+"""What tells vLLM that a connector serves several groups of KV cache; else vLLM turns its hybrid manager off."""
 
 
 def windows_of(kv_cache_config: Any) -> list[int | None]:
     """Of each group of KV cache, the rows that a row attends to at most, its own among them; None: any."""
     groups = getattr(kv_cache_config, "kv_cache_groups", None) or []
-    return [_window(_specs(group.kv_cache_spec)[0]) for group in groups] or [None]
+    specs = [_specs(group.kv_cache_spec)[0] for group in groups]
+    return [int(each.sliding_window) if _KINDS.get(type(each).__name__) else None for each in specs] or [None]
 
 
 def groups_of(kv_cache_config: Any, layer_names: Sequence[str]) -> list[int]:
@@ -67,11 +64,8 @@ def first_seen(row: int, window: int | None) -> int:
 
 
 def salt_from(request: Any, first_token: int, block_size: int, salt: bytes) -> int:
-    """Renames a request's blocks from that of `first_token` on, so that no plain request finds them.
-
-    Returns:
-        Leading tokens whose blocks keep their names, and are shared with plain requests.
-    """
+    """Renames a request's blocks from that of `first_token` on, so that no plain request finds them; returns leading
+    tokens whose blocks keep their names, and are shared with plain requests."""
     hashes = request.block_hashes
     kept = first_token // block_size
     if kept < len(hashes) == request.num_tokens // block_size:
@@ -126,14 +120,12 @@ class PrefixCache:
         return any(self._find(name, group) for group in range(len(self._windows)))
 
     def keep(self, request: Any, stop: int, tables: Sequence[Sequence[int]]) -> list[list[int]]:
-        """The blocks that vLLM holds of the rows in front of `stop`, as far as later rows see them, for each group.
+        """The blocks that vLLM holds of the rows in front of `stop`, a multiple of the block size, as far as later rows
+        see them, for each group.
 
         A window that ends far behind `stop` has passed the blocks that rows right behind it need: they are not in the
         request's own table. They are then kept from being used otherwise, until `let_go`. The null block stands for
         those that no later row sees, and for those that are gone already.
-
-        Args:
-            stop: of the prefix that vLLM holds; a multiple of the block size.
         """
         count = -(-stop // self._block_size)
         found, kept = [], []
@@ -166,7 +158,3 @@ def _salted(name: bytes, salt: bytes) -> bytes:
 def _specs(spec: Any) -> list[Any]:
     """The layers' own specs of a group whose layers differ in their heads; else the group's."""
     return list((getattr(spec, "kv_cache_specs", None) or {"": spec}).values())
-
-
-def _window(spec: Any) -> int | None:
-    return int(spec.sliding_window) if _KINDS.get(type(spec).__name__) else None

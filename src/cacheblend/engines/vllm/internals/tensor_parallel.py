@@ -6,6 +6,7 @@ directly or by the custom operations `torch.ops.vllm.*`.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ COLLECTIVES = ("_all_reduce_out_place", "_all_gather_out_place", "_reduce_scatte
 
 
 class TensorParallel:
-    """The tensor-parallel ranks of this worker; see `ranks.Group`."""
+    """The tensor-parallel ranks of this worker."""
 
     def __init__(self) -> None:
         self._group: Any = get_tp_group()
@@ -43,27 +44,21 @@ class TensorParallel:
 
     @contextmanager
     def guarded(self, before: Callable[[str], None]) -> Iterator[None]:
-        """Inside, `before` is called in front of every collective of vLLM's layers with its name and size.
+        """Inside, `before` is called in front of every collective of vLLM's layers with its name and size. What it
+        raises is raised instead of the collective."""
 
-        What it raises is raised instead of the collective.
-        """
+        def checked(name: str, real: Callable[..., Any], input_: torch.Tensor, *args: Any, **options: Any) -> Any:
+            # The output's memory is taken and given back here: it then is there in the collective, where a rank that
+            # runs out of memory would leave the others waiting.
+            input_.new_empty((self.size if name == "_all_gather_out_place" else 1) * input_.numel())
+            before(f"{name} {input_.numel()}")
+            return real(input_, *args, **options)
+
         names = [name for name in COLLECTIVES if hasattr(self._group, name)]
         for name in names:
-            setattr(self._group, name, self._checked(getattr(self._group, name), name, before))
+            setattr(self._group, name, partial(checked, name, getattr(self._group, name)))
         try:
             yield
         finally:
             for name in names:
                 delattr(self._group, name)  # the class has the method
-
-    def _checked(self, real: Callable[..., torch.Tensor], name: str, before: Callable[[str], None]) -> Any:
-        grows = self.size if name == "_all_gather_out_place" else 1
-
-        def checked(input_: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-            # The output's memory is taken and given back here: it then is there in the collective, where a rank that
-            # runs out of memory would leave the others waiting.
-            input_.new_empty(grows * input_.numel())
-            before(f"{name} {input_.numel()}")
-            return real(input_, *args, **options)
-
-        return checked

@@ -36,12 +36,9 @@ def watch_loading() -> None:
 def model_of(attention: nn.Module) -> nn.Module:
     """The loaded model that holds this attention module. Raises ModelNotBlendableError: it was loaded before
     `watch_loading`."""
-    found: nn.Module | None = attention
     top = attention
-    while found is not None:
+    while (parent := _parents.get(top)) is not None and (found := parent()) is not None:
         top = found
-        parent = _parents.get(found)
-        found = None if parent is None else parent()
     if top is attention:
         raise ModelNotBlendableError(
             "vLLM did not load the plug-in 'cacheblend' before the model (is VLLM_PLUGINS set, and does it leave it "
@@ -92,13 +89,9 @@ def _note_files(config: VllmConfig) -> None:
 
 
 def _reserve(attention: nn.Module, config: VllmConfig, device: torch.device) -> None:
-    """Takes the memory that blending will need: vLLM counts it as weights, and makes its KV cache smaller by it.
-
-    Done at the model's first attention module, before vLLM measures what is left.
-
-    Raises:
-        InvalidInputError: the GPU has less, or there is none for the store's tier.
-    """
+    """Takes the memory that blending will need: vLLM counts it as weights, and makes its KV cache smaller by it. Done
+    at the model's first attention module, before vLLM measures what is left. Raises InvalidInputError: the GPU has
+    less, or there is none for the store's tier."""
     extra, speculative = connector_settings(config), config.speculative_config
     if extra is None or (speculative is not None and config.model_config is speculative.draft_model_config):
         return  # of a drafter it was taken with the model that it drafts for

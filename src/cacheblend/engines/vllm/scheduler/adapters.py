@@ -26,8 +26,6 @@ class AdapterUnusableError(CacheBlendError):
 
 @dataclass
 class _KnownAdapter:
-    """What is known of a number."""
-
     request: Any
     adapter: Adapter | None = None
     error: str = ""
@@ -47,17 +45,21 @@ class RequestAdapters:
     def of(self, request: Any) -> Adapter | None:
         """The adapter of a request that has one; None: the workers have not said yet. Raises AdapterUnusableError: they
         cannot load it, or have not in time."""
+        lora, number = request.lora_request, int(request.lora_request.lora_int_id)
+        known = self._known.setdefault(number, _KnownAdapter(lora))
         if request.request_id not in self._came:
-            self._ask(request)
-        known = self._known[int(request.lora_request.lora_int_id)]
+            self._came[request.request_id] = time.monotonic()
+            is_same = (known.request.lora_name, known.request.lora_path) == (lora.lora_name, lora.lora_path)
+            if not is_same or known.adapter is None or lora.load_inplace:  # the workers may say something new
+                known.request, known.adapter, known.error = lora, None, ""
+                self._wanted[number] = lora
         if known.error:
             raise AdapterUnusableError(ADAPTER_UNUSABLE, known.error)
         if known.adapter is None and time.monotonic() - self._came[request.request_id] > self._timeout_s:
             raise AdapterUnusableError(ADAPTER_SLOW, f"the workers have not loaded it in {self._timeout_s} s")
-        return known.adapter and replace(known.adapter, request=request.lora_request)
+        return known.adapter and replace(known.adapter, request=lora)
 
     def forget(self, request: Any) -> None:
-        """A request has ended."""
         self._came.pop(request.request_id, None)
 
     def take(self) -> list[Any]:
@@ -76,17 +78,6 @@ class RequestAdapters:
                 known.generation += known.last not in ("", each.digest)
                 known.last = each.digest
                 known.adapter = Adapter(number, each.digest, known.request, known.generation)
-
-    def _ask(self, request: Any) -> None:
-        """A request came: has the workers asked about its adapter, where they may say something new."""
-        lora = request.lora_request
-        number = int(lora.lora_int_id)
-        known = self._known.setdefault(number, _KnownAdapter(lora))
-        is_same = (known.request.lora_name, known.request.lora_path) == (lora.lora_name, lora.lora_path)
-        if not is_same or known.adapter is None or lora.load_inplace:
-            known.request, known.adapter, known.error = lora, None, ""
-            self._wanted[number] = lora
-        self._came[request.request_id] = time.monotonic()
 
 
 def named(adapter: Adapter | None) -> str:

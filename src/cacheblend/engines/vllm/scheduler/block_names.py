@@ -22,11 +22,9 @@ VERSION = 2
 
 
 def salt_of(planner: Planner, selector: Selector, adapter: Adapter | None = None) -> bytes:
-    """What blended KV depends on besides the tokens: settings, model, tenant and LoRA adapter.
-
-    While an adapter is replaced, a request may be computed with other weights than its blocks are named by: so those of
-    the same weights, when they come back, have other names.
-    """
+    """What blended KV depends on besides the tokens: settings, model, tenant and LoRA adapter."""
+    # While an adapter is replaced, a request may be computed with other weights than its blocks are named by: so those
+    # of the same weights, when they come back, have other names.
     again = f" {adapter.generation}" if adapter is not None and adapter.generation else ""
     described = f"{VERSION} {selector!r} {planner.root.hex()} {planner.anchor!r}{again}"
     return hashlib.sha256(described.encode()).digest()
@@ -38,11 +36,9 @@ def first_loaded(plan: BlendPlan) -> int:
 
 
 def blended_before(request: Any, plan: BlendPlan, salt: bytes, cache: PrefixCache, block_size: int) -> int | None:
-    """Where the salting of an earlier turn began whose blocks vLLM still holds; None: it holds none.
-
-    Where that is beyond the first loaded row, vLLM holds the blocks before it, and only as long as it does may the
-    request be blended.
-    """
+    """Where the salting of an earlier turn began whose blocks vLLM still holds; None: it holds none. Where that is
+    beyond the first loaded row, vLLM holds the blocks before it, and only as long as it does may the request be
+    blended."""
     loaded = first_loaded(plan)
     cached = cache.tokens(request)
     is_chunk = [segment.is_chunk for segment in plan.prompt.segments]

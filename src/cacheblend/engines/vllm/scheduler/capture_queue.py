@@ -53,7 +53,6 @@ class CaptureQueue:
 
     @property
     def is_empty(self) -> bool:
-        """No chunk is queued or with the workers."""
         return not self._queued and not self._sent
 
     @property
@@ -62,7 +61,7 @@ class CaptureQueue:
         return not self._queued and len(self._sent) <= 1
 
     def end_request(self, request_id: str) -> None:
-        """Queues what a request that ended has missed."""
+        """Queues what a request has missed."""
         _, jobs, missed_at = self._waiting.pop(request_id, (None, (), 0.0))
         for job in jobs:
             self.add(job, missed_at)

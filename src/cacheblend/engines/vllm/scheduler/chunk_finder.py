@@ -46,17 +46,13 @@ THREADS = 8  # of look-ups
 FRESH_S = 0.25
 """Seconds that a look-up waits at most for a list that is due."""
 
-logger = logging.getLogger("cacheblend.vllm")
-
-
 _MOST_PLANNERS = 4096  # kept; one more is made in microseconds
+logger = logging.getLogger("cacheblend.vllm")
 
 
 class TenantPlanners:
     """The planner of each tenant and LoRA adapter: a request's `cache_salt` and adapter are part of its chunks' names.
-
-    The embedded engine gives a tenant of the same name the same planner.
-    """
+    The embedded engine gives a tenant of the same name the same planner."""
 
     def __init__(self, identity: ModelIdentity, config: BlendConfig) -> None:
         self._identity, self._config = identity, config
@@ -81,9 +77,6 @@ class TenantPlanners:
 class ChunkFinder:
     """Finds the chunks of one engine's requests.
 
-    Attributes:
-        timeout_s: seconds that a request waits for a look-up.
-
     Args:
         control: decides what is loaded; None: all that is stored.
         keeps_events: `take_changes` will be called.
@@ -102,7 +95,7 @@ class ChunkFinder:
         self._settings, self._planners, self._store, self._control = settings, planners, store, control
         self._chunk_end_token_id = config.chunk_end_token_id
         given = settings.config.load_timeout_s
-        self.timeout_s = min(config.lookup_timeout_s, math.inf if given is None else given)
+        self._timeout_s = min(config.lookup_timeout_s, math.inf if given is None else given)
         self._pool, self._lookups = DaemonPool(THREADS, "cacheblend-lookup"), list[LookUp]()
         self._listing: ChunkListing | None = None
         self._keeps_events = keeps_events
@@ -140,7 +133,7 @@ class ChunkFinder:
                 prompt = self._listing.match(planner.root, Prompt.of([text(token_ids)]))
             else:
                 after = self._listing.first_reading()
-                if after is not None and self._listing.age_s > self.timeout_s:  # others have waited in vain
+                if after is not None and self._listing.age_s > self._timeout_s:  # others have waited in vain
                     return SLOW_STORE
         if prompt is not None and not prompt.chunks:
             return NOTHING_STORED
@@ -150,7 +143,7 @@ class ChunkFinder:
             return SLOW_STORE  # every thread waits for a store that did not answer in time
         began = time.monotonic()
         future = self._pool.submit(look_up) if after is None else self._pool.submit_after(after, look_up)
-        self._lookups.append(LookUp(future, began, began + self.timeout_s))
+        self._lookups.append(LookUp(future, began, began + self._timeout_s))
         return self._lookups[-1]
 
     def raise_by(self, factor: float) -> None:
@@ -163,12 +156,10 @@ class ChunkFinder:
         if self._discovery is None or ids is None or is_unknown:
             return
         planner = self._planners.of(tracked.cache_salt, named(tracked.adapter))
-        plan = None if tracked.found is None else tracked.found.plan
-        if plan is not None:
-            prompt = plan.prompt
-        else:
-            prompt = named_chunks(ids, tracked.options.spans, self._chunk_end_token_id) or Prompt.of([text(ids)])
-        self._discovery.watch(planner.root, prompt, plan, (planner, tracked.adapter))
+        plan, prompt = None, named_chunks(ids, tracked.options.spans, self._chunk_end_token_id)
+        if tracked.found is not None:
+            plan, prompt = tracked.found.plan, tracked.found.plan.prompt
+        self._discovery.watch(planner.root, prompt or Prompt.of([text(ids)]), plan, (planner, tracked.adapter))
 
     def add_discovered(self, captures: CaptureQueue, counts: Counts) -> None:
         """Queues the learnt run of most worth behind what requests have missed, and counts; returns at once."""
@@ -193,7 +184,6 @@ class ChunkFinder:
             self._pool.submit(partial(self._list, self._listing, captured))
 
     def learn(self, plan: BlendPlan, outcome: BlendOutcome) -> None:
-        """What the blend of a plan that it found tells of times to come."""
         if self._control is not None:
             self._control.learn(plan, outcome)
 
@@ -207,7 +197,6 @@ class ChunkFinder:
             self._discovered.clear()
 
     def take_changes(self, most: int) -> ListChanges:
-        """See `ChunkListing.take_changes`."""
         return ListChanges() if self._listing is None else self._listing.take_changes(most)
 
     def close(self) -> None:
@@ -247,45 +236,33 @@ class ChunkFinder:
         is_full = settings.is_full and options.follows_floor
         if options.mode == "prefix" or is_full:
             plan = plan.exact_only()
-        found = self._in_time(self._decide(plan.without_last_row(), options, settings), looked_up_s, settings)
-        found = replace(found, salt=salt_of(planner, found.named_by, adapter))
-        return replace(found, missed=jobs, missed_at=missed_at, is_full=is_full and bool(plan.left_out))
-
-    def _decide(self, plan: BlendPlan, options: RequestOptions, settings: BlendSettings) -> FoundChunks:
-        """What is loaded of all that is stored, and how much is recomputed."""
+        is_full, plan = is_full and bool(plan.left_out), plan.without_last_row()
         selector = named_by = options.selector_of(settings)
-        is_slow = False
+        is_slow, seconds = False, settings.config.load_timeout_s  # of the look-up and of loading
         if self._control is not None:
             choice = self._control.decide(plan, selector.share, raises=not options.sets_selection)
             plan, is_slow = choice.plan, choice.is_all_left_out
-            if choice.ratio is not None:
+            if choice.ratio is not None:  # which makes KV more exact: its blocks serve the others as well
                 selector = settings.at_least(choice.ratio)
-        # A raised ratio makes KV more exact: its blocks serve the others as well.
-        return FoundChunks(plan, selector, b"", named_by, is_slow=is_slow)
-
-    def _in_time(self, found: FoundChunks, looked_up_s: float, settings: BlendSettings) -> FoundChunks:
-        """The same with the time that loading may take; nothing is loaded if the look-up took all of it."""
-        seconds = settings.config.load_timeout_s
+            if seconds is None and (compute_s := self._control.compute_s(plan)) is not None:
+                seconds = max(LEAST_S, compute_s)
+        salt = salt_of(planner, named_by, adapter)
+        found = FoundChunks(plan, selector, salt, named_by, jobs, missed_at, is_slow, is_full)
         if seconds is None:
-            compute_s = None if self._control is None else self._control.compute_s(found.plan)
-            if compute_s is None:
-                return found
-            seconds = max(LEAST_S, compute_s)
+            return found
         if not found.held or looked_up_s < seconds:
             return replace(found, load_s=seconds - looked_up_s)
-        plan = found.plan.leaving_out(frozenset(span.name for span in found.plan.spans))
-        return replace(found, plan=plan, is_slow=True)
+        return replace(found, plan=plan.leaving_out(frozenset(span.name for span in plan.spans)), is_slow=True)
 
     def _list(self, listing: ChunkListing, captured: Sequence[CaptureJob]) -> None:
-        chunks = [manifest_of(job.chunk, job.planner, "") for job in captured]
+        chunks, held = [manifest_of(job.chunk, job.planner, "") for job in captured], set[BlockName]()
         try:
-            held = [chunk for chunk in chunks if self._store.has_manifest(chunk.chunk_id)]
-            listing.add(held)
+            held = {chunk.chunk_id for chunk in chunks if self._store.has_manifest(chunk.chunk_id)}
+            listing.add([chunk for chunk in chunks if chunk.chunk_id in held])
         except (StoreError, OSError) as error:
             logger.warning("captured chunks are found when the store's list is read again: %s", error)
-            held = []
-        names = {chunk.chunk_id for chunk in held}
+            held = set()
         for chunk in chunks:
             run = self._discovered.pop(chunk.chunk_id, None)
-            if run is not None and self._discovery is not None and chunk.chunk_id in names:
+            if run is not None and self._discovery is not None and chunk.chunk_id in held:
                 self._discovery.stored(run, chunk)

@@ -36,31 +36,19 @@ _STORED = (Source.PREFIX, Source.LOADED)
 
 @dataclass(frozen=True)
 class LoadChoice:
-    """What is loaded for a prompt.
-
-    Attributes:
-        ratio: share of the loaded rows to recompute, above the one in force; None: that one.
-        is_all_left_out: something is stored, and computing all of it takes less time than loading any.
-    """
+    """What is loaded for a prompt."""
 
     plan: BlendPlan
-    ratio: float | None = None
+    ratio: float | None = None  # share of the loaded rows to recompute, above the one in force; None: that one
     decision: Decision | None = None
-    is_all_left_out: bool = False
+    is_all_left_out: bool = False  # something is stored, and computing all of it takes less time than loading any
 
 
 def open_load_control(
     config: BlendConfig, *, fingerprint: str, device: str, layers: int, bytes_per_token: float
 ) -> "LoadControl":
-    """The control of an engine, which starts from the cost model that its settings name, if any.
-
-    Args:
-        device: kind of device, such as ``"cuda"``.
-        bytes_per_token: of a stored token, over all layers and heads.
-
-    Raises:
-        InvalidInputError: the cost model cannot be read, or was measured on another model, codec or kind of device.
-    """
+    """The control of an engine, which starts from the cost model that its settings name, if any. Raises
+    InvalidInputError: it cannot be read, or was measured on another model, codec or kind of device (``"cuda"``)."""
     cost_model = None
     if config.cost_model is not None:
         stored = KVLayout((), torch.float32, config.codec)  # only the codec is compared
@@ -79,13 +67,12 @@ class LoadControl:
     def __init__(
         self, config: BlendConfig, layers: int, bytes_per_token: float, cost_model: CostModel | None = None
     ) -> None:
-        self._config, self._layers, self._bytes_per_token = config, layers, bytes_per_token
-        self._lock = threading.Lock()
-        self._controller = None if cost_model is None else self._open(cost_model)
+        self._of, self._layers, self._lock = (config, layers, bytes_per_token), layers, threading.Lock()
+        self._controller = None if cost_model is None else make_controller(cost_model, *self._of)
 
     @property
     def cost_model(self) -> CostModel | None:
-        """What has been learnt so far; None: how long computing takes is not known."""
+        """None: how long computing takes is not known."""
         with self._lock:
             return None if self._controller is None else self._controller.cost_model
 
@@ -123,11 +110,9 @@ class LoadControl:
         if outcome.failure:
             with self._lock:
                 if outcome.failure == LOAD_TIMEOUT and self._controller is not None and outcome.read_s:
-                    expected = self._controller.load_s([span for span in plan.spans if span.source in _STORED])
-                    slow = {
-                        tier: (GIVEN_UP * max(seconds, expected.get(tier, 0.0)), expected.get(tier, 0.0))
-                        for tier, seconds in outcome.read_s.items()
-                    }
+                    load_s = self._controller.load_s([span for span in plan.spans if span.source in _STORED])
+                    waits = ((tier, seconds, load_s.get(tier, 0.0)) for tier, seconds in outcome.read_s.items())
+                    slow = {tier: (GIVEN_UP * max(seconds, known), known) for tier, seconds, known in waits}
                     self._controller.observe(_expectation(self._controller, plan, outcome), None, slow)
             return
         cached = outcome.hit_tokens.get("vllm", 0)  # which nothing has read
@@ -146,10 +131,8 @@ class LoadControl:
         pace = seconds / row_layers * self._layers
         with self._lock:
             if self._controller is None and math.isfinite(pace) and pace > 0:
-                self._controller = self._open(CostModel(tuple((tokens, tokens * pace) for tokens in _LENGTHS)))
-
-    def _open(self, cost_model: CostModel) -> Controller:
-        return make_controller(cost_model, self._config, self._layers, self._bytes_per_token)
+                cost_model = CostModel(tuple((tokens, tokens * pace) for tokens in _LENGTHS))
+                self._controller = make_controller(cost_model, *self._of)
 
 
 def _reads(plan: BlendPlan) -> bool:

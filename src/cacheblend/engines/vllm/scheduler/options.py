@@ -25,7 +25,6 @@ KEY = "cacheblend"
 Mode = Literal["blend", "prefix", "full"]
 """What is reused: all that is stored; only what is exact in this prompt; nothing from the store."""
 
-
 Span = tuple[int, int]
 """[start, stop) of a prompt's tokens."""
 
@@ -35,17 +34,12 @@ MOST_SPANS = 2048
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """The settings of one request; None: the engine's.
-
-    Attributes:
-        recompute_ratio: share of the loaded tokens that are recomputed, 0..1.
-        spans: the prompt's chunks, [start, stop) each, ascending without overlap.
-    """
+    """The settings of one request; None: the engine's."""
 
     mode: Mode = "blend"
     recompute_ratio: float | None = None
     selector: str | None = None
-    spans: tuple[Span, ...] | None = None
+    spans: tuple[Span, ...] | None = None  # the prompt's chunks, ascending without overlap
 
     @property
     def sets_selection(self) -> bool:
@@ -64,20 +58,13 @@ class RequestOptions:
         return replace(self, spans=tuple(span for span in self.spans if span[1] <= end))
 
     def selector_of(self, settings: BlendSettings) -> Selector:
-        """The selector of this request in an engine with these settings. Raises InvalidInputError: no such selector, or
-        a ratio that it cannot have."""
+        """Raises InvalidInputError: no such selector, or a ratio that it cannot have."""
         return settings.selector(self.recompute_ratio, self.selector)
 
 
 def read_options(params: Any, tokens: int) -> RequestOptions:
-    """The options that a request's `kv_transfer_params` hold.
-
-    Args:
-        params: as the client sent them; None or without `KEY`: the engine's settings.
-
-    Raises:
-        InvalidInputError: another form, an unknown key or a wrong value; the message names it.
-    """
+    """The options that a request's `kv_transfer_params` hold, as the client sent them. Raises InvalidInputError:
+    another form, an unknown key or a wrong value; the message names it."""
     if params is not None and not isinstance(params, Mapping):
         raise InvalidInputError(f"kv_transfer_params must be an object, got {params!r}")
     mine = (params or {}).get(KEY)

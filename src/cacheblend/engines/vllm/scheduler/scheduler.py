@@ -47,7 +47,6 @@ from cacheblend.engines.vllm.scheduler.tracked_requests import (
 
 logger = logging.getLogger("cacheblend.vllm")
 
-
 MOST_OUTSTANDING = 8
 """Requests that hold blocks while the workers fill them: more would take memory without being faster."""
 
@@ -180,7 +179,8 @@ class Scheduling:
             return
         tracked.missed = (found.missed, found.missed_at)
         size, cached = self._block_size, self.cache.tokens(request)
-        self._checks.settled(is_left_out=found.is_full)
+        if found.is_full:
+            self._checks.left_out()
         takes_blended = tracked.options.mode != "prefix" and not found.is_full  # not what vLLM holds of an equal prompt
         before = blended_before(request, found.plan, found.salt, self.cache, size) if takes_blended else None
         if cached and found.held - cached < size and before is None:  # vLLM computes less than a block as fast
@@ -257,7 +257,6 @@ class Scheduling:
     # ---- the workers report -----------------------------------------------------------------------------
 
     def provided(self, request_ids: Iterable[str]) -> None:
-        """The workers have provided these requests' prompts, or given them up."""
         for request_id in request_ids:
             self._outstanding.discard(request_id)
             self.cache.let_go(request_id)
@@ -317,9 +316,8 @@ class Scheduling:
 
     def take_events(self) -> list[Any]:
         """vLLM's events about chunks that the store has got or lost since the last call, some at a time."""
-        changes, size = self._finder.take_changes(MOST_EVENTS), self._settings.config.block_size
-        stored = [interface.stored_event(chunk, size) for chunk in changes.added]
-        return stored + [interface.removed_event(chunk) for chunk in changes.removed]
+        changes = self._finder.take_changes(MOST_EVENTS)
+        return interface.events_of(changes.added, changes.removed, self._settings.config.block_size)
 
     def close(self) -> None:
         """Ends the threads; waits for nothing."""
@@ -333,18 +331,18 @@ class Scheduling:
             return
         except InvalidInputError as error:
             logger.warning("%s: %s", where, error)
-            label, reason, detail = BAD_SPANS, "bad parameters", str(error)
+            label, told = BAD_SPANS, ("bad parameters", str(error))
         except AdapterUnusableError as error:
             logger.warning("%s: its LoRA adapter: %s", where, error)
-            label, reason, detail = error.reason, error.reason, str(error)
+            label, told = error.reason, (error.reason, str(error))
         except TimeoutError:
             logger.warning("%s: the store did not answer in time", where)
-            label, reason, detail = SLOW_STORE, SLOW_STORE, ""
+            label, told = SLOW_STORE, (SLOW_STORE, "")
         except (StoreError, OSError) as error:
             logger.warning("%s: %s", where, error)
-            label, reason, detail = UNREADABLE, UNREADABLE, ""
+            label, told = UNREADABLE, (UNREADABLE, "")
         except Exception as error:
             logger.error(where, exc_info=error)
-            label, reason, detail = type(error).__name__, type(error).__name__, ""
+            label, told = type(error).__name__, (type(error).__name__, "")
         self.counts.add_fallback(label)
-        tracked.leave(reason, detail)
+        tracked.leave(*told)

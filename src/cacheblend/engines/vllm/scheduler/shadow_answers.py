@@ -67,7 +67,6 @@ class AnswerDraws:
 
     @property
     def step(self) -> int:
-        """The floor's; see `ShadowWatch.step`."""
         return 0 if self.watch is None else self.watch.step
 
     @property
@@ -103,9 +102,9 @@ class AnswerDraws:
         )
         self._show_waiting()
 
-    def settled(self, *, is_left_out: bool) -> None:
-        """Called when a request's look-up is over; `is_left_out`: the floor has its stored tokens computed."""
-        if is_left_out and self.watch is not None:
+    def left_out(self) -> None:
+        """Called when the floor has a request's stored tokens computed."""
+        if self.watch is not None:
             self.watch.takes(0, 0, by_floor=True)
             self._show()
 
@@ -127,13 +126,13 @@ class AnswerDraws:
 
     def reset(self) -> None:
         """Drops all checks: the weights have changed."""
-        self._released += [job.request_id for job in self._held]
-        dropped = [*self._drawn, *(job.number for job in self._held)]
+        dropped = len(self._drawn) + len(self._held)
         for job in self._held:
+            self._released.append(job.request_id)
             del self._open[job.number]
         self._drawn.clear()
         self._held.clear()
-        for _ in dropped:
+        for _ in range(dropped):
             self._drop(RESET)
         if self.watch is not None:
             self.watch.begin_anew()

@@ -31,24 +31,16 @@ _HELD = (Source.PREFIX, Source.LOADED)
 
 @dataclass(frozen=True, eq=False)
 class FoundChunks:
-    """What a look-up found.
+    """What a look-up found."""
 
-    Attributes:
-        plan: of the prompt without its last token.
-        named_by: selector in the salt; blocks of these names may have been recomputed more, not less.
-        missed_at: when the store was asked, by `time.monotonic`.
-        is_slow: something is stored, and loading any of it takes longer than computing it.
-        is_full: the floor of the shadow check has everything computed that is not exact, and something is stored.
-    """
-
-    plan: BlendPlan
+    plan: BlendPlan  # of the prompt without its last token
     selector: Selector
     salt: bytes
-    named_by: Selector
+    named_by: Selector  # in the salt; blocks of these names may have been recomputed more, not less
     missed: list[CaptureJob] = field(default_factory=list)
-    missed_at: float = 0.0
-    is_slow: bool = False
-    is_full: bool = False
+    missed_at: float = 0.0  # when the store was asked, by `time.monotonic`
+    is_slow: bool = False  # something is stored, and loading any of it takes longer than computing it
+    is_full: bool = False  # the floor of the shadow check has all computed that is not exact, and something is stored
     load_s: float | None = None
 
     @cached_property
@@ -58,7 +50,6 @@ class FoundChunks:
 
     @cached_property
     def first_loaded(self) -> int:
-        """See `block_names.first_loaded`."""
         return first_loaded(self.plan)
 
     @property
@@ -113,49 +104,33 @@ class LookUp:
         return self.future.result(timeout=0)
 
     def drop(self) -> None:
-        """Nobody waits for it any more: if it has not begun it never will, and takes no thread from others."""
+        """If it has not begun it never will, and takes no thread from others."""
         self.future.cancel()
 
 
 @dataclass(eq=False)
 class Tracked:
-    """A request from its arrival to its end.
+    """A request from its arrival to its end."""
 
-    Attributes:
-        floor_step: of the shadow check, when the request came.
-        adapter: that its chunks are named by; None: it has none, or the workers have not looked at it.
-        lookup: under way; None: it has ended, or there was none.
-        missed: chunks to be captured once the request has its first token, and when the store was asked for them.
-        reason: why vLLM computes the request, one of few; empty: it does not, or this is not known yet.
-        plain_tokens: leading tokens whose blocks have plain names; None: all of them have.
-        waits_for: the request whose blocks it will share; None: it waits for none.
-        tried: how often it had been preempted when its prompt was last given to the workers; -1: never given.
-        held_by_vllm: leading tokens that vLLM's prefix cache held when it was scheduled.
-        tenant: what figures call its tenant, since everyone may read them; empty: it has none.
-        is_asked: whether its answer is compared has been decided.
-        token_ids: of its prompt, up to the first image; None: it is vLLM's alone.
-        cache_salt: of its tenant, when it came.
-    """
-
-    request: Any = None
-    floor_step: int = 0
+    request: Any
+    floor_step: int  # of the shadow check, when the request came
     options: RequestOptions = field(default_factory=RequestOptions)
-    adapter: Adapter | None = None
-    lookup: LookUp | None = None
+    adapter: Adapter | None = None  # that its chunks are named by, once the workers have looked at it
+    lookup: LookUp | None = None  # under way
     found: FoundChunks | None = None
-    missed: tuple[list[CaptureJob], float] | None = None
-    reason: str = ""
+    missed: tuple[list[CaptureJob], float] | None = None  # to be captured; and when the store was asked for them
+    reason: str = ""  # why vLLM computes the request, one of few; empty: it does not, or this is not known yet
     detail: str = ""
-    plain_tokens: int | None = None
-    waits_for: str | None = None
-    tried: int = -1
-    held_by_vllm: int = 0
+    plain_tokens: int | None = None  # leading ones whose blocks have plain names; None: all
+    waits_for: str | None = None  # the request whose blocks it will share
+    tried: int = -1  # how often it had been preempted when its prompt was last given to the workers; -1: never given
+    held_by_vllm: int = 0  # leading tokens that vLLM's prefix cache held when it was scheduled
     outcome: BlendOutcome | None = None
     block_ids: list[list[int]] = field(default_factory=list)
-    is_asked: bool = False
-    token_ids: TokenIds | None = None
-    tenant: str = field(init=False)
-    cache_salt: str | None = field(init=False)
+    is_asked: bool = False  # whether its answer is compared has been decided
+    token_ids: TokenIds | None = None  # of its prompt, up to the first image; None: it is vLLM's alone
+    tenant: str = field(init=False)  # what figures call it, since everyone may read them; empty: it has none
+    cache_salt: str | None = field(init=False)  # of its tenant, when it came
 
     def __post_init__(self) -> None:
         salt = getattr(self.request, "cache_salt", None)  # it may change: `prefix_cache.salt_from`
@@ -174,7 +149,6 @@ class Tracked:
         self.reason, self.detail = reason, detail
 
     def drop_lookup(self) -> None:
-        """Its result is not wanted any more."""
         if self.lookup is not None:
             self.lookup.drop()
 

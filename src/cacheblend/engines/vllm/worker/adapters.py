@@ -44,7 +44,7 @@ class WorkerAdapters:
         self._since: dict[int, float] = {}
 
     def begin_step(self, requests: Sequence[Any], *, is_idle: bool) -> None:
-        """An engine step begins: looks at the adapters that requests have come for."""
+        """Looks at the adapters that requests have come for."""
         if self._loaded is None:
             return
         self._kept = set() if is_idle else self._loaded.batch() - {NO_ADAPTER}
@@ -52,7 +52,6 @@ class WorkerAdapters:
         self._wanted = [request for request in self._wanted if not self._look(request)]
 
     def take_seen(self) -> dict[int, AdapterSeen]:
-        """What was seen of adapters since the last call, by number."""
         seen, self._seen = self._seen, {}
         return seen
 

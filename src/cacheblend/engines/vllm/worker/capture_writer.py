@@ -44,7 +44,6 @@ class CaptureWriter:
 
     @property
     def done(self) -> int:
-        """Chunks that need no more work since the start, whether they were stored or not."""
         return self._done
 
     def gather(self, kv: Sequence[LayerKV]) -> list[LayerKV]:
@@ -76,7 +75,6 @@ class CaptureWriter:
             self.count_done()
 
     def count_done(self) -> None:
-        """Counts a chunk that needs no more work."""
         with self._lock:
             self._done += 1
 

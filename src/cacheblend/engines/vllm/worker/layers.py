@@ -14,35 +14,25 @@ from cacheblend.engines.vllm.internals.attention_shim import NO_ADAPTER, Attenti
 
 
 class DecoderModel(Protocol):
-    """What running layers needs of a model; see `BlendModel`."""
+    """What running layers needs of a model; implemented, and described, by `BlendModel`."""
 
     @property
-    def layers(self) -> Sequence[Any]:
-        """The decoder layers, see `calls.VllmLayerCall`."""
-        ...
+    def layers(self) -> Sequence[Any]: ...
 
     @property
-    def specs(self) -> Sequence[AttentionSpec]:
-        """How each layer attends."""
-        ...
+    def specs(self) -> Sequence[AttentionSpec]: ...
 
-    def embed(self, token_ids: torch.Tensor, adapter: int) -> torch.Tensor:
-        """[n, width] input of the first layer."""
-        ...
+    def embed(self, token_ids: torch.Tensor, adapter: int) -> torch.Tensor: ...
 
     def row_inputs(
         self, token_ids: torch.Tensor, positions: torch.Tensor, adapter: int
-    ) -> Sequence[tuple[torch.Tensor, ...]]:
-        """Further arguments of each layer, [n, ...] each."""
-        ...
+    ) -> Sequence[tuple[torch.Tensor, ...]]: ...
 
-    def logits(self, hidden: torch.Tensor, adapter: int) -> torch.Tensor:
-        """[n, vocab] of the last layer's output, [n, width]; empty on ranks that do not sample."""
-        ...
+    def logits(self, hidden: torch.Tensor, adapter: int) -> torch.Tensor: ...
 
-    def answering(self, layer: int, answer: AttentionAnswer, adapter: int, rows: int) -> AbstractContextManager[None]:
-        """Inside, this layer has this attention, and computes so many rows with this adapter."""
-        ...
+    def answering(
+        self, layer: int, answer: AttentionAnswer, adapter: int, rows: int
+    ) -> AbstractContextManager[None]: ...
 
 
 class _VllmProjectedError(Exception):
@@ -73,11 +63,9 @@ class VllmLayerRunner:
 
     @property
     def num_layers(self) -> int:
-        """The number of decoder layers."""
         return len(self.model.layers)
 
     def embed(self) -> torch.Tensor:
-        """[rows, width]."""
         return self.model.embed(self.token_ids, self.adapter)
 
     def project(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,22 +118,26 @@ class CheckRunner(VllmLayerRunner):
         self._float8 = float8
 
     def project(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `VllmLayerRunner.project`."""
         return self._kept(layer, *super().project(layer, hidden, rows))
 
     def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """See `VllmLayerRunner.run`."""
         return super().run(layer, hidden, rows, lambda q, k, v, spec: attend(q, *self._kept(layer, k, v), spec))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `DecoderModel.logits`."""
         return self.model.logits(hidden, self.adapter)
 
     def _kept(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As vLLM's own operation writes them and its attention reads them: GPUs round to the nearest, the CPU build
+        towards 0."""
         float8 = self._float8[layer]
         if float8 is None:
             return keys, values
-        kept_keys, kept_values = _as_written(float8, (keys, values))
+        kept = float8.encode((keys, values))
+        if keys.device.type == "cpu":
+            for numbers, part, scale in zip(kept, (keys, values), float8.scales, strict=True):
+                beyond = numbers.float().abs() > (part.float() / scale).abs()
+                numbers.view(torch.uint8).sub_(beyond.to(torch.uint8))
+        kept_keys, kept_values = float8.decode(kept)
         return kept_keys, kept_values
 
 
@@ -155,17 +147,6 @@ def join(calls: Sequence[LayerRows]) -> VllmLayerRunner:
     token_ids = torch.cat([runner.token_ids[rows] for runner, rows in runners])
     positions = torch.cat([runner.positions[rows] for runner, rows in runners])
     return VllmLayerRunner(runners[0][0].model, token_ids, positions, runners[0][0].adapter)
-
-
-def _as_written(float8: Float8, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Keys and values as vLLM's own operation writes them and its attention reads them: GPUs round to the nearest, the
-    CPU build towards 0."""
-    kept = float8.encode(parts)
-    if parts[0].device.type == "cpu":
-        for numbers, part, scale in zip(kept, parts, float8.scales, strict=True):
-            beyond = numbers.float().abs() > (part.float() / scale).abs()
-            numbers.view(torch.uint8).sub_(beyond.to(torch.uint8))
-    return float8.decode(kept)
 
 
 def _heads_first(rows: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """vLLM's loaded model as blending needs it: layers, shapes, rotations, this rank's heads; checked when created."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -29,17 +29,12 @@ from cacheblend.engines.vllm.worker.layers import VllmLayerRunner
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """One layer's attention, on this rank.
-
-    Attributes:
-        kept: shape of its records.
-        heads: of queries, and of what they attend to.
-    """
+    """One layer's attention, on this rank."""
 
     shim: AttentionShim
     spec: AttentionSpec
-    kept: LayerShape
-    heads: HeadShape
+    kept: LayerShape  # of its records
+    heads: HeadShape  # of queries, and of what they attend to
 
 
 def attention_of(layer: Any, tolerance: float) -> LayerAttention:
@@ -86,8 +81,9 @@ class BlendModel:
         self._modules = decoder.layers_with(model, attention)
         by_id = {id(each): each for each in attention}
         self.attention = [next(by_id[id(each)] for each in one.modules() if id(each) in by_id) for one in self._modules]
-        self.adapters = lora.open_adapters(model, config)
-        self._inside = [self.adapters.modules_of(layer) for layer in self._modules] if self.adapters else []
+        has_adapters = getattr(model, "lora_manager", None) is not None
+        self.adapters = lora.LoadedAdapters(model, config) if has_adapters else None
+        self._inside = [self.adapters.modules_of(layer) if self.adapters else [] for layer in self._modules]
         self._beside = self.adapters.modules_beside(self._modules) if self.adapters else []
         kv_cache.check_caches(self.attention)
         self.dtype = config.model_config.dtype
@@ -99,7 +95,8 @@ class BlendModel:
         self.specs, self.head_shapes = [kind.spec for kind in kinds], [kind.heads for kind in kinds]
         self.device = next(model.parameters()).device
         on_cpu = self.device.type == "cpu"
-        self._kernels = [decoder.cpu_kernels(layer) if on_cpu else [] for layer in self._modules]
+        kernels = [decoder.cpu_kernels(layer) if on_cpu else [] for layer in self._modules]
+        self._kernels = [([module for module, _ in each], [compute for _, compute in each]) for each in kernels]
         self.layout = KVLayout(tuple(kind.kept for kind in kinds), self.dtype)  # of this rank's heads
         self.total_kv_heads = interface.kv_layout(config).layers[0].kv_heads
         self.heads: slice | None = None
@@ -108,7 +105,8 @@ class BlendModel:
         if not interface.is_one_process(config):
             start = interface.tp_rank() * self.total_kv_heads // int(config.parallel_config.tensor_parallel_size)
             self.heads = slice(start, start + kinds[0].kept.kv_heads)
-        with torch.inference_mode(), lora.without_adapters(self.adapters, _PROBE_ROWS):
+        without = None if self.adapters is None else self.adapters.modules_beside([])
+        with torch.inference_mode(), self._with_adapter(NO_ADAPTER, _PROBE_ROWS, without):
             self._learn()
 
     def embed(self, token_ids: torch.Tensor, adapter: int = NO_ADAPTER) -> torch.Tensor:
@@ -117,21 +115,17 @@ class BlendModel:
             return self._embed(token_ids, torch.arange(len(token_ids), device=token_ids.device))
         parts, most = [], self._config.scheduler_config.max_num_batched_tokens
         for tile in torch.split(token_ids, most):  # vLLM's LoRA layers take memory by rows
-            with self._with_adapter(adapter, len(tile)):
+            with self._with_adapter(adapter, len(tile), self._beside):
                 parts.append(self._embed(tile, torch.arange(len(tile), device=tile.device)))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _with_adapter(self, adapter: int, rows: int, layer: int | None = None) -> AbstractContextManager[None]:
-        """Inside, so many rows have an adapter in a layer; None: in front of the layers and behind them."""
-        if self.adapters is None:
-            return nullcontext()
-        return self.adapters.applied(adapter, rows, self._beside if layer is None else self._inside[layer])
+    def _with_adapter(self, adapter: int, rows: int, modules: Any) -> AbstractContextManager[None]:
+        """Inside, these LoRA layers compute so many rows with an adapter."""
+        return nullcontext() if self.adapters is None else self.adapters.applied(adapter, rows, modules)
 
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        first = self.layers[0]
-
         def stop(*args: Any, **kwargs: Any) -> None:
-            raise _EmbeddedError(first.state[0].take(pytree.tree_leaves((args, kwargs))))
+            raise _EmbeddedError(self.layers[0].state[0].take(pytree.tree_leaves((args, kwargs))))
 
         try:
             with decoder.computed_by(self._modules[:1], [stop]):
@@ -143,7 +137,7 @@ class BlendModel:
     def logits(self, hidden: torch.Tensor, adapter: int = NO_ADAPTER) -> torch.Tensor:
         """[n, vocab] of the last layer's output, [n, width]; empty on ranks that do not sample."""
         model: Any = self._model
-        with self._with_adapter(adapter, len(hidden)):
+        with self._with_adapter(adapter, len(hidden), self._beside):
             found: torch.Tensor | None = model.compute_logits(self._tail(hidden))
         return hidden.new_empty(0) if found is None else found
 
@@ -155,24 +149,25 @@ class BlendModel:
         if not any(layer.inputs for layer in self.layers):
             return [() for _ in self.layers]
 
-        def taking(layer: VllmLayerCall) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                leaves = pytree.tree_leaves((args, kwargs))
-                found.append(tuple(at.take(leaves) for at in layer.inputs))
-                return layer.returned(layer.state[0].take(leaves).clone())
+        def forward(layer: VllmLayerCall, *args: Any, **kwargs: Any) -> Any:
+            leaves = pytree.tree_leaves((args, kwargs))
+            found.append(tuple(at.take(leaves) for at in layer.inputs))
+            return layer.returned(layer.state[0].take(leaves).clone())
 
-            return forward
-
-        functions = [taking(layer) for layer in self.layers]
-        with self._with_adapter(adapter, len(token_ids)), decoder.computed_by(self._modules, functions):
+        functions = [partial(forward, layer) for layer in self.layers]
+        beside = self._with_adapter(adapter, len(token_ids), self._beside)
+        with beside, decoder.computed_by(self._modules, functions):
             self._forward(token_ids, positions)
         return found
 
     def _tail(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the model's forward makes of the last layer's output, [n, width]: it is run without its layers."""
+
+        def forward(layer: VllmLayerCall, *_: Any, **__: Any) -> Any:
+            return layer.returned(hidden.clone())
+
         rows = torch.arange(len(hidden), device=hidden.device)
-        functions = [partial(_returned, layer, hidden) for layer in self.layers]
-        with decoder.computed_by(self._modules, functions):
+        with decoder.computed_by(self._modules, [partial(forward, layer) for layer in self.layers]):
             return self._forward(torch.zeros_like(rows), rows)
 
     def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -185,9 +180,10 @@ class BlendModel:
         """Inside, this layer has this attention, and computes so many rows with this adapter."""
         shim = self._shims[self.attention[layer].layer_name]
         shim.answer = answer
-        kernels = decoder.replaced(self._kernels[layer])
+        kernels = decoder.computed_by(*self._kernels[layer], attribute="_forward_method")
+        adapted = self._with_adapter(adapter, rows, self._inside[layer])
         try:
-            with decoder.shimmed(self._config, self._shims), kernels, self._with_adapter(adapter, rows, layer):
+            with decoder.shimmed(self._config, self._shims), kernels, adapted:
                 yield
         finally:
             shim.answer = None
@@ -198,7 +194,7 @@ class BlendModel:
         """How the layers are called, and how their keys turn; refuses the model also for whatever its own code raises,
         since nobody knows what layers need that cannot be called one by one."""
         try:
-            self.layers = self._learn_layers()
+            self._learn_layers()
             self.rotations = self._find_rotations()
         except torch.OutOfMemoryError:
             raise
@@ -208,10 +204,19 @@ class BlendModel:
                 f"the layers of {self._name} cannot be called one by one: {type(error).__name__}: {first_line}"
             ) from error
 
-    def _learn_layers(self) -> list[VllmLayerCall]:
-        """How the layers are called; checked."""
+    def _learn_layers(self) -> None:
         ids, positions = self._probe()
-        recorded, keys, out = self._checked_forward(ids, positions)
+        if self._decoder is self._model:
+            recorded, keys, out = self._own_forward(ids, positions)
+        else:  # a language model inside another model is compared with the whole one
+            try:
+                recorded, keys, out = self._own_forward(ids, positions)
+                served = self._own_forward(ids, positions, is_served=True)
+            except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+                raise ModelNotBlendableError(
+                    f"the language model of {self._name} cannot be called with tokens and positions alone: {error}"
+                ) from error
+            self._check_same("the language model", "hidden states", out, served[2])
         if len(recorded) != len(self._modules):
             raise ModelNotBlendableError(
                 f"the forward of {self._name} calls {len(recorded)} layers one after the other, of {len(self._modules)}"
@@ -224,29 +229,8 @@ class BlendModel:
             except ModelNotBlendableError as error:
                 refused.append(error)
             else:
-                return self.layers
+                return
         raise refused[0]
-
-    def _checked_forward(
-        self, ids: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[list[RecordedCall], list[torch.Tensor], torch.Tensor]:
-        """See `_own_forward`; of a language model inside another model it is compared with the whole model's."""
-        if self._decoder is self._model:
-            return self._own_forward(ids, positions)
-
-        def as_served(token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            with decoder.shimmed(self._config, self._shims):
-                return decoder.forward_as_served(self._model, self._config, token_ids, positions)
-
-        try:
-            found = self._own_forward(ids, positions)
-            served = self._own_forward(ids, positions, as_served)
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise ModelNotBlendableError(
-                f"the language model of {self._name} cannot be called with tokens and positions alone: {error}"
-            ) from error
-        self._check_same("the language model", "hidden states", found[2], served[2])
-        return found
 
     def _probe(self) -> tuple[torch.Tensor, torch.Tensor]:
         vocab = int(self._config.model_config.get_vocab_size())
@@ -297,25 +281,25 @@ class BlendModel:
             )
 
     def _own_forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, forward: Callable[..., torch.Tensor] | None = None
+        self, ids: torch.Tensor, positions: torch.Tensor, *, is_served: bool = False
     ) -> tuple[list[RecordedCall], list[torch.Tensor], torch.Tensor]:
-        """Of the model's own forward, or this one: each layer's call and keys [kv_heads, n, head_dim], and the result
-        [n, width]."""
+        """Of the model's own forward, of a whole multimodal model if `is_served`: each layer's call and keys [kv_heads,
+        n, head_dim], and the result [n, width]."""
         seen: list[torch.Tensor] = []
 
-        def answer_of(index: int) -> AttentionAnswer:
-            def answer(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-                q, k, v = (part.transpose(0, 1).contiguous() for part in (query, keys, values))
-                seen.append(k.clone())
-                return attend_rows(q, k, v, positions, self.specs[index])
+        def answer(spec: AttentionSpec, *given: torch.Tensor) -> torch.Tensor:
+            q, k, v = (part.transpose(0, 1).contiguous() for part in given)
+            seen.append(k.clone())
+            return attend_rows(q, k, v, positions, spec)
 
-            return answer
-
-        for index, layer in enumerate(self.attention):
-            self._shims[layer.layer_name].answer = answer_of(index)
+        for layer, spec in zip(self.attention, self.specs, strict=True):
+            self._shims[layer.layer_name].answer = partial(answer, spec)
         try:
-            with decoder.recording_calls(self._modules) as recorded:
-                out = (forward or self._forward)(ids, positions)
+            with decoder.recording_calls(self._modules) as recorded, decoder.shimmed(self._config, self._shims):
+                if is_served:
+                    out = decoder.forward_as_served(self._model, self._config, ids, positions)
+                else:
+                    out = self._decoder(ids, positions, None, None)
         finally:
             for shim in self._shims.values():
                 shim.answer = None
@@ -326,35 +310,26 @@ class BlendModel:
         candidates = decoder.candidate_rotations(self._model)
         ids, rows = self._probe()
         first, moved = VllmLayerRunner(self, ids, rows), VllmLayerRunner(self, ids, rows + _PROBE_SHIFT)
-        hidden = first.embed()
+        hidden, shift = first.embed(), torch.full((_PROBE_ROWS,), _PROBE_SHIFT)
         found: list[KeyRotation | None] = []
         for layer in range(len(self.layers)):
             keys, values = first.project(layer, hidden, rows)
             new_keys, new_values = moved.project(layer, hidden, rows)
             if not self._close(values, new_values):
                 raise ModelNotBlendableError(f"the values of layer {layer} depend on the position")
-            found.append(self._rotation(layer, keys, new_keys, candidates))
+            if self._close(keys, new_keys):
+                found.append(None)
+                continue
+            fitting = (each for each in candidates if each.rotary_dim <= keys.shape[-1])
+            turned = ((each, reposition_keys(keys, turn_by(each, shift, keys.device))) for each in fitting)
+            found.append(next((each for each, now in turned if self._close(now, new_keys)), None))
+            if found[-1] is None:
+                raise ModelNotBlendableError(
+                    f"the keys of layer {layer} follow none of the model's {len(candidates)} rotations; "
+                    "they cannot be re-positioned"
+                )
         return found
-
-    def _rotation(
-        self, layer: int, keys: torch.Tensor, moved: torch.Tensor, candidates: list[KeyRotation]
-    ) -> KeyRotation | None:
-        if self._close(keys, moved):
-            return None
-        shift = torch.full((keys.shape[1],), _PROBE_SHIFT)
-        for rotation in candidates:
-            fits = rotation.rotary_dim <= keys.shape[-1]
-            if fits and self._close(reposition_keys(keys, turn_by(rotation, shift, keys.device)), moved):
-                return rotation
-        raise ModelNotBlendableError(
-            f"the keys of layer {layer} follow none of the model's {len(candidates)} rotations; "
-            "they cannot be re-positioned"
-        )
 
     def _close(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         error = (one.float() - other.float()).norm(dim=(0, 1))
         return bool((error <= self._tolerance * other.float().norm(dim=(0, 1)).max() + 1e-9).all())
-
-
-def _returned(layer: VllmLayerCall, hidden: torch.Tensor, *_: Any, **__: Any) -> Any:
-    return layer.returned(hidden.clone())

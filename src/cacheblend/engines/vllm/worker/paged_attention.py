@@ -62,20 +62,14 @@ class PagedAttention:
             self._written = keys
         else:  # a prefill that lost its prefix computes it again: those rows have no slot
             self._layers[layer].write(*fresh, slots)
-        metadata = self._metadata_of(positions, slots, query.dtype)
-        if metadata is None:
-            return kv.attend(query, positions, spec)
-        return self._layers[layer].attend(query, fresh.keys, fresh.values, metadata)
-
-    def _metadata_of(self, positions: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> Any:
-        """The kernel's metadata, built once for rows that stay the same over layers; None: it is not used for them."""
-        start = int(positions[0])
-        known = self._metadata.get(start)
-        if known is None or not torch.equal(known[0], positions):
+        known = self._metadata.get(start := int(positions[0]))
+        if known is None or not torch.equal(known[0], positions):  # built once for rows that stay the same over layers
             at, made = positions.cpu(), None
             ends = torch.cat([(at.diff() != 1).nonzero().flatten() + 1, torch.tensor([len(at)])])
-            if self._is_fp8 or not _FEW_ROWS <= len(at) < longest_runs(dtype) * len(ends):
+            if self._is_fp8 or not _FEW_ROWS <= len(at) < longest_runs(query.dtype) * len(ends):
                 first_rows, lengths = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int(), at[ends - 1] + 1
                 made = interface.sequences_metadata(self._builder, first_rows, lengths.int(), self._block_ids, slots)
             known = self._metadata[start] = (positions, made)
-        return known[1]
+        if (metadata := known[1]) is None:  # the kernel is not used for these rows
+            return kv.attend(query, positions, spec)
+        return self._layers[layer].attend(query, fresh.keys, fresh.values, metadata)

@@ -1,13 +1,19 @@
-"""Writes rows to vLLM's paged KV cache, and reads them back.
+"""vLLM's paged KV cache: where the rows of a request lie in it, and how rows are written and read.
+
+    prompt               | held by vLLM  | chunk A | text | chunk B | question |
+    group of all rows    | 7 | 2 | 9 | 4 | 1 | 11  | 5 | 12 | 6   | 13       |    written from the held rows on
+    group with a window  | 0 | 0 | 0 | 0 | 0 | 0   | 0 | 0  | 8   | 3        |    written from the first block on
+      held for it        | 0 | 0 | 0 | 5 |                                         what rows right behind them see
+
+Each group of layers has a table of blocks. Rows that are recomputed may see rows that the window of the prompt's last
+token has passed: a layer of such a group is computed in buffers of the prompt's length, one layer at a time, and what
+the last token still sees is copied to vLLM's blocks.
 
 Rows are written by the backend, which also rounds them where the cache has eight bits. The layout of a block depends on
 backend, version and machine, and backends offer a way to write rows but none to read them. So known numbers are written
 through the backend to vLLM's null block, which belongs to no request, and searched for in it. That gives the place of
 every (key or value, head, row, dimension) in a block, in any layout that keeps numbers unchanged, or rounds them to
 eight bits: which of the two types is also found out, since some backends know one only, whatever it is called.
-
-Where the places are those of a tensor with strides, as in every layout but packed ones, kernels read and write the
-blocks themselves (`Pages`).
 """
 
 import math
@@ -21,7 +27,8 @@ from cacheblend.core.errors import ModelNotBlendableError
 from cacheblend.core.kernels.float8 import FLOAT8, Float8
 from cacheblend.engines.vllm.internals.interface import attend_paged, write_paged
 from cacheblend.engines.vllm.internals.kv_cache import fp8_scales
-from cacheblend.engines.vllm.internals.prefix_cache import NULL_BLOCK
+from cacheblend.engines.vllm.internals.prefix_cache import NULL_BLOCK, first_seen
+from cacheblend.engines.vllm.jobs import BlendJob
 
 NO_SLOT = -1
 """vLLM's slot of a row that must not be written."""
@@ -35,23 +42,16 @@ CPUs), they arrive as whole numbers, also after a scale that is rounded itself."
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """How a layer's cache is laid out.
+    """How a layer's cache is laid out."""
 
-    Attributes:
-        block_dim: the cache's dimension of blocks.
-        places: [kv_heads * 2 * block size * head_dim] int64, place of each number of a record [kv_heads, 2, block size,
-            head_dim] in a flattened block.
-        kind: of a number in eight bits, one of `FLOAT8`; None: they are kept unchanged.
-    """
-
-    block_dim: int
-    places: torch.Tensor
-    kind: torch.dtype | None
+    block_dim: int  # the cache's dimension of blocks
+    places: torch.Tensor  # [n] int64, of each number of a record [kv_heads, 2, block size, head_dim] in a flat block
+    kind: torch.dtype | None  # of a number in eight bits, one of `FLOAT8`; None: they are kept unchanged
 
 
 @dataclass(frozen=True)
 class RequestBlocks:
-    """The blocks of one request, on the cache's device; sent there once.
+    """The blocks of one request in one group, on the cache's device; sent there once.
 
     Attributes:
         table: [n] int64 blocks, in the order of the prompt.
@@ -69,10 +69,8 @@ class RequestBlocks:
     def of(
         cls, block_ids: Sequence[int], first: int, rows: int, block_size: int, device: torch.device | str = "cpu"
     ) -> "RequestBlocks":
-        """The blocks of a prompt of so many rows, the first of which the cache holds already.
-
-        Rows whose block is the null block have none: it belongs to no request.
-        """
+        """The blocks of a prompt of so many rows, the first of which the cache holds already. Rows whose block is the
+        null block have none: it belongs to no request."""
         table, positions = torch.tensor(block_ids, dtype=torch.int64), torch.arange(rows)
         slots = table[positions // block_size] * block_size + positions % block_size
         passed = (table == NULL_BLOCK).nonzero().flatten()
@@ -83,8 +81,8 @@ class RequestBlocks:
 
 
 class Pages(NamedTuple):
-    """A layer of the paged cache as two views of it, [blocks, block size, kv_heads, head_dim] each; of an FP8 cache in
-    one of torch's float8 types."""
+    """A layer of the paged cache as two views of it, [blocks, block size, kv_heads, head_dim] each, which kernels read
+    and write; of an FP8 cache in one of torch's float8 types."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -102,7 +100,6 @@ class PagedLayer:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the cache keeps numbers in eight bits."""
         return fp8_scales(self._attention) is not None
 
     @property
@@ -138,7 +135,7 @@ class PagedLayer:
         return record if float8 is None else torch.stack(float8.decode(record.view(float8.kind).unbind(1)), dim=1)
 
     def pages(self) -> Pages | None:
-        """Views of the cache that kernels read and write; None: its numbers do not lie at strides. Raises
+        """Views of the cache; None: its numbers do not lie at strides, as in packed layouts. Raises
         ModelNotBlendableError: the backend does not keep numbers unchanged, nor in a known type of eight bits."""
         layout, cache = self._find_layout(), self._cache
         block = cache.select(layout.block_dim, NULL_BLOCK)
@@ -220,6 +217,55 @@ class PagedLayer:
                 "(--no-enable-prefix-caching) to blend with it"
             )
         return ModelNotBlendableError(f"the attention backend {type(self._attention.impl).__name__} {what}, {way_out}")
+
+
+@dataclass(frozen=True)
+class LayerGroups:
+    """The model's groups of KV cache."""
+
+    of_layer: Sequence[int]
+    windows: Sequence[int | None] = (None,)  # of each group: the rows that a row attends to at most, itself included
+
+
+@dataclass(frozen=True)
+class GroupRows:
+    """A request's rows in one group."""
+
+    blocks: RequestBlocks
+    is_whole: bool  # all of its rows have blocks of its own, or held ones that can be read
+    held: torch.Tensor  # [n] int64 blocks of the held rows from `first_held` on, which is a block's first row
+    first_held: int  # no row behind the held ones sees one in front of it
+
+    def read(self, layer: PagedLayer, stop: int) -> torch.Tensor:
+        """The held rows 0..stop - 1 as one record, [kv_heads, 2, stop, head_dim]; zeros in front of `first_held`."""
+        record = layer.read(self.held, stop - self.first_held)
+        return torch.nn.functional.pad(record, (0, 0, self.first_held, 0))
+
+
+class RequestRows:
+    """Where the rows of one request lie.
+
+    Attributes:
+        groups: in each group of layers.
+        is_held: vLLM holds leading rows, and all of them that later rows see can be read.
+        is_whole: see `GroupRows`, in all groups.
+    """
+
+    def __init__(self, job: BlendJob, groups: LayerGroups, block_size: int, device: torch.device) -> None:
+        first, self._of_layer = job.local_tokens, groups.of_layer
+        starts = [first_seen(first, window) // block_size for window in groups.windows]
+        tables = zip(starts, job.held_ids or job.block_ids, strict=True)
+        held = [table[start : -(-first // block_size)] for start, table in tables]
+        self.is_held = first > 0 and not any(NULL_BLOCK in table for table in held)
+        self.groups: list[GroupRows] = []
+        for table, own, start in zip(held, job.block_ids, starts, strict=True):
+            blocks = RequestBlocks.of(own, first, len(job.plan), block_size, device)
+            is_whole = self.is_held == (first > 0) and NULL_BLOCK not in own
+            self.groups.append(GroupRows(blocks, is_whole, torch.tensor(table).to(device), start * block_size))
+        self.is_whole = all(rows.is_whole for rows in self.groups)
+
+    def of(self, layer: int) -> GroupRows:
+        return self.groups[self._of_layer[layer]]
 
 
 def _strided(at: torch.Tensor) -> tuple[int, int, int, int] | None:

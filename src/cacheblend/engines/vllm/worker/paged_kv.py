@@ -42,11 +42,9 @@ class PagedKV:
 
     @property
     def values(self) -> torch.Tensor:
-        """As `keys`."""
         return self.rows(torch.arange(len(self._blocks.slots), device=self._blocks.slots.device)).values
 
     def rows(self, positions: torch.Tensor) -> LayerKV:
-        """See `LayerCache.rows`."""
         size = self._blocks.block_size
         at = self._blocks.table[positions // size], positions % size
         found = [as_bytes(part)[at].transpose(0, 1) for part in self._pages]
@@ -74,7 +72,6 @@ class PagedKV:
         return kv_deviation(fresh, self.rows(positions), measure)
 
     def attend(self, query: torch.Tensor, positions: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-        """See `LayerCache.attend`."""
         if self._float8 is None:
             return attend_rows(query, *self._pages, positions, spec, self._blocks.table)
         # A key's scale is one of its logits, and a value's one of the mix: bytes are read without them.

@@ -12,8 +12,7 @@ import numpy.typing as npt
 import torch
 
 from cacheblend.core.errors import BlockLostError
-from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions, RowAttention
-from cacheblend.core.fuse.runner import Attend
+from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.kernels.operations import attend_rows, serve
 from cacheblend.core.load.layer_kv import LayerCache, LayerKV
@@ -26,11 +25,10 @@ from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.selectors import NoRows, Selector
 from cacheblend.engines.vllm.internals.attention_shim import NO_ADAPTER
 from cacheblend.engines.vllm.jobs import BlendJob, CaptureJob, CheckJob
-from cacheblend.engines.vllm.worker.groups import LayerGroups, RequestRows
 from cacheblend.engines.vllm.worker.layers import CheckRunner, VllmLayerRunner
 from cacheblend.engines.vllm.worker.model import BlendModel
 from cacheblend.engines.vllm.worker.paged_attention import PagedAttention
-from cacheblend.engines.vllm.worker.paged_cache import PagedLayer
+from cacheblend.engines.vllm.worker.paged_cache import LayerGroups, PagedLayer, RequestRows
 from cacheblend.engines.vllm.worker.paged_kv import PagedKV, open_pages
 from cacheblend.engines.vllm.worker.ranks import FINE, LOST, Ranks
 from cacheblend.engines.vllm.workspace import READ_AHEAD, READ_AHEAD_BYTES
@@ -103,61 +101,52 @@ class Opener:
 
     def blend(self, job: BlendJob) -> BlendedPrefill:
         """A prefill that writes to the job's blocks of the paged cache."""
-        rows = RequestRows(job, self._groups, self._block_size, self._model.device)
+        device, layout, pages = self._model.device, self._model.layout, self._pages
+        rows = RequestRows(job, self._groups, self._block_size, device)
         # Held rows that cannot be read any more are computed again here, and not written.
         plan = job.plan.with_resident(job.local_tokens) if rows.is_held else job.plan
         ends = self._sentence_end_ids() if job.selector.question_rows else None
 
+        def held(layer: int) -> torch.Tensor:
+            return rows.of(layer).read(self._paged[layer], job.local_tokens)
+
         def copy_to_pages(layer: int, kv: LayerCache) -> None:
             own = rows.of(layer)
-            if own.is_whole and (self._pages is not None or self._builders is not None):
+            if own.is_whole and (pages is not None or self._builders is not None):
                 return  # its layers are written there as they are computed
             first = own.blocks.first
             self._paged[layer].write(kv.keys[:, first:], kv.values[:, first:], own.blocks.slots[first:])
 
         options = replace(self._options, sentence_end_ids=ends, on_layer=copy_to_pages)
-        if self._pages is not None:
+        if pages is not None:
+
+            def cache_of(layer: int) -> LayerCache:
+                """The request's blocks, or buffers where they do not hold all that is seen."""
+                own, shape = rows.of(layer), layout.layers[layer]
+                if own.is_whole:
+                    return PagedKV(self._paged[layer], pages[layer], own.blocks)
+                size = (shape.kv_heads, len(plan), shape.head_dim)
+                kv = LayerKV(*(torch.zeros(size, dtype=layout.dtype, device=device) for _ in range(2)))
+                if rows.is_held:
+                    LayerLoader.put_resident(kv, held(layer))
+                return kv
+
             options = replace(options, stays=rows.is_whole)
-            return self._open(job, plan, self._store, job.selector, options, caches=self._caches_of(rows, plan))
+            return self._open(job, plan, self._store, job.selector, options, caches=cache_of)
         if self._builders is not None:
-            options = replace(options, attention=self._attention_of(rows, self._builders))
+            kernels = [  # in the groups whose blocks hold all that is seen
+                PagedAttention(self._paged, builder, own.blocks) if own.is_whole and builder is not None else None
+                for own, builder in zip(rows.groups, self._builders, strict=True)
+            ]
 
-        def held(layer: int) -> torch.Tensor:
-            return rows.of(layer).read(self._paged[layer], job.local_tokens)
+            def attend(
+                layer: int, query: torch.Tensor, kv: LayerCache, positions: torch.Tensor, spec: AttentionSpec
+            ) -> torch.Tensor:
+                own = kernels[self._groups.of_layer[layer]]
+                return kv.attend(query, positions, spec) if own is None else own(layer, query, kv, positions, spec)
 
+            options = replace(options, attention=attend)
         return self._open(job, plan, self._store, job.selector, options, resident=held)
-
-    def _caches_of(self, rows: RequestRows, plan: BlendPlan) -> Callable[[int], LayerCache]:
-        """Each layer's place: the request's blocks, or buffers where they do not hold all that is seen."""
-        pages, layout = self._pages, self._model.layout
-        assert pages is not None
-
-        def cache_of(layer: int) -> LayerCache:
-            own, shape = rows.of(layer), layout.layers[layer]
-            if own.is_whole:
-                return PagedKV(self._paged[layer], pages[layer], own.blocks)
-            size = (shape.kv_heads, len(plan), shape.head_dim)
-            kv = LayerKV(*(torch.zeros(size, dtype=layout.dtype, device=self._model.device) for _ in range(2)))
-            if rows.is_held:
-                LayerLoader.put_resident(kv, own.read(self._paged[layer], rows.held_tokens))
-            return kv
-
-        return cache_of
-
-    def _attention_of(self, rows: RequestRows, builders: Sequence[Any]) -> RowAttention:
-        """By the backend's kernel, in the groups whose blocks hold all that is seen."""
-        found = [
-            PagedAttention(self._paged, builder, own.blocks) if own.is_whole and builder is not None else None
-            for own, builder in zip(rows.groups, builders, strict=True)
-        ]
-
-        def attend(
-            layer: int, query: torch.Tensor, kv: LayerCache, positions: torch.Tensor, spec: AttentionSpec
-        ) -> torch.Tensor:
-            own = found[self._groups.of_layer[layer]]
-            return kv.attend(query, positions, spec) if own is None else own(layer, query, kv, positions, spec)
-
-        return attend
 
     def capture(self, job: CaptureJob, kv: list[LayerKV]) -> BlendedPrefill:
         """A prefill of a chunk behind its anchor alone, which appends each layer to `kv`."""
@@ -186,10 +175,18 @@ class Opener:
         positions = rows + first
         adapter = NO_ADAPTER if job.adapter is None else job.adapter.number
         runner = CheckRunner(model, ids, positions, adapter=adapter, float8=self._float8)
+
+        def behind(
+            held: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec
+        ) -> torch.Tensor:
+            """Attention over a record [kv_heads, 2, n, head_dim] and, behind it, the rows' own KV."""
+            keys, values = torch.cat([held[:, 0], keys], dim=1), torch.cat([held[:, 1], values], dim=1)
+            return attend_rows(query, keys, values, positions, spec)
+
         hidden = runner.embed()
         for layer, paged in enumerate(self._paged):
             held = paged.read(tables[self._groups.of_layer[layer]], first)
-            hidden = runner.run(layer, hidden, rows, _behind(held, positions))
+            hidden = runner.run(layer, hidden, rows, partial(behind, held))
         return runner.logits(hidden)
 
     def _open(
@@ -225,16 +222,6 @@ class Opener:
             return LayerLoader(*what, **how) if self._ranks.size == 1 else AgreedLoader(self._ranks, *what, **how)
 
         return BlendedPrefill(plan, open_runner, open_loader, selector, options)
-
-
-def _behind(held: torch.Tensor, positions: torch.Tensor) -> Attend:
-    """Attention of rows at these positions over a record [kv_heads, 2, n, head_dim] and, behind it, their own KV."""
-
-    def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-        keys, values = torch.cat([held[:, 0], keys], dim=1), torch.cat([held[:, 1], values], dim=1)
-        return attend_rows(query, keys, values, positions, spec)
-
-    return attend
 
 
 def no_sentence_ends() -> None:

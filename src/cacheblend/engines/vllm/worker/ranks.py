@@ -13,14 +13,17 @@ it, and it counts as a failure.
 
 import logging
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Literal, Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from cacheblend.core.errors import CacheBlendError
 from cacheblend.engines.vllm.reasons import RANK_FAILED
+
+if TYPE_CHECKING:
+    from cacheblend.engines.vllm.internals.tensor_parallel import TensorParallel
 
 FINE, LOST, FAILED = 0, 1, 2
 """A rank's state in an exchange: nothing happened, it lost a block, it failed. The worst counts for all ranks."""
@@ -38,33 +41,10 @@ class RankFailedError(CacheBlendError):
         super().__init__("another tensor-parallel rank failed; its log has the error")
 
 
-class Group(Protocol):
-    """The ranks of a worker (`internals.tensor_parallel.TensorParallel`)."""
-
-    size: int
-    rank: int
-
-    def maximum(self, values: list[int]) -> list[int]:
-        """The maximum of each value over all ranks."""
-        ...
-
-    def combine(self, value: torch.Tensor, how: Literal["sum", "max"], before: Callable[[str], None]) -> torch.Tensor:
-        """The sum or the maximum of `value` over all ranks; calls `before` when nothing is left but to exchange."""
-        ...
-
-    def gather_heads(self, part: torch.Tensor) -> torch.Tensor:
-        """Concatenates [kv_heads of a rank, ...] over all ranks, in their order."""
-        ...
-
-    def guarded(self, before: Callable[[str], None]) -> AbstractContextManager[None]:
-        """Inside, `before` is called in front of every collective of the model's layers and of `gather_heads`."""
-        ...
-
-
 class Ranks:
     """What one rank knows of the others. With one rank nothing is exchanged."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: "TensorParallel") -> None:
         self._group = group
         self.size, self.rank = group.size, group.rank
         self._is_over = False  # a rank failed in the section that is under way
@@ -110,13 +90,11 @@ class Ranks:
         return self._group.maximum(list(states)) if self.size > 1 and states else list(states)
 
     def combine(self, value: torch.Tensor, how: Literal["sum", "max"]) -> torch.Tensor:
-        """The sum or the maximum of `value` over all ranks, inside a section (see `OverRanks`). Raises RankFailedError:
-        another rank failed, or ranks have diverged."""
+        """The sum or the maximum of `value` over all ranks, inside a section; raises as `agree`."""
         return value if self.size == 1 else self._group.combine(value, how, self._check)
 
     def gather_heads(self, part: torch.Tensor) -> torch.Tensor:
-        """Concatenates [kv_heads of a rank, ...] over all ranks, inside a section. Raises RankFailedError: another rank
-        failed, or ranks have diverged."""
+        """Concatenates [kv_heads of a rank, ...] over all ranks, inside a section; raises as `agree`."""
         return part if self.size == 1 else self._group.gather_heads(part)
 
     def _check(self, at: str) -> None:

@@ -34,18 +34,12 @@ logger = logging.getLogger("cacheblend.vllm")
 
 @dataclass(eq=False)
 class AnswerToCheck:
-    """An answer that waits to be compared, or is.
-
-    Attributes:
-        first: [vocab] logits that its first token was drawn from; empty on ranks that do not sample.
-        likeliest: [n] the likeliest token of each compared one; as `first`.
-        prefill: the full one over prompt and answer; None until it is opened.
-    """
+    """An answer that waits to be compared, or is. On ranks that do not sample the tensors are empty."""
 
     job: CheckJob
-    first: torch.Tensor
-    likeliest: torch.Tensor
-    prefill: BlendedPrefill | None = None
+    first: torch.Tensor  # [vocab] logits that its first token was drawn from
+    likeliest: torch.Tensor  # [n] the likeliest token of each compared one
+    prefill: BlendedPrefill | None = None  # the full one over prompt and answer
     steps: PrefillBatcher[BlendedPrefill] | None = None
 
 
@@ -72,12 +66,12 @@ class AnswerChecks:
         """
         self._read.update(jobs.released)
         goes_on = jobs.may_check and (has_time or not jobs.is_check_free)
-        if jobs.check is None and not (goes_on and self._has_work):
+        if jobs.check is None and not (goes_on and (self._waiting or self._under_way)):
             return 0
         began, rows = self._now(), 0
         if jobs.check is not None:
             self._take(jobs.check)
-        if goes_on and self._has_work:
+        if goes_on and (self._waiting or self._under_way):
             rows = self._advance()
         if not jobs.is_check_free:
             self._seconds += self._now() - began
@@ -99,10 +93,6 @@ class AnswerChecks:
             self._waiting.appendleft(self._under_way)
         while self._waiting:
             self._end(self._waiting.popleft(), reason)
-
-    @property
-    def _has_work(self) -> bool:
-        return bool(self._waiting) or self._under_way is not None
 
     def _take(self, job: CheckJob) -> None:
         """Computes the answer's rows once more, over the KV that they were computed with, for the logits it was drawn
@@ -131,34 +121,29 @@ class AnswerChecks:
         answer = self._under_way
         if self._adapters.admits([answer.job.adapter]) != [True]:
             return 0  # in a later step
+        result = None
         try:
             with self._ranks.section():
-                result = self._compute(answer)
-            rows = 0 if answer.steps is None else answer.steps.rows
+                self._adapters.use(answer.job.adapter)
+                if answer.prefill is None or answer.steps is None:
+                    answer.prefill = self._opener.full(answer.job, self._planner)
+                    answer.steps = PrefillBatcher(1, self._opener.tile_rows, join, isolate=False)
+                    answer.steps.add(answer.prefill)
+                else:
+                    answer.steps.advance(answer.steps.next(), 1)
+                    if (
+                        answer.prefill.done and (full := answer.prefill.result().logits).numel()
+                    ):  # else not sampled here
+                        likeliest = answer.likeliest.tolist()
+                        result = compare(answer.first, likeliest, full.reshape(len(likeliest), -1))
+            rows = answer.steps.rows
         except Exception as error:
             self._fail(answer.job, error)
             self._close(answer)
             return self._opener.tile_rows  # the same on all ranks, however far each of them came
-        if answer.prefill is not None and answer.prefill.done:
+        if answer.prefill.done:
             self._end(answer, result)
         return rows
-
-    def _compute(self, answer: AnswerToCheck) -> Compared | None:
-        """Computes a part of the prefill; at its end returns the result, None on ranks that do not sample."""
-        self._adapters.use(answer.job.adapter)
-        if answer.prefill is None or answer.steps is None:
-            answer.prefill = self._opener.full(answer.job, self._planner)
-            answer.steps = PrefillBatcher(1, self._opener.tile_rows, join, isolate=False)
-            answer.steps.add(answer.prefill)
-            return None
-        answer.steps.advance(answer.steps.next(), 1)
-        if not answer.prefill.done:
-            return None
-        full = answer.prefill.result().logits
-        if not full.numel():
-            return None
-        likeliest = answer.likeliest.tolist()
-        return compare(answer.first, likeliest, full.reshape(len(likeliest), -1))
 
     def _end(self, answer: AnswerToCheck, result: Compared | str | None) -> None:
         if result is not None:

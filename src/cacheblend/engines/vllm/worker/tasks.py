@@ -34,45 +34,32 @@ logger = logging.getLogger("cacheblend.vllm")
 
 @dataclass(eq=False)
 class Task:
-    """A job that has not finished.
-
-    Attributes:
-        prefill: None until the job is opened.
-        busy_s: seconds of computing, with the waits of its loader.
-        is_alone: nothing else was computed in those seconds.
-        waits_since: when its next layer was found to be unread; None: it was not.
-        read_at: when the read that it waits for ended.
-        waited_s: for reads that have ended, between layers that were computed.
-    """
+    """A job that has not finished."""
 
     job: BlendJob | CaptureJob
-    prefill: BlendedPrefill | None = None
+    prefill: BlendedPrefill | None = None  # until the job is opened
     started: float = 0.0
-    busy_s: float = 0.0
-    is_alone: bool = True
+    busy_s: float = 0.0  # of computing, with the waits of its loader
+    is_alone: bool = True  # nothing else was computed in those seconds
     kv: list[LayerKV] = field(default_factory=list)
     ended: tuple[BlendOutcome, PrefillResult] | None = None
-    waits_since: float | None = None
-    read_at: float | None = None
-    waited_s: float = 0.0
+    waits_since: float | None = None  # when its next layer was found to be unread
+    read_at: float | None = None  # when the read that it waits for ended
+    waited_s: float = 0.0  # for reads that have ended, between layers that were computed
 
     @property
     def adapter(self) -> Adapter | None:
-        """The LoRA adapter of its rows; None: none."""
         return self.job.adapter
 
     @property
     def layer(self) -> int:
-        """The next layer."""
         return self.prefill.layer if self.prefill else 0
 
     @property
     def active_rows(self) -> int:
-        """The most rows that the next layer computes."""
         return self.prefill.active_rows if self.prefill else 0
 
     def next_layer(self) -> LayerSteps:
-        """See `BlendedPrefill.next_layer`; the task is open."""
         assert self.prefill is not None
         return self.prefill.next_layer()
 
@@ -81,26 +68,21 @@ class Task:
         """For the read that has not ended."""
         return 0.0 if self.waits_since is None else time.monotonic() - self.waits_since
 
-    @property
-    def is_overdue(self) -> bool:
-        """It has waited for longer than its job may."""
-        most = self.job.load_s if isinstance(self.job, BlendJob) else None
-        return most is not None and self.waited_s + self.waiting_s > most
-
     def begin_wait(self, read: "Future[Any]") -> None:
         """The next layer is being read."""
+
+        def note_end(read: "Future[Any]") -> None:
+            self.read_at = time.monotonic()
+
         if self.waits_since is None:
             self.waits_since, self.read_at = time.monotonic(), None
-            read.add_done_callback(self._note_end)
+            read.add_done_callback(note_end)
 
     def end_wait(self) -> None:
         """The next layer is there, perhaps since some time: other work was done meanwhile."""
         if self.waits_since is not None:
             self.waited_s += max(0.0, (self.read_at or time.monotonic()) - self.waits_since)
             self.waits_since = None
-
-    def _note_end(self, read: "Future[Any]") -> None:
-        self.read_at = time.monotonic()
 
     def close(self) -> None:
         """Stops reading, and lets go of everything that was computed."""
@@ -114,8 +96,7 @@ class Readiness:
 
     def __init__(self, ranks: Ranks, read_timeout_s: float) -> None:
         self._ranks, self._timeout_s = ranks, read_timeout_s
-        self._left = 0.0
-        self._is_idle = False
+        self._left, self._is_idle = 0.0, False
 
     def begin_step(self, *, is_idle: bool) -> None:
         """An engine step begins; `is_idle`: nobody else waits for it."""
@@ -151,7 +132,8 @@ class Readiness:
             return READY
         if task.waiting_s > self._timeout_s:
             return LATE
-        return SLOW if task.is_overdue else WAITING
+        most = task.job.load_s if isinstance(task.job, BlendJob) else None
+        return SLOW if most is not None and task.waited_s + task.waiting_s > most else WAITING
 
 
 def _begin_read(task: Task) -> "Future[Any] | int":
@@ -172,10 +154,9 @@ def _begin_read(task: Task) -> "Future[Any] | int":
 def let_go(error: BaseException, device: torch.device) -> None:
     """Lets go of what a failed computation held: the local variables in the frames of its error and of those behind it
     keep tensors alive, and vLLM's own work needs the memory that ran out."""
-    is_full = isinstance(error, torch.OutOfMemoryError)
     each: BaseException | None = error
     while each is not None:
         traceback.clear_frames(each.__traceback__)
         each = each.__cause__ or each.__context__
-    if is_full and device.type == "cuda":
+    if isinstance(error, torch.OutOfMemoryError) and device.type == "cuda":
         torch.cuda.empty_cache()

@@ -6,9 +6,6 @@
                       chunk:  compute alone, with its anchor in front -> store
                       error:  vLLM computes the prompt; a chunk is not stored
 
-Jobs of one kind with few rows are computed as a batch (`PrefillBatcher`). A job whose next layer the store has not
-given yet is passed over (`Readiness`).
-
 Every rank computes the same rows in the same order, and they fail together (`Ranks`): a section is the opening of a
 job, a layer of a batch, or the finishing of a job.
 """
@@ -16,27 +13,29 @@ job, a layer of a batch, or the finishing of a job.
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from cacheblend.core.errors import ModelNotBlendableError
 from cacheblend.core.fuse.batching import PrefillBatcher
 from cacheblend.core.fuse.prefill import PrefillOptions
 from cacheblend.core.load.budget import LOAD_TIMEOUT
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.shadow import CLOSED
+from cacheblend.engines.vllm.internals.prefix_cache import NULL_BLOCK
 from cacheblend.engines.vllm.internals.tensor_parallel import TensorParallel
 from cacheblend.engines.vllm.jobs import BlendJob, BlendOutcome, CaptureJob, StepJobs, StepReport
-from cacheblend.engines.vllm.reasons import NO_SLOT, RESET, SLOW_STORE, UNREADABLE
+from cacheblend.engines.vllm.metrics import Counts
+from cacheblend.engines.vllm.reasons import NO_SLOT, OTHER_WEIGHTS, RESET, SLOW_STORE, UNREADABLE
 from cacheblend.engines.vllm.worker.adapters import AdapterChangedError, WorkerAdapters
 from cacheblend.engines.vllm.worker.capture_writer import CaptureWriter
-from cacheblend.engines.vllm.worker.groups import LayerGroups
-from cacheblend.engines.vllm.worker.idle_worker import Outbox
 from cacheblend.engines.vllm.worker.layers import join
 from cacheblend.engines.vllm.worker.model import BlendModel
+from cacheblend.engines.vllm.worker.paged_cache import LayerGroups
 from cacheblend.engines.vllm.worker.prefill_factory import Opener, SentenceEnds, no_sentence_ends
-from cacheblend.engines.vllm.worker.ranks import Group, RankFailedError, Ranks
+from cacheblend.engines.vllm.worker.ranks import RankFailedError, Ranks
 from cacheblend.engines.vllm.worker.shadow_prefills import AnswerChecks
 from cacheblend.engines.vllm.worker.tasks import LATE, READY, SLOW, WAITING, Readiness, Task, let_go
 from cacheblend.store import KVStore
@@ -45,6 +44,85 @@ IDLE_TIMES = 2  # budgets of a step in which vLLM computes nothing: no token wai
 READ_TIMEOUT_S = 10.0
 WRITER_S = 0.01  # that an idle step waits for the chunk being written, so that an idle engine does not spin
 logger = logging.getLogger("cacheblend.vllm")
+
+
+class Outbox:
+    """Requests that a worker has provided or given up, until vLLM and the scheduler's side collect them."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._provided: set[str] = set()
+        self._outcomes: dict[str, BlendOutcome] = {}
+        self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
+        self.counts = Counts()
+
+    def take_provided(self) -> set[str]:
+        provided, self._provided = self._provided, set()
+        return provided
+
+    def take_failed_blocks(self) -> set[int]:
+        """Blocks of the paged cache that could not be filled: vLLM recomputes them."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_failed_requests(self) -> set[str]:
+        """Requests of which vLLM recomputes everything; they are among those provided."""
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
+
+    def take_outcomes(self) -> dict[str, BlendOutcome]:
+        outcomes, self._outcomes = self._outcomes, {}
+        return outcomes
+
+    def _end(self, request_id: str, outcome: BlendOutcome) -> None:
+        self._provided.add(request_id)
+        self._outcomes[request_id] = outcome
+
+    def _end_unfilled(self, job: BlendJob, reason: str, read_s: Mapping[str, float] | None = None) -> None:
+        """A request whose blocks hold nothing: vLLM computes it. `read_s`: see `BlendOutcome`."""
+        tables = job.block_ids
+        # Blocks do not tell what is missing where a window has passed some, nor in which group.
+        if len(tables) > 1 or NULL_BLOCK in tables[0]:
+            self._failed_requests.add(job.request_id)
+        else:
+            self._failed_blocks.update(tables[0][job.local_tokens // self._block_size :])
+        self._end(job.request_id, BlendOutcome(failure=reason, read_s=read_s or {}))
+
+
+class IdleWorker(Outbox):
+    """The worker of a model that cannot be blended, or is not the one that blocks are named by: gives all jobs back.
+
+    Inside a `MultiConnector` vLLM passes the scheduler's side the handshake of one connector only, so that it may not
+    learn of the refusal; a prompt that nobody provides would never be answered.
+
+    Args:
+        reason: why nothing is blended.
+        label: the same, as it is counted.
+    """
+
+    is_follower = False
+
+    def __init__(self, block_size: int, reason: str, label: str = ModelNotBlendableError.__name__) -> None:
+        super().__init__(block_size)
+        self._reason, self._label, self._captured = reason, label, 0
+
+    def step(self, jobs: StepJobs) -> None:
+        for job in jobs.blend:
+            self._end_unfilled(job, self._label)
+        self._captured += len(jobs.capture)
+
+    def report(self) -> StepReport:
+        return StepReport(self._captured, self.take_outcomes(), has_other_weights=self._label == OTHER_WEIGHTS)
+
+    def take_read(self) -> set[str]:
+        return set()
+
+    def capture(self, jobs: Sequence[CaptureJob]) -> NoReturn:
+        raise ModelNotBlendableError(self._reason)
+
+    def close(self) -> None:
+        """Has nothing to end."""
 
 
 class Worker(Outbox):
@@ -57,7 +135,6 @@ class Worker(Outbox):
         builders: of attention metadata for the backend's own kernel (`PagedAttention`), for each group; None: attend by
             `core.kernels`.
         sentence_end_ids: see `PrefillOptions`; asked for when a selector needs them.
-        read_timeout_s: vLLM computes a prompt of which the store has not given the next layer for so long.
         group: the ranks that compute together; None: vLLM's tensor-parallel group.
     """
 
@@ -77,7 +154,7 @@ class Worker(Outbox):
         sentence_end_ids: SentenceEnds = no_sentence_ends,
         name: str = "",
         read_timeout_s: float = READ_TIMEOUT_S,
-        group: Group | None = None,
+        group: TensorParallel | None = None,
     ) -> None:
         super().__init__(block_size)
         self._model, self._store, self._budget = model, store, budget
@@ -99,9 +176,8 @@ class Worker(Outbox):
         self._captures: PrefillBatcher[Task] = PrefillBatcher(1, tile_rows, join, isolate=alone)
         self._readiness = Readiness(self._ranks, read_timeout_s)
         self.adapters = WorkerAdapters(model.adapters, self._ranks, read_timeout_s)
-        self._is_idle, self._owed = False, 0
+        self._is_idle, self._owed, self._chunks = False, 0, 0
         self._arrived: list[BlendJob] = []
-        self._chunks = 0
         self._capture_writer = CaptureWriter(model, store, self.counts, name, self._ranks)
         self.checks = AnswerChecks(self._opener, planner, self._ranks, model.device, self.adapters)
 
@@ -142,12 +218,10 @@ class Worker(Outbox):
             self._capture_writer.wait(1.0)  # the last ones are being written
 
     def report(self) -> StepReport:
-        """What has ended since the last report."""
         checked, seconds = self.checks.take_ended()
         return StepReport(self.captured, self.take_outcomes(), checked, seconds, self.adapters.take_seen())
 
     def take_read(self) -> set[str]:
-        """See `AnswerChecks.take_read`."""
         return self.checks.take_read()
 
     def is_any(self, own: bool) -> bool:
@@ -175,38 +249,26 @@ class Worker(Outbox):
     # ---- jobs -------------------------------------------------------------------------------------------
 
     def _take(self, jobs: StepJobs) -> None:
-        for request_id in jobs.dropped:
-            self._drop(request_id)
-        if jobs.is_reset:
-            self._reset()
+        for job in [job for job in self._arrived if job.request_id in jobs.dropped]:
+            self._arrived.remove(job)
+            self._provided.add(job.request_id)  # so that vLLM frees its blocks
+        for task in [*self._blends]:
+            if isinstance(task.job, BlendJob) and task.job.request_id in jobs.dropped:
+                self._forget(task)
+                self._provided.add(task.job.request_id)
+        if jobs.is_reset:  # gives up everything that has not been finished
+            for task in [*self._blends, *(Task(job) for job in self._arrived), *self._captures]:
+                self._give_up(task, RESET)
+            self._arrived.clear()
+            self._capture_writer.drop()
+            self.checks.drop_all(RESET)
+            self._store.drop_copies()  # nobody asks for their names any more
         for blend in self._arrived:
             self._blends.add(Task(blend))
         self._arrived = [*jobs.blend]
         for capture in jobs.capture:
             self._captures.add(Task(capture))
         self._chunks += len(jobs.capture)
-
-    def _drop(self, request_id: str) -> None:
-        """Stops work on a request that ended, and reports it as provided, so that vLLM frees its blocks."""
-        for job in self._arrived:
-            if job.request_id == request_id:
-                self._arrived.remove(job)
-                self._provided.add(request_id)
-                return
-        for task in self._blends:
-            if isinstance(task.job, BlendJob) and task.job.request_id == request_id:
-                self._forget(task)
-                self._provided.add(request_id)
-                return
-
-    def _reset(self) -> None:
-        """Gives up everything that has not been finished."""
-        for task in [*self._blends, *(Task(job) for job in self._arrived), *self._captures]:
-            self._give_up(task, RESET)
-        self._arrived.clear()
-        self._capture_writer.drop()
-        self.checks.drop_all(RESET)
-        self._store.drop_copies()  # nobody asks for their names any more
 
     def _choose(self) -> list[Task]:
         """The tasks to advance: prompts that need not wait for the store, then captures."""
@@ -288,7 +350,6 @@ class Worker(Outbox):
             torch.cuda.synchronize(self._model.device)
             task.busy_s += time.perf_counter() - waited
         result = task.prefill.result()
-        compute_s = task.busy_s - result.report.wait_s if task.is_alone and not result.report.fallbacks else None
         hits, report = result.plan.hit_tokens(), result.report
         local = min(task.job.local_tokens, hits["prefix"])  # 0 if a lost block forced all of them to be computed
         by_source = {**hits, "vllm": local, "prefix": hits["prefix"] - local}
@@ -298,7 +359,7 @@ class Worker(Outbox):
             row_layers=report.row_layers,
             prefill_share=report.row_layers / (len(result.plan) * len(self._model.layout.layers)),
             seconds=time.perf_counter() - task.started,
-            compute_s=compute_s,
+            compute_s=task.busy_s - report.wait_s if task.is_alone and not report.fallbacks else None,
             read_s=result.read_s,
         )
         task.ended = outcome, result

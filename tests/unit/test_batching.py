@@ -1,0 +1,411 @@
+"""Several prompts side by side: who runs the next layer, the same numbers as one by one, layers that are left between
+tiles, and errors that end only their own prompt."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheblend.core.fuse.batching import (
+    ROWS_OPEN,
+    ROWS_TOGETHER,
+    LayerRows,
+    LayerSteps,
+    PrefillBatcher,
+    RunsLayer,
+    run_alone,
+    run_together,
+)
+from cacheblend.core.fuse.runner import Attend
+from cacheblend.core.kernels.attention_spec import AttentionSpec
+
+HEADS, WIDTH = 2, 8
+SPEC = AttentionSpec(scaling=1.0)
+LAYERS, TILE = 3, 8
+
+
+@dataclass
+class Runner:
+    """A layer that mixes a row's features, adds its position, and attends; on integers, so that sums are exact."""
+
+    positions: torch.Tensor
+
+    num_layers = LAYERS
+
+    def embed(self) -> torch.Tensor:
+        return torch.zeros(len(self.positions), HEADS * WIDTH)
+
+    def project(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
+        mixed = hidden.roll(layer + 1, dims=1) + self.positions[rows, None]
+        heads = mixed.view(len(rows), HEADS, WIDTH).transpose(0, 1)
+        return attend(heads, heads + 1, heads + 2, SPEC).flatten(1)
+
+
+@dataclass(eq=False)
+class Job:
+    """One prompt on its way through the layers, in tiles; attention is a running sum over a tile's own rows."""
+
+    rows: int
+    first: int = 0
+    tile: int = 100
+    fails_at: str = ""
+    layer: int = 0
+    is_closed: bool = False
+    tiles: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.runner = Runner(torch.arange(self.first, self.first + self.rows))
+        self.hidden = torch.arange(self.rows * HEADS * WIDTH).view(self.rows, -1).float()
+
+    @property
+    def active_rows(self) -> int:
+        return self.rows
+
+    def next_layer(self) -> LayerSteps:
+        try:
+            if self.fails_at == "load":
+                raise OSError("cannot be read")
+            for start in range(0, self.rows, self.tile):
+                rows = torch.arange(start, min(start + self.tile, self.rows))
+                self.hidden[rows] = yield LayerRows(self.runner, self.layer, self.hidden[rows], rows, self.attend)
+                self.tiles.append(len(rows))
+            if self.fails_at == "end":
+                raise ValueError("wrong output")
+            self.layer += 1
+        finally:
+            self.is_closed = True
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
+        if self.fails_at == "attention" or (self.fails_at == "second tile" and self.tiles):
+            raise RuntimeError("out of memory")
+        return (query + keys + values.cumsum(1)).transpose(0, 1)
+
+    def alone(self, layers: int = 1) -> torch.Tensor:
+        """What it should compute."""
+        one = Job(self.rows, self.first, self.tile)
+        for _ in range(layers):
+            run_alone(one.next_layer())
+        return one.hidden
+
+
+class Join:
+    """Combines runners of several prompts; records the number of rows per prompt in each call."""
+
+    def __init__(self) -> None:
+        self.tiles: list[list[int]] = []
+
+    def __call__(self, calls: Sequence[LayerRows]) -> RunsLayer:
+        self.tiles.append([len(call.rows) for call in calls])
+        runners = [(call.runner, call.rows) for call in calls]
+        return Runner(torch.cat([runner.positions[rows] for runner, rows in runners if isinstance(runner, Runner)]))
+
+
+# ---- through one layer ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tile_rows", "shapes", "tiles"),
+    [
+        (12, [(5, 0), (3, 7), (4, 2)], [[5, 3, 4]]),
+        (8, [(5, 0), (3, 7), (4, 2)], [[5, 3]]),
+        (4, [(5, 0), (3, 7), (4, 2)], []),
+        pytest.param(9, [(5, 0), (4, 2), (3, 7)], [[5, 4]], id="the one that does not fit runs alone"),
+        pytest.param(7, [(10, 0, 4), (3, 3)], [[4, 3]], id="several tiles run in order"),
+    ],
+)
+def test_batched_passes_equal_single_passes(
+    tile_rows: int, shapes: list[tuple[int, ...]], tiles: list[list[int]]
+) -> None:
+    jobs, join = [Job(*shape) for shape in shapes], Join()
+    assert run_together([each.next_layer() for each in jobs], join, tile_rows) == [None] * len(jobs)
+    assert join.tiles == tiles
+    assert all(torch.equal(each.hidden, each.alone()) for each in jobs)
+
+
+@pytest.mark.parametrize(("where", "kind"), [("load", OSError), ("end", ValueError), ("attention", RuntimeError)])
+def test_an_error_ends_its_own_pass_and_those_of_its_tile(where: str, kind: type[Exception]) -> None:
+    jobs = [Job(5), Job(3, 7, fails_at=where), Job(40, 2)]
+    steps = [each.next_layer() for each in jobs]
+    ended = [type(error) for error in run_together(steps, Join(), 10)]
+    assert ended == [kind if where == "attention" else type(None), kind, type(None)]
+    assert torch.equal(jobs[2].hidden, jobs[2].alone())
+    assert all(next(step, "closed") == "closed" for step in steps)
+
+
+@pytest.mark.parametrize("where", ["load", "attention"])
+def test_without_isolation_the_first_error_is_raised(where: str) -> None:
+    jobs, join = [Job(5), Job(3, 7, fails_at=where), Job(40, 2)], Join()
+    with pytest.raises((OSError, RuntimeError)):
+        run_together([each.next_layer() for each in jobs], join, 10, isolate=False)
+    assert join.tiles == ([] if where == "load" else [[5, 3]])
+
+
+# ---- a layer that is left between tiles and goes on in the next call --------------------------------------
+
+
+def batcher_of(*jobs: Job, tile_rows: int = TILE, isolate: bool = True) -> PrefillBatcher[Job]:
+    batcher = PrefillBatcher[Job](1, tile_rows, Join(), isolate=isolate)
+    for job in jobs:
+        batcher.add(job)
+    return batcher
+
+
+def run(batcher: PrefillBatcher[Job], most: Sequence[int | None]) -> dict[Job, Exception]:
+    """Until all jobs are done or failed; the limits are used in turn."""
+    failed: dict[Job, Exception] = {}
+    calls = 0
+    while batcher:
+        limit = most[calls % len(most)]
+        calls += 1
+        for job, error in batcher.advance(batcher.next(), limit):
+            if error is not None:
+                failed[job] = error
+            if error is not None or job.layer == LAYERS:
+                batcher.remove(job)
+        assert limit is None or batcher.rows < limit + TILE
+        assert calls < 1000
+    return failed
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    st.lists(st.none() | st.integers(1, 30), min_size=1, max_size=5),
+)
+def test_any_limits_give_the_same_numbers(rows: list[int], most: list[int | None]) -> None:
+    jobs = [Job(count, tile=TILE) for count in rows]
+    assert not run(batcher_of(*jobs), most)
+    assert all(torch.equal(job.hidden, job.alone(LAYERS)) for job in jobs)
+
+
+def test_a_layer_is_left_after_the_tile_that_reaches_the_limit_and_who_comes_meanwhile_waits() -> None:
+    job, late = Job(40, tile=TILE), Job(8, tile=TILE)
+    batcher = batcher_of(job)
+    for expected in (16, 16, 8):
+        assert batcher.next() == [job]
+        ended = batcher.advance([job], 9)
+        assert batcher.rows == expected
+        assert ended == ([] if expected == 16 else [(job, None)])
+        if expected == 16 and late not in batcher:
+            batcher.add(late)
+    assert job.layer == 1 and not late.tiles
+    assert not run(batcher, [1])
+    assert torch.equal(late.hidden, late.alone(LAYERS))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_job_that_is_removed_in_the_middle_of_a_layer_is_closed(number: int) -> None:
+    jobs = [Job(20, tile=TILE, layer=1), Job(20, tile=TILE, layer=1)]
+    batcher = batcher_of(*jobs, tile_rows=2 * TILE)
+    batcher._running = list(batcher)
+    batcher._waiting.clear()
+    batcher.advance(jobs, 1)
+    gone, stays = jobs[number], jobs[1 - number]
+    batcher.remove(gone)
+    assert gone.is_closed and batcher.next() == [stays]
+    assert batcher.advance([stays]) == [(stays, None)]
+    assert (stays.layer, gone.layer) == (2, 1)
+    batcher.remove(stays)
+    assert not batcher
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_an_error_after_a_pause_ends_its_own_job_and_leaves_no_layer_behind(isolate: bool) -> None:
+    job, other = Job(20, tile=TILE, fails_at="second tile"), Job(20, tile=TILE)
+    if isolate:
+        assert list(run(batcher_of(job, other), [1])) == [job]
+    else:  # it is raised at once
+        batcher = batcher_of(job, isolate=False)
+        batcher.advance(batcher.next(), 1)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            batcher.advance(batcher.next(), 100)
+        batcher.remove(job)
+        batcher.add(other)
+        assert not run(batcher, [1])
+    assert torch.equal(other.hidden, other.alone(LAYERS))
+
+
+# ---- who runs the next layer; needs no model --------------------------------------------------------------
+
+
+DEPTH = 6
+
+
+def no_join(calls: Sequence[LayerRows]) -> RunsLayer:
+    raise NotImplementedError  # only the order is tested here
+
+
+@dataclass(eq=False)
+class Turn:
+    """A job with `rows` rows before the join layer and `few` rows from it on."""
+
+    name: str
+    rows: int
+    few: int
+    join: int = 2
+    layer: int = 0
+
+    @property
+    def active_rows(self) -> int:
+        return self.rows if self.layer < self.join else self.few
+
+    def next_layer(self) -> LayerSteps:
+        raise NotImplementedError
+
+
+def run_all(batcher: PrefillBatcher[Turn], late: dict[int, Turn] | None = None) -> list[tuple[int, str]]:
+    """(layer, names) of each step until all jobs are done; `late` jobs are added before the step with their number."""
+    steps: list[tuple[int, str]] = []
+    while batcher or any(number >= len(steps) for number in late or {}):
+        if late and len(steps) in late:
+            batcher.add(late[len(steps)])
+        jobs = batcher.next()
+        assert len({job.layer for job in jobs}) == 1
+        steps.append((jobs[0].layer, names_of(jobs)))
+        for job in jobs:
+            job.layer += 1
+            if job.layer == DEPTH:
+                batcher.remove(job)
+    return steps
+
+
+def batch_of(*jobs: Turn, rows: int = 100, join_layer: int = 2) -> PrefillBatcher[Turn]:
+    batcher: PrefillBatcher[Turn] = PrefillBatcher(join_layer, rows, no_join)
+    for job in jobs:
+        batcher.add(job)
+    return batcher
+
+
+def names_of(jobs: Sequence[Turn]) -> str:
+    return "".join(job.name for job in jobs)
+
+
+def alone(name: str, *layers: int) -> list[tuple[int, str]]:
+    return [(layer, name) for layer in layers]
+
+
+ALL, LATE = range(DEPTH), range(2, DEPTH)
+
+
+@pytest.mark.parametrize(
+    ("jobs", "steps"),
+    [
+        ([Turn("a", 500, 50)], alone("a", *ALL)),
+        (  # the next job joins after the selection
+            [Turn("a", 500, 50), Turn("b", 400, 40)],
+            [*alone("a", 0, 1), *alone("b", 0, 1), *alone("ab", *LATE)],
+        ),
+        (  # a job without capacity waits until the batch is done
+            [Turn("a", 500, 60), Turn("b", 400, 10)],
+            [*alone("a", *ALL), *alone("b", *ALL)],
+        ),
+        (  # one with more rows than estimated waits for the oldest job
+            [Turn("a", 500, 10), Turn("b", 600, 99)],
+            [*alone("a", 0, 1), *alone("b", 0, 1), *alone("a", *LATE), *alone("b", *LATE)],
+        ),
+    ],
+    ids=["one", "joins", "no capacity", "more rows"],
+)
+def test_who_runs_the_next_layer(jobs: list[Turn], steps: list[tuple[int, str]]) -> None:
+    assert run_all(batch_of(*(replace(job) for job in jobs))) == steps
+    late = run_all(batch_of(Turn("a", 500, 10)), {3: Turn("b", 500, 10)})
+    assert late == [*alone("a", *ALL), *alone("b", *ALL)]  # it does not delay those that run
+
+
+@pytest.mark.parametrize(("restarted", "names"), [("b", ["a"] * 2 + ["b"] * DEPTH), ("a", ["a"] * 4 + ["ab"] * 2)])
+def test_a_restarted_job_delays_no_older_one_and_is_batched_again(restarted: str, names: list[str]) -> None:
+    jobs = {name: Turn(name, 500, 10) for name in "ab"}
+    batcher = batch_of(*jobs.values())
+    while jobs["a"].layer < 4:
+        for job in batcher.next():
+            job.layer += 1
+    jobs[restarted].layer = 0  # lost a block
+    assert [name for _, name in run_all(batcher)] == names
+
+
+def test_removed_jobs_no_longer_run() -> None:
+    a, b, c = (Turn(name, 500, 10) for name in "abc")
+    batcher = batch_of(a, b, c)
+    batcher.next()
+    batcher.remove(c)
+    batcher.remove(a)
+    batcher.remove(a)
+    assert list(batcher) == [b]
+    assert run_all(batcher) == [(layer, "b") for layer in range(DEPTH)]
+
+
+def test_batch_size_is_limited_even_with_large_tiles() -> None:
+    jobs = [Turn("a", 5000, ROWS_TOGETHER // 2) for _ in range(3)]
+    assert max(len(names) for _, names in run_all(batch_of(*jobs, rows=100_000))) == 2
+
+
+@given(st.lists(st.tuples(st.integers(1, 200), st.integers(1, 200)), min_size=1, max_size=8), st.integers(1, 400))
+def test_all_jobs_finish_within_the_row_limit(shapes: list[tuple[int, int]], rows: int) -> None:
+    jobs = [Turn(chr(97 + i), max(a, b), min(a, b)) for i, (a, b) in enumerate(shapes)]
+    few = {job.name: job.few for job in jobs}
+    for layer, names in run_all(batch_of(*jobs, rows=rows)):
+        assert len(names) == 1 or layer >= 2
+        assert len(names) == 1 or sum(few[name] for name in names) <= rows
+    assert all(job.layer == DEPTH for job in jobs)
+
+
+@pytest.mark.parametrize("join_layer", [0, 1])
+def test_the_first_layer_is_never_batched(join_layer: int) -> None:
+    batcher = batch_of(Turn("a", 9, 9, join=1), Turn("b", 9, 9, join=1), join_layer=join_layer)
+    assert run_all(batcher)[:3] == [(0, "a"), (0, "b"), (1, "ab")]
+
+
+def test_jobs_that_wait_for_their_kv_are_passed_over() -> None:
+    a, b, c = Turn("a", 500, 10), Turn("b", 500, 10), Turn("c", 500, 10)
+    batcher, late = batch_of(a, b, c), {"a"}
+
+    def is_ready(job: Turn) -> bool:
+        return job.name not in late
+
+    assert names_of(batcher.next()) == "a"
+    assert names_of(batcher.next(is_ready)) == "b"  # begins: nothing else can be done
+    late.add("b")
+    assert names_of(batcher.next(is_ready)) == "c"
+    late.add("c")
+    assert batcher.next(is_ready) == []
+    late.remove("b")
+    assert names_of(batcher.next(is_ready)) == "b"
+    late.clear()
+    assert sorted("".join(names for _, names in run_all(batcher))) == ["a"] * DEPTH + ["b"] * DEPTH + ["c"] * DEPTH
+
+
+def test_no_more_jobs_begin_while_those_that_wait_have_many_rows() -> None:
+    few, many = Turn("a", ROWS_OPEN - 1, 10), Turn("b", 1, 1)
+    batcher = batch_of(few, many, Turn("c", 1, 1))
+    batcher.next()
+    assert names_of(batcher.next(lambda job: False)) == "b"
+    assert batcher.next(lambda job: False) == []
+
+
+@given(st.lists(st.tuples(st.integers(1, 200), st.integers(1, 200)), min_size=1, max_size=6), st.integers(0, 999))
+def test_all_jobs_finish_whenever_their_kv_comes(shapes: list[tuple[int, int]], seed: int) -> None:
+    random = Random(seed)
+    jobs = [Turn(chr(97 + i), max(a, b), min(a, b)) for i, (a, b) in enumerate(shapes)]
+    batcher, steps = batch_of(*jobs), 0
+    while batcher:
+        late = {job.name for job in jobs if random.random() < 0.5}
+        chosen = batcher.next(lambda job, late=late: job.name not in late or job.layer == 0)
+        assert len({job.layer for job in chosen}) <= 1
+        assert len(chosen) <= 1 or chosen[0].layer >= 2
+        for job in chosen:
+            assert job.layer == 0 or job.name not in late
+            job.layer, steps = job.layer + 1, steps + 1
+            if job.layer == DEPTH:
+                batcher.remove(job)
+    assert steps == DEPTH * len(jobs)

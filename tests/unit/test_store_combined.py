@@ -1,0 +1,456 @@
+"""Stores in order, nearest first, and memory in front of a store: reads that fall through, promotion, what is kept."""
+
+import os
+import random
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError, StoreFullError
+from cacheblend.core.names import BlockName
+from cacheblend.core.plan.blocks import Block, LayerShape, RecordMemory
+from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore, open_store
+from cacheblend.store.base import Progress
+from cacheblend.store.combined import CascadeStore
+from campaign import share
+from lab.speed.throttle import ThrottledStore
+from store_blocks import ROOT, holds, make_block, make_manifest, same_bits
+from store_folders import disk
+
+
+def kinds_of(store: KVStore, *seeds: int) -> list[str]:
+    return [entry.tier if entry else "" for entry in store.find([make_block(seed).name for seed in seeds])]
+
+
+class Broken(MemoryStore):
+    """A store that finds all blocks and cannot read them from one layer on."""
+
+    from_layer = 0
+
+    def read_layers(
+        self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
+    ) -> list[list[torch.Tensor] | BlockLostError]:
+        if layers[-1] >= self.from_layer:
+            return [BlockLostError([name], "broken") for name in names]
+        return super().read_layers(names, layers, heads, memory)
+
+
+def test_a_write_goes_to_all_of_them_and_the_nearest_has_it_at_once() -> None:
+    near, middle, far = MemoryStore(), MemoryStore(), MemoryStore()
+    with CascadeStore([near, middle, far]) as store:
+        block = make_block(1)
+        assert store.write(block)
+        assert holds(near, block)
+        store.flush()
+        assert holds(middle, block) and holds(far, block)
+        assert not store.write(block)
+    with CascadeStore([MemoryStore(100), MemoryStore()]) as store:  # too large for the nearest: it is kept farther
+        with pytest.raises(StoreFullError):
+            store.write(block)
+        store.flush()
+        assert holds(store, block)
+    with pytest.raises(InvalidInputError, match="two stores at least"):
+        CascadeStore([MemoryStore()])
+
+
+def test_what_is_read_from_afar_comes_nearer(tmp_path: Path) -> None:
+    far = MemoryStore()
+    block, other = make_block(1), make_block(2)
+    far.write_all([block, other])
+    with DiskStore(tmp_path / "near") as near, CascadeStore([near, far]) as store:
+        assert kinds_of(store, 1, 2) == ["memory", "memory"]
+        for layer in range(3):
+            store.read(other.name, layer, slice(0, 1))
+        for layer in (1, 2):  # as a pass that checks at layer 1
+            store.read(block.name, layer)
+        store.flush()
+        assert holds(near, block)
+        assert near.find([other.name]) == [None]  # some heads do not make a block
+        assert kinds_of(store, 1) == ["disk"]
+
+
+class Slow(MemoryStore):
+    """A store whose writes take a while."""
+
+    def write(self, block: Block) -> bool:
+        time.sleep(0.02)
+        return super().write(block)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_deleted_stays_deleted(seed: int) -> None:
+    """Writes and promotions that were queued before do not bring a block back."""
+    draw = random.Random(seed)
+    blocks = [make_block(number) for number in range(6)]
+    gone = draw.sample(blocks, 3)
+    promoted = make_block(7)
+    near, far = Slow(), Slow()
+    far.write(promoted)
+    with CascadeStore([near, far]) as store:
+        store.find([promoted.name])
+        for layer in range(3):
+            store.read(promoted.name, layer)
+        for block in blocks:
+            store.write(block)
+        for block in [*gone, promoted]:
+            assert store.delete(block.name)
+            assert not store.delete(block.name)
+        store.flush()
+        for block in [*gone, promoted]:
+            assert near.find([block.name]) == far.find([block.name]) == [None]
+        assert all(holds(near, block) and holds(far, block) for block in blocks if block not in gone)
+
+
+class Refusing(MemoryStore):
+    """A store that takes nothing and cannot be pruned."""
+
+    def write(self, block: Block) -> bool:
+        raise StoreError("gone")
+
+    def prune(self, max_bytes: int, progress: Progress | None = None) -> int:
+        raise StoreError("gone")
+
+
+def test_what_is_pruned_is_not_written_afterwards_and_a_store_that_is_gone_is_not_waited_for() -> None:
+    """By writes and promotions that were queued before."""
+    near, far = Slow(), Slow()
+    far.write(promoted := make_block(7))
+    with CascadeStore([near, far]) as store:
+        assert holds(store, promoted)
+        for number in range(6):
+            store.write(block := make_block(number))
+            store.put_manifest(make_manifest(block))
+        store.prune(0)
+        store.flush()
+        assert [each.stats().blocks for each in (near, far)] == [0, 0]
+        assert store.manifests() == []
+    near = Slow()
+    with CascadeStore([near, Refusing()]) as store:
+        for number in range(4):
+            store.write(make_block(number))
+        assert store.prune(0) > 0
+        assert near.stats().blocks == 0
+
+
+def test_what_the_nearest_lost_is_read_from_the_next() -> None:
+    near, far = Broken(), MemoryStore()
+    near.from_layer = 1
+    with CascadeStore([near, far]) as store:
+        block = make_block(1)
+        store.write(block)
+        store.flush()
+        assert kinds_of(store, 1) == ["memory"]
+        assert holds(store, block)
+        far.delete(block.name)
+        with pytest.raises(BlockLostError):
+            store.read(block.name, 2)
+
+
+def test_manifests_and_pins_are_in_all_and_found_in_any(tmp_path: Path) -> None:
+    near, far = MemoryStore(), MemoryStore()
+    with CascadeStore([near, far]) as store:
+        block, other = make_block(1), make_block(2)
+        store.write(block)
+        store.put_manifest(make_manifest(block, "title"))
+        far.put_manifest(make_manifest(other, "elsewhere"))
+        store.flush()
+        assert near.has_manifest(block.name) and far.has_manifest(block.name)
+        assert {manifest.label for manifest in store.manifests()} == {"title", "elsewhere"}
+        store.pin([block.name])
+        assert store.prune(0) > 0  # the manifest of a chunk that holds no block
+        assert {manifest.label for manifest in store.manifests()} == {"title"}
+        assert store.prune(0) == 0
+        assert store.stats().blocks == 1
+        assert store.pinned() == {block.name}
+        assert len(store.stats().tiers) == 2
+
+
+class Waiting(MemoryStore):
+    """A store whose writes wait until they are let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def write(self, block: Block) -> bool:
+        assert self.go.wait(30)
+        return super().write(block)
+
+
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_a_manifest_reaches_a_slow_store_behind_its_blocks_unless_it_is_deleted(is_deleted: bool) -> None:
+    """Before them it would list an empty chunk, which a store may take off its list at any time."""
+    near, far = MemoryStore(), Waiting()
+    with CascadeStore([near, far]) as store:
+        block = make_block(1)
+        store.write(block)
+        store.put_manifest(make_manifest(block))
+        assert store.has_manifest(block.name)
+        assert not is_deleted or store.delete_manifest(block.name)
+        far.prune(0)
+        far.go.set()
+        store.flush()
+        assert holds(far, block) and far.has_manifest(block.name) == store.has_manifest(block.name) != is_deleted
+
+
+def test_stores_of_one_kind_have_the_plain_name_and_several_disks_names_of_their_own(tmp_path: Path) -> None:
+    for url, names in (
+        ("memory", ("memory",)),
+        (f"file://{tmp_path}/a", ("disk",)),
+        (f"file://{tmp_path}/c?ram_bytes=1MiB", ("memory", "disk")),
+    ):
+        with open_store(url) as store:
+            assert store.tier_names == names and list(store.tiers()) == list(names)
+    url = ", ".join(f"file://{tmp_path}/{name}" for name in ("near", "middle", "far"))
+    for seed, name in enumerate(("near", "middle", "far"), start=1):
+        with DiskStore(tmp_path / name) as part:
+            part.write(make_block(seed))
+    for each, memory in ((url, ()), (f"memory://?max_bytes=1MiB, {url}", ("memory",))):
+        with open_store(each) as store:
+            assert store.tier_names == (*memory, "disk", "disk-2", "disk-3")
+            assert kinds_of(store, 1, 2, 3, 4) == ["disk", "disk-2", "disk-3", ""]
+            assert list(store.tiers()) == list(store.tier_names)
+            for name, part in store.tiers().items():
+                assert name == "memory" or part.find([make_block(int(f"0{name[5:]}") or 1).name]) != [None]
+    with open_store(url) as store:
+        assert [part.tier for part in store.stats().tiers] == ["disk", "disk-2", "disk-3"]
+    with open_store(f"memory://?max_bytes=1MiB, {url.replace(', ', ',')}") as store:
+        store.write(make_block(9))
+        assert kinds_of(store, 9) == ["memory"]
+        store.flush()
+    for name in ("near", "middle", "far"):
+        with DiskStore(tmp_path / name) as part:
+            assert holds(part, make_block(9))
+
+
+def test_any_nesting_gives_each_tier_a_name() -> None:
+    def slow(*tiers: str) -> list[KVStore]:
+        return [ThrottledStore(1e12, tier=tier) for tier in tiers]
+
+    inner = CascadeStore(slow("d", "d", "d-3"))
+    with CascadeStore([*slow("d-2"), inner, *slow("d"), CascadeStore(slow("d", "e"))]) as store:
+        assert inner.tier_names == ("d", "d-2", "d-3")
+        assert store.tier_names == ("d-2", "d", "d-3", "d-4", "d-5", "d-6", "e")
+        assert len(store.tiers()) == 7
+    parts = slow("s3", "a-b", "s3", "a-b", "x-2")
+    for seed, part in enumerate(parts):
+        part.write(make_block(seed))
+    tiered = [TieredStore(MemoryStore(), CascadeStore(some)) for some in (parts[:2], parts[2:])]
+    with CascadeStore(tiered) as store:
+        assert store.tier_names == ("memory", "s3", "a-b", "memory-2", "s3-2", "a-b-2", "x-2")
+        assert kinds_of(store, *range(5)) == ["s3", "a-b", "s3-2", "a-b-2", "x-2"]
+        for layer in range(3):
+            store.read(make_block(2).name, layer)
+        assert kinds_of(store, 2) in (["memory-2"], ["memory"])  # the nearest gets a copy of it in the background
+        assert set(store.tiers()) == set(store.tier_names)
+
+
+# ---- memory in front of a store -----------------------------------------------------------------------------
+
+
+def test_layers_gather_in_memory_without_a_second_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = make_block(1)
+    with disk(tmp_path) as store:
+        store.write(block)
+    preads: list[int] = []
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, at: (preads.append(at), preadv(fd, parts, at))[1])
+    with TieredStore(MemoryStore(10_000), disk(tmp_path)) as store:
+        for layer in (2, 0, 2, 0):
+            assert same_bits(store.read(block.name, layer), block.records[layer])
+        assert len(preads) == 4  # a block that was never looked up does not gather
+        assert [entry and entry.tier for entry in store.find([block.name])] == ["disk"]
+        store.read(block.name, 1, slice(0, 1))
+        for layer in (0, 2, 2, 1, 1, 0):
+            assert same_bits(store.read(block.name, layer), block.records[layer])
+            assert same_bits(store.read(block.name, layer, slice(0, 1)), block.records[layer][:1])
+        assert len(preads) == 4 + 1 + 3
+        assert [entry and entry.tier for entry in store.find([block.name, ROOT])] == ["memory", None]
+        front, back = store.stats().tiers
+        assert (front.tier, front.blocks, back.tier, back.blocks) == ("memory", 1, "disk", 1)
+
+
+def test_what_is_evicted_from_memory_during_a_read_is_read_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = make_block(1)
+    front = MemoryStore(10_000)
+    peek = front.peek
+
+    def peek_and_lose(name: BlockName, layer: int) -> torch.Tensor | None:
+        record = peek(name, layer)
+        front.delete(name)  # as another thread's write may do
+        return record
+
+    with TieredStore(front, disk(tmp_path)) as store:
+        monkeypatch.setattr(front, "peek", peek_and_lose)
+        for layer, heads in ((0, None), (1, slice(1, 2)), (0, None)):
+            store.write(block)
+            front.write(block)
+            assert same_bits(store.read(block.name, layer, heads), block.records[layer][heads or slice(None)])
+        front.write(block)
+        with pytest.raises(InvalidInputError, match="2 KV heads"):
+            store.read(block.name, 0, slice(0, 3))
+
+
+# ---- ranks -------------------------------------------------------------------------------------------------
+
+
+SHAPES = (LayerShape(4, 4), LayerShape(4, 4), LayerShape(2, 8))
+LAYERS = range(len(SHAPES))
+LOW, HIGH = slice(0, 2), slice(2, 4)
+
+
+class Back(ThrottledStore):
+    """A store of the tier "slow", which is as fast as memory and counts the records read from it."""
+
+    def __init__(self) -> None:
+        super().__init__(1e15, tier="slow", max_bytes=1 << 24)
+        self.reads: list[tuple[BlockName, int, slice | None]] = []
+
+    def read_layers(
+        self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
+    ) -> list[list[torch.Tensor] | BlockLostError]:
+        self.reads += [(name, layer, heads) for name in names for layer in layers]
+        return super().read_layers(names, layers, heads, memory)
+
+
+def stored(count: int = 1, shapes: Sequence[LayerShape] = SHAPES[:2]) -> tuple[Back, list[Block]]:
+    back, blocks = Back(), [make_block(seed, 5, shapes) for seed in range(count)]
+    for block in blocks:
+        back.write(block)
+    return back, blocks
+
+
+def test_a_rank_reads_its_heads_once_and_others_are_read_from_the_store_behind() -> None:
+    back, blocks = stored(3)
+    store = TieredStore(MemoryStore(1 << 20), back)
+    names = [block.name for block in blocks]
+    for _ in range(3):
+        for layer in (0, 1):
+            for block, record in zip(blocks, store.read_many(names, layer, HIGH), strict=True):
+                assert isinstance(record, torch.Tensor) and same_bits(record, block.records[layer][2:])
+    assert len(back.reads) == 3 * 2
+    store, block = TieredStore(MemoryStore(1 << 20), back), blocks[0]
+    wanted = [LOW, HIGH, slice(1, 3), slice(None, 2), slice(0, 1), slice(0, 4), None]
+    back.reads.clear()
+    for _ in range(2):
+        for heads in wanted:
+            assert same_bits(store.read(block.name, 0, heads), block.records[0][heads or slice(None)])
+    assert len([each for each in back.reads if each[2] is not None]) == len(wanted) - 2  # [0, 2) has two forms
+    assert len([each for each in back.reads if each[2] is None]) == 2  # a block that was never found does not gather
+    kept = store.read(block.name, 0, slice(0, 1))
+    assert kept.untyped_storage().nbytes() == kept.nbytes  # a part of a larger tensor does not keep it alive
+
+
+def test_a_whole_record_answers_for_all_heads_and_only_whole_ones_make_the_tier_memory() -> None:
+    back, (block,) = stored()
+    store = TieredStore(MemoryStore(1 << 20), back)
+    store.read(block.name, 0, LOW)
+    store.find([block.name])
+    for heads in (None, HIGH, slice(1, 2), None):
+        assert same_bits(store.read(block.name, 0, heads), block.records[0][heads or slice(None)])
+    assert [heads for _, _, heads in back.reads] == [LOW, None]
+    store.read(block.name, 1)
+    assert same_bits(store.read(block.name, 1, HIGH), block.records[1][2:])
+    assert len(back.reads) == 3
+    store = TieredStore(MemoryStore(1 << 20), back)
+    for heads in (LOW, HIGH):
+        for layer in (0, 1):
+            store.read(block.name, layer, heads)
+    assert store.front.stats().bytes == sum(record.nbytes for record in block.records)
+    assert store.front.find([block.name]) == [None] and store.front.stats().blocks == 0
+    assert [entry and entry.tier for entry in store.find([block.name])] == ["slow"]
+    store.read(block.name, 1)
+    store.read(block.name, 0)
+    assert [entry and entry.tier for entry in store.find([block.name])] == ["memory"]
+    assert store.front.stats().blocks == 1
+
+
+def test_a_deleted_block_is_gone_with_all_its_heads_and_heads_that_a_layer_does_not_have_are_refused() -> None:
+    back, (block, other) = stored(2, SHAPES)
+    store = TieredStore(MemoryStore(1 << 20), back)
+    for each in (block, other):
+        for heads in (LOW, HIGH):
+            store.read(each.name, 0, heads)
+    for _ in range(2):
+        with pytest.raises(InvalidInputError, match="2 KV heads"):
+            store.read(block.name, 2, HIGH)
+    back.reads.clear()
+    store.delete(block.name)
+    for heads in (LOW, HIGH, None):
+        with pytest.raises(BlockLostError):
+            store.read(block.name, 0, heads)
+    assert same_bits(store.read(other.name, 0, LOW), other.records[0][:2])
+    assert len(back.reads) == 3
+
+
+def test_heads_share_the_bound_with_whole_blocks_and_the_oldest_go_first() -> None:
+    back, blocks = stored(8)
+    size = sum(record.nbytes for record in blocks[0].records)
+    store = TieredStore(MemoryStore(3 * size), back)
+    for number, block in enumerate(blocks):
+        if number % 2:
+            store.find([block.name])
+        for layer in (0, 1):
+            store.read(block.name, layer, None if number % 2 else HIGH)
+        assert store.front.stats().bytes <= 3 * size
+    back.reads.clear()
+    for layer in (0, 1):
+        store.read(blocks[6].name, layer, HIGH)
+        store.read(blocks[7].name, layer)
+    assert back.reads == []
+    store.read(blocks[0].name, 0, HIGH)
+    assert len(back.reads) == 1
+    small = TieredStore(MemoryStore(blocks[0].records[0].nbytes // 2 - 1), back)
+    assert same_bits(small.read(blocks[0].name, 0, HIGH), blocks[0].records[0][2:])
+    assert small.front.stats().bytes == 0
+
+
+heads_read = st.one_of(st.none(), st.sampled_from([LOW, HIGH, slice(1, 3), slice(0, 1), slice(0, 4), slice(3, 4)]))
+actions = st.one_of(
+    st.tuples(st.just("read"), st.integers(0, 3), st.integers(0, 1), heads_read),
+    st.tuples(st.sampled_from(["find", "write", "delete", "prune", "lose"]), st.integers(0, 3)),
+)
+
+
+@settings(max_examples=share(200), deadline=None)
+@given(st.lists(actions, max_size=40), st.integers(0, 4))
+def test_any_reads_of_any_heads_give_the_stored_bits_within_the_bound(taken: list[tuple], room: int) -> None:  # type: ignore[type-arg]
+    blocks = [make_block(seed, 5, SHAPES[:2]) for seed in range(4)]
+    bound = room * sum(record.nbytes for record in blocks[0].records) * 3 // 4
+    back = Back()
+    store = TieredStore(MemoryStore(bound), back)
+    kept: set[int] = set()
+    for action, number, *how in taken:
+        block = blocks[number]
+        if action == "read":
+            layer, heads = how
+            (record,) = store.read_many([block.name], layer, heads)
+            if isinstance(record, torch.Tensor):
+                assert same_bits(record, block.records[layer][heads or slice(None)])
+            else:
+                assert number not in kept
+        elif action == "find":
+            store.find([block.name])
+        elif action == "write":
+            store.write(block)
+            kept.add(number)
+        elif action == "delete":
+            store.delete(block.name)
+            kept.discard(number)
+            assert isinstance(store.read_many([block.name], 0, HIGH)[0], BlockLostError)
+        elif action == "lose":
+            back.delete(block.name)  # by another process
+            kept.discard(number)
+        else:
+            store.front.prune(bound // 2)
+        assert store.front.stats().bytes <= bound
+        held = sum(part.nbytes for each in store.front._held.values() for part in each.records if part is not None)
+        assert held == store.front.stats().bytes
