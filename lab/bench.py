@@ -88,8 +88,9 @@ def plain_table(
         table.add_column(column, no_wrap=True)
     for column in numbers:
         table.add_column(column, justify="right", no_wrap=True)
+    forms = [form for columns in (texts, numbers) if isinstance(columns, Mapping) for form in columns.values()]
     for row in rows:
-        table.add_row(*(form.format_map(row) for form in (*dict(texts).values(), *dict(numbers).values())))
+        table.add_row(*(form.format_map(row) for form in forms))
     return table
 
 
