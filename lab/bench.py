@@ -1,14 +1,15 @@
-"""What benchmarks share: arms in turn, the interval of a median, peak memory, figures as lines, curves as a picture."""
+"""What benchmarks share: arms in turn, the interval of a median, peak memory, what is kept, tables, pictures."""
 
 import random
 import statistics
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -66,11 +67,18 @@ def peak_bytes() -> int:
 def figure_lines(result: dict[str, Any]) -> str:
     """A line for each of `figures`, with its interval if there is one."""
     intervals = {name: f" (95 %: {low:.3f} to {high:.3f})" for name, (low, high) in result.get("intervals", {}).items()}
-    return "\n".join(f"{name}: {value:.3f}{intervals.get(name, '')}" for name, value in result["figures"].items())
+    values = {name: "not measured" if value is None else f"{value:.3f}" for name, value in result["figures"].items()}
+    return "\n".join(f"{name}: {value}{intervals.get(name, '')}" for name, value in values.items())
 
 
-def plain_table(title: str, texts: Sequence[str], numbers: Sequence[str], caption: str | None = None) -> "Table":
-    """An empty table with columns of text, then of numbers."""
+def plain_table(
+    title: "str | Text",
+    texts: Mapping[str, str] | Sequence[str],
+    numbers: Mapping[str, str] | Sequence[str],
+    caption: str | None = None,
+    rows: Sequence[Mapping[str, Any]] = (),
+) -> "Table":
+    """A table of columns of text, then of numbers: headings, for `rows` with the form of a cell, such as "{kl:.2g}"."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -80,7 +88,17 @@ def plain_table(title: str, texts: Sequence[str], numbers: Sequence[str], captio
         table.add_column(column, no_wrap=True)
     for column in numbers:
         table.add_column(column, justify="right", no_wrap=True)
+    forms = [form for columns in (texts, numbers) if isinstance(columns, Mapping) for form in columns.values()]
+    for row in rows:
+        table.add_row(*(form.format_map(row) for form in forms))
     return table
+
+
+def markdown_table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table in Markdown of columns of text, then of numbers."""
+    lines = [[str(cell).replace("|", r"\|").replace("\n", " ") for cell in row] for row in ((*texts, *numbers), *rows)]
+    head, *body = (f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([head, f"|{'---|' * len(texts)}{'---:|' * len(numbers)}", *body])
 
 
 @contextmanager

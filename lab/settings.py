@@ -1,52 +1,32 @@
-"""What is measured, and how: frozen dataclasses whose fields are options (see `cacheblend.cli.option_groups`).
+"""What is measured, and how: option groups (see `cacheblend.cli.option_groups`), which benchmarks take as they are.
 
-Benchmarks take them as they are. Imports nothing that takes long, since every command's help needs it.
+Imports nothing that takes long, since every command's help needs it.
 """
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
-
-import typer
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from cacheblend.cli.bench import HOW, MOST_CHUNKS, WHAT, ChunkTokens, PromptSizeOptions, RoundOptions
+from cacheblend.cli.option_groups import option
 from cacheblend.cli.options import MOST_SEED, MOST_TOKENS, SHAPE_OPTION, ModelOrShape, OneRatio, Shadow
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 DEFAULT_SHAPE = "qwen2.5-0.5b"
+MOST = 10_000  # of most things that are counted
+PROMPT_SIZES = [field.name for field in fields(PromptSizeOptions)]
 
-
-def count(name: str, text: str, least: float = 1, most: float | None = 10_000, panel: str | None = WHAT) -> Any:
-    """An option that is a number."""
-    return typer.Option(name, min=least, max=most, help=text, rich_help_panel=panel)
-
-
-def several(name: str, text: str, least: float | None = None, most: float | None = None, panel: str = WHAT) -> Any:
-    """An option that may be given several times."""
-    return typer.Option(name, min=least, max=most, help=text, rich_help_panel=panel, show_default=False)
-
-
-def named(name: str, text: str, panel: str | None = WHAT) -> Any:
-    """An option that is a text, a file or a switch."""
-    return typer.Option(name, help=text, rich_help_panel=panel)
-
-
-def needed(*names: str, text: str, panel: str | None = WHAT) -> Any:
-    """An option that has to be given."""
-    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False)
+Requests = Annotated[int, option(..., "Requests replayed.", least=1, most=1_000_000, panel=WHAT)]
+Clients = Annotated[int, option(..., "Requests under way at once.", least=1, most=MOST, panel=HOW)]
+Discover = Annotated[bool, option(..., "Also replay a trace with nothing marked.", panel=WHAT)]
+ReplayedTrace = Annotated[Path, option(..., "Folder of a RAGPulse trace.", "--trace", panel=WHAT)]
 
 
 def seeded(text: str = "Seed of all that is drawn.") -> Any:
     """The option ``--seed``."""
-    return count("--seed", text, 0, MOST_SEED, HOW)
-
-
-Requests = Annotated[int, count("--requests", "Requests replayed.", most=1_000_000)]
-Clients = Annotated[int, count("--clients", "Requests under way at once.", panel=HOW)]
-Discover = Annotated[bool, named("--discover", "Also replay a trace with nothing marked.")]
-ReplayedTrace = Annotated[Path, needed("--trace", text="Folder of a RAGPulse trace.")]
+    return option(0, text, least=0, most=MOST_SEED, panel=HOW)
 
 
 @dataclass(frozen=True)
@@ -87,10 +67,13 @@ class ModelSettings(ModelOrShape):
 
     def described(self, **more: Any) -> dict[str, Any]:
         """As a result has it: its own settings, and those of its prompts by themselves."""
-        sizes = [field.name for field in fields(PromptSizeOptions)]
-        own = {name: value for name, value in vars(self).items() if name not in sizes}
-        prompt = PromptShape(**{name: getattr(self, name) for name in sizes if hasattr(self, name)})
-        return own | {"model": self.model and str(self.model), "prompt": vars(prompt)} | more
+        own = {name: value for name, value in vars(self).items() if name not in PROMPT_SIZES}
+        return own | {"model": self.model and str(self.model), "prompt": vars(self.prompt)} | more
+
+    @property
+    def prompt(self) -> PromptShape:
+        """By those of its options that are sizes."""
+        return PromptShape(**{name: getattr(self, name) for name in PROMPT_SIZES if hasattr(self, name)})
 
 
 # ---- servers ------------------------------------------------------------------------------------------------
@@ -100,60 +83,48 @@ class ModelSettings(ModelOrShape):
 class Serving(RoundOptions, PromptSizeOptions, ModelSettings):
     """`lab serve`."""
 
-    trace: Annotated[
-        Path | None, needed("--trace", text="Folder of a RAGPulse trace: replay its requests.", panel=None)
-    ] = None
+    trace: Path | None = option(None, "Folder of a RAGPulse trace: replay its requests.", panel=None)
     ratio: OneRatio = 0.15
     requests: Requests = 100
     clients: Clients = 8
     shadow: Shadow = 0.0
     discover: Discover = False
 
-    @property
-    def prompt(self) -> PromptShape:
-        """Of the first part."""
-        return PromptShape(self.chunks, self.chunk_tokens, self.question_tokens)
-
 
 @dataclass(frozen=True)
 class Routing(PromptSizeOptions, ModelSettings):
     """`lab routing`."""
 
-    topics: Annotated[int, count("--topics", "Topics, each with a prompt's chunks.")] = 12
-    memory_share: Annotated[
-        float, count("--memory-share", "Share of all chunks that a server's memory holds.", 0.01, 1)
-    ] = 0.6
-    servers: Annotated[int, count("--servers", "Servers.", 2, 64, HOW)] = 2
+    panel: ClassVar = WHAT
+    topics: int = option(12, "Topics, each with a prompt's chunks.", least=1, most=MOST)
+    memory_share: float = option(0.6, "Share of all chunks that a server's memory holds.", least=0.01, most=1)
+    servers: int = option(2, "Servers.", least=2, most=64, panel=HOW)
     ratio: OneRatio = 0.15
     requests: Requests = 100
     clients: Clients = 2
-    seed: Annotated[int, seeded("Seed of weights, tokens, requests.")] = 0
-
-    @property
-    def prompt(self) -> PromptShape:
-        return PromptShape(self.chunks, self.chunk_tokens, self.question_tokens)
+    seed: int = seeded("Seed of weights, tokens, requests.")
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Of an agent's conversations: what each turn reads, and how much of it stays."""
 
-    sessions: Annotated[int, count("--sessions", "Sessions, one after the other.")] = 3
-    turns: Annotated[int, count("--turns", "Requests of a session.", 3)] = 6
-    results: Annotated[int, count("--results", "Different tool results, re-read across sessions.")] = 10
-    result_tokens: Annotated[int, count("--result-tokens", "Tokens of a tool result.", most=MOST_TOKENS)] = 384
-    first_reads: Annotated[int, count("--first-reads", "Tool results of the first turn's search.")] = 4
-    reads: Annotated[int, count("--reads", "Tool results that each further turn adds.")] = 1
-    kept: Annotated[int, count("--kept", "Tool results of a request at most; the oldest are dropped.")] = 6
-    reorder: Annotated[float, count("--reorder", "Share of the turns that order tool results anew.", 0, 1)] = 0.5
+    panel: ClassVar = WHAT
+    sessions: int = option(3, "Sessions, one after the other.", least=1, most=MOST)
+    turns: int = option(6, "Requests of a session.", least=3, most=MOST)
+    results: int = option(10, "Different tool results, re-read across sessions.", least=1, most=MOST)
+    result_tokens: int = option(384, "Tokens of a tool result.", least=1, most=MOST_TOKENS)
+    first_reads: int = option(4, "Tool results of the first turn's search.", least=1, most=MOST)
+    reads: int = option(1, "Tool results that each further turn adds.", least=1, most=MOST)
+    kept: int = option(6, "Tool results of a request at most; the oldest are dropped.", least=1, most=MOST)
+    reorder: float = option(0.5, "Share of the turns that order tool results anew.", least=0, most=1)
 
     def __post_init__(self) -> None:
         from cacheblend.core.errors import InvalidInputError
 
         if self.results <= self.kept:
             raise InvalidInputError(f"{self.results} tool results, {self.kept} kept: there must be more than are kept")
-        if max(self.first_reads, self.reads) > self.kept:
-            most = max(self.first_reads, self.reads)
+        if (most := max(self.first_reads, self.reads)) > self.kept:
             raise InvalidInputError(f"a turn reads {most} tool results, of which only {self.kept} are kept; keep more")
 
 
@@ -161,26 +132,22 @@ class Sizes:
 class Agent(ModelSettings):
     """`lab agent`, beside `Sizes`."""
 
-    data: Annotated[Path, needed("--data", text="Passages: the tools' results.")]
-    pause: Annotated[float, count("--pause", "Seconds between turns: the agent runs its tools.", 0, 3600)] = 4.0
+    data: Path = option(..., "Passages: the tools' results.", panel=WHAT)
+    pause: float = option(4.0, "Seconds between turns: the agent runs its tools.", least=0, most=3600, panel=WHAT)
     ratio: OneRatio = 0.15
-    seed: Annotated[int, seeded("Seed of weights, reads, orders.")] = 0
+    seed: int = seeded("Seed of weights, reads, orders.")
 
 
 @dataclass(frozen=True)
 class VllmOptions(ModelSettings):
     """Two vLLM servers on one model."""
 
+    panel: ClassVar = HOW
     ratio: OneRatio = 0.15
-    batched_tokens: Annotated[
-        int, count("--batched-tokens", "vLLM's max_num_batched_tokens.", most=MOST_TOKENS, panel=HOW)
-    ] = 2048
-    dtype: Annotated[
-        str,
-        named(
-            "--dtype", "float32, bfloat16 or float16. auto: bfloat16, or float32 on a CPU that only emulates it.", HOW
-        ),
-    ] = "auto"
+    batched_tokens: int = option(2048, "vLLM's max_num_batched_tokens.", least=1, most=MOST_TOKENS)
+    dtype: str = option(
+        "auto", "float32, bfloat16 or float16. auto: bfloat16, or float32 on a CPU that only emulates it."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,17 +157,16 @@ class Replay:
     trace: ReplayedTrace
     requests: Requests = 100
     clients: Clients = 16
-    rate: Annotated[
-        list[float] | None,
-        several(
-            "--rate",
-            "Rates of requests, as shares of the plug-in's saturation; several times. Default: 0.2 0.4 0.6 0.8.",
-            *(0.001, 100, HOW),
-        ),
-    ] = None
-    whole: Annotated[bool, named("--whole/--no-whole", "Also with whole system prompts, history, web search.")] = True
+    rate: list[float] | None = option(
+        None,
+        "Rates of requests, as shares of the plug-in's saturation; several times. Default: 0.2 0.4 0.6 0.8.",
+        least=0.001,
+        most=100,
+        panel=HOW,
+    )
+    whole: bool = option(True, "Also with whole system prompts, history, web search.", panel=WHAT)
     discover: Discover = False
-    seed: Annotated[int, seeded("Seed of sample and times.")] = 0
+    seed: int = seeded("Seed of sample and times.")
 
 
 # ---- prefills -----------------------------------------------------------------------------------------------
@@ -210,27 +176,23 @@ class Replay:
 class Peers(RoundOptions, PromptSizeOptions, ModelSettings):
     """`lab peers`."""
 
-    data: Annotated[Path, needed("--data", text="Passages of the requests.")]
-    ratio: Annotated[
-        list[float] | None,
-        typer.Option(
-            "--ratio", "-r", min=0, max=1, help="Recompute ratios of blending. Default: 0.15 0.05.", rich_help_panel=HOW
-        ),
-    ] = None
+    data: Path = option(..., "Passages of the requests.", panel=WHAT)
+    ratio: list[float] | None = option(
+        None, "Recompute ratios of blending. Default: 0.15 0.05.", "-r", least=0, most=1, panel=HOW
+    )
 
 
 @dataclass(frozen=True)
 class RandomShapes:
     """`lab random-shapes`; plain text precedes the chunks."""
 
+    panel: ClassVar = WHAT
     shape: Annotated[str, SHAPE_OPTION] = "tiny"
-    prompts: Annotated[int, count("--prompts", "Prompts, each of its own chunks.", most=100_000, panel=HOW)] = 4
-    chunks: Annotated[int, count("--chunks", "Chunks of a prompt.", most=MOST_CHUNKS)] = 6
+    prompts: int = option(4, "Prompts, each of its own chunks.", least=1, most=100_000, panel=HOW)
+    chunks: int = option(6, "Chunks of a prompt.", least=1, most=MOST_CHUNKS)
     chunk_tokens: ChunkTokens = 128
-    plain_tokens: Annotated[int, count("--plain-tokens", "Plain tokens before the chunks.", most=MOST_TOKENS)] = 32
-    question_tokens: Annotated[int, count("--question-tokens", "Tokens after the chunks.", most=MOST_TOKENS)] = 32
-    dtype: Annotated[str, named("--dtype", "float32, bfloat16 or float16.", HOW)] = "float32"
-    gain: Annotated[
-        float, count("--gain", "Factor on all weight matrices; above 1 attention is sharper.", 0.001, 1000)
-    ] = 1.0
-    seed: Annotated[int, seeded("Seed of weights, ids and bootstrap.")] = 0
+    plain_tokens: int = option(32, "Plain tokens before the chunks.", least=1, most=MOST_TOKENS)
+    question_tokens: int = option(32, "Tokens after the chunks.", least=1, most=MOST_TOKENS)
+    dtype: str = option("float32", "float32, bfloat16 or float16.", panel=HOW)
+    gain: float = option(1.0, "Factor on all weight matrices; above 1 attention is sharper.", least=0.001, most=1000)
+    seed: int = seeded("Seed of weights, ids and bootstrap.")

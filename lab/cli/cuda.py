@@ -4,36 +4,25 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from cacheblend.cli.bench import HOW
+from cacheblend.cli.bench import HOW, WHAT
+from cacheblend.cli.option_groups import option
 from cacheblend.cli.options import OUTPUT, AsJson
 from cacheblend.cli.output import INSTALL_PLOT, check_outputs, console, print_json, write_json
-from lab.settings import count, named, several
-
-Parts = Annotated[
-    list[str] | None,
-    several(
-        "--part", "tests, kernels, ttft, timeline, vllm, compiled or large; several times for several. Default: all."
-    ),
-]
-Folder = Annotated[
-    Path | None,
-    named(
-        "--folder",
-        "Where cuda-<device>.json, .md and pictures go. Default: docs/results; a dry run writes none.",
-        OUTPUT,
-    ),
-]
 
 
 def cuda(
-    part: Parts = None,
-    dry_run: Annotated[bool, named("--dry-run", "Try all parts at tiny size, on a CPU, too.", HOW)] = False,
-    minutes: Annotated[float, count("--minutes", "Everything has ended after these.", 0.1, 1e6, HOW)] = 9.0,
-    folder: Folder = None,
+    part: list[str] | None = option(
+        None, "tests, kernels, ttft, timeline, vllm, compiled or large; several times. Default: all.", panel=WHAT
+    ),
+    dry_run: bool = option(False, "Try all parts at tiny size, on a CPU, too.", panel=HOW),
+    minutes: float = option(9.0, "Everything has ended after these.", least=0.1, most=1e6, panel=HOW),
+    folder: Path | None = option(
+        None, "Where cuda-<device>.json, .md, pictures go. Default: docs/results; a dry run writes none.", panel=OUTPUT
+    ),
     json: AsJson = False,
 ) -> None:
     """A GPU: tests, kernels, time to first token, a pass's timeline, vLLM; and what falls short of its bar.

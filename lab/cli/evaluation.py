@@ -1,7 +1,7 @@
 """`lab evaluate`: as `cacheblend evaluate`, and deviation inside the model. `lab train`: the model that ships."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from cacheblend.cli.evaluate import Destination, EvaluateOptions, run_evaluation
 from cacheblend.cli.option_groups import option
@@ -15,7 +15,6 @@ from cacheblend.cli.options import (
     StoreOptions,
 )
 from cacheblend.cli.output import console, progress, say
-from lab.settings import count, named, needed
 
 if TYPE_CHECKING:
     from cacheblend.data import QuestionRow
@@ -89,11 +88,11 @@ class Deviation:
 
 
 def train(
-    out: Annotated[Path, needed("--out", text="Folder of checkpoint, history and model.", panel=None)],
-    seed: Annotated[int, count("--seed", "Of weights and draws.", 0, MOST_SEED, None)] = 1,
-    threads: Annotated[int, count("--threads", "CPU threads; 0: one per core.", 0, 4096, None)] = 0,
-    device: Annotated[str | None, named("--device", "Default: CUDA if available.", None)] = None,
-    shorten: Annotated[int, count("--shorten", "Divide all step counts by this, to try it.", 1, 1_000_000, None)] = 1,
+    out: Path = option(..., "Folder of checkpoint, history and model.", panel=None),
+    seed: int = option(1, "Of weights and draws.", least=0, most=MOST_SEED, panel=None),
+    threads: int = option(0, "CPU threads; 0: one per core.", least=0, most=4096, panel=None),
+    device: str | None = option(None, "Default: CUDA if available.", panel=None),
+    shorten: int = option(1, "Divide all step counts by this, to try it.", least=1, most=1_000_000, panel=None),
 ) -> None:
     """Trains the model that ships, from scratch. The same command goes on from where it was interrupted.
 

@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from cacheblend.cli.option_groups import option
 from cacheblend.cli.options import (
     IN_MEMORY,
     MOST_TOKENS,
@@ -19,13 +18,13 @@ from cacheblend.cli.options import (
     StoreOptions,
 )
 from cacheblend.cli.output import INSTALL_PLOT, console, print_json, progress, share_text
-from lab.settings import count, named
+from lab.bench import plain_table
 
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from lab.inspection import Inspection
+    from lab.inspection.inspection import Inspection
 
 HEAT_MAP, NUMBERS = "heat_map.html", "inspection.json"
 KEY = (
@@ -42,23 +41,17 @@ def inspect(
     stored: ChunkOptions,
     device: DeviceOptions,
     store: StoreOptions = IN_MEMORY,
-    max_prompt_tokens: Annotated[
-        int,
-        count("--max-prompt-tokens", "Longest prompt: time grows with its square.", most=MOST_TOKENS, panel=OUTPUT),
-    ] = 4096,
-    layers: Annotated[str | None, named("--layers", "Show only these, e.g. 1,4,8-11. Default: all.", OUTPUT)] = None,
-    curve: Annotated[
-        bool, named("--curve/--no-curve", "Also measure attention deviation by ratio: 14 more passes.", OUTPUT)
-    ] = True,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            help="Write figures, heat_map.html and inspection.json into this folder. Figures need matplotlib.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
+    max_prompt_tokens: int = option(
+        4096, "Longest prompt: time grows with its square.", least=1, most=MOST_TOKENS, panel=OUTPUT
+    ),
+    layers: str | None = option(None, "Show only these, e.g. 1,4,8-11. Default: all.", panel=OUTPUT),
+    curve: bool = option(True, "Also measure attention deviation by ratio: 14 more passes.", panel=OUTPUT),
+    out: Path | None = option(
+        None,
+        "Write figures, heat_map.html and inspection.json into this folder. Figures need matplotlib.",
+        "-o",
+        panel=OUTPUT,
+    ),
     json: AsJson = False,
 ) -> None:
     """Show what blending does to a prompt: KV deviation by token and layer, and where attention goes.
@@ -152,19 +145,10 @@ def _write(found: "Inspection", out: Path, layers: Sequence[int] | None) -> list
 
 def _table(facts: dict[str, Any]) -> "Table":
     """A line a layer."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(
-        title=Text(f"What blending does to this prompt, {facts['model']}", "table.title"),
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
-    )
-    for column in ("layer", "KV reuse", "KV blend", "top 15 %", "next", "attention reuse", "attention blend"):
-        table.add_column(column, justify="right")
+    columns = ("layer", "KV reuse", "KV blend", "top 15 %", "next", "attention reuse", "attention blend")
+    table = plain_table(Text(f"What blending does to this prompt, {facts['model']}", "table.title"), (), columns)
     for layer in facts["layers"]:
         kv, attention = layer["mean_deviation"], layer["attention_deviation"]
         top = "" if layer["top_share"] is None else share_text(layer["top_share"], 1)

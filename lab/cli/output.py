@@ -1,32 +1,46 @@
 """What a command does around its benchmark."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from cacheblend.cli.bench import ResultOptions
-from cacheblend.cli.output import AdvanceStage, picture_file, progress, stages
+from cacheblend.cli.output import picture_file, progress, stages
+from lab.settings import ModelSettings
 
 
-def prepare(result: ResultOptions, plot: Path | None = None) -> Path | None:
-    """Checks where the result goes, before minutes of measuring; the picture's file."""
+def measure(
+    result: ResultOptions,
+    where: str,
+    *what: Any,
+    unit: str = "rounds",
+    title: str = "measuring",
+    plot: Path | None = None,
+) -> None:
+    """Runs a benchmark, shows what it found, and draws it.
+
+    Args:
+        result: where the result goes; that it can go there is checked before minutes of measuring.
+        where: of the benchmark: ``speed.load``, or ``servers.vllm_bench:ttft`` if its function is not called `run`.
+        what: its arguments, behind which it is given its progress: by its module's `STAGES`, or in units.
+        unit, title: of the bar, if it has no stages.
+        plot: the picture's file.
+    """
     from cacheblend.cli.models import quiet_transformers
 
     result.check()
     quiet_transformers()
-    return picture_file(plot)
+    picture, (module, _, function) = picture_file(plot), where.partition(":")
+    asked = [each.resolved() if isinstance(each, ModelSettings) else each for each in what]
+    bench = import_module(f"lab.{module}")
+    bar: AbstractContextManager[Any] = progress(title, unit, quiet=result.json)
+    if names := getattr(bench, "STAGES", ()):
+        bar = stages({name: name for name in names}, quiet=result.json)
+    with bar as advance:
+        found: dict[str, Any] = getattr(bench, function or "run")(*asked, advance)
+    from lab.bench import figure_lines
 
-
-def measure(result: ResultOptions, unit: str, bench: Any, *what: Any, title: str = "measuring") -> None:
-    """Runs a benchmark, a module with `run` and `table`, with a bar of these units, and shows what it found."""
-    with progress(title, unit, quiet=result.json) as advance:
-        found = bench.run(*what, advance)
-    result.show(bench.table(found), found)
-
-
-@contextmanager
-def bars(names: Sequence[str], result: ResultOptions) -> Iterator[AdvanceStage]:
-    """Progress of these stages; none where JSON goes to stdout."""
-    with stages({name: name for name in names}, quiet=result.json) as advance:
-        yield advance
+    result.show(getattr(bench, "table", figure_lines)(found), found)
+    if picture is not None:
+        bench.plot(found, picture)

@@ -1,27 +1,12 @@
 """`lab serve`, `routing`, `agent` and `lab vllm`: servers, measured as a client sees them."""
 
-from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from cacheblend.cli.bench import PromptSizeOptions, ResultOptions, RoundOptions
+from cacheblend.cli.bench import WHAT, PromptSizeOptions, ResultOptions, RoundOptions
+from cacheblend.cli.option_groups import option
 from cacheblend.cli.options import Plot, Shadow
-from cacheblend.cli.output import progress
-from lab.cli.output import bars, prepare
-from lab.settings import (
-    Agent,
-    Clients,
-    PromptShape,
-    Replay,
-    Requests,
-    Routing,
-    Serving,
-    Sizes,
-    VllmOptions,
-    count,
-    named,
-    seeded,
-    several,
-)
+from lab.cli.output import measure
+from lab.settings import Agent, Clients, PromptShape, Replay, Requests, Routing, Serving, Sizes, VllmOptions, seeded
 
 if TYPE_CHECKING:
     from lab.servers.vllm_server import Pair
@@ -31,13 +16,12 @@ def serve(
     what: Serving,
     result: ResultOptions,
     plot: Plot = None,
-    hostile: Annotated[
-        bool,
-        named(
-            "--hostile/--no-hostile",
-            "Only what clients that mean ill do to a stream and to memory; on nano unless --model is given.",
-        ),
-    ] = False,
+    hostile: bool = option(
+        False,
+        "Only what clients that mean ill do to a stream and to memory; on nano unless --model is given.",
+        "--hostile/--no-hostile",
+        panel=WHAT,
+    ),
 ) -> None:
     """`cacheblend serve` over HTTP: first tokens, what the server adds, and a trace of real requests.
 
@@ -52,24 +36,10 @@ def serve(
 
     if plot is not None and what.trace is None:
         raise InvalidInputError("--plot draws a replay: also give --trace")
-    picture = prepare(result, plot)
     if hostile:
-        from lab.bench import figure_lines
-        from lab.servers import hostile as attack
-
-        with bars(attack.STAGES, result) as advance:
-            found = attack.run(str(what.model or "nano"), what.runs, what.seed, advance)
-        result.show(figure_lines(found), found)
-        return
-    what = what.resolved()
-    from lab.bench import figure_lines
-    from lab.servers import serve as bench
-
-    with bars(bench.STAGES, result) as advance:
-        found = bench.run(what, advance)
-    result.show(figure_lines(found), found)
-    if picture is not None:
-        bench.plot(found, picture)
+        measure(result, "servers.hostile", str(what.model or "nano"), what.runs, what.seed)
+    else:
+        measure(result, "servers.serve", what, plot=plot)
 
 
 def routing(what: Routing, result: ResultOptions) -> None:
@@ -79,13 +49,7 @@ def routing(what: Routing, result: ResultOptions) -> None:
 
     Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
     """
-    prepare(result)
-    what = what.resolved()
-    from lab.servers import routing as bench
-
-    with bars(bench.STAGES, result) as advance:
-        found = bench.run(what, advance)
-    result.show(bench.table(found), found)
+    measure(result, "servers.routing", what)
 
 
 def agent(what: Agent, sizes: Sizes, result: ResultOptions, plot: Plot = None) -> None:
@@ -96,15 +60,7 @@ def agent(what: Agent, sizes: Sizes, result: ResultOptions, plot: Plot = None) -
 
     Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
     """
-    picture = prepare(result, plot)
-    what = what.resolved()
-    from lab.servers import agent as bench
-
-    with progress("asking", "requests", quiet=result.json) as advance:
-        found = bench.run(what, sizes, advance)
-    result.show(bench.table(found), found)
-    if picture is not None:
-        bench.plot(found, picture)
+    measure(result, "servers.agent", what, sizes, unit="requests", title="asking", plot=plot)
 
 
 # ---- vLLM ---------------------------------------------------------------------------------------------------
@@ -115,9 +71,7 @@ def vllm_ttft(model: VllmOptions, size: PromptSizeOptions, rounds: RoundOptions,
 
     Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
     """
-    from lab.servers import vllm_bench as bench
-
-    _measure(partial(bench.ttft, _pair(model)), size, rounds, result)
+    measure(result, "servers.vllm_bench:ttft", _pair(model), PromptShape(**vars(size)), rounds)
 
 
 def vllm_latency(model: VllmOptions, size: PromptSizeOptions, rounds: RoundOptions, result: ResultOptions) -> None:
@@ -125,9 +79,7 @@ def vllm_latency(model: VllmOptions, size: PromptSizeOptions, rounds: RoundOptio
 
     Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
     """
-    from lab.servers import vllm_bench as bench
-
-    _measure(partial(bench.latency, _pair(model)), size, rounds, result)
+    measure(result, "servers.vllm_bench:latency", _pair(model), PromptShape(**vars(size)), rounds)
 
 
 def vllm_shadow(
@@ -145,10 +97,8 @@ def vllm_shadow(
 
     Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
     """
-    from lab.servers import vllm_bench as bench
-
-    pair = _pair(model, shadow)
-    _measure(partial(bench.shadow, pair, requests=requests, clients=clients), size, rounds, result)
+    what = _pair(model, shadow), PromptShape(**vars(size)), rounds, requests, clients
+    measure(result, "servers.vllm_bench:shadow", *what)
 
 
 def vllm_replay(model: VllmOptions, what: Replay, result: ResultOptions, plot: Plot = None) -> None:
@@ -161,50 +111,31 @@ def vllm_replay(model: VllmOptions, what: Replay, result: ResultOptions, plot: P
 
     Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
     """
-    picture = prepare(result, plot)
-    from lab.bench import figure_lines
-    from lab.servers import vllm_replay as bench
-
-    pair = _pair(model)
-    with bars(bench.STAGES, result) as advance:
-        found = bench.replay(pair, what, advance)
-    result.show(figure_lines(found), found)
-    if picture is not None:
-        bench.plot(found, picture)
+    measure(result, "servers.vllm_replay", _pair(model), what, plot=plot)
 
 
 def vllm_faults(
     result: ResultOptions,
-    tried: Annotated[
-        int,
-        count(
-            "--tried",
-            "Faults at least; twice as many plain requests are compared with a vLLM without the plug-in.",
-            most=1_000_000,
-        ),
-    ] = 520,
-    only: Annotated[
-        list[str] | None,
-        several(
-            "--only",
-            "Campaigns: stall, lookups, equal, pollution, faults; several times. Default: all of them.",
-        ),
-    ] = None,
-    seed: Annotated[int, seeded()] = 0,
+    tried: int = option(
+        520,
+        "Faults at least; twice as many plain requests are compared with a vLLM without the plug-in.",
+        least=1,
+        most=1_000_000,
+        panel=WHAT,
+    ),
+    only: list[str] | None = option(
+        None, "Campaigns: stall, lookups, equal, pollution, faults; several times. Default: all of them.", panel=WHAT
+    ),
+    seed: int = seeded(),
 ) -> None:
     """Faults on purpose: answers that are wrong, engines that end, requests that hang, plain requests polluted.
 
     Errors by place and rank, out of memory, slow, hanging and damaged stores, aborts, preemption; shared fronts that
     arrive in one engine step; what a slow store, look-ups and equal prompts cost. Tiny random models.
     """
-    prepare(result)
-    from lab.bench import figure_lines
-    from lab.faults import run as bench
+    from lab.faults.run import STAGES, Settings
 
-    settings = bench.Settings(tried, seed, tuple(only) if only else bench.CAMPAIGNS)
-    with bars(bench.CAMPAIGNS, result) as advance:
-        found = bench.run(settings, advance)
-    result.show(figure_lines(found), found)
+    measure(result, "faults.run", Settings(tried, seed, tuple(only) if only else STAGES))
 
 
 def _pair(model: VllmOptions, shadow: float | None = None) -> "Pair":
@@ -216,16 +147,3 @@ def _pair(model: VllmOptions, shadow: float | None = None) -> "Pair":
     check_installed()  # before the weights of a shape are made
     quiet_transformers()
     return Pair(**vars(chosen), shadow=shadow)
-
-
-def _measure(
-    bench: "partial[dict[str, object]]", size: PromptSizeOptions, rounds: RoundOptions, result: ResultOptions
-) -> None:
-    """Rounds in which both servers are asked in turns, with a bar."""
-    from lab.bench import figure_lines
-
-    result.check()
-    shape = PromptShape(**vars(size))
-    with progress("measuring", "rounds", quiet=result.json) as advance:
-        found = bench(shape, rounds.runs, seed=rounds.seed, advance=advance)
-    result.show(figure_lines(found), found)

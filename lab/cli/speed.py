@@ -1,30 +1,30 @@
 """What measures prefills and stores on one machine, and what compression and random weights do to answers."""
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from cacheblend.cli.bench import (
     HOW,
     MOST_CHUNKS,
+    WHAT,
     ChunkTokens,
     ResultOptions,
     RoundOptions,
     SizeOptions,
     ThreadOptions,
-    in_rounds,
     prompt_settings,
 )
+from cacheblend.cli.option_groups import option
 from cacheblend.cli.options import MODEL_OPTION, MOST_TOKENS, Limit, ModelOrShape, OneRatio, Plot, Seed, SyncedTokens
-from cacheblend.cli.output import console, progress, status
-from lab.cli.output import measure, prepare
-from lab.settings import DEFAULT_SHAPE, Peers, RandomShapes, ReplayedTrace, count, named, needed, several
+from cacheblend.cli.output import console
+from lab.cli.output import measure
+from lab.settings import DEFAULT_SHAPE, Peers, RandomShapes, ReplayedTrace
 
 MOST_BLOCKS = 100_000_000
 THREE_ROUNDS, TWO_THREADS = RoundOptions(runs=3), ThreadOptions(2)
 
-Folder = Annotated[Path | None, named("--folder", "Folder on the disk to measure.")]
-Runs = Annotated[int, count("--runs", "Measured rounds, after one warm-up.", most=100_000, panel=HOW)]
+Folder = Annotated[Path | None, option(..., "Folder on the disk to measure.", panel=WHAT)]
+Runs = Annotated[int, option(..., "Measured rounds, after one warm-up.", least=1, most=100_000, panel=HOW)]
 
 
 # ---- prefills -----------------------------------------------------------------------------------------------
@@ -34,12 +34,8 @@ def memory(
     model: ModelOrShape, size: SizeOptions, threads: ThreadOptions, result: ResultOptions, ratio: OneRatio = 0.15
 ) -> None:
     """Peak resident memory of a blend and of a full prefill, each in its own process, the store on disk."""
-    result.check()
     settings = prompt_settings(model, ratios=(ratio,), **vars(size), **vars(threads))
-    from lab.speed import memory as bench
-
-    found = in_rounds(partial(bench.run, settings), result.json)
-    result.show(bench.table(found), found)
+    measure(result, "speed.memory", settings, unit="processes")
 
 
 def controller(
@@ -48,32 +44,25 @@ def controller(
     result: ResultOptions,
     rounds: RoundOptions = THREE_ROUNDS,
     chunk_tokens: ChunkTokens = 256,
-    chunks: Annotated[
-        list[int] | None, several("--chunks", "Chunks of a context; several times. Default: 4 8 16.", 2, MOST_CHUNKS)
-    ] = None,
+    chunks: list[int] | None = option(
+        None, "Chunks of a context; several times. Default: 4 8 16.", least=2, most=MOST_CHUNKS, panel=WHAT
+    ),
     ratio: OneRatio = 0.15,
 ) -> None:
     """The loading controller against every fixed choice, over throttled devices and context lengths.
 
     The ratio is the least that the controller may choose.
     """
-    result.check()
     settings = prompt_settings(model, chunk_tokens=chunk_tokens, ratios=(ratio,), **vars(rounds), **vars(threads))
-    from lab.speed import controller as bench
-
-    measure(result, "cells", bench, settings, tuple(chunks or (4, 8, 16)))
+    measure(result, "speed.controller", settings, tuple(chunks or (4, 8, 16)), unit="cells")
 
 
 def core(
     result: ResultOptions, rounds: RoundOptions, model: ModelOrShape, threads: ThreadOptions = TWO_THREADS
 ) -> None:
     """The figures that blending is held to, each beside its bar. About half an hour on two cores."""
-    result.check()
     chosen = model if model.model else ModelOrShape(shape=model.shape or DEFAULT_SHAPE)
-    settings = prompt_settings(chosen, **vars(rounds), **vars(threads))
-    from lab.speed import core as bench
-
-    measure(result, "parts", bench, settings)
+    measure(result, "speed.core", prompt_settings(chosen, **vars(rounds), **vars(threads)), unit="parts")
 
 
 def peers(what: Peers, result: ResultOptions) -> None:
@@ -84,11 +73,7 @@ def peers(what: Peers, result: ResultOptions) -> None:
 
     Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
     """
-    prepare(result)
-    what = what.resolved()
-    from lab.speed import peers as bench
-
-    measure(result, "requests", bench, what, title="asking")
+    measure(result, "speed.peers", what, unit="requests", title="asking")
 
 
 # ---- stores -------------------------------------------------------------------------------------------------
@@ -96,9 +81,9 @@ def peers(what: Peers, result: ResultOptions) -> None:
 
 def plan(
     result: ResultOptions,
-    chunks: Annotated[int, count("--chunks", "Chunks of the prompt, all stored.", most=MOST_CHUNKS)] = 64,
+    chunks: int = option(64, "Chunks of the prompt, all stored.", least=1, most=MOST_CHUNKS, panel=WHAT),
     chunk_tokens: ChunkTokens = 511,
-    store: Annotated[str, named("--store", "memory, or a folder to fill.")] = "memory",
+    store: str = option("memory", "memory, or a folder to fill.", panel=WHAT),
     runs: Runs = 20,
 ) -> None:
     """Time to name and plan a long prompt: what blending costs before the first layer."""
@@ -116,22 +101,14 @@ def plan(
 
 def match(
     result: ResultOptions,
-    stored: Annotated[int, count("--stored", "Chunks in the store.", most=MOST_BLOCKS)] = 100_000,
+    stored: int = option(100_000, "Chunks in the store.", least=1, most=MOST_BLOCKS, panel=WHAT),
     chunk_tokens: ChunkTokens = 256,
-    prompt_tokens: Annotated[int, count("--prompt-tokens", "Tokens of a prompt, at least.", most=MOST_TOKENS)] = 32_768,
+    prompt_tokens: int = option(32_768, "Tokens of a prompt, at least.", least=1, most=MOST_TOKENS, panel=WHAT),
     runs: Runs = 20,
 ) -> None:
     """Time to find a prompt's stored chunks by their content."""
-    result.check()
     _check_most(1 << 31, stored=stored, chunk_tokens=chunk_tokens)
-    from lab.speed import plan as bench
-
-    found = bench.match(stored=stored, chunk_tokens=chunk_tokens, prompt_tokens=prompt_tokens, runs=runs)
-    line = (
-        f"{found['prompt_tokens']} tokens against {stored} chunks of {chunk_tokens}: "
-        f"{found['figures']['match_ms']:.1f} ms (median of {runs}); the index was filled in {found['fill_s']:.1f} s"
-    )
-    result.show(line, found)
+    measure(result, "speed.plan:match", stored, chunk_tokens, prompt_tokens, runs)
 
 
 def _check_most(most: int, **options: int) -> None:
@@ -150,35 +127,25 @@ def load(
     result: ResultOptions,
     ratio: OneRatio = 0.15,
     folder: Folder = None,
-    redis: Annotated[str | None, named("--redis", "URL of a Redis server to measure, too.")] = None,
-    kv_shape: Annotated[
-        str | None, named("--kv-shape", "Read KV of this shape from disk and Redis, instead of the model's own.")
-    ] = None,
+    redis: str | None = option(None, "URL of a Redis server to measure, too.", panel=WHAT),
+    kv_shape: str | None = option(
+        None, "Read KV of this shape from disk and Redis, instead of the model's own.", panel=WHAT
+    ),
 ) -> None:
     """What loading costs: hidden by computing or not, disk and Redis against plain reads, and bytes by codec."""
-    result.check()
     _check_there(folder)
     prompt = prompt_settings(model, ratios=(ratio,), **vars(size), **vars(rounds), **vars(threads))
-    from lab.speed import load as bench
-
-    with status("measuring ...", quiet=result.json):
-        found = bench.run(prompt, folder, redis, kv_shape)
-    result.show(bench.table(found), found)
+    measure(result, "speed.load", prompt, folder, redis, kv_shape, unit="parts")
 
 
 def store(
     result: ResultOptions,
-    blocks: Annotated[int, count("--blocks", "Blocks of the store; 8 KiB of disk each.", most=MOST_BLOCKS)] = 1_000_000,
+    blocks: int = option(1_000_000, "Blocks of the store; 8 KiB of disk each.", least=1, most=MOST_BLOCKS, panel=WHAT),
     folder: Folder = None,
 ) -> None:
     """A disk store of very many blocks: look-ups, opening, memory."""
-    result.check()
     _check_there(folder)
-    from lab.speed import lookup as bench
-
-    with progress("filling", "blocks", quiet=result.json) as advance:
-        found = bench.run(blocks, folder, min(2000, blocks), advance)
-    result.show(bench.line(found), found)
+    measure(result, "speed.lookup", blocks, folder, min(2000, blocks), unit="blocks", title="filling")
 
 
 def _check_there(folder: Path | None) -> None:
@@ -191,28 +158,21 @@ def _check_there(folder: Path | None) -> None:
 def evict(
     trace: ReplayedTrace,
     result: ResultOptions,
-    size: Annotated[
-        list[float] | None,
-        several("--size", "Size of the cache as a share of all distinct blocks, 0..1; several times."),
-    ] = None,
+    size: list[float] | None = option(
+        None, "Size of the cache as a share of all distinct blocks, 0..1; several times.", panel=WHAT
+    ),
     plot: Plot = None,
 ) -> None:
     """Hit rate by cache size on a trace of real requests: each eviction policy, and the best possible."""
-    picture = prepare(result, plot)
-    from lab.speed import eviction as bench
-
-    found = bench.run(trace, tuple(sorted(size)) if size else bench.SHARES)
-    result.show(bench.table(found), found)
-    if picture is not None:
-        bench.plot(found, picture)
+    measure(result, "speed.eviction", trace, tuple(sorted(size or ())), unit="policies", plot=plot)
 
 
 def sync(
-    data: Annotated[Path, needed("--data", "-d", text="Passages that documents are made of.")],
     result: ResultOptions,
+    data: Path = option(..., "Passages that documents are made of.", "-d", panel=WHAT),
     model: Annotated[Path, MODEL_OPTION] = Path("nano"),
-    documents: Annotated[int, count("--documents", "Documents.", most=MOST_BLOCKS)] = 200,
-    tokens: Annotated[int, count("--tokens", "Tokens of a document.", most=MOST_TOKENS)] = 2000,
+    documents: int = option(200, "Documents.", least=1, most=MOST_BLOCKS, panel=WHAT),
+    tokens: int = option(2000, "Tokens of a document.", least=1, most=MOST_TOKENS, panel=WHAT),
     chunk_tokens: SyncedTokens = 512,
     seed: Seed = 0,
 ) -> None:
@@ -225,14 +185,11 @@ def sync(
     with (
         TemporaryDirectory() as folder,
         open_engine(model, f"{folder}/store", {"discover": False}, quiet=result.json) as engine,
-        status("synchronising ...", quiet=result.json),
     ):
         from cacheblend.engines.tokens.chunker import Cutting
-        from lab.speed import sync as bench
 
         cutting = Cutting(chunk_tokens, min(64, chunk_tokens // 2))
-        found = bench.run(engine, data, documents=documents, tokens=tokens, cutting=cutting, seed=seed)
-    result.show(bench.line(found), found)
+        measure(result, "speed.sync", engine, data, documents, tokens, cutting, seed, unit="passes")
 
 
 # ---- answers ------------------------------------------------------------------------------------------------
@@ -240,14 +197,11 @@ def sync(
 
 def codecs(
     result: ResultOptions,
-    suite_seed: Annotated[int, count("--suite-seed", "Draw of the suite nano.", most=3)] = 1,
+    suite_seed: int = option(1, "Draw of the suite nano.", least=1, most=3, panel=WHAT),
     limit: Limit = None,
 ) -> None:
     """What compressing stored KV does to answers, on the model that ships: first tokens, answers, right answers."""
-    prepare(result)
-    from lab.speed import codecs as bench
-
-    measure(result, "questions", bench, suite_seed, limit, title="asking")
+    measure(result, "speed.codecs", suite_seed, limit, unit="questions", title="asking")
 
 
 def random_shapes(result: ResultOptions, what: RandomShapes) -> None:
@@ -255,9 +209,8 @@ def random_shapes(result: ResultOptions, what: RandomShapes) -> None:
 
     Says nothing about which selector or ratio is good: random tokens refer to nothing.
     """
-    prepare(result)
-    from lab.speed import random_shapes as bench
-
-    measure(result, "prompts", bench, what)
+    measure(result, "speed.random_shapes", what, unit="prompts")
     if not result.json:
-        console().print(bench.CAVEAT)
+        from lab.speed.random_shapes import CAVEAT
+
+        console().print(CAVEAT)

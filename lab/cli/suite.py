@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend.cli.evaluate import Destination, keep_summary, progress_bars, show_summary
+from cacheblend.cli.option_groups import option
 from cacheblend.cli.options import MODEL_OPTION, PROMPT, AsJson, DeviceOptions, JsonFile, Limit, Out, Seed
 from cacheblend.cli.output import check_folder, check_outputs, console, progress, say, status
 from lab.bench import plain_table
-from lab.settings import several
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,18 +29,12 @@ def suite(
     name: Annotated[
         str, typer.Argument(help="nano: questions of every category on the model that ships, against its bars.")
     ] = "nano",
-    suite_seed: Annotated[
-        list[int] | None,
-        several("--suite-seed", "Only these draws of the suite; several times. Default: 1, 2 and 3.", 0, panel=PROMPT),
-    ] = None,
-    part: Annotated[
-        list[str] | None,
-        several(
-            "--part",
-            "Only these parts of the suite: main, sweep or gate; several times. Default: all.",
-            panel=PROMPT,
-        ),
-    ] = None,
+    suite_seed: list[int] | None = option(
+        None, "Only these draws of the suite; several times. Default: 1, 2 and 3.", least=0, panel=PROMPT
+    ),
+    part: list[str] | None = option(
+        None, "Only these parts of the suite: main, sweep or gate; several times. Default: all.", panel=PROMPT
+    ),
     model: Annotated[Path, MODEL_OPTION] = Path("nano"),
     limit: Limit = None,
     seed: Seed = 0,

@@ -92,12 +92,15 @@ def draw(seed: int, count: int, block_size: int, *, plain_tokens: int = 3) -> li
 
 def _scene(texts: Texts, number: int, block_size: int, plain_tokens: int) -> Scene:
     rng = texts.rng
-    front = texts.ids(_front_tokens(texts, block_size))
+    blocks = rng.choice([0, 1, 1, 2, 4, 8, 12])
+    # Shorter than a block, one block, some blocks, one token around them, or longer than a small engine step.
+    front = texts.ids(max(1, blocks * block_size + rng.choice([-1, 0, 0, 0, 1, rng.randrange(block_size)])))
     more = texts.ids(rng.choice([0, 1, block_size - 1, block_size, 2 * block_size, 2 * block_size + 3, 4 * block_size]))
-    blended = [
-        _blended(texts, front, more if rng.random() < 0.7 else texts.ids(rng.randint(0, 3 * block_size)))
-        for _ in range(rng.choice([1, 1, 2, 3]))
-    ]
+    blended = []
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        own = more if rng.random() < 0.7 else texts.ids(rng.randint(0, 3 * block_size))
+        passages = rng.sample(texts.passages, rng.randint(2, 4))
+        blended.append(joined((*front, *own), passages, texts.ids(rng.randint(2, 20))))
     plain = [
         (*front, *more[: rng.choice([0, 0, len(more) // 2, len(more)])], *texts.ids(rng.randint(1, 40)))
         for _ in range(rng.choice([1, 1, 2, 3]))
@@ -114,18 +117,6 @@ def _scene(texts: Texts, number: int, block_size: int, plain_tokens: int) -> Sce
         Request(f"later-{number}-{i}", ids) for i, ids in enumerate(_could_be_polluted(texts, front, more, blended))
     ]
     return Scene(tuple(arrivals), tuple(later))
-
-
-def _front_tokens(texts: Texts, block_size: int) -> int:
-    """Shorter than a block, one block, some blocks, one token around them, or longer than a small engine step."""
-    rng = texts.rng
-    blocks = rng.choice([0, 1, 1, 2, 4, 8, 12])
-    return max(1, blocks * block_size + rng.choice([-1, 0, 0, 0, 1, rng.randrange(block_size)]))
-
-
-def _blended(texts: Texts, front: Sequence[int], more: Sequence[int]) -> Asked:
-    passages = texts.rng.sample(texts.passages, texts.rng.randint(2, 4))
-    return joined((*front, *more), passages, texts.ids(texts.rng.randint(2, 20)))
 
 
 def _arrival(
@@ -209,19 +200,16 @@ def play(
         if number < first:
             continue
         yield {"begin": number}
-        known = _known_to_another(engine, number) if setting.is_beside_another else []
+        known: list[Request] = []  # the other connector loads it in the step that schedules it: it was asked before
+        if setting.is_beside_another:
+            known = [Request(f"known-{number}", Texts(number).ids(100), (), 1)]
+            engine.ask(known)
+            known = [replace(known[0], name=f"{known[0].name}-again")]
         engine.scramble(number)
         before, engine.beside = engine.counters().get("requests", 0.0), 0
         judged = _judged(scene, setting, _played(engine, scene, known, waits=number % 2 == 0), right)
         blended = int(engine.counters().get("requests", 0.0) - before)
         yield judged | {"blended": blended, "beside": engine.beside}
-
-
-def _known_to_another(engine: Engine, number: int) -> list[Request]:
-    """A request that the other connector loads within the step that schedules it, since it was asked before."""
-    known = Request(f"known-{number}", Texts(number).ids(100), (), 1)
-    engine.ask([known])
-    return [replace(known, name=f"{known.name}-again")]
 
 
 def _played(engine: Engine, scene: Scene, beside: Sequence[Request], *, waits: bool) -> dict[str, Answer]:

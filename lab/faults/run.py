@@ -23,7 +23,9 @@ from lab.faults.measured import MEASURES
 from lab.faults.prompts import make_model
 from lab.servers.vllm_server import check_installed, version_of_vllm
 
-CAMPAIGNS = (*MEASURES, "pollution", "faults")
+STAGES = (*MEASURES, "pollution", "faults")
+"""The campaigns."""
+
 QUIET = ("lookups", "equal", "pollution")
 """Those that inject nothing: no blend may fail in them."""
 
@@ -41,12 +43,12 @@ class Settings:
 
     tried: int = 520
     seed: int = 0
-    only: tuple[str, ...] = CAMPAIGNS
+    only: tuple[str, ...] = STAGES
     engines: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         known = (*pollution.SETTINGS, *trials.SETTINGS)
-        for given, names, what in ((self.only, CAMPAIGNS, "campaign"), (self.engines, known, "engine")):
+        for given, names, what in ((self.only, STAGES, "campaign"), (self.engines, known, "engine")):
             for name in given:
                 if name not in names:
                     raise InvalidInputError(f"there is no {what} {name!r}; there are {', '.join(names)}")

@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
-from cacheblend.engines.hf.shapes import build_shape
 from lab.bench import silent
 
 Progress = Callable[[str], None]
@@ -20,22 +18,6 @@ TRACEBACK_LINES = 12
 """That are kept of each error."""
 
 _SLEEP_CYCLES = 2_000_000  # about a millisecond
-
-
-class Weights:
-    """Random weights of one shape at a time, so that parts that follow each other build them once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._held: tuple[str, PreTrainedModel] | None = None
-
-    def of(self, shape: str) -> PreTrainedModel:
-        """A model of the shape; that of another shape is let go. `torch.OutOfMemoryError`: it does not fit."""
-        if self._held is None or self._held[0] != shape:
-            self._held = None
-            free(self._device)
-            self._held = shape, build_shape(shape, device=str(self._device))
-        return self._held[1]
 
 
 @dataclass
@@ -49,7 +31,6 @@ class Bench:
     dry_run: bool
     until: float
     progress: Progress
-    weights: Weights
     keep: Callable[[Found], None] = silent
     skipped: dict[str, str] = field(default_factory=dict)
 

@@ -1,13 +1,11 @@
 """What a run of `lab cuda` found, for people: figures beside their bars, what failed or was skipped; and pictures."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from lab.bench import draw_curves, picture
+from lab.bench import draw_curves, markdown_table, picture, plain_table
 from lab.gpu.attention_ways import OURS
 from lab.gpu.timeline import LANES
 
@@ -45,14 +43,8 @@ def title(result: dict[str, Any]) -> str:
 
 def table(result: dict[str, Any]) -> Table:
     """Every figure beside its bar; what was not measured says why."""
-    out = Table(
-        title=title(result),
-        caption="\n".join(f"{what} was skipped: {why}" for what, why in result["skipped"].items()),
-        box=SIMPLE_HEAD,
-        show_edge=False,
-    )
-    for column in ("", "measured", "at least", ""):
-        out.add_column(column, justify="right" if column else "left", no_wrap=True)
+    skipped = "\n".join(f"{what} was skipped: {why}" for what, why in result["skipped"].items())
+    out = plain_table(title(result), ("",), ("measured", "at least", ""), skipped)
     for row in _figures(result):
         out.add_row(*row)
     return out
@@ -80,8 +72,9 @@ def page(result: dict[str, Any]) -> str:
         f"`python -m lab cuda`, commit {result['commit']}, {result['took_s']:.0f} s. {versions}.",
         *(f"## {name} failed\n\n```\n{error}\n```" for name, error in failures(result).items()),
         "## Figures",
-        _grid(
-            ("figure", "what", "measured", "at least", ""),
+        markdown_table(
+            ("figure", "what"),
+            ("measured", "at least", ""),
             [(f"`{key}`", BARS[key][0], *rest) for key, *rest in _figures(result)],
         ),
         *_first_tokens(result),
@@ -108,10 +101,10 @@ def _first_tokens(result: dict[str, Any]) -> list[str]:
         for point in points_of(result)
         for arm in point["arms"]
     ]
-    columns = ("shape", "tokens", "how", "median, ms", "from, to", "rounds", "full / this")
+    columns = ("shape", "tokens", "how"), ("median, ms", "from, to", "rounds", "full / this")
     unchecked = "Whether cold reads were cold is not known: the file system does not tell what it keeps in memory."
     notes = [] if all(point["cold_is_checked"] for point in points_of(result)) else [unchecked]
-    return ["## Time to first token", _grid(columns, rows), *notes] if rows else []
+    return ["## Time to first token", markdown_table(*columns, rows), *notes] if rows else []
 
 
 def _label(arm: dict[str, Any]) -> str:
@@ -128,10 +121,11 @@ def _kernels(found: dict[str, Any]) -> list[str]:
         for name, each in copies
     ]
     if rows:
-        parts.append(_grid(("bytes moved", "us", "GB/s", "of a copy"), rows))
+        parts.append(markdown_table(("bytes moved",), ("us", "GB/s", "of a copy"), rows))
     for layout, of in found.get("attention", {}).items():
-        columns = ("attention by", "ms", "once a pass, ms", "TFLOP/s", "of flash attention")
-        parts += [f"Attention of rows, {layout}:", _grid(columns, [_way(*each) for each in of["ways"].items()])]
+        columns = ("attention by",), ("ms", "once a pass, ms", "TFLOP/s", "of flash attention")
+        ways = [_way(*each) for each in of["ways"].items()]
+        parts += [f"Attention of rows, {layout}:", markdown_table(*columns, ways)]
     return parts
 
 
@@ -141,11 +135,6 @@ def _way(name: str, found: dict[str, Any]) -> tuple[str, ...]:
         return name, f"skipped: {found['skipped']}", "", "", ""
     times = f"{1e3 * found['s']:.3f}", f"{1e3 * found['setup_s']:.2f}"
     return name, *times, f"{found['flops_per_s'] / 1e12:.1f}", f"{found['of_flash']:.2f}"
-
-
-def _grid(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    lines = [columns, tuple("---" for _ in columns), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
 
 
 # ---- pictures -----------------------------------------------------------------------------------------------

@@ -11,11 +11,11 @@ large      as ttft, qwen3-32b: no figure depends on it, so it has the time that 
 A part that a machine cannot run is skipped, and the result says why; one that fails leaves its error and what it had
 found. Without a GPU only a dry run is possible: all parts at tiny size on the CPU. Its numbers mean nothing.
 
-Parts have processes of their own (`python -m lab.gpu.run`), so that none can take what the others found with it: a
+Each part has a process of its own (`python -m lab.gpu.run`), so that none can take what the others found with it: a
 kernel that reads memory that is not its own leaves a process in which nothing runs on the device any more, and a part
 that hangs never ends. What a part finds is told at once, in JSON lines through a pipe:
 
-    {"progress": what}                                                 of a part that begins with "begun": name
+    {"progress": what}                                                 when the part begins with "begun": true
     {"part": name, "found": {...}, "skipped": {...}, "is_done": false}      found: null if there is nothing
 """
 
@@ -29,6 +29,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -42,14 +43,12 @@ from cacheblend.engines.provenance import stamp
 from lab.bench import silent
 from lab.checkout import environment
 from lab.gpu import kernels, others, timeline, ttft
-from lab.gpu.context import TRACEBACK_LINES, Bench, Found, Progress, Weights, free
+from lab.gpu.context import TRACEBACK_LINES, Bench, Found, Progress, free
 from lab.gpu.others import end_group
 
 Result = dict[str, Any]
 Message = dict[str, Any]
 Tell = Callable[[Message], None]
-HERE = ""
-"""The process of parts that start other programs themselves."""
 GRACE_S = 10.0
 """How much longer than it should a process may take."""
 MARGIN_S = 30.0
@@ -64,7 +63,7 @@ class Part:
         measure: returns what it found.
         least: seconds; it is not begun if fewer are left.
         most: seconds that it may take.
-        process: parts that follow each other with one name share a process.
+        is_apart: whether it has a process of its own; parts that start other programs need none.
         is_reserved: whether parts before it leave it its seconds.
         missing: what it lacks on this machine; "": nothing.
     """
@@ -72,19 +71,19 @@ class Part:
     measure: Callable[[Bench], Found]
     least: float
     most: float = math.inf
-    process: str = HERE
+    is_apart: bool = True
     is_reserved: bool = True
     missing: Callable[[], str] = lambda: ""
 
 
 PARTS: Mapping[str, Part] = {
-    "tests": Part(others.tests, 20, 180, missing=others.tests_miss),
-    "kernels": Part(kernels.measure, 20, 100, "kernels"),
-    "ttft": Part(ttft.measure, 30, process="model"),
-    "timeline": Part(timeline.measure, 20, 60, "model"),
-    "vllm": Part(others.vllm, 240, 360, missing=others.vllm_misses),
-    "compiled": Part(ttft.measure_compiled, 45, process="model compiled", is_reserved=False),
-    "large": Part(ttft.measure_large, 45, process="large", is_reserved=False),
+    "tests": Part(others.tests, 20, 180, is_apart=False, missing=others.tests_miss),
+    "kernels": Part(kernels.measure, 20, 100),
+    "ttft": Part(ttft.measure, 30),
+    "timeline": Part(timeline.measure, 20, 60),
+    "vllm": Part(others.vllm, 240, 360, is_apart=False, missing=others.vllm_misses),
+    "compiled": Part(ttft.measure_compiled, 45, is_reserved=False),
+    "large": Part(ttft.measure_large, 45, is_reserved=False),
 }
 """In their order."""
 
@@ -135,7 +134,7 @@ class Run:
     def __init__(self, until: float, dry_run: bool, progress: Progress, save: Callable[[Result], None]) -> None:
         self._begun, self._until, self._dry_run = time.monotonic(), until, dry_run
         self._progress, self._save = progress, save
-        self._done: list[str] = []
+        self._done: set[str] = set()
         self.result: Result = {"device": device_name(), "dry_run": dry_run, "figures": {}, "parts": {}, "skipped": {}}
         self.result |= stamp()
 
@@ -143,17 +142,12 @@ class Run:
         lacks = {name: PARTS[name].missing() for name in names}
         self.result["skipped"] |= {name: why for name, why in lacks.items() if why}
         waiting = [name for name in names if not lacks[name]]
-        while waiting:
-            self._done = []
-            process = PARTS[waiting[0]].process
-            others = [at for at, name in enumerate(waiting) if PARTS[name].process != process]
-            group = waiting[: others[0] if others else None] if apart and process != HERE else waiting[:1]
-            tasks = [self.task(name, waiting[waiting.index(name) + 1 :]) for name in group]
-            if apart and process != HERE:
-                self._add_error(group, measure_apart(tasks, self._dry_run, self._hear))
-            else:
-                measure_here(tasks, self._dry_run, self._hear)
-            waiting = waiting[max(1, len(self._done)) :]
+        for at, name in enumerate(waiting):
+            task = self.task(name, waiting[at + 1 :])
+            if not apart or not PARTS[name].is_apart:
+                measure_here(task, self._dry_run, self._hear)
+            elif (error := measure_apart(task, self._dry_run, self._hear)) and name not in self._done:
+                self.result["parts"].setdefault(name, {})["error"] = error  # beside what it had told
         self._update()
 
     def task(self, name: str, later: Sequence[str]) -> Task:
@@ -173,15 +167,8 @@ class Run:
             self.result["parts"][name] = message["found"]
         self.result["skipped"] |= message["skipped"]
         if message["is_done"]:
-            self._done.append(name)
+            self._done.add(name)
         self._update()
-
-    def _add_error(self, group: Sequence[str], error: str) -> None:
-        """Of a process that did not end as it should: the part that it was at keeps what it had told."""
-        left = group[len(self._done) :]
-        if error and left:
-            self.result["parts"].setdefault(left[0], {})["error"] = error
-            self._done.append(left[0])
 
     def _update(self) -> None:
         parts = self.result["parts"].values()
@@ -193,31 +180,22 @@ class Run:
 # ---- processes ----------------------------------------------------------------------------------------------
 
 
-def measure_here(tasks: Sequence[Task], dry_run: bool, tell: Tell) -> None:
-    """Measures parts in this process; the one in which something goes wrong is the last."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    weights = Weights(device)
-    for task in tasks:
-        found = _measure(task, Bench(device, dry_run, 0.0, lambda what: tell({"progress": what}), weights), tell)
-        if "error" in found:  # perhaps of a device on which nothing runs any more in this process
-            return
-        free(device)
-
-
-def _measure(task: Task, bench: Bench, tell: Tell) -> Found:
+def measure_here(task: Task, dry_run: bool, tell: Tell) -> None:
+    """Measures a part in this process."""
     begun, found = time.monotonic(), Found()
-    bench.until = min(task.until, begun + task.most)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
     def keep(new: Found, *, is_done: bool = False) -> None:
         found.update(new)
         whole = found | {"took_s": time.monotonic() - begun} if found else None
         tell({"part": task.name, "found": whole, "skipped": dict(bench.skipped), "is_done": is_done})
 
-    bench.keep = keep
-    tell({"progress": task.name, "begun": task.name})
+    until = min(task.until, begun + task.most)
+    bench = Bench(device, dry_run, until, lambda what: tell({"progress": what}), keep)
+    tell({"progress": task.name, "begun": True})
     if not bench.has_time(task.name, task.least):
         keep({}, is_done=True)
-        return found
+        return
     before = failures()
     try:
         new = PARTS[task.name].measure(bench)
@@ -230,17 +208,17 @@ def _measure(task: Task, bench: Bench, tell: Tell) -> Found:
     except Exception:  # whatever it is, the other parts are measured
         lines = traceback.format_exc().strip().splitlines()
         keep({"error": "\n".join(lines[1:][-TRACEBACK_LINES:])}, is_done=True)
-    return found
+    free(device)
 
 
-def measure_apart(tasks: Sequence[Task], dry_run: bool, tell: Tell) -> str:
-    """Measures parts in a new process, which is ended if it takes too long.
+def measure_apart(task: Task, dry_run: bool, tell: Tell) -> str:
+    """Measures a part in a new process, which is ended if it takes too long.
 
     Returns:
         What it printed last, if it ended with an error or had to be ended; else "".
     """
     reading, writing = os.pipe()
-    asked = json.dumps({"tasks": [asdict(task) for task in tasks], "dry_run": dry_run, "pipe": writing})
+    asked = json.dumps({"task": asdict(task), "dry_run": dry_run, "pipe": writing})
     with tempfile.TemporaryFile("w+") as words, os.fdopen(reading, "rb") as lines:
         process = subprocess.Popen(
             [sys.executable, "-m", "lab.gpu.run", asked],
@@ -252,7 +230,7 @@ def measure_apart(tasks: Sequence[Task], dry_run: bool, tell: Tell) -> str:
         )
         os.close(writing)
         try:
-            is_late = _listen(lines.fileno(), {task.name: task for task in tasks}, tell)
+            is_late = _listen(lines.fileno(), task, tell)
             code = 124 if is_late else process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             code = 124
@@ -265,9 +243,9 @@ def measure_apart(tasks: Sequence[Task], dry_run: bool, tell: Tell) -> str:
     return f"its process {'took too long' if code == 124 else f'ended with {code}'}\n{tail}".strip()
 
 
-def _listen(pipe: int, tasks: Mapping[str, Task], tell: Tell) -> bool:
-    """Passes messages on until the pipe is closed; whether a part took too long."""
-    rest, until = b"", max(task.until for task in tasks.values())
+def _listen(pipe: int, task: Task, tell: Tell) -> bool:
+    """Passes messages on until the pipe is closed; whether the part took too long."""
+    rest, until = b"", task.until
     while (left := until + GRACE_S - time.monotonic()) > 0:
         if not wait([pipe], left):  # not `select`: it takes no descriptor above 1,023
             continue
@@ -276,20 +254,20 @@ def _listen(pipe: int, tasks: Mapping[str, Task], tell: Tell) -> bool:
             return False
         *whole, rest = (rest + new).split(b"\n")
         for message in map(json.loads, whole):
-            if task := tasks.get(message.get("begun")):
+            if message.get("begun"):
                 until = min(task.until, time.monotonic() + task.most)
             tell(message)
     return True
 
 
 def main() -> None:
-    """The program of `measure_apart`: measures the parts that its argument names, and tells through its pipe."""
+    """The program of `measure_apart`: measures the part that its argument names, and tells through its pipe."""
     asked = json.loads(sys.argv[1])
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     with os.fdopen(asked["pipe"], "w") as pipe:
-        tasks = [Task(**task) for task in asked["tasks"]]
-        measure_here(tasks, asked["dry_run"], lambda message: print(json.dumps(message), file=pipe, flush=True))
+        tell = partial(print, file=pipe, flush=True)
+        measure_here(Task(**asked["task"]), asked["dry_run"], lambda message: tell(json.dumps(message)))
 
 
 # ---- results ------------------------------------------------------------------------------------------------

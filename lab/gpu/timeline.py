@@ -13,6 +13,7 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.plan.blocks import RecordMemory
 from cacheblend.engines.hf import BlendEngine
+from cacheblend.engines.hf.shapes import build_shape
 from cacheblend.store import MemoryStore
 from cacheblend.store.residence import HERE, PageLocked, Residence
 from lab.gpu.context import Bench
@@ -61,7 +62,7 @@ def measure(bench: Bench) -> dict[str, Any]:
         else TtftSettings(shape="llama-3.1-8b", chunks=32)
     )
     draw = random.Random(0)
-    model = bench.weights.of(settings.shape or "")
+    model = build_shape(settings.shape or "", device=str(bench.device))
     is_cuda = bench.device.type == "cuda"
     store = _Traced(PageLocked() if is_cuda else HERE)
     with (

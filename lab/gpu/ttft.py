@@ -28,6 +28,7 @@ from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import full_recompute, fused
 from cacheblend.engines.hf.compilation import compile_layers
+from cacheblend.engines.hf.shapes import build_shape
 from cacheblend.store import DiskStore, KVStore, MemoryStore
 from cacheblend.store.residence import HERE, OnDevice, PageLocked
 from lab.gpu.context import TRACEBACK_LINES, Bench, Found, free
@@ -158,7 +159,7 @@ def _measure(points: tuple[Point, ...], part: str, bench: Bench, *, compiled: bo
         return found
     bench.progress(f"{part}: weights of {shape}")
     try:
-        model = bench.weights.of(shape)
+        model = build_shape(shape, device=str(bench.device))
     except torch.OutOfMemoryError:
         bench.skipped[f"{part} {shape}"] = "its weights do not fit on this device"
         return found

@@ -1,6 +1,6 @@
 """Deviations of an evaluation as a table, notes and a plot by layer. Knows only the summary."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf, nan
 from pathlib import Path
 from textwrap import fill
@@ -8,39 +8,41 @@ from typing import Any
 
 from rich.table import Table
 
-from cacheblend.evaluation.plots import STYLE, new_figure, whole_numbers
-from cacheblend.evaluation.report import Figure, empty_table, fill_table, number_text
+from cacheblend.evaluation.plots import whole_numbers
+from cacheblend.evaluation.report import Figure, method_table, number_text
+from lab.bench import picture
 
 
 def table(summary: dict[str, Any]) -> Table:
     """A line for each method of which deviation was measured."""
-    counts = sorted({method["deviation"]["rows"] for method in summary["methods"] if method.get("deviation")})
-    out = empty_table(f"Deviation from full recompute, {' or '.join(map(str, counts))} rows")
-    out.add_column("method", no_wrap=True)
-    for column in ("KV", "at most", "attention", "at most"):
-        out.add_column(column, justify="right", no_wrap=True)
+    measured = [method for method in summary["methods"] if method.get("deviation")]
+    counts = sorted({method["deviation"]["rows"] for method in measured})
 
-    def cells(method: Figure) -> list[str]:
-        figures = [method["deviation"][measure] for measure in ("kv", "attention")]
-        return [
-            text for of in figures for text in (number_text(of["over_layers"]["mean"], ".3f"), _largest(of["mean"]))
-        ]
+    def mean(measure: str) -> Callable[[Figure], str]:
+        return lambda method: number_text(method["deviation"][measure]["over_layers"]["mean"], ".3f")
 
-    fill_table(out, summary | {"methods": [method for method in summary["methods"] if method.get("deviation")]}, cells)
-    out.caption = (
+    def largest(measure: str) -> Callable[[Figure], str]:
+        return lambda method: _largest(method["deviation"][measure]["mean"])
+
+    return method_table(
+        f"Deviation from full recompute, {' or '.join(map(str, counts))} rows",
+        summary | {"methods": measured},
+        {
+            "KV": mean("kv"),
+            "KV at most": largest("kv"),
+            "attention": mean("attention"),
+            "at most": largest("attention"),
+        },
         "KV of the loaded tokens; the question's attention to its context; both relative to full recompute: "
-        "mean over layers, and the largest value with its layer; 0 is exact"
+        "mean over layers, and the largest value with its layer; 0 is exact",
     )
-    return out
 
 
 def _largest(layers: list[float | None]) -> str:
     """The largest value of a list over layers, with its layer."""
     known = [(value, layer) for layer, value in enumerate(layers) if value is not None]
-    if not known:
-        return ""
-    value, layer = max(known, key=lambda at: at[0])
-    return f"{value:.3f}, {layer:>2}"
+    value, layer = max(known, default=(None, 0))
+    return "" if value is None else f"{value:.3f}, {layer:>2}"
 
 
 def notes(summary: dict[str, Any]) -> list[str]:
@@ -77,19 +79,14 @@ def draw_deviation(summary: dict[str, Any], folder: Path, *, data: str = "") -> 
     measured = [method for method in summary["methods"] if method.get("deviation")]
     if not measured:
         return []
-    import matplotlib
-
     widest = max((method["top_k"] for method in measured), key=lambda k: inf if k is None else k)
-    methods = [method for method in measured if method["top_k"] == widest]
-    with matplotlib.rc_context(STYLE):
-        figure = new_figure(11, 5.4)
-        for axes, measure in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
+    methods, file = [method for method in measured if method["top_k"] == widest], folder / FILE
+    with picture(file, columns=len(PANELS), width=5.5, height=5.4) as panels:
+        for axes, measure in zip(panels, PANELS, strict=True):
             _panel(axes, measure, methods[:MOST_METHODS])
+        figure = panels[0].figure
         figure.suptitle(_title(summary, methods, data), x=0.01, ha="left", fontsize=12, parse_math=False)
-        handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower left", ncols=3, fontsize=9)
-        file = folder / FILE
-        figure.savefig(file)
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=3, fontsize=9)
     return [file]
 
 

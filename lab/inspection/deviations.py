@@ -4,9 +4,9 @@
 twice, the second time with explicit attention weights for every row.
 """
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,17 @@ from cacheblend.data import QuestionRow
 from cacheblend.engines.hf import BlendEngine, Passage
 from cacheblend.evaluation.bootstrap import Values, bootstrap_means
 from cacheblend.evaluation.methods import Fused, Method
-from cacheblend.evaluation.records import write_whole
+from cacheblend.evaluation.records import folder_name
 from cacheblend.evaluation.runner import Settings
 from lab import checkout
 from lab.bench import Advance, silent
-from lab.inspection import (
-    Observation,
+from lab.inspection.deviation import (
     attention_deviation_by_layer,
     kv_deviation_by_layer,
-    observe_full,
-    observe_fused,
+    kv_norm_by_layer,
+    relative_deviation,
 )
-from lab.inspection.deviation import kv_norm_by_layer, relative_deviation
+from lab.inspection.observation import Observation, observe_full, observe_fused
 
 MEASURES = ("kv", "attention")
 
@@ -91,13 +90,14 @@ def measure_deviations(
         for k in settings.top_k
         for number, prompt in islice(_prompts(engine, rows, settings, k), count)
     ]
-    kept = DeviationFile(folder, selectors)
     found: dict[int | None, list[dict[str, Values]]] = {k: [] for k in settings.top_k}
-    for done, (number, k, prompt) in enumerate(prompts, start=1):
-        if (number, k) not in kept.found:
-            kept.add(number, k, prompt_deviations(engine, prompt, selectors))
-        found[k].append(kept.found[number, k])
-        advance(done, len(prompts))
+    config = {"code": checkout.code_digest(CODE), "methods": list(selectors)}
+    with checkout.Kept(None if folder is None else folder / folder_name("deviations", config), config) as kept:
+        for done, (number, k, prompt) in enumerate(prompts, start=1):
+            measure = partial(prompt_deviations, engine, prompt, selectors)
+            plain = kept.get(f"row {number}, {k} passages", lambda: _plain(measure()))  # noqa: B023
+            found[k].append({name: np.array(of, dtype=np.float64) for name, of in plain.items()})
+            advance(done, len(prompts))
     return Deviations(count, found)
 
 
@@ -197,51 +197,10 @@ def _figure(ends: Values) -> dict[str, Any]:
     return layers | {"over_layers": {key: line[-1] for key, line in zip(keys, plain, strict=True)}}
 
 
-FILE = "deviations.json"
 CODE = tuple(f"inspection/{name}.py" for name in ("deviations", "deviation", "observation", "parts"))
-"""The code whose results a folder keeps: deviations measured by other code are measured again."""
-
-
-class DeviationFile:
-    """Deviations by prompt; written to the folder, if any, as soon as they are added.
-
-    The folder's name identifies model, data, prompts, methods and the code of the prefills; without one deviations are
-    in memory. Two processes may use the same folder: each measures again what it has not read of the other's results.
-
-    Attributes:
-        found: (number of the row, `top_k`) -> name of the method -> [2, layers]; empty if nothing could be measured.
-    """
-
-    def __init__(self, folder: Path | None, methods: Iterable[str]) -> None:
-        self._path = None if folder is None else folder / FILE
-        self._of = {"code": checkout.code_digest(CODE), "methods": list(methods)}
-        self.found: dict[tuple[int, int | None], dict[str, Values]] = {}
-        if self._path is not None and self._path.exists():
-            self._read(self._path)
-
-    def add(self, row: int, top_k: int | None, deviations: Mapping[str, Values]) -> None:
-        """Adds a prompt; after this call, killing the process does not lose it."""
-        self.found[row, top_k] = dict(deviations)
-        if self._path is not None:
-            prompts = [{"row": row, "top_k": k, "methods": _plain(methods)} for (row, k), methods in self.found.items()]
-            write_whole(self._path, json.dumps(self._of | {"prompts": prompts}, ensure_ascii=False) + "\n")
-
-    def _read(self, path: Path) -> None:
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            if {key: content.get(key) for key in self._of} == self._of:
-                self.found = {(at["row"], at["top_k"]): _arrays(at["methods"]) for at in content["prompts"]}
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise InvalidInputError(f"{path}: damaged ({error}); delete it to measure deviation again") from error
+"""The code whose results are kept: what other code measured is measured again."""
 
 
 def _plain(methods: Mapping[str, Values]) -> dict[str, Any]:
     """Nested lists with None in place of NaN, for JSON."""
     return {name: [[None if np.isnan(v) else v for v in line] for line in of.tolist()] for name, of in methods.items()}
-
-
-def _arrays(methods: Mapping[str, Any]) -> dict[str, Values]:
-    found = {name: np.array(of, dtype=np.float64) for name, of in methods.items()}
-    if any(of.ndim != 2 or len(of) != 2 for of in found.values()) or len({of.shape for of in found.values()}) > 1:
-        raise ValueError("a method does not have two lists of equal length")
-    return found

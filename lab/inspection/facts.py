@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from jinja2 import Environment
 
 from lab.inspection.inspection import CurvePoint, Inspection, MethodView
@@ -92,16 +91,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(part) for key, part in value.items()}
     if isinstance(value, np.ndarray):
-        return _rounded(value)
+        return [_plain(part) for part in value]
     if isinstance(value, float | np.floating):
         return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
     return value
-
-
-def _rounded(values: npt.NDArray[np.floating]) -> Any:
-    if values.ndim > 1:
-        return [_rounded(part) for part in values]
-    return [float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
 TEMPLATE = Path(__file__).with_name("heat_map.html.j2")

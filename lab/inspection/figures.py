@@ -11,6 +11,10 @@ from lab.inspection.deviation import Array
 from lab.inspection.inspection import TOP_SHARE, Inspection, MethodView
 
 DEVIATION = "KV deviation / norm of fresh KV"
+COLOURS = {"full recompute": "#444444", "full reuse": "#d55e00", "blend": "#0072b2"}  # Okabe and Ito's palette
+LONGEST_LABEL = 26
+MANY_PARTS = 24  # with more parts, names are small and frames thin
+MOST_NUMBERS = 10  # largest number of parts for which cells show their values
 
 
 def draw_figures(inspection: Inspection, folder: Path, layers: Sequence[int] | None = None) -> list[Path]:
@@ -136,15 +140,6 @@ def _layer_ticks(axes: Any, layers: list[int]) -> None:
     axes.set_ylabel("layer")
 
 
-COLOURS = {
-    "full recompute": "#444444",
-    "full reuse": "#d55e00",
-    "blend": "#0072b2",
-}  # Okabe and Ito's palette
-LONGEST_LABEL = 26
-MANY_PARTS = 24  # with more parts, names are small and frames thin
-
-
 def methods_of(of: Inspection) -> dict[str, MethodView]:
     """The methods by their names in figures."""
     return {"full recompute": of.full, "full reuse": of.reuse, "blend": of.blend}
@@ -154,9 +149,6 @@ def label_of(text: str) -> str:
     """A shortened name, escaped so that matplotlib does not read it as mathematics."""
     short = text if len(text) <= LONGEST_LABEL else f"{text[: LONGEST_LABEL - 1]}…"
     return short.replace("$", r"\$")
-
-
-MOST_NUMBERS = 10  # largest number of parts for which cells show their values
 
 
 def attention_by_chunk(of: Inspection, layers: list[int]) -> Any:
@@ -175,23 +167,18 @@ def attention_by_chunk(of: Inspection, layers: list[int]) -> Any:
         one.set_title(f"{name}" + (f": {cross:.1f} % to other chunks" if np.isfinite(cross) else ""))
         one.set_xlabel("attended to")
         _name_parts(one, of)
-        _frame_cross_chunk(one, of)
-        if len(of.parts) <= MOST_NUMBERS:
-            _numbers(one, matrix, scale)
+        _mark_cells(one, of, matrix, scale)
     axes[0].set_ylabel("attending tokens")
     upper.colorbar(image, ax=list(axes), fraction=0.02, pad=0.01, label="share of attention, %")
     upper.suptitle("Attention between parts (mean over heads, tokens and layers); framed: from chunk to chunk")
-    _cross_chunk_by_layer(lower.subplots(), of, layers)
-    return figure
-
-
-def _cross_chunk_by_layer(axes: Any, of: Inspection, layers: list[int]) -> None:
+    below = lower.subplots()
     for name, method in methods_of(of).items():
-        axes.plot(layers, 100 * of.cross_chunk(method)[layers], "o-", color=COLOURS[name], label=name)
-    axes.set(xlabel="layer", ylabel="attention to other chunks, %", ylim=(0, None))
-    whole_numbers(axes.xaxis)
-    axes.set_title("Attention from chunks to other chunks: full reuse has none")
-    axes.legend()
+        below.plot(layers, 100 * of.cross_chunk(method)[layers], "o-", color=COLOURS[name], label=name)
+    below.set(xlabel="layer", ylabel="attention to other chunks, %", ylim=(0, None))
+    whole_numbers(below.xaxis)
+    below.set_title("Attention from chunks to other chunks: full reuse has none")
+    below.legend()
+    return figure
 
 
 def attention_by_layer(of: Inspection, layers: list[int]) -> Any:
@@ -258,21 +245,15 @@ def _name_parts(axes: Any, of: Inspection) -> None:
     axes.grid(False)
 
 
-def _frame_cross_chunk(axes: Any, of: Inspection) -> None:
-    """Frames every cell in which a chunk attends to a preceding chunk."""
+def _mark_cells(axes: Any, of: Inspection, matrix: Array, scale: Any) -> None:
+    """Frames every cell in which a chunk attends to a preceding chunk; values in all cells, where they are few."""
     from matplotlib.patches import Rectangle
 
-    chunks = [index for index, part in enumerate(of.parts) if part.is_chunk]
     width = 0.25 if len(of.parts) > MANY_PARTS else 0.8
-    for row in chunks:
-        for column in chunks:
-            if column < row:
-                corner = (column - 0.5, row - 0.5)
-                axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor="white", linewidth=width))
-
-
-def _numbers(axes: Any, matrix: Array, scale: Any) -> None:
     for (row, column), value in np.ndenumerate(matrix):
-        if value >= 0.05:
+        if column < row and of.parts[row].is_chunk and of.parts[column].is_chunk:
+            corner = (column - 0.5, row - 0.5)
+            axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor="white", linewidth=width))
+        if value >= 0.05 and len(of.parts) <= MOST_NUMBERS:
             colour = "black" if scale(value) > 0.6 else "white"
             axes.text(column, row, f"{value:.0f}", ha="center", va="center", color=colour, fontsize=8)

@@ -9,11 +9,10 @@ from typing import Any
 from cacheblend.core.errors import CacheBlendError, InvalidInputError
 from cacheblend.core.select.selectors import check_ratio
 from cacheblend.data import QuestionRow
-from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.evaluation import Evaluation, Settings, evaluate
 from cacheblend.evaluation.methods import Method
-from cacheblend.evaluation.records import LineLog, folder_name
+from cacheblend.evaluation.records import folder_name
 from cacheblend.evaluation.runner import Case, describe
 from cacheblend.evaluation.scorers import Scorer
 from lab import checkout
@@ -123,7 +122,7 @@ class Context:
         options: dict[str, Any] = {"settings": self.settings, "out": self.folder, "name": part, "progress": progress}
         return evaluate(more.pop("engine", self.engine), rows, methods, **options | more)
 
-    def kept(self, name: str, facts: Mapping[str, Any], cases: Sequence[Case]) -> "Kept":
+    def kept(self, name: str, facts: Mapping[str, Any], cases: Sequence[Case]) -> checkout.Kept:
         """The finished measurements of a part that are no rows of an evaluation; see `Kept`.
 
         `facts` is all that its measurements depend on, beside engine, prompts of the cases and settings.
@@ -131,31 +130,7 @@ class Context:
         prompts = [prompt for case in cases for prompt in case.prompts.values()]
         config = describe(self.engine, [case.row for case in cases], [], self.settings, prompts)
         config |= {"part": name, "paper": checkout.code_digest(CODE), **facts}
-        return Kept(self.folder / folder_name(name, config), json.loads(json.dumps(config)))
-
-
-class Kept(LineLog[dict[str, Any]]):
-    """Measurements by key, each written as soon as it is finished, with the machine. Close it, or use `with`."""
-
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        super().__init__(folder, config, lambda line: {name: line[name] for name in ("key", "value", "machine")})
-
-    def get(self, key: str, measure: Callable[[], Any]) -> Any:
-        """The measurement of this key; measured if it is not there yet. Plain JSON."""
-        if not self.has(key):
-            self.items.append({"key": key, "value": measure(), "machine": provenance.machine_line()})
-            self.append(self.items[-1])
-        return self.value(key)
-
-    def has(self, key: str) -> bool:
-        return any(item["key"] == key for item in self.items)
-
-    def value(self, key: str) -> Any:
-        return next(item["value"] for item in self.items if item["key"] == key)
-
-    @property
-    def machines(self) -> list[str]:
-        return list(dict.fromkeys(item["machine"] for item in self.items))
+        return checkout.Kept(self.folder / folder_name(name, config), json.loads(json.dumps(config)))
 
 
 class LeftOutError(CacheBlendError):

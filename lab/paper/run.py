@@ -20,7 +20,7 @@ from cacheblend.evaluation.records import folder_name, write_whole
 from cacheblend.evaluation.report import TITLES
 from cacheblend.evaluation.runner import describe
 from cacheblend.evaluation.scorers import Scorer
-from lab.bench import AdvanceStage, silent
+from lab.bench import AdvanceStage, markdown_table, silent
 from lab.paper import device, quality, side_by_side
 from lab.paper.context import Context, DataSet, LeftOutError, Part, Sweeps
 from lab.paper.points import AGREEMENT
@@ -129,8 +129,8 @@ def _lines(whole: dict[str, Any]) -> Iterator[str]:
         f"{whole['machine_line']}. blend: {whole['settings_of_blend']}. Answers are greedy, of at most "
         f"{whole['max_tokens']} tokens."
     )
-    yield from ("", "| data | rows | left out |", "|---|---:|---:|")
-    yield from (f"| {_cell(of['name'])} | {of['rows']} | {len(of['bad_rows'])} |" for of in whole["data"])
+    rows = [(of["name"], of["rows"], len(of["bad_rows"])) for of in whole["data"]]
+    yield from ("", markdown_table(("data",), ("rows", "left out"), rows))
     for of in whole["data"]:
         if of["bad_rows"]:
             yield from ("", f"{of['name']}: {len(of['bad_rows'])} rows cannot be used; the first: {of['bad_rows'][0]}.")
@@ -154,33 +154,27 @@ def _part(part: Part, whole: dict[str, Any]) -> Iterator[str]:
     yield from (f"- {note}." for note in result["notes"])
     if len(result["machines"]) > 1:
         yield f"- Times come from different machines or numbers of threads: {'; '.join(result['machines'])}."
-    yield ""
-    yield from _table(part, result["points"])
+    yield from ("", _table(part, result["points"]))
 
 
-def _table(part: Part, points: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _table(part: Part, points: Sequence[dict[str, Any]]) -> str:
     measures = list(dict.fromkeys(name for point in points for name in point.get("quality", {})))
     titles = TITLES | {AGREEMENT: "first token as full recompute's"}
     has_compute = any(point.get("compute") is not None for point in points)
-    headings = [*part.columns, "method", "rows", *(f"{titles.get(name, name)}, %" for name in measures), "TTFT, ms"]
-    headings += ["compute, %"] if has_compute else []
-    yield f"| {' | '.join(headings)} |"
-    yield f"|{'---|' * (len(part.columns) + 1)}{'---:|' * (len(headings) - len(part.columns) - 1)}"
+    numbers = ["rows", *(f"{titles.get(name, name)}, %" for name in measures), "TTFT, ms"]
+    numbers += ["compute, %"] if has_compute else []
+    rows = []
     for point in points:
         cells = [*(column(point) for column in part.columns.values()), point["method"], str(point["rows"])]
         cells += [_interval(point["quality"].get(name)) for name in measures]
         cells.append("{:.1f} [{:.1f}, {:.1f}]".format(*(1e3 * point["ttft_s"][at] for at in ("median", "low", "high"))))
         if has_compute:
             cells.append("" if point["compute"] is None else f"{100 * point['compute']:.1f}")
-        yield f"| {' | '.join(map(_cell, cells))} |"
+        rows.append(cells)
+    return markdown_table([*part.columns, "method"], numbers, rows)
 
 
 def _interval(found: dict[str, Any] | None) -> str:
     if found is None:
         return ""
     return f"{100 * found['mean']:.1f} [{100 * found['low']:.1f}, {100 * found['high']:.1f}]"
-
-
-def _cell(text: str) -> str:
-    """A text that ends no cell of a table."""
-    return text.replace("|", r"\|").replace("\n", " ")

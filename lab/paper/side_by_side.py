@@ -20,9 +20,10 @@ from cacheblend.evaluation.compute import ComputeScale
 from cacheblend.evaluation.methods import Fused, Method
 from cacheblend.evaluation.runner import Case, groups_that_fit, make_cases, store_passages
 from lab.bench import silent
+from lab.checkout import Kept
 from lab.paper import drawing
 from lab.paper.compared import BLEND, FULL, PREFIX, REUSE, methods
-from lab.paper.context import Context, Kept, LeftOutError, Part
+from lab.paper.context import Context, LeftOutError, Part
 from lab.paper.points import Answered, points, score
 from lab.servers.clients import poisson_times
 

@@ -208,15 +208,6 @@ def by_turn(requests: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {str(turn): statistics.median(each["ttft_s"] for each in requests if each["turn"] == turn) for turn in turns}
 
 
-def table(result: dict[str, Any]) -> str:
-    """A line for each arm with its medians by turn, then one for each figure."""
-    lines = [
-        f"{arm}: " + "  ".join(f"{seconds:.2f}" for seconds in times.values()) + " s by turn"
-        for arm, times in result["ttft_by_turn_s"].items()
-    ]
-    return "\n".join([*lines, *(f"{name}: {value:.3f}" for name, value in result["figures"].items())])
-
-
 def plot(result: dict[str, Any], path: Path) -> None:
     """Draws time to first token by turn, a line an arm and a dot a request."""
     medians = {arm: (list(map(int, times)), list(times.values())) for arm, times in result["ttft_by_turn_s"].items()}

@@ -79,19 +79,19 @@ def _use(url: str, words: list[str], rng: random.Random) -> None:
     """Uses the server as others do, so that what it fills by itself is full: its store, its caches of kernels."""
     _longest_gap(url)
     chunks = [{"text": " ".join(rng.choices(words, k=100))} for _ in range(WARM_CHUNKS)]
-    body = json.dumps({"chunks": chunks}).encode()
-    request = urllib.request.Request(f"{url}/v1/chunks", body, {"Content-Type": "application/json"})
-    urllib.request.urlopen(request, timeout=600).close()
+    _post(f"{url}/v1/chunks", {"chunks": chunks}).close()
+
+
+def _post(url: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    return urllib.request.urlopen(request, timeout=600)
 
 
 def _longest_gap(url: str) -> float:
     """The longest time in seconds between two events of a stream."""
     body = {"prompt": "lamp", "max_tokens": ANSWER_TOKENS, "ignore_eos": True, "stream": True, "temperature": 0}
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
     gap, last = 0.0, None
-    with urllib.request.urlopen(request, timeout=600) as response:
+    with _post(f"{url}/v1/completions", body) as response:
         for line in response:
             if line.startswith(b"data: {"):
                 now = time.perf_counter()
@@ -115,9 +115,10 @@ class _Attack:
         self.statuses: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def start(self, kind: str, path: str, body: bytes, timeout: float) -> None:
+    def start(self, kind: str, path: str, body: dict[str, Any], timeout: float) -> None:
         """Sends a body from a thread of its own; a client that leaves after `timeout` seconds counts as gone."""
-        thread = threading.Thread(target=self._post, args=(kind, path, body, timeout), daemon=True)
+        sent = json.dumps(body).encode()
+        thread = threading.Thread(target=self._post, args=(kind, path, sent, timeout), daemon=True)
         self.threads.append(thread)
         thread.start()
 
@@ -142,34 +143,24 @@ class _Attack:
         return half
 
 
-def _long_document(words: list[str], number: int) -> bytes:
-    listed = ", ".join(words) + ". "
-    text = listed * (DOCUMENT_BYTES // len(listed))
-    return json.dumps({"documents": [{"id": f"long {number}", "text": text}]}).encode()
-
-
 @contextlib.contextmanager
 def _attacks(url: str, words: list[str], rng: random.Random, stage: str) -> Iterator[_Attack]:
-    attack = _Attack(url)
+    attack, passage = _Attack(url), " ".join(words) + ". "
     with contextlib.ExitStack() as closing:
         if stage == STAGES[1]:
             for _ in range(SOCKETS):
                 closing.enter_context(attack.half_open())
-            _send_chats_and_posts(attack, words, rng)
+            chat = {"messages": [{"role": "user", "content": passage * (CHAT_BYTES // len(passage))}]}
+            for _ in range(CHATS):
+                attack.start("chat", "/v1/chat/completions", chat, 600)
+            for number in range(POSTS):
+                chunks = [{"text": " ".join(rng.choices(words, k=100))} for _ in range(CHUNKS)]
+                attack.start("post", "/v1/chunks", {"chunks": chunks}, 1 if number % 2 else 600)
         elif stage == STAGES[2]:
             for number in range(DOCUMENTS):
-                attack.start("document", "/v1/documents", _long_document(words, number), GIVE_UP_S)
+                text = passage * (DOCUMENT_BYTES // len(passage))
+                document = {"documents": [{"id": f"long {number}", "text": text}]}
+                attack.start("document", "/v1/documents", document, GIVE_UP_S)
         yield attack
         for thread in attack.threads:
             thread.join()
-
-
-def _send_chats_and_posts(attack: _Attack, words: list[str], rng: random.Random) -> None:
-    passage = " ".join(words) + " "
-    content = passage * (CHAT_BYTES // len(passage))
-    chat = json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
-    for _ in range(CHATS):
-        attack.start("chat", "/v1/chat/completions", chat, 600)
-    for number in range(POSTS):
-        chunks = [{"text": " ".join(rng.choices(words, k=100))} for _ in range(CHUNKS)]
-        attack.start("post", "/v1/chunks", json.dumps({"chunks": chunks}).encode(), 1 if number % 2 else 600)

@@ -174,16 +174,3 @@ def _redis() -> Iterator[str]:
 def _listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def table(result: dict[str, Any]) -> str:
-    """A line for each policy, and the gains."""
-    lines = [
-        f"{policy}: {100 * result[policy]['memory_share']:.0f} % of the loaded tokens from memory, first token "
-        f"{1e3 * result[policy]['median_ttft_s']:.0f} ms, {result[policy]['requests_per_s']:.2f} requests/s"
-        for policy in POLICIES
-    ]
-    figures = result["figures"]
-    return "\n".join(
-        [*lines, f"first token {figures['ttft_gain']:.2f} times as soon, throughput {figures['throughput_gain']:.2f}"]
-    )

@@ -61,7 +61,18 @@ def run(what: Serving, advance: AdvanceStage = silent) -> dict[str, Any]:
     sample = Sample.of(trace, what.requests, what.seed) if trace else None
     result: dict[str, Any] = {}
     with folder_of(what, what.seed) as folder:
-        figures = _marked(folder, sample, what, advance, result)
+        with ExitStack() as stack:  # chunks that are stored before and named by the client
+            client = stack.enter_context(completing(folder, what.ratio, what.clients))
+            result["ttft"] = _first_tokens(client, what, advance)
+            figures = {name: result["ttft"].pop(name) for name in ("ttft_speedup", "overhead_ms")}
+            if what.shadow:
+                checked = stack.enter_context(completing(folder, what.ratio, what.clients, shadow=what.shadow))
+                result["shadow"] = _shadow(client, checked, what, advance)
+                figures["shadow_overhead"] = result["shadow"]["overhead"]
+            if sample is not None:
+                result["replay"] = found = _replay(client, sample, what, advance)
+                figures["replay_speedup"] = found["speedup"]
+                figures["replay_of_ceiling"] = found["speedup"] / found["ceiling"]
         if sample is not None and what.discover:
             result["discover"] = found = _discover(folder, sample, trace, what, advance)
             rates = [part["requests_per_s"] for part in (found["replay"], result["replay"]["blend"])]
@@ -75,25 +86,6 @@ def run(what: Serving, advance: AdvanceStage = silent) -> dict[str, Any]:
         "settings": what.described(trace=what.trace and what.trace.name, **fixed),
         **stamp(),
     }
-
-
-def _marked(
-    folder: Path, sample: Sample | None, what: Serving, advance: AdvanceStage, result: dict[str, Any]
-) -> dict[str, float]:
-    """What is measured on chunks that are stored before and named by the client; returns figures, adds to `result`."""
-    with ExitStack() as stack:
-        client = stack.enter_context(completing(folder, what.ratio, what.clients))
-        result["ttft"] = _first_tokens(client, what, advance)
-        figures = {name: result["ttft"].pop(name) for name in ("ttft_speedup", "overhead_ms")}
-        if what.shadow:
-            checked = stack.enter_context(completing(folder, what.ratio, what.clients, shadow=what.shadow))
-            result["shadow"] = _shadow(client, checked, what, advance)
-            figures["shadow_overhead"] = result["shadow"]["overhead"]
-        if sample is not None:
-            result["replay"] = found = _replay(client, sample, what, advance)
-            figures["replay_speedup"] = found["speedup"]
-            figures["replay_of_ceiling"] = found["speedup"] / found["ceiling"]
-    return figures
 
 
 def _first_tokens(client: IdClient, what: Serving, advance: AdvanceStage) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+from cacheblend.cli.bench import RoundOptions
 from lab.bench import Advance, alternating, median_interval, silent
 from lab.servers.clients import WITH, WITHOUT, Arm, shadow_overhead
 from lab.servers.prompts import Prompts
@@ -32,9 +33,9 @@ QUIET_S = 1.5
 would slow the other server down."""
 
 
-def ttft(pair: Pair, shape: PromptShape, runs: int = 5, seed: int = 0, advance: Advance = silent) -> dict[str, Any]:
+def ttft(pair: Pair, shape: PromptShape, rounds: RoundOptions, advance: Advance = silent) -> dict[str, Any]:
     """Time to first token of both servers: prompts of stored chunks in shuffled order, and plain prompts."""
-    prompts = Prompts(shape, seed)
+    prompts = Prompts(shape, rounds.seed)
 
     def draw() -> tuple[list[int], list[int]]:
         ids, _ = prompts.draw()
@@ -47,20 +48,24 @@ def ttft(pair: Pair, shape: PromptShape, runs: int = 5, seed: int = 0, advance: 
     with pair.serving(shape.tokens + 64) as (plain, blend):
         _fill(blend, prompts, shape)
         arms = {"vllm": (plain, 0), "blend": (blend, 0), "plain vllm": (plain, 1), "plain blend": (blend, 1)}
-        times = alternating({name: partial(seconds, *arm) for name, arm in arms.items()}, draw, runs, advance)
+        times = alternating({name: partial(seconds, *arm) for name, arm in arms.items()}, draw, rounds.runs, advance)
         counters = blend.counters()
     overheads = [b / a - 1 for a, b in zip(times["plain vllm"], times["plain blend"], strict=True)]
     figures = {
         "ttft_speedup": statistics.median(times["vllm"]) / statistics.median(times["blend"]),
         "plain_overhead": statistics.median(overheads),
     }
-    found = {"figures": figures, "intervals": {"plain_overhead": median_interval(overheads, seed)}, "ttft_s": times}
+    found = {
+        "figures": figures,
+        "intervals": {"plain_overhead": median_interval(overheads, rounds.seed)},
+        "ttft_s": times,
+    }
     return {**found, "counters": counters, "prompt": vars(shape), **pair.facts()}
 
 
-def latency(pair: Pair, shape: PromptShape, runs: int = 5, seed: int = 0, advance: Advance = silent) -> dict[str, Any]:
+def latency(pair: Pair, shape: PromptShape, rounds: RoundOptions, advance: Advance = silent) -> dict[str, Any]:
     """Gaps between tokens of a decoding request while another prompt is prefilled: blended, and plain."""
-    prompts = Prompts(shape, seed)
+    prompts = Prompts(shape, rounds.seed)
 
     def gaps_of(server: Server, _: None) -> list[float]:
         ids, _spans = prompts.draw()
@@ -70,7 +75,7 @@ def latency(pair: Pair, shape: PromptShape, runs: int = 5, seed: int = 0, advanc
     with pair.serving(shape.tokens + DECODED + 64) as (plain, blend):
         _fill(blend, prompts, shape)
         arms = {name: partial(gaps_of, server) for name, server in (("blend", blend), ("plain", plain))}
-        gaps = alternating(arms, lambda: None, runs, advance, swaps=False)
+        gaps = alternating(arms, lambda: None, rounds.runs, advance, swaps=False)
     ordered = {name: sorted(gap for run in runs for gap in run) for name, runs in gaps.items()}
     p99 = {name: found[min(len(found) - 1, int(0.99 * len(found)))] for name, found in ordered.items()}
     figures = {
@@ -83,19 +88,17 @@ def latency(pair: Pair, shape: PromptShape, runs: int = 5, seed: int = 0, advanc
 def shadow(
     pair: Pair,
     shape: PromptShape,
-    runs: int = 5,
-    seed: int = 0,
+    rounds: RoundOptions,
+    requests: int,
+    clients: int,
     advance: Advance = silent,
-    *,
-    requests: int = 100,
-    clients: int = 8,
 ) -> dict[str, Any]:
     """The share of throughput that the shadow check costs: in each round the same blended requests to both.
 
     A round in which few answers are drawn says little: with a share of 0.02, two of a hundred are. `shadow_compared`
     and `shadow_dropped` tell whether the check was at work.
     """
-    prompts, arms = Prompts(shape, seed), {}
+    prompts, arms = Prompts(shape, rounds.seed), {}
     with pair.serving(shape.tokens + ANSWERED) as servers:
         for name, server in zip((WITHOUT, WITH), servers, strict=True):
             _fill(server, prompts, shape)
@@ -103,13 +106,13 @@ def shadow(
         found = shadow_overhead(
             arms,
             lambda: [prompts.draw() for _ in range(requests)],
-            rounds=runs,
+            rounds=rounds.runs,
             clients=clients,
             advance=advance,
         )
         counts = {name: servers[1].counted(name) for name in ("shadow", "shadow_dropped")}
         found |= {"share": pair.shadow, "requests": requests, "clients": clients, "counters": servers[1].counters()}
-    interval = {"shadow_overhead": median_interval(found["by_round"], seed)}
+    interval = {"shadow_overhead": median_interval(found["by_round"], rounds.seed)}
     figures = {"shadow_overhead": found["overhead"]}
     figures |= {"shadow_compared": counts["shadow"], "shadow_dropped": counts["shadow_dropped"]}
     return {"figures": figures, "intervals": interval, "shadow": found, "prompt": vars(shape), **pair.facts()}

@@ -50,7 +50,7 @@ FILLING_TOKENS = 1500  # of a prompt that fills the store
 WARM_REQUESTS = 20  # requests that fill the prefix caches; of more, the first would be evicted again
 
 
-def replay(pair: Pair, what: Replay, advance: AdvanceStage = silent) -> dict[str, Any]:
+def run(pair: Pair, what: Replay, advance: AdvanceStage = silent) -> dict[str, Any]:
     """Requests per second of both servers at saturation, and time to first token by rate."""
     trace, shares = read_trace(what.trace), tuple(what.rate or SHARES)
     sample = Sample.of(trace, what.requests, what.seed)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from rich.table import Table
@@ -48,7 +49,12 @@ def run(seed: int = SUITE.seeds[0], limit: int | None = None, advance: Advance =
                 engines[codec] = stack.enter_context(engine)
         lines = _measure(engines, asked, advance)
         selector = plain.settings.selector()
-    shares = _summary(lines)
+    shares = []  # by way and codec, in %; KL in nats
+    for how, codec in product(("blend", "reuse"), CODECS):
+        of = [line for line in lines if (line["how"], line["codec"]) == (how, codec)]
+        means = {name: statistics.mean(line[name] for line in of) for name in ("top_1", "kl", "same_answer", "right")}
+        shares.append({"how": how, "codec": codec, "questions": len(of)})
+        shares[-1] |= {name: mean if name == "kl" else 100 * mean for name, mean in means.items()}
     return {
         "figures": {
             f"{share['codec']}_top_1": share["top_1"]
@@ -78,65 +84,25 @@ def _measure(engines: dict[str, BlendEngine], rows: Sequence[QuestionRow], advan
             for codec, engine in engines.items():
                 engine.warm(prompt.chunks)
                 first = fused(engine, prompt, selector)
-                logits = first.logits
                 answer, ids = finish(engine, prompt, first, params)
-                wanted = wanted or (logits, ids)
-                close = agreement(logits, wanted[0])
-                found.append(
-                    {
-                        "row": number,
-                        "category": row.category,
-                        "how": how,
-                        "codec": codec,
-                        "top_1": close.top_1,
-                        "kl": close.kl,
-                        "same_answer": ids == wanted[1],
-                        "right": best(ExactMatch(), answer, row.answers),
-                    }
-                )
+                wanted = wanted or (first.logits, ids)
+                close, right = agreement(first.logits, wanted[0]), best(ExactMatch(), answer, row.answers)
+                line = {"how": how, "codec": codec, "top_1": close.top_1, "kl": close.kl}
+                found.append(line | {"same_answer": ids == wanted[1], "right": right})
         full = finish(plain, prompt, full_recompute(plain, prompt), params)[0]
-        found.append({"row": number, "how": "full", "codec": "raw", "right": best(ExactMatch(), full, row.answers)})
+        found.append({"how": "full", "codec": "raw", "right": best(ExactMatch(), full, row.answers)})
         plain.store.prune(STORE_BYTES)
         advance(number + 1, len(rows))
-    return found
-
-
-def _summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Shares by way (blend, reuse) and codec, in %; KL in nats."""
-    found = []
-    for how in ("blend", "reuse"):
-        for codec in CODECS:
-            of = [line for line in lines if (line["how"], line["codec"]) == (how, codec)]
-            found.append(
-                {
-                    "how": how,
-                    "codec": codec,
-                    "questions": len(of),
-                    "top_1": 100 * statistics.mean(line["top_1"] for line in of),
-                    "kl": statistics.mean(line["kl"] for line in of),
-                    "same_answer": 100 * statistics.mean(line["same_answer"] for line in of),
-                    "right": 100 * statistics.mean(line["right"] for line in of),
-                }
-            )
     return found
 
 
 def table(result: dict[str, Any]) -> Table:
     """The shares for people."""
     rows = result["arms"]
-    out = plain_table(
+    return plain_table(
         f"{rows[0]['questions']} questions; full recompute is right in {result['full_right']:.1f} %",
-        ("", "codec"),
-        ("1st", "KL", "answer", "right"),
+        {"": "{how}", "codec": "{codec}"},
+        {"1st": "{top_1:.1f}", "KL": "{kl:.2g}", "answer": "{same_answer:.1f}", "right": "{right:.1f}"},
         "1st, answer: % the same as with uncompressed KV; KL of the first token, nats; right: % exact match",
+        rows,
     )
-    for row in rows:
-        out.add_row(
-            row["how"],
-            row["codec"],
-            f"{row['top_1']:.1f}",
-            f"{row['kl']:.2g}",
-            f"{row['same_answer']:.1f}",
-            f"{row['right']:.1f}",
-        )
-    return out

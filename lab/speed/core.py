@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from cacheblend.bench import ttft
-from lab.bench import Advance, silent
+from lab.bench import Advance, plain_table, silent
 from lab.speed import memory, plan
 
 LENGTHS = (8, 16, 32)
@@ -78,11 +78,13 @@ def figures(raw: dict[str, Any]) -> list[Figure]:
 
 def table(result: dict[str, Any]) -> Table:
     """A line for each figure: its value, its bar, whether it is reached."""
-    out = Table("figure", "value", "bar", "reached")
-    for figure in result["figures"]:
-        bar = f"{'>=' if figure['at_least'] else '<='} {figure['bar']:g}"
-        out.add_row(figure["what"], f"{figure['value']:.3f}", bar, "yes" if figure["reached"] else "NO")
-    return out
+    verdicts = {True: "yes", False: "NO"}
+    rows = [
+        {**each, "is": verdicts[each["reached"]], "at": ">=" if each["at_least"] else "<="}
+        for each in result["figures"]
+    ]
+    columns = {"value": "{value:.3f}", "bar": "{at} {bar:g}", "reached": "{is}"}
+    return plain_table("Figures and their bars", {"figure": "{what}"}, columns, rows=rows)
 
 
 def _arm(result: dict[str, Any], name: str, ratio: float | None = None, store: str | None = "memory") -> dict[str, Any]:

@@ -11,16 +11,17 @@ from typing import Any
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.names import BlockName
 from cacheblend.store.eviction import POLICIES, eviction_of
-from lab.bench import draw_curves, picture
+from lab.bench import Advance, draw_curves, picture, silent
 from lab.servers.replay import read_trace
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
 BLOCK = 256
 
 
-def run(trace: Path, shares: Sequence[float] = SHARES) -> dict[str, Any]:
+def run(trace: Path, shares: Sequence[float] = (), advance: Advance = silent) -> dict[str, Any]:
     """Hit rates over the whole trace, for caches that hold these shares of all distinct blocks."""
-    if not shares or any(not 0 < share <= 1 for share in shares):
+    shares = shares or SHARES
+    if any(not 0 < share <= 1 for share in shares):
         raise InvalidInputError(f"sizes must lie above 0 and up to 1, got {list(shares)}")
     uses = [
         BlockName(f"{passage.id} {number}".encode())
@@ -30,7 +31,10 @@ def run(trace: Path, shares: Sequence[float] = SHARES) -> dict[str, Any]:
     ]
     distinct = len(set(uses))
     capacities = [max(1, round(share * distinct)) for share in shares]
-    rates = {name: [_hits(name, uses, capacity) / len(uses) for capacity in capacities] for name in POLICIES}
+    rates: dict[str, list[float]] = {}
+    for number, name in enumerate(POLICIES, 1):
+        rates[name] = [_hits(name, uses, capacity) / len(uses) for capacity in capacities]
+        advance(number, len(POLICIES))
     rates["belady"] = best = [belady(uses, capacity) / len(uses) for capacity in capacities]
     of_best = {
         f"{name}_of_best": min(rate / most if most else 1.0 for rate, most in zip(rates[name], best, strict=True))

@@ -30,6 +30,7 @@ from cacheblend.engines.hf.shapes import shape_config
 from cacheblend.engines.provenance import stamp
 from cacheblend.store import KVStore, open_store
 from cacheblend.store.format.block_file import encode_block
+from lab.bench import Advance, silent
 from lab.speed import disk_reads
 from lab.speed.disk_reads import BLOCK, fill, random_block, read_by_layer
 from lab.speed.throttle import ThrottledStore
@@ -40,13 +41,16 @@ MOST_BYTES = 64 << 30
 
 
 @torch.no_grad()
-def run(prompt: TtftSettings, folder: Path | None, redis: str | None, kv_shape: str | None) -> dict[str, Any]:
+def run(
+    prompt: TtftSettings, folder: Path | None, redis: str | None, kv_shape: str | None, advance: Advance = silent
+) -> dict[str, Any]:
     """Runs all parts on the folder's disk, and on a Redis if there is one; `kv_shape`: of the records that are read."""
     stored = None if kv_shape is None else expected_layout(shape_config(kv_shape), torch.bfloat16)
     if prompt.threads is not None:
         torch.set_num_threads(prompt.threads)
     model, tokenizer, name = open_model(prompt)
     pipeline, layout = _pipeline(prompt, model, tokenizer)
+    advance(1, 3)
     layout = stored or layout
     figures = {figure: pipeline[figure] for figure in ("pipelined_over_max", "serial_over_max")}
     result: dict[str, Any] = {
@@ -57,12 +61,14 @@ def run(prompt: TtftSettings, folder: Path | None, redis: str | None, kv_shape: 
         "disk": disk_reads.measure(layout, prompt.chunks, prompt.chunk_tokens, folder, prompt.runs),
         "codec_bytes": {codec: _codec_bytes(codec) for codec in CODECS},
     }
+    advance(2, 3)
     for way, figure in zip(disk_reads.WAYS, DISK_FIGURES, strict=True):
         figures[figure] = result["disk"][way] and result["disk"][way]["share"]
         figures[f"{way}_of_kept"] = result["disk"][way] and result["disk"][way]["of_kept"]
     if redis is not None:
         result["redis"] = _redis(layout, prompt, redis)
         figures["redis_read_share"] = result["redis"]["share"]
+    advance(3, 3)
     figures |= {f"{codec}_bytes": share for codec, share in result["codec_bytes"].items() if codec != "raw"}
     return {"figures": figures, **result, **stamp()}
 
@@ -151,9 +157,6 @@ def _redis(layout: KVLayout, prompt: TtftSettings, url: str) -> dict[str, Any]:
     }
 
 
-# ---- codecs -------------------------------------------------------------------------------------------------
-
-
 def _codec_bytes(codec: str) -> float:
     """Bytes of a block's file relative to the same block in bf16, heads of 64."""
     raw = KVLayout((LayerShape(2, 64),) * 24, torch.bfloat16)
@@ -162,23 +165,3 @@ def _codec_bytes(codec: str) -> float:
         parts = encode_block(random_block(layout, 0, BLOCK, root_name("bench", "codec")))
         sizes.append(sum(len(part) for part in parts))
     return sizes[0] / sizes[1]
-
-
-def table(result: dict[str, Any]) -> str:
-    """A line for each figure."""
-    pipeline = result["pipeline"]
-    lines = [
-        f"pipelined {pipeline['pipelined_over_max']:.2f} x, one by one {pipeline['serial_over_max']:.2f} x "
-        "the longer of loading and computing"
-    ]
-    found = {f"disk, {way}": result["disk"][way] for way in disk_reads.WAYS} | {"redis": result.get("redis")}
-    for name, part in found.items():
-        if part is not None:
-            rates = part["bytes_per_s"]
-            lines.append(
-                f"{name}: {rates['by_layer'] / 1e9:.2f} GB/s by layer, {rates['plain'] / 1e9:.2f} GB/s plain "
-                f"({100 * part['share']:.0f} %)"
-                + (f", {rates['kept'] / 1e9:.2f} GB/s kept and checked" if "kept" in rates else "")
-            )
-    lines.append("bytes over bf16: " + ", ".join(f"{k} {v:.3f}" for k, v in result["codec_bytes"].items()))
-    return "\n".join(lines)

@@ -58,17 +58,6 @@ def run(blocks: int, folder: Path | None, look_ups: int, advance: Advance = sile
     return {"figures": figures, "blocks": blocks, **measured, **stamp()}
 
 
-def line(result: dict[str, Any]) -> str:
-    """The result in one line."""
-    figures = result["figures"]
-    again = 1e6 * statistics.median(result["again_s"])
-    return (
-        f"{result['blocks']} blocks: a look-up takes {figures['lookup_us']:.0f} us, {again:.0f} us the second time; "
-        f"opening {1e3 * result['open_s']:.1f} ms, counting what is there before the first write "
-        f"{result['write_s']:.2f} s; {figures['bytes_per_block']:.0f} bytes of memory a block at most"
-    )
-
-
 def _measure(folder: str, blocks: int) -> dict[str, Any]:
     """Runs in a separate process; the names come on stdin."""
     names = [BlockName(bytes.fromhex(digits)) for digits in sys.stdin.read().split()]

@@ -4,7 +4,6 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,10 +16,9 @@ from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import full_recompute
 from cacheblend.engines.provenance import stamp
 from cacheblend.store import open_store
-from lab.bench import forget_peak, peak_bytes, silent
+from lab.bench import Advance, forget_peak, peak_bytes, plain_table, silent
 from lab.checkout import measured_apart
 
-Progress = Callable[[int, int, str], None]
 STEPS = ("warm", "full", "blend")
 PASSED_ON = (
     *("model", "shape", "chunks", "chunk_tokens", "question_tokens", "plain_tokens"),
@@ -29,7 +27,7 @@ PASSED_ON = (
 """Of the settings, to the processes."""
 
 
-def run(settings: TtftSettings, on_progress: Progress = silent) -> dict[str, Any]:
+def run(settings: TtftSettings, advance: Advance = silent) -> dict[str, Any]:
     """Warms a store in one process, then measures one prefill of each arm in its own process.
 
     Returns:
@@ -38,11 +36,11 @@ def run(settings: TtftSettings, on_progress: Progress = silent) -> dict[str, Any
     measured: dict[str, dict[str, Any]] = {}
     passed_on = json.dumps({name: getattr(settings, name) for name in PASSED_ON})
     with tempfile.TemporaryDirectory(prefix="cacheblend-bench-") as folder:
-        for step, arm in enumerate(STEPS):
-            on_progress(step, len(STEPS), arm)
+        for step, arm in enumerate(STEPS, 1):
             measured[arm] = measured_apart("lab.speed.memory", arm, folder, passed_on)
             for reason, count in measured[arm].pop("failed").items():
                 count_failure(reason, count)
+            advance(step, len(STEPS))
     excess = measured["blend"]["peak_bytes"] - measured["full"]["peak_bytes"]
     kv_bytes = measured["blend"]["kv_bytes"]
     return {
@@ -58,14 +56,14 @@ def run(settings: TtftSettings, on_progress: Progress = silent) -> dict[str, Any
 
 def table(result: dict[str, Any]) -> Table:
     """The result for people."""
-    out = Table(title=f"Peak resident memory, {result['model']}, {result['prompt_tokens']} tokens", box=None)
-    out.add_column("what")
-    out.add_column("MiB", justify="right")
-    for arm, peak in result["peak_bytes"].items():
-        out.add_row(arm, f"{peak / 2**20:.0f}")
-    out.add_row("KV cache", f"{result['kv_bytes'] / 2**20:.0f}")
-    out.add_row("(blend - full) / KV cache", f"{result['excess_over_kv']:.2f}")
-    return out
+    found = result["peak_bytes"] | {"KV cache": result["kv_bytes"]}
+    return plain_table(
+        f"Peak resident memory, {result['model']}, {result['prompt_tokens']} tokens",
+        {"what": "{what}"},
+        {"MiB": "{mib:.0f}"},
+        f"(blend - full) / KV cache: {result['excess_over_kv']:.2f}",
+        [{"what": what, "mib": nbytes / 2**20} for what, nbytes in found.items()],
+    )
 
 
 def _measure(arm: str, folder: str, settings: TtftSettings) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from cacheblend.engines.hf.baselines import agreement, full_recompute, fused
 from cacheblend.engines.hf.shapes import build_shape
 from cacheblend.engines.provenance import stamp
 from cacheblend.store import MemoryStore
-from lab.bench import Advance, silent
+from lab.bench import Advance, markdown_table, silent
 from lab.settings import Peers
 
 FULL = "full prefill"
@@ -353,14 +353,9 @@ def _figures(rows: list[dict[str, Any]], full: list[dict[str, Any]]) -> dict[str
 
 def table(result: dict[str, Any]) -> str:
     """A Markdown table, and a line for each package that was skipped."""
-    lines = [
-        "| | tokens reused | first token, s | gain | KL to full prefill, nats | largest logit difference "
-        "| what it changes in the prompt |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, found in result["figures"].items():
-        lines.append(
-            f"| {name} | {found['reused']:.0%} | {found['ttft_s']:.2f} | {found['speedup']:.2f} | {found['kl']:.2g} "
-            f"| {found['max_abs']:.2g} | {result['changes'][name]} |"
-        )
+    numbers = ("tokens reused", "first token, s", "gain", "KL to full prefill, nats", "largest logit difference")
+    form = "{reused:.0%},{ttft_s:.2f},{speedup:.2f},{kl:.2g},{max_abs:.2g}"
+    figures = result["figures"].items()
+    rows = [(name, result["changes"][name], *form.format_map(found).split(",")) for name, found in figures]
+    lines = [markdown_table(("", "what it changes in the prompt"), numbers, rows)]
     return "\n".join([*lines, *(f"{name}: skipped, {why}" for name, why in result["skipped"].items())])

@@ -16,6 +16,7 @@ from cacheblend.core.plan.planner import Anchor, Planner
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines.provenance import stamp
 from cacheblend.store import open_store
+from lab.bench import Advance, silent
 
 VOCAB = 150_000
 _LAYOUT = KVLayout((LayerShape(1, 1),), torch.float32)  # records are not read
@@ -55,7 +56,7 @@ def run(*, chunks: int = 64, chunk_tokens: int = 511, store: str = "memory", run
     }
 
 
-def match(*, stored: int, chunk_tokens: int, prompt_tokens: int, runs: int) -> dict[str, Any]:
+def match(stored: int, chunk_tokens: int, prompt_tokens: int, runs: int, advance: Advance = silent) -> dict[str, Any]:
     """Fills an index, then matches prompts of stored chunks; a few new tokens precede each chunk."""
     of_prompt = -(-prompt_tokens // (chunk_tokens + 4))
     if not 0 < of_prompt <= stored:
@@ -81,6 +82,7 @@ def match(*, stored: int, chunk_tokens: int, prompt_tokens: int, runs: int) -> d
         times.append(time.perf_counter() - started)
         if len(matches) != of_prompt:
             raise RuntimeError(f"{len(matches)} of {of_prompt} chunks were found")
+        advance(number + 1, runs)
     return {
         "figures": {"match_ms": 1e3 * statistics.median(times)},
         "match_s": times,

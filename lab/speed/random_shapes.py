@@ -118,20 +118,13 @@ def _measure(engine: BlendEngine, prompts: list[Prompt], seed: int, advance: Adv
 def table(result: dict[str, Any]) -> Table:
     """A line for each selector."""
     facts = result["prompt"]
-    out = plain_table(
+    close = {"compute": "{agreement[compute]:.1%}", "1st": "{agreement[agreement]:.0%}", "KL": "{agreement[kl]:.2g}"}
+    far = {name: f"{{deviation[{name.lower()}][over_layers][mean]:.3g}}" for name in ("KV", "attention")}
+    return plain_table(
         f"{result['shape']}, random weights, {facts['prompts']} x {facts['tokens']} tokens",
-        ("arm",),
-        ("compute", "1st", "KL", "KV", "attention"),
-        "compute: % of a full prefill; 1st: % with the same first token; KL: nats;\n"
+        {"arm": "{arm}"},
+        close | far,
+        "compute: of a full prefill; 1st: with the same first token; KL: nats;\n"
         "KV, attention: deviation relative to full recompute, mean over layers",
+        result["arms"],
     )
-    for arm in result["arms"]:
-        close, far = arm["agreement"], arm["deviation"]
-        out.add_row(
-            arm["arm"],
-            f"{100 * close['compute']:.1f}",
-            f"{100 * close['agreement']:.0f}",
-            f"{close['kl']:.2g}",
-            *(f"{far[name]['over_layers']['mean']:.3g}" for name in ("kv", "attention")),
-        )
-    return out

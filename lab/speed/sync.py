@@ -15,17 +15,24 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.names import TokenIds
 from cacheblend.data import read_passages
 from cacheblend.engines.documents import Document
-from cacheblend.engines.hf import BlendEngine, DocumentSync, SyncReport
+from cacheblend.engines.hf import BlendEngine, DocumentSync
 from cacheblend.engines.hf.document_sync import Cutter
 from cacheblend.engines.provenance import stamp
 from cacheblend.engines.tokens.chunker import Cutting
+from lab.bench import Advance, silent
 
 EDITS = tuple(product(("replaced", "inserted", "deleted"), ("start", "middle", "end")))
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
 
 
 def run(
-    engine: BlendEngine, data: Path, *, documents: int = 200, tokens: int = 2000, cutting: Cutting, seed: int = 0
+    engine: BlendEngine,
+    data: Path,
+    documents: int,
+    tokens: int,
+    cutting: Cutting,
+    seed: int = 0,
+    advance: Advance = silent,
 ) -> dict[str, Any]:
     """Stores documents of so many tokens in an empty store, edits each (all kinds equally often), synchronises them.
 
@@ -36,10 +43,15 @@ def run(
     texts, rng = _texts(engine, pool, documents, tokens), random.Random(seed)
     edits = [kind for kind, _ in zip(cycle(EDITS), texts, strict=False)]
     edited = [_edit(text, *kind, rng.choice(pool)) for text, kind in zip(texts, edits, strict=True)]
-    first = _sync(engine, texts, cutting)
-    again = _sync(engine, edited, cutting)
-    unchanged = _sync(engine, edited, cutting)
-    full = _sync(engine, edited, cutting, tenant="full re-index", dry_run=True)
+    dry: dict[str, Any] = {"tenant": "full re-index", "dry_run": True}
+    passes: list[tuple[list[list[str]], dict[str, Any]]] = [(texts, {}), (edited, {}), (edited, {}), (edited, dry)]
+    reports = []
+    for number, (of, options) in enumerate(passes, 1):
+        sync = DocumentSync(engine, cutting=cutting, **options)
+        sync.put(Document(f"document {at}", " ".join(text)) for at, text in enumerate(of))
+        reports.append(sync.finish())
+        advance(number, len(passes))
+    first, again, unchanged, full = reports
     return {
         "figures": {"sync_recomputed": again.computed_tokens / full.computed_tokens},
         "by_edit": _by_edit(engine, texts, edited, edits, cutting),
@@ -80,14 +92,6 @@ def _edit(text: list[str], how: str, where: str, other: str) -> list[str]:
     return [*text[:at], *([] if how == "deleted" else [other]), *text[stop:]]
 
 
-def _sync(
-    engine: BlendEngine, texts: list[list[str]], cutting: Cutting, tenant: str = "", *, dry_run: bool = False
-) -> SyncReport:
-    sync = DocumentSync(engine, tenant=tenant, cutting=cutting, dry_run=dry_run)
-    sync.put(Document(f"document {number}", " ".join(text)) for number, text in enumerate(texts))
-    return sync.finish()
-
-
 def _by_edit(
     engine: BlendEngine,
     texts: list[list[str]],
@@ -115,12 +119,3 @@ def cut_whole(cutter: Cutter, document: Document) -> list[TokenIds]:
         except StopIteration as ended:
             pieces: list[TokenIds] = ended.value
             return pieces
-
-
-def line(found: dict[str, Any]) -> str:
-    """The result in one line."""
-    return (
-        f"{found['after_edits']['computed_tokens']} of {found['full_reindex_tokens']} tokens computed again "
-        f"({found['figures']['sync_recomputed']:.3f}) after one edit in each of {found['documents']} documents; "
-        f"{found['without_edits']['computed_tokens']} without an edit"
-    )

@@ -3,7 +3,7 @@
 <out>/suite-nano-<hash>/         the main part: every category by the methods that have bars
   seed-<seed>-<hash>/              rows of a seed; seeds may run in parallel, and a report covers all finished ones
 <out>/suite-nano-sweep-<hash>/   the sweep: fewer rows by every selector at several ratios
-<out>/suite-nano-gate-<hash>.json    the profile's setting on fresh data, see `check_gate`
+<out>/suite-nano-gate-<hash>/    the profile's setting on fresh data, see `check_gate`
 
 These draws are used for no training, tuning or gating (`lab.nano.questions.RESERVED`).
 """
@@ -25,11 +25,12 @@ from cacheblend.engines.settings import read_profile
 from cacheblend.evaluation.candidates import FOLLOWING, named
 from cacheblend.evaluation.gate import Bar, GateRow, check
 from cacheblend.evaluation.methods import Fused, Label, Method, make_methods
-from cacheblend.evaluation.records import CONFIG, ROWS, RowResult, folder_name, write_whole
+from cacheblend.evaluation.records import CONFIG, ROWS, RowResult, folder_name
 from cacheblend.evaluation.runner import LIBRARIES, Evaluation, Settings, evaluate
 from cacheblend.evaluation.scorers import WordF1
 from cacheblend.nano import LEAN_PROFILE_NAME, model_path
 from lab.bench import Advance, AdvanceStage, silent
+from lab.checkout import Kept
 from lab.nano.questions import draw_questions
 from lab.nano.scenes import CATEGORIES
 
@@ -239,7 +240,10 @@ def _fused(name: str, selector: Selector, family: str) -> Method:
 
 GATE_CODE = (
     *("core", "store", "engines"),
-    *(f"evaluation/{name}.py" for name in ("agreement", "bootstrap", "compute", "gate", "scorers")),
+    *(
+        f"evaluation/{name}.py"
+        for name in ("agreement", "bootstrap", "compute", "gate", "methods", "scorers", "templates")
+    ),
 )
 """The source files that affect the verdict."""
 
@@ -261,26 +265,18 @@ def check_gate(engine: BlendEngine, suite: Suite, out: Path, advance: Advance = 
     if profile.measured.threshold:
         bar = replace(bar, threshold=profile.measured.threshold, confidence=profile.measured.confidence)
     rows = draw_questions(GATE_SEED, -(-suite.gate_rows // len(CATEGORIES)), per_scene=1)
-    config = _describe(engine, bar, rows)
-    file = out / f"{folder_name('suite-nano-gate', config)}.json"
-    if file.is_file():
-        return _read(file)
-    layout, asked = SETTINGS.template.layout, []
-    for row in rows:
-        passages = [Passage(text.text, text.title) for text in row.passages]
-        asked.append(GateRow(layout.parts(engine, passages, row.question), row.answers))
-    holds, measured = check(engine, asked, engine.settings.selector(), bar, progress=advance)
-    wanted = {"threshold": bar.threshold, "confidence": bar.confidence, "f1_margin": bar.f1_margin}
-    found = {"holds": holds, **wanted, **measured.to_dict()}
-    out.mkdir(parents=True, exist_ok=True)
-    write_whole(file, json.dumps({"config": config, "gate": found}, ensure_ascii=False, indent=2) + "\n")
-    return found
 
+    def measure() -> dict[str, Any]:
+        layout, asked = SETTINGS.template.layout, []
+        for row in rows:
+            passages = [Passage(text.text, text.title) for text in row.passages]
+            asked.append(GateRow(layout.parts(engine, passages, row.question), row.answers))
+        holds, measured = check(engine, asked, engine.settings.selector(), bar, progress=advance)
+        wanted = {"threshold": bar.threshold, "confidence": bar.confidence, "f1_margin": bar.f1_margin}
+        return {"holds": holds, **wanted, **measured.to_dict()}
 
-def _describe(engine: BlendEngine, bar: Bar, rows: list[QuestionRow]) -> dict[str, Any]:
-    """All that affects the result."""
     versions = provenance.versions()
-    described = {
+    described = {  # all that affects the result
         "code": provenance.code_digest(GATE_CODE),
         "libraries": {name: versions[name] for name in LIBRARIES},
         "fingerprint": engine.planner.root.hex(),
@@ -293,15 +289,7 @@ def _describe(engine: BlendEngine, bar: Bar, rows: list[QuestionRow]) -> dict[st
         "rows": len(rows),
         "data": hashlib.sha256("\n".join(question_lines(rows)).encode()).hexdigest(),
     }
-    plain: dict[str, Any] = json.loads(json.dumps(described))
-    return plain
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["gate"]
-        if not isinstance(found["holds"], bool) or not isinstance(found["rows"], int):
-            raise ValueError("a field has the wrong type")
-    except (ValueError, TypeError, KeyError) as error:
-        raise InvalidInputError(f"{file}: damaged ({error}); delete it to check the gate again") from error
-    return found
+    config = json.loads(json.dumps(described))
+    with Kept(out / folder_name("suite-nano-gate", config), config) as kept:
+        found: dict[str, Any] = kept.get("gate", measure)
+        return found

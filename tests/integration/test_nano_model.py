@@ -1,7 +1,5 @@
 """The model that ships: what transformers finds in the folder, and that it answers as its card says."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -9,6 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cacheblend.core.select.selectors import AllRows, NoRows, Selector
 from cacheblend.data import QuestionRow
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
+from cacheblend.engines.hf.baselines import finish, fused
 from cacheblend.evaluation.templates import Template
 from cacheblend.nano import model_path
 from lab.nano.questions import Prompts, draw_questions
@@ -27,20 +26,8 @@ def engine() -> BlendEngine:
 def right(engine: BlendEngine, row: QuestionRow, selector: Selector) -> bool:
     prompt = Template().layout.prompt(engine, [Passage(text.text) for text in row.passages], row.question)
     engine.warm(prompt.chunks)
-    result = engine.prefill(prompt, selector=selector)
-    from cacheblend.engines.hf.baselines import PlainDecoding
-
-    params = SamplingParams(max_new_tokens=8)
-    decoding = PlainDecoding(engine.model, result.kv, engine.ids_of(prompt), result.logits, params, engine.eos_ids)
-    while decoding.sampler.finish_reason is None:
-        decoding.step()
-    assert engine.builder is not None
-    return engine.builder.decode(decoding.sampler.token_ids) == row.answers[0]
-
-
-def share(engine: BlendEngine, category: str, selector: Selector) -> float:
-    rows = draw_questions(SEED, ROWS, [category], SHORT)
-    return sum(right(engine, row, selector) for row in rows) / len(rows)
+    answer, _ = finish(engine, prompt, fused(engine, prompt, selector), SamplingParams(max_new_tokens=8))
+    return answer == row.answers[0]
 
 
 def test_transformers_opens_it_without_this_package() -> None:
@@ -57,37 +44,22 @@ def test_transformers_opens_it_without_this_package() -> None:
     )
     found = model.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :]
     assert found[-1] == tokenizer.eos_token_id
+    assert tokenizer.backend_tokenizer.get_vocab() == build_tokenizer().get_vocab(), "the one that training uses"
+    files = {file.name: file.stat().st_size for file in model_path().iterdir()}
+    assert {"README.md", "blend-profile.json", "model.safetensors"} <= set(files) and sum(files.values()) < 16_000_000
 
 
-def test_it_is_small_enough_to_ship() -> None:
-    assert sum(file.stat().st_size for file in model_path().iterdir()) < 16_000_000
-
-
-def test_its_tokenizer_is_the_one_that_training_uses() -> None:
-    shipped = AutoTokenizer.from_pretrained(model_path()).backend_tokenizer
-    assert shipped.get_vocab() == build_tokenizer().get_vocab()
-
-
-@pytest.mark.parametrize("category", ["direct", "local", "cross", "chain", "unanswerable"])
-def test_full_recompute_answers(engine: BlendEngine, category: str) -> None:
-    assert share(engine, category, AllRows()) >= 0.75
-
-
-@pytest.mark.parametrize("category", ["direct", "local"])
-def test_full_reuse_answers_what_needs_one_passage(engine: BlendEngine, category: str) -> None:
-    assert share(engine, category, NoRows()) >= 0.75
-
-
-@pytest.mark.parametrize("category", ["cross", "cross-hard", "chain"])
-def test_full_reuse_does_not_answer_what_needs_two(engine: BlendEngine, category: str) -> None:
-    assert share(engine, category, NoRows()) <= 0.25
-
-
-@pytest.mark.parametrize("category", ["cross", "chain"])
-def test_its_profile_answers_what_needs_two(engine: BlendEngine, category: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "category", "least", "most"),
+    [
+        *(("full recompute", each, 0.75, 1) for each in ("direct", "local", "cross", "chain", "unanswerable")),
+        *(("full reuse", each, 0.75, 1) for each in ("direct", "local")),
+        *(("full reuse", each, 0, 0.25) for each in ("cross", "cross-hard", "chain")),  # they need two passages
+        *(("its profile", each, 0.7, 1) for each in ("cross", "chain")),
+    ],
+)
+def test_it_answers_as_its_card_says(engine: BlendEngine, how: str, category: str, least: float, most: float) -> None:
     assert engine.settings.profile is not None
-    assert share(engine, category, engine.settings.selector()) >= 0.7
-
-
-def test_its_card_and_profile_ship(tmp_path: Path) -> None:
-    assert {"README.md", "blend-profile.json", "model.safetensors"} <= {file.name for file in model_path().iterdir()}
+    selectors = {"full recompute": AllRows(), "full reuse": NoRows(), "its profile": engine.settings.selector()}
+    rows = draw_questions(SEED, ROWS, [category], SHORT)
+    assert least <= sum(right(engine, row, selectors[how]) for row in rows) / len(rows) <= most

@@ -20,7 +20,7 @@ from cacheblend.core.kernels.attention_spec import AttentionSpec
 from command_line import Run, runner
 from lab.cli import main
 from lab.gpu import attention_ways, context, kernels, others, report, run, timeline, ttft
-from lab.gpu.context import Bench, Weights
+from lab.gpu.context import Bench
 from lab.gpu.run import Part
 
 ROOT = Path(__file__).parents[2]
@@ -39,9 +39,7 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a 
 
 
 def bench(**given: Any) -> Bench:
-    device = torch.device("cpu")
-    options = {"device": device, "dry_run": True, "until": 1e18, "progress": lambda what: None}
-    options["weights"] = Weights(device)
+    options = {"device": torch.device("cpu"), "dry_run": True, "until": 1e18, "progress": lambda what: None}
     return Bench(**(options | given))  # type: ignore[arg-type]
 
 
@@ -299,16 +297,15 @@ def test_points_are_expected_to_take_as_long_as_those_before(monkeypatch: pytest
 # ---- time, and the device ---------------------------------------------------------------------------------
 
 
-def test_what_there_is_no_time_for_is_skipped_and_said() -> None:
+def test_what_there_is_no_time_for_is_skipped_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What there is no time for is skipped and said
     found = run.run(("kernels", "ttft"), dry_run=True, minutes=0.001)
     assert set(found["skipped"]) == {"kernels", "ttft"} and "were left" in found["skipped"]["ttft"]
     assert not found["figures"] and not found["parts"]
     late = bench(until=0.0)
     assert ttft.measure(late) == {"figures": {}, "points": []}
     assert list(late.skipped) == ["ttft tiny"]
-
-
-def test_later_parts_keep_the_time_that_they_need_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Later parts keep the time that they need at least
     monkeypatch.setattr(run, "PARTS", {name: replace(part, missing=lambda: "") for name, part in run.PARTS.items()})
     running = run.Run(1000.0, False, print, print)
     names = list(run.PARTS)
@@ -341,14 +338,14 @@ def test_events_of_a_device_are_put_into_lanes() -> None:
 
 
 def test_what_does_not_fit_is_skipped_and_the_rest_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = context.build_shape
+    real = ttft.build_shape
 
     def build(shape: str, **options: Any) -> Any:
         if shape == "huge":
             raise torch.OutOfMemoryError("no")
         return real(shape, **options)
 
-    monkeypatch.setattr(context, "build_shape", build)
+    monkeypatch.setattr(ttft, "build_shape", build)
     tried = bench()
     assert ttft._measure((ttft.Point("huge", "", 1, 8, 1, 0.0),), "large", tried)["points"] == []
     assert tried.skipped == {"large huge": "its weights do not fit on this device"}
@@ -405,6 +402,7 @@ def test_a_part_that_fails_leaves_what_it_had_and_the_others_go_on(
 
 
 def test_tests_that_fail_are_said_and_the_rest_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Tests that fail are said and the rest is measured
     lines = "tests/gpu/test_kernels.py::test_one[a b] PASSED [ 10%]\ntests/gpu/test_cuda.py::test_two FAILED [ 20%]\n"
 
     def failing(command: list[str], limit_s: float, folder: Path) -> Any:
@@ -418,9 +416,7 @@ def test_tests_that_fail_are_said_and_the_rest_is_measured(monkeypatch: pytest.M
     assert "assert 1 == 2" in report.failures(found)["tests"]
     assert found["figures"] == {"attention_of_peak": 0.5}
     assert "TESTS FAIL" in report.title(found | {"dry_run": False})
-
-
-def test_tests_that_pass_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Tests that pass are no error
     lines = "tests/gpu/test_kernels.py::test_one[a b] PASSED [ 10%]\ntests/gpu/test_cuda.py::test_two SKIPPED (no)\n"
     monkeypatch.setattr(others, "run_program", lambda command, *_: subprocess.CompletedProcess(command, 0, lines))
     found = run.run(("tests",), dry_run=True)

@@ -14,7 +14,6 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.core.select.selectors import AllRows, Hkvd, NoRows
 from cacheblend.data import QuestionRow, Text
-from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.evaluation import Evaluation, RowResult, make_methods, summarise
 from cacheblend.store import MemoryStore
@@ -22,11 +21,9 @@ from command_line import Run, runner
 from families import VOCAB, tiny_model
 from lab.cli import main
 from lab.cli.evaluation import Deviation
-from lab.inspection import deviations, inspect_prompt
+from lab.inspection import deviations
 from lab.inspection.deviation_report import MOST_METHODS, draw_deviation, notes, table
 from lab.inspection.deviations import (
-    FILE,
-    DeviationFile,
     Deviations,
     by_layer,
     fused_methods,
@@ -34,10 +31,10 @@ from lab.inspection.deviations import (
     prompt_deviations,
     with_deviations,
 )
+from lab.inspection.inspection import inspect_prompt
 from tiny_folder import TinyShape, build_tiny
 
 NAN = float("nan")
-KEPT = {"reuse": np.array([[0, 0.5], [0, NAN]])}
 
 
 def ids(length: int, seed: int) -> list[int]:
@@ -58,22 +55,19 @@ def engine() -> BlendEngine:
 # ---- one prompt -------------------------------------------------------------------------------------------
 
 
-def test_everything_recomputed_deviates_from_nothing_and_reuse_from_layer_1_on(engine: BlendEngine) -> None:
+def test_deviation_of_one_prompt(engine: BlendEngine) -> None:
+    # Everything recomputed deviates from nothing and reuse from layer 1 on
     found = prompt_deviations(engine, RAG, {"all": AllRows(), "reuse": NoRows()})
     assert found["all"].max() < 1e-4
     assert found["reuse"][:, 0].max() < 1e-4  # layer 0 depends on the token alone
     assert found["reuse"][:, 1:].min() > 1e-3
-
-
-def test_the_figures_are_those_of_inspect(engine: BlendEngine) -> None:
+    # The figures are those of inspect
     found = prompt_deviations(engine, RAG, {"reuse": NoRows(), "blend": Hkvd((1,), (0.3,))})
     seen = inspect_prompt(engine, RAG, Hkvd((1,), (0.3,)))
     for name, method in (("reuse", seen.reuse), ("blend", seen.blend)):
         assert np.allclose(found[name][0], seen.mean_deviation(method), rtol=1e-4)
         assert np.allclose(found[name][1], method.attention_deviation, rtol=1e-4)
-
-
-def test_a_chunk_at_the_front_is_exact_and_says_nothing(engine: BlendEngine) -> None:
+    # A chunk at the front is exact and says nothing
     assert prompt_deviations(engine, Prompt.of([A, QUESTION]), {"reuse": NoRows()}) == {}
     second = prompt_deviations(engine, Prompt.of([A, B, QUESTION]), {"reuse": NoRows()})["reuse"]
     assert second[0, 1:].min() > 1e-3  # of B alone; the exact rows of A do not water it down
@@ -116,7 +110,8 @@ def summary_of(selectors: int, prompts: int = 2, asked: int = 2) -> dict[str, An
     return with_deviations(summary, Deviations(asked, {None: [*found, {}]}))
 
 
-def test_the_table_has_means_and_the_layer_of_the_largest() -> None:
+def test_the_table_has_means_and_the_layer_of_the_largest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # The table has means and the layer of the largest
     summary = summary_of(1, prompts=1, asked=5)
     assert [method["deviation"] is None for method in summary["methods"]] == [True, False, False]
     console = Console(width=80, file=StringIO(), record=True)
@@ -129,9 +124,7 @@ def test_the_table_has_means_and_the_layer_of_the_largest() -> None:
         "deviation: in 1 of 2 rows nothing is loaded at a new position, so there is nothing to measure",
     ]
     json.dumps(summary, allow_nan=False)
-
-
-def test_nothing_is_shown_of_a_run_that_measured_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Nothing is shown of a run that measured nothing
     summary = summary_of(1, prompts=0)
     assert all(method["deviation"] is None for method in summary["methods"])
     Deviation(1, quiet=True).show(summary)
@@ -145,38 +138,7 @@ def test_the_plot_is_drawn_of_few_and_of_many_methods(tmp_path: Path, selectors:
     assert file.name == "deviation.png" and file.stat().st_size > 10_000
 
 
-# ---- what is kept ---------------------------------------------------------------------------------------------
-
-
-def test_what_was_measured_is_kept(tmp_path: Path) -> None:
-    kept = DeviationFile(tmp_path, ["reuse"])
-    kept.add(3, None, KEPT)
-    kept.add(3, 10, {})
-    again = DeviationFile(tmp_path, ["reuse"]).found
-    assert list(again) == [(3, None), (3, 10)] and again[3, 10] == {}
-    assert np.array_equal(again[3, None]["reuse"], KEPT["reuse"], equal_nan=True)
-
-
-def test_of_other_methods_or_other_code_nothing_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    DeviationFile(tmp_path, ["reuse"]).add(3, None, KEPT)
-    assert DeviationFile(tmp_path, ["reuse", "blend"]).found == {}
-    monkeypatch.setattr(provenance, "code_digest", lambda *_: "changed")
-    assert DeviationFile(tmp_path, ["reuse"]).found == {}
-
-
-@pytest.mark.parametrize("damage", ["{", "[]", '{"code": "', "cut", "ragged"])
-def test_a_damaged_file_is_an_error(tmp_path: Path, damage: str) -> None:
-    DeviationFile(tmp_path, ["reuse"]).add(3, None, KEPT)
-    file = tmp_path / FILE
-    content = json.loads(file.read_text())
-    if damage == "cut":
-        del content["prompts"][0]["top_k"]
-    elif damage == "ragged":
-        content["prompts"][0]["methods"]["reuse"][1] = [0.0]
-    file.write_text(json.dumps(content) if damage in ("cut", "ragged") else damage)
-    with pytest.raises(InvalidInputError, match=r"deviations.json: damaged .* delete it"):
-        DeviationFile(tmp_path, ["reuse"])
-
+# ---- the command --------------------------------------------------------------------------------------------
 
 LAYERS = 3
 SHAPE = TinyShape(layers=LAYERS, width=64, mlp_width=96, heads=4, kv_heads=2, vocab_size=400, context_length=256)

@@ -26,19 +26,16 @@ from cacheblend.store import MemoryStore
 from command_line import Run, runner
 from families import BLENDABLE, VOCAB, tiny_model
 from lab.cli import main
-from lab.inspection import (
-    Inspection,
+from lab.inspection.deviation import (
     attention_deviation_by_layer,
-    inspect_prompt,
     kv_deviation_by_layer,
-    observe_full,
-    observe_fused,
-    ratio_curves,
+    ranks,
+    spearman,
+    spearman_matrix,
 )
-from lab.inspection.deviation import ranks, spearman, spearman_matrix
 from lab.inspection.facts import heat_map, numbers, summary
-from lab.inspection.inspection import MethodView
-from lab.inspection.observation import LAST_ROWS, alone_mass
+from lab.inspection.inspection import Inspection, MethodView, inspect_prompt, ratio_curves
+from lab.inspection.observation import LAST_ROWS, alone_mass, observe_full, observe_fused
 from lab.inspection.parts import Part, context_length, part_of_row, parts_of, token_texts
 from reference import plain_kv
 from tiny_folder import TinyShape, build_tiny

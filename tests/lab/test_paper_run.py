@@ -24,11 +24,12 @@ from cacheblend.evaluation.scorers import ExactMatch, WordF1
 from cacheblend.nano import model_path
 from command_line import Result, Run
 from command_line import runner as command
+from lab.checkout import Kept
 from lab.cli import main
 from lab.nano.questions import Prompts, draw_questions
 from lab.paper import drawing, quality, run
 from lab.paper.compared import TITLES
-from lab.paper.context import Context, DataSet, Kept, LeftOutError, Sweeps
+from lab.paper.context import Context, DataSet, LeftOutError, Sweeps
 from lab.paper.points import AGREEMENT, ALL, Answered, points, score
 from tiny_folder import TinyShape, build_tiny
 
@@ -103,7 +104,8 @@ def done(files: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 
 @with_the_whole_run
-def test_all_seven_figures_are_there(done: Done) -> None:
+def test_the_report_has_all_figures_methods_and_notes(done: Done) -> None:
+    # All seven figures are there
     assert done.result["figures"] == {"paper_report": 7}
     assert list(done.result["pictures"]) == list(done.result["parts"]) == NAMES
     text = (done.folder / run.FILE).read_text()
@@ -113,10 +115,7 @@ def test_all_seven_figures_are_there(done: Done) -> None:
         assert done.result["parts"][name]["points"]
         assert "left_out" not in done.result["parts"][name]
     assert json.loads((done.folder / run.DATA).read_text()) == done.result
-
-
-@with_the_whole_run
-def test_every_method_is_compared_on_every_set(done: Done) -> None:
+    # Every method is compared on every set
     points = {name: done.result["parts"][name]["points"] for name in NAMES}
     found = [(point["data"], point["method"]) for point in points["quality"]]
     assert sorted(found) == sorted((data, title) for data in ("first", "second") for title in TITLES.values())
@@ -128,10 +127,7 @@ def test_every_method_is_compared_on_every_set(done: Done) -> None:
     assert {p["x"] for p in points["batch"]} == {1, 2}
     assert {p["family"] for p in points["rate"]} == {"full", "prefix", "blend"}
     assert {p["device"] for p in points["device"]} == {"memory", "disk", "1 x prefill"}
-
-
-@with_the_whole_run
-def test_full_recompute_agrees_with_itself_everywhere(done: Done) -> None:
+    # Full recompute agrees with itself everywhere
     for name in set(NAMES) - {"rate"}:
         for point in done.result["parts"][name]["points"]:
             if point["family"] == "full":
@@ -139,11 +135,7 @@ def test_full_recompute_agrees_with_itself_everywhere(done: Done) -> None:
                 # side by side, the last layer computes its last row only
                 assert 0.9 < point["compute"] < 1 if name == "batch" else point["compute"] == pytest.approx(1)
             assert set(point["quality"]) == {"f1", "em", "top_1"}
-
-
-@with_the_whole_run
-def test_what_is_left_out_or_gains_nothing_is_said(done: Done) -> None:
-    """Points that cannot be had; bad rows, with their reasons; prefix caching."""
+    # Points that cannot be had; bad rows, with their reasons; prefix caching.
     text = (done.folder / run.FILE).read_text()
     assert "64 passages: left out, most rows have" in text
     assert "passages of 4096 tokens: left out, most rows are then one passage" in text
@@ -178,7 +170,10 @@ def test_a_second_run_runs_nothing_again(done: Done, cli: Run, monkeypatch: pyte
 
 
 @with_the_whole_run
-def test_without_matplotlib_the_report_has_tables(done: Done, cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_report_has_tables(
+    done: Done, cli: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # Without matplotlib the report has tables
     monkeypatch.setattr(run, "find_spec", lambda name: None)
     said = cli(*done.arguments)
     assert said.code == 0
@@ -186,12 +181,7 @@ def test_without_matplotlib_the_report_has_tables(done: Done, cli: Run, monkeypa
     text = (done.folder / run.FILE).read_text()
     assert "No figures are drawn" in text
     assert text.count("| method | rows |") == 7
-
-
-@with_the_whole_run
-def test_other_settings_have_a_folder_of_their_own(
-    done: Done, cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    # Other settings have a folder of their own
     monkeypatch.setattr(run, "PARTS", run.PARTS[:1])
     before = sorted(path.name for path in done.folder.parent.iterdir())
     arguments = [text if text != "4" else "3" for text in done.arguments]
@@ -366,7 +356,10 @@ def fails(cli: Run, *arguments: object) -> str:
     return said.err
 
 
-def test_wrong_files_are_one_line(cli: Run, files: list[Path], tmp_path: Path) -> None:
+def test_wrong_files_are_one_line(
+    cli: Run, files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Wrong files are one line
     data = ["--model", "nano", "--data"]
     assert "--skip-bad" in fails(cli, *data, files[0])
     assert "first.jsonl, line 2" in fails(cli, *data, files[0])
@@ -379,6 +372,13 @@ def test_wrong_files_are_one_line(cli: Run, files: list[Path], tmp_path: Path) -
     assert "needs a model" in fails(cli, "--data", files[1])
     for refused in (("--selector", "hkvd"), ("--store", "memory"), ("--methods", "full"), ("--seed", 1)):
         assert f"there is no option {refused[0]}" in fails(cli, *data, files[1], *refused)
+    # A model without a tokenizer is refused
+    bare = tmp_path / "bare"
+    shutil.copytree(model_path(), bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    assert "has no tokenizer that transformers can open" in fails(cli, "--model", bare, "--data", files[1])
+    # Several files are the papers alone
+    said = command(capsys, "evaluate")("--model", "nano", "--data", files[1], "--data", files[0])
+    assert (said.code, "--data is given 2 times" in said.err) == (2, True)
 
 
 def test_files_of_one_name_are_told_apart_by_their_folders(files: list[Path], tmp_path: Path) -> None:
@@ -393,17 +393,6 @@ def test_files_of_one_name_are_told_apart_by_their_folders(files: list[Path], tm
         *(str(copy.with_suffix("")) for copy in copies),
         "second",
     ]
-
-
-def test_several_files_are_the_papers_alone(files: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
-    said = command(capsys, "evaluate")("--model", "nano", "--data", files[1], "--data", files[0])
-    assert (said.code, "--data is given 2 times" in said.err) == (2, True)
-
-
-def test_a_model_without_a_tokenizer_is_refused(cli: Run, files: list[Path], tmp_path: Path) -> None:
-    bare = tmp_path / "bare"
-    shutil.copytree(model_path(), bare, ignore=shutil.ignore_patterns("tokenizer*"))
-    assert "has no tokenizer that transformers can open" in fails(cli, "--model", bare, "--data", files[1])
 
 
 def test_plain_evaluation_skips_and_counts_bad_rows(
@@ -459,20 +448,22 @@ def test_points_are_means_of_their_answers(answers: list[Answered], by_data: boo
 
 
 def test_the_best_of_several_answers_counts() -> None:
+    # The best of several answers counts
     scorers = [WordF1(), ExactMatch()]
     assert score(scorers, "the red bridge", ["a clock", "red bridge"]) == {"f1": 1.0, "em": 1.0}
     assert score(scorers, "the red bridge", []) == {}
-
-
-def test_without_gold_answers_the_first_token_is_drawn() -> None:
+    # Without gold answers the first token is drawn
     assert drawing.measure_of([{"quality": {}}]) == AGREEMENT
     assert drawing.measure_of([{"quality": {AGREEMENT: {}}}]) == AGREEMENT
     assert drawing.measure_of([{"quality": {}}, {"quality": {"f1": {}, AGREEMENT: {}}}]) == "f1"
-
-
-def test_every_family_has_a_colour_and_a_marker_of_its_own() -> None:
+    # Every family has a colour and a marker of its own
     assert set(drawing.COLOURS) == set(drawing.MARKERS) == set(TITLES)
     assert len(set(drawing.COLOURS.values())) == len(set(drawing.MARKERS.values())) == len(TITLES)
+    # Wrong points are refused
+    with pytest.raises(InvalidInputError, match=r"0\.\.1"):
+        Sweeps(ratios=(1.5,))
+    with pytest.raises(InvalidInputError, match="at least 1, got 0"):
+        Sweeps(chunk_numbers=(0, 2))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -500,10 +491,3 @@ def test_measurements_are_kept_over_kills(tmp_path: Path, seed: int) -> None:
         assert len(kept.machines) == 1
     assert set(measured) == set(wanted)
     assert len(measured) <= len(wanted) + cuts
-
-
-def test_wrong_points_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match=r"0\.\.1"):
-        Sweeps(ratios=(1.5,))
-    with pytest.raises(InvalidInputError, match="at least 1, got 0"):
-        Sweeps(chunk_numbers=(0, 2))

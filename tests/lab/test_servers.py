@@ -1,9 +1,14 @@
-"""`lab serve`, `agent` and `routing`: what they write, not how fast anything is; what they ask, and what they learn."""
+"""`lab serve`, `agent` and `routing`: what they write and ask, not how fast anything is; no server outlives them."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,6 +20,7 @@ from transformers import AutoTokenizer
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.nano import model_path
 from command_line import Run, runner
+from lab.checkout import environment
 from lab.cli import main
 from lab.servers.agent import DISCOVERED, FIRST_COUNTED, MARKED, PREFIX, Turn, conversations, figures, tool_results
 from lab.servers.discovery import learn_in_order, learning, watch_ms
@@ -29,7 +35,8 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return runner(capsys, main=main)
 
 
-def test_serve_writes_its_figures(run: Run, tmp_path: Path) -> None:
+def test_serve_writes_its_figures_or_says_why_not(run: Run, tmp_path: Path) -> None:
+    # Serve writes its figures
     out = tmp_path / "serve.json"
     done = run("serve", "-m", "nano", "--chunks", 3, "--chunk-tokens", 70, "--runs", 1, "--json-file", out)
     assert done.code == 0, done.err
@@ -37,9 +44,7 @@ def test_serve_writes_its_figures(run: Run, tmp_path: Path) -> None:
     assert set(result["figures"]) == {"ttft_speedup", "overhead_ms"}
     assert len(result["ttft"]["ttft_s"]["blend"]) == len(result["ttft"]["ttft_s"]["full"]) == 1
     assert result["model"].endswith("model")
-
-
-def test_what_cannot_be_measured(run: Run, tmp_path: Path) -> None:
+    # What cannot be measured
     assert "exclude each other" in run("serve", "-m", "nano", "--shape", "tiny").err
     assert run("serve", "-m", "nano", "--trace", tmp_path).code == 2
 
@@ -175,14 +180,13 @@ def test_affinity_sends_a_topic_where_it_went_and_spreads_topics(servers: int, t
 
 
 def test_a_request_goes_where_most_of_its_chunks_are() -> None:
+    # A request goes where most of its chunks are
     router = Router(2, AFFINITY)
     first, second = router.choose([0, 1, 2]), router.choose([3, 4, 5])
     assert first != second
     assert router.choose([0, 4, 5]) == second
     assert router.choose([1, 2, 5]) == first
-
-
-def test_threads_do_not_lose_requests() -> None:
+    # Threads do not lose requests
     router, found = Router(2, ROUND_ROBIN), Counter[int]()
     lock = threading.Lock()
 
@@ -222,6 +226,7 @@ def requests(*passages: str) -> Iterator[list[int]]:
 
 
 def test_what_recurs_is_learnt_in_order() -> None:
+    # What recurs is learnt in order
     learnt, whole = learn_in_order(requests("ab", "bc", "ac", "ab", "d", "d"), 3)
     assert sorted(learnt.chunks) == sorted(random_ids(f"passage {name}", 90) for name in "abc")
     assert learnt.figures.stored_tokens == learnt.figures.wasted_tokens == 270 and learnt.wasted == 1
@@ -231,15 +236,91 @@ def test_what_recurs_is_learnt_in_order() -> None:
         random_ids(f"passage {name}", 90) for name in "ac"
     )
     assert not whole.found_in(requests("x"))
-
-
-def test_nothing_is_learnt_of_requests_that_share_nothing() -> None:
+    # Nothing is learnt of requests that share nothing
     told = list[int]()
     with learning() as learner:
         learner.see(requests("a", "b", ""), told.append)
         learnt = learner.learnt
     assert told == [1, 2, 3] and not learnt.chunks and learnt.wasted == 0 and not learnt.figures.runs
-
-
-def test_a_watcher_that_is_full_is_timed() -> None:
+    # A watcher that is full is timed
     assert watch_ms(watch_tokens=1 << 15) > 0
+
+
+# ---- no server outlives its benchmark -------------------------------------------------------------------------------
+
+
+BENCHMARK = """
+import sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from lab.servers.processes import running
+
+folder = Path(sys.argv[1])
+SERVER = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
+
+def server(name):
+    path = folder / name
+    return running([sys.executable, "-c", SERVER, str(path)], {}, lambda: path.exists() and path.read_text())
+
+def ask(process):
+    process.wait()  # as a request that the server does not answer
+
+def measure():
+    with server("one") as one, server("two") as two, ThreadPoolExecutor() as clients:
+        asked = [clients.submit(ask, each) for each in (one, two)]
+        (folder / "asked").touch()
+        [each.result() for each in asked]
+
+if sys.argv[2] == "a thread":
+    threading.Thread(target=measure, daemon=True).start()
+    time.sleep(600)
+measure()
+"""
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_servers_end_with_the_benchmark(number: signal.Signals, tmp_path: Path) -> None:
+    """While requests to them are under way, and two run at a time."""
+    command = [sys.executable, "-c", BENCHMARK, str(tmp_path), "the main thread"]
+    process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE)
+    try:
+        wait_until((tmp_path / "asked").exists)
+        servers = [int((tmp_path / name).read_text()) for name in ("one", "two")]
+        assert all(map(is_alive, servers))
+        if number == signal.SIGINT:  # as a terminal sends it, to all of them
+            for pid in servers:
+                os.kill(pid, number)
+        process.send_signal(number)
+        process.communicate(timeout=60)
+        assert process.returncode not in (0, -signal.SIGKILL)
+        assert not any(map(is_alive, servers))
+    finally:
+        process.kill()
+
+
+def test_a_benchmark_in_a_thread_leaves_signals_alone(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", BENCHMARK, str(tmp_path), "a thread"]
+    process = subprocess.Popen(command, env=environment())
+    try:
+        wait_until((tmp_path / "asked").exists)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == -signal.SIGTERM  # as without a benchmark
+    finally:
+        process.kill()
+        for name in ("one", "two"):
+            os.kill(int((tmp_path / name).read_text()), signal.SIGKILL)

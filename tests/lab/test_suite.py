@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from cacheblend.engines.settings import PROFILE_NAME, write_profile
 from cacheblend.evaluation import plots
 from cacheblend.evaluation.records import CONFIG, ROWS, Cell, RowResult
 from cacheblend.evaluation.runner import Evaluation, Settings
+from command_line import Run, runner
 from lab.cli import main
 from lab.nano.questions import Prompts, draw_questions
 from lab.nano.scenes import CATEGORIES
@@ -204,8 +205,6 @@ SHAPE = TinyShape(layers=6, width=32, mlp_width=48, heads=4, kv_heads=2, vocab_s
 SHORT = partial(draw_questions, prompts=Prompts(passages=(3, 4), tokens=(24, 40)))
 ROWS_A_SEED = len(CATEGORIES)
 
-Run = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture(scope="module", autouse=True)
 def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -243,20 +242,9 @@ def plan(engine: BlendEngine) -> MainPlan:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs the command line in this process: (exit code, stdout, stderr)."""
+    """Runs the suite in this process."""
     monkeypatch.setenv("COLUMNS", "80")
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        try:
-            main([str(argument) for argument in arguments])
-            code = 0
-        except SystemExit as leave:
-            code = int(leave.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
+    return runner(capsys, "suite", main=main)
 
 
 # ---- equal compute ----------------------------------------------------------------------------------------
@@ -359,9 +347,9 @@ def test_the_gate_s_setting_is_checked_once_and_kept(
         assert steps[-1] == (20, 20)
         monkeypatch.setattr(suites, "check", None)  # would be an error if it were called
         assert suites.check_gate(opened, Suite(1), tmp_path / "out") == found
-        (file,) = (tmp_path / "out").iterdir()
-        file.write_text("{}")
-        with pytest.raises(InvalidInputError, match=f"{file.name}: damaged"):
+        (folder,) = (tmp_path / "out").iterdir()
+        (folder / ROWS).write_text("{}\n")
+        with pytest.raises(InvalidInputError, match="line 1: damaged"):
             suites.check_gate(opened, Suite(1), tmp_path / "out")
 
 
@@ -384,8 +372,8 @@ def test_the_command_reports_every_part_and_a_missed_bar_is_exit_code_1(
     monkeypatch.setattr(plots, "draw", lambda summary, folder, data: drawn.append(data) or [])  # takes seconds
     file = tmp_path / "nano.json"
     where = ("--model", built, "--device", "cpu", "--out", tmp_path / "out")
-    code, out, _ = run("suite", "nano", "--limit", 1, "--suite-seed", 5, *where, "--json-file", file)
-    assert code == 1  # random weights know no answer
+    done = run("nano", "--limit", 1, "--suite-seed", 5, *where, "--json-file", file)
+    assert done.code == 1  # random weights know no answer
     found = json.loads(file.read_text())
     assert set(found["bars"]) == set(BARS)
     assert found["figures"]["full_min"] == 0
@@ -396,8 +384,8 @@ def test_the_command_reports_every_part_and_a_missed_bar_is_exit_code_1(
     labels = [method.label for method in suites.sweep_methods()]
     families = {label.family for label in labels if label.kind == "blend"}
     assert {line["family"] for line in found["sweep"]["at_equal_compute"]} == families
-    assert all(line in out for line in ("full_min", "missed", "unknown", "Exact match at"))
-    assert max(map(len, out.splitlines())) <= 120
+    assert all(line in done.out for line in ("full_min", "missed", "unknown", "Exact match at"))
+    assert max(map(len, done.out.splitlines())) <= 120
     folders = sorted(path.name.rsplit("-", 1)[0] for path in (tmp_path / "out").iterdir())
     assert folders == ["suite-nano", "suite-nano-sweep"]
     assert drawn == ["the suite nano, sweep", "the suite nano, main"]
@@ -407,9 +395,9 @@ def test_the_command_reports_every_part_and_a_missed_bar_is_exit_code_1(
 def test_a_part_alone_is_judged_by_its_own_bars(built: Path, engine: BlendEngine, tmp_path: Path, run: Run) -> None:
     model = profiled(built, tmp_path, engine, selector="hkvd", recompute_ratio=1.0)
     where = ("--model", model, "--device", "cpu", "--out", tmp_path / "out")
-    code, out, _ = run("suite", "nano", "--limit", 1, "--part", "gate", *where, "--json")
-    found = json.loads(out)
-    assert code == 0
+    done = run("nano", "--limit", 1, "--part", "gate", *where, "--json")
+    found = done.json
+    assert done.code == 0
     assert found["figures"]["gate_holds"] is True
     assert found["figures"]["full_min"] is None
     assert found["sweep"] is None
@@ -426,13 +414,11 @@ def test_a_part_alone_is_judged_by_its_own_bars(built: Path, engine: BlendEngine
     ids=lambda given: str(given[0]),
 )  # fmt: skip
 def test_an_option_that_the_suite_would_not_heed_is_refused_by_name(given: tuple[str, ...], run: Run) -> None:
-    code, _, err = run("suite", "nano", *given)
-    assert code == 2
-    assert given[0] in err
+    done = run("nano", *given)
+    assert done.code == 2 and given[0] in done.err
 
 
 @pytest.mark.parametrize(("given", "named"), [(("micro",), "'micro'"), (("nano", "--part", "swap"), "'swap'")])
 def test_what_the_suite_does_not_have_is_refused(given: tuple[str, ...], named: str, run: Run) -> None:
-    code, _, err = run("suite", *given)
-    assert code == 2
-    assert named in err
+    done = run(*given)
+    assert done.code == 2 and named in done.err

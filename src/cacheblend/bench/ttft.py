@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -124,13 +125,21 @@ def run(settings: TtftSettings, on_progress: Progress | None = None) -> dict[str
     """
     with _threads(settings.threads):
         model, tokenizer, name = open_model(settings)
-        _check(_points(settings), model, tokenizer)
+        with _engine(model, tokenizer, "memory") as engine:  # the limits of all points, before any is measured
+            for point in _points(settings):
+                draw = random.Random(point.seed)
+                engine.prompt(draw_prompt(point, open_chunks(point, engine, draw), engine.survey.vocab_size, draw))
         points = []
         for point in _points(settings):
             arms = _measure(point, model, tokenizer, on_progress)
             points.append((point, [summary(arm, arms) for arm in arms]))
+        # The gain of each blend from the first store, by its ratio; the first of them also by the profile's name.
+        blends = [arm for arm in points[0][1] if arm["arm"] == "blend" and arm["store"] == settings.stores[0]]
+        figures = {f"blend_{arm['ratio']:g}_speedup": arm["speedup_vs_full"] for arm in blends}
+        if settings.profile and blends:
+            figures[f"{settings.profile}_speedup"] = blends[0]["speedup_vs_full"]
         result: dict[str, Any] = {
-            "figures": _figures(settings, points[0][1]),
+            "figures": figures,
             "selection": quality_settings(settings.selection),
             "arms": points[0][1],
             "model": name,
@@ -146,15 +155,6 @@ def run(settings: TtftSettings, on_progress: Progress | None = None) -> dict[str
     return result
 
 
-def _figures(settings: TtftSettings, arms: list[dict[str, Any]]) -> dict[str, Any]:
-    """The gain of each blend from the first store, by its ratio; the first of them also by the profile's name."""
-    blends = [arm for arm in arms if arm["arm"] == "blend" and arm["store"] == settings.stores[0]]
-    found = {f"blend_{arm['ratio']:g}_speedup": arm["speedup_vs_full"] for arm in blends}
-    if settings.profile and blends:
-        found[f"{settings.profile}_speedup"] = blends[0]["speedup_vs_full"]
-    return found
-
-
 def _points(settings: TtftSettings) -> list[TtftSettings]:
     if settings.sweep is None:
         return [settings]
@@ -163,14 +163,6 @@ def _points(settings: TtftSettings) -> list[TtftSettings]:
         return [settings if len(settings.ratios) > 1 else replace(settings, ratios=values)]
     name = settings.sweep.replace("-", "_")
     return [replace(settings, **{name: int(value)}) for value in values]  # type: ignore[arg-type]
-
-
-def _check(points: list[TtftSettings], model: PreTrainedModel, tokenizer: Any) -> None:
-    """Checks the prompts of all points against the model's limits, before any is measured."""
-    with _engine(model, tokenizer, "memory") as engine:
-        for point in points:
-            draw = random.Random(point.seed)
-            engine.prompt(draw_prompt(point, open_chunks(point, engine, draw), engine.survey.vocab_size, draw))
 
 
 def open_model(settings: TtftSettings) -> tuple[PreTrainedModel, Any, str]:
@@ -243,7 +235,11 @@ def read_chunks(path: Path, engine: BlendEngine, count: int, tokens: int) -> lis
     chunks: list[Segment] = []
     ids: list[int] = []
     for passage in dict.fromkeys(passage.text for passage in read_passages(path)):
-        ids += engine.builder.encode(passage) if engine.builder else _word_ids(passage, engine.survey.vocab_size)
+        if engine.builder:
+            ids += engine.builder.encode(passage)
+        else:
+            words = (hashlib.blake2b(word.encode(), digest_size=8).digest() for word in passage.split())
+            ids += [int.from_bytes(word) % engine.survey.vocab_size for word in words]
         while len(ids) >= tokens and len(chunks) < count:
             chunks.append(chunk(ids[:tokens]))
             ids = ids[tokens:]
@@ -252,43 +248,27 @@ def read_chunks(path: Path, engine: BlendEngine, count: int, tokens: int) -> lis
     raise InvalidInputError(f"{path} gives {len(chunks)} chunks of {tokens} tokens, {count} are needed")
 
 
-def _word_ids(passage: str, vocab: int) -> list[int]:
-    return [int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest()) % vocab for word in passage.split()]
-
-
 def _random_ids(vocab: int, count: int, draw: random.Random) -> list[int]:
     return [draw.randrange(vocab) for _ in range(count)]
 
 
 def _arms(settings: TtftSettings, engines: dict[str, BlendEngine], empty: BlendEngine) -> list[Arm]:
-    arms = []
+    selection, arms = settings.selection, list[Arm]()
     for name in settings.arms:
         if name == "full":
             arms.append(Arm(name, partial(full_recompute, empty)))
         elif name == "miss":
             arms.append(Arm(name, partial(fused, empty, selector=empty.config.make_selector())))
-        else:
+        elif name == "prefix":
+            arms += [Arm(name, partial(prefix_caching, engine), store=store) for store, engine in engines.items()]
+        elif name == "reuse":
             for store, engine in engines.items():
-                arms += _cached_arms(name, store, engine, settings)
+                arms.append(Arm(name, partial(fused, engine, selector=NoRows()), 0.0, store))
+        else:
+            for (store, engine), ratio in product(engines.items(), settings.ratios):
+                chosen = selection.make_selector(None if ratio == selection.final_ratio else ratio)
+                arms.append(Arm(name, partial(fused, engine, selector=chosen), ratio, store))
     return arms
-
-
-def _cached_arms(name: str, store: str, engine: BlendEngine, settings: TtftSettings) -> list[Arm]:
-    if name == "prefix":
-        return [Arm(name, partial(prefix_caching, engine), store=store)]
-    if name == "reuse":
-        return [Arm(name, partial(fused, engine, selector=NoRows()), ratio=0.0, store=store)]
-    selection = settings.selection
-    own = selection.final_ratio
-    return [
-        Arm(
-            name,
-            partial(fused, engine, selector=selection.make_selector(None if ratio == own else ratio)),
-            ratio=ratio,
-            store=store,
-        )
-        for ratio in settings.ratios
-    ]
 
 
 def timed(arm: Arm, prompt: Prompt, model: PreTrainedModel) -> tuple[float, BlendReport | None]:
@@ -367,24 +347,13 @@ def table(result: dict[str, Any]) -> Table:
         prompt = point["prompt"]
         out.add_row(Text(f"{prompt['chunks']} x {prompt['chunk_tokens']}", "dim"))
         for arm in point["arms"]:
-            out.add_row(*_cells(arm))
+            name = arm["arm"] if arm["arm"] != "blend" else f"blend {arm['ratio']:g}"
+            times = [_seconds(arm["ttft_s"][of]) for of in ("median", "min", "max")]
+            gain = "" if arm["speedup_vs_full"] is None else f"{arm['speedup_vs_full']:.2f}"
+            rows = str(arm["loaded_tokens"]), str(arm["recomputed_tokens"])
+            out.add_row(name, arm["store"] or "", *times, gain, _seconds(arm["load_s"]), *rows)
         out.add_section()
     return out
-
-
-def _cells(arm: dict[str, Any]) -> tuple[str, ...]:
-    ttft, gain = arm["ttft_s"], arm["speedup_vs_full"]
-    return (
-        arm["arm"] if arm["arm"] != "blend" else f"blend {arm['ratio']:g}",
-        arm["store"] or "",
-        _seconds(ttft["median"]),
-        _seconds(ttft["min"]),
-        _seconds(ttft["max"]),
-        "" if gain is None else f"{gain:.2f}",
-        _seconds(arm["load_s"]),
-        str(arm["loaded_tokens"]),
-        str(arm["recomputed_tokens"]),
-    )
 
 
 def _seconds(value: float) -> str:

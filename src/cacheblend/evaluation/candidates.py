@@ -87,27 +87,21 @@ def _of_selector(text: str, ratios: tuple[float, ...], layers: int) -> Iterator[
     """A selector, with its optional settings, at every ratio."""
     choice = SelectorChoice.parse(text)
     base = dict(choice.settings)
-    if base["selector"] in WITHOUT_RATIO:
+    kind = base["selector"]
+    if kind in WITHOUT_RATIO:
         yield _candidate(choice.text, base)
-    elif base["selector"] == "hkvd":
-        for check in HKVD_CHECKS:
-            if check < layers:
-                name = choice.text.replace("hkvd", f"hkvd@{check}", 1)
-                for ratio in ratios:
-                    yield _candidate(f"{name} r={ratio:g}", base | _at(ratio) | {"check_layers": (check,)})
-    elif base["selector"] == "gradual":
-        if layers > 1:
-            for ratio in ratios:
-                yield _candidate(f"{choice.text} r={ratio:g}", base | _at(ratio) | {"selector": "hkvd"})
-    elif base["selector"] == NARROWING:
-        checks = layers // 6, layers // 4, layers // 3
-        if 0 < checks[0] < checks[1] < checks[2]:
-            for ratio in ratios:
-                settings = _narrowing(checks, layers, ratio) | base | {"selector": "hybrid"}
-                yield _candidate(f"{choice.text} r={ratio:g}", settings)
-    else:
-        for ratio in ratios:
-            yield _candidate(f"{choice.text} r={ratio:g}", base | _at(ratio))
+        return
+    for ratio in ratios:
+        name, own = f"{choice.text} r={ratio:g}", base | {"recompute_ratio": ratio}
+        if kind == "hkvd":
+            for check in (check for check in HKVD_CHECKS if check < layers):
+                yield _candidate(name.replace("hkvd", f"hkvd@{check}", 1), own | {"check_layers": (check,)})
+        elif kind == NARROWING:
+            checks = layers // 6, layers // 4, layers // 3
+            if 0 < checks[0] < checks[1] < checks[2]:
+                yield _candidate(name, _narrowing(checks, layers, ratio) | base | {"selector": "hybrid"})
+        elif kind != "gradual" or layers > 1:
+            yield _candidate(name, own | {"selector": "hkvd" if kind == "gradual" else kind})
 
 
 def _narrowing(checks: tuple[int, int, int], layers: int, mean: float) -> dict[str, Any]:
@@ -115,7 +109,7 @@ def _narrowing(checks: tuple[int, int, int], layers: int, mean: float) -> dict[s
     early, *ratios = scaled_shares(NARROWING_SHARES, lasting, mean)
     following = FOLLOWING | {"head_rows": 24, "hops": 3, "hop_spans": 3}
     shares = {"check_layers": checks, "ratios": tuple(ratios), "early_ratio": early}
-    return following | shares | _at(ratios[-1])
+    return following | shares | {"recompute_ratio": ratios[-1]}
 
 
 def _candidate(name: str, settings: dict[str, Any]) -> Candidate:
@@ -123,7 +117,3 @@ def _candidate(name: str, settings: dict[str, Any]) -> Candidate:
     candidate = Candidate(name, settings)
     candidate.selector()
     return candidate
-
-
-def _at(ratio: float) -> dict[str, Any]:
-    return {"recompute_ratio": ratio}

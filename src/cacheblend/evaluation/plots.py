@@ -2,7 +2,6 @@
 matplotlib."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from textwrap import fill
@@ -44,19 +43,14 @@ def whole_numbers(axis: Any) -> None:
     axis.get_major_locator().set_params(integer=True)
 
 
-@dataclass(frozen=True)
-class _Axis:
-    """The quantity on the x axis of a plot."""
-
-    key: str
-    label: str
-    value: Callable[[dict[str, Any]], float | None]
-
-
-_AXES = (
-    _Axis("ttft", "time to first token, s (median)", lambda method: method["ttft_s"]["median"]),
-    _Axis("compute", "total compute, % of a full prefill", lambda method: _percent(method["total_compute"])),
+_AXES: tuple[tuple[str, str, Callable[[dict[str, Any]], float | None]], ...] = (
+    ("ttft", "time to first token, s (median)", lambda method: method["ttft_s"]["median"]),
+    (
+        *("compute", "total compute, % of a full prefill"),
+        lambda method: None if method["total_compute"] is None else 100 * method["total_compute"],
+    ),
 )
+"""What may be on the x axis: key, label, value."""
 
 
 def draw(summary: dict[str, Any], folder: Path, *, data: str = "") -> list[Path]:
@@ -71,20 +65,20 @@ def draw(summary: dict[str, Any], folder: Path, *, data: str = "") -> list[Path]
     """
     import matplotlib
 
-    matplotlib.use("Agg")
     scored = [
         name for name in summary["scorers"] if any(method["scores"][name]["all"] for method in summary["methods"])
     ]
     files = []
-    for quality in scored or [AGREEMENT]:
-        sheet = _Sheet(summary, quality, data)
-        if not sheet.largest:
-            continue
-        if any(method["ratio"] is not None and method["kind"] == "blend" for method in sheet.largest):
-            files.append(sheet.over_ratio(folder / f"{quality}-ratio.png"))
-        files += [sheet.over(axis, folder / f"{quality}-{axis.key}.png") for axis in _AXES]
-        if len({method["top_k"] for method in summary["methods"]}) > 1:
-            files.append(sheet.over_chunks(folder / f"{quality}-chunks.png"))
+    with matplotlib.rc_context(STYLE):
+        for quality in scored or [AGREEMENT]:
+            sheet = _Sheet(summary, quality, data)
+            if not sheet.largest:
+                continue
+            if any(method["ratio"] is not None and method["kind"] == "blend" for method in sheet.largest):
+                files.append(sheet.over_ratio(folder / f"{quality}-ratio.png"))
+            files += [sheet.over(*axis, folder / f"{quality}-{axis[0]}.png") for axis in _AXES]
+            if len({method["top_k"] for method in summary["methods"]}) > 1:
+                files.append(sheet.over_chunks(folder / f"{quality}-chunks.png"))
     return files
 
 
@@ -116,11 +110,11 @@ class _Sheet:
                 self._across(axes, family, methods[0])
         return self._save(figure, axes, file)
 
-    def over(self, axis: _Axis, file: Path) -> Path:
+    def over(self, key: str, label: str, value: Callable[[dict[str, Any]], float | None], file: Path) -> Path:
         """Every method as a point; the points of a family joined by increasing ratio."""
-        figure, axes = self._open(axis.label, self._passages())
+        figure, axes = self._open(label, self._passages())
         for family in self._families:
-            placed = [(method, axis.value(method)) for method in self.largest if method["family"] == family]
+            placed = [(method, value(method)) for method in self.largest if method["family"] == family]
             curve = [(method, x) for method, x in placed if x is not None]
             if curve:
                 self._curve(axes, family, [method for method, _ in curve], [x for _, x in curve])
@@ -156,9 +150,11 @@ class _Sheet:
         return found
 
     def _open(self, label: str, remark: str) -> tuple[Any, Any]:
-        from matplotlib import pyplot
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-        figure, axes = pyplot.subplots(figsize=(WIDTH, HEIGHT), layout="constrained")
+        figure = new_figure(WIDTH, HEIGHT)
+        FigureCanvasAgg(figure)  # its renderer measures the legend
+        axes = figure.subplots()
         quality = "first token same as full recompute" if self._quality == AGREEMENT else TITLES[self._quality]
         axes.set(xlabel=label, ylabel=f"{quality}, %" + (" of rows" if self._quality in (AGREEMENT, "em") else ""))
         parts = [self._summary["model"], self._data, f"{self._summary['rows']} rows", remark]
@@ -208,28 +204,17 @@ class _Sheet:
         return f"{family}\nr = {', '.join(f'{ratio:g}' for ratio in ratios)} %"
 
     def _save(self, figure: Any, axes: Any, file: Path) -> Path:
-        from matplotlib import pyplot
-
         low, high = axes.get_ylim()
         axes.set_ylim(max(low, -3.0), min(high, 103.0))  # a small margin, so that no marker is cut off
-        axes.grid(alpha=0.3)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
         level = self._summary["bootstrap"]["level"]
         legend = figure.legend(
             loc="outside right upper",
             fontsize=9,
-            frameon=False,
             title=f"bars, bands: {level:.0%} intervals\n(bootstrap)",
             title_fontsize=8,
             alignment="left",
         )
         tallest = legend.get_window_extent(figure.canvas.get_renderer()).height / figure.dpi
         figure.set_figheight(max(HEIGHT, tallest + 0.2))
-        figure.savefig(file, dpi=150)
-        pyplot.close(figure)
+        figure.savefig(file)
         return file
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share

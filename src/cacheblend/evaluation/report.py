@@ -1,6 +1,6 @@
 """A summary as tables: quality by scorer, cost, agreement. They fit 80 columns. Knows only the summary."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -9,20 +9,38 @@ from rich.text import Text
 
 TITLES = {"em": "Exact match", "f1": "F1 by words", "f1-tokens": "F1 by tokens", "rouge-l": "ROUGE-L"}
 Figure = dict[str, Any]
+Columns = Mapping[str, Callable[[Figure], str]]
+"""The cell of a method by the heading of its column."""
 
 
 def tables(summary: dict[str, Any]) -> list[Table]:
     """Quality tables of every scorer with scores, over all rows and by category; then cost, agreement."""
-    scored = [
-        name for name in summary["scorers"] if any(method["scores"][name]["all"] for method in summary["methods"])
-    ]
     out = []
-    for name in scored:
-        out.append(_quality(summary, name))
-        if summary["categories"]:
-            out.append(_by_category(summary, name))
-    compared = any(method["agreement"]["same_answer"]["all"] for method in _others(summary))
-    return [*out, _cost(summary), *([_agreement(summary)] if compared else [])]
+    for name in summary["scorers"]:
+        if any(method["scores"][name]["all"] for method in summary["methods"]):
+            out += _quality(summary, name)
+    cost: Columns = {
+        "TTFT, s": lambda method: number_text(method["ttft_s"]["median"], ".3f"),
+        "gain": lambda method: number_text(method["speedup"], ".2f"),
+        "compute, %": lambda method: number_text(method["total_compute"], ".1f", 100),
+    }
+    caption = "TTFT: median; gain: median over rows of full / method; compute: % of a full prefill"
+    out.append(method_table(f"Cost, {summary['model']}, {summary['rows']} rows", summary, cost, caption))
+    others = [method for method in summary["methods"] if method["kind"] != "full"]
+    if any(method["agreement"]["same_answer"]["all"] for method in others):
+        close: Columns = {
+            "1st token": lambda method: _interval(method["agreement"]["top_1"]["all"]),
+            "KL": lambda method: number_text(method["agreement"]["kl"]["mean"], ".2g"),
+            "tokens": lambda method: _mean(method["agreement"]["equal_tokens"]["all"]),
+            "answer": lambda method: _mean(method["agreement"]["same_answer"]["all"]),
+        }
+        title = f"Agreement with full recompute, %, {summary['rows']} rows"
+        caption = (
+            "1st token, answer: % of rows where it is the same; tokens: % of a greedy answer before "
+            "the first difference; KL: of the first token, mean, nats"
+        )
+        out.append(method_table(title, summary | {"methods": others}, close, caption))
+    return out
 
 
 def notes(summary: dict[str, Any]) -> list[str]:
@@ -50,82 +68,47 @@ def notes(summary: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _quality(summary: dict[str, Any], scorer: str) -> Table:
-    level = summary["bootstrap"]["level"]
-    out = empty_table(f"{TITLES.get(scorer, scorer)}, %, {summary['model']}; intervals: {level:.0%}")
-    out.add_column("method", no_wrap=True)
-    for column in ("rows", "mean", "minus full"):
-        out.add_column(column, justify="right", no_wrap=True)
+def _quality(summary: dict[str, Any], scorer: str) -> list[Table]:
+    """Over all rows, and by category if there are any."""
 
-    def cells(method: Figure) -> list[str]:
+    def difference(method: Figure) -> str:
         figure = method["scores"][scorer]["all"]
-        if figure is None:
-            return ["0"]
-        difference = "" if method["kind"] == "full" else _interval(figure["difference"], sign="+")
-        return [str(figure["n"]), _interval(figure), difference]
+        return _interval(None if method["kind"] == "full" or figure is None else figure["difference"], sign="+")
 
-    fill_table(out, summary, cells)
+    title, level = TITLES.get(scorer, scorer), summary["bootstrap"]["level"]
+    columns: Columns = {
+        "rows": lambda method: str((method["scores"][scorer]["all"] or {"n": 0})["n"]),
+        "mean": lambda method: _interval(method["scores"][scorer]["all"]),
+        "minus full": difference,
+    }
+    out = [method_table(f"{title}, %, {summary['model']}; intervals: {level:.0%}", summary, columns)]
+    if summary["categories"]:
+        by: Columns = {
+            name: lambda method, name=name: _mean(method["scores"][scorer]["by_category"].get(name))  # type: ignore[misc]
+            for name in summary["categories"]
+        }
+        out.append(method_table(f"{title} by category, %", summary, by, folds=True))
     return out
 
 
-def _by_category(summary: dict[str, Any], scorer: str) -> Table:
-    out = empty_table(f"{TITLES.get(scorer, scorer)} by category, %")
-    out.add_column("method", no_wrap=True)
-    for name in summary["categories"]:
-        out.add_column(Text(name), justify="right", overflow="fold", min_width=5)
-
-    def cells(method: Figure) -> list[str]:
-        figures = (method["scores"][scorer]["by_category"].get(name) for name in summary["categories"])
-        return ["" if figure is None else f"{100 * figure['mean']:.1f}" for figure in figures]
-
-    fill_table(out, summary, cells)
-    return out
-
-
-def _cost(summary: dict[str, Any]) -> Table:
-    out = empty_table(f"Cost, {summary['model']}, {summary['rows']} rows")
-    out.add_column("method", no_wrap=True)
-    for column in ("TTFT, s", "gain", "compute, %"):
-        out.add_column(column, justify="right", no_wrap=True)
-
-    def cells(method: Figure) -> list[str]:
-        return [
-            number_text(method["ttft_s"]["median"], ".3f"),
-            number_text(method["speedup"], ".2f"),
-            number_text(method["total_compute"], ".1f", 100),
-        ]
-
-    fill_table(out, summary, cells)
-    out.caption = "TTFT: median; gain: median over rows of full / method; compute: % of a full prefill"
-    return out
-
-
-def _agreement(summary: dict[str, Any]) -> Table:
-    out = empty_table(f"Agreement with full recompute, %, {summary['rows']} rows")
-    out.add_column("method", no_wrap=True)
-    for column in ("1st token", "KL", "tokens", "answer"):
-        out.add_column(column, justify="right", no_wrap=True)
-
-    def cells(method: Figure) -> list[str]:
-        close = method["agreement"]
-        shares = [close[name]["all"] for name in ("equal_tokens", "same_answer")]
-        means = ["" if share is None else f"{100 * share['mean']:.1f}" for share in shares]
-        return [_interval(close["top_1"]["all"]), number_text(close["kl"]["mean"], ".2g"), *means]
-
-    fill_table(out, summary | {"methods": _others(summary)}, cells)
-    out.caption = (
-        "1st token, answer: % of rows where it is the same; tokens: % of a greedy answer before "
-        "the first difference; KL: of the first token, mean, nats"
+def method_table(
+    title: str, summary: dict[str, Any], columns: Columns, caption: str | None = None, *, folds: bool = False
+) -> Table:
+    """A line for each method; a section for each number of passages. `folds`: long headings take several lines."""
+    out = Table(
+        title=Text(title, "table.title"),
+        title_justify="left",
+        caption=caption,
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
     )
-    return out
-
-
-def _others(summary: dict[str, Any]) -> list[Figure]:
-    return [method for method in summary["methods"] if method["kind"] != "full"]
-
-
-def fill_table(out: Table, summary: dict[str, Any], cells: Callable[[Figure], list[str]]) -> None:
-    """Adds one line per method; a section for each number of passages."""
+    out.add_column("method", no_wrap=True)
+    for name in columns:
+        form: dict[str, Any] = {"overflow": "fold", "min_width": 5} if folds else {"no_wrap": True}
+        out.add_column(Text(name), justify="right", **form)
     several = len({method["top_k"] for method in summary["methods"]}) > 1
     last: Any = object()
     for method in summary["methods"]:
@@ -133,20 +116,9 @@ def fill_table(out: Table, summary: dict[str, Any], cells: Callable[[Figure], li
             out.add_section()
             out.add_row(Text("all passages" if method["top_k"] is None else f"{method['top_k']} passages", "dim"))
         last = method["top_k"]
-        out.add_row(Text(method["method"]), *cells(method), style="bold" if method["kind"] == "full" else "")
-
-
-def empty_table(title: str) -> Table:
-    """A table in the form of a report's."""
-    return Table(
-        title=Text(title, "table.title"),
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
-    )
+        cells = [cell(method) for cell in columns.values()]
+        out.add_row(Text(method["method"]), *cells, style="bold" if method["kind"] == "full" else "")
+    return out
 
 
 def _name(method: dict[str, Any]) -> str:
@@ -157,6 +129,10 @@ def _interval(figure: Figure | None, sign: str = "") -> str:
     if figure is None:
         return ""
     return f"{100 * figure['mean']:{sign}.1f} [{100 * figure['low']:{sign}.1f}, {100 * figure['high']:{sign}.1f}]"
+
+
+def _mean(figure: Figure | None) -> str:
+    return "" if figure is None else f"{100 * figure['mean']:.1f}"
 
 
 def number_text(value: float | None, form: str, factor: float = 1) -> str:

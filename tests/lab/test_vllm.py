@@ -1,4 +1,4 @@
-"""Figures of `lab vllm ttft|latency|shadow`, of servers and times that are known; a replay's arithmetic and trace."""
+"""`lab vllm` without vLLM: figures of known servers, a trace, what a campaign of faults draws and compares."""
 
 import json
 import random
@@ -6,18 +6,27 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from cacheblend.cli.bench import RoundOptions
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines import processor, provenance
 from lab.bench import figure_lines, median_interval
+from lab.faults import children, engine, injection, trials
+from lab.faults.engine import Engine, found_in, is_same
+from lab.faults.pollution import draw, plain_twins
+from lab.faults.run import Settings
 from lab.servers import vllm_bench
 from lab.servers.replay import LENGTHS, REQUESTS, Sample, TraceText, prompt, read_trace, row_layer_ceiling
 from lab.servers.vllm_replay import FILLING_TOKENS, filling_prompts
 from lab.servers.vllm_server import Pair, Streamed, dtype_of
 from lab.settings import PromptShape
+
+# ---- benchmarks and replays -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -31,15 +40,26 @@ def test_nineteen_of_twenty_intervals_hold_the_median(seed: int) -> None:
     assert median_interval([0.25] * 7) == (0.25, 0.25)
 
 
-def test_a_figure_is_printed_with_its_interval_beside_it() -> None:
+def test_figures_are_printed_and_servers_opened_apart() -> None:
+    # A figure is printed with its interval beside it
     result = {"figures": {"ttft_speedup": 4, "plain_overhead": 0.01}, "intervals": {"plain_overhead": [-0.02, 0.03]}}
     assert figure_lines(result) == "ttft_speedup: 4.000\nplain_overhead: 0.010 (95 %: -0.020 to 0.030)"
-
-
-def test_prompts_longer_than_the_model_takes_are_refused_before_a_server_starts() -> None:
+    # Prompts longer than the model takes are refused before a server starts
     longer = Pair(shape="qwen2.5-0.5b").serving(32769)
     with pytest.raises(InvalidInputError, match=r"32769 tokens.*qwen2\.5-0\.5b takes 32768.*fewer"), longer:
         pass
+    # Two servers have the plug in and stores of their own
+    with ExitStack() as stack:
+        first, second = Pair(shape="tiny", ratio=0.3, shadow=0.02)._extras(stack)
+        assert first is not None and second is not None
+        assert (first.pop("shadow"), second.pop("shadow")) == (0.0, 0.02)
+        stores = [each.pop("store") for each in (first, second)]
+        assert first == second and first["recompute_ratio"] == 0.3
+        folders = [Path(store.removeprefix("file://").split("?")[0]) for store in stores]
+        assert folders[0] != folders[1] and all(folder.is_dir() for folder in folders)
+        without, with_it = Pair(shape="tiny")._extras(stack)
+        assert without is None and with_it is not None and "shadow" not in with_it
+    assert not any(folder.exists() for folder in folders)
 
 
 @pytest.mark.parametrize(
@@ -140,9 +160,7 @@ def test_both_servers_are_asked_the_same_in_turn_and_the_checked_one_settles(
     monkeypatch.setattr(vllm_bench.time, "monotonic", lambda: now[0])
     done: list[tuple[int, int]] = []
     pair = Pair(shape="tiny", shadow=0.02, dtype="float32")
-    found = vllm_bench.shadow(
-        pair, PromptShape(3, 40), 4, seed=1, advance=lambda *at: done.append(at), requests=5, clients=2
-    )
+    found = vllm_bench.shadow(pair, PromptShape(3, 40), RoundOptions(4, 1), 5, 2, lambda *at: done.append(at))
     assert plain.prompts[0] != checked.prompts[0]  # stores chunks
     assert {tokens for _, tokens in plain.prompts[1:]} == {vllm_bench.ANSWERED}
     for at in range(1, 26, 5):  # clients are threads: within a round the order is theirs
@@ -157,20 +175,6 @@ def test_both_servers_are_asked_the_same_in_turn_and_the_checked_one_settles(
     assert (figures["shadow_compared"], figures["shadow_dropped"], shadow["share"]) == (7, 2, 0.02)
     assert done == [(number, 5) for number in range(1, 6)]
     assert checked.left == 0 or now[0] >= 5 * vllm_bench.SETTLE_S
-
-
-def test_two_servers_have_the_plug_in_and_stores_of_their_own() -> None:
-    with ExitStack() as stack:
-        first, second = Pair(shape="tiny", ratio=0.3, shadow=0.02)._extras(stack)
-        assert first is not None and second is not None
-        assert (first.pop("shadow"), second.pop("shadow")) == (0.0, 0.02)
-        stores = [each.pop("store") for each in (first, second)]
-        assert first == second and first["recompute_ratio"] == 0.3
-        folders = [Path(store.removeprefix("file://").split("?")[0]) for store in stores]
-        assert folders[0] != folders[1] and all(folder.is_dir() for folder in folders)
-        without, with_it = Pair(shape="tiny")._extras(stack)
-        assert without is None and with_it is not None and "shadow" not in with_it
-    assert not any(folder.exists() for folder in folders)
 
 
 def write_trace(folder: Path, passages: list[list[int]]) -> Path:
@@ -207,23 +211,20 @@ def test_the_store_is_filled_by_prompts_that_fit(seed: int) -> None:
     assert list(filling_prompts([])) == []
 
 
-def test_a_trace_has_its_requests_in_order_with_lengths(tmp_path: Path) -> None:
+def test_a_trace_and_its_sample(tmp_path: Path) -> None:
+    # A trace has its requests in order with lengths
     first, second = read_trace(write_trace(tmp_path, [[4, 2], []]))
     assert first.passages == (TraceText(4, 14), TraceText(2, 12))
     assert second.passages == ()
     assert first.system == (TraceText(900, 3),)
     assert len(TraceText(4, 14).token_ids()) == 14
     assert TraceText(4, 14).token_ids() == TraceText(4, 14).token_ids() != TraceText(5, 14).token_ids()
-
-
-def test_a_request_is_its_own_tokens_passages_and_question(tmp_path: Path) -> None:
+    # A request is its own tokens passages and question
     (request,) = read_trace(write_trace(tmp_path, [[1, 0]]))
     parts = [text.token_ids() for text in (*request.passages, *request.question)]
     assert prompt(request, [7, 8], whole=False) == [7, 8, *parts[0], *parts[1], *parts[2]]
     assert len(prompt(request, [7, 8], whole=True)) == 2 + 11 + 10 + 4 * 3
-
-
-def test_the_sample_comes_from_the_last_third_and_its_store_from_the_rest(tmp_path: Path) -> None:
+    # The sample comes from the last third and its store from the rest
     trace = read_trace(write_trace(tmp_path, [[1], [2], [], [3], [1, 9], [2, 1]]))
     sample = Sample.of(trace, 2, seed=0)
     assert {request.passages[0].id for request in sample.requests} == {1, 2}
@@ -231,12 +232,13 @@ def test_the_sample_comes_from_the_last_third_and_its_store_from_the_rest(tmp_pa
     assert sorted(sample.held_tokens(request) for request in sample.requests) == [11, 23]
     with pytest.raises(InvalidInputError, match="2 requests with passages, not 3"):
         Sample.of(trace, 3, seed=0)
-
-
-def test_the_ceiling_counts_rows_times_layers() -> None:
+    # The ceiling counts rows times layers
     # 100 tokens, 80 stored, 5 layers: 100 + 4 * (20 + 0.25 * 80) = 260 of 500
     assert row_layer_ceiling([(100, 80)], layers=5, ratio=0.25) == pytest.approx(500 / 260)
     assert row_layer_ceiling([(100, 0)], layers=5, ratio=0.25) == pytest.approx(1)
+    # A missing file is named
+    with pytest.raises(InvalidInputError, match="RAGPulse folder"):
+        read_trace(tmp_path / "nothing")
 
 
 @pytest.mark.parametrize(
@@ -256,6 +258,160 @@ def test_a_broken_trace_is_named_by_file_and_line(tmp_path: Path, file: str, con
         read_trace(tmp_path)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="RAGPulse folder"):
-        read_trace(tmp_path)
+# ---- faults ---------------------------------------------------------------------------------------------------------
+
+
+SEED = 5
+
+
+def test_scenes_hold_the_situations_that_they_are_for() -> None:
+    # Or the test above shows nothing.
+    scenes = draw(SEED, 60, 32)
+    orders, aborted, fronts = set(), 0, set()
+    for scene in scenes:
+        first = [each for each in scene.arrivals if each.step == 0]
+        orders.add(tuple(each.is_plain for each in first))
+        aborted += sum(each.aborted is not None for each in scene.arrivals)
+        fronts |= {each.request.spans[0][0] % 32 for each in first if each.request.spans}
+    assert {(True, False), (False, True), (True, False, False), (False, True, False)} <= orders
+    assert len(orders) >= 15
+    assert aborted >= 10
+    assert {0, 1, 31} <= fronts  # on a block's border, and beside it
+    assert scenes == draw(SEED, 80, 32)[:60]
+    # Every blended prompt is asked later as a plain one
+    for scene in draw(SEED, 20, 64):
+        later = {request.ids for request in scene.later}
+        assert {each.request.ids for each in scene.arrivals if not each.is_plain} <= later
+        assert all(request.spans == () for request in [*scene.later, *plain_twins([scene])])
+
+
+def answer(*steps: dict[str, float]) -> dict[str, Any]:
+    return {"tokens": [int(max(step, key=lambda token: step[token])) for step in steps], "logprobs": list(steps)}
+
+
+def test_answers_are_compared_by_tokens_and_probabilities_up_to_a_tie() -> None:
+    right = answer({"5": -0.1, "6": -3.0}, {"7": -0.5, "8": -0.5001})
+    assert is_same(right, right)
+    assert is_same(answer({"5": -0.1001, "6": -3.0}, {"7": -0.5002, "8": -0.5}), right)  # the two tie
+    assert not is_same(answer({"5": -0.2, "6": -3.0}, {"7": -0.5, "8": -0.5001}), right)
+    assert not is_same(answer({"6": -0.1, "5": -3.0}, {"7": -0.5, "8": -0.5001}), right)
+    assert not is_same(answer({"5": -0.1, "6": -3.0}), right)
+
+
+def test_names_left_behind_are_found_through_objects_and_containers() -> None:
+    held = type("Held", (), {"__module__": "cacheblend.anything"})()
+    held.jobs = [{"t-7": ("x", {"t-8"})}]
+    held.foreign = SimpleNamespace(name="t-9")  # not this package's
+    held.itself = held
+    assert len(found_in([held], ("t-",))) == 2
+    assert found_in([held], ("other",)) == []
+
+
+class SlowDisk(Engine):
+    """Stores so many tokens each time that it is asked."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens, self.stored, self.asked = tokens, 0.0, 0
+
+    def ask(self, requests: Any) -> dict[str, Any]:
+        self.asked += len(requests)
+        return {}
+
+    def settle(self) -> None:
+        self.stored += self.tokens
+
+    def counters(self) -> dict[str, float]:
+        return {"captured_tokens": self.stored} if self.stored else {}
+
+    def forget(self) -> None: ...
+
+    @contextmanager
+    def patient(self) -> Iterator[None]:
+        yield
+
+
+def test_nothing_is_compared_before_every_passage_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A blend without one of them would be taken for the right answer, and every later one would be wrong."""
+    slow, full = SlowDisk(40), SlowDisk(100)
+    slow.fill(range(130), [(10, 60), (60, 110)])
+    full.fill(range(130), [(10, 60), (60, 110)])
+    assert (slow.asked, full.asked) == (3, 1)
+    monkeypatch.setattr(engine, "PATIENT_S", 0.0)
+    with pytest.raises(RuntimeError, match="0 of 100 tokens were stored in 0 s"):
+        SlowDisk(0).fill(range(130), [(10, 110)])
+
+
+def test_files_are_damaged_and_put_back(tmp_path: Path) -> None:
+    store, kept = tmp_path / "store", tmp_path / "kept"
+    for folder in (store, kept):
+        (folder / "blocks").mkdir(parents=True)
+        for number in range(40):
+            (folder / "blocks" / f"{number}").write_bytes(bytes([number]) * 50)
+    assert trials.damage(store, random.Random(1), every=False) == 1
+    assert trials.damage(store, random.Random(2), every=True) in (39, 40)
+
+    def contents(folder: Path) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in (folder / "blocks").iterdir()}
+
+    differing = [name for name, held in contents(kept).items() if contents(store).get(name) != held]
+    assert len(differing) >= 38  # a bit may have been flipped back, and zeros stay zeros
+    with trials.removed(store):
+        assert not store.exists()
+    trials.restore(kept, store)
+    assert contents(store) == contents(kept)
+
+
+def test_a_fault_is_met_once_at_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    holder = SimpleNamespace(read=lambda: "real")
+    holder.read = injection._faulty("store read", holder.read)
+    injection._armed.append({"place": "store read", "after": 1, "times": 1, "error": "OutOfMemoryError"})
+    assert holder.read() == "real"
+    with pytest.raises(Exception, match="injected at store read"):
+        holder.read()
+    assert holder.read() == "real"
+    assert injection.disarm() == 1
+    assert injection.disarm() == 0
+
+
+@pytest.mark.parametrize("wrong", [{"only": ("fautls",)}, {"engines": ("three ranks",)}, {"tried": 0}])
+def test_settings_that_cannot_be_meant_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError):
+        Settings(**wrong)
+
+
+CHILD = """
+import json, os, sys, time
+job = json.load(open(sys.argv[1]))
+with open(job["out"], "a", buffering=1) as out:
+    for number in range(job["first"], 5):
+        print(json.dumps({"begin": number}), file=out)
+        if number == 1:
+            os._exit(3)
+        if number == 3:
+            time.sleep(600)
+        print(json.dumps({"trial": number, "met": 1}), file=out)
+    print(json.dumps({"done": True}), file=out)
+"""
+
+
+def test_children_go_on_and_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A child that ends or hangs is counted and the next goes on
+    (tmp_path / "standin.py").write_text(CHILD)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(children, "CHILD", "standin")
+    monkeypatch.setattr(children, "PATIENCE_S", 1.0)
+    found = children.watch(tmp_path, {"campaign": "faults", "folder": str(tmp_path), "count": 9}, "one")
+    assert found.is_complete
+    assert [line["trial"] for line in found.lines] == [0, 2, 4]
+    assert (found.ended, found.hung) == (1, 1)
+    assert [lost["lost"] for lost in found.lost] == ["ended", "hung"]
+    assert found.total("met") == 3
+    json.dumps(found.described())
+    # Engines of one name in two campaigns are told apart
+    (tmp_path / "standin.py").write_text(CHILD.replace("number == 1", "False").replace("number == 3", "False"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(children, "CHILD", "standin")
+    for _ in range(2):  # nor does what an earlier run left count
+        for campaign in ("pollution", "faults"):
+            found = children.watch(tmp_path, {"campaign": campaign, "folder": str(tmp_path), "count": 9}, "few blocks")
+            assert [line["trial"] for line in found.lines] == [0, 1, 2, 3, 4]
