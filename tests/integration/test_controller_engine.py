@@ -92,13 +92,13 @@ def test_blocks_left_out_are_not_captured_again_but_promoted(cost_model: str) ->
 def test_the_controller_learns_that_a_tier_is_slower_than_measured(tmp_path: Path) -> None:
     model = tiny_model("llama")
     with open_engine(model, []) as engine:
-        file = cost_model_file(tmp_path / "cost-model.json", engine, slow=1e9)
-    store = ThrottledStore(2e5, tier="slow")
+        file = cost_model_file(tmp_path / "cost-model.json", engine, slow=1e7)
+    store = ThrottledStore(5e5, tier="slow")
     with open_engine(model, store=store, cost_model=file) as engine:
         assert engine.prefill(RAG).report.left_out_tokens == 0
-        reports = [engine.prefill(RAG).report for _ in range(60)]
+        reports = [engine.prefill(RAG).report for _ in range(20)]
         assert engine.prefiller.controller is not None
-        assert engine.prefiller.controller.cost_model.tiers["slow"].bytes_per_s < 1e8
+        assert engine.prefiller.controller.cost_model.tiers["slow"].bytes_per_s < 5e6
         assert any(report.left_out_tokens for report in reports)
 
 

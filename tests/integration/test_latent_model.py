@@ -48,16 +48,14 @@ def messages(*passages: str) -> list[dict[str, Any]]:
 PASSAGES = [f"{number}. {' '.join(CORPUS[number:] + CORPUS[:number])}" for number in range(3)]
 
 
-def test_doctor_says_what_is_kept(run: Run, folder: Path) -> None:
+def test_doctor_says_what_is_kept_and_refuses_sparse_attention_by_name(run: Run, folder: Path, tmp_path: Path) -> None:
     result = run("doctor", "--model", folder)
     words = " ".join(result.out.split())
     assert result.code == 0, result.out + result.err
     assert "4 layers: a latent of 16 and a rotated key part of 8, float32: 384 bytes a token" in words
     assert "4 layers keep latents, 18.8% of their keys and values expanded" in words
     assert "half pairing, 8 of 24 dims" in words
-
-
-def test_doctor_refuses_sparse_attention_by_name_before_weights_are_read(run: Run, tmp_path: Path) -> None:
+    # the weights of the other one are not read
     config_of("deepseek_v32").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"never read")
     result = run("doctor", "--model", tmp_path)

@@ -136,26 +136,14 @@ class Ranks:
         return parts
 
 
-@dataclass
-class RankRunner:
-    """One tensor-parallel rank of a runner: half of the heads, with attention outputs gathered from both ranks."""
+class RankRunner(HfLayerRunner):
+    """One tensor-parallel rank: half of the heads, with attention outputs gathered from both ranks."""
 
-    runner: HfLayerRunner
     rank: int
     ranks: Ranks
 
-    @property
-    def num_layers(self) -> int:
-        return self.runner.num_layers
-
-    def embed(self) -> torch.Tensor:
-        return self.runner.embed()
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.runner.logits(hidden)
-
     def project(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = self.runner.project(layer, hidden, rows)
+        keys, values = super().project(layer, hidden, rows)
         return self._mine(keys), self._mine(values)
 
     def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
@@ -167,7 +155,7 @@ class RankRunner:
             part = attend(self._mine(query), self._mine(keys), self._mine(values), mine)
             return torch.cat(self.ranks.gather(self.rank, part), dim=1)
 
-        return self.runner.run(layer, hidden, rows, attend_both)
+        return super().run(layer, hidden, rows, attend_both)
 
     def _mine(self, by_head: torch.Tensor) -> torch.Tensor:
         return by_head.chunk(2)[self.rank]
@@ -188,7 +176,9 @@ def prefill_of_rank(engine: BlendEngine, rank: int, ranks: Ranks, seen: list[Rec
         return LayerLoader(plan, engine.store, layout, rotations, first_reused_layer=first, heads=heads)
 
     def open_runner(plan: BlendPlan) -> RankRunner:
-        return RankRunner(HfLayerRunner(engine.view, ids, torch.arange(len(ids))), rank, ranks)
+        runner = RankRunner(engine.view, ids, torch.arange(len(ids)))
+        runner.rank, runner.ranks = rank, ranks
+        return runner
 
     def join(by_row: torch.Tensor, how: str) -> torch.Tensor:
         parts = torch.stack(ranks.gather(rank, by_row))

@@ -34,17 +34,6 @@ class Runner:
 
     positions: torch.Tensor
 
-    num_layers = LAYERS
-
-    def embed(self) -> torch.Tensor:
-        return torch.zeros(len(self.positions), HEADS * WIDTH)
-
-    def project(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        raise NotImplementedError
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
     def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
         mixed = hidden.roll(layer + 1, dims=1) + self.positions[rows, None]
         heads = mixed.view(len(rows), HEADS, WIDTH).transpose(0, 1)

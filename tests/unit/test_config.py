@@ -96,7 +96,7 @@ def test_a_bad_setting_is_refused(settings: dict[str, Any], message: str) -> Non
         BlendConfig.of(settings)
 
 
-def test_what_decides_quality_is_a_type_of_its_own() -> None:
+def test_what_decides_quality_is_a_type_of_its_own_and_a_device_decides_the_tiles() -> None:
     config = BlendConfig(recompute_ratio=0.1, selector="query", pool=8, block_size=64)
     assert config.selection == Selection(recompute_ratio=0.1, selector="query", pool=8)
     assert config.selection.make_selector() == config.make_selector() == Query(0.1, pool=8)
@@ -106,6 +106,8 @@ def test_what_decides_quality_is_a_type_of_its_own() -> None:
         BlendConfig.of({"ratio": 0.1})
     with pytest.raises(InvalidInputError, match=r"0\.\.1, got 2"):
         Selection(recompute_ratio=2)
+    assert [BlendConfig().on(device).tile_rows for device in ("cpu", "cuda")] == [1024, 4096]
+    assert [BlendConfig(tile_rows=7).on(device).tile_rows for device in ("cpu", "cuda")] == [7, 7]
 
 
 def test_every_selector_can_be_named_and_one_check_by_its_layer_or_its_ratio() -> None:
@@ -119,7 +121,7 @@ def test_every_selector_can_be_named_and_one_check_by_its_layer_or_its_ratio() -
     assert BlendConfig(measure="v").make_selector(0.3) == Gradual(0.3, "v")
 
 
-def test_the_ratio_of_a_request_overrides_the_configured_ones() -> None:
+def test_settings_and_a_requests_ratio_make_the_selector() -> None:
     config = BlendConfig(check_layers=(1, 3), ratios=(0.5, 0.25))
     assert config.make_selector() == Hkvd((1, 3), (0.5, 0.25))
     assert config.make_selector(0.75) == Hkvd((1, 3), (0.75, 0.75))
@@ -127,18 +129,14 @@ def test_the_ratio_of_a_request_overrides_the_configured_ones() -> None:
     assert BlendConfig(selector="head").make_selector(0.5) == Head(0.5)
     with pytest.raises(InvalidInputError, match="got 2"):
         config.make_selector(2)
-
-
-def test_hybrids_early_share_follows_the_ratios() -> None:
+    # hybrid's early share follows the ratios
     config = BlendConfig(selector="hybrid", check_layers=(1, 3), ratios=(0.5, 0.25), pool=4, question_rows=8)
     assert config.make_selector() == Hybrid((1, 3), (0.5, 0.25), 0.75, pool=4, question_rows=8)
     assert config.make_selector(0.5) == Hybrid((1, 3), (0.5, 0.5), 1.0, pool=4, question_rows=8)
     fixed = BlendConfig(selector="hybrid", ratios=(0.25,), early_ratio=0.375, rank="deviation", measure="k")
     assert fixed.make_selector() == Hybrid((1,), (0.25,), 0.375, "deviation", "k")
     assert fixed.make_selector(0.5) == Hybrid((1,), (0.5,), 0.5, "deviation", "k")
-
-
-def test_hops_reach_the_selectors_that_ask() -> None:
+    # hops reach the selectors that ask
     assert BlendConfig(selector="query").make_selector() == Query(0.15)  # hops 0
     config = BlendConfig(selector="query", hops=2, hop_spans=1)
     assert config.make_selector() == config.selection.make_selector() == Query(0.15, hops=2, hop_spans=1)
@@ -156,8 +154,3 @@ def test_the_report_is_json_with_its_sum_and_shares_nothing() -> None:
     assert read["hit_tokens"] == {"prefix": 2, "memory": 3, "disk": 0}
     report.to_dict()["fallbacks"].append("y")
     assert report.fallbacks == ["why"] and BlendReport().loaded_tokens == 0
-
-
-def test_tiles_are_larger_on_a_gpu_unless_their_size_is_given() -> None:
-    assert [BlendConfig().on(device).tile_rows for device in ("cpu", "cuda")] == [1024, 4096]
-    assert [BlendConfig(tile_rows=7).on(device).tile_rows for device in ("cpu", "cuda")] == [7, 7]

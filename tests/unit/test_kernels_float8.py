@@ -165,11 +165,9 @@ def test_a_kernel_that_differs_in_eight_bits_serves_other_caches_only() -> None:
     assert "torch.float8_e4m3fn" in places(without_scales, kv_placement.place, device, dtype)
     assert operations.attention_differs(without_bytes, attention.attend_rows, device, dtype) == ""
 
-    def made(differs: Any) -> Operation[Any]:
-        return Operation("attention", attention.attend_rows, lambda: without_bytes, differs, lambda *_: True)
-
-    assert made(operations.attention_differs).on(device, dtype).is_kernel
-    refused = made(attends).on(device, dtype)
+    given = "attention", attention.attend_rows, lambda: without_bytes
+    assert Operation(*given, operations.attention_differs, lambda *_: True).on(device, dtype).is_kernel
+    refused = Operation(*given, attends, lambda *_: True).on(device, dtype)
     assert not refused.is_kernel and "torch.float8_e5m2" in refused.reason
 
 

@@ -43,7 +43,7 @@ def place_of(taken: torch.Tensor) -> int:
     return int(taken.untyped_storage().data_ptr())
 
 
-def test_memory_is_aligned_apart_and_of_the_right_size() -> None:
+def test_memory_is_aligned_apart_and_of_the_right_size_and_never_waited_for() -> None:
     lease = memory(2).lease()
     sizes = [1, 3, PAGE, PAGE + 1, 5, SLAB // 2, SLAB]
     taken = [lease.take(size) for size in sizes]
@@ -51,6 +51,11 @@ def test_memory_is_aligned_apart_and_of_the_right_size() -> None:
         assert data.dtype == torch.uint8 and data.shape == (size,) and data.data_ptr() % PAGE == 0
         data.fill_(number)
     assert all(bool(data.eq(number).all()) for number, data in enumerate(taken))
+    staging = memory(2)  # who finds no slab gets other memory, and so does what is larger than a slab
+    lease = staging.lease()
+    taken = [lease.take(SLAB) for _ in range(5)]
+    assert len({place_of(data) for data in taken}) == 5 and staging.nbytes == 2 * SLAB
+    assert lease.take(3 * SLAB).nbytes == 3 * SLAB and staging.nbytes == 2 * SLAB
 
 
 def test_slabs_are_used_again_and_the_last_one_first() -> None:
@@ -78,15 +83,6 @@ def test_slabs_are_used_again_and_the_last_one_first() -> None:
         lease.take(10)
         lease.release()
     assert staging.lease().take(10).copy_(torch.arange(10)).tolist() == list(range(10))
-
-
-def test_who_finds_no_slab_gets_other_memory_and_never_waits_for_the_host() -> None:
-    staging = memory(2)
-    lease = staging.lease()
-    taken = [lease.take(SLAB) for _ in range(5)]
-    assert len({place_of(data) for data in taken}) == 5 and staging.nbytes == 2 * SLAB
-    assert lease.take(3 * SLAB).nbytes == 3 * SLAB  # larger than a slab
-    assert staging.nbytes == 2 * SLAB
 
 
 def test_who_reads_faster_than_the_device_copies_waits_for_the_oldest_copy() -> None:

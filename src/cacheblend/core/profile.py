@@ -82,7 +82,6 @@ class Profile:
 
     @property
     def selection(self) -> Selection:
-        """The settings, with defaults for those that are not set."""
         return Selection(**self.settings)
 
     @property
@@ -100,7 +99,6 @@ class Profile:
         return BlendConfig.of(overrides if selection_fields(overrides) else {**self.settings, **overrides})
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         settings = {name: list(value) if isinstance(value, tuple) else value for name, value in self.settings.items()}
         return {
             "format": FORMAT,

@@ -9,6 +9,7 @@ class BlendReport:
     """One request's token counts, work and times. Times are in seconds of a monotonic clock.
 
     Attributes:
+        prompt_tokens: length of the prompt.
         hit_tokens: tokens whose KV came from the store, by source: ``prefix`` (exact), or the tier
             (``memory``, ``disk``, ``redis``, ``s3``).
         missed_tokens: tokens of chunks that the store did not hold.
@@ -26,6 +27,7 @@ class BlendReport:
         compute_s: the passes without `wait_s`, and without what passed between two steps of whoever has the prefill.
         ttft_s: from the call to the first logits.
         total_s: from the call to the last token.
+        generated_tokens: tokens of the answer.
         left_out_tokens: stored tokens that were computed nevertheless, because the loading controller or the request's
             mode decided so, or because loading them took too long.
         decision: the loading controller's reason, for display; empty without a controller.

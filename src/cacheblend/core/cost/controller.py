@@ -39,8 +39,7 @@ class Decision:
     Attributes:
         ratio: share of the loaded rows to recompute.
         left_out: stored blocks that are computed instead of loaded.
-        load_s, compute_s, ttft_s: expected times.
-        full_s: expected time of a full prefill.
+        load_s, compute_s, ttft_s, full_s: expected times, the last of a full prefill.
         reason: one line for display.
         reused: rows that are loaded and not exact.
     """

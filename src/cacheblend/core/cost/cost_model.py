@@ -77,7 +77,6 @@ class CostModel:
         return float(np.interp(tokens, lengths, seconds) + max(0.0, tokens - lengths[-1]) * slope)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {
             "prefill_s": [list(point) for point in self.prefill_s],
             "tiers": {name: vars(speed) for name, speed in self.tiers.items()},

@@ -84,7 +84,6 @@ class PrefillBatcher(Generic[Job]):
     Args:
         join_layer: the layer at which other jobs may join: after the last selection, at least 1.
         tile_rows: maximum number of rows that go through a layer together.
-        join: the engine's function that combines rows of several prompts.
         isolate: True: a failed job does not end the others. False: its error is raised at once, as needed with tensor
             parallelism, where all ranks must run the same jobs.
 
@@ -158,12 +157,8 @@ class PrefillBatcher(Generic[Job]):
         """Runs one layer of the jobs that `next` chose; returns each with its error, or None.
 
         If a shared tile fails, all jobs with rows in it fail. The caller must `remove` jobs that are done or failed.
-        Sets `rows`: how many went through the layer in this call.
-
-        Args:
-            jobs: as `next` gave them.
-            most_rows: the layer is left after the tile that reaches so many rows, and goes on in the next call; then
-                nothing is returned, and `next` gives the same jobs again. None: the layer is computed to its end.
+        With `most_rows`, the layer is left after the tile that reaches so many rows, and goes on in the next call; then
+        nothing is returned, and `next` gives the same jobs again.
         """
         if self._under_way is None:
             steps = [job.next_layer() for job in jobs]

@@ -64,11 +64,10 @@ class ActiveRows:
             start = stop
 
     def index_of(self, tile: slice) -> torch.Tensor:
-        """The part of `index` of a tile, the same tensor for as long as no row is dropped."""
+        """The part of `index` of a tile; as `positions`, the same tensor for as long as no row is dropped."""
         return self._of_tile(tile)[0]
 
-    def positions(self, tile: slice) -> torch.Tensor:
-        """[n] int64, in the prompt; the same tensor for as long as no row is dropped."""
+    def positions(self, tile: slice) -> torch.Tensor:  # [n] int64, in the prompt
         return self._of_tile(tile)[1]
 
     def _of_tile(self, tile: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,5 +143,4 @@ class ActiveRows:
 
 
 def _is_on_host(tensor: torch.Tensor) -> bool:
-    """Reading it waits for nothing."""
     return tensor.device.type == "cpu"

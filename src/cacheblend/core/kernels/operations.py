@@ -160,12 +160,7 @@ def attention_differs(
 
 def _in_float8(differs: Callable[..., str]) -> Callable[..., str]:
     """The same comparison in each kind of eight bits."""
-
-    def differs_in_some(*args: Any) -> str:
-        found = (differs(*args, kind=kind) for kind in FLOAT8)
-        return next((reason for reason in found if reason), "")
-
-    return differs_in_some
+    return lambda *args: next((reason for kind in FLOAT8 if (reason := differs(*args, kind=kind))), "")
 
 
 def _in_kind(kind: torch.dtype | None) -> str:

@@ -76,7 +76,6 @@ class LateTiers:
             )
 
     def answered(self, tiers: Iterable[str]) -> None:
-        """These tiers gave a request what it asked for in time."""
         for tier in self._silent.intersection(tiers):
             self._silent.discard(tier)
             logger.info("%s answers in time again", tier or "the store")

@@ -174,8 +174,7 @@ class LayerLoader:
         self.load_s = self.wait_s = 0.0
 
     @property
-    def reading(self) -> str:
-        """The tier that is being read, or was read last; empty: none yet."""
+    def reading(self) -> str:  # the tier that is being read, or was read last; empty: none yet
         return self._asked[0]
 
     def layer(self, index: int) -> LayerCache:

@@ -39,8 +39,7 @@ class StagingMemory:
     """Slabs of memory, made when they are needed and then kept; safe to call from several threads.
 
     Args:
-        nbytes: of all slabs, at most.
-        slab_bytes: of one; a larger record gets memory of its own.
+        nbytes, slab_bytes: of all slabs, at most, and of one; a larger record gets memory of its own.
         pinned: memory that a GPU copies from without the host.
     """
 
@@ -54,8 +53,7 @@ class StagingMemory:
         self._lost: deque[int] = deque()  # numbers of slabs; a finalizer may run anywhere, so it takes no lock
         self._lock = threading.Lock()
 
-    def lease(self, uses: int = 1) -> "Lease":
-        """Slabs for the records of one read, whose records are used up in so many parts."""
+    def lease(self, uses: int = 1) -> "Lease":  # whose records are used up in so many parts
         return Lease(self, uses)
 
     @property
@@ -100,8 +98,7 @@ class StagingMemory:
             else:
                 self._copied.append((event, slabs))
 
-    def forget(self, count: int) -> None:
-        """So many slabs are gone; others may be made for them."""
+    def forget(self, count: int) -> None:  # others may be made for them
         self._lost.append(count)
 
 

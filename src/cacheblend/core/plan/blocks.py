@@ -95,6 +95,7 @@ class Block:
         token_ids: the block's own tokens, [tokens].
         records: one for each layer, in the form of `layout`, on the CPU. The store may keep these tensors without a
             copy: do not write to them afterwards.
+        layout: of the records.
     """
 
     name: BlockName
@@ -110,6 +111,7 @@ class BlockEntry:
 
     Attributes:
         token_ids: the ids stored with the block; a caller that looks a block up must compare them to its own.
+        layout: shapes and dtype of the records.
         tier: where its records would be read from, ``"memory"``, ``"disk"``, ``"redis"`` or ``"s3"``; of a
             store's two disks the second is ``"disk-2"``.
         parent: name of the preceding block, for copies of the block.

@@ -72,7 +72,6 @@ class ChunkIndex:
 
     @property
     def chunk_ids(self) -> list[BlockName]:
-        """Ids of the chunks that can be found."""
         return list(self._numbers)
 
     def copy(self) -> "ChunkIndex":

@@ -82,8 +82,7 @@ class Span:
         return self.stop - self.start
 
     @property
-    def is_whole(self) -> bool:
-        """All rows of its block, whose name then says what they are."""
+    def is_whole(self) -> bool:  # the name of its block then says what its rows are
         return len(self) == self.record_tokens
 
     def part(self, start: int, stop: int) -> "Span":

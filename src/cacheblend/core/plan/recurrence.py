@@ -165,7 +165,15 @@ class Recurrences:
         self._watch(root, token_ids, hashes, at)
         if not known.runs:
             del self._known[root]
-        return Learnt(new, seen, split, self._forget_runs())
+        forgotten = []
+        if self._known_tokens > self._budget:  # the least valuable runs go, a quarter at once, so that it is rare
+            for run in sorted(self.runs, key=lambda run: run.worth(self.number)):
+                if self._known_tokens <= self._budget * 3 // 4:
+                    break
+                self._drop(self._known[run.root], run)
+                forgotten.append(run)
+            self._known = {root: known for root, known in self._known.items() if known.runs}
+        return Learnt(new, seen, split, forgotten)
 
     def forget(self, root: BlockName | None = None) -> None:
         """Forgets a root; all roots if None."""
@@ -219,19 +227,6 @@ class Recurrences:
         del known.runs[run.name]
         known.index.remove([run.name])
         self._known_tokens -= len(run)
-
-    def _forget_runs(self) -> list[Run]:
-        """Drops the least valuable runs while there are too many; a quarter at once, so that it is rare."""
-        if self._known_tokens <= self._budget:
-            return []
-        dropped = []
-        for run in sorted(self.runs, key=lambda run: run.worth(self.number)):
-            if self._known_tokens <= self._budget * 3 // 4:
-                break
-            self._drop(self._known[run.root], run)
-            dropped.append(run)
-        self._known = {root: known for root, known in self._known.items() if known.runs}
-        return dropped
 
     # ---- runs that recur --------------------------------------------------------------------------------
 

@@ -93,7 +93,11 @@ class QuestionSelector(Selector):
 
 @dataclass(frozen=True)
 class Query(QuestionSelector):
-    """The rows that the question attends to most, span by span (ProphetKV and InfoFlow-KV select rows similarly)."""
+    """The rows that the question attends to most, span by span (ProphetKV and InfoFlow-KV select rows similarly).
+
+    Attributes:
+        ratio: share of all candidates that is recomputed.
+    """
 
     ratio: float
 
@@ -108,12 +112,14 @@ class Query(QuestionSelector):
 
 @dataclass(frozen=True)
 class Hybrid(QuestionSelector):
-    """A share selected by the question's attention before layer 0, then smaller shares at check layers, as of `Hkvd`.
+    """A share selected by the question's attention before layer 0, then smaller shares at check layers.
 
     With `early` 1 and rank ``either`` it selects the union of both rankings at the check layers.
 
     Attributes:
+        check_layers: see `Hkvd`, as `ratios` and `measure`.
         early: share of all candidates that is active from layer 0 on, at least `ratios[0]`; 1: all candidates.
+        rank: see `Rank`.
     """
 
     check_layers: tuple[int, ...] = (1,)

@@ -143,6 +143,7 @@ class Hkvd(Selector):
     Attributes:
         check_layers: ascending, each at least 1 (layer 0's deviation is zero by construction).
         ratios: for each check layer, the share of all candidates that stays active after it.
+        measure: deviation over K and V, or one of them.
     """
 
     check_layers: tuple[int, ...] = (1,)
@@ -170,6 +171,10 @@ class Gradual(Selector):
 
     The paper gives no ratios. Those of `GRADUAL_SHARES` are scaled so that a pass costs what one check at layer 1 with
     the ratio costs: over the layers behind the first, the mean share of active rows is the ratio.
+
+    Attributes:
+        ratio: that mean share.
+        measure: deviation over K and V, or one of them.
     """
 
     ratio: float
