@@ -152,6 +152,10 @@ class Witness:
         ]
 
 
+class WitnessMemory(Witness, MemoryStore):
+    """In memory."""
+
+
 class Hostile:
     """Draws prompts around a few chunks, with neighbours that would poison them if they were seen.
 

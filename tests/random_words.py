@@ -12,7 +12,7 @@ def words(count: int) -> str:
     return " ".join(RNG.choices(WORDS, k=count))
 
 
-def text_of(seed: int, count: int) -> str:
+def text_of(seed: float | str, count: int) -> str:
     rng = random.Random(seed)
     words = ["lamp", "ferry", "keeper", "tower", "salt", "rope", "winter", "bell", "harbour", "stone", "letter"]
     return " ".join(f"The {rng.choice(words)} of the {rng.choice(words)} is {rng.randrange(99)}." for _ in range(count))

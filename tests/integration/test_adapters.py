@@ -20,7 +20,6 @@ from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event, TokenEvent
 from cacheblend.nano import model_path
 from cacheblend.serve.app import create_app
 from cacheblend.serve.settings import ServeSettings
-from cacheblend.store import MemoryStore
 from fake_adapters import add_adapter, disable, layers, set_adapter
 from families import tiny_model
 from parity.scenes import QUESTION, RAG, UNSEEN, A, B, C, assert_close, greedy, open_engine, random_ids
@@ -75,27 +74,19 @@ def test_what_one_adapter_stored_serves_no_other(model: Any) -> None:
     disable(model, False)
     set_adapter(model, "a")
     assert hits(engine.prefill(RAG)) == CHUNKS and engine.planner.root == of_a
+    # Engines of one adapter share a store, and those of others do not.
+    other = with_adapters(copy.deepcopy(tiny_model("llama")))
+    assert hits(open_engine(other, [], store=engine.store).prefill(RAG)) == CHUNKS
+    add_adapter(other, "another", seed=7)
+    assert hits(open_engine(other, [], store=engine.store).prefill(RAG)) == 0
 
-
-def test_answers_are_of_the_adapter_that_is_active(model: Any) -> None:
-    """The engine's own view of the model's modules is another one after a switch."""
+    # Answers are of the adapter that is active: the engine's own view of the model's modules is another one then.
     engine = open_engine(model, [])
     for name in ("a", "b", "a"):
         set_adapter(model, name)
         assert engine.generate(RAG, PARAMS).token_ids == greedy(model, RAG, 6)
         assert close(engine.prefill(RAG).logits, plain(model, RAG))
         assert close(engine.prefill(RAG, mode="full").logits, plain(model, RAG))
-
-
-def test_engines_of_one_adapter_share_a_store_and_those_of_others_do_not(model: Any) -> None:
-    store = MemoryStore()
-    open_engine(model, store=store)
-    other: Any = copy.deepcopy(tiny_model("llama"))
-    add_adapter(other, "a", seed=1)
-    second = open_engine(other, [], store=store)
-    assert hits(second.prefill(RAG)) == CHUNKS
-    set_adapter(model, "b")
-    assert hits(open_engine(model, [], store=store).prefill(RAG)) == 0
 
 
 def test_a_switch_between_a_request_and_its_capture_stores_nothing(model: Any) -> None:

@@ -1,7 +1,12 @@
-"""Documents in step with their source: what is computed, kept and dropped, whoever else is there and whatever fails."""
+"""Documents in step with their source: what is computed, kept and dropped, whoever else is there and whatever fails;
+and `cacheblend sync`, as a user runs it: reports, refusals, a process that is killed."""
 
 import contextlib
+import io
+import json
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +26,10 @@ from cacheblend.engines.hf.document_sync import Cutter
 from cacheblend.engines.tokens.chunker import Cutting
 from cacheblend.store import DiskStore, KVStore, MemoryStore
 from cacheblend.store.documents import DocumentRecord
+from campaign import share
+from command_line import Run, runner
 from lab.speed.sync import cut_whole
+from random_words import text_of
 from serving import shallow
 
 NO_CAPTURE = BlendConfig(capture=False, discover=False)
@@ -46,15 +54,6 @@ def sync(engine: BlendEngine, documents: dict[str, str], most: float = 1.0, **op
     return work.finish(gone)
 
 
-def sentences(rng: random.Random, count: int) -> list[str]:
-    words = ["lamp", "ferry", "keeper", "tower", "salt", "rope", "winter", "bell", "harbour", "stone", "letter"]
-    return [" ".join(rng.choice(words) for _ in range(rng.randint(4, 9))).capitalize() + "." for _ in range(count)]
-
-
-def text_of(seed: int | str, count: int) -> str:
-    return " ".join(sentences(random.Random(seed), count))
-
-
 def records(engine: BlendEngine, tenant: str = "") -> list[DocumentRecord]:
     found = engine.store.documents.all(engine.planner_of(tenant).root)
     assert all(isinstance(each, DocumentRecord) for each in found)
@@ -77,25 +76,11 @@ def check(engine: BlendEngine, documents: dict[str, str], tenant: str = "") -> N
         assert all(engine.store.held([name for blocks in each.chunks for name in blocks]))
 
 
-def test_documents_in_whatever_form_callers_have_them(shared: BlendEngine) -> None:
-    bodies = {name: text_of(name, 12) for name in "abc"}
-    given: list[Any] = [
-        {"id": "a", "text": bodies["a"]},
-        SimpleNamespace(id="b", page_content=bodies["b"], metadata={}),
-        SimpleNamespace(node_id="c", get_content=lambda metadata_mode: bodies["c"], metadata={}),
-    ]
-    work = DocumentSync(shared, tenant="forms", cutting=CUTTING)
-    work.put(given)
-    assert work.finish().added == 3
-    check(shared, bodies, "forms")
-    assert sync(shared, bodies, tenant="forms").kept == 3
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_any_history_ends_with_the_chunks_of_what_is_there(shared: BlendEngine, seed: int) -> None:
     """Documents that are added, edited, copied, renamed, emptied and dropped; a dry run says what the run then does."""
     rng, tenant = random.Random(seed), f"history {seed}"
-    pool = sentences(rng, 40)
+    pool = [text_of(rng.random(), 1) for _ in range(40)]
     documents: dict[str, str] = {}
     for _ in range(7):
         for _ in range(rng.randint(1, 4)):
@@ -126,18 +111,35 @@ def test_any_history_ends_with_the_chunks_of_what_is_there(shared: BlendEngine, 
     check(shared, {}, tenant)
 
 
-def test_a_chunk_of_two_documents_stays_until_both_are_gone(shared: BlendEngine) -> None:
-    body = text_of(1, 3)
-    first = sync(shared, {"a": body, "b": body}, tenant="two")
+def test_a_chunk_stays_until_all_its_documents_are_gone_while_it_is_pinned_and_until_cuts_change(
+    shared: BlendEngine,
+) -> None:
+    body, tenant = text_of(1, 3), "two"
+    first = sync(shared, {"a": body, "b": body}, tenant=tenant)
     assert first.chunks == 2 * first.computed_chunks and first.tokens == 2 * first.computed_tokens
-    (has,) = {
-        tuple(sorted(r.id for r in each)) for each in referring(shared.store, shared.planner_of("two").root).values()
-    }
-    assert has == ("a", "b")
-    assert sync(shared, {"b": body}, tenant="two").dropped_chunks == 0
-    check(shared, {"b": body}, "two")
-    assert sync(shared, {}, tenant="two").dropped_chunks == first.computed_chunks
-    check(shared, {}, "two")
+    has = referring(shared.store, shared.planner_of(tenant).root).values()
+    assert {tuple(sorted(record.id for record in each)) for each in has} == {("a", "b")}
+    assert sync(shared, {"b": body}, tenant=tenant).dropped_chunks == 0
+    check(shared, {"b": body}, tenant)
+    assert sync(shared, {}, tenant=tenant).dropped_chunks == first.computed_chunks
+    check(shared, {}, tenant)
+
+    bells = {"a": "The bell rings. The rope holds."}
+    sync(shared, bells, tenant=tenant)
+    (record,) = records(shared, tenant)
+    shared.store.pin(record.chunks[0])
+    done = sync(shared, {}, tenant=tenant)
+    assert (done.dropped, done.dropped_chunks, done.pinned_chunks) == (1, 0, 1)
+    assert all(shared.store.held(record.chunks[0]))
+    shared.store.unpin(record.chunks[0])
+    sync(shared, bells, tenant=tenant)
+    assert sync(shared, {}, tenant=tenant).dropped_chunks == 1
+
+    long = {"a": text_of(1, 20)}
+    sync(shared, long, tenant=tenant)
+    done = sync(shared, long, tenant=tenant, cutting=Cutting(100, 20))
+    assert done.changed == 1 and done.dropped_chunks > 0
+    check(shared, long, tenant)
 
 
 def test_collections_and_tenants_with_equal_ids_are_apart(shared: BlendEngine) -> None:
@@ -152,39 +154,29 @@ def test_collections_and_tenants_with_equal_ids_are_apart(shared: BlendEngine) -
     check(shared, one, "t1")
 
 
-def test_pinned_chunks_stay_and_are_counted(shared: BlendEngine) -> None:
-    sync(shared, {"a": "The bell rings. The rope holds."}, tenant="pins")
-    (record,) = records(shared, "pins")
-    shared.store.pin(record.chunks[0])
-    done = sync(shared, {}, tenant="pins")
-    assert (done.dropped, done.dropped_chunks, done.pinned_chunks) == (1, 0, 1)
-    assert all(shared.store.held(record.chunks[0]))
-    shared.store.unpin(record.chunks[0])
-    sync(shared, {"a": "The bell rings. The rope holds."}, tenant="pins")
-    assert sync(shared, {}, tenant="pins").dropped_chunks == 1
-
-
-def test_a_source_that_is_empty_by_mistake_drops_nothing(shared: BlendEngine) -> None:
-    documents = {str(n): f"The ferry number {n} leaves." for n in range(4)}
-    sync(shared, documents, tenant="empty")
-    for left in ({}, {"0": documents["0"]}):
+def test_documents_in_any_form_and_what_is_refused_before_anything_is_dropped(shared: BlendEngine) -> None:
+    bodies = {name: text_of(name, 12) for name in "abcd"}
+    given: list[Any] = [
+        {"id": "a", "text": bodies["a"]},
+        SimpleNamespace(id="b", page_content=bodies["b"], metadata={}),
+        SimpleNamespace(node_id="c", get_content=lambda metadata_mode: bodies["c"], metadata={}),
+        Document("d", bodies["d"]),
+    ]
+    work = DocumentSync(shared, tenant="forms", cutting=CUTTING)
+    work.put(given)
+    assert work.finish().added == 4
+    check(shared, bodies, "forms")
+    assert sync(shared, bodies, tenant="forms").kept == 4
+    for left in ({}, {"a": bodies["a"]}):  # a source that is empty by mistake
         with pytest.raises(InvalidInputError, match=r"of the 4 documents .* --max-drop 1"):
-            sync(shared, left, 0.5, tenant="empty")
-    check(shared, documents, "empty")
-    half = {n: documents[n] for n in ("0", "1")}
-    assert sync(shared, half, 0.5, tenant="empty").dropped == 2
-
-
-def test_two_documents_with_one_id_are_refused(shared: BlendEngine) -> None:
-    work = DocumentSync(shared, tenant="twice")
+            sync(shared, left, 0.5, tenant="forms")
     with pytest.raises(InvalidInputError, match="two documents have the id 'a'"):
-        work.put([Document("a", "One."), Document("b", "Two."), Document("a", "Three.")])
-
-
-@pytest.mark.parametrize("wrong", ["", "x" * 1025, "\ud800"])
-def test_ids_that_cannot_be_kept_are_refused(wrong: str) -> None:
-    with pytest.raises(InvalidInputError, match="a document's id"):
-        Document(wrong, "text")
+        work.put([given[0], given[1], Document("a", "Three.")])
+    for wrong in ("", "x" * 1025, "\ud800"):
+        with pytest.raises(InvalidInputError, match="a document's id"):
+            Document(wrong, "text")
+    check(shared, bodies, "forms")
+    assert sync(shared, {n: bodies[n] for n in "ab"}, 0.5, tenant="forms").dropped == 2
 
 
 def test_stored_chunks_are_exact_and_found_in_plain_text(tmp_path: Path) -> None:
@@ -203,43 +195,42 @@ def test_stored_chunks_are_exact_and_found_in_plain_text(tmp_path: Path) -> None
         full = engine.prefill(prompt, mode="full")
         assert torch.allclose(blended.logits, full.logits, atol=1e-4)
         plain = engine.prompt([f"Read this. {body} What rings?"])
-        found = next(known for _ in range(500) if (known := _found(engine, plain)).chunks)
+        for _ in range(500):  # until the list is read
+            if (found := engine.known_in(plain, engine.follow())).chunks:
+                break
+            time.sleep(0.01)
         assert sum(map(len, found.chunks)) > 0.9 * record.tokens
 
 
-def _found(engine: BlendEngine, prompt: Prompt) -> Prompt:
-    time.sleep(0.01)
-    return engine.known_in(prompt, engine.follow())
-
-
-def test_chunks_that_vanished_are_restored(tmp_path: Path) -> None:
+def test_chunks_that_vanished_are_restored_and_damaged_records_replaced_by_what_is_given(tmp_path: Path) -> None:
     documents = {name: text_of(name, 20) for name in "abc"}
+    without_b = {name: documents[name] for name in "ac"}
     with opened(DiskStore(tmp_path / "s", durable=False)) as engine:
         sync(engine, documents)
         (record,) = [each for each in records(engine) if each.id == "b"]
-        lost = record.chunks[1]
-        engine.store.delete(lost[0])
+        engine.store.delete(record.chunks[1][0])
         engine.store.delete_manifest(record.chunks[2][-1])
         done = sync(engine, documents)
         assert (done.kept, done.restored, done.computed_chunks) == (2, 1, 2)
         check(engine, documents)
-
-
-def test_damaged_records_are_named_and_replaced_by_what_is_given(tmp_path: Path) -> None:
-    documents = {name: text_of(name, 10) for name in "abc"}
-    with opened(DiskStore(tmp_path / "s", durable=False)) as engine:
-        sync(engine, documents)
         for each in records(engine):
             if each.id in "ab":
                 (file,) = (tmp_path / "s").rglob(f"{each.name.hex()}.json")
                 file.write_bytes(b"{}")
-        done = sync(engine, {name: documents[name] for name in "ac"})
+        done = sync(engine, without_b)
         assert len(done.damaged) == 2 and all(".json" in reason for reason in done.damaged)
         assert (done.added, done.kept, done.computed_tokens) == (1, 1, 0)  # its chunks were there
-        again = sync(engine, {name: documents[name] for name in "ac"})
+        again = sync(engine, without_b)
         assert len(again.damaged) == 1 and again.kept == 2  # what `b` had is unknown until it is given again
         assert sync(engine, documents).added == 1
         check(engine, documents)
+        old = engine.planner.root
+    # Another model, or setting, has documents of its own.
+    with opened(tmp_path / "s", BlendConfig(capture=False, discover=False, codec="fp8")) as engine:
+        assert sync(engine, documents).added == 3
+        assert set(engine.store.documents.roots()) == {old, engine.planner.root}
+        assert sync(engine, {}).dropped == 3
+        assert {each.id for each in engine.store.documents.all(old)} == set("abc")  # type: ignore[union-attr]
 
 
 def test_a_sync_that_is_cut_short_anywhere_goes_on(tmp_path: Path) -> None:
@@ -289,7 +280,7 @@ def test_a_sync_that_is_cut_short_anywhere_goes_on(tmp_path: Path) -> None:
 def test_syncs_at_the_same_time_leave_what_they_refer_to(tmp_path: Path, seed: int) -> None:
     """Four syncs of their own collections with the same texts, through two store objects; all ids share chunks."""
     rng = random.Random(seed)
-    texts = [" ".join(sentences(rng, 8)) for _ in range(4)]
+    texts = [text_of(rng.random(), 8) for _ in range(4)]
     errors: list[BaseException] = []
     last: dict[int, dict[str, str]] = {}
     with (
@@ -331,42 +322,16 @@ def test_a_store_that_is_too_small_says_so(tmp_path: Path) -> None:
         assert engine.store.stats().bytes <= nbytes // 2
 
 
-def test_another_model_or_setting_has_documents_of_its_own(tmp_path: Path) -> None:
-    documents = {"a": text_of(1, 20)}
-    with opened(tmp_path / "s") as engine:
-        sync(engine, documents)
-        old = engine.planner.root
-    with opened(tmp_path / "s", BlendConfig(capture=False, discover=False, codec="fp8")) as engine:
-        assert sync(engine, documents).added == 1
-        assert set(engine.store.documents.roots()) == {old, engine.planner.root}
-        assert sync(engine, {}).dropped == 1
-        assert [each.id for each in engine.store.documents.all(old)] == ["a"]  # type: ignore[union-attr]
-
-
-def test_other_cuts_are_a_change(shared: BlendEngine) -> None:
-    documents = {"a": text_of(1, 20)}
-    sync(shared, documents, tenant="cuts")
-    done = sync(shared, documents, tenant="cuts", cutting=Cutting(100, 20))
-    assert done.changed == 1 and done.dropped_chunks > 0
-    check(shared, documents, "cuts")
-
-
-@pytest.mark.parametrize("between", [" ", ""])
-def test_a_long_document_is_tokenised_in_parts(
-    shared: BlendEngine, monkeypatch: pytest.MonkeyPatch, between: str
-) -> None:
-    monkeypatch.setattr("cacheblend.engines.hf.document_sync.ENCODED_AT_ONCE", 100)
-    body = between.join(["Lamp", "ferry"] * 60)
-    pieces = cut_whole(Cutter.of(shared, CUTTING, 0), Document("a", body))
-    assert shared.builder is not None
-    assert shared.builder.decode([int(i) for piece in pieces for i in piece]).strip() == body
-
-
-def test_others_have_their_turn_between_the_parts_of_a_long_document(
+def test_a_long_document_is_tokenised_in_parts_between_which_others_have_their_turn(
     shared: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that meanwhile stored another text of the same document included: its chunks are stale then, and go."""
     monkeypatch.setattr("cacheblend.engines.hf.document_sync.ENCODED_AT_ONCE", 100)
+    assert shared.builder is not None
+    for between in (" ", ""):
+        body = between.join(["Lamp", "ferry"] * 60)
+        pieces = cut_whole(Cutter.of(shared, CUTTING, 0), Document("a", body))
+        assert shared.builder.decode([int(i) for piece in pieces for i in piece]).strip() == body
     text, other = (text_of(seed, 20) for seed in (5, 6))
     long = DocumentSync(shared, tenant="turns", cutting=CUTTING, reads_all=False)
     steps = long.steps([Document("a", text)], 1 << 16)
@@ -422,3 +387,84 @@ def test_documents_that_change_while_they_are_computed(pair: tuple[BlendEngine, 
     report = first.finish()
     assert report.missing_documents == 0 and report.dropped_chunks > 0
     check(two, {"c": text_of(6, 20)} | ({"a": text_of(7, 20), "b": ""} if then == "edited" else {}), then)
+
+
+# ---- the command ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    return runner(capsys, "sync", "--model", str(shallow()))
+
+
+@pytest.mark.parametrize("is_relative", [False, True])
+def test_a_folder_from_its_first_sync_to_its_end(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_relative: bool
+) -> None:
+    source, store = tmp_path / "docs", tmp_path / "s"
+    if is_relative:
+        monkeypatch.chdir(tmp_path)
+        store = Path("kv2")
+    source.mkdir()
+    for name in "abc":
+        (source / f"{name}.txt").write_text(text_of(ord(name), 80))
+    (source / "picture.png").write_bytes(b"")
+    common = ("--store", store, "--source", source, "--chunk-tokens", 128)
+    planned = run(*common, "--dry-run", "--json").json
+    done = run(*common, "--json").json
+    assert planned["computed_tokens"] == done["computed_tokens"] > 0 and done["added"] == 3
+    assert done["skipped"] == ["1 files *.png"]
+    (source / "b.txt").write_text(text_of(ord("b"), 80) + " One more.")
+    (source / "c.txt").unlink()
+    changed = run(*common)
+    assert "1 documents kept, 0 added, 1 changed, 0 restored, 1 dropped" in " ".join(changed.out.split())
+    (source / "a.txt").write_bytes(b"\xff")
+    failed = run(*common, "--json")
+    assert failed.code == 1 and failed.json["kept"] == 1 and "not UTF-8" in failed.json["failed"]["a.txt"]
+    for file in source.iterdir():
+        file.unlink()
+    refused = run(*common)
+    assert refused.code == 2 and "--max-drop 1" in refused.err
+    assert run(*common, "--max-drop", 1, "--json").json["dropped"] == 2
+    with DiskStore(store, read_only=True) as left:
+        assert left.manifests() == [] and left.documents.roots() == []
+
+
+def test_standard_input_and_what_is_refused(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def piped(data: bytes) -> None:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+    common = ("--store", tmp_path / "s", "--source", "-", "--json")
+    piped(b'{"id": "a", "text": "One bell."}\n')
+    assert run(*common).json["added"] == 1
+    piped(b'{"id": "a", "text": "One bell."}\n{"id": "a", "text": "Two."}\n')
+    assert "standard input, line 2: an earlier line has the id 'a'" in run(*common).json["error"]
+    piped(b'{"id": "a", "text": "One bell."}\n')
+    assert run(*common).json["kept"] == 1
+    piped(b"")
+    assert run(*common, "--salt", "another").json["other_models"] == 1
+    assert "the store 'memory' ends" in run("--store", "memory", "--source", tmp_path, "--json").json["error"]
+    assert "does not exist" in run("--store", tmp_path / "s", "--source", tmp_path / "no", "--json").json["error"]
+
+
+def test_a_killed_sync_goes_on_where_it_was(run: Run, tmp_path: Path) -> None:
+    count = max(20, share(60))
+    rows = [{"id": str(number), "text": text_of(number, 300)} for number in range(count)]
+    source, store = tmp_path / "d.jsonl", tmp_path / "s"
+    source.write_text("\n".join(map(json.dumps, rows)))
+    command = [sys.executable, "-m", "cacheblend", "sync", "--model", str(shallow()), "--store", str(store)]
+    process = subprocess.Popen(
+        [*command, "--source", str(source)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 120
+    while not len(list((store / "manifests").glob("*.json"))) > count * 2 // 3 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.kill()
+    process.wait(30)
+    with DiskStore(store) as left:
+        held = len(left.manifests())
+        assert left.verify() == []
+    done = run("--store", store, "--source", source, "--json").json
+    assert done["documents"] == count and done["missing_documents"] == 0
+    assert 0 < done["computed_chunks"] <= done["chunks"] - held
+    assert run("--store", store, "--source", source, "--json").json["kept"] == count

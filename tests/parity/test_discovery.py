@@ -32,15 +32,11 @@ from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event, Limits
 from cacheblend.store import MemoryStore
 from cacheblend.store.documents import DocumentRecord
 from families import VOCAB, tiny_model
-from poison import Tally, Witness, Written, compare, names_in
+from poison import Tally, WitnessMemory, Written, compare, names_in
 from reference import plain_kv
 
 BOS, ANSWER = 1, SamplingParams(max_new_tokens=3, temperature=0, ignore_eos=True)
 FAMILY = "llama"
-
-
-class WitnessMemory(Witness, MemoryStore):
-    """In memory."""
 
 
 def open_engine(store: Any = None, **config: Any) -> BlendEngine:
@@ -103,23 +99,22 @@ def test_a_used_run_that_is_split_still_counts_what_is_loaded_from_it(engine: Bl
     assert engine.discovery.figures.stored_tokens == len(A) + len(B)  # the parts are loaded from it
 
 
-def test_parts_of_a_chunk_that_is_gone_are_stored_by_themselves(engine: BlendEngine) -> None:
-    for seed, part in ((10, [*A, *B]), (20, [*A, *B]), (30, [*A, *B]), (40, A)):
+def test_evicted_runs_and_parts_of_a_chunk_that_is_gone_are_stored_again(engine: BlendEngine) -> None:
+    for seed, part in ((10, [*A, *B]), (20, [*A, *B]), (30, [*A, *B]), (40, A), (50, C), (60, C)):
         ask(engine, ids(seed, 5), part, ids(seed + 1, 9))
     for name in names_in(engine.store):
         engine.store.delete(name)  # type: ignore[arg-type]
-    assert ask(engine, ids(50, 5), A, ids(51, 9)).hit_tokens["memory"] == 0
-    assert ask(engine, ids(60, 5), A, ids(61, 9)).hit_tokens["memory"] == len(A)
-    assert engine.discovery is not None and engine.discovery.figures.stored_tokens == 2 * len(A) + len(B)
+    for part in (A, C):
+        assert ask(engine, ids(70 + len(part), 5), part, ids(170, 9)).hit_tokens["memory"] == 0
+        assert ask(engine, ids(270 + len(part), 5), part, ids(370, 9)).hit_tokens["memory"] == len(part)
+    stored = 2 * len(A) + len(B) + 2 * len(C)
+    assert engine.discovery is not None and engine.discovery.figures.stored_tokens == stored
 
 
-def test_a_chunk_that_somebody_marked_is_found_where_nobody_does(engine: BlendEngine) -> None:
-    engine.generate(Prompt.of([text([BOS]), chunk(A), text(ids(10, 5))]), ANSWER)
+def test_marked_chunks_go_first_and_are_found_where_nobody_marks_them(engine: BlendEngine) -> None:
+    engine.generate(Prompt.of([text([BOS]), chunk(C), text(ids(10, 5))]), ANSWER)
     assert engine.flush(60)
-    assert ask(engine, ids(11, 8), A, ids(12, 5)).hit_tokens["memory"] == len(A)
-
-
-def test_marked_chunks_go_first(engine: BlendEngine) -> None:
+    assert ask(engine, ids(11, 8), C, ids(12, 5)).hit_tokens["memory"] == len(C)
     for seed in (10, 20, 30):
         ask(engine, ids(seed, 5), A, B, ids(seed + 1, 9))
     marked = Prompt.of([text([BOS]), chunk([*A[40:], *B[:50]]), text([*A, *ids(40, 9)])])
@@ -136,20 +131,19 @@ def test_what_another_store_user_listed_is_found_after_the_list_is_read() -> Non
         assert ask(second, ids(11, 6), A, ids(12, 5)).hit_tokens["memory"] == len(A)
 
 
-def test_one_tenant_learns_nothing_from_another(engine: BlendEngine) -> None:
+def test_one_tenant_learns_nothing_from_another_and_what_must_not_be_kept_is_not(engine: BlendEngine) -> None:
+    def prompt(number: int, run: list[int]) -> Prompt:
+        return Prompt.of([text([BOS, *ids(number, 5), *run, *ids(50 + number, 6)])])
+
     for number, tenant in enumerate(("t", "u", "")):
-        serve(engine, [Ask(Prompt.of([text([BOS, *ids(number, 5), *A, *ids(50 + number, 6)])]), ANSWER, tenant=tenant)])
+        serve(engine, [Ask(prompt(number, A), ANSWER, tenant=tenant)])
     assert engine.discovery is not None and engine.discovery.figures.runs == 0
-    serve(engine, [Ask(Prompt.of([text([BOS, *ids(9, 5), *A, *ids(59, 6)])]), ANSWER, tenant="u")])
+    serve(engine, [Ask(prompt(9, A), ANSWER, tenant="u")])
     assert engine.discovery.figures.runs == 1
+    for number in range(20, 23):
+        serve(engine, [Ask(prompt(number, C), ANSWER, may_keep=lambda tokens: False)])
     assert [m.root for m in engine.store.manifests()] == [engine.planner_of("u").root]
-
-
-def test_what_must_not_be_kept_is_not(engine: BlendEngine) -> None:
-    for number in range(3):
-        prompt = Prompt.of([text([BOS, *ids(number, 5), *A, *ids(50 + number, 6)])])
-        serve(engine, [Ask(prompt, ANSWER, may_keep=lambda tokens: False)])
-    assert not engine.store.manifests() and engine.discovery is not None and engine.discovery.figures.stored_tokens == 0
+    assert engine.discovery.figures.stored_tokens == len(A)
 
 
 def test_what_prompts_begin_with_is_an_exact_prefix_at_the_third_sighting(engine: BlendEngine) -> None:
@@ -163,27 +157,16 @@ def test_what_prompts_begin_with_is_an_exact_prefix_at_the_third_sighting(engine
     assert engine.store.stats().blocks == 1 + len(system) // 32  # and no text that was seen once
 
 
-@pytest.mark.parametrize("off", [{"discover": False}, {"anchor": "system"}, {"capture": False}])
-def test_nothing_is_learnt_where_it_is_off(off: dict[str, Any]) -> None:
-    with open_engine(**off) as engine:
-        for seed in (10, 20, 30):
-            assert ask(engine, ids(seed, 5), A, ids(seed + 1, 5)).hit_tokens["memory"] == 0
-        assert not engine.store.manifests()
-
-
-@pytest.mark.parametrize("wrong", [{"min_run_tokens": 62}, {"watch_tokens": 63}])
-def test_limits_that_cannot_work_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(InvalidInputError, match=f"{next(iter(wrong))}.*{next(iter(wrong.values()))}"):
-        BlendConfig(**wrong)
-
-
-def test_evicted_runs_are_stored_again(engine: BlendEngine) -> None:
-    for seed in (10, 20):
-        ask(engine, ids(seed, 5), A, ids(seed + 1, 5))
-    for name in names_in(engine.store):
-        engine.store.delete(name)  # type: ignore[arg-type]
-    assert ask(engine, ids(30, 5), A, ids(31, 5)).hit_tokens["memory"] == 0
-    assert ask(engine, ids(40, 5), A, ids(41, 5)).hit_tokens["memory"] == len(A)
+def test_nothing_is_learnt_where_it_is_off_and_limits_that_cannot_work_are_refused() -> None:
+    settings: list[dict[str, Any]] = [{"discover": False}, {"anchor": "system"}, {"capture": False}]
+    for off in settings:
+        with open_engine(**off) as engine:
+            for seed in (10, 20, 30):
+                assert ask(engine, ids(seed, 5), A, ids(seed + 1, 5)).hit_tokens["memory"] == 0
+            assert not engine.store.manifests()
+    for name, wrong in (("min_run_tokens", 62), ("watch_tokens", 63)):
+        with pytest.raises(InvalidInputError, match=f"{name}.*{wrong}"):
+            BlendConfig.of({name: wrong})
 
 
 @pytest.mark.may_fail("discovery")

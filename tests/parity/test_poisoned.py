@@ -22,7 +22,20 @@ from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore
 from campaign import seeds
 from fake_adapters import add_adapter, disable, set_adapter
 from families import VOCAB, tiny_model
-from poison import HISTORIES, KV, TOLERANCE, Hostile, Part, Tally, Witness, Written, compare, name_of, names_in
+from poison import (
+    HISTORIES,
+    KV,
+    TOLERANCE,
+    Hostile,
+    Part,
+    Tally,
+    Witness,
+    WitnessMemory,
+    Written,
+    compare,
+    name_of,
+    names_in,
+)
 from reference import plain_kv
 
 COMMAND = "CACHEBLEND_HISTORIES=600 pytest tests/parity/test_poisoned.py"
@@ -31,10 +44,6 @@ ADAPTERS = ["", "a", "b"]
 TENANTS = ["", "t", "u"]
 BOS = 1
 BLOCK_SIZE = 8
-
-
-class WitnessMemory(Witness, MemoryStore):
-    """In memory."""
 
 
 class WitnessDisk(Witness, DiskStore):

@@ -33,20 +33,19 @@ def assert_moved(outcome: Outcome, model: torch.nn.Module, start: int, first: in
             torch.testing.assert_close(rows, other[:, first : first + tokens], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_a_run_reuses_the_chunks_kv_at_its_new_position(family: str) -> None:
-    engine = warm_engine(family)
-    outcome = run(engine, with_run(engine), NoRows())
-    assert outcome.report.hit_tokens["memory"] == len(B) + LENGTH
-    assert_moved(outcome, tiny_model(family), len(SYSTEM) + len(B), FIRST, LENGTH)
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe", "deepseek_v3"])
-def test_full_recompute_of_a_run_equals_full_prefill(family: str) -> None:
+def test_a_run_reuses_the_chunks_kv_at_its_new_position_and_recomputed_equals_full_prefill(family: str) -> None:
     engine = warm_engine(family)
     prompt = with_run(engine)
+    if family in ("llama", "gemma3_text"):
+        outcome = run(engine, prompt, NoRows())
+        assert outcome.report.hit_tokens["memory"] == len(B) + LENGTH
+        assert_moved(outcome, tiny_model(family), len(SYSTEM) + len(B), FIRST, LENGTH)
     outcome = run(engine, prompt, AllRows())
     assert_same(outcome.result, *plain_kv(tiny_model(family), prompt.token_ids), 1e-5)
+    for offset, tokens in ((-1, 5), (0, 0), (38, 3), (0, 41)):
+        with pytest.raises(InvalidInputError, match=r"of a chunk that has 0\.\.39"):
+            run_of(stored(engine, A.token_ids), offset, tokens)
 
 
 def test_a_chunk_stored_with_another_block_size_is_reused() -> None:
@@ -66,22 +65,12 @@ def test_missing_blocks_of_a_run_are_computed_and_never_captured() -> None:
         assert sources == [(Source.LOADED, 6), (Source.MISS, 16), (Source.LOADED, 3)]
         assert plan.missed_chunks() == []
         outcome = run(engine, prompt, AllRows())
-    assert_same(outcome.result, *plain_kv(tiny_model("llama"), prompt.token_ids), 1e-5)
-
-
-def test_a_run_of_a_deleted_chunk_is_computed() -> None:
-    with open_engine(tiny_model("llama"), [A]) as engine:
         found_in = stored(engine, A.token_ids)
         for name in found_in.block_names:
             engine.store.delete(name)
-        plan = engine.planner.plan(Prompt.of([QUESTION, run_of(found_in, 5, 30), QUESTION]), engine.store)
-    assert plan.tokens_by_source()["miss"] == 30 and len(plan) == 2 * len(QUESTION) + 30
-
-
-@pytest.mark.parametrize(("offset", "tokens"), [(-1, 5), (0, 0), (38, 3), (0, 41)])
-def test_runs_outside_the_chunk_are_refused(offset: int, tokens: int) -> None:
-    with pytest.raises(InvalidInputError, match=r"of a chunk that has 0\.\.39"):
-        run_of(stored(warm_engine("llama"), A.token_ids), offset, tokens)
+        gone = engine.planner.plan(Prompt.of([QUESTION, run_of(found_in, 5, 30), QUESTION]), engine.store)
+        assert gone.tokens_by_source()["miss"] == 30 and len(gone) == 2 * len(QUESTION) + 30
+    assert_same(outcome.result, *plain_kv(tiny_model("llama"), prompt.token_ids), 1e-5)
 
 
 # ---- parts of a chunk, as where a chat's template shares a token with a passage -----------------------------------

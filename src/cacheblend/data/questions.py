@@ -89,6 +89,8 @@ def read_questions(path: Path, form: str = "auto", *, bad: list[str] | None = No
     for number, (where, _, item) in enumerate(read_items(path)):
         try:
             row = as_object(item, where)
+            if not row:
+                raise InvalidInputError(f"{where}: the row is empty; remove it")
             form = _detect(row, where) if form == "auto" else form
             rows.append(_question_row(row, form, where, number))
         except InvalidInputError as error:
@@ -142,8 +144,6 @@ def question_lines(rows: Sequence[QuestionRow]) -> Iterator[str]:
 
 
 def _detect(item: dict[str, Any], where: str) -> str:
-    if not item:
-        raise InvalidInputError(f"{where}: the row is empty; remove it")
     for form, (_, passages, *_) in _FIELDS.items():
         if passages in item:
             return form
@@ -155,8 +155,6 @@ def _detect(item: dict[str, Any], where: str) -> str:
 
 
 def _question_row(item: dict[str, Any], form: str, where: str, number: int) -> QuestionRow:
-    if not item:
-        raise InvalidInputError(f"{where}: the row is empty; remove it")
     names = question, passages, category, own_id = _FIELDS[form]
     places = dict(zip(names, (f"{where}, field {name!r}" for name in names), strict=True))
     is_context, remove = form == "longbench", "remove the row"
