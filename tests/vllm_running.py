@@ -195,6 +195,14 @@ def found_in(counted: dict[str, float]) -> dict[str, float]:
     return {short: counted.get(name, 0) for short, name in names.items()}
 
 
+def check_shadow(
+    folder: Path, asked: list[Asked], answers: list[Any], before: dict[str, float], after: dict[str, float]
+) -> None:
+    """What has come to the counters is what a dense model finds."""
+    found = found_in(between(before, after))
+    assert found == pytest.approx(expected(folder, asked, answers), rel=1e-3, abs=1e-3)
+
+
 @torch.no_grad()
 def expected(folder: Path, asked: list[Asked], answers: list[Any]) -> dict[str, float]:
     """What the check has to find, by a dense model and by the log-probabilities that vLLM gave."""

@@ -63,7 +63,20 @@ class Campaign:
         self.setting, self.tally = setting, Tally()
         self.written: dict[bytes, Written] = {}
         self.fails = False
-        self._watch_writes()
+        real, draw = DiskStore.write_all, random.Random(self.rng.random())
+
+        def write_all(store: DiskStore, blocks: Sequence[Any]) -> list[bool]:
+            """Notes what is written under which name; half of the writes fail while `fails`."""
+            for block in blocks:
+                self.written[bytes(block.name)] = Written(bytes(block.parent), block.token_ids.tolist())
+            fits = [not (self.fails and draw.random() < 0.5) for _ in blocks]
+            if all(fits):
+                return real(store, blocks)
+            self.tally.meet("store errors")
+            real(store, blocks[: fits.index(False)])
+            raise StoreFullError("no space, for a test")
+
+        DiskStore.write_all = write_all  # type: ignore[method-assign]
         bound = "" if setting.store_bytes is None else f"?max_bytes={setting.store_bytes}"
         extra = {"store": f"file://{store}{bound}", "block_size": BLOCK_SIZE, "refresh_s": 0}
         extra |= {"min_reused_share": 0.0, "lookup_timeout_s": 30.0, "check_layers": [1], **setting.extra}
@@ -80,22 +93,6 @@ class Campaign:
 
         self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
-    def _watch_writes(self) -> None:
-        """Notes what is written under which name; half of the writes fail while `fails`."""
-        real, campaign, draw = DiskStore.write_all, self, random.Random(self.rng.random())
-
-        def write_all(store: DiskStore, blocks: Sequence[Any]) -> list[bool]:
-            for block in blocks:
-                campaign.written[bytes(block.name)] = Written(bytes(block.parent), block.token_ids.tolist())
-            fits = [not (campaign.fails and draw.random() < 0.5) for _ in blocks]
-            if all(fits):
-                return real(store, blocks)
-            campaign.tally.meet("store errors")
-            real(store, blocks[: fits.index(False)])
-            raise StoreFullError("no space, for a test")
-
-        DiskStore.write_all = write_all  # type: ignore[method-assign]
-
     # ---- a history --------------------------------------------------------------------------------------
 
     def play(self, number: int) -> None:
@@ -105,22 +102,23 @@ class Campaign:
         self.engine.scramble(number)  # rows that nobody has computed hold random numbers
         for group in range(rng.randint(2, 4)):
             self.fails = rng.random() < 0.15
-            self._ask(
-                [
-                    self._request(hostile, f"{number}-{group}-{i}")
-                    for i in range(rng.randint(1, self.setting.most_requests))
-                ]
-            )
+            count = rng.randint(1, self.setting.most_requests)
+            self._ask([self._request(hostile, f"{number}-{group}-{i}") for i in range(count)])
             if rng.random() < 0.8:
                 self.engine.settle()
             if rng.random() < 0.2:
                 self.engine.forget()
                 self.tally.meet("vLLM's cache emptied")
-            if rng.random() < 0.15:
-                self._lose()
+            if rng.random() < 0.15:  # somebody deletes blocks
+                names = sorted(names_in(self.store))
+                for name in rng.sample(names, min(3, len(names))):
+                    self.tally.meet("deleted", self.store.delete(name))  # type: ignore[arg-type]
+                    self.known.discard(name)
         self.fails = False
         self.engine.settle()
-        self._compare()
+        new = names_in(self.store) - self.known
+        self.known |= new
+        self.tally.add(compare(self.store, new, self.written, self.roots, self._prefill))
 
     def _request(self, hostile: Hostile, name: str) -> Request:
         """Blended by spans or by content, or plain: then of the same tokens as blended ones."""
@@ -163,21 +161,6 @@ class Campaign:
                 self.engine.wait_for_lookups()
             self.engine.step()
             step += 1
-
-    def _lose(self) -> None:
-        """Somebody deletes blocks."""
-        names = sorted(names_in(self.store))
-        for name in self.rng.sample(names, min(3, len(names))):
-            self.tally.meet("deleted", self.store.delete(name))  # type: ignore[arg-type]
-            self.known.discard(name)
-
-    # ---- what is stored ---------------------------------------------------------------------------------
-
-    def _compare(self) -> None:
-        """What this history has stored."""
-        new = names_in(self.store) - self.known
-        self.known |= new
-        self.tally.add(compare(self.store, new, self.written, self.roots, self._prefill))
 
     def again(self) -> None:
         """What is left in the end: nothing has changed a record since it was written."""

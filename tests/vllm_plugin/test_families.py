@@ -70,7 +70,7 @@ def check_both_ratios(
     if oracle is not None:
         for given in (answers[8], answers[10]):
             assert check_oracle(oracle, asked, given) < count
-    check_blended(result, 4 * count)
+    check_blended(result, 3 * count)
     assert answers[14]["blocks"] == 0
     return dict(answers[14])
 

@@ -109,20 +109,18 @@ def test_a_front_of_which_vllm_holds_a_part_is_loaded_from_there_on(llama: Serve
 # ---- faults: the benchmark's campaigns -----------------------------------------------------------------------------
 
 
-def check_harmless(found: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("tried", "seed", "engines"),
+    [
+        (20 + share(40), 3, ("one rank", "two ranks")),
+        (4 + share(6), 4, ("two ranks, ratio 1",)),  # blocks damaged on both ranks hold nobody up
+    ],
+)
+def test_a_fault_costs_its_request_the_blend_and_nothing_else(tried: int, seed: int, engines: Any) -> None:
+    found = run(Settings(tried=tried, seed=seed, only=("faults",), engines=engines))
     bad = {name: found["figures"][name] for name in ("wrong", "ended", "hung", "left")}
-    assert not any(bad.values()), (bad, json.dumps(found["campaigns"]["faults"], indent=1))
-
-
-def test_a_fault_costs_its_request_the_blend_and_nothing_else() -> None:
-    tried = 20 + share(40)
-    found = run(Settings(tried=tried, seed=3, only=("faults",), engines=("one rank", "two ranks")))
     assert found["figures"]["tried"] >= tried
-    check_harmless(found)
-
-
-def test_blocks_damaged_on_both_ranks_hold_nobody_up() -> None:
-    check_harmless(run(Settings(tried=4 + share(6), seed=4, only=("faults",), engines=("two ranks, ratio 1",))))
+    assert not any(bad.values()), (bad, json.dumps(found["campaigns"]["faults"], indent=1))
 
 
 def test_one_lookup_a_request_and_one_blend_of_equal_prompts() -> None:

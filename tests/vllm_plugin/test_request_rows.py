@@ -1,7 +1,7 @@
 """Tables of several groups of KV cache: what is written and read of each, and what is kept in vLLM's prefix cache.
 
 Situations: a window that ends behind held rows, inside them, or that sees all; held blocks that are gone; tables that
-are all null; random windows and sizes. Whether answers are right in vLLM is shown by `test_groups`.
+are all null; random windows and sizes. Whether answers are right in vLLM is shown by `test_families`.
 """
 
 import random
