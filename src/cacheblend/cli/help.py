@@ -3,8 +3,7 @@
     Model:
       -m, --model VALUE   Model folder, or nano: the small model that ships. (required)
 
-Bounds and types of values are left out: whoever exceeds them is told. Knows what typer's parameters have had in all of
-its versions, and the formatter that commands are given, as click has it.
+Bounds and types of values are left out: whoever exceeds them is told.
 """
 
 import re

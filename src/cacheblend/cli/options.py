@@ -401,10 +401,7 @@ class QuestionOptions:
     def split(
         self, engine: "BlendEngine", rows: "Sequence[QuestionRow]", settings: "Settings", bad: list[str]
     ) -> "list[QuestionRow]":
-        """The rows, LongBench contexts cut into passages; with ``--skip-bad`` those that make a prompt.
-
-        `bad` gets the reasons for rows that are skipped.
-        """
+        """The rows, LongBench contexts cut into passages; with ``--skip-bad`` without those noted in `bad`."""
         from cacheblend.data.split import split_contexts
         from cacheblend.evaluation import usable_rows
 

@@ -98,10 +98,7 @@ def stages(titles: Mapping[str, str], *, quiet: bool) -> Iterator[AdvanceStage]:
 
 @contextmanager
 def status(title: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """A spinner on stderr, without a terminal a line every `EVERY_S`; none if `quiet`.
-
-    Yields a function that takes what is being done now.
-    """
+    """A spinner on stderr, without a terminal a line every `EVERY_S`; none if `quiet`. Yields what takes the state."""
     if quiet:
         yield lambda now: None
         return

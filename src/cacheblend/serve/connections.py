@@ -35,24 +35,17 @@ _REFUSED_S = 1.0
 
 
 class WatchedConnection(asyncio.Protocol):
-    """Mixed into uvicorn's protocols: knows since when a connection waits for its client.
-
-    Attributes:
-        most: connections at a time.
-        running: requests of the connection that are being answered.
-        since: when it was opened, or its last request ended (`time.monotonic`).
-        unread_since: since when the client does not read what was sent; None: it does.
-    """
+    """Mixed into uvicorn's protocols: knows since when a connection waits for its client."""
 
     app: Any
     transport: asyncio.Transport
     connections: set[Any]
-    most: int
+    most: int  # connections at a time
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.running, self.since = 0, time.monotonic()
-        self.unread_since: float | None = None
+        self.running, self.since = 0, time.monotonic()  # requests; when it was opened, or its last one ended
+        self.unread_since: float | None = None  # since when the client does not read; None: it does
         self._inner, self.app = self.app, self._serve
         self._began = self._refused = False
 

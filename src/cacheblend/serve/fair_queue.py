@@ -82,11 +82,8 @@ class FairQueue:
     ) -> T:
         """What the work returns, which is called in a worker's thread.
 
-        Raises:
-            QueueFullError: too much waits.
-            TooLateError: the deadline, by `time.monotonic`, has passed between two slices.
-            ClosedError: the queue has ended.
-            ApiError: 499, nobody waits for the result any more: `is_gone` between two slices.
+        Raises `QueueFullError`; and between two slices `TooLateError` (the deadline, by `time.monotonic`, has passed),
+        `ClosedError` (the queue has ended) and `ApiError` 499 (`is_gone`).
         """
         if len(self._jobs) >= self._limit + self._workers:
             self._make_room(tenant)

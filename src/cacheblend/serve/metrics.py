@@ -1,7 +1,4 @@
-"""Figures of a running server, its store and its shadow check, for Prometheus, which asks for them.
-
-The names of the metrics are part of the interface: do not rename them.
-"""
+"""Figures of a running server, its store and its shadow check, for Prometheus. The names are an interface."""
 
 import platform
 import threading
@@ -151,10 +148,7 @@ class _PresentValues(Collector):  # type: ignore[misc, unused-ignore]
 
 
 class Metrics:
-    """The metrics of one server, of what is given those that there are now; safe to call from several threads.
-
-    The attribute `store` watches the tiers.
-    """
+    """The metrics of one server, of what is given those that there are now; safe to call from several threads."""
 
     def __init__(
         self,

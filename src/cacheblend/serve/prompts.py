@@ -177,18 +177,14 @@ class TextLimit:
     A token stands for at most as many characters as the tokenizer's longest one has. Text that is long but within that
     bound is counted piece by piece, and refused at the piece with which it exceeds the context: tokenising 16 MB takes
     seconds and 1.5 GB.
-
-    Attributes:
-        characters: of the longest text that may fit; None: there is no bound.
-        body_bytes: of a body with such a text as JSON; None: there is no bound.
     """
 
     def __init__(self, engine: BlendEngine, max_tokens: int | None = None) -> None:
         self._builder = engine.builder
         bounds = [bound for bound in (max_tokens, engine.survey.max_length) if bound is not None]
         self._tokens = min(bounds, default=0)
-        self.characters: int | None = None
-        self.body_bytes: int | None = None
+        self.characters: int | None = None  # of the longest text that may fit; None: there is no bound
+        self.body_bytes: int | None = None  # of a body with such a text as JSON
         if bounds and engine.builder is not None:
             self.characters = self._tokens * (engine.builder.longest_token + 1)
             self.body_bytes = ESCAPED * self.characters + BESIDE

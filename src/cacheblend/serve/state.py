@@ -30,10 +30,7 @@ PARSERS = 4
 class ServerState:
     """State of one server. Methods may be called from any thread, coroutines on the server's loop.
 
-    Attributes:
-        engine: stays open after the server has stopped; its owner closes it.
-        call_format: in which tool calls are read from answers; None: they are not.
-        queues: of all work, to be ended when the server stops.
+    The engine stays open after the server has stopped; its owner closes it.
     """
 
     def __init__(self, engine: BlendEngine, settings: ServeSettings) -> None:
@@ -52,6 +49,7 @@ class ServerState:
         )
         self.tenants = Tenants(engine, settings.store_bytes, settings.pin_bytes)
         self.text_limit = TextLimit(engine, settings.max_prompt_tokens)
+        # In which tool calls are read from answers; None: they are not.
         self.call_format = format_of(settings.tool_call_parser, getattr(engine.tokenizer, "chat_template", None))
         self._side = FairQueue(1, settings.limits.waiting, run_apart)
         self._parsing = FairQueue(PARSERS, settings.limits.waiting)

@@ -99,10 +99,7 @@ class Tenants:
             self._counted[key.name] = held, now
 
     def reserve(self, key: ApiKey, tokens: int, files: int = 1) -> bool:
-        """Reserves part of a key's quota for chunks and at least so many manifests and documents' records.
-
-        False if the last count leaves too little.
-        """
+        """Reserves part of a key's quota for chunks and their files; False if the last count leaves too little."""
         need = self.size_of(tokens) + files * SMALL_FILE_BYTES
         if self.store_bytes is None:
             return True

@@ -130,24 +130,15 @@ FoundCalls = tuple[list[Call], int]
 
 @dataclass(frozen=True)
 class Format:
-    """A format.
-
-    Attributes:
-        read: reads calls from behind a marker on, or from `bare` on. Raises `NoCallError`.
-        markers: with which calls begin, anywhere in an answer.
-        bare: the bracket that calls may begin with in front of all other text; empty: there is none.
-        between: what may separate calls, beside white space.
-        inner: further texts of the format that are special tokens in some vocabularies.
-        short_ids: ids are as Mistral's templates take them.
-    """
+    """A format; `read` reads calls from behind a marker on, or from `bare` on, and raises `NoCallError`."""
 
     name: str
     read: Callable[[HeldText, int], Scan[FoundCalls]]
-    markers: tuple[str, ...]
-    bare: str = ""
-    between: str = ""
-    inner: tuple[str, ...] = ()
-    short_ids: bool = False
+    markers: tuple[str, ...]  # with which calls begin, anywhere in an answer
+    bare: str = ""  # the bracket that calls may begin with in front of all other text
+    between: str = ""  # what may separate calls, beside white space
+    inner: tuple[str, ...] = ()  # further texts of the format that are special tokens in some vocabularies
+    short_ids: bool = False  # as Mistral's templates take them
 
     def new_id(self) -> str:
         """A call's id."""
@@ -318,13 +309,8 @@ Pieces = list[str | Call]
 
 
 class CallReader:
-    """Reads the calls of one answer; `calls` counts them.
-
-    Args:
-        form: in which calls are written.
-        names: of the request's tools; what calls another one is text.
-        only_first: what is behind the first call is left out.
-    """
+    """Reads the calls of one answer, and counts them (`calls`). What calls a tool of none of the names is text; with
+    `only_first` what is behind the first call is left out."""
 
     def __init__(self, form: Format, names: Collection[str], *, only_first: bool = False) -> None:
         self._format, self._names, self._only_first = form, names, only_first

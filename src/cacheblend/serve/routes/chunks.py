@@ -216,8 +216,7 @@ def page_of(
 ) -> dict[str, Any]:
     """One page of the entries that `read` finds for ordered names, as `show` has them; only its own are read.
 
-    `after` is the name of the last entry of the page before, hexadecimal; that entry may be gone. Raises `ApiError` if
-    it is no name.
+    `after` names the last entry of the page before, which may be gone; raises `ApiError` if it is no hexadecimal name.
     """
     try:
         before = BlockName(bytes.fromhex(after))

@@ -144,19 +144,12 @@ def _detokenize(state: ServerState, asked: DetokenizeRequest) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """``chat.completion``; for one request.
+    """``chat.completion``; for one request."""
 
-    Attributes:
-        token_text: the text of a token, for log-probabilities.
-        new_reader: makes what reads a choice's tool calls; None: they are not read.
-        kind: prefix of ids.
-        objects: the field ``object`` of a whole response, and of a stream's events.
-    """
-
-    token_text: TokenText
-    new_reader: Callable[[], CallReader] | None = None
-    kind: ClassVar = "chatcmpl"
-    objects: ClassVar = ("chat.completion", "chat.completion.chunk")
+    token_text: TokenText  # for log-probabilities
+    new_reader: Callable[[], CallReader] | None = None  # of a choice's tool calls; None: they are not read
+    kind: ClassVar = "chatcmpl"  # prefix of ids
+    objects: ClassVar = ("chat.completion", "chat.completion.chunk")  # of a whole response, and of a stream's events
     _readers: dict[int, CallReader] = field(default_factory=dict)
 
     def opening(self, number: int) -> dict[str, Any] | None:
@@ -205,13 +198,14 @@ class ChatFormat:
 
 @dataclass(frozen=True)
 class CompletionFormat:
-    """``text_completion``; `token_text` as of `ChatFormat`."""
+    """``text_completion``; as `ChatFormat`."""
 
     token_text: TokenText
     kind: ClassVar = "cmpl"
     objects: ClassVar = ("text_completion", "text_completion")
 
-    def opening(self, number: int) -> None: ...
+    def opening(self, number: int) -> dict[str, Any] | None:
+        return None
 
     def piece(self, event: TokenEvent, offset: int) -> dict[str, Any]:
         return self._choice(event.choice, [event], offset)
