@@ -120,371 +120,154 @@ SAID = {
 }
 """What the line says of some of them."""
 
-WRONG = {
-    "unknown": [
-        "nonsense",
-        "--nonsense",
-        "profile",
-        "store nonsense",
-        "keys nonsense",
-        "bench nonsense",
-        "ask --nonsense",
-        "demo extra",
-        "doctor --model {model} extra",
-        "evaluate --nonsense 3",
-        "bench ttft -z",
-    ],
-    "renamed": [
-        "evaluate --rows 3",
-        "evaluate --arm full",
-        "evaluate --check-layer 1",
-        "doctor --rows 3",
-        "warm --rows 3",
-        "ask --check-layer 1",
-        "calibrate --rounds 3",
-        "plan --machine x.json",
-        "bench ttft --json out.json",
-        "evaluate --json out.json",
-    ],
-    "missing": [
-        "ask",
-        "ask -m {model}",
-        "warm -m {model} -s {tmp}/s",
-        "warm -s {tmp}/s -d {data}",
-        "calibrate -m {model}",
-        "plan -m {model}",
-        "evaluate",
-        "serve",
-        "keys add",
-        "keys rm",
-        "store ls",
-        "store prune {store}",
-        "store pin {store}",
-        "sync",
-        "sync -m {model} -s {tmp}/s",
-        "ask -m",
-    ],
-    "numbers": [
-        f"{ASK} -r nan",
-        f"{ASK} -r -0.1",
-        f"{ASK} -r much",
-        f"{ASK} -r 0.1 -r 0.2",
-        f"{ASK} -r 0.2,0.1",
-        f"{ASK} -n 1e3",
-        f"{ASK} -n 99999999999999999999",
-        f"{ASK} --temperature -1",
-        f"{ASK} --temperature nan",
-        f"{ASK} --temperature inf",
-        f"{ASK} --seed -1",
-        f"{ASK} --seed 99999999999999999999999",
-        f"{ASK} --row -1",
-        f"{ASK} -d {{data}} --row 9",
-        f"{ASK} --check-layers 1;2",
-        f"{ASK} --check-layers 2,1",
-        f"{ASK} --check-layers -1",
-        f"{ASK} --block-size 0",
-        f"{ASK} --threshold nan",
-        f"{ASK} --selector threshold --threshold inf",
-        f"{WARM} --limit 0",
-        f"{WARM} --batch-tokens 0",
-        f"{WARM} --block-size -5",
-        f"{CALIBRATE} --runs 0",
-        f"{CALIBRATE} --length 0",
-        f"{CALIBRATE} --length 99999999999",
-        f"{PLAN} --context 1",
-        f"{PLAN} --ratio 2",
-        f"{PLAN} --stored-tokens nan",
-        f"{PLAN} --device nvme:nan:1",
-        f"{PLAN} --device nvme:inf:1",
-        f"{PLAN} --device nvme",
-        "plan -m {model} --prefill-s -inf",
-        f"{EVALUATE} --limit 0",
-        f"{EVALUATE} --top-k 0",
-        f"{EVALUATE} --chunk-tokens 0",
-        f"{EVALUATE} --ratio 7",
-        f"{EVALUATE} --check-layers x",
-        f"{EVALUATE} --seed -3",
-        f"{GATE} --threshold nan",
-        f"{GATE} --confidence 2",
-        f"{GATE} --ratio 3",
-        f"{GATE} --max-tokens 0",
-        f"{SERVE} --active 0",
-        f"{SERVE} --waiting -1",
-        f"{SERVE} --chunk-tokens 0",
-        f"{SERVE} --timeout 0",
-        f"{SERVE} --timeout nan",
-        f"{SERVE} --drain -1",
-        f"{SERVE} --tool-call-parser gpt",
-        f"{SERVE} --max-prompt-tokens 0",
-        f"{SERVE} --max-tokens 0",
-        f"{SERVE} --store-quota much",
-        f"{SERVE} --pin-quota -1",
-        "demo --ratio nan",
-        "demo --questions 0",
-        "demo --questions 13",
-        "demo --seed x",
-        "demo --seed 10",
-        f"{TTFT} --threads 0",
-        f"{TTFT} --threads x",
-        f"{TTFT} --chunks 0",
-        f"{TTFT} --chunks 99999999999",
-        f"{TTFT} --chunk-tokens -1",
-        f"{TTFT} --question-tokens 0",
-        f"{TTFT} --ratio nan",
-        f"{TTFT} --runs 0",
-        f"{TTFT} --seed -1",
-        "serve -m {model} --shadow -0.1",
-        "serve -m {model} --shadow 0.1 --shadow-floor 0.99999",
-        "store prune {store} --max-bytes -1",
-        "store prune {store} --max-bytes 1e9",
-    ],
-    "names": [
-        f"{ASK} --measure q",
-        f"{ASK} --codec zip",
-        f"{ASK} --anchor there",
-        f"{ASK} --device meta",
-        f"{WARM} --engine tgi",
-        f"{WARM} --codec int3",
-        f"{WARM} --frame nothing",
-        f"{CALIBRATE} --codec none",
-        f"{PLAN} --codec none",
-        f"{EVALUATE} --anchor there",
-        f"{GATE} --format musique",
-        f"{SERVE} --anchor system",
-        f"{SERVE} --selector best",
-        "doctor --model nano --dtype int8",
-        f"{TTFT} --arms full,blnd",
-        f"{TTFT} --store tape",
-        "bench ttft --shape round",
-        "keys add 😀 --file {tmp}/no/keys.json",
-        "store unpin {store} ünbekannt",
-        "store pin {store} 😀",
-        "ask -m {model} -s memory -q Why? -p @{tmp}/ﬀ",
-    ],
-    "files": [
-        "ask -m {tmp}/none -s memory -q ?",
-        "ask -m {tmp} -s memory -q ?",
-        "ask -m {file} -s memory -q ?",
-        f"{ASK} -d {{tmp}}/none.json",
-        f"{ASK} -d {{broken}}",
-        f"{ASK} -p @{{tmp}}",
-        f"{ASK} --profile {{tmp}}/none.json",
-        f"{ASK} --profile {{broken}}",
-        f"{ASK} --profile {{tmp}}",
-        f"{ASK} --cost-model {{tmp}}/none.json",
-        f"{ASK} --cost-model {{broken}}",
-        f"{ASK} --cost-model {{tmp}}",
-        f"{ASK} --cost-model {{list}}",
-        "warm -m {model} -s {tmp}/s -d {broken}",
-        "warm -m {model} -s {tmp}/s -d {tmp}",
-        "plan -m {model} --cost-model {list}",
-        "plan -m {tmp} --prefill-s 1",
-        f"{PLAN} --plot {{tmp}}/x.txt",
-        f"{PLAN} --plot {{tmp}}/no/x.png",
-        "calibrate -m {model} -s {tmp}/s --out {tmp}",
-        "calibrate -m {model} -s {tmp}/s --out {tmp}/no/c.json",
-        "evaluate -m {model} -d {broken}",
-        "evaluate -m {model} -d {tmp}",
-        "evaluate -m {tmp}/none -d {data}",
-        f"{EVALUATE} --templates {{broken}}",
-        f"{EVALUATE} --templates {{tmp}}/none.toml",
-        f"{EVALUATE} --json-file {{tmp}}",
-        "doctor -m {tmp}/none",
-        f"{SERVE} --keys {{tmp}}/none.json",
-        f"{SERVE} --keys {{broken}}",
-        f"{SERVE} --keys {{tmp}}",
-        "keys ls --file {tmp}/nope.json",
-        "keys ls --file {broken}",
-        "keys ls --file {list}",
-        "keys rm x --file {tmp}/nope.json",
-        "keys rm nobody --file {keys}",
-        "keys add known --file {keys}",
-        f"{TTFT} --data {{tmp}}/none.txt",
-        "sync -m {model} -s {tmp}/s --source {tmp}/none",
-        "sync -m {model} -s {tmp}/s --source {broken}",
-        "bench ttft --model {tmp}",
-    ],
-    "stores": [
-        "store ls {tmp}/none",
-        "store ls {file}",
-        "store ls {tmp}",
-        "store verify memory://",
-        "store stat file://host/x",
-        "store stat file://",
-        "store stat gs://bucket",
-        "store ls s3://",
-        "store ls redis://",
-        "store ls redis://127.0.0.1:1?timeout=0.2",
-        "store ls redis://127.0.0.1:notaport",
-        "store ls redis://127.0.0.1:99999",
-        "store ls s3://b?endpoint=http://127.0.0.1:1&timeout=0.2",
-        "store ls file://{store}?max_bytes=much",
-        "store ls file://{store}?speed=3",
-        "store ls {store} {tmp}",
-        "store pin {store} x --all",
-        "store rm {store} 00ff",
-        "sync -m {model} -s memory --source {tmp}",
-        "warm -m {model} -s http://x -d {data}",
-        "ask -m {model} -q Why? -s ftp://x",
-        "ask -m {model} -q Why? -s memory://x",
-        "ask -m {model} -q Why? -s memory://?max_bytes=-1",
-        "ask -m {model} -q Why? -s memory://?ttl=soon",
-        "ask -m {model} -q Why? -s memory://?evict=random",
-        "ask -m {model} -q Why? -s file://{tmp}/a?direct=maybe",
-        "ask -m {model} -q Why? -s redis://127.0.0.1:6379?timeout=nan",
-        "ask -m {model} -q Why? -s kvfoo?max_bytes=1MiB",
-        "ask -m {model} -q Why? -s memory,./kvx",
-        "ask -m {model} -q Why? -s memory,memory",
-        "ask -m {model} -q Why? -s memory,",
-        "ask -m {model} -q Why? -s ,",
-        "ask -m {model} -q Why? -s Memory",
-        "ask -m {model} -q Why? -s file:",
-        "ask -m {model} -q Why? -s mem:",
-        "ask -m {model} -q Why? -s ~nobody-of-this-name/x",
-        "evaluate -m {model} -d {data} -s tape://x",
-        "serve -m {model} --port 0 -s tape://x",
-        "calibrate -m {model} -s tape://x --out {tmp}/c.json",
-    ],
-    "network": [
-        "serve -m {model} --port 99999",
-        "serve -m {model} --port -1",
-        "serve -m {model} --port http",
-        "serve -m {model} --port {busy}",
-        "serve -m {model} --port 0 --host 300.1.1.1",
-        "serve -m {model} --port 0 --host 192.0.2.1",
-        "serve -m {model} --port 0 --host no..host",
-        "serve -m {model} --port 0 --host [::1",
-    ],
-    "contradictions": [
-        f"{ASK} --profile {{file}} --ratio 0.2",
-        "doctor -m {model} --shape tiny",
-        "plan -m {model} --prefill-s 1 --cost-model {file}",
-        "bench ttft --model {model} --shape tiny",
-        "serve -m {model} --shadow-floor 0.9",
-        f"{ASK} --selector head -r 0.5,0.2 --check-layers 0,1",
-        f"{ASK} -r 0.2,0.5 --check-layers 0,1",
-    ],
-}
 
-WRONG_LAB = {
-    "unknown": [
-        "nonsense",
-        "vllm nonsense",
-        "ttft --nonsense",
-        "train --nonsense",
-        "core --out x",
-    ],
-    "renamed": [
-        "inspect --max-tokens 9",
-        "plan --json=out.json",
-    ],
-    "missing": [
-        "inspect -m {model} -q Why?",
-        "train",
-        "paper",
-        "paper -m {model}",
-        "paper -d {data}",
-        "evaluate",
-        "memory",
-        "load",
-        "controller",
-        "evict",
-        "sync",
-        "agent",
-        "peers",
-        "vllm replay",
-    ],
-    "numbers": [
-        f"{EVALUATE} --deviation-rows -1",
-        "suite nano --suite-seed -1",
-        f"{INSPECT} --layers 9",
-        f"{INSPECT} --layers 3-1",
-        f"{INSPECT} --max-prompt-tokens 0",
-        "memory --shape tiny --threads 0",
-        "load --shape tiny --threads 0",
-        "cuda --dry-run --minutes 0",
-        "load --shape tiny --ratio 1.01",
-        "controller --shape tiny --chunks 0",
-        "controller --shape tiny --runs 0",
-        "core --threads 0",
-        "plan --chunks 0",
-        "plan --runs 0",
-        "plan --chunks 60000 --chunk-tokens 60000",
-        "match --stored 0",
-        "match --stored 1",
-        "match --stored 99999999 --chunk-tokens 4096",
-        "store --blocks 0",
-        "store --blocks -7",
-        "evict --trace {tmp} --size 2",
-        "evict --trace {tmp} --size nan",
-        "train --out {tmp}/x --shorten 0",
-        "train --out {tmp}/x --seed -1",
-        "codecs --suite-seed 9",
-        "codecs --limit 0",
-        "random-shapes --gain 0",
-        "random-shapes --prompts 0",
-        "serve --clients 0",
-        "routing --servers 1",
-        "serve --shadow 1.5",
-        "vllm ttft --batched-tokens 0",
-        "vllm ttft --dtype int8",
-        "vllm shadow --shadow 1.5",
-        "vllm shadow --requests 0",
-        "vllm replay --trace {tmp} --rate 0",
-        "vllm faults --tried 0",
-        "agent --data {tmp} --turns 2",
-        "agent --data {tmp} --reorder 1.5",
-        "peers --data {tmp} --chunks 0",
-    ],
-    "names": [
-        "suite micro",
-        "suite nano --part swap",
-        "random-shapes --shape round",
-        "random-shapes --dtype int8",
-        "load --shape tiny --kv-shape round",
-        "cuda --dry-run --part round",
-    ],
-    "files": [
-        f"{INSPECT} --out {{file}}",
-        "memory --shape tiny --json-file {tmp}",
-        "plan --json-file {tmp}",
-        "match --json-file {tmp}",
-        "store --folder {tmp}/none",
-        "load --shape tiny --folder {file}",
-        "cuda --dry-run --folder {file}",
-        "evict --trace {tmp}/none",
-        "sync --data {tmp}/none",
-        "agent --shape tiny --data {tmp}/none",
-        "agent --shape tiny --data {broken}",
-        "agent --shape tiny --data {data} --model {tmp}/none",
-        "peers --shape tiny --data {tmp}/none",
-        "peers --shape tiny --data {broken}",
-        "peers --model {tmp}/none --data {data}",
-        "evict --trace {tmp} --plot {tmp}/x.txt",
-        "serve --model {tmp}/none",
-        "serve --trace {tmp}",
-        "vllm ttft --model {tmp}/none",
-        "vllm shadow --model {tmp}/none",
-        "vllm replay --trace {tmp}/none",
-        "vllm faults --only nothing",
-        "vllm faults --json-file {tmp}",
-        "codecs --json-file {tmp}",
-    ],
-    "stores": [
-        "inspect -m {model} -q Why? -p text -s memory://x",
-        "plan --store tape://x",
-    ],
-    "contradictions": [
-        "suite nano -d {data}",
-        "suite nano --methods full",
-        "paper -m {model} -d {data} --ratio 0.1,0.2",
-        "paper -m {model} -d {data} -d {data}",
-        "serve --model {model} --shape tiny",
-        "routing --model {model} --shape tiny",
-        "serve --shape tiny --plot x.png",
-        "vllm latency --model {model} --shape tiny",
-    ],
-}
+def _lines(table: str) -> dict[str, list[str]]:
+    """By kind; a row has how they begin, ``...`` if they have nothing in common, and how they go on."""
+    found = dict[str, list[str]]()
+    for row in table.strip().splitlines():
+        if row.startswith("["):
+            kind = found.setdefault(row[1:-1], [])
+            continue
+        begin, _, ends = row.partition(": ") if not row.startswith("... ") else ("", "", row[4:])
+        begin = globals()[begin] if begin.isupper() else begin
+        kind += [f"{begin} {end}".lstrip() for end in ends.split(" | ")]
+    return found
+
+
+WRONG = _lines("""
+[unknown]
+... nonsense | --nonsense | profile | keys nonsense | bench nonsense | doctor --model {model} extra
+... evaluate --nonsense 3 | store nonsense | ask --nonsense | demo extra | bench ttft -z
+[renamed]
+... evaluate --rows 3 | evaluate --arm full | evaluate --check-layer 1 | doctor --rows 3 | warm --rows 3
+... calibrate --rounds 3 | evaluate --json out.json | ask --check-layer 1 | plan --machine x.json
+... bench ttft --json out.json
+[missing]
+... ask | warm -m {model} -s {tmp}/s | warm -s {tmp}/s -d {data} | calibrate -m {model} | evaluate | serve
+... keys add | keys rm | sync | sync -m {model} -s {tmp}/s | plan -m {model} | store pin {store}
+ask: -m {model} | -m
+store: ls | prune {store}
+[numbers]
+ASK: -r nan | -r -0.1 | -r much | -r 0.1 -r 0.2 | -r 0.2,0.1 | -n 1e3 | -n 99999999999999999999 | --temperature -1
+ASK: --temperature nan | --temperature inf | --seed -1 | --seed 99999999999999999999999 | --row -1
+ASK: -d {data} --row 9 | --check-layers 1;2 | --check-layers 2,1 | --check-layers -1 | --block-size 0
+ASK: --threshold nan | --selector threshold --threshold inf
+WARM: --limit 0 | --batch-tokens 0 | --block-size -5
+CALIBRATE: --runs 0 | --length 0 | --length 99999999999
+PLAN: --context 1 | --ratio 2 | --stored-tokens nan | --device nvme:nan:1 | --device nvme:inf:1 | --device nvme
+EVALUATE: --limit 0 | --top-k 0 | --chunk-tokens 0 | --ratio 7 | --check-layers x | --seed -3
+GATE: --threshold nan | --confidence 2 | --ratio 3 | --max-tokens 0
+SERVE: --active 0 | --waiting -1 | --chunk-tokens 0 | --timeout 0 | --timeout nan | --drain -1
+SERVE: --tool-call-parser gpt | --max-prompt-tokens 0 | --max-tokens 0 | --store-quota much | --pin-quota -1
+demo: --ratio nan | --questions 0 | --questions 13 | --seed x | --seed 10
+TTFT: --threads 0 | --threads x | --chunks 0 | --chunks 99999999999 | --chunk-tokens -1 | --question-tokens 0
+TTFT: --ratio nan | --runs 0 | --seed -1
+serve -m {model}: --shadow -0.1 | --shadow 0.1 --shadow-floor 0.99999
+store: prune {store} --max-bytes -1 | prune {store} --max-bytes 1e9
+... plan -m {model} --prefill-s -inf
+[names]
+ASK: --measure q | --codec zip | --anchor there | --device meta | -p @{tmp}/ﬀ
+WARM: --engine tgi | --codec int3 | --frame nothing
+CALIBRATE: --codec none
+PLAN: --codec none
+EVALUATE: --anchor there
+GATE: --format musique
+SERVE: --anchor system | --selector best
+... doctor --model nano --dtype int8 | bench ttft --shape round | keys add 😀 --file {tmp}/no/keys.json
+... store unpin {store} ünbekannt | store pin {store} 😀
+TTFT: --arms full,blnd | --store tape
+[files]
+ask: -m {tmp}/none -s memory -q ? | -m {tmp} -s memory -q ? | -m {file} -s memory -q ?
+ASK: -d {tmp}/none.json | -d {broken} | -p @{tmp} | --profile {tmp}/none.json | --profile {broken}
+ASK: --profile {tmp} | --cost-model {tmp}/none.json | --cost-model {broken} | --cost-model {tmp}
+ASK: --cost-model {list}
+warm -m {model} -s {tmp}/s -d: {broken} | {tmp}
+plan: -m {model} --cost-model {list} | -m {tmp} --prefill-s 1
+PLAN: --plot {tmp}/x.txt | --plot {tmp}/no/x.png
+... calibrate -m {model} -s {tmp}/s --out {tmp} | calibrate -m {model} -s {tmp}/s --out {tmp}/no/c.json
+... doctor -m {tmp}/none | keys add known --file {keys} | bench ttft --model {tmp}
+evaluate -m: {model} -d {broken} | {model} -d {tmp} | {tmp}/none -d {data}
+EVALUATE: --templates {broken} | --templates {tmp}/none.toml | --json-file {tmp}
+SERVE: --keys {tmp}/none.json | --keys {broken} | --keys {tmp}
+keys ls --file: {tmp}/nope.json | {broken} | {list}
+keys rm: x --file {tmp}/nope.json | nobody --file {keys}
+TTFT: --data {tmp}/none.txt
+sync -m {model} -s {tmp}/s --source: {tmp}/none | {broken}
+[stores]
+store ls: {tmp}/none | {file} | {tmp} | s3:// | redis:// | redis://127.0.0.1:1?timeout=0.2
+store ls: redis://127.0.0.1:notaport | redis://127.0.0.1:99999 | s3://b?endpoint=http://127.0.0.1:1&timeout=0.2
+store ls: file://{store}?max_bytes=much | file://{store}?speed=3 | {store} {tmp}
+store: verify memory:// | rm {store} 00ff
+store stat: file://host/x | file:// | gs://bucket
+... sync -m {model} -s memory --source {tmp} | warm -m {model} -s http://x -d {data}
+... calibrate -m {model} -s tape://x --out {tmp}/c.json | store pin {store} x --all
+ask -m {model} -q Why? -s: ftp://x | memory://x | memory://?max_bytes=-1 | memory://?ttl=soon
+ask -m {model} -q Why? -s: memory://?evict=random | file://{tmp}/a?direct=maybe
+ask -m {model} -q Why? -s: redis://127.0.0.1:6379?timeout=nan | kvfoo?max_bytes=1MiB | memory,./kvx
+ask -m {model} -q Why? -s: memory,memory | memory, | , | Memory | file: | mem: | ~nobody-of-this-name/x
+EVALUATE: -s tape://x
+SERVE: -s tape://x
+[network]
+serve -m {model} --port: 99999 | -1 | http | {busy}
+SERVE: --host 300.1.1.1 | --host 192.0.2.1 | --host no..host | --host [::1
+[contradictions]
+ASK: --profile {file} --ratio 0.2 | --selector head -r 0.5,0.2 --check-layers 0,1 | -r 0.2,0.5 --check-layers 0,1
+... doctor -m {model} --shape tiny | bench ttft --model {model} --shape tiny | serve -m {model} --shadow-floor 0.9
+PLAN: --cost-model {file}
+""")
+
+WRONG_LAB = _lines("""
+[unknown]
+... nonsense | ttft --nonsense | train --nonsense | core --out x | vllm nonsense
+[renamed]
+... inspect --max-tokens 9 | plan --json=out.json
+[missing]
+... train | paper | evaluate | memory | load | controller | evict | sync | agent | peers
+... inspect -m {model} -q Why? | vllm replay
+paper: -m {model} | -d {data}
+[numbers]
+EVALUATE: --deviation-rows -1
+INSPECT: --layers 9 | --layers 3-1 | --max-prompt-tokens 0
+load --shape tiny: --threads 0 | --ratio 1.01
+controller: --shape tiny --chunks 0 | --shape tiny --runs 0
+... core --threads 0 | suite nano --suite-seed -1 | memory --shape tiny --threads 0 | cuda --dry-run --minutes 0
+... routing --servers 1 | vllm replay --trace {tmp} --rate 0 | vllm faults --tried 0
+... peers --data {tmp} --chunks 0
+plan: --chunks 0 | --runs 0 | --chunks 60000 --chunk-tokens 60000
+match: --stored 0 | --stored 1 | --stored 99999999 --chunk-tokens 4096
+store: --blocks 0 | --blocks -7
+evict --trace {tmp}: --size 2 | --size nan
+train --out {tmp}/x: --shorten 0 | --seed -1
+codecs: --suite-seed 9 | --limit 0
+random-shapes: --gain 0 | --prompts 0
+serve: --clients 0 | --shadow 1.5
+vllm ttft: --batched-tokens 0 | --dtype int8
+vllm shadow: --shadow 1.5 | --requests 0
+agent: --data {tmp} --turns 2 | --data {tmp} --reorder 1.5
+[names]
+... suite micro | suite nano --part swap | load --shape tiny --kv-shape round | cuda --dry-run --part round
+random-shapes: --shape round | --dtype int8
+[files]
+INSPECT: --out {file}
+... sync --data {tmp}/none | memory --shape tiny --json-file {tmp} | plan --json-file {tmp}
+... match --json-file {tmp} | store --folder {tmp}/none | load --shape tiny --folder {file}
+... cuda --dry-run --folder {file} | evict --trace {tmp}/none | evict --trace {tmp} --plot {tmp}/x.txt
+... vllm ttft --model {tmp}/none | vllm shadow --model {tmp}/none | vllm replay --trace {tmp}/none
+... codecs --json-file {tmp}
+agent: --shape tiny --data {tmp}/none | --shape tiny --data {broken}
+agent: --shape tiny --data {data} --model {tmp}/none
+peers: --shape tiny --data {tmp}/none | --shape tiny --data {broken} | --model {tmp}/none --data {data}
+serve: --model {tmp}/none | --trace {tmp}
+vllm faults: --only nothing | --json-file {tmp}
+[stores]
+INSPECT: -s memory://x
+... plan --store tape://x
+[contradictions]
+suite nano: -d {data} | --methods full
+paper: -m {model} -d {data} --ratio 0.1,0.2 | -m {model} -d {data} -d {data}
+serve: --model {model} --shape tiny | --shape tiny --plot x.png
+... routing --model {model} --shape tiny | vllm latency --model {model} --shape tiny
+""")
 """Of `python -m lab`."""
 
 

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cacheblend.cli import app, main, serve
-from cacheblend.cli.output import error_text
+from cacheblend.cli.program import error_text
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.serve.settings import ServeSettings
 from campaign import rotating, share

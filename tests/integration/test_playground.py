@@ -1,36 +1,110 @@
-"""The page: what someone sees who tries it.
+"""The page: what someone sees who tries it, at every width, in light and dark, by keyboard and for screen readers.
 
 Situations: the first click of somebody who knows nothing; examples one after the other; the same notes in another
 order; another selector and ratio; passages moved by mouse and by keyboard, written, edited, deleted; nothing to ask
 about; a page of a model that is not the one that ships; a keyed server; Enter twice, and a click on top; a stream that
 is cut in the middle, or ends with an error event; a server that is gone before or between answers; answers that are no
 JSON; a library that cannot be loaded; results older than the prompt; a question that is stopped.
-"""
+
+`CACHEBLEND_SCREENSHOTS=docs/results` writes pictures of the page there. Skipped where there is no browser."""
 
 import hashlib
+import os
+import shutil
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from browsing import answers, ask, ask_example, browser, judged, needs_browser, open_page, titles, wait_until_asked
 from cacheblend.engines.settings import PROFILE_NAME, read_profile
 from cacheblend.nano import model_path
 from cacheblend.nano.examples import EXAMPLES
 from cacheblend.serve.keys import ApiKey, KeyRing
 from cacheblend.serve.settings import ServeSettings
+from campaign import rotating
 from serving import running
 
-RATIO = str(read_profile(model_path() / PROFILE_NAME).selection.recompute_ratio)
-CHAT = "**/v1/chat/completions"
-EVENT = 'data: {"choices": [{"delta": {"content": "Pag"}}]}\n\n'
-pytestmark = needs_browser
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(
+    BROWSER is None or find_spec("playwright") is None,
+    reason="needs a browser (Debian's package chromium) and playwright",
+)
+TIMEOUT_MS = 600_000  # a busy machine is no failure
+ASKED = "body[data-state=done], body[data-state=failed]"  # not a function: the page's policy forbids to evaluate one
 
 
 @pytest.fixture(scope="module")
 def opened() -> Iterator[tuple[Any, str]]:
-    with browser() as found:
-        yield found
+    """A browser, and the address of a server on the model that ships."""
+    from playwright.sync_api import sync_playwright
+
+    with running(ServeSettings(chunk_tokens=16)) as url, sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield opened, url
+        opened.close()
+
+
+def open_page(opened: Any, url: str, *, width: int = 1400, scheme: str = "light", wait: bool = True) -> Any:
+    """The page in a window of its own; ``complaints`` of it are what the browser's console says."""
+    page = opened.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce")
+    page.set_default_timeout(TIMEOUT_MS)
+    page.complaints = []
+    page.on("console", lambda said: page.complaints.append(said.text) if said.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: page.complaints.append(str(error)))
+    page.goto(url)
+    if wait:
+        page.wait_for_selector("#examples button")
+    return page
+
+
+def wait_until_asked(page: Any) -> str:
+    """Waits for the end of a question; ``done`` or ``failed``."""
+    page.wait_for_selector(ASKED)
+    return str(page.evaluate("document.body.dataset.state"))
+
+
+def ask_example(page: Any, number: int) -> None:
+    """Clicks on an example and waits for its three answers."""
+    page.locator(f"[data-example='{number}']").click()
+    assert wait_until_asked(page) == "done", page.locator("#error").inner_text()
+
+
+def ask(page: Any) -> dict[str, dict[str, Any]]:
+    """Asks, waits, and returns what was sent: to ``explain``, and for the answer of each mode."""
+    sent: dict[str, dict[str, Any]] = {}
+
+    def note(request: Any) -> None:
+        if request.method == "POST":
+            body = request.post_data_json
+            sent[body.get("cacheblend", {}).get("mode", "explain")] = body
+
+    page.on("request", note)
+    page.click("#ask")
+    assert wait_until_asked(page) == "done", page.locator("#error").inner_text()
+    page.remove_listener("request", note)
+    return sent
+
+
+def answers(page: Any) -> dict[str, str]:
+    """The three answers, by mode."""
+    return {mode: page.locator(f"#pane-{mode} .answer").inner_text() for mode in ("full", "reuse", "blend")}
+
+
+def judged(page: Any) -> dict[str, str]:
+    """What the page says of them, by mode: right or wrong."""
+    return {mode: page.locator(f"#pane-{mode} .judged").inner_text() for mode in ("full", "reuse", "blend")}
+
+
+def titles(page: Any) -> list[str]:
+    """The titles of the prompt's passages, in order."""
+    return [item.get_attribute("data-title") for item in page.locator("#prompt > li").all()]
+
+
+RATIO = str(read_profile(model_path() / PROFILE_NAME).selection.recompute_ratio)
+CHAT = "**/v1/chat/completions"
+EVENT = 'data: {"choices": [{"delta": {"content": "Pag"}}]}\n\n'
 
 
 @pytest.fixture(scope="module")
@@ -395,3 +469,151 @@ def test_a_server_with_keys_asks_for_one(opened: tuple[Any, str]) -> None:
         ask_example(page, 0)
         assert answers(page)["blend"] == "Pagon"
         page.close()
+
+
+# ---- how it looks, and without a mouse --------------------------------------------------------------------------
+
+HEIGHTS = {390: 1540, 768: 1240, 1400: 1640}
+"""By width: of a picture, from the top of a wide page, or of a narrow one where a click on an example brings it."""
+LARGEST = 200_000  # bytes of a picture
+STATES = ("first", "answered", "again", "stale", "editing")
+
+
+def bring_to(page: Any, state: str) -> None:
+    """Brings the page to one of `STATES`, each from the one before."""
+    if state == "answered":
+        ask_example(page, 0)
+    elif state == "again":
+        ask_example(page, 1)
+        assert page.locator("#changes").is_visible()
+    elif state == "stale":
+        page.get_by_role("button", name="Move Note 1 down", exact=True).click()
+        assert page.locator("#stale").is_visible()
+    elif state == "editing":
+        page.locator("#add > summary").click()
+        page.get_by_role("button", name="Edit Note 2", exact=True).click()
+        page.evaluate("for (const part of document.querySelectorAll('#why details')) part.open = true")
+
+
+@pytest.mark.parametrize("width", rotating([320, *HEIGHTS], core=[320]))
+def test_nothing_is_wider_than_the_window(opened: tuple[Any, str], width: int, tmp_path: Path) -> None:
+    page = open_page(*opened, width=width)
+    for state in STATES:
+        bring_to(page, state)
+        if state == "answered" and width in HEIGHTS:
+            take_picture(page, Path(os.environ.get("CACHEBLEND_SCREENSHOTS", tmp_path)) / f"playground-{width}.png")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), state
+        outside = page.evaluate(
+            "[...document.querySelectorAll('header, header *, main *')].filter(e => e.getClientRects().length)"
+            ".filter(e => { const r = e.getBoundingClientRect(); return r.left < -.5 || r.right > innerWidth + .5; })"
+            ".map(e => e.tagName + '#' + e.id + '.' + e.className)"
+        )
+        assert outside == [], state
+    head, body = page.locator("header").bounding_box(), page.locator("main").bounding_box()
+    assert (head["x"], head["width"]) == (body["x"], body["width"])  # the key's field stands in the same grid
+    page.close()
+
+
+def take_picture(page: Any, path: Path) -> None:
+    """What is in the window after a click on an example, in 256 colours."""
+    from PIL import Image
+
+    width = page.viewport_size["width"]
+    page.set_viewport_size({"width": width, "height": HEIGHTS[width]})
+    page.evaluate("innerWidth < 1000 ? document.getElementById('results').scrollIntoView() : scrollTo(0, 0)")
+    page.screenshot(path=path)
+    page.set_viewport_size({"width": width, "height": 900})
+    with Image.open(path) as drawn:
+        few = drawn.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, kmeans=5, dither=Image.Dither.NONE)
+        few.save(path, optimize=True)
+    assert 10_000 < path.stat().st_size < LARGEST
+
+
+@pytest.mark.parametrize("scheme", rotating(["light", "dark"], core=["light"]))
+def test_axe_finds_nothing_serious(opened: tuple[Any, str], scheme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
+    page = open_page(*opened, scheme=scheme)
+    for state in STATES:
+        bring_to(page, state)
+        found = axe.Axe().run(page).response["violations"]
+        assert [
+            (each["id"], [node["target"] for node in each["nodes"]][:3], each["nodes"][0]["failureSummary"])
+            for each in found
+            if each["impact"] in ("serious", "critical")
+        ] == [], state
+    page.close()
+
+
+def press(page: Any, *keys: str) -> str:
+    """Presses keys, and returns what has the focus then: its label, or its id."""
+    for key in keys:
+        page.keyboard.press(key)
+    focused = page.evaluate("document.activeElement.getAttribute('aria-label') || document.activeElement.id")
+    assert focused, f"the focus is lost after {keys}"
+    return str(focused)
+
+
+def tab_to(page: Any, wanted: str) -> None:
+    for _ in range(80):
+        if press_any(page, "Tab") == wanted:
+            return
+    raise AssertionError(f"{wanted} is not reached by Tab")
+
+
+def press_any(page: Any, key: str) -> str:
+    page.keyboard.press(key)
+    return str(
+        page.evaluate(
+            "(e => e.getAttribute('aria-label') || e.id || (e.dataset.example && `example ${e.dataset.example}`)"
+            " || e.textContent)(document.activeElement)"
+        )
+    )
+
+
+def test_by_keyboard_alone(opened: tuple[Any, str]) -> None:
+    page = open_page(*opened)
+    tab_to(page, "example 0")
+    page.keyboard.press("Enter")
+    assert wait_until_asked(page) == "done" and answers(page)["blend"] == "Pagon"
+    tab_to(page, "Move Note 1 down")
+    assert press(page, "Enter") == press(page, "Enter") == "Move Note 1 down"  # the focus moves with the passage
+    for _ in range(6):
+        assert press(page, "Space") == "Move Note 1 down"  # at the end it stays, and nothing happens
+    assert titles(page)[-1] == "Note 1"
+    tab_to(page, "Edit Note 1")
+    assert press(page, "Enter") == "edited-text"
+    assert press(page, "Escape") == "Edit Note 1"
+    assert press(page, "Tab", "Enter") == "Remove Note 6"  # removed: the next one is at hand
+    for left in (4, 3, 2, 1):
+        press(page, "Enter")
+        assert len(titles(page)) == left
+    assert press(page, "Enter") == "prompt-title" and titles(page) == []
+    tab_to(page, "Add passages")
+    page.keyboard.press("Enter")
+    tab_to(page, "Add Note 1")
+    assert press(page, "Enter") == "Note 1 is in the prompt" and titles(page) == ["Note 1"]
+    tab_to(page, "own-name")
+    page.keyboard.type("Mine")
+    page.keyboard.press("Tab")
+    page.keyboard.type("The boot belongs to Pagon.")
+    assert press(page, "Tab", "Enter") == "own-name" and titles(page) == ["Note 1", "Mine"]
+    tab_to(page, "question")
+    page.keyboard.press("Control+A")
+    page.keyboard.type("Who has the boot?")
+    page.keyboard.press("Enter")
+    assert wait_until_asked(page) == "done" and answers(page)["full"] == "Pagon"
+    assert page.evaluate("document.activeElement.id") == "question"
+    page.close()
+
+
+def test_the_page_is_loaded_without_complaints_and_from_its_own_server(opened: tuple[Any, str]) -> None:
+    page = open_page(opened[0], "about:blank", wait=False)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(opened[1])
+    page.wait_for_selector("#examples button")
+    assert page.complaints == []  # neither the content security policy nor a missing picture
+    assert all(url.startswith(opened[1]) for url in asked) and any(url.endswith("favicon.svg") for url in asked)
+    policy = page.evaluate("fetch('/').then(r => r.headers.get('content-security-policy'))")
+    assert "unsafe" not in policy and "default-src 'none'" in policy
+    page.close()

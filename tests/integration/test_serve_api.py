@@ -150,19 +150,17 @@ def test_a_response_is_the_chats_answer(url: str, http: httpx.Client) -> None:
         assert stream.until_done() is not None
 
 
-def test_a_response_says_that_it_ended_at_its_length(http: httpx.Client) -> None:
+def test_a_response_ends_at_its_length_and_is_part_of_a_conversation(http: httpx.Client) -> None:
     body = {"input": "The boot", "max_output_tokens": 3, "ignore_eos": True, "temperature": 0}
     found = http.post("/v1/responses", json=body).json()
     assert (found["status"], found["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert found["usage"]["output_tokens"] == 3 and found["store"] is False
     assert found["cacheblend"]["prompt_tokens"] == found["usage"]["input_tokens"]
-
-
-def test_a_conversation_has_roles_and_parts_of_its_own_answers(http: httpx.Client) -> None:
     first = http.post("/v1/responses", json={"input": QUESTION, "temperature": 0}).json()
     said = [{"role": "developer", "content": "Answer."}, {"role": "user", "content": QUESTION}, *first["output"]]
-    found = http.post("/v1/responses", json={"input": [*said, {"type": "message", "role": "user", "content": "And?"}]})
-    assert found.status_code == 200, found.text
+    next_one = {"type": "message", "role": "user", "content": "And?"}
+    told = http.post("/v1/responses", json={"input": [*said, next_one]})
+    assert told.status_code == 200, told.text
 
 
 def test_passages_of_an_input_are_reused(http: httpx.Client) -> None:
@@ -202,18 +200,15 @@ def test_what_a_response_cannot_be_is_refused_by_name(http: httpx.Client, more: 
     refused(answer, 400)
 
 
-@pytest.mark.parametrize(
-    "item",
-    [
+def test_what_is_no_text_message_is_refused(http: httpx.Client) -> None:
+    for item in (
         {"role": "user", "content": [{"type": "input_image", "image_url": "file:///etc/passwd"}]},
         {"type": "function_call_output", "call_id": "1", "output": "a"},
         {"role": "tool", "content": "a"},
         {"role": "user"},
         5,
-    ],
-)
-def test_what_is_no_text_message_is_refused(http: httpx.Client, item: Any) -> None:
-    refused(http.post("/v1/responses", json={"input": [item]}), 400)
+    ):
+        refused(http.post("/v1/responses", json={"input": [item]}), 400)
     refused(http.post("/v1/responses", json={"input": "lamp " * 30_000}), 400)
 
 

@@ -88,15 +88,12 @@ def test_answers_that_are_not_read_are_not_kept(url: str) -> None:
         assert until_closed(client).count(b"HTTP/1.1 200") < 1000
 
 
-def test_the_next_request_on_a_connection_has_its_time_too(url: str) -> None:
+def test_a_request_that_takes_long_is_not_cut_and_the_next_on_a_connection_has_its_time_too(url: str) -> None:
     with opened(url) as client:
         client.sendall(GET)
         assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
         client.sendall(b"GET /hea")
         assert until_closed(client).partition(b"HTTP/1.1 ")[2].startswith(b"408")
-
-
-def test_a_request_that_takes_long_is_not_cut(url: str) -> None:
     with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True}, timeout=HANG_S) as stream:
         assert [line for line in stream.iter_lines() if line][-1] == "data: [DONE]"
     with httpx.Client(base_url=url, timeout=HANG_S) as http:

@@ -50,11 +50,19 @@ def pages(http: httpx.Client, path: str, limit: int, **more: str) -> list[dict[s
         after = page["last_id"]
 
 
-@pytest.fixture
-def http() -> Iterator[httpx.Client]:
-    """A client of a server that has stored nothing yet."""
+@pytest.fixture(scope="module")
+def own() -> Iterator[httpx.Client]:
     with running(ServeSettings(drain_s=5), model=shallow()) as url, httpx.Client(base_url=url, timeout=600) as client:
         yield client
+
+
+@pytest.fixture
+def http(own: httpx.Client) -> Iterator[httpx.Client]:
+    """A client of a server that has stored nothing; what a test stores is dropped behind it."""
+    yield own
+    for each in pages(own, "/v1/documents", 1000):
+        own.delete("/v1/documents", params={"id": each["id"]})
+    assert own.get("/v1/documents").json()["data"] == own.get("/v1/chunks").json()["data"] == []
 
 
 def test_documents_are_stored_edited_and_dropped(http: httpx.Client) -> None:
@@ -159,8 +167,8 @@ def test_a_list_reads_nothing_of_other_tenants(tmp_path: Path) -> None:
                 asked.append(name)
             return look(name)
 
-    store = Counting(tmp_path / "s", durable=False)
     with (
+        Counting(tmp_path / "s", durable=False) as store,
         running(ServeSettings(keys=ring), store, model=shallow()) as url,
         httpx.Client(base_url=url, timeout=60, headers=headers["mine"]) as one,
         httpx.Client(base_url=url, timeout=60, headers=headers["theirs"]) as other,
@@ -192,41 +200,34 @@ def test_chunks_of_another_process_are_listed_after_a_while(tmp_path: Path, monk
 
 
 def test_a_quota_counts_manifests_and_records() -> None:
-    tiny = {str(number): f"Bell {number}." for number in range(40)}
-    with (
-        running(ServeSettings(store_bytes=40 * SMALL_FILE_BYTES), model=shallow()) as url,
-        httpx.Client(base_url=url, timeout=60) as http,
-    ):
-        body = {"documents": [{"id": name, "text": text} for name, text in tiny.items()]}
-        refused = http.post("/v1/documents", json=body)
+    body = {"documents": [{"id": str(number), "text": f"Bell {number}."} for number in range(40)]}
+    with running(ServeSettings(store_bytes=40 * SMALL_FILE_BYTES), model=shallow()) as url:
+        refused = httpx.post(f"{url}/v1/documents", json=body, timeout=60)
         assert refused.status_code == 403 and refused.json()["error"]["code"] == "quota"
-        assert http.get("/v1/documents").json()["data"] == []
+        assert httpx.get(f"{url}/v1/documents").json()["data"] == []
 
 
-def test_documents_posted_at_the_same_time_keep_what_they_share() -> None:
-    texts = [text_of(seed, 20) for seed in range(3)]
-    with running(ServeSettings(), model=shallow()) as url:
-        errors: list[int] = []
+def test_documents_posted_at_the_same_time_keep_what_they_share(http: httpx.Client) -> None:
+    texts, errors = [text_of(seed, 20) for seed in range(3)], list[int]()
 
-        def work(number: int) -> None:
-            rng = random.Random(number)
-            with httpx.Client(base_url=url, timeout=120) as http:
-                for _ in range(6):
-                    if rng.random() < 0.6:
-                        put(http, {f"d{number}": rng.choice(texts)})
-                    elif http.delete(f"/v1/documents/d{number}").status_code not in (200, 404):
-                        errors.append(number)
+    def work(number: int) -> None:
+        rng = random.Random(number)
+        with httpx.Client(base_url=http.base_url, timeout=120) as own:
+            for _ in range(6):
+                if rng.random() < 0.6:
+                    put(own, {f"d{number}": rng.choice(texts)})
+                elif own.delete(f"/v1/documents/d{number}").status_code not in (200, 404):
+                    errors.append(number)
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(5)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
-        with httpx.Client(base_url=url, timeout=60) as http:
-            documents = http.get("/v1/documents").json()["data"]
-            assert errors == [] and all(each["held"] for each in documents)
-            listed = {each["id"] for each in http.get("/v1/chunks").json()["data"]}
-            assert listed == {chunk for each in documents for chunk in each["chunks"]}
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    documents = http.get("/v1/documents").json()["data"]
+    assert errors == [] and all(each["held"] for each in documents)
+    listed = {each["id"] for each in http.get("/v1/chunks").json()["data"]}
+    assert listed == {chunk for each in documents for chunk in each["chunks"]}
 
 
 def test_a_post_whose_client_goes_is_completed_by_the_next(http: httpx.Client) -> None:

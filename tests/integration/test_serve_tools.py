@@ -131,6 +131,10 @@ PARIS = "get_weather", "Paris"
 
 
 def test_a_call_in_openais_form(web: TestClient, says: Any) -> None:
+    says(CALL)
+    assert both(web) == (None, [PARIS], "tool_calls")  # a call alone has no content
+    says("Mild.")
+    assert both(web) == ("Mild.", [], "stop")
     says("Let me look.\n" + CALL)
     assert both(web) == ("Let me look.\n", [PARIS], "tool_calls")
     found, events = ask(web), streamed(web)
@@ -141,13 +145,6 @@ def test_a_call_in_openais_form(web: TestClient, says: Any) -> None:
     texts = [event["choices"][0]["delta"].get("content") for event in events]
     assert sum(bool(text) for text in texts) > 2  # as it came
     assert found["usage"]["completion_tokens"] == events[-1]["cacheblend"]["generated_tokens"]
-
-
-def test_an_answer_that_is_a_call_alone_has_no_content(web: TestClient, says: Any) -> None:
-    says(CALL)
-    assert both(web) == (None, [PARIS], "tool_calls")
-    says("Mild.")
-    assert both(web) == ("Mild.", [], "stop")
 
 
 def test_openais_client_calls_a_tool_and_answers_with_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,13 +196,10 @@ def test_none_reads_no_calls_and_shows_no_tools(web: TestClient, says: Any) -> N
         assert web.post("/tokenize", json=body).json()["count"] == count
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}, "odd"])
-def test_a_call_that_is_to_be_forced_is_refused_by_name(web: TestClient, choice: Any) -> None:
-    answer = web.post("/v1/chat/completions", json={**ASKED, "tool_choice": choice})
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "tool_choice"
-
-
-def test_tools_beside_a_form_are_refused_by_name(web: TestClient) -> None:
+def test_a_call_that_is_to_be_forced_and_tools_beside_a_form_are_refused_by_name(web: TestClient) -> None:
+    for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}, "odd"):
+        answer = web.post("/v1/chat/completions", json={**ASKED, "tool_choice": choice})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "tool_choice"
     form = {"response_format": {"type": "json_object"}}
     answer = web.post("/v1/chat/completions", json={**ASKED, **form})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools", answer.text
@@ -220,15 +214,12 @@ def test_what_is_no_call_is_text_in_the_answer(web: TestClient, says: Any, told:
     assert both(web) == (told, [], "stop")
 
 
-def test_an_answer_that_is_cut_says_so(web: TestClient, says: Any) -> None:
+def test_an_answer_that_is_cut_says_so_and_a_stop_text_inside(web: TestClient, says: Any) -> None:
     says(CALL + "Look: " + CALL)
     whole = ask(web)["usage"]["completion_tokens"]
     for most in range(1, whole, 29):
         assert both(web, max_tokens=most)[2] == "length"
     assert both(web, max_tokens=whole - 3, parallel_tool_calls=False)[1:] == ([PARIS], "tool_calls")
-
-
-def test_a_stop_text_inside(web: TestClient, says: Any) -> None:
     says("Look. " + CALL + " behind")
     assert both(web, stop=["</tool_call>"]) == ("Look. ", [PARIS], "tool_calls")
     assert both(web, stop=["Paris"]) == ("Look. " + CALL[: CALL.index("Paris")], [], "stop")
@@ -304,12 +295,16 @@ def test_a_template_that_takes_texts_gets_texts() -> None:
         assert '{"city":"Paris"}' in text
 
 
-@pytest.mark.parametrize("arguments", ["{", "[]", "[" * 10_000, 5, "NaN", "1" * 5000, "\x00"])
-def test_a_broken_history_is_refused_by_name(web: TestClient, arguments: Any) -> None:
-    for path in ("/v1/chat/completions", "/tokenize"):
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_a_broken_history_and_wrong_tools_are_refused_by_name(web: TestClient, path: str) -> None:
+    for arguments in ("{", "[]", "[" * 10_000, 5, "NaN", "1" * 5000, "\x00"):
         answer = web.post(path, json={"messages": history(arguments)})
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"] == "messages.1.tool_calls.0.function.arguments"
+    wrong: tuple[tuple[Any, str], ...] = (("f", "tools"), ({}, "tools"), ([5], "tools.0"))
+    for tools, param in (*wrong, ([WEATHER, {"type": "web_search"}], "tools.1.type")):
+        answer = web.post(path, json={"messages": ASKED["messages"], "tools": tools})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
 
 
 def test_half_of_a_surrogate_pair_in_a_history_is_no_error_of_the_server() -> None:
@@ -317,18 +312,3 @@ def test_half_of_a_surrogate_pair_in_a_history_is_no_error_of_the_server() -> No
         with engine(template) as opened, server(opened) as web:
             answer = web.post("/v1/chat/completions", json={"messages": history('{"a": "\\ud800"}'), "max_tokens": 1})
             assert answer.status_code in (200, 400), answer.text
-
-
-@pytest.mark.parametrize(
-    ("tools", "param"),
-    [
-        ("f", "tools"),
-        ({}, "tools"),
-        ([5], "tools.0"),
-        ([WEATHER, {"type": "web_search"}], "tools.1.type"),
-    ],
-)
-def test_wrong_tools_are_refused_by_name(web: TestClient, tools: Any, param: str) -> None:
-    for path in ("/v1/chat/completions", "/tokenize"):
-        answer = web.post(path, json={"messages": ASKED["messages"], "tools": tools})
-        assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text

@@ -104,6 +104,7 @@ def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert "40 % of the time" in record.message and "OMP_NUM_THREADS=2" in record.message
+    assert "or other threads of this one" in record.message  # a thread cannot tell who has its core
 
 
 def number_of_a_new_thread() -> int:

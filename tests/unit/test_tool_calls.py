@@ -126,7 +126,7 @@ def test_two_calls_and_text_between_and_behind(name: str) -> None:
     assert read(name, [first + "\n\n"]) == ("", [Call("f", '{"a": 1}')])
 
 
-def test_calls_that_stand_in_one_list() -> None:
+def test_calls_that_stand_in_one_list_and_tools_without_parameters() -> None:
     both = '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
     assert read("mistral", [both])[1] == [Call("f", '{"a": 1}'), Call("g", "{}")]
     assert read("mistral", [both], only_first=True)[1] == [Call("f", '{"a": 1}')]
@@ -139,9 +139,6 @@ def test_calls_that_stand_in_one_list() -> None:
     assert [call.name for call in read("llama3", [llama])[1]] == ["f", "g"]
     assert read("llama3", ['{"type": "function", "name": "f", "parameters": {"a": 1}}'])[1] == [Call("f", '{"a": 1}')]
     assert read("hermes", [written("hermes", "f", {}).replace("{}", '"{\\"a\\": 1}"')])[1] == [Call("f", '{"a": 1}')]
-
-
-def test_a_tool_without_parameters() -> None:
     assert read("hermes", ['<tool_call>{"name": "f"}</tool_call>']) == ("", [Call("f", "{}")])
     assert read("hermes", ['<tool_call>{"name": "f", "arguments": null}</tool_call>']) == ("", [Call("f", "{}")])
     assert read("pythonic", ["[f()]"]) == ("", [Call("f", "{}")])
@@ -195,18 +192,12 @@ def test_what_is_no_call_stays_text_whole(name: str, answer: str) -> None:
     assert read(name, [answer]) == read(name, answer) == (answer, [])
 
 
-def test_a_call_behind_what_was_none() -> None:
+def test_a_call_behind_what_was_none_one_whose_end_is_cut_and_half_of_a_surrogate_pair() -> None:
     good = written("hermes", "f", {})
     for bad in ("<tool_call>", "<tool_call>{]", '<tool_call>{"name": "x"}</tool_call>'):
         assert read("hermes", [bad + good]) == (bad, [Call("f", "{}")])
-
-
-@pytest.mark.parametrize("rest", ["", "\n", "</tool", "\n</tool_call"])
-def test_a_whole_call_whose_end_is_cut_is_one(rest: str) -> None:
-    assert read("hermes", ['<tool_call>{"name": "f", "arguments": {}}' + rest]) == ("", [Call("f", "{}")])
-
-
-def test_half_of_a_surrogate_pair_stays_escaped() -> None:
+    for rest in ("", "\n", "</tool", "\n</tool_call"):
+        assert read("hermes", ['<tool_call>{"name": "f", "arguments": {}}' + rest]) == ("", [Call("f", "{}")])
     _, [call] = read("hermes", ['<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>'])
     assert call.arguments == '{"a": "\\ud800"}' and call.arguments.encode()
 
@@ -264,11 +255,8 @@ def test_a_format_is_known_by_the_template(template: Any, name: str | None) -> N
     found = format_of("auto", template)
     assert (found.name if found else None) == name
     assert format_of("none", template) is None and format_of("mistral", template) is FORMATS["mistral"]
-
-
-def test_an_unknown_parser_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(InvalidInputError, match=f"'gpt'; there are {', '.join(CHOICES)}"):
-        format_of("gpt", None)
+        format_of("gpt", template)
 
 
 def test_ids_differ_and_are_as_templates_take_them() -> None:
@@ -311,16 +299,11 @@ def test_special_tokens_of_calls_are_shown_and_no_others() -> None:
     ],
 )
 def test_what_is_no_tool_is_refused_with_its_place(tool: dict[str, Any], param: str) -> None:
+    fine = [{"type": "function", "function": {"name": f"f{number}"}} for number in range(128)]
+    assert check_tools(fine) == fine
     with pytest.raises(ApiError) as error:
-        check_tools([tool])
+        check_tools([tool, *fine])
     assert error.value.status == 400 and error.value.param == param and param in error.value.message
-
-
-def test_many_tools() -> None:
-    tools = check_tools([{"type": "function", "function": {"name": f"f{number}"}} for number in range(128)])
-    assert read("hermes", [written("hermes", "f127", {})], (each["function"]["name"] for each in tools))[1] == [
-        Call("f127", "{}")
-    ]
 
 
 def call_of(arguments: Any) -> dict[str, Any]:
@@ -333,6 +316,7 @@ def test_a_template_gets_arguments_as_an_object(arguments: Any, found: dict[str,
     before = json.dumps(messages)
     assert with_argument_objects(messages)[1]["tool_calls"] == [call_of(found)]
     assert json.dumps(messages) == before
+    assert sorted(strings_in([{"a": [12, 1.5, None, True]}, "b"])) == ["1.5", "12", "True", "a", "b"]  # for its length
 
 
 @pytest.mark.parametrize(
@@ -352,7 +336,3 @@ def test_broken_calls_of_the_history_are_refused_with_their_place(calls: Any, pa
     with pytest.raises(ApiError) as error:
         with_argument_objects([{"role": "assistant", "tool_calls": calls}])
     assert error.value.status == 400 and error.value.param == f"messages.0.{param}"
-
-
-def test_numbers_count_for_the_length_of_a_request() -> None:
-    assert sorted(strings_in([{"a": [12, 1.5, None, True]}, "b"])) == ["1.5", "12", "True", "a", "b"]

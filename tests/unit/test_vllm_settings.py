@@ -99,7 +99,7 @@ def test_the_connectors_settings_are_read_in_this_projects_form_and_in_ucms() ->
         ({"shadow": False}, "shadow False.*above 0 and at most 1"),
         ({"shadow": None}, "shadow None.*above 0 and at most 1"),
         ({"shadow": 0.1, "shadow_floor": 1}, "shadow_floor 1:.*between 0 and 1"),
-        ({"shadow": 0.1, "shadow_floor": "high"}, "shadow_floor 'high'.*must be a number"),
+        ({"shadow": 0.1, "shadow_floor": "high"}, "shadow_floor 'high'.*must be between 0 and 1"),
         ({"shadow": 0.1, "shadow_floor": 0.99999}, r"shadow_floor 0\.99999.*lower it"),
         ({"shadow_floor": 0.9}, r"shadow_floor of 0\.9.*also give shadow, the share of the requests to compare"),
         ({"shadow": 0, "shadow_floor": 0.9}, "also give shadow"),

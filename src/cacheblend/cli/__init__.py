@@ -46,9 +46,5 @@ def _root(version: bool = typer.Option(False, "--version", "-V", help="Show the 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line, see `run_program`.
-
-    Args:
-        arguments: without the program's name; None takes the process's own.
-    """
+    """Runs the command line, see `run_program`."""
     run_program(app, "cacheblend", arguments)

@@ -6,18 +6,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
+from cacheblend.cli import options, output
 from cacheblend.cli.option_groups import option
-from cacheblend.cli.options import (
-    OUTPUT,
-    AnswerOptions,
-    AsJson,
-    BlendOptions,
-    DeviceOptions,
-    ModelOptions,
-    PromptOptions,
-    StoreOptions,
-)
-from cacheblend.cli.output import console, print_json, seconds_text, share_text, status, write
 
 if TYPE_CHECKING:
     from cacheblend.core.plan.prompt import Prompt
@@ -35,14 +25,14 @@ _SOURCES = {
 
 
 def ask(
-    model: ModelOptions,
-    store: StoreOptions,
-    prompt: PromptOptions,
-    blend: BlendOptions,
-    sampling: AnswerOptions,
-    device: DeviceOptions,
-    compare: bool = option(False, "Answer by full recompute, too; stores nothing.", panel=OUTPUT),
-    json: AsJson = False,
+    model: options.ModelOptions,
+    store: options.StoreOptions,
+    prompt: options.PromptOptions,
+    blend: options.BlendOptions,
+    sampling: options.AnswerOptions,
+    device: options.DeviceOptions,
+    compare: bool = option(False, "Answer by full recompute, too; stores nothing.", panel=options.OUTPUT),
+    json: options.AsJson = False,
 ) -> None:
     """Answer a question from passages; their KV cache is loaded where the store has it.
 
@@ -63,7 +53,7 @@ def ask(
             return
         answer = _stream(engine, asked, params, quiet=json)
         _show(answer, engine.survey.num_layers, engine.settings, json)
-        with status("storing the missed passages ...", quiet=json or not answer.report.missed_tokens):
+        with output.status("storing the missed passages ...", quiet=json or not answer.report.missed_tokens):
             engine.flush()
 
 
@@ -71,10 +61,10 @@ def _stream(engine: "BlendEngine", prompt: "Prompt", params: "SamplingParams", *
     """The answer, written to stdout as it comes unless `quiet`."""
     for delta in engine.stream(prompt, params):
         if not quiet:
-            write(delta.text)
+            output.write(delta.text)
     assert delta.answer is not None
     if not quiet:
-        write("\n")
+        output.write("\n")
     return delta.answer
 
 
@@ -84,7 +74,7 @@ def _compare(engine: "BlendEngine", prompt: "Prompt", params: "SamplingParams", 
 
     touch(engine, prompt)
     if not as_json:
-        console().print("blend", style="bold")
+        output.console().print("blend", style="bold")
     blended = _stream(engine, prompt, params, quiet=as_json)
     full = full_recompute(engine, prompt)
     text, ids = finish(engine, prompt, full, params)
@@ -93,18 +83,15 @@ def _compare(engine: "BlendEngine", prompt: "Prompt", params: "SamplingParams", 
     recomputed = {"answer": text, "token_ids": ids, "ttft_s": full.ttft_s, "speedup": speedup}
     recomputed["first_token"] = close.to_dict()
     if not as_json:
-        console().print("full recompute", style="bold")
-        write(f"{text}\n")
+        output.console().print("full recompute", style="bold")
+        output.write(f"{text}\n")
     _show(blended, engine.survey.num_layers, engine.settings, as_json, {"full_recompute": recomputed})
-    if as_json:
-        return
-    same = "the same first token" if close.top_1 else "another first token"
-    line = Text.assemble(
-        f"first token: blend {seconds_text(blended.report.ttft_s)}, full recompute {seconds_text(full.ttft_s)}: ",
-        (f"{speedup:.1f} x", "bold green"),
-        f"; {same}, KL {close.kl:.2g} nats",
-    )
-    console(stderr=True).print(line)
+    if not as_json:
+        same = "the same first token" if close.top_1 else "another first token"
+        times = f"blend {output.seconds_text(blended.report.ttft_s)}, full recompute {output.seconds_text(full.ttft_s)}"
+        faster = (f"{speedup:.1f} x", "bold green")
+        line = Text.assemble(f"first token: {times}: ", faster, f"; {same}, KL {close.kl:.2g} nats")
+        output.console(stderr=True).print(line)
 
 
 def _show(
@@ -121,9 +108,9 @@ def _show(
             "report": report.to_dict(),
             "settings": {"source": settings.source, **quality_settings(settings.config)},
         }
-        print_json(facts | (further or {}))
+        output.print_json(facts | (further or {}))
         return
-    out = console(stderr=True)
+    out = output.console(stderr=True)
     out.print(_table(report, layers))
     if report.decision:
         out.print(f"loading controller: {report.decision}", soft_wrap=True)
@@ -161,8 +148,8 @@ def _table(report: "BlendReport", layers: int) -> Table:
         ("loading, in parallel", report.load_s),
         (f"all {report.generated_tokens} tokens", report.total_s),
     ]
-    left = [(name, str(count), share_text(count, whole)) for name, count, whole in tokens]
-    right = [(name, seconds_text(seconds)) for name, seconds in times]
+    left = [(name, str(count), output.share_text(count, whole)) for name, count, whole in tokens]
+    right = [(name, output.seconds_text(seconds)) for name, seconds in times]
     for one, other in zip_longest(left, right, fillvalue=("", "", "")):
         table.add_row(*one, *other[:2])
     return table

@@ -9,21 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from cacheblend.cli import output
 from cacheblend.cli.help import App
 from cacheblend.cli.models import quiet_transformers
 from cacheblend.cli.option_groups import names_in, numbers, option
 from cacheblend.cli.options import MOST_SEED, MOST_TOKENS, AsJson, JsonFile, ModelOrShape, Plot, SelectionOptions
-from cacheblend.cli.output import (
-    INSTALL_PLOT,
-    can_draw,
-    check_outputs,
-    console,
-    picture_file,
-    print_json,
-    progress,
-    say,
-    write_json,
-)
 from cacheblend.core.errors import CacheBlendError, InvalidInputError
 from cacheblend.core.failures import failed_since, failures, in_words
 from cacheblend.nano import LEAN_PROFILE_NAME, model_path
@@ -86,7 +76,7 @@ class ResultOptions:
 
     def check(self) -> None:
         """Raises `InvalidInputError` where the file cannot be written: before minutes of measuring."""
-        check_outputs(self.json_file)
+        output.check_outputs(self.json_file)
         _before.clear()
         _before.update(failures())
 
@@ -95,17 +85,17 @@ class ResultOptions:
         failed = failed_since(_before)
         result = {**result, "failed_blends": sum(failed.values())} | ({"failed": failed} if failed else {})
         if self.json_file is not None:
-            write_json(self.json_file, result)
+            output.write_json(self.json_file, result)
         if failed:
             raise CacheBlendError(
                 f"no figures are shown, for they are not those of blending: {in_words(failed)} failed while it was "
                 "measured and was computed in full; the logs of this command and of its servers say why"
             )
         if self.json:
-            print_json(result)
+            output.print_json(result)
         else:
-            console().print(shown)
-            console().print("failed_blends: 0")
+            output.console().print(shown)
+            output.console().print("failed_blends: 0")
 
 
 def prompt_settings(model: "ModelOrShape", **settings: Any) -> "TtftSettings":
@@ -139,7 +129,7 @@ def selection_of(options: SelectionOptions) -> tuple["Selection", tuple[float, .
 
 def in_rounds(measure: Callable[[Callable[[int, int, str], None]], dict[str, Any]], quiet: bool) -> dict[str, Any]:
     """Runs a benchmark that reports (rounds done, rounds in all, what is measured), with a bar."""
-    with progress("measuring", "rounds", quiet=quiet) as advance:
+    with output.progress("measuring", "rounds", quiet=quiet) as advance:
         result = measure(lambda done, total, _: advance(done, total))
         advance(1, 1)
     return result
@@ -175,8 +165,15 @@ def ttft(
     A prompt is 32 tokens of plain text that no cache holds, the stored chunks in shuffled order, the question. Several
     ratios are measured one by one. --profile takes a file, or nano or lean: the profiles of the model that ships.
     """
-    curves = _curves_file(sweep, plot)
-    check_outputs(curves)
+    if plot is not None and sweep is None:
+        raise InvalidInputError("--plot draws a sweep: also give --sweep")
+    curves = output.picture_file(plot)
+    if plot is None and sweep is not None:
+        if output.can_draw():
+            curves = Path(f"bench-ttft-{sweep}.png")
+        else:
+            output.say(f"no curves are drawn, that needs matplotlib: {output.INSTALL_PLOT}")
+    output.check_outputs(curves)
     result.check()
     chosen, ratios, profile = selection_of(selection)
     settings = prompt_settings(
@@ -198,16 +195,4 @@ def ttft(
     result.show(bench.table(found), found)
     if curves is not None:
         bench.plot(found, curves)
-        say(f"the curves are in {curves}")
-
-
-def _curves_file(sweep: str | None, plot: Path | None) -> Path | None:
-    """Where a sweep's curves go; None where none are drawn."""
-    if plot is not None and sweep is None:
-        raise InvalidInputError("--plot draws a sweep: also give --sweep")
-    if plot is not None or sweep is None:
-        return picture_file(plot)
-    if not can_draw():
-        say(f"no curves are drawn, that needs matplotlib: {INSTALL_PLOT}")
-        return None
-    return Path(f"bench-ttft-{sweep}.png")
+        output.say(f"the curves are in {curves}")

@@ -11,20 +11,11 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from cacheblend.cli import output
 from cacheblend.cli.evaluate import progress_bars
 from cacheblend.cli.models import PATIENT_S, open_engine
 from cacheblend.cli.option_groups import option
 from cacheblend.cli.options import BLENDING, OUTPUT, AsJson, DeviceOptions
-from cacheblend.cli.output import (
-    INSTALL_PLOT,
-    can_draw,
-    console,
-    picture_file,
-    print_json,
-    say,
-    seconds_text,
-    visible,
-)
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.nano import model_path
 
@@ -82,10 +73,10 @@ def demo(
         for name, lines in (("passages", map(dumps, result["passages"])), ("questions", question_lines(rows))):
             (keep / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     if json:
-        print_json(result)
+        output.print_json(result)
         return
     if len(result["questions"]) < len(rows):
-        say(
+        output.say(
             f"asked {len(result['questions'])} of {len(rows)} questions: after {BUDGET_S:g} s the demo begins no more. "
             "Other programs may be using this machine"
         )
@@ -95,9 +86,9 @@ def demo(
 
 def _prepare(plot: Path, keep: Path | None) -> Path | None:
     """Checks options and copies the model for --keep; returns the file of the picture, None without matplotlib."""
-    picture = picture_file(plot) if can_draw() else None
+    picture = output.picture_file(plot) if output.can_draw() else None
     if picture is None:
-        say(f"no picture is drawn, that needs matplotlib: {INSTALL_PLOT}")
+        output.say(f"no picture is drawn, that needs matplotlib: {output.INSTALL_PLOT}")
     try:
         if keep is not None:
             keep.mkdir(parents=True)
@@ -111,7 +102,7 @@ def _prepare(plot: Path, keep: Path | None) -> Path | None:
 def _show(result: dict[str, Any], example: dict[str, Any], about: str, keep: Path | None) -> None:
     """Prints the demo in four steps, its limits, and commands to try; with --keep, such that use its folder."""
     warm, cells = result["warm"], [cell for row in result["evaluation"]["cells"] for cell in row["cells"]]
-    stored = f"{warm['passages']} passages, {warm['tokens']} tokens, stored in {seconds_text(warm['seconds'])}"
+    stored = f"{warm['passages']} passages, {warm['tokens']} tokens, stored in {output.seconds_text(warm['seconds'])}"
     longest, count = max(cell["prompt_tokens"] for cell in cells), len(result["questions"])
     holds, checks = all(each["holds"] for each in result["invariants"]), Table.grid(padding=(0, 2, 0, 0))
     for each in result["invariants"]:
@@ -122,7 +113,7 @@ def _show(result: dict[str, Any], example: dict[str, Any], about: str, keep: Pat
         (f"{count} questions, each over all passages in another order (at most {longest} tokens)", _table(result)),
         (f"The exactness invariants {'hold, up to' if holds else 'are VIOLATED beyond'} rounding", checks),
     )
-    out = console()
+    out = output.console()
     for number, (heading, part) in enumerate(steps, start=1):
         out.print(Text(f"\n{number}. {heading}", "bold"), part, sep="\n")
     out.print(Text(f"\nThe model ({about}) {LIMITS}", "dim"))
@@ -159,9 +150,9 @@ def _answers(example: dict[str, Any], result: dict[str, Any]) -> Table:
     for name in ("first token", "computed"):
         table.add_column(name, justify="right")
     for cell in result["evaluation"]["cells"][int(row.id)]["cells"]:
-        mark, answer = Text(*MARK[cell["scores"]["em"] == 1]), Text(visible(cell["answer"]) or "(nothing)")
+        mark, answer = Text(*MARK[cell["scores"]["em"] == 1]), Text(output.visible(cell["answer"]) or "(nothing)")
         share = f"{100 * cell['total_compute']:.0f} %"
-        table.add_row(mark, cell["method"], answer, seconds_text(cell["ttft_s"]), share)
+        table.add_row(mark, cell["method"], answer, output.seconds_text(cell["ttft_s"]), share)
     return table
 
 
@@ -182,7 +173,7 @@ def _table(result: dict[str, Any]) -> Table:
     shares = ["" if method["recomputed"] is None else f"{100 * method['recomputed']:.0f} %" for method in methods]
     for name, meaning, figures in (
         ("all", "right answers", ["{}/{}".format(*method["score"]) for method in methods]),
-        ("first token", "median", [seconds_text(method["ttft_s"]) for method in methods]),
+        ("first token", "median", [output.seconds_text(method["ttft_s"]) for method in methods]),
         ("faster", "", [f"{method['speedup']:.1f} x" for method in methods]),
         ("computed", "of a full prefill", [f"{100 * method['compute']:.0f} %" for method in methods]),
         ("recomputed", "of the loaded tokens", shares),

@@ -1,6 +1,5 @@
 """`cacheblend doctor`: can this model be blended, and how much must be recomputed to keep its answers."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
@@ -9,31 +8,12 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from cacheblend.cli.models import (
-    PATIENT_S,
-    checked_device,
-    checked_dtype,
-    model_name,
-    open_engine,
-    quiet_transformers,
-)
+from cacheblend.cli import models, options, output
 from cacheblend.cli.option_groups import option
-from cacheblend.cli.options import (
-    IN_MEMORY,
-    MOST_SEED,
-    Anchor,
-    AsJson,
-    DeviceOptions,
-    ModelOrShape,
-    QuestionOptions,
-    StoreOptions,
-)
-from cacheblend.cli.output import console, print_json, progress, share_text, status
 from cacheblend.core.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from cacheblend.core.config import AnchorKind
-    from cacheblend.engines.hf.doctor import Check, Diagnosis
     from cacheblend.evaluation.gate import Bar, GateResult, Tried
 
 MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("·", "dim")}
@@ -56,7 +36,7 @@ class QualityOptions:
     threshold: float = option(0.99, "Share of first tokens that must agree, 0..1.")
     confidence: float = option(0.95, "Confidence of the one-sided bounds, 0..1.")
     max_tokens: int = option(16, "Tokens of an answer.", "-n", least=1, most=4096)
-    seed: int = option(0, "Seed of the split of the rows.", least=0, most=MOST_SEED)
+    seed: int = option(0, "Seed of the split of the rows.", least=0, most=options.MOST_SEED)
     profile: Path | None = option(
         None, "File to write the profile to. Default: blend-profile.json in the model's folder."
     )
@@ -64,13 +44,13 @@ class QualityOptions:
 
 
 def doctor(
-    model: ModelOrShape,
-    device: DeviceOptions,
-    questions: QuestionOptions,
+    model: options.ModelOrShape,
+    device: options.DeviceOptions,
+    questions: options.QuestionOptions,
     gate: QualityOptions,
-    anchor: Anchor = "auto",
-    store: StoreOptions = IN_MEMORY,
-    json: AsJson = False,
+    anchor: options.Anchor = "auto",
+    store: options.StoreOptions = options.IN_MEMORY,
+    json: options.AsJson = False,
 ) -> None:
     """Check whether a model can be blended, including a live run of both exactness invariants. Exit code 1 means no.
 
@@ -90,24 +70,44 @@ def doctor(
         raise typer.Exit(1)
 
 
-# ---- can it be blended ----------------------------------------------------------------------------------------
-
-
-def _examine(model: ModelOrShape, device: DeviceOptions, as_json: bool) -> bool:
+def _examine(model: options.ModelOrShape, device: options.DeviceOptions, as_json: bool) -> bool:
     """Examines the model and prints what was found; whether it can be blended."""
-    with status("examining ...", quiet=as_json) as say:
-        found = _diagnose(model, device, say)
+    with output.status("examining ...", quiet=as_json) as say:
+        models.quiet_transformers()
+        from cacheblend.engines.hf.doctor import Check, diagnose
+
+        dtype, place = models.checked_dtype(device.dtype), models.checked_device(device.device)
+        if model.model is not None:
+            found = diagnose(model.model, name=models.model_name(model.model), dtype=dtype, device=place, on_check=say)
+        else:
+            import torch
+
+            from cacheblend.engines.hf.shapes import build_shape
+
+            assert model.shape is not None  # one of the two is given
+            wanted = torch.bfloat16 if dtype == "auto" else dtype
+            built = build_shape(model.shape, dtype=wanted, device=device.device)
+            found = diagnose(built, name=f"{model.shape} (random weights)", on_check=say)
         if model.model is not None and found.blendable:
-            found.checks.append(_profile(model.model, found.fingerprint))
+            from cacheblend.engines.settings import resolve_settings
+
+            try:
+                settings = resolve_settings(None, model.model, found.fingerprint)
+            except InvalidInputError as error:  # a damaged profile
+                found.checks.append(Check("profile", False, str(error).removeprefix("the profile ")))
+            else:
+                blends = settings.profile is not None and settings.profile.blend
+                said = settings.source.removeprefix("the profile ")
+                found.checks.append(Check("profile", True if blends else None, said))
     if as_json:
-        print_json(found.to_dict())
+        output.print_json(found.to_dict())
         return found.blendable
     table = Table(title=found.model, title_justify="left", box=None, padding=(0, 1), show_header=False)
     for overflow in ("ellipsis", "ellipsis", "fold"):  # wrap a long path instead of cutting it
         table.add_column(overflow=overflow)
     for check in found.checks:
         table.add_row(Text(*MARKS[check.ok]), check.name, check.detail)
-    out = console()
+    out = output.console()
     out.print(table)
     if found.blendable:
         out.print(Text.assemble("\n", ("yes", "bold green"), ", this model can be blended"))
@@ -116,44 +116,11 @@ def _examine(model: ModelOrShape, device: DeviceOptions, as_json: bool) -> bool:
     return found.blendable
 
 
-def _diagnose(model: ModelOrShape, device: DeviceOptions, say: Callable[[str], None]) -> "Diagnosis":
-    quiet_transformers()
-    from cacheblend.engines.hf.doctor import diagnose
-
-    dtype, place = checked_dtype(device.dtype), checked_device(device.device)
-    if model.model is not None:
-        return diagnose(model.model, name=model_name(model.model), dtype=dtype, device=place, on_check=say)
-    import torch
-
-    from cacheblend.engines.hf.shapes import build_shape
-
-    assert model.shape is not None  # one of the two is given
-    wanted = torch.bfloat16 if dtype == "auto" else dtype
-    built = build_shape(model.shape, dtype=wanted, device=device.device)
-    return diagnose(built, name=f"{model.shape} (random weights)", on_check=say)
-
-
-def _profile(model: Path, fingerprint: str) -> "Check":
-    """The settings of an engine on this folder; a damaged profile is a failed check."""
-    from cacheblend.engines.hf.doctor import Check
-    from cacheblend.engines.settings import resolve_settings
-
-    try:
-        settings = resolve_settings(None, model, fingerprint)
-    except InvalidInputError as error:
-        return Check("profile", False, str(error).removeprefix("the profile "))
-    blends = settings.profile is not None and settings.profile.blend
-    return Check("profile", True if blends else None, settings.source.removeprefix("the profile "))
-
-
-# ---- the quality gate -----------------------------------------------------------------------------------------
-
-
 def _find_setting(
     model: Path,
     file: Path,
-    device: DeviceOptions,
-    questions: QuestionOptions,
+    device: options.DeviceOptions,
+    questions: options.QuestionOptions,
     gate: QualityOptions,
     anchor: str,
     store: str,
@@ -174,39 +141,36 @@ def _find_setting(
     asked, bad = questions.read(file)
     if profile is not None:
         check_writable(profile)
-    config = BlendConfig(capture=False, anchor=cast("AnchorKind", anchor), load_timeout_s=PATIENT_S)
+    config = BlendConfig(capture=False, anchor=cast("AnchorKind", anchor), load_timeout_s=models.PATIENT_S)
     chosen = gate.selector or (), gate.ratio or ()
     layers = layers_of(model)
     if layers is not None:
         grid(layers, *chosen)  # refuses unknown selectors before the model is opened
-    with open_engine(model, store, config, device, quiet=as_json) as engine:
+    with models.open_engine(model, store, config, device, quiet=as_json) as engine:
         candidates, rows = grid(engine.survey.num_layers, *chosen), []
         for row in questions.split(engine, asked, settings, bad):
             passages = [Passage(text.text, text.title) for text in row.passages]
             rows.append(GateRow(settings.template.layout.parts(engine, passages, row.question), row.answers))
-        with progress("asking", "rows", quiet=as_json) as advance:
+        with output.progress("asking", "rows", quiet=as_json) as advance:
             result = run_gate(engine, rows, candidates, bar, seed=gate.seed, progress=advance)
         written = profile if result.verdict != "too few rows" else None
         if written is not None:
             write_profile(written, profile_of(engine, result, file))
     if as_json:
-        print_json(result.to_dict() | {"profile": None if written is None else str(written), "bad_rows": bad})
+        output.print_json(result.to_dict() | {"profile": None if written is None else str(written), "bad_rows": bad})
     else:
         _show(result, model, written, bad)
     return result.verdict == "passed"
 
 
 def _show(result: "GateResult", model: Path, written: Path | None, bad: list[str]) -> None:
-    out = console()
+    out, bar = output.console(), result.bar
     if bad:
         out.print(f"note: {len(bad)} rows cannot be used and were left out; the first: {bad[0]}", soft_wrap=True)
-    searched = "search: all settings, on rows that are used for nothing else"
-    out.print(_table(searched, result.searched, result.bar))
+    out.print(_table("search: all settings, on rows that are used for nothing else", result.searched, bar))
     if result.confirmed:
-        part = (
-            f", each held to {100 * result.bar.part(result.attempts).confidence:.3g} %" if result.attempts > 1 else ""
-        )
-        out.print(_table(f"confirmation: on fresh rows{part}", result.confirmed, result.bar))
+        part = f", each held to {100 * bar.part(result.attempts).confidence:.3g} %" if result.attempts > 1 else ""
+        out.print(_table(f"confirmation: on fresh rows{part}", result.confirmed, bar))
     for line in _notes(result):
         out.print(f"note: {line}", style="yellow", soft_wrap=True)
     out.print(_verdict(result), style="bold green" if result.chosen else "bold red", soft_wrap=True)
@@ -215,7 +179,7 @@ def _show(result: "GateResult", model: Path, written: Path | None, bad: list[str
     elif result.verdict != "too few rows":
         out.print("no profile written (--dry-run)")
     else:
-        out.print(f"no profile written; {model_name(model)} stays as it is", soft_wrap=True)
+        out.print(f"no profile written; {models.model_name(model)} stays as it is", soft_wrap=True)
 
 
 def _table(title: str, tried: list["Tried"], bar: "Bar") -> Table:
@@ -231,34 +195,25 @@ def _table(title: str, tried: list["Tried"], bar: "Bar") -> Table:
         if found is None:
             table.add_row(one.candidate.name, *[""] * len(columns), "no row")
             continue
-        f1 = [_signed(found.f1_difference), _signed(found.f1_bound)] if with_f1 else []
+        f1 = ["" if value is None else f"{value:+.3f}" for value in (found.f1_difference, found.f1_bound)]
+        if one.passes or one.stopped:
+            outcome = "passes" if one.passes else "given up"
+        elif found.compute >= 1:
+            outcome = "saves nothing"
+        else:
+            outcome = "fails" if found.agreement < bar.threshold else "not shown"
         table.add_row(
             one.candidate.name,
-            share_text(found.compute, 1),
+            output.share_text(found.compute, 1),
             f"{found.agreed}/{found.rows}",
-            share_text(found.bound, 1),
+            output.share_text(found.bound, 1),
             f"{found.kl:.2g}",
-            *f1,
+            *(f1 if with_f1 else ()),
             f"{found.ttft_ratio:.1f} x",
-            _outcome(one, bar),
+            outcome,
             style="green" if one.passes else "",
         )
     return table
-
-
-def _outcome(one: "Tried", bar: "Bar") -> str:
-    if one.passes:
-        return "passes"
-    if one.stopped:
-        return "given up"
-    assert one.found is not None
-    if one.found.compute >= 1:
-        return "saves nothing"
-    return "fails" if one.found.agreement < bar.threshold else "not shown"
-
-
-def _signed(value: float | None) -> str:
-    return "" if value is None else f"{value:+.3f}"
 
 
 def _notes(result: "GateResult") -> list[str]:
@@ -290,7 +245,7 @@ def _verdict(result: "GateResult") -> str:
     bar, chosen = result.bar, result.chosen
     wanted = f"{100 * bar.threshold:g} % agreement of first tokens with full recompute, at {100 * bar.confidence:g} %"
     if chosen is not None and chosen.found is not None:
-        return f"{chosen.candidate.name}: {share_text(chosen.found.compute, 1)} of the compute holds {wanted}"
+        return f"{chosen.candidate.name}: {output.share_text(chosen.found.compute, 1)} of the compute holds {wanted}"
     if result.verdict == "too few rows":
         return (
             f"too few rows to decide: {result.passage_sets} rows have different passages, {wanted} needs "

@@ -6,6 +6,7 @@ typer's versions; and the options and commands that were renamed.
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 RENAMED_OPTIONS = {
@@ -42,32 +43,23 @@ def is_usage_error(error: BaseException) -> bool:
     return hasattr(error, "format_message") and hasattr(error, "exit_code")
 
 
-def is_help(error: BaseException) -> bool:
-    """Whether typer raised it to show the help of a group of commands that was called without one."""
-    return type(error).__name__ == "NoArgsIsHelpError"
-
-
 def usage_text(error: Any, arguments: Sequence[str]) -> str:
-    """One line for an error of typer's.
-
-    Args:
-        error: see `is_usage_error`.
-        arguments: of the command line.
-    """
+    """One line for an error of typer's, see `is_usage_error`."""
     context = getattr(error, "ctx", None)
     see = f"; see {context.command_path} --help" if context is not None else ""
     option = getattr(error, "option_name", None)
     param = getattr(error, "param", None)
     if type(error).__name__ == "NoSuchOption":
         return _unknown_option(str(option), error, see)
-    if type(error).__name__ == "MissingParameter" and param is not None:
-        return f"{_name(param)} is missing{see}"
     if param is not None:
-        return f"{_name(param)}: {_problem(error, param)}{see}"
+        name = next((name for name in param.opts if name.startswith("--")), str(param.name).upper())
+        is_missing = type(error).__name__ == "MissingParameter"
+        return f"{name} is missing{see}" if is_missing else f"{name}: {_problem(error, param)}{see}"
     text = _clean(error.format_message())
-    value = _value_of_json(arguments)
-    if value is not None and (option == "--json" or "extra argument" in text):
-        return f"--json takes no value, got {value!r}: it prints to stdout; --json-file {value} writes a file{see}"
+    for argument, following in pairwise((*arguments, "-")) if option == "--json" or "extra argument" in text else ():
+        if argument.startswith("--json=") or (argument == "--json" and not following.startswith("-")):
+            value = argument.removeprefix("--json=") if "=" in argument else following  # once it took a file
+            return f"--json takes no value, got {value!r}: it prints to stdout; --json-file {value} writes a file{see}"
     if unknown := re.match(r"No such command '([^']*)'", text):
         if moved := _moved(context, unknown[1]):
             return moved
@@ -76,40 +68,22 @@ def usage_text(error: Any, arguments: Sequence[str]) -> str:
     return f"{text}{see}"
 
 
-def empty_value(arguments: Sequence[str]) -> str | None:
-    """An error for an option or argument that is the empty string; None if there is none.
+def wrong_text(arguments: Sequence[str]) -> str | None:
+    """An error for an option or argument that is empty, or not text in the terminal's encoding; None if there is none.
 
-    Salt and system prompt may be empty: those are their defaults.
+    Salt and system prompt may be empty: those are their defaults. Python hands other bytes over as lone surrogates,
+    which no tokenizer, store or JSON output takes.
     """
-    for at, argument in enumerate(arguments):
-        before = arguments[at - 1] if at else ""
-        if argument == "" and before not in MAY_BE_EMPTY:
-            where = f"{before}: the value is empty" if before.startswith("-") else "an argument is empty"
+    for before, argument in pairwise(("", *arguments)):
+        ends = argument.startswith("--") and argument.endswith("=")
+        name = argument[:-1] if ends else before
+        if (ends or not argument) and name not in MAY_BE_EMPTY:
+            where = f"{name}: the value is empty" if name.startswith("-") else "an argument is empty"
             return f"{where}; give one, or leave it out"
-        if argument.startswith("--") and argument.endswith("=") and argument[:-1] not in MAY_BE_EMPTY:
-            return f"{argument[:-1]}: the value is empty; give one, or leave it out"
-    return None
-
-
-def invalid_text(arguments: Sequence[str]) -> str | None:
-    """An error for an argument that is not text in the terminal's encoding; None if there is none.
-
-    Python hands such bytes over as lone surrogates, which no tokenizer, store or JSON output takes.
-    """
     for number, argument in enumerate(arguments, start=1):
         if any("\ud800" <= character <= "\udfff" for character in argument):
             shown = argument if len(argument) <= 80 else f"{argument[:80]}..."
             return f"argument {number}, {shown!r}, has bytes that are not UTF-8; give it in UTF-8"
-    return None
-
-
-def _value_of_json(arguments: Sequence[str]) -> str | None:
-    """What follows ``--json``, which once took a file."""
-    for at, argument in enumerate(arguments):
-        if argument.startswith("--json="):
-            return argument.removeprefix("--json=")
-        if argument == "--json" and at + 1 < len(arguments) and not arguments[at + 1].startswith("-"):
-            return arguments[at + 1]
     return None
 
 
@@ -137,24 +111,14 @@ def _problem(error: Any, param: Any) -> str:
         return _clean(error.message)
     value, kind = found[0]["input"], found[0]["type"]
     if kind in ("greater_than_equal", "less_than_equal"):
-        return f"{value} is out of range, {_range(param)}"
+        least, most = getattr(param, "min", None), getattr(param, "max", None)
+        one = f"at least {least}" if most is None else f"at most {most}"
+        return f"{value} is out of range, {one if least is None or most is None else f'{least}..{most}'}"
     words = {"int": "a whole number", "float": "a number", "bool": "true or false"}
     wanted = words.get(kind.split("_")[0])
     if wanted is not None:
         return f"{str(value)[:80]!r} is not {wanted}"
     return f"{str(value)[:80]!r}: {_clean(found[0]['msg']).removeprefix('Value error, ')}"
-
-
-def _range(param: Any) -> str:
-    least, most = getattr(param, "min", None), getattr(param, "max", None)
-    if least is None or most is None:
-        return f"at least {least}" if most is None else f"at most {most}"
-    return f"{least}..{most}"
-
-
-def _name(param: Any) -> str:
-    names = [name for name in param.opts if name.startswith("--")]
-    return str(names[0]) if names else str(param.name).upper()
 
 
 def _clean(message: str) -> str:

@@ -7,34 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from cacheblend.cli import options, output
 from cacheblend.cli.models import PATIENT_S, needed_model, open_engine
-from cacheblend.cli.options import (
-    IN_MEMORY,
-    Anchor,
-    AsJson,
-    DeviceOptions,
-    JsonFile,
-    MaxTokens,
-    MethodOptions,
-    OptionalModel,
-    Out,
-    QuestionOptions,
-    Scorers,
-    Seed,
-    StoreOptions,
-    TopK,
-)
-from cacheblend.cli.output import (
-    AdvanceStage,
-    can_draw,
-    check_folder,
-    check_outputs,
-    console,
-    print_json,
-    say,
-    stages,
-    write_json,
-)
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.folders import model_folder
 
@@ -48,12 +22,12 @@ if TYPE_CHECKING:
 class EvaluateOptions:
     """What is asked, of which model, and how answers are scored."""
 
-    model: OptionalModel = None
-    top_k: TopK = None
-    max_tokens: MaxTokens = 32
-    scorer: Scorers = None
-    seed: Seed = 0
-    anchor: Anchor = "auto"
+    model: options.OptionalModel = None
+    top_k: options.TopK = None
+    max_tokens: options.MaxTokens = 32
+    scorer: options.Scorers = None
+    seed: options.Seed = 0
+    anchor: options.Anchor = "auto"
 
 
 @dataclass(frozen=True)
@@ -61,16 +35,16 @@ class Destination:
     """Where results go: figures and plots into a folder that is made in `folder`; everything, each cell included, as
     JSON to stdout instead of tables, and to a file."""
 
-    folder: Out = Path("evaluations")
-    json: AsJson = False
-    json_file: JsonFile = None
+    folder: options.Out = Path("evaluations")
+    json: options.AsJson = False
+    json_file: options.JsonFile = None
 
     def write(self, result: dict[str, Any]) -> None:
         """Writes the result as JSON to each place that was asked for."""
         if self.json_file is not None:
-            write_json(self.json_file, result)
+            output.write_json(self.json_file, result)
         if self.json:
-            print_json(result)
+            output.print_json(result)
 
     @property
     def wants_json(self) -> bool:
@@ -79,18 +53,18 @@ class Destination:
 
 
 def evaluate(
-    questions: QuestionOptions,
-    method: MethodOptions,
-    device: DeviceOptions,
-    options: EvaluateOptions,
+    questions: options.QuestionOptions,
+    method: options.MethodOptions,
+    device: options.DeviceOptions,
+    what: EvaluateOptions,
     to: Destination,
-    store: StoreOptions = IN_MEMORY,
+    store: options.StoreOptions = options.IN_MEMORY,
 ) -> None:
     """Quality of blending on your data: answers of all methods scored, with intervals, time and compute.
 
     An interrupted run continues where it stopped when the same command is given again.
     """
-    run_evaluation(questions, method, device, options, to, store)
+    run_evaluation(questions, method, device, what, to, store)
 
 
 class Further(Protocol):
@@ -118,22 +92,22 @@ class Further(Protocol):
 
 
 def run_evaluation(
-    questions: QuestionOptions,
-    method: MethodOptions,
-    device: DeviceOptions,
-    options: EvaluateOptions,
+    questions: options.QuestionOptions,
+    method: options.MethodOptions,
+    device: options.DeviceOptions,
+    what: EvaluateOptions,
     to: Destination,
-    store: StoreOptions,
+    store: options.StoreOptions,
     further: Further | None = None,
 ) -> None:
     """What `evaluate` does; `further` is measured beside the answers."""
-    check_outputs(to.json_file)
-    check_folder("--out", to.folder)
+    output.check_outputs(to.json_file)
+    output.check_folder("--out", to.folder)
     file = questions.file
     if file is None:
         raise InvalidInputError("there is nothing to ask: give --data FILE")
     rows, bad = questions.read(file)  # before the model is opened, which takes longer
-    folder = needed_model(options.model)
+    folder = needed_model(what.model)
 
     from cacheblend.core.config import BlendConfig
     from cacheblend.engines.settings import layers_of
@@ -141,7 +115,7 @@ def run_evaluation(
     from cacheblend.evaluation.methods import PROFILE
     from cacheblend.evaluation.scorers import check_scorers
 
-    names = tuple(options.scorer or ("em", "f1"))
+    names = tuple(what.scorer or ("em", "f1"))
     check_scorers(names)
     choose = partial(make_methods, **method.choices())
     planned, layers = choose(profile=BlendConfig()), layers_of(model_folder(folder))
@@ -150,23 +124,23 @@ def run_evaluation(
     for each in planned:
         if layers is not None and each.label.family != PROFILE:  # a profile is not read yet
             each.check(layers)
-    settings = questions.settings(options.top_k, options.max_tokens)
-    config = {"anchor": options.anchor, "load_timeout_s": PATIENT_S}
+    settings = questions.settings(what.top_k, what.max_tokens)
+    config = {"anchor": what.anchor, "load_timeout_s": PATIENT_S}
     with open_engine(folder, store.store, config, device, quiet=to.json) as engine:
         assert engine.builder is not None  # a model folder is opened with its tokenizer
         methods = choose(profile=engine.settings.config)
         split = questions.split(engine, rows, settings, bad)
         if settings.template.chat is None and not settings.template.layout.is_chat(engine):
-            say(f"{engine.name} has no chat template: plain prompts")
+            output.say(f"{engine.name} has no chat template: plain prompts")
         name = f"{engine.name}-{file.stem}"
         with progress_bars(quiet=to.json) as advance:
             found = evaluate(engine, split, methods, settings=settings, out=to.folder, name=name, progress=advance)
         if found.resumed:
-            say(f"{found.resumed} of {len(found.rows)} rows were there already")
+            output.say(f"{found.resumed} of {len(found.rows)} rows were there already")
         if found.torn:
-            say("the last row of an interrupted run was incomplete and has been evaluated again")
+            output.say("the last row of an interrupted run was incomplete and has been evaluated again")
         scorers = make_scorers(names, engine.builder.encode)
-        summary = summarise(found, scorers, seed=options.seed) | {"bad_rows": bad}
+        summary = summarise(found, scorers, seed=what.seed) | {"bad_rows": bad}
         if further is not None:
             summary = further.measure(engine, split, methods, settings, found, summary)
         assert found.folder is not None  # rows are written where `out` is given
@@ -180,7 +154,7 @@ def run_evaluation(
     show_summary(summary)
     if further is not None:
         further.show(summary)
-    say(f"figures{' and plots' if plots else ''} are in {found.folder}")
+    output.say(f"figures{' and plots' if plots else ''} are in {found.folder}")
 
 
 def keep_summary(summary: dict[str, Any], data: str, folder: Path) -> tuple[dict[str, Any], list[Path]]:
@@ -192,9 +166,9 @@ def keep_summary(summary: dict[str, Any], data: str, folder: Path) -> tuple[dict
     summary = {"data": data, **summary, **stamp()}
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "summary.json", json_text.dumps(summary, ensure_ascii=False, indent=2) + "\n")
-    if can_draw():
+    if output.can_draw():
         return summary, draw(summary, folder, data=data)
-    say(f"no plots are drawn, that needs matplotlib: {INSTALL}")
+    output.say(f"no plots are drawn, that needs matplotlib: {INSTALL}")
     return summary, []
 
 
@@ -203,12 +177,12 @@ def show_summary(summary: dict[str, Any]) -> None:
     from cacheblend.evaluation.report import notes, tables
 
     for table in tables(summary):
-        console().print(table)
-        console().print()
+        output.console().print(table)
+        output.console().print()
     for line in notes(summary):
-        say(f"note: {line}")
+        output.say(f"note: {line}")
 
 
-def progress_bars(*, quiet: bool) -> AbstractContextManager[AdvanceStage]:
+def progress_bars(*, quiet: bool) -> AbstractContextManager[output.AdvanceStage]:
     """A bar of passages stored and one of rows answered, on stderr; none if `quiet`."""
-    return stages({"warming": "warming, passages", "answering": "answering, rows"}, quiet=quiet)
+    return output.stages({"warming": "warming, passages", "answering": "answering, rows"}, quiet=quiet)

@@ -3,8 +3,7 @@
     Model:
       -m, --model VALUE   Model folder, or nano: the small model that ships. (required)
 
-Bounds and types of values are left out: whoever exceeds them is told. Knows what typer's parameters have had in all of
-its versions, and the formatter that commands are given, as click has it.
+Bounds and types of values are left out: whoever exceeds them is told.
 """
 
 import re
@@ -24,20 +23,17 @@ COLUMN = 28
 """Columns of names; the text of a longer one begins on the next line."""
 
 
-class Command(TyperCommand):
+class _Help:
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        write_help(self, ctx, formatter)
+
+
+class Command(_Help, TyperCommand):
     """A command whose help is written by `write_help`."""
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Writes usage, options by panel, epilog."""
-        write_help(self, ctx, formatter)
 
-
-class CommandGroup(TyperGroup):
+class CommandGroup(_Help, TyperGroup):
     """A group of commands whose help is written by `write_help`."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Writes usage, commands by panel, options, epilog."""
-        write_help(self, ctx, formatter)
 
 
 class App(typer.Typer):
@@ -61,13 +57,7 @@ class App(typer.Typer):
 
 
 def write_help(command: Any, context: Any, formatter: Any) -> None:
-    """Writes a command's help.
-
-    Args:
-        command: a typer command or group.
-        context: its context.
-        formatter: has ``width``, columns, and ``write``, as click's.
-    """
+    """Writes a command's help: usage, commands and options by panel, epilog; `formatter` is click's."""
     params = command.get_params(context)
     commands = (
         [command.commands[name] for name in command.list_commands(context)] if isinstance(command, CommandGroup) else []
@@ -79,7 +69,7 @@ def write_help(command: Any, context: Any, formatter: Any) -> None:
     for each in arguments:
         panels.setdefault("Arguments", []).append((_argument(each), _described(each)))
     for each in commands:
-        panels.setdefault(_panel(each, "Commands"), []).append((str(each.name), _first_paragraph(each.help or "")))
+        panels.setdefault(_panel(each, "Commands"), []).append((str(each.name), _paragraphs(each.help or "")[0]))
     for each in options:
         panels.setdefault(_panel(each, "Options"), []).append((_names(each), _described(each)))
 
@@ -89,17 +79,14 @@ def write_help(command: Any, context: Any, formatter: Any) -> None:
     longest = max(len(name) for rows in panels.values() for name, _ in rows)
     column = min(longest, COLUMN) + 4
     for title, rows in panels.items():
-        lines = [line for row in rows for line in _row(*row, column, formatter.width)]
-        parts.append("\n".join([f"{title}:", *lines]))
+        written = [f"{title}:"]
+        for name, text in rows:  # which begins in `column`
+            lines = [" " * column + line for line in _wrapped(text, formatter.width - column)] or [""]
+            head = f"  {name}"
+            written += [head + lines[0][len(head) :], *lines[1:]] if len(head) < column - 1 else [head, *lines]
+        parts.append("\n".join(written))
     parts += [command.epilog] if command.epilog else []
     formatter.write("\n\n".join(parts) + "\n")
-
-
-def _row(name: str, text: str, column: int, width: int) -> list[str]:
-    """A name and its text, which begins in `column`."""
-    lines = [" " * column + line for line in _wrapped(text, width - column)] or [""]
-    head = f"  {name}"
-    return [head + lines[0][len(head) :], *lines[1:]] if len(head) < column - 1 else [head, *lines]
 
 
 def _wrapped(text: str, width: int) -> list[str]:
@@ -134,10 +121,6 @@ def _described(param: Any) -> str:
     is_shown = isinstance(default, str | int | float | Path) and default != "" and param.show_default
     shown = f"{default:g}" if isinstance(default, float) else default
     return f"{text} (default: {shown})" if is_shown else text
-
-
-def _first_paragraph(text: str) -> str:
-    return _paragraphs(text)[0]
 
 
 def _argument(argument: Any) -> str:

@@ -20,7 +20,7 @@ DEFAULT = Path("keys.json")
 @app.command("add")
 def add(name: Name, file: KeyFile = DEFAULT) -> None:
     """Make a key and print it; it is not shown again. A running server that has the file accepts it within a second."""
-    check_form(file)
+    check_file(file, is_new=True)
     typer.echo(add_key(file, name))
 
 
@@ -39,15 +39,10 @@ def list_names(file: KeyFile = DEFAULT) -> None:
         typer.echo(f"{key.name}\t{key.label}")
 
 
-def check_file(file: Path) -> None:
-    """Refuses a file of keys that is not there with `InvalidInputError`, and as `check_form`."""
-    if not file.exists():
+def check_file(file: Path, *, is_new: bool = False) -> None:
+    """Refuses a folder, an empty file, and one that is not there, unless it `is_new`, with `InvalidInputError`."""
+    if not file.exists() and not is_new:
         raise InvalidInputError(f"there is no file {file}; make one with `cacheblend keys add NAME --file {file}`")
-    check_form(file)
-
-
-def check_form(file: Path) -> None:
-    """Refuses a folder, and an empty file, with `InvalidInputError`."""
     if file.is_dir():
         raise InvalidInputError(f"{file} is a folder; name a file, e.g. {file / 'keys.json'}")
     if file.is_file() and file.stat().st_size == 0:

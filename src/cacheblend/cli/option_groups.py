@@ -12,13 +12,11 @@
 
 An option is declared once: name, type, bounds, help, panel, default. A command that wants other defaults of a group
 gives an instance as the parameter's default: ``store: StoreOptions = StoreOptions("memory")``.
-
-Knows typer's `Option` and `Argument`, not which groups or commands exist.
 """
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from functools import wraps
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -53,14 +51,21 @@ def with_groups(command: Callable[..., R]) -> Callable[..., R]:
     """The command as typer shall see it: each parameter that is an option group is replaced by the group's fields.
 
     The values of all options are checked before the command runs: a number that is not finite is an
-    `InvalidInputError` that names the option.
-
-    Raises:
-        TypeError: two groups of the command have an option of the same name.
+    `InvalidInputError` that names the option. Two groups with an option of the same name are a `TypeError`.
     """
     parameters = inspect.signature(command, eval_str=True).parameters.values()
-    groups = {each.name: each.annotation for each in parameters if _is_group(each.annotation)}
-    expanded = [option for each in parameters for option in _expand(each)]
+    groups, expanded = dict[str, Any](), list[inspect.Parameter]()
+    for each in parameters:  # all are keyword-only, so that order is free
+        group, given = each.annotation, each.default
+        if not (isinstance(group, type) and is_dataclass(group)):
+            expanded.append(_parameter(each.name, group, given))
+            continue
+        groups[each.name], types = group, get_type_hints(group, include_extras=True)
+        for one in fields(group):
+            of = next(base for base in group.__mro__ if one.name in inspect.get_annotations(base))
+            declared = one if one.metadata else one.default
+            found = _parameter(one.name, types[one.name], declared, getattr(of, "panel", None))
+            expanded.append(found if given is each.empty else found.replace(default=getattr(given, one.name)))
     names = [option.name for option in expanded]
     if doubled := {name for name in names if names.count(name) > 1}:
         raise TypeError(f"{command.__name__}: several option groups have the fields {', '.join(sorted(doubled))}")
@@ -80,24 +85,6 @@ def with_groups(command: Callable[..., R]) -> Callable[..., R]:
     run.__signature__ = inspect.Signature(expanded)  # type: ignore[attr-defined]
     run.__annotations__ = {option.name: option.annotation for option in expanded}
     return run
-
-
-def _is_group(annotation: Any) -> bool:
-    return isinstance(annotation, type) and is_dataclass(annotation)
-
-
-def _expand(parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
-    """The parameter itself, or one for each field of its group. All are keyword-only, so that order is free."""
-    group, given = parameter.annotation, parameter.default
-    if not _is_group(group):
-        yield _parameter(parameter.name, group, given)
-        return
-    types = get_type_hints(group, include_extras=True)
-    for each in fields(group):
-        of = next(base for base in group.__mro__ if each.name in inspect.get_annotations(base))
-        panel = getattr(of, "panel", None)
-        found = _parameter(each.name, types[each.name], each if each.metadata else each.default, panel)
-        yield found if given is parameter.empty else found.replace(default=getattr(given, each.name))
 
 
 def _parameter(name: str, annotation: Any, default: Any, panel: str | None = None) -> inspect.Parameter:
@@ -125,16 +112,13 @@ def _flag(option: inspect.Parameter) -> str:
     return option.name.upper()
 
 
-# ---- values that are written as text: numbers and names with commas between them ---------------------------------
-
-
 def numbers(option: str, text: str, of: Callable[[str], N]) -> tuple[N, ...]:
     """``"0.45,0.3"`` as numbers."""
     try:
         found = tuple(of(part) for part in text.split(","))
     except ValueError as error:
         raise InvalidInputError(f"{option} {text}: expected a number, or several with commas") from error
-    if not all(math.isfinite(number) for number in found):
+    if not all(map(math.isfinite, found)):
         raise InvalidInputError(f"{option} {text}: expected finite numbers")
     return found
 

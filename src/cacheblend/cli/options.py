@@ -50,24 +50,10 @@ Shadow = Annotated[
     float, option(..., "Share of blended answers to compute again in full, and compare.", least=0, most=1, panel=None)
 ]
 Limit = Annotated[int | None, option(..., "Use only the first so many rows or passages.", least=1, panel=PROMPT)]
-Chat = Annotated[
-    bool | None,
-    option(
-        ...,
-        "Use the model's chat template. Default: where the tokenizer has one.",
-        "--chat/--no-chat",
-        panel=PROMPT,
-    ),
-]
-TopK = Annotated[
-    list[int] | None,
-    option(
-        ...,
-        "Only the first so many passages of a row; several times: each method at each. Default: all.",
-        least=1,
-        panel=PROMPT,
-    ),
-]
+_CHAT = "Use the model's chat template. Default: where the tokenizer has one."
+Chat = Annotated[bool | None, option(..., _CHAT, "--chat/--no-chat", panel=PROMPT)]
+_TOP_K = "Only the first so many passages of a row; several times: each method at each. Default: all."
+TopK = Annotated[list[int] | None, option(..., _TOP_K, least=1, panel=PROMPT)]
 Scorers = Annotated[
     list[str] | None,
     option(..., "em, f1, f1-tokens or rouge-l; several times. Default: em and f1.", panel=SCORES),
@@ -201,29 +187,24 @@ class SelectionOptions:
                     f"leave {flag} out"
                 )
         settings = given if self.selector is None else dict(SelectorChoice.parse(self.selector).settings) | given
-        if self.ratio or self.check_layers:
-            ratios, layers = self._levels(name or "hkvd")
-            settings |= {"recompute_ratio": ratios[-1]} | ({"check_layers": layers} if layers else {})
-            settings |= {"ratios": ratios} if len(ratios) > 1 else {}
-        return settings
-
-    def _levels(self, selector: str) -> tuple[tuple[float, ...], tuple[int, ...]]:
-        """Ratios and check layers: one ratio for all layers, or one for each; no layers: the selector's own."""
-        given = self.ratio or ["0.15"]
-        if len(given) > 1:
+        if not (self.ratio or self.check_layers):
+            return settings
+        # One ratio for all check layers, or one for each; no layers: the selector's own.
+        texts, selector = self.ratio or ["0.15"], name or "hkvd"
+        if len(texts) > 1:
             raise InvalidInputError(
-                f"--ratio is given {len(given)} times, this command takes one; several check layers' ratios are "
-                f"written with commas: --ratio {','.join(given)}"
+                f"--ratio is given {len(texts)} times, this command takes one; several check layers' ratios are "
+                f"written with commas: --ratio {','.join(texts)}"
             )
-        ratios = numbers("--ratio", given[0], float)
+        ratios = numbers("--ratio", texts[0], float)
         layers = numbers("--check-layers", self.check_layers, int) if self.check_layers else ()
         if len(ratios) > 1 and selector not in ("hkvd", "hybrid"):
-            raise InvalidInputError(f"--ratio {given[0]}: only hkvd and hybrid take several; {selector} takes one")
+            raise InvalidInputError(f"--ratio {texts[0]}: only hkvd and hybrid take several; {selector} takes one")
         if len(ratios) > 1 and len(ratios) != len(layers):
-            raise InvalidInputError(
-                f"--ratio {given[0]}: {len(ratios)} ratios need as many --check-layers, got {len(layers)}"
-            )
-        return ratios, layers
+            needed = f"{len(ratios)} ratios need as many --check-layers, got {len(layers)}"
+            raise InvalidInputError(f"--ratio {texts[0]}: {needed}")
+        settings |= {"recompute_ratio": ratios[-1]} | ({"check_layers": layers} if layers else {})
+        return settings | ({"ratios": ratios} if len(ratios) > 1 else {})
 
 
 @dataclass(frozen=True)
@@ -332,7 +313,16 @@ class PromptOptions(LayoutOptions):
         """The passages as (text, title), those of the row first, and the question."""
         from cacheblend.data import read_row
 
-        texts, question = [_passage(argument) for argument in self.passage or ()], self.question
+        texts, question = [], self.question
+        for argument in self.passage or ():
+            if not argument.startswith("@"):
+                texts.append((argument, ""))
+                continue
+            path = Path(argument[1:])
+            try:
+                texts.append((path.read_text(encoding="utf-8").strip(), path.name))
+            except (OSError, ValueError) as error:  # a name may also hold a NUL byte
+                raise InvalidInputError(f"--passage {argument}: the file cannot be read: {error}") from error
         if self.data is not None:
             found = read_row(self.data, self.row)
             texts = [(text.text, text.title) for text in found.passages] + texts
@@ -340,17 +330,6 @@ class PromptOptions(LayoutOptions):
         if not question:
             raise InvalidInputError("there is no question: give --question, or --data with a row that has one")
         return texts, question
-
-
-def _passage(argument: str) -> tuple[str, str]:
-    """(text, title) of a ``--passage``: a text, or ``@file``."""
-    if not argument.startswith("@"):
-        return argument, ""
-    path = Path(argument[1:])
-    try:
-        return path.read_text(encoding="utf-8").strip(), path.name
-    except (OSError, ValueError) as error:  # a name may also hold a NUL byte
-        raise InvalidInputError(f"--passage {argument}: the file cannot be read: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -422,14 +401,7 @@ class QuestionOptions:
     def split(
         self, engine: "BlendEngine", rows: "Sequence[QuestionRow]", settings: "Settings", bad: list[str]
     ) -> "list[QuestionRow]":
-        """The rows, LongBench contexts cut into passages; with ``--skip-bad`` those that make a prompt.
-
-        Args:
-            engine: its tokenizer counts.
-            rows: as they were read.
-            settings: layout of the prompts.
-            bad: gets the reasons for rows that are skipped.
-        """
+        """The rows, LongBench contexts cut into passages; with ``--skip-bad`` without those noted in `bad`."""
         from cacheblend.data.split import split_contexts
         from cacheblend.evaluation import usable_rows
 

@@ -50,24 +50,6 @@ def print_json(result: Any) -> None:
     typer.echo(json.dumps(result, ensure_ascii=False, indent=2))
 
 
-def error_text(error: Exception) -> str:
-    """An error for people; of the system's errors the file and the reason."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-    return str(error) or type(error).__name__
-
-
-def print_error(message: str, *, as_json: bool) -> None:
-    """A user's error: a line on stderr, or ``{"error": ...}`` on stdout."""
-    # A path in the message may have bytes that are no text, or a terminal's escapes.
-    line = visible(message.encode("utf-8", "backslashreplace").decode())
-    if as_json:
-        print_json({"error": line})
-        return
-    typer.secho("error: ", fg=typer.colors.RED, bold=True, err=True, nl=False)
-    typer.echo(line, err=True)
-
-
 @contextmanager
 def progress(title: str, unit: str, *, quiet: bool) -> Iterator[Advance]:
     """Progress of one stage on stderr, see `stages`; none if `quiet`."""
@@ -116,10 +98,7 @@ def stages(titles: Mapping[str, str], *, quiet: bool) -> Iterator[AdvanceStage]:
 
 @contextmanager
 def status(title: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """A spinner on stderr, without a terminal a line every `EVERY_S`; none if `quiet`.
-
-    Yields a function that takes what is being done now.
-    """
+    """A spinner on stderr, without a terminal a line every `EVERY_S`; none if `quiet`. Yields what takes the state."""
     if quiet:
         yield lambda now: None
         return

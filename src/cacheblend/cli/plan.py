@@ -14,7 +14,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.folders import model_folder
 
 if TYPE_CHECKING:
-    from cacheblend.core.cost.devices import Device, DeviceCost
+    from cacheblend.core.cost.devices import DeviceCost
     from cacheblend.core.plan.blocks import KVLayout
 
 DEVICES = "memory:20:3 nvme:3:0.1 ssd:0.5:0.08 disk:0.15:0.02 bucket:0.1:0.023"
@@ -42,26 +42,47 @@ def plan(
 
     Prefill times come from a cost model (`calibrate`), or from --prefill-s.
     """
-    from cacheblend.core.cost.devices import cheapest, place, recompute_s
+    from cacheblend.core.cost.devices import Device, cheapest, place, recompute_s
 
     picture = picture_file(plot)
-    offered, seconds = _offered(context, cost_model, prefill_s, device)
+    if (cost_model is None) == (prefill_s is None):
+        raise InvalidInputError("give either a cost model (--cost-model), or the time of a prefill (--prefill-s)")
+    if prefill_s is not None and prefill_s <= 0:
+        raise InvalidInputError(f"--prefill-s {prefill_s:g}: the seconds of a full prefill must be above 0")
+    speeds, seconds = dict[str, float](), prefill_s or 0.0
+    if cost_model is not None:
+        from cacheblend.engines.cost_model import load_cost_model
+
+        measured = load_cost_model(cost_model)
+        speeds = {name: tier.bytes_per_s for name, tier in measured.tiers.items()}
+        seconds = measured.full_s(context)
+    offered = [Device.parse(text, speeds) for text in device or DEVICES.split()]
+    for each in offered:
+        if not math.isfinite(each.bytes_per_s + each.price):
+            raise InvalidInputError(f"--device {each.name}: throughput and price must be finite numbers")
     layout = _layout(model_folder(model.model), codec)
     a_token, layers = layout.block_bytes(256) / 256, len(layout.layers)
-    placed = place(
-        offered,
-        prefill_s=seconds,
-        layers=layers,
-        context_bytes=a_token * context,
-        stored_bytes=a_token * stored_tokens,
-        floor=ratio,
-    )
+    sizes = {"context_bytes": a_token * context, "stored_bytes": a_token * stored_tokens}
+    placed = place(offered, prefill_s=seconds, layers=layers, floor=ratio, **sizes)
     best = cheapest(placed, seconds)
     result: dict[str, Any] = {
         "prefill_s": seconds,
         "bytes_per_token": a_token,
         "recompute_s": {str(each): recompute_s(seconds, layers, each) for each in RATIOS},
-        "devices": [_figures(each, seconds) for each in placed],
+        "devices": [
+            {
+                "device": each.device.name,
+                "bytes_per_s": each.device.bytes_per_s,
+                "load_s": each.load_s,
+                "ratio": each.ratio,
+                "recompute_s": each.recompute_s,
+                "ttft_s": each.ttft_s,
+                "speedup": seconds / each.ttft_s,
+                "hides": each.hides,
+                "monthly": each.monthly,
+            }
+            for each in placed
+        ],
         "best": None if best is None else best.device.name,
     }
     if picture is not None:
@@ -85,31 +106,6 @@ def plan(
         out.print(f"none hides its loading; {best.device.name} is the fastest")
 
 
-def _offered(
-    context: int, cost_model: Path | None, prefill_s: float | None, devices: list[str] | None
-) -> "tuple[list[Device], float]":
-    """The devices, and seconds of a full prefill."""
-    from cacheblend.core.cost.devices import Device
-
-    if (cost_model is None) == (prefill_s is None):
-        raise InvalidInputError("give either a cost model (--cost-model), or the time of a prefill (--prefill-s)")
-    if prefill_s is not None and prefill_s <= 0:
-        raise InvalidInputError(f"--prefill-s {prefill_s:g}: the seconds of a full prefill must be above 0")
-    speeds, seconds = dict[str, float](), prefill_s
-    if cost_model is not None:
-        from cacheblend.engines.cost_model import load_cost_model
-
-        measured = load_cost_model(cost_model)
-        speeds = {name: tier.bytes_per_s for name, tier in measured.tiers.items()}
-        seconds = measured.full_s(context)
-    offered = [Device.parse(text, speeds) for text in devices or DEVICES.split()]
-    for each in offered:
-        if not math.isfinite(each.bytes_per_s + each.price):
-            raise InvalidInputError(f"--device {each.name}: throughput and price must be finite numbers")
-    assert seconds is not None  # one of the two is given
-    return offered, seconds
-
-
 def _layout(folder: Path, codec: str) -> "KVLayout":
     """Layout of a model's KV cache, from its config.json alone."""
     from transformers import AutoConfig
@@ -123,20 +119,6 @@ def _layout(folder: Path, codec: str) -> "KVLayout":
     except (OSError, ValueError, AttributeError) as error:
         raise InvalidInputError(f"{folder}: config.json does not say what the KV cache looks like: {error}") from error
     return replace(layout, codec=codec)
-
-
-def _figures(each: "DeviceCost", prefill_s: float) -> dict[str, Any]:
-    return {
-        "device": each.device.name,
-        "bytes_per_s": each.device.bytes_per_s,
-        "load_s": each.load_s,
-        "ratio": each.ratio,
-        "recompute_s": each.recompute_s,
-        "ttft_s": each.ttft_s,
-        "speedup": prefill_s / each.ttft_s,
-        "hides": each.hides,
-        "monthly": each.monthly,
-    }
 
 
 def _table(placed: "list[DeviceCost]", best: "DeviceCost | None", stored_tokens: float) -> Table:

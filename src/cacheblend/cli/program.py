@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import typer
 
-from cacheblend.cli.errors import empty_value, invalid_text, is_help, is_usage_error, usage_text
-from cacheblend.cli.output import error_text, print_error
+from cacheblend.cli.errors import is_usage_error, usage_text, wrong_text
+from cacheblend.cli.output import print_json, visible
 from cacheblend.core.errors import CacheBlendError
 
 ERROR = 2
@@ -20,24 +20,20 @@ the other's."""
 
 
 def run_program(app: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> None:
-    """Runs the commands of an app; errors go to stderr, one line each.
+    """Runs the commands of an app; `arguments` are without the program's name, None takes the process's own.
 
-    With ``--json`` the error is an object on stdout instead; arguments that do not parse are always a line on stderr.
-
-    Args:
-        app: the commands.
-        name: of the program, as a user starts it.
-        arguments: without the program's name; None takes the process's own.
+    Errors go to stderr, one line each. With ``--json`` the error is an object on stdout instead; arguments that do not
+    parse are always a line on stderr.
     """
     bound_waiting()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if problem := empty_value(arguments) or invalid_text(arguments):
+    if problem := wrong_text(arguments):
         _leave(problem)
     code = 0
     try:
         code = app(arguments, prog_name=name, standalone_mode=False)
     except Exception as error:
-        if is_help(error):
+        if type(error).__name__ == "NoArgsIsHelpError":  # of a group of commands that was called without one
             typer.echo(error)
             sys.exit(ERROR)
         elif is_usage_error(error):
@@ -56,6 +52,19 @@ def bound_waiting() -> None:
         os.environ.update(BOUNDED)
 
 
+def error_text(error: Exception) -> str:
+    """An error for people; of the system's errors the file and the reason."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__
+
+
 def _leave(message: str, *, as_json: bool = False) -> None:
-    print_error(message, as_json=as_json)
+    # A path in the message may have bytes that are no text, or a terminal's escapes.
+    line = visible(message.encode("utf-8", "backslashreplace").decode())
+    if as_json:
+        print_json({"error": line})
+    else:
+        typer.secho("error: ", fg=typer.colors.RED, bold=True, err=True, nl=False)
+        typer.echo(line, err=True)
     sys.exit(ERROR)

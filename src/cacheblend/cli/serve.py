@@ -10,19 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from cacheblend.cli import options
 from cacheblend.cli.keys import check_file
 from cacheblend.cli.models import open_engine
 from cacheblend.cli.option_groups import option
-from cacheblend.cli.options import (
-    BLENDING,
-    IN_MEMORY,
-    MOST_TOKENS,
-    BlendOptions,
-    DeviceOptions,
-    ModelOptions,
-    Shadow,
-    StoreOptions,
-)
 from cacheblend.cli.output import console
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.serve.keys import KeyRing, read_keys
@@ -38,7 +29,7 @@ LONGEST_S = 1e6
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Where the server listens, and who may use it. What `ServeSettings` has, too, is called alike."""
+    """Where the server listens, and who may use it; as `BoundOptions` called like what `ServeSettings` has."""
 
     panel: ClassVar = "Server"
     host: str = option("127.0.0.1", "Address to listen at.")
@@ -50,19 +41,21 @@ class ServerOptions:
     )
     metrics_keys: Path | None = option(None, "File of keys that may read /metrics alone.")
     ready_needs_store: bool = option(
-        False,
-        "/ready is 503 while a tier of the store does not answer.",
-        "--ready-needs-store/--ready-without-store",
+        False, "/ready is 503 while a tier of the store does not answer.", "--ready-needs-store/--ready-without-store"
     )
     chunk_tokens: int = option(
-        64, "Least tokens of a text that is a chunk of its own.", least=1, most=MOST_TOKENS, panel=BLENDING
+        64,
+        "Least tokens of a text that is a chunk of its own.",
+        least=1,
+        most=options.MOST_TOKENS,
+        panel=options.BLENDING,
     )
     tool_call_parser: str = option(
         "auto",
         "How tool calls are read from answers: hermes, llama3, mistral, pythonic, none; auto: as the chat template "
         "writes them, if it is known.",
     )
-    shadow: Shadow = 0.0
+    shadow: options.Shadow = 0.0
     shadow_floor: float | None = option(
         None,
         "Least agreement of checked answers; below it the recompute ratio is raised. Needs --shadow.",
@@ -73,7 +66,7 @@ class ServerOptions:
 
 @dataclass(frozen=True)
 class BoundOptions:
-    """Bounds of the server's work, called like those of `ServeSettings`."""
+    """Bounds of the server's work."""
 
     panel: ClassVar = "Bounds"
     active: int = option(8, "Requests served at once.", least=1, most=10_000)
@@ -92,20 +85,22 @@ class BoundOptions:
     )
     drain_s: float = option(30.0, "Seconds to finish requests in at shutdown.", "--drain", least=0, most=LONGEST_S)
     max_prompt_tokens: int | None = option(
-        None, "Longest prompt. Default: the model's context.", least=1, most=MOST_TOKENS
+        None, "Longest prompt. Default: the model's context.", least=1, most=options.MOST_TOKENS
     )
-    max_tokens: int = option(512, "Tokens of an answer, where a client does not say.", "-n", least=1, most=MOST_TOKENS)
+    max_tokens: int = option(
+        512, "Tokens of an answer, where a client does not say.", "-n", least=1, most=options.MOST_TOKENS
+    )
     store_bytes: str | None = option(None, "Bytes that each key may store: 20GiB.", "--store-quota")
     pin_bytes: str | None = option(None, "Bytes that each key may pin.", "--pin-quota")
 
 
 def serve(
-    model: ModelOptions,
-    blend: BlendOptions,
-    device: DeviceOptions,
+    model: options.ModelOptions,
+    blend: options.BlendOptions,
+    device: options.DeviceOptions,
     server: ServerOptions,
     bounds: BoundOptions,
-    store: StoreOptions = IN_MEMORY,
+    store: options.StoreOptions = options.IN_MEMORY,
 ) -> None:
     """Serve a model through OpenAI's API, passages reused at any position; a page to try it on is at /."""
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
@@ -137,9 +132,8 @@ def serve(
 def bind(host: str, port: int) -> Iterator[list[socket.socket]]:
     """Sockets bound to every address of the host, closed in the end; they listen when the server is ready to answer.
 
-    Args:
-        host: a name may have several addresses: ``localhost`` often is 127.0.0.1 and ::1.
-        port: 0 takes a free one, the same for all addresses where that is possible.
+    A name may have several: ``localhost`` often is 127.0.0.1 and ::1. Port 0 takes a free one, the same for all of them
+    where that is possible.
     """
     with contextlib.ExitStack() as closing:
         try:
@@ -175,31 +169,25 @@ def _settings(server: ServerOptions, bounds: BoundOptions) -> "ServeSettings":
     del values["port"]
     values["hosts"] = (values.pop("host"), *(values.pop("allowed_host") or ()))
     values["limits"] = Limits(active=values.pop("active"), waiting=values.pop("waiting"))
-    values |= {name: _key_ring(values[name]) for name in ("keys", "metrics_keys")}
+    for name in ("keys", "metrics_keys"):
+        if (file := values[name]) is not None:
+            check_file(file)
+        if not (known := read_keys(file) if file else ()) and file is not None:
+            raise InvalidInputError(f"{file} has no key in it; add one with `cacheblend keys add NAME --file {file}`")
+        values[name] = KeyRing(known, file)
     quotas = {name: values[name] for name in ("store_bytes", "pin_bytes")}
     values |= {name: None if quota is None else parse_bytes(quota) for name, quota in quotas.items()}
     return ServeSettings(**values)
 
 
-def _key_ring(file: Path | None) -> KeyRing:
-    if file is None:
-        return KeyRing()
-    check_file(file)
-    known = read_keys(file)
-    if not known:
-        raise InvalidInputError(f"{file} has no key in it; add one with `cacheblend keys add NAME --file {file}`")
-    return KeyRing(known, file)
-
-
 def _reload_on_hangup(settings: "ServeSettings") -> None:
     """SIGHUP has the files of keys read again at once, where there is such a signal."""
+
+    def reload(*_: object) -> None:
+        settings.keys.reload()
+        settings.metrics_keys.reload()
+
     if hasattr(signal, "SIGHUP"):
-        rings = (settings.keys, settings.metrics_keys)
-
-        def reload(*_: object) -> None:
-            for ring in rings:
-                ring.reload()
-
         signal.signal(signal.SIGHUP, reload)
 
 
@@ -218,20 +206,15 @@ def _run(engine: "BlendEngine", settings: "ServeSettings", host: str, sockets: l
             bound.listen()  # another server may have bound the port, too, while this one read weights
     except OSError as error:
         raise _cannot_listen(host, port, error) from error
-    page = ", the page at /" if settings.playground else ""
-    say = console(stderr=True)
-    say.print(f"{engine.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1{page}", soft_wrap=True)
+    say, page = console(stderr=True), ", the page at /" if settings.playground else ""
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    say.print(f"{engine.name} at {address}{page}", soft_wrap=True)
     if not settings.keys.keys and host not in LOCAL:
         say.print("anyone who reaches this address may use it: give --keys", style="yellow", soft_wrap=True)
-    config = uvicorn.Config(
-        application,
-        log_level="warning",
-        log_config=None,  # its lines go where the others do
-        server_header=False,
-        ws="none",  # there is none here, and one would pass by what is in front of the routes
-    )
-    server = DrainingServer(config, application.state.server)
+    # Its log lines go where the others do. There are no websockets, which would pass by what guards the routes.
+    options: Any = {"log_level": "warning", "log_config": None, "server_header": False, "ws": "none"}
+    running = DrainingServer(uvicorn.Config(application, **options), application.state.server)
     with contextlib.suppress(KeyboardInterrupt):  # raised again after a clean stop
-        server.run(sockets=sockets)
-    if not server.started:
+        running.run(sockets=sockets)
+    if not running.started:
         raise InvalidInputError("the server did not start; see the log")

@@ -1,5 +1,7 @@
 """`cacheblend store`: list, check and shrink a store."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,7 +17,7 @@ from cacheblend.core.errors import InvalidInputError
 if TYPE_CHECKING:
     from cacheblend.core.names import BlockName
     from cacheblend.core.plan.blocks import ChunkManifest
-    from cacheblend.store import Damage, KVStore, StoreStats
+    from cacheblend.store import KVStore, StoreStats
 
 app = App(help="List, check and shrink a store.")
 
@@ -80,17 +82,20 @@ def verify(url: Url, json: AsJson = False) -> None:
         found = [{"kind": d.kind, "name": d.name.hex(), "reason": d.reason, "removed": d.removed} for d in damage]
         print_json({"intact_blocks": blocks, "damaged": found})
     else:
-        _show_damage(blocks, damage)
+        out = console()
+        for d in damage:
+            what = "removed" if d.removed else "damaged"
+            out.print(Text.assemble((what, "red"), f" {d.kind} {d.name.hex()[:SHORT]}: {d.reason}"))
+        left = sum(not d.removed for d in damage)
+        out.print(f"{blocks} blocks are intact, {len(damage) - left} damaged things were removed")
+        if left:
+            out.print(f"{left} damaged things are left, since the store cannot be written to", style="yellow")
     if damage:
         raise typer.Exit(1)
 
 
 @app.command()
-def prune(
-    url: Url,
-    max_bytes: str = option(..., "Size to shrink it to: 10GiB."),
-    json: AsJson = False,
-) -> None:
+def prune(url: Url, max_bytes: str = option(..., "Size to shrink it to: 10GiB."), json: AsJson = False) -> None:
     """Evict the least recently used chunks until the store is small enough. Pinned chunks stay."""
     from cacheblend.store.open import parse_bytes
 
@@ -110,21 +115,17 @@ def prune(
 @app.command()
 def pin(url: Url, chunks: Chunks = None, everything: All = False, json: AsJson = False) -> None:
     """Keep chunks from eviction."""
-    with _open(url) as store:
-        chosen = _choose(store, chunks or [], everything)
+    with _chosen(url, chunks, everything, json, "pinned") as (store, chosen):
         for manifest in chosen:
             store.pin(manifest.block_names)
-    _done("pinned", chosen, json)
 
 
 @app.command()
 def unpin(url: Url, chunks: Chunks = None, everything: All = False, json: AsJson = False) -> None:
     """Let chunks be evicted again."""
-    with _open(url) as store:
-        chosen = _choose(store, chunks or [], everything)
+    with _chosen(url, chunks, everything, json, "unpinned") as (store, chosen):
         for manifest in chosen:
             store.unpin(manifest.block_names)
-    _done("unpinned", chosen, json)
 
 
 @app.command("rm")
@@ -132,8 +133,7 @@ def remove(url: Url, chunks: Chunks = None, everything: All = False, json: AsJso
     """Delete chunks, pinned or not. Blocks that another chunk shares stay."""
     from cacheblend.core.names import state_name
 
-    with _open(url) as store:
-        chosen = _choose(store, chunks or [], everything)
+    with _chosen(url, chunks, everything, json, "removed") as (store, chosen):
         gone = {manifest.chunk_id for manifest in chosen}
         shared = {
             name for manifest in store.manifests() if manifest.chunk_id not in gone for name in manifest.block_names
@@ -143,18 +143,6 @@ def remove(url: Url, chunks: Chunks = None, everything: All = False, json: AsJso
             gone_names = [name for name in manifest.block_names if name not in shared]
             for name in (*gone_names, *map(state_name, gone_names)):
                 store.delete(name)
-    _done("removed", chosen, json)
-
-
-def _show_damage(intact: int, damage: list["Damage"]) -> None:
-    out = console()
-    for d in damage:
-        what = "removed" if d.removed else "damaged"
-        out.print(Text.assemble((what, "red"), f" {d.kind} {d.name.hex()[:SHORT]}: {d.reason}"))
-    left = sum(not d.removed for d in damage)
-    out.print(f"{intact} blocks are intact, {len(damage) - left} damaged things were removed")
-    if left:
-        out.print(f"{left} damaged things are left, since the store cannot be written to", style="yellow")
 
 
 def _open(url: str, *, read_only: bool = False) -> "KVStore":
@@ -169,23 +157,30 @@ def _open(url: str, *, read_only: bool = False) -> "KVStore":
     return open_store(url, ram_bytes=0)
 
 
-def _choose(store: "KVStore", wanted: list[str], everything: bool) -> list["ChunkManifest"]:
-    """The chunks that the arguments name."""
-    manifests = store.manifests()
-    if everything == bool(wanted):
-        raise InvalidInputError("name the chunks (see `cacheblend store ls`), or give --all; not both")
-    if everything:
-        return manifests
-    chosen: dict[bytes, ChunkManifest] = {}
-    for text in wanted:
-        by_id = [m for m in manifests if text and m.chunk_id.hex().startswith(text.lower())]
-        found = [m for m in manifests if m.label == text] or by_id
-        if not found:
-            raise InvalidInputError(f"no chunk has the label {text!r}, or an id that begins with it")
-        if found is by_id and len(found) > 1:
-            raise InvalidInputError(f"the ids of {len(found)} chunks begin with {text!r}; give more characters")
-        chosen |= {m.chunk_id: m for m in found}
-    return list(chosen.values())
+@contextmanager
+def _chosen(
+    url: str, wanted: list[str] | None, everything: bool, as_json: bool, verb: str
+) -> Iterator[tuple["KVStore", list["ChunkManifest"]]]:
+    """A store and the chunks that the arguments name; says in the end what was done to them."""
+    with _open(url) as store:
+        manifests = store.manifests()
+        if everything == bool(wanted):
+            raise InvalidInputError("name the chunks (see `cacheblend store ls`), or give --all; not both")
+        chosen = {m.chunk_id: m for m in manifests} if everything else {}
+        for text in wanted or ():
+            by_id = [m for m in manifests if text and m.chunk_id.hex().startswith(text.lower())]
+            found = [m for m in manifests if m.label == text] or by_id
+            if not found:
+                raise InvalidInputError(f"no chunk has the label {text!r}, or an id that begins with it")
+            if found is by_id and len(found) > 1:
+                raise InvalidInputError(f"the ids of {len(found)} chunks begin with {text!r}; give more characters")
+            chosen |= {m.chunk_id: m for m in found}
+        yield store, list(chosen.values())
+    if as_json:
+        print_json({verb: [chunk_id.hex() for chunk_id in chosen]})
+        return
+    for manifest in chosen.values():
+        console().print(f"{verb} {manifest.chunk_id.hex()[:SHORT]} {visible(manifest.label)}", soft_wrap=True)
 
 
 def _row(store: "KVStore", manifest: "ChunkManifest", pinned: set["BlockName"]) -> dict[str, Any]:
@@ -206,11 +201,3 @@ def _row(store: "KVStore", manifest: "ChunkManifest", pinned: set["BlockName"]) 
 def _stats(stats: "StoreStats") -> dict[str, Any]:
     names = ("tier", "chunks", "blocks", "pinned", "bytes", "max_bytes")
     return {name: getattr(stats, name) for name in names}
-
-
-def _done(verb: str, chunks: list["ChunkManifest"], as_json: bool) -> None:
-    if as_json:
-        print_json({verb: [manifest.chunk_id.hex() for manifest in chunks]})
-        return
-    for manifest in chunks:
-        console().print(f"{verb} {manifest.chunk_id.hex()[:SHORT]} {visible(manifest.label)}", soft_wrap=True)

@@ -6,19 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from cacheblend.cli import options, output
 from cacheblend.cli.models import open_engine
 from cacheblend.cli.option_groups import option
-from cacheblend.cli.options import (
-    PROMPT,
-    AsJson,
-    ChunkOptions,
-    DeviceOptions,
-    LayoutOptions,
-    ModelOptions,
-    StoreOptions,
-    SyncedTokens,
-)
-from cacheblend.cli.output import console, print_json, progress, seconds_text, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,25 +18,30 @@ if TYPE_CHECKING:
     from cacheblend.engines.hf import SyncReport
 
 
+TOO_SMALL = "the store is too small for all of them; raise max_bytes"
+
+
 def sync(
     *,
-    model: ModelOptions,
-    store: StoreOptions,
+    model: options.ModelOptions,
+    store: options.StoreOptions,
     source: str = option(
         ...,
         'A folder of .txt and .md files, JSON lines of {"id", "text", "title"?}, or - for these on stdin.',
-        panel=PROMPT,
+        panel=options.PROMPT,
     ),
-    stored: ChunkOptions,
-    layout: LayoutOptions,
-    device: DeviceOptions,
-    collection: str = option("documents", "Name of the source: what another one stored is not dropped.", panel=PROMPT),
-    chunk_tokens: SyncedTokens = 512,
+    stored: options.ChunkOptions,
+    layout: options.LayoutOptions,
+    device: options.DeviceOptions,
+    collection: str = option(
+        "documents", "Name of the source: what another one stored is not dropped.", panel=options.PROMPT
+    ),
+    chunk_tokens: options.SyncedTokens = 512,
     max_drop: float = option(
         0.5, "Refuse to drop more than this share of the stored documents; 1: drop all.", least=0, most=1
     ),
     dry_run: bool = option(False, "Change nothing, and say what would be done."),
-    json: AsJson = False,
+    json: options.AsJson = False,
 ) -> None:
     """Store the documents of a source, recompute what changed of them, and drop those that are gone.
 
@@ -54,10 +49,17 @@ def sync(
     Exit code 1 if a document could not be read; what is stored of it stays.
     """
     from cacheblend.core.config import BlendConfig
-    from cacheblend.data import read_documents
+    from cacheblend.data import Unreadable, read_documents
     from cacheblend.engines.hf import DocumentSync
     from cacheblend.engines.tokens.chunker import Cutting
     from cacheblend.store import lasting_url
+
+    def readable() -> "Iterator[Document]":
+        for document in found.documents():
+            if isinstance(document, Unreadable):
+                failed[document.id] = document.reason
+            else:
+                yield document
 
     cutting = Cutting(chunk_tokens, min(64, chunk_tokens // 2))
     found = read_documents(source, sys.stdin.buffer)
@@ -67,40 +69,29 @@ def sync(
         system = layout.build(engine, [("?", "")], "?") if config.anchor == "system" else None
         work = DocumentSync(engine, collection=collection, cutting=cutting, system=system, dry_run=dry_run)
         vanished, failed = work.vanished(found.ids, max_drop), dict[str, str]()
-        with progress("synchronising", "documents", quiet=json) as advance:
-            work.put(_readable(found, failed), lambda done: advance(done + len(failed), len(found.ids)))
+        with output.progress("synchronising", "documents", quiet=json) as advance:
+            work.put(readable(), lambda done: advance(done + len(failed), len(found.ids)))
         report = work.finish(vanished)
         records = engine.store.documents
         others = sum(len(records.names(root)) for root in records.roots() if root != work.root)
     if json:
         extra = {"failed": failed, "skipped": found.skipped, "other_models": others, "dry_run": dry_run}
-        print_json({"documents": report.documents} | asdict(report) | extra | {"store": lasting})
+        output.print_json({"documents": report.documents} | asdict(report) | extra | {"store": lasting})
     else:
         _show(report, found, failed, others, dry_run)
     if failed:
         raise typer.Exit(1)
 
 
-def _readable(source: "DocumentSource", failed: dict[str, str]) -> "Iterator[Document]":
-    """The documents of a source; those that cannot be read are noted with the reason."""
-    from cacheblend.data import Unreadable
-
-    for document in source.documents():
-        if isinstance(document, Unreadable):
-            failed[document.id] = document.reason
-        else:
-            yield document
-
-
 def _show(report: "SyncReport", source: "DocumentSource", failed: dict[str, str], others: int, dry_run: bool) -> None:
-    out, would = console(), "would be " if dry_run else ""
+    out, would = output.console(), "would be " if dry_run else ""
     out.print(
         f"{report.kept} documents kept, {report.added} {would}added, {report.changed} {would}changed, "
         f"{report.restored} {would}restored, {report.dropped} {would}dropped"
     )
     out.print(
         f"{report.computed_tokens} of {report.tokens} tokens {would}computed, in {report.computed_chunks} of "
-        f"{report.chunks} chunks; {report.dropped_chunks} chunks dropped; {seconds_text(report.seconds)}"
+        f"{report.chunks} chunks; {report.dropped_chunks} chunks dropped; {output.seconds_text(report.seconds)}"
     )
     notes: list[tuple[Any, str]] = [
         (report.pinned_chunks, f"{report.pinned_chunks} chunks of no document stay, since they are pinned"),
@@ -108,16 +99,12 @@ def _show(report: "SyncReport", source: "DocumentSource", failed: dict[str, str]
         (source.skipped, f"not read: {_some(source.skipped)}"),
         (others, f"{others} documents of other models, settings or salts are left as they are"),
         (report.damaged, f"damaged records: {_some(report.damaged)}"),
-        (
-            report.missing_documents,
-            f"{report.missing_documents} documents are not held completely: the store is too small for all of them; "
-            "raise max_bytes",
-        ),
+        (report.missing_documents, f"{report.missing_documents} documents are not held completely: {TOO_SMALL}"),
         (failed, f"{len(failed)} documents could not be read, what is stored of them stays: {_some(failed.values())}"),
     ]
     for is_so, note in notes:
         if is_so:
-            out.print(visible(note), style="yellow", soft_wrap=True)
+            out.print(output.visible(note), style="yellow", soft_wrap=True)
 
 
 def _some(texts: Any) -> str:

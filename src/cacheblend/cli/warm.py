@@ -6,21 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from cacheblend.cli import options, output
 from cacheblend.cli.models import open_engine
 from cacheblend.cli.option_groups import option
-from cacheblend.cli.options import (
-    BLENDING,
-    MOST_TOKENS,
-    PROMPT,
-    AsJson,
-    ChunkOptions,
-    DeviceOptions,
-    LayoutOptions,
-    Limit,
-    ModelOptions,
-    StoreOptions,
-)
-from cacheblend.cli.output import console, print_json, progress, seconds_text, size_text
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.folders import model_folder
 
@@ -30,23 +18,25 @@ if TYPE_CHECKING:
 
 def warm(
     *,
-    model: ModelOptions,
-    store: StoreOptions,
+    model: options.ModelOptions,
+    store: options.StoreOptions,
     data: list[Path] = option(
-        ..., "Passages: .json, .jsonl, .txt or a folder of .txt. Several times.", "-d", panel=PROMPT
+        ..., "Passages: .json, .jsonl, .txt or a folder of .txt. Several times.", "-d", panel=options.PROMPT
     ),
-    stored: ChunkOptions,
-    layout: LayoutOptions,
-    device: DeviceOptions,
-    limit: Limit = None,
-    batch_tokens: int = option(4096, "Tokens that are computed at once.", least=1, most=MOST_TOKENS, panel=BLENDING),
+    stored: options.ChunkOptions,
+    layout: options.LayoutOptions,
+    device: options.DeviceOptions,
+    limit: options.Limit = None,
+    batch_tokens: int = option(
+        4096, "Tokens that are computed at once.", least=1, most=options.MOST_TOKENS, panel=options.BLENDING
+    ),
     frame: str | None = option(
         None,
         "Tokenise each passage inside this text, in place of {passage}: for servers that tokenise whole prompts.",
-        panel=PROMPT,
+        panel=options.PROMPT,
     ),
-    engine: str = option("hf", "What computes them: hf (transformers), or vllm.", panel=BLENDING),
-    json: AsJson = False,
+    engine: str = option("hf", "What computes them: hf (transformers), or vllm.", panel=options.BLENDING),
+    json: options.AsJson = False,
 ) -> None:
     """Store the KV cache of passages, each computed alone after its anchor.
 
@@ -73,7 +63,7 @@ def warm(
         from cacheblend.engines.vllm.warmup import warm_with_vllm
 
         folder = model_folder(model.model)
-        with progress("warming", "passages", quiet=json) as advance:
+        with output.progress("warming", "passages", quiet=json) as advance:
             done = warm_with_vllm(folder, lasting, encode, settings=config, progress=advance, dtype=device.dtype)
     else:
         from cacheblend.core.config import BlendConfig
@@ -88,17 +78,17 @@ def warm(
             if frame is not None:
                 assert hf.builder is not None  # a model folder is opened with its tokenizer
                 wanted = [chunk(ids, title) for title, ids in encode(hf.builder)]
-            with progress("warming", "passages", quiet=json) as advance:
+            with output.progress("warming", "passages", quiet=json) as advance:
                 done = hf.warm(wanted, system=system, progress=advance)
     with open_store(lasting) as filled:
         taken = filled.stats().bytes
     if json:
-        print_json({"passages": len(passages), **asdict(done), "store": lasting, "store_bytes": taken})
+        output.print_json({"passages": len(passages), **asdict(done), "store": lasting, "store_bytes": taken})
         return
-    console().print(
+    output.console().print(
         Text.assemble(
             (str(done.stored), "bold green"),
-            f" passages stored ({done.tokens} tokens, {seconds_text(done.seconds)}), "
-            f"{done.held} held already; {lasting} takes {size_text(taken)}",
+            f" passages stored ({done.tokens} tokens, {output.seconds_text(done.seconds)}), "
+            f"{done.held} held already; {lasting} takes {output.size_text(taken)}",
         )
     )

@@ -1,7 +1,6 @@
 """The server: OpenAI's API over the embedded engine, a chunk API, metrics, and a page to try it on.
 
-app          puts the parts together: `create_app`
-routes/      what is served: openai, responses, tokens, chunks, documents, health, playground
+app          puts the parts together: `create_app`; routes/: openai, responses, chunks, playground
 state        what routes share; settings, keys, tenants, metrics
 fields, schemas, prompts, admission
              a request on its way: its fields, parsed, made a prompt, run; tool_calls of its answer

@@ -13,7 +13,6 @@ from typing import TypeVar
 from fastapi import Request
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.report import BlendReport
 from cacheblend.engines.hf import SamplingParams
 from cacheblend.engines.hf.grammar import CompiledGrammar
@@ -84,9 +83,7 @@ async def started(
 ) -> RunningRequest:
     """The request, queued, and noted in `request` for the log; `parse`, which makes its prompt, runs on a thread.
 
-    Raises:
-        ApiError: a wrong model or value.
-        QueueFullError, TooLateError, ClosedError: see `ServerState.parse` and `Scheduler.submit`.
+    Raises `ApiError` for a wrong model or value, and as `FairQueue.run` and `Scheduler.submit`.
     """
     check_model(state, asked.model)
     form = await _form(state, request, asked)
@@ -105,11 +102,7 @@ def check_model(state: ServerState, name: str) -> None:
 
 
 async def unless_disconnected(request: Request, answer: Awaitable[T]) -> T:
-    """The answer; cancelled when the client disconnects.
-
-    Raises:
-        ApiError: the client has disconnected.
-    """
+    """The answer; cancelled when the client disconnects, with `ApiError`."""
     wanted = asyncio.ensure_future(answer)
     try:
         while True:
@@ -125,7 +118,7 @@ async def unless_disconnected(request: Request, answer: Awaitable[T]) -> T:
 def _scheduler_request(
     state: ServerState, asked: Sampling, key: ApiKey, parse: Callable[[], ParsedPrompt], grammar: CompiledGrammar | None
 ) -> Ask:
-    """What the scheduler runs; tokenises the prompt, so it is called on a worker thread."""
+    # Tokenises the prompt, so it is called on a worker thread.
     settings, extras, vocabulary = state.settings, asked.cacheblend or Extras(), state.engine.survey.vocab_size
     if asked.n > settings.max_choices:
         raise ApiError(400, f"n is {asked.n}; at most {settings.max_choices} choices are allowed", param="n")
@@ -143,9 +136,32 @@ def _scheduler_request(
     ratio, selector = extras.recompute_ratio, None
     if extras.selector is not None:
         selector, ratio = state.engine.settings.selector(ratio, extras.selector), None
+    words, builder = asked.bad_words or (), state.engine.builder
+    if words and builder is None:
+        raise ApiError(400, "bad_words are text, and this server has no tokenizer", param="bad_words")
+    # As it begins a text, and as it stands behind a space.
+    bad = [builder.encode(front + word) for word in words for front in ("", " ")] if builder is not None else []
+    params = SamplingParams(
+        max_new_tokens=asked.wanted_tokens or settings.max_tokens,
+        temperature=1.0 if asked.temperature is None else asked.temperature,
+        top_p=1.0 if asked.top_p is None else asked.top_p,
+        top_k=max(0, asked.top_k or 0),
+        min_p=asked.min_p or 0.0,
+        repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
+        presence_penalty=asked.presence_penalty or 0.0,
+        frequency_penalty=asked.frequency_penalty or 0.0,
+        logit_bias=tuple((asked.logit_bias or {}).items()),
+        bad_words=tuple(dict.fromkeys(tuple(int(token) for token in ids) for ids in bad)),
+        seed=asked.seed,
+        stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ()),
+        stop_token_ids=tuple(asked.stop_token_ids or ()),
+        ignore_eos=asked.ignore_eos,
+        min_new_tokens=asked.min_tokens or 0,
+        grammar=None if grammar is None else grammar.grammar,
+    )
     return Ask(
         prompt,
-        _sampling_params(state, asked, prompt, grammar),
+        params,
         grammar=grammar,
         choices=asked.n,
         mode=extras.mode,
@@ -181,32 +197,3 @@ async def _form(state: ServerState, request: Request, asked: Sampling) -> Compil
         return grammars.find(grammar) or await state.compile(request, lambda: grammars.compile(grammar))
     except InvalidInputError as error:
         raise ApiError(400, f"{field}: {error}", param=field) from None
-
-
-def _sampling_params(
-    state: ServerState, asked: Sampling, prompt: Prompt, grammar: CompiledGrammar | None
-) -> SamplingParams:
-    words, builder = asked.bad_words or (), state.engine.builder
-    if words and builder is None:
-        raise ApiError(400, "bad_words are text, and this server has no tokenizer", param="bad_words")
-    # As it begins a text, and as it stands behind a space.
-    bad = [builder.encode(front + word) for word in words for front in ("", " ")] if builder is not None else []
-    stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
-    return SamplingParams(
-        max_new_tokens=asked.wanted_tokens or state.settings.max_tokens,
-        temperature=1.0 if asked.temperature is None else asked.temperature,
-        top_p=1.0 if asked.top_p is None else asked.top_p,
-        top_k=max(0, asked.top_k or 0),
-        min_p=asked.min_p or 0.0,
-        repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
-        presence_penalty=asked.presence_penalty or 0.0,
-        frequency_penalty=asked.frequency_penalty or 0.0,
-        logit_bias=tuple((asked.logit_bias or {}).items()),
-        bad_words=tuple(dict.fromkeys(tuple(int(token) for token in ids) for ids in bad)),
-        seed=asked.seed,
-        stop=stop,
-        stop_token_ids=tuple(asked.stop_token_ids or ()),
-        ignore_eos=asked.ignore_eos,
-        min_new_tokens=asked.min_tokens or 0,
-        grammar=None if grammar is None else grammar.grammar,
-    )

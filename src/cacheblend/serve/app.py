@@ -1,6 +1,6 @@
-"""The FastAPI app: middleware, error handlers, routes, and what happens at start and stop.
+"""The FastAPI app: middleware, error handlers, routes, those for operators, and what happens at start and stop.
 
-Knows which parts the server has; what they do is in `routes` and `state`.
+GET /health (alive)   GET /ready (requests are worked off)   GET /metrics (Prometheus)
 """
 
 import asyncio
@@ -8,17 +8,19 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.serve.errors import add_error_handlers
+from cacheblend.serve.errors import ApiError, add_error_handlers
 from cacheblend.serve.memory import trim_heap_periodically
+from cacheblend.serve.metrics import CONTENT_TYPE
 from cacheblend.serve.middleware import BodyLimit, HostGuard, RequestLog
-from cacheblend.serve.routes import chunks, documents, health, openai, playground, responses, tokens
+from cacheblend.serve.routes import chunks, openai, playground, responses
 from cacheblend.serve.schemas import ErrorAnswer
 from cacheblend.serve.settings import ServeSettings
-from cacheblend.serve.state import ServerState
+from cacheblend.serve.state import ServerState, authenticate
 
 
 def create_app(engine: BlendEngine, settings: ServeSettings | None = None) -> FastAPI:
@@ -31,7 +33,8 @@ def create_app(engine: BlendEngine, settings: ServeSettings | None = None) -> Fa
         trimming = asyncio.create_task(trim_heap_periodically())
         yield
         trimming.cancel()
-        state.close()
+        for queue in state.queues:
+            queue.close()
         await run_in_threadpool(state.scheduler.close, settings.drain_s)
         await run_in_threadpool(engine.flush, settings.drain_s)
         state.tenants.close()
@@ -43,8 +46,28 @@ def create_app(engine: BlendEngine, settings: ServeSettings | None = None) -> Fa
     app.add_middleware(HostGuard, hosts=None if settings.keys.keys else settings.hosts)
     app.add_middleware(RequestLog, metrics=state.metrics)
     add_error_handlers(app)
-    for routes in (openai, responses, tokens, health, chunks, documents):
+    for routes in (openai, responses, chunks, *([playground] if settings.playground else [])):
         routes.add_routes(app, state)
-    if settings.playground:
-        playground.add_routes(app, state)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        if not state.scheduler.is_alive:
+            return JSONResponse({"status": "the scheduler has stopped; restart the server"}, 503)
+        down = await run_in_threadpool(state.metrics.store.down) if settings.ready_needs_store else []
+        if down:
+            return JSONResponse({"status": f"the store does not answer: {', '.join(down)}"}, 503)
+        return JSONResponse({"status": "ready", "waiting": state.scheduler.waiting, "active": state.scheduler.active})
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        if not settings.metrics_keys.keys:
+            await authenticate(request)
+        elif settings.metrics_keys.find(request.headers.get("authorization")) is None:
+            raise ApiError(401, "/metrics has keys of its own: Authorization: Bearer KEY", code="invalid_api_key")
+        return Response(await run_in_threadpool(state.metrics.text), media_type=CONTENT_TYPE)
+
     return app

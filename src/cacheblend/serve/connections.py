@@ -8,9 +8,8 @@ uvicorn closes a connection on which nothing more comes behind an answer, and no
 by `BodyLimit`.
 
 Each takes a file descriptor, which the store needs, too. So there is a bound: one more than that ends the connection
-that has waited longest without a request, or is refused where all have one.
-
-At the end requests may finish for a while. Streams that do not end with an error event, and posts that store with 503.
+that has waited longest without a request, or is refused where all have one. At the end requests may finish for a while;
+streams that do not end with an error event, and posts that store with 503.
 """
 
 import asyncio
@@ -36,24 +35,17 @@ _REFUSED_S = 1.0
 
 
 class WatchedConnection(asyncio.Protocol):
-    """Mixed into uvicorn's protocols: knows since when a connection waits for its client.
-
-    Attributes:
-        most: connections at a time.
-        running: requests of the connection that are being answered.
-        since: when it was opened, or its last request ended (`time.monotonic`).
-        unread_since: since when the client does not read what was sent; None: it does.
-    """
+    """Mixed into uvicorn's protocols: knows since when a connection waits for its client."""
 
     app: Any
     transport: asyncio.Transport
     connections: set[Any]
-    most: int
+    most: int  # connections at a time
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.running, self.since = 0, time.monotonic()
-        self.unread_since: float | None = None
+        self.running, self.since = 0, time.monotonic()  # requests; when it was opened, or its last one ended
+        self.unread_since: float | None = None  # since when the client does not read; None: it does
         self._inner, self.app = self.app, self._serve
         self._began = self._refused = False
 
@@ -66,7 +58,6 @@ class WatchedConnection(asyncio.Protocol):
             self.since, self._began = time.monotonic(), False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.Protocol`."""
         super().connection_made(transport)
         open_ones = [each for each in self.connections if isinstance(each, WatchedConnection) and not each.is_ending]
         if len(open_ones) > self.most:
@@ -74,11 +65,9 @@ class WatchedConnection(asyncio.Protocol):
             min(waiting, key=lambda each: each.since, default=self).refuse()
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
-        if self._refused:
-            return
-        self._began = True
-        super().data_received(data)
+        if not self._refused:
+            self._began = True
+            super().data_received(data)
 
     @property
     def is_waiting(self) -> bool:
@@ -101,22 +90,16 @@ class WatchedConnection(asyncio.Protocol):
         asyncio.get_running_loop().call_later(_REFUSED_S if stays else 0, self.transport.close)
 
     def pause_writing(self) -> None:
-        """See `asyncio.Protocol`."""
         self.unread_since = time.monotonic()
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """See `asyncio.Protocol`."""
         self.unread_since = None
         super().resume_writing()
 
     def end_if_overdue(self, headers_s: float, unread_s: float) -> None:
-        """Closes the connection if its client keeps it waiting; with 408 if a request has begun.
-
-        Args:
-            headers_s: seconds without a request, at most.
-            unread_s: seconds in which the client reads nothing, at most.
-        """
+        """Closes the connection if it has no request, or its client reads nothing, for so long; with 408 if one has
+        begun."""
         now = time.monotonic()
         if self.unread_since is not None:
             if now > self.unread_since + unread_s:
@@ -135,12 +118,7 @@ def _answer(status: str, error: ApiError, *headers: str) -> bytes:
 
 
 class DrainingServer(uvicorn.Server):
-    """A server that ends its requests before it cuts their connections.
-
-    Args:
-        config: of the server; its ``timeout_graceful_shutdown`` is set.
-        state: of the app that it serves: its ``state.server``.
-    """
+    """A server that ends its requests before it cuts their connections; `state` is that of the app that it serves."""
 
     def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
         config.timeout_graceful_shutdown = round(state.settings.drain_s) + MORE_S
@@ -148,7 +126,7 @@ class DrainingServer(uvicorn.Server):
         self._state = state
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn. The connections of its protocol are watched; they take at most half of the process's files."""
+        """The connections of uvicorn's protocol are watched; they take at most half of the process's files."""
         protocol, most = self.config.http_protocol_class, self._state.settings.connections
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         fitting = most if files == resource.RLIM_INFINITY else min(most, max(1, files // 2))
@@ -157,7 +135,6 @@ class DrainingServer(uvicorn.Server):
         await super().startup(sockets)
 
     async def on_tick(self, counter: int) -> bool:
-        """See uvicorn."""
         if counter % TICKS == 0:
             for each in list(self.server_state.connections):
                 if isinstance(each, WatchedConnection):
@@ -165,10 +142,12 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn. Takes no more requests, and ends those that run after ``drain_s``."""
-        closing = asyncio.to_thread(self._state.scheduler.close, self._state.settings.drain_s)
-        drained = asyncio.create_task(closing)
-        ending = asyncio.get_running_loop().call_later(self._state.settings.drain_s, self._state.end_queues)
+        """Takes no more requests, and ends those that run after ``drain_s``."""
+        state, drain_s = self._state, self._state.settings.drain_s
+        drained = asyncio.create_task(asyncio.to_thread(state.scheduler.close, drain_s))
+        loop = asyncio.get_running_loop()
+        endings = [loop.call_later(drain_s, queue.end) for queue in state.queues]
         await super().shutdown(sockets)
-        ending.cancel()
+        for ending in endings:
+            ending.cancel()
         await drained

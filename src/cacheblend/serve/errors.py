@@ -14,30 +14,14 @@ from cacheblend.engines.hf.tickets import ClosedError, QueueFullError, TooLateEr
 from cacheblend.serve.log_lines import request_id
 
 logger = logging.getLogger("cacheblend.serve")
-_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "invalid_request_error",
-    422: "invalid_request_error",
-    429: "rate_limit_error",
-    503: "service_unavailable_error",
-    504: "timeout_error",
-}
+_TYPES = dict.fromkeys((400, 413, 422), "invalid_request_error") | dict.fromkeys((408, 504), "timeout_error")
+_TYPES |= {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_TYPES |= {503: "service_unavailable_error"}
 
 
 class ApiError(Exception):
-    """An error that is sent to the client.
-
-    Attributes:
-        status: HTTP status.
-        message: for people.
-        param: the wrong field; None: no particular one.
-        code: for programs.
-        retry_after_s: seconds after which to try again; None: not sent.
-    """
+    """An error that is sent to the client: a message for people, the wrong field if it is one, a code for programs, and
+    seconds after which to try again, if that may help."""
 
     def __init__(
         self,

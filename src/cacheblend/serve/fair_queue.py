@@ -80,21 +80,13 @@ class FairQueue:
     async def run(
         self, tenant: str, work: Work[T], deadline: float, is_gone: Callable[[], Awaitable[bool]] | None = None
     ) -> T:
-        """What the work returns.
+        """What the work returns, which is called in a worker's thread.
 
-        Args:
-            tenant: whose turn it takes.
-            work: called in a worker's thread.
-            deadline: by `time.monotonic`; looked at between slices.
-            is_gone: whether nobody waits for the result any more; looked at between slices.
-
-        Raises:
-            QueueFullError: too much waits.
-            TooLateError: the deadline has passed.
-            ClosedError: the queue has ended.
-            ApiError: 499, nobody waits any more.
+        Raises `QueueFullError`; and between two slices `TooLateError` (the deadline, by `time.monotonic`, has passed),
+        `ClosedError` (the queue has ended) and `ApiError` 499 (`is_gone`).
         """
-        self._make_room(tenant)
+        if len(self._jobs) >= self._limit + self._workers:
+            self._make_room(tenant)
         job = _QueuedCall(tenant, work)
         self._jobs[job] = None
         try:
@@ -123,8 +115,6 @@ class FairQueue:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _make_room(self, tenant: str) -> None:
-        if len(self._jobs) < self._limit + self._workers:
-            return
         counts, full = Counter(job.tenant for job in self._jobs), QueueFullError(self.waiting, 5)
         most = max(counts, key=lambda each: counts[each], default=tenant)
         if counts[most] > counts[tenant] + 1:

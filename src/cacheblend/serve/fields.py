@@ -12,12 +12,8 @@ from cacheblend.serve.errors import ApiError
 
 
 class Refused(NamedTuple):
-    """A field that is refused.
-
-    Attributes:
-        what: is not there, or what to use in its place.
-        neutral: values that ask for what is done anyway; None always is.
-    """
+    """A field that is refused: what is not there, or is to be used in its place; `neutral` values, as None, ask for
+    what is done anyway."""
 
     what: str
     neutral: tuple[Any, ...] = ()
@@ -125,16 +121,13 @@ def check_fields(
     refused: Mapping[str, Refused] = REFUSED,
     accepted: Mapping[str, str] = ACCEPTED,
 ) -> None:
-    """Refuses fields that nothing would come of.
+    """Raises `ApiError`, with what to do, for a field of a body that nothing would come of.
 
     Args:
         body: as the client sent it.
         known: fields of the request's schema.
         refused: those that are not, whether the schema has them or not.
         accepted: those that say nothing about the answer.
-
-    Raises:
-        ApiError: 400, with the field's name and what to do.
     """
     if not isinstance(body, dict):
         return

@@ -27,13 +27,7 @@ logger = logging.getLogger("cacheblend.serve")
 
 @dataclass(frozen=True)
 class ApiKey:
-    """A key as it is kept.
-
-    Attributes:
-        name: for people, and for logs.
-        sha256: SHA-256 of the key, hexadecimal.
-        tenant: see `BlendEngine.planner_of`.
-    """
+    """A key as it is kept: its name for people and logs, its hash (hexadecimal), and its tenant (`planner_of`)."""
 
     name: str
     sha256: str
@@ -50,12 +44,7 @@ ANYONE = ApiKey("anyone", "", "")
 
 
 class KeyRing:
-    """The keys of a server.
-
-    Args:
-        keys: the keys; empty: the server needs no key.
-        file: they are read again when it changes; None: they stay as they are.
-    """
+    """The keys of a server, read again when their file, if any, changes; without keys at first, it needs none."""
 
     def __init__(self, keys: tuple[ApiKey, ...] = (), file: Path | None = None) -> None:
         self._needs_key, self._file = bool(keys), file
@@ -104,31 +93,23 @@ def _stamp(file: Path | None) -> tuple[int, ...]:
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """The keys in a file; none if it does not exist.
-
-    Raises:
-        InvalidInputError: the file cannot be read, or has another format.
-    """
+    """The keys in a file; none if it does not exist. Raises `InvalidInputError` if it cannot be read."""
     if not path.exists():
         return ()
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["format"] != FORMAT:
             raise InvalidInputError(f"{path} has format {data['format']}; this version reads {FORMAT}")
-        return tuple(
-            ApiKey(**{field: str(each[field]) for field in ("name", "sha256", "tenant")}) for each in data["keys"]
-        )
+        return tuple(ApiKey(*(str(each[field]) for field in ("name", "sha256", "tenant"))) for each in data["keys"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidInputError(
-            f"{path} is not a file of keys ({error!r}); make one with `cacheblend keys add`"
-        ) from error
+        message = f"{path} is not a file of keys ({error!r}); make one with `cacheblend keys add`"
+        raise InvalidInputError(message) from error
 
 
 def add_key(path: Path, name: str) -> str:
     """Makes a new key and returns it, this once; the file, readable by its owner only, keeps the hash.
 
-    Raises:
-        InvalidInputError: the name is empty or taken, or the file cannot be read or written.
+    Raises `InvalidInputError` if the name is empty or taken, or the file cannot be read or written.
     """
     keys = read_keys(path)
     if any(key.name == name for key in keys) or not name:
@@ -140,11 +121,7 @@ def add_key(path: Path, name: str) -> str:
 
 
 def remove_key(path: Path, name: str) -> None:
-    """Removes a key. Blocks stored with it stay until they are evicted.
-
-    Raises:
-        InvalidInputError: there is no key of that name, or the file cannot be read or written.
-    """
+    """Removes a key; blocks stored with it stay until they are evicted. Raises `InvalidInputError`, as `add_key`."""
     keys = read_keys(path)
     if all(key.name != name for key in keys):
         raise InvalidInputError(f"{path} has no key of the name {name!r}")

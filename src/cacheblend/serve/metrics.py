@@ -1,7 +1,4 @@
-"""Figures of a running server, its store and its shadow check, for Prometheus, which asks for them.
-
-The names of the metrics are part of the interface: do not rename them.
-"""
+"""Figures of a running server, its store and its shadow check, for Prometheus. The names are an interface."""
 
 import platform
 import threading
@@ -65,12 +62,8 @@ Values = Mapping[str, Mapping[Any, Any]]
 
 
 class StoreWatch:
-    """Bytes, blocks and errors of each tier of a store. Safe to call from several threads.
-
-    Args:
-        store: the server's.
-        late_tiers: those that requests pass over, which are not asked; None: there are none.
-    """
+    """Bytes, blocks and errors of each tier of a store, but for late ones, which requests pass over, too. Safe to call
+    from several threads."""
 
     def __init__(self, store: KVStore, late_tiers: LateTiers | None = None) -> None:
         self._late_tiers = late_tiers or LateTiers()
@@ -112,11 +105,8 @@ class StoreWatch:
 
 
 def _discovery_values(figures: DiscoveryFigures) -> Values:
-    return {
-        **{name: {(): getattr(figures, name.removeprefix("discovered_"))} for name in DISCOVERED},
-        "discovered_wasted_tokens": {(): figures.wasted_tokens},
-        "watched_tokens": {(): figures.watched_tokens},
-    }
+    names = (*DISCOVERED, "discovered_wasted_tokens", "watched_tokens")
+    return {name: {(): getattr(figures, name.removeprefix("discovered_"))} for name in names}
 
 
 def _shadow_values(figures: ShadowFigures, waiting: int) -> Values:
@@ -146,7 +136,6 @@ class _PresentValues(Collector):  # type: ignore[misc, unused-ignore]
         self._ask = ask
 
     def collect(self) -> Iterable[Metric]:
-        """See prometheus_client."""
         values = self._ask()
         for kind, texts in _SHOWN.items():
             for name, (labels, text) in texts.items():
@@ -159,15 +148,7 @@ class _PresentValues(Collector):  # type: ignore[misc, unused-ignore]
 
 
 class Metrics:
-    """The metrics of one server; safe to call from several threads.
-
-    Args:
-        store: whose tiers are reported, as the attribute `store`.
-        waiting, active: return the present number of such requests.
-        given_up: see `Background.given_up`.
-        shadow, discovered: of the engine; None: it has none.
-        late_tiers: of the engine, that requests pass over.
-    """
+    """The metrics of one server, of what is given those that there are now; safe to call from several threads."""
 
     def __init__(
         self,
@@ -193,28 +174,20 @@ class Metrics:
 
         self._registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        versions = {name: version(name) for name in ("cacheblend", "torch", "transformers")}
-        Info("cacheblend_build", "Versions.", registry=registry).info(
-            {"version": versions.pop("cacheblend"), "python": platform.python_version(), **versions}
-        )
+        versions = {"version": version("cacheblend"), "python": platform.python_version()}
+        versions |= {name: version(name) for name in ("torch", "transformers")}
+        Info("cacheblend_build", "Versions.", registry=registry).info(versions)
         registry.register(_PresentValues(ask))
-        self._ttft = Histogram(
-            "cacheblend_ttft_seconds",
-            "Time to first token, including the time in the queue.",
-            ["mode"],
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self._gap = Histogram(
-            "cacheblend_inter_token_seconds", "Time between two tokens.", buckets=_GAPS, registry=registry
-        )
+        text = "Time to first token, including the time in the queue."
+        self._ttft = Histogram("cacheblend_ttft_seconds", text, ["mode"], buckets=_SECONDS, registry=registry)
+        text = "Time between two tokens."
+        self._gap = Histogram("cacheblend_inter_token_seconds", text, buckets=_GAPS, registry=registry)
         self._counters = {
             name: Counter(f"cacheblend_{name}", text, labels, registry=registry)
             for name, (labels, text) in _COUNTED.items()
         }
 
     def request(self, status: int) -> None:
-        """Counts a response."""
         self._counters["requests"].labels(str(status)).inc()
 
     def gap(self, seconds: float) -> None:

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from itertools import chain
 
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
@@ -36,6 +36,8 @@ FREE = 1 << 16
 """Bytes of every body that count against no bound: short requests are read whatever long ones there are."""
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 """Keeps no way back: texts may have 16 MB. One that nothing ends goes to the end: or each quote in it began one."""
+LOGGED = ("prompt_tokens", "hit_tokens", "recomputed_tokens", "recompute_ratio", "generated_tokens")
+"""Of a request's report, in the request log."""
 requests_log = logging.getLogger("cacheblend.serve.requests")
 
 
@@ -46,7 +48,6 @@ class RequestLog:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI interface."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -70,25 +71,12 @@ class RequestLog:
         finally:
             self._metrics.request(status or 499)
             if scope["path"].startswith(("/v1/", "/tokenize", "/detokenize")):
-                line = _line(scope, status, time.perf_counter() - started)
+                seconds, state = round(time.perf_counter() - started, 4), scope.get("state", {})
+                line = {"method": scope["method"], "path": scope["path"], "status": status, "seconds": seconds}
+                line["key"] = state.get("key")
+                if (report := getattr(state.get("running"), "report", None)) is not None:
+                    line |= {name: getattr(report, name) for name in LOGGED} | {"ttft_s": round(report.ttft_s, 4)}
                 requests_log.info(json.dumps(line), extra={"fields": line, "request_id": asked})
-
-
-def _line(scope: Scope, status: int, seconds: float) -> dict[str, Any]:
-    state = scope.get("state", {})
-    line = {
-        "method": scope["method"],
-        "path": scope["path"],
-        "status": status,
-        "seconds": round(seconds, 4),
-        "key": state.get("key"),
-    }
-    report = getattr(state.get("running"), "report", None)
-    if report is not None:
-        counted = ("prompt_tokens", "hit_tokens", "recomputed_tokens", "recompute_ratio", "generated_tokens")
-        line |= {name: getattr(report, name) for name in counted}
-        line["ttft_s"] = round(report.ttft_s, 4)
-    return line
 
 
 class HostGuard:
@@ -96,11 +84,8 @@ class HostGuard:
 
     Where no keys are set, anyone who reaches the server may ask, and a foreign page reaches it through its visitor's
     browser, by a name of its own that it has pointed at this machine (DNS rebinding). So ``Host`` must name the
-    server. Browsers always send it; probes of load balancers, by HTTP/1.0, do not.
-
-    Args:
-        app: the next ASGI app.
-        hosts: names that the server has, besides ``localhost`` and addresses; ``*``: any. None: it is not checked.
+    server: `hosts`, ``localhost`` or an address; it is not checked if these are None or have ``*``. Browsers always
+    send it; probes of load balancers, by HTTP/1.0, do not.
     """
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str] | None) -> None:
@@ -108,7 +93,6 @@ class HostGuard:
         self._hosts = None if hosts is None or "*" in hosts else {"localhost", *(name.lower() for name in hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI interface."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -124,29 +108,17 @@ class HostGuard:
             await send(message)
 
         named = Headers(scope=scope).get("host")
-        if self._hosts is not None and named is not None and not self._is_own(host := _host_in(named)):
-            refusal = ApiError(
-                403,
-                f"this server is not called {host[:80]!r}; start it with --allowed-host NAME if it is",
-                code="host_not_allowed",
-            )
-            await refusal.response()(scope, receive, sending)
-            return
+        if self._hosts is not None and named is not None:
+            is_ipv6 = named.startswith("[")
+            host = (named[1:].partition("]")[0] if is_ipv6 else named.partition(":")[0].rstrip(".")).lower()
+            try:
+                ipaddress.ip_address(host)  # nobody can point those elsewhere
+            except ValueError:
+                if host not in self._hosts:
+                    message = f"this server is not called {host[:80]!r}; start it with --allowed-host NAME if it is"
+                    await ApiError(403, message, code="host_not_allowed").response()(scope, receive, sending)
+                    return
         await self._app({**scope, "method": "GET"} if is_head else scope, receive, sending)
-
-    def _is_own(self, host: str) -> bool:
-        try:
-            ipaddress.ip_address(host)  # nobody can point those elsewhere
-        except ValueError:
-            return host in (self._hosts or ())
-        return True
-
-
-def _host_in(header: str) -> str:
-    """The name in a ``Host`` header, without its port and in lower case."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0].lower()
-    return header.partition(":")[0].rstrip(".").lower()
 
 
 class BodyLimit:
@@ -162,7 +134,6 @@ class BodyLimit:
         self._budget = BodyBudget(BODIES * self._max_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI interface."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -187,13 +158,10 @@ class BodyLimit:
                     return left.pop() if left else await receive()
 
                 await self._app(scope, replaying, send)
-        except TimeoutError:
-            refusal = ApiError(408, f"a request must be sent within {seconds:g} s (--body-timeout)", code="timeout")
-        except ApiError as error:
-            refusal = error
-        else:
-            return
-        await refusal.response()(scope, receive, send)
+        except (TimeoutError, ApiError) as error:
+            message = f"a request must be sent within {seconds:g} s (--body-timeout)"
+            refusal = error if isinstance(error, ApiError) else ApiError(408, message, code="timeout")
+            await refusal.response()(scope, receive, send)
 
     async def _read(self, receive: Receive, limit: int, take: Callable[[int], None]) -> bytes | None:
         """The whole body, since a chunked one announces no length; None: the client has disconnected."""
@@ -223,32 +191,24 @@ def _refusal(limit: int, why: str = "") -> ApiError:
 
 
 def check_shape(body: bytes, values: int = VALUES) -> None:
-    """Refuses JSON of more values, or more lists and objects, than are parsed in a moment.
+    """Refuses JSON of more than so many values, or more lists and objects, than are parsed in a moment: 413.
 
     Parsing and checking JSON holds up every other request. Text is quick; millions of numbers or empty lists are not.
-
-    Args:
-        body: JSON or not; only its punctuation is looked at.
-        values: numbers, texts and others; at most `VALUES` or the tokens of a context, whichever is more.
-
-    Raises:
-        ApiError: 413, it has more.
+    Only the body's punctuation is looked at, whether it is JSON or not.
     """
     found, nested = body.count(b","), body.count(b"[") + body.count(b"{")
     if found <= values and nested <= CONTAINERS:
         return
     found = nested = at = 0
-    for match in _STRING.finditer(body):  # the same outside of texts
-        found += body.count(b",", at, match.start())
-        nested += body.count(b"[", at, match.start()) + body.count(b"{", at, match.start())
-        at = match.end()
-    found += body.count(b",", at)
-    nested += body.count(b"[", at) + body.count(b"{", at)
+    texts = ((match.start(), match.end()) for match in _STRING.finditer(body))
+    for start, end in chain(texts, [(len(body), 0)]):  # the same outside of texts
+        found += body.count(b",", at, start)
+        nested += body.count(b"[", at, start) + body.count(b"{", at, start)
+        at = end
     for count, most, what in ((found, values, "values"), (nested, CONTAINERS, "lists and objects")):
         if count > most:
-            raise ApiError(
-                413, f"the body has {count:,} {what}; at most {most:,} are read; send several requests", code="too_long"
-            )
+            message = f"the body has {count:,} {what}; at most {most:,} are read; send several requests"
+            raise ApiError(413, message, code="too_long")
 
 
 class BodyBudget:
@@ -265,8 +225,7 @@ class BodyBudget:
     def open(self, tenant: str) -> Iterator[Callable[[int], None]]:
         """One body of a tenant: a function that takes so many bytes more; all are given back in the end.
 
-        The body's first `FREE` bytes do not count. The function raises `ApiError`, 503, where other bodies have
-        the bytes.
+        Its first `FREE` bytes do not count. The function raises `ApiError`, 503, where other bodies have the bytes.
         """
         read = counted = 0
 
@@ -276,12 +235,8 @@ class BodyBudget:
             more = max(0, read - FREE) - counted
             taken, own = sum(self._taken.values()), self._taken.get(tenant, 0)
             if more > 0 and own + more > (self._limit - (taken - own)) // 2:
-                raise ApiError(
-                    503,
-                    f"{taken:,} bytes of other requests are being read, {own:,} of this key's own",
-                    code="overloaded",
-                    retry_after_s=5,
-                )
+                message = f"{taken:,} bytes of other requests are being read, {own:,} of this key's own"
+                raise ApiError(503, message, code="overloaded", retry_after_s=5)
             counted += more
             self._taken[tenant] = own + more
 

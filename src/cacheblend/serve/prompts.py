@@ -6,8 +6,7 @@ completions  chunks are given as spans of a prompt of token ids
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from cacheblend.core.errors import InvalidInputError
@@ -32,24 +31,18 @@ BESIDE = 1 << 20
 
 
 class ParsedPrompt(NamedTuple):
-    """A request's prompt.
-
-    Attributes:
-        keep_text: whether text in front of its first chunk may be stored: not if it has the question.
-        shown: special tokens that are part of the answer's text.
-    """
+    """A request's prompt."""
 
     prompt: Prompt
-    keep_text: bool
-    shown: frozenset[int] = frozenset()
+    keep_text: bool  # text in front of its first chunk may be stored: not if it has the question
+    shown: frozenset[int] = frozenset()  # special tokens that are part of the answer's text
 
 
 def chat_prompt(engine: BlendEngine, request: ChatRequest, chunk_tokens: int) -> ParsedPrompt:
     """The prompt of a chat request, where a text of at least `chunk_tokens` tokens is a chunk of its own.
 
-    Raises:
-        InvalidInputError: the template rejects the messages, or the prompt is too long.
-        ApiError: a part that is not text, or a template option that is not allowed.
+    Raises `ApiError` for a part that is not text, calls of another form, or a template option that is not allowed, and
+    `InvalidInputError` if the template rejects the messages, or the prompt is too long.
     """
     question = max((i for i, m in enumerate(request.messages) if m.role == "user"), default=-1)
     messages = [
@@ -73,32 +66,25 @@ def chat_prompt(engine: BlendEngine, request: ChatRequest, chunk_tokens: int) ->
         if isinstance(message["content"], list)
         for part in message["content"]
     )
-    return ParsedPrompt(_rendered(engine, messages, documents, options), keep_text=is_last)
-
-
-def _rendered(
-    engine: BlendEngine, messages: list[dict[str, Any]], documents: list[Passage], options: dict[str, Any]
-) -> Prompt:
-    """The prompt; with the arguments of earlier calls as objects, or as texts where the template takes no objects."""
+    # The arguments of earlier calls are objects, or texts where the template takes no objects.
     as_objects = with_argument_objects(messages)
     try:
-        return engine.chat_prompt(as_objects, documents, **options)
-    except InvalidInputError:
+        prompt = engine.chat_prompt(as_objects, documents, **options)
+    except InvalidInputError as error:  # about the objects: most templates take them
         if as_objects == messages:
             raise
         try:
-            return engine.chat_prompt(messages, documents, **options)
+            prompt = engine.chat_prompt(messages, documents, **options)
         except InvalidInputError:
-            pass
-        raise  # about the objects: most templates take them
+            raise error from None
+    return ParsedPrompt(prompt, keep_text=is_last)
 
 
 def completion_prompt(engine: BlendEngine, request: CompletionRequest) -> ParsedPrompt:
     """The prompt of a completion request.
 
-    Raises:
-        InvalidInputError: the prompt is empty or too long.
-        ApiError: token ids outside of the vocabulary, or spans that are not ascending spans of the prompt.
+    Raises `ApiError` for ids outside of the vocabulary, or spans that are not ascending spans of the prompt, and
+    `InvalidInputError` if it is empty or too long.
     """
     spans = request.cacheblend.chunks if request.cacheblend and request.cacheblend.chunks else []
     given = request.prompt
@@ -113,22 +99,15 @@ def completion_prompt(engine: BlendEngine, request: CompletionRequest) -> Parsed
         raise ApiError(400, "the prompt is empty", param="prompt")
     if min(ids) < 0 or max(ids) >= engine.survey.vocab_size:
         raise ApiError(400, f"token ids must be in 0..{engine.survey.vocab_size - 1}", param="prompt")
-    return ParsedPrompt(engine.prompt(Prompt.of(_segments(ids, spans))), keep_text=True)
-
-
-def _segments(ids: list[int], spans: Sequence[tuple[int, int]]) -> list[Segment]:
-    segments, at = [], 0
+    segments, at = list[Segment](), 0
     for start, stop in spans:
         if not at <= start < stop <= len(ids):
-            raise ApiError(
-                400,
-                f"the span [{start}, {stop}) of a prompt of {len(ids)} tokens: spans lie in it, ascend and do not "
-                "overlap",
-                param="cacheblend",
-            )
+            found = f"the span [{start}, {stop}) of a prompt of {len(ids)} tokens"
+            raise ApiError(400, f"{found}: spans lie in it, ascend and do not overlap", param="cacheblend")
         segments += [text(ids[at:start]), chunk(ids[start:stop])]
         at = stop
-    return [*segments, text(ids[at:])]
+    prompt = engine.prompt(Prompt.of([*segments, text(ids[at:])]))
+    return ParsedPrompt(prompt, keep_text=True)
 
 
 def _message(engine: BlendEngine, message: Message, chunk_tokens: int, *, is_last_user: bool) -> dict[str, Any]:
@@ -136,9 +115,8 @@ def _message(engine: BlendEngine, message: Message, chunk_tokens: int, *, is_las
     extra = dict(message.model_extra or {})
     if not extra.get("tool_calls"):  # null and an empty list are no calls, which not every template knows
         extra.pop("tool_calls", None)
-    content: Any = (
-        "" if message.content is None else message.content
-    )  # None beside tool calls: some templates read it without checking
+    # None beside tool calls: some templates read it without checking.
+    content: Any = "" if message.content is None else message.content
     if isinstance(content, str):
         if message.role == "tool" and _is_long(engine, content, chunk_tokens):
             content = [{"type": "chunk", "text": content}]
@@ -165,47 +143,32 @@ def _is_long(engine: BlendEngine, content: str, tokens: int) -> bool:
 
 def with_argument_objects(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages with the arguments of their calls as objects, which transformers' templates expect; clients send
-    them as JSON. Copies what it changes.
-
-    Raises:
-        ApiError: calls of another form, or arguments that are no JSON object; with their place.
-    """
-    return [
-        {**message, "tool_calls": _with_objects(message["tool_calls"], f"messages.{number}.tool_calls")}
-        if "tool_calls" in message
-        else message
-        for number, message in enumerate(messages)
-    ]
-
-
-def _with_objects(calls: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list):
-        raise wrong_value(where, calls, "must be a list of calls")
+    them as JSON. Copies what it changes; raises `ApiError`, with the place, for calls of another form."""
     changed = []
-    for number, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict):
-            raise wrong_value(f"{where}.{number}", call, 'must be {"id", "type": "function", "function": {...}}')
-        place = f"{where}.{number}.function"
-        if not isinstance(function.get("name"), str):
-            raise wrong_value(f"{place}.name", function.get("name"), "must be a text")
-        arguments = _object(function.get("arguments"), f"{place}.arguments")
-        changed.append({**call, "function": {**function, "arguments": arguments}})
+    for at, message in enumerate(messages):
+        if "tool_calls" not in message:
+            changed.append(message)
+            continue
+        where, calls, read = f"messages.{at}.tool_calls", message["tool_calls"], []
+        if not isinstance(calls, list):
+            raise wrong_value(where, calls, "must be a list of calls")
+        for number, call in enumerate(calls):
+            function = call.get("function") if isinstance(call, dict) else None
+            if not isinstance(function, dict):
+                raise wrong_value(f"{where}.{number}", call, 'must be {"id", "type": "function", "function": {...}}')
+            place = f"{where}.{number}.function"
+            if not isinstance(function.get("name"), str):
+                raise wrong_value(f"{place}.name", function.get("name"), "must be a text")
+            given = function.get("arguments")
+            try:
+                arguments = json.loads(given or "{}") if given is None or isinstance(given, str) else given
+            except (ValueError, RecursionError):
+                arguments = None
+            if not isinstance(arguments, dict):
+                raise wrong_value(f"{place}.arguments", given, "must be a JSON object, as text")
+            read.append({**call, "function": {**function, "arguments": arguments}})
+        changed.append({**message, "tool_calls": read})
     return changed
-
-
-def _object(arguments: Any, where: str) -> dict[str, Any]:
-    found = arguments
-    if arguments is None or arguments == "":  # of a function without parameters
-        return {}
-    if isinstance(arguments, str):
-        try:
-            found = json.loads(arguments)
-        except (ValueError, RecursionError):
-            raise wrong_value(where, arguments, "must be a JSON object, as text") from None
-    if not isinstance(found, dict):
-        raise wrong_value(where, arguments, "must be a JSON object, as text")
-    return found
 
 
 class TextLimit:
@@ -214,57 +177,37 @@ class TextLimit:
     A token stands for at most as many characters as the tokenizer's longest one has. Text that is long but within that
     bound is counted piece by piece, and refused at the piece with which it exceeds the context: tokenising 16 MB takes
     seconds and 1.5 GB.
-
-    Args:
-        engine: the model's.
-        max_tokens: of a prompt, if that is less than the context.
-
-    Attributes:
-        characters: of the longest text that may fit; None: there is no bound.
-        body_bytes: of a body with such a text as JSON; None: there is no bound.
     """
 
     def __init__(self, engine: BlendEngine, max_tokens: int | None = None) -> None:
-        self._engine = engine
+        self._builder = engine.builder
         bounds = [bound for bound in (max_tokens, engine.survey.max_length) if bound is not None]
         self._tokens = min(bounds, default=0)
-        self.characters: int | None = None
-        self.body_bytes: int | None = None
+        self.characters: int | None = None  # of the longest text that may fit; None: there is no bound
+        self.body_bytes: int | None = None  # of a body with such a text as JSON
         if bounds and engine.builder is not None:
             self.characters = self._tokens * (engine.builder.longest_token + 1)
             self.body_bytes = ESCAPED * self.characters + BESIDE
 
     def check(self, texts: Iterable[str], what: str = "the prompt") -> None:
-        """Refuses texts that together exceed the context for certain; others may exceed it once they are tokenised.
-
-        Raises:
-            ApiError: they do; with `what` in the message.
-        """
-        found = list(texts)
-        length, builder = sum(map(len, found)), self._engine.builder
-        if self.characters is None or builder is None:
+        """Raises `ApiError` if texts together exceed the context for certain; others may, once they are tokenised."""
+        found, most = list(texts), self._tokens
+        length = sum(map(len, found))
+        if self.characters is None or self._builder is None:
             return
         if length > self.characters:
-            raise ApiError(
-                400,
-                f"{what} has {length:,} characters; {self._tokens:,} tokens are read at most, which are never more "
-                f"than {self.characters:,} characters; shorten it",
-                code="too_long",
-            )
-        if length <= USUAL * self._tokens:
+            limit = f"{most:,} tokens are read at most, which are never more than {self.characters:,} characters"
+            raise ApiError(400, f"{what} has {length:,} characters; {limit}; shorten it", code="too_long")
+        if length <= USUAL * most:
             return
         tokens = characters = 0
         for parts in _pieces(found):
             joined = " ".join(parts)  # without it they would be one word, which takes long to tokenise
-            tokens += max(0, builder.count(joined) - len(parts) - CUT)
+            tokens += max(0, self._builder.count(joined) - len(parts) - CUT)
             characters += sum(map(len, parts))
-            if tokens > self._tokens:
-                raise ApiError(
-                    400,
-                    f"{what} has more than {tokens:,} tokens in its first {characters:,} characters; "
-                    f"{self._tokens:,} are read at most; shorten it",
-                    code="too_long",
-                )
+            if tokens > most:
+                counted = f"{what} has more than {tokens:,} tokens in its first {characters:,} characters"
+                raise ApiError(400, f"{counted}; {most:,} are read at most; shorten it", code="too_long")
 
 
 def _pieces(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -282,20 +225,20 @@ def _pieces(texts: Iterable[str]) -> Iterator[list[str]]:
         yield parts
 
 
-def texts_of(asked: ChatRequest | CompletionRequest) -> Iterable[str]:
+def texts_of(asked: ChatRequest | CompletionRequest) -> Iterator[str]:
     """The texts of a request that go into its prompt."""
     if isinstance(asked, CompletionRequest):
         given = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt
-        return (text for text in given if isinstance(text, str))
-    return chain(texts_of_chat(asked.messages, asked.documents), strings_in([asked.tools, asked.chat_template_kwargs]))
+        yield from (text for text in given if isinstance(text, str))
+    else:
+        yield from texts_of_chat(asked.messages, asked.documents)
+        yield from strings_in([asked.tools, asked.chat_template_kwargs])
 
 
-def texts_of_chat(messages: Iterable[Message], documents: Iterable[RequestDocument] | None = None) -> Iterable[str]:
-    """The texts of messages, what is passed to the template with them, and of documents for them."""
-    messages = list(messages)
-    contents = (message.content for message in messages)
-    extras = strings_in([message.model_extra for message in messages])
-    parts = (
-        [content] if isinstance(content, str) else [part.text or "" for part in content or ()] for content in contents
-    )
-    return chain(chain.from_iterable(parts), (document.text for document in documents or ()), extras)
+def texts_of_chat(messages: list[Message], documents: Iterable[RequestDocument] | None = None) -> Iterator[str]:
+    """The texts of messages, of documents for them, and what is passed to the template with the messages."""
+    for message in messages:
+        content = message.content or ()
+        yield from [content] if isinstance(content, str) else (part.text or "" for part in content)
+    yield from (document.text for document in documents or ())
+    yield from strings_in([message.model_extra for message in messages])

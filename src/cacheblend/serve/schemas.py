@@ -35,36 +35,29 @@ _LONGEST_TOOL_NAME = 256
 
 
 def check_unicode(body: Any) -> None:
-    """Looks at all texts of a body, keys included.
-
-    Raises:
-        ApiError: 400, one has a lone surrogate; names where.
-    """
+    """Raises `ApiError` for a text of a body, keys included, that has a lone surrogate; it names where."""
     waiting: list[tuple[_Path, Any]] = [(None, body)]  # no recursion: a body may be nested deeply
+    path: _Path
     while waiting:
         path, value = waiting.pop()
-        if isinstance(value, str):
-            _check_text(path, value)
-        elif isinstance(value, dict):
-            for key, inner in value.items():
-                _check_text(path, str(key))
-                waiting.append(((path, key), inner))
-        elif isinstance(value, list):
-            texts = (pair for pair in enumerate(value) if isinstance(pair[1], str | dict | list))
-            waiting += [((path, index), inner) for index, inner in texts]
-
-
-def _check_text(path: _Path, value: str) -> None:
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        keys: list[str] = []
-        while path is not None:
-            path, key = path
-            keys.append(str(key))
-        where, code = ".".join(reversed(keys)), ord(value[error.start])
-        message = f"{where or 'the body'}: \\u{code:04x} is half of a surrogate pair and no character; remove it"
-        raise ApiError(400, message, param=where or None) from None
+        try:
+            if isinstance(value, str):
+                value.encode()
+            elif isinstance(value, dict):
+                for key, inner in value.items():
+                    str(key).encode()
+                    waiting.append(((path, key), inner))
+            elif isinstance(value, list):
+                texts = (pair for pair in enumerate(value) if isinstance(pair[1], str | dict | list))
+                waiting += [((path, index), inner) for index, inner in texts]
+        except UnicodeEncodeError as error:
+            keys: list[str] = []
+            while path is not None:
+                path, key = path
+                keys.append(str(key))
+            where, code = ".".join(reversed(keys)), ord(error.object[error.start])
+            message = f"{where or 'the body'}: \\u{code:04x} is half of a surrogate pair and no character; remove it"
+            raise ApiError(400, message, param=where or None) from None
 
 
 class Closed(BaseModel):
@@ -89,11 +82,7 @@ class Closed(BaseModel):
 class Body(Closed):
     """The body of a request; refuses text that is not valid Unicode, which no tokenizer and no answer can encode.
 
-    Attributes:
-        refused, accepted: see `check_fields`; None: pydantic refuses unknown fields, or ignores them.
-
-    Raises:
-        ApiError: an unknown field; or some text, a key included, has a lone surrogate, as JSON can write it.
+    `refused` and `accepted` as of `check_fields`; None: pydantic refuses unknown fields, or ignores them.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -114,13 +103,14 @@ class Body(Closed):
 _JSON_OBJECT = Grammar("json_object")
 
 
+def _without_null(cls: Any, data: Any) -> Any:
+    return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
 class Form(Closed):
     """An object that says the form of an answer; null is "not said"."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_null(cls, data: Any) -> Any:
-        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+    _without_null = model_validator(mode="before")(_without_null)
 
 
 class JsonSchema(Form):
@@ -177,7 +167,6 @@ class TextOptions(Form):
     verbosity: Literal["medium"] = "medium"
 
     def grammar(self) -> Grammar | None:
-        """See `ResponseFormat`."""
         if self.format is None or self.format.type == "text":
             return None
         return _JSON_OBJECT if self.format.schema_ is None else grammar_of_schema(self.format.schema_)
@@ -200,7 +189,6 @@ class StructuredOutputs(Form):
         return self
 
     def grammar(self) -> Grammar:
-        """See `ResponseFormat`."""
         if self.json_ is not None:
             is_text = isinstance(self.json_, str)
             return Grammar("json_schema", self.json_) if is_text else grammar_of_schema(self.json_)  # type: ignore
@@ -218,11 +206,7 @@ def grammar_of_schema(schema: Schema) -> Grammar:
 
 
 def grammar_of(**said: ResponseFormat | TextOptions | StructuredOutputs | None) -> tuple[Grammar | None, str | None]:
-    """The grammar that a request's fields say, and the field.
-
-    Raises:
-        ApiError: several say one, or one is wrong.
-    """
+    """The grammar that a request's fields say, and the field. Raises `ApiError` if several say one, or one is wrong."""
     found: tuple[Grammar | None, str | None] = None, None
     for name, form in said.items():
         try:
@@ -239,11 +223,7 @@ def grammar_of(**said: ResponseFormat | TextOptions | StructuredOutputs | None) 
 
 
 def check_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The tools.
-
-    Raises:
-        ApiError: one is no function, or asks for what is not done; with its place.
-    """
+    """Raises `ApiError`, with the place, for a tool that is no function, or asks for what is not done."""
     for number, tool in enumerate(tools):
         where = f"tools.{number}"
         if (kind := tool.get("type")) != "function":
@@ -336,8 +316,7 @@ class StreamOptions(Closed):
 
 
 def _few(biases: Any) -> Any:
-    """Before each is looked at, as each could be two errors."""
-    if isinstance(biases, dict) and len(biases) > 1024:
+    if isinstance(biases, dict) and len(biases) > 1024:  # before each is looked at, as each could be two errors
         raise ValueError(f"it has {len(biases)} tokens; at most 1024 are taken")
     return biases
 
@@ -353,11 +332,7 @@ class Sampling(Body):
     refused: ClassVar[Mapping[str, Refused]] = REFUSED
     accepted: ClassVar[Mapping[str, str]] = ACCEPTED
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_null(cls, data: Any) -> Any:  # null is "not said", as OpenAI has it
-        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
-
+    _without_null = model_validator(mode="before")(_without_null)  # null is "not said", as OpenAI has it
     model: Name = ""
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -388,7 +363,6 @@ class Sampling(Body):
 
     @property
     def may_call_tools(self) -> bool:
-        """Whether the answer may call tools."""
         return False
 
     def wanted_logprobs(self) -> int | None:
@@ -413,16 +387,13 @@ class ChatRequest(Sampling):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """See `Sampling`."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def may_call_tools(self) -> bool:
-        """See `Sampling`."""
         return bool(self.tools) and self.tool_choice != "none"
 
     def wanted_logprobs(self) -> int | None:
-        """See `Sampling`."""
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -449,7 +420,6 @@ class CompletionRequest(Sampling):
         return prompt
 
     def wanted_logprobs(self) -> int | None:
-        """See `Sampling`."""
         return self.logprobs
 
 
@@ -481,7 +451,6 @@ class ResponsesRequest(Sampling):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """See `Sampling`."""
         return self.max_output_tokens
 
 

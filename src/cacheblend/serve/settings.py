@@ -12,34 +12,17 @@ from cacheblend.serve.tool_calls import AUTO, format_of
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """Limits and features of a server.
+    """Limits and features of a server; raises `InvalidInputError` for a value that is out of range.
+
+    What the options of `cacheblend serve` have, too, is called as there (`ServerOptions`, `BoundOptions`). Besides:
 
     Attributes:
-        keys: the API keys; empty: no key is needed.
-        chunk_tokens: smallest number of tokens of a text that becomes a chunk of its own.
+        keys, metrics_keys: empty: no key is needed, and /metrics has none of its own.
         limits: numbers of active and waiting requests.
         max_body_bytes: bytes of a request's body.
-        connections: open at a time; further ones end the one that has waited longest, or are refused.
-        headers_s: seconds that a connection may be open without a request, half-sent ones included.
-        body_s: seconds that a client may take to send a request's body, or to go on reading its answer.
-        max_prompt_tokens: tokens of a prompt; None: the model's context.
         max_chunks: chunks of a prompt.
         max_choices: largest ``n``.
-        max_tokens: tokens of an answer, where the client does not say.
-        timeout_s: seconds that a request may take, including its time in the queue.
-        drain_s: seconds that active requests may take to finish when the server is stopped.
-        store_bytes: bytes that a key's chunks may take; None: no bound but the store's.
-        pin_bytes: bytes that a key may pin; None: no bound but the store's.
-        playground: whether the page is served; it shows no client's stored chunks.
         hosts: names of the server, where no key is needed; None: the header ``Host`` is not checked.
-        ready_needs_store: whether the server is ready only while every tier of its store answers.
-        metrics_keys: the keys that may read /metrics, and nothing else; empty: those of `keys`.
-        shadow: share of the blended requests that is computed once more in full, and compared; 0: none.
-        shadow_floor: least agreement with full prefill, to which the recompute ratio is raised; None: it is not.
-        tool_call_parser: how tool calls are read from answers; see `format_of`.
-
-    Raises:
-        InvalidInputError: a value is out of range.
     """
 
     keys: KeyRing = field(default_factory=KeyRing)
@@ -76,11 +59,9 @@ class ServeSettings:
         for name in ("headers_s", "body_s", "timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise InvalidInputError(f"{name} must be a number of seconds above 0, got {getattr(self, name)}")
-        if self.limits.active < 1 or self.limits.waiting < 0:
-            raise InvalidInputError(
-                f"at least 1 active and 0 waiting requests are needed, got {self.limits.active} and "
-                f"{self.limits.waiting}"
-            )
+        active, waiting = self.limits.active, self.limits.waiting
+        if active < 1 or waiting < 0:
+            raise InvalidInputError(f"at least 1 active and 0 waiting requests are needed, got {active} and {waiting}")
         if self.shadow_floor is not None and not self.shadow:
             raise InvalidInputError(
                 f"a shadow floor of {self.shadow_floor} is held by comparing answers, and none is compared; also give "

@@ -1,13 +1,10 @@
-"""What a server's routes share: engine, scheduler, metrics, tenants and settings, and who a request is from.
-
-Knows no route: routes and the app import it.
-"""
+"""What a server's routes share: engine, scheduler, metrics, tenants and settings, and who a request is from."""
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from fastapi import Request
+from fastapi import Depends, Request
 
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import BlendEngine
@@ -33,9 +30,7 @@ PARSERS = 4
 class ServerState:
     """State of one server. Methods may be called from any thread, coroutines on the server's loop.
 
-    Attributes:
-        engine: stays open after the server has stopped; its owner closes it.
-        call_format: in which tool calls are read from answers; None: they are not.
+    The engine stays open after the server has stopped; its owner closes it.
     """
 
     def __init__(self, engine: BlendEngine, settings: ServeSettings) -> None:
@@ -54,10 +49,12 @@ class ServerState:
         )
         self.tenants = Tenants(engine, settings.store_bytes, settings.pin_bytes)
         self.text_limit = TextLimit(engine, settings.max_prompt_tokens)
+        # In which tool calls are read from answers; None: they are not.
         self.call_format = format_of(settings.tool_call_parser, getattr(engine.tokenizer, "chat_template", None))
         self._side = FairQueue(1, settings.limits.waiting, run_apart)
         self._parsing = FairQueue(PARSERS, settings.limits.waiting)
         self._compiling = FairQueue(1, settings.limits.waiting)
+        self.queues = (self._side, self._parsing, self._compiling)
 
     @property
     def waiting(self) -> int:
@@ -72,18 +69,11 @@ class ServerState:
         return min(most, self.text_limit.body_bytes or most)
 
     async def parse(self, request: Request, work: Callable[[], T]) -> T:
-        """Runs what makes a request's prompt, which takes a place in the queue of requests.
-
-        Raises:
-            QueueFullError, TooLateError, ApiError: see `FairQueue.run`.
-        """
+        """Runs what makes a request's prompt, which takes a place in the queue. Raises as `FairQueue.run`."""
         return await self._prepare(self._parsing, request, work)
 
     async def compile(self, request: Request, work: Callable[[], T]) -> T:
-        """Runs what compiles the form of an answer, which may take seconds: one at a time, and no prompt waits for it.
-
-        Raises as `parse`.
-        """
+        """Runs what compiles the form of an answer, which may take seconds: one at a time; no prompt waits for it."""
         return await self._prepare(self._compiling, request, work)
 
     async def _prepare(self, queue: FairQueue, request: Request, work: Callable[[], T]) -> T:
@@ -94,10 +84,7 @@ class ServerState:
     async def run_serially(self, request: Request, work: Work[T]) -> T:
         """Runs work that does not go through the scheduler (storing, explaining), a slice of it at a time.
 
-        Args:
-            request: whose key takes turns with the others.
-            work: a function, or one that returns a generator whose ``yield`` lets others go first.
-
+        The request's key takes turns with the others; a function's generator lets others go first at each ``yield``.
         Raises as `parse`.
         """
         return await self._run(self._side, request, work)
@@ -106,36 +93,8 @@ class ServerState:
         deadline = time.monotonic() + self.settings.timeout_s
         return await queue.run(request.state.key, work, deadline, request.is_disconnected)
 
-    def end_queues(self) -> None:
-        """Ends what the queues hold; their clients are told."""
-        for queue in (self._side, self._parsing, self._compiling):
-            queue.end()
-
-    def close(self) -> None:
-        """Ends the queues, as far as they have not begun."""
-        for queue in (self._side, self._parsing, self._compiling):
-            queue.close()
-
-    async def authenticate(self, request: Request) -> ApiKey:
-        """The key that a request is made with; noted for the log.
-
-        Raises:
-            ApiError: it has none, or an unknown one.
-        """
-        key = self.key_of_header(request.headers.get("authorization"))
-        request.state.key = key.name
-        return key
-
-    async def authenticate_for_metrics(self, request: Request) -> None:
-        """Lets in who may read the figures: with a key for them, if there are any, else with any key."""
-        keys = self.settings.metrics_keys
-        if not keys.keys:
-            await self.authenticate(request)
-        elif keys.find(request.headers.get("authorization")) is None:
-            raise ApiError(401, "/metrics has keys of its own: Authorization: Bearer KEY", code="invalid_api_key")
-
     def key_of_header(self, authorization: str | None) -> ApiKey:
-        """The key in an ``Authorization`` header; raises as `authenticate`."""
+        """The key in an ``Authorization`` header; raises `ApiError` if it has none, or an unknown one."""
         key = self.settings.keys.find(authorization)
         if key is None:
             raise ApiError(401, "this server needs an API key: Authorization: Bearer KEY", code="invalid_api_key")
@@ -158,3 +117,15 @@ class ServerState:
     def token_text(self, token: int) -> str:
         """Text of one token; empty for a special token."""
         return self.engine.builder.decode([token]) if self.engine.builder else str(token)
+
+
+async def authenticate(request: Request) -> ApiKey:
+    """The key that a request is made with; noted for the log. Raises `ApiError` as `ServerState.key_of_header`."""
+    state: ServerState = request.app.state.server
+    key = state.key_of_header(request.headers.get("authorization"))
+    request.state.key = key.name
+    return key
+
+
+Key = Annotated[ApiKey, Depends(authenticate)]
+"""Parameter of a route that needs a key."""

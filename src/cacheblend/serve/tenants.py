@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from cacheblend.core.errors import StoreError
 from cacheblend.core.names import BlockName
@@ -20,26 +19,13 @@ _MAX_SALTS = 4096  # remembered per key
 _COUNT_VALID_S = 2.0  # for which a count of a key's stored bytes is used
 
 
-@dataclass
-class _Counted:
-    """Bytes that a key had stored at the time `at` (`time.monotonic`), plus the bytes reserved since."""
-
-    bytes: int
-    at: float
-
-
 def tenant_of(key: ApiKey, salt: str) -> str:
     """The name space of a key's blocks, or the part of it under a client's own salt."""
     return f"{key.tenant}\x1f{salt}" if salt else key.tenant
 
 
 class Tenants:
-    """The tenants of one server; safe to call from several threads.
-
-    Args:
-        engine: the engine whose store is used.
-        store_bytes, pin_bytes: bytes that a key may store and pin; None: no bound but the store's.
-    """
+    """The tenants of one server, and bytes that each may store and pin; safe to call from several threads."""
 
     def __init__(self, engine: BlendEngine, store_bytes: int | None, pin_bytes: int | None) -> None:
         self._engine, self.store_bytes, self.pin_bytes = engine, store_bytes, pin_bytes
@@ -48,15 +34,13 @@ class Tenants:
         self._listing = ChunkListing(engine.store, None, 1, LIST_REFRESH_S)
         engine.listen(lambda manifest: self._listing.add([manifest]))
         self._salts: dict[str, dict[str, None]] = {}
-        self._counted: dict[str, _Counted] = {}
+        # By key's name: bytes that were stored at a time, with those reserved since, and that time.
+        self._counted: dict[str, tuple[int, float]] = {}
 
     def remember_salt(self, key: ApiKey, salt: str) -> bool:
         """Notes that a client of this key uses a salt, so that chunks under it are listed and count for the quota.
 
-        Salts are forgotten when the server restarts, until they are used again.
-
-        Returns:
-            False if the key has used too many salts to remember this one: then nothing may be stored under it.
+        False if it has used too many: then nothing may be stored under this one. A restarted server has forgotten all.
         """
         with self._lock:
             salts = self._salts.setdefault(key.name, {"": None})
@@ -82,13 +66,11 @@ class Tenants:
         model = self._engine.follow()
         return {model.planner_of(tenant_of(key, salt)).root for salt in salts}
 
-    def forget_chunks(self, chunk_ids: Iterable[BlockName]) -> None:
-        """Takes chunks off the list that were dropped."""
+    def forget(self, chunk_ids: Iterable[BlockName], by: ApiKey | None = None) -> None:
+        """Takes dropped chunks off the list, and discards the count of stored bytes of a key that has deleted them."""
         self._listing.forget(chunk_ids)
-
-    def manifest(self, key: ApiKey, chunk_id: BlockName) -> ChunkManifest | None:
-        """The key's chunk of this id, None if it has none. Raises `StoreError`."""
-        return next((each for each in self.manifests(key) if each.chunk_id == chunk_id), None)
+        with self._lock:
+            self._counted.pop(by.name if by else "", None)
 
     def bytes_of(self, manifests: list[ChunkManifest]) -> int:
         """Bytes of these chunks' blocks that are held; marks none of them as used."""
@@ -105,7 +87,7 @@ class Tenants:
             return
         with self._lock:
             now, counted = time.monotonic(), self._counted.get(key.name)
-        if counted is not None and now - counted.at < _COUNT_VALID_S:
+        if counted is not None and now - counted[1] < _COUNT_VALID_S:
             return
         try:
             manifests = self.manifests(key)
@@ -114,24 +96,18 @@ class Tenants:
         except StoreError:
             held = self.store_bytes  # the quota cannot be checked, so nothing more is stored
         with self._lock:
-            self._counted[key.name] = _Counted(held, now)
+            self._counted[key.name] = held, now
 
     def reserve(self, key: ApiKey, tokens: int, files: int = 1) -> bool:
-        """Reserves part of a key's quota; False if the last count leaves too little.
-
-        Args:
-            key: whose.
-            tokens: of the chunks.
-            files: manifests and documents' records, at least.
-        """
+        """Reserves part of a key's quota for chunks and their files; False if the last count leaves too little."""
         need = self.size_of(tokens) + files * SMALL_FILE_BYTES
         if self.store_bytes is None:
             return True
         with self._lock:
-            counted = self._counted.get(key.name)
-            if counted is None or counted.bytes + need > self.store_bytes:
+            held, at = self._counted.get(key.name, (self.store_bytes, 0.0))
+            if held + need > self.store_bytes:
                 return False
-            counted.bytes += need
+            self._counted[key.name] = held + need, at
             return True
 
     def reserve_missing(self, key: ApiKey, manifests: Iterable[ChunkManifest]) -> bool:
@@ -140,11 +116,6 @@ class Tenants:
         missing = {each.chunk_id: len(each.token_ids) for each in manifests if not all(held(each.block_names))}
         self.count(key)
         return self.reserve(key, sum(missing.values()), len(missing))
-
-    def forget_count(self, key: ApiKey) -> None:
-        """Discards the count of a key's stored bytes, after it has deleted chunks."""
-        with self._lock:
-            self._counted.pop(key.name, None)
 
     def pin(self, key: ApiKey, manifests: list[ChunkManifest]) -> bool:
         """Pins chunks; False if that would exceed the key's quota."""

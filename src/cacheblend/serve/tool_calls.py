@@ -82,22 +82,13 @@ def matched(held: HeldText, at: int, characters: re.Pattern[str]) -> Scan[str]:
 
 
 def bracketed(held: HeldText, at: int, opening: str, quotes: str) -> Scan[int]:
-    r"""The end of a value in brackets, whatever is in its strings.
+    r"""The end of a value in brackets, whatever is in its strings, which begin and end with one of `quotes`.
 
         {"a": ["}", {"b": "\""}]} more
         ^ at                     ^ returned
 
-    Each character is looked at once, however many pieces the text has.
-
-    Args:
-        held: the text.
-        at: where the value begins.
-        opening: the bracket that it begins with.
-        quotes: the characters that strings begin and end with.
-
-    Raises:
-        NoCallError: the text goes on with something else, brackets do not match or never close, or are nested too
-            deeply.
+    Each character is looked at once, however many pieces the text has. Raises `NoCallError` if the text goes on with
+    another bracket than `opening`, or brackets do not match or never close, or are nested too deeply.
     """
     if not (yield from starts(held, at, opening)):
         raise NoCallError(at)
@@ -133,33 +124,21 @@ class Call(NamedTuple):
     arguments: str
 
 
-class FoundCall(NamedTuple):
-    """Calls, and where the text behind them begins."""
-
-    calls: list[Call]
-    stop: int
+FoundCalls = tuple[list[Call], int]
+"""Calls, and where the text behind them begins."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """A format.
-
-    Attributes:
-        read: reads calls from behind a marker on, or from `bare` on. Raises `NoCallError`.
-        markers: with which calls begin, anywhere in an answer.
-        bare: the bracket that calls may begin with in front of all other text; empty: there is none.
-        between: what may separate calls, beside white space.
-        inner: further texts of the format that are special tokens in some vocabularies.
-        short_ids: ids are as Mistral's templates take them.
-    """
+    """A format; `read` reads calls from behind a marker on, or from `bare` on, and raises `NoCallError`."""
 
     name: str
-    read: Callable[[HeldText, int], Scan[FoundCall]]
-    markers: tuple[str, ...]
-    bare: str = ""
-    between: str = ""
-    inner: tuple[str, ...] = ()
-    short_ids: bool = False
+    read: Callable[[HeldText, int], Scan[FoundCalls]]
+    markers: tuple[str, ...]  # with which calls begin, anywhere in an answer
+    bare: str = ""  # the bracket that calls may begin with in front of all other text
+    between: str = ""  # what may separate calls, beside white space
+    inner: tuple[str, ...] = ()  # further texts of the format that are special tokens in some vocabularies
+    short_ids: bool = False  # as Mistral's templates take them
 
     def new_id(self) -> str:
         """A call's id."""
@@ -168,33 +147,33 @@ class Format:
         return f"call_{uuid.uuid4().hex}"
 
 
-def _hermes(held: HeldText, at: int) -> Scan[FoundCall]:
+def _hermes(held: HeldText, at: int) -> Scan[FoundCalls]:
     begin = yield from skip(held, at)
     end = yield from bracketed(held, begin, "{", '"')
     call = _call_of(_json(held.text[begin:end], end), end)
     stop = yield from _closed(held, end, "</tool_call>")
     if stop is None:
         raise NoCallError(end)
-    return FoundCall([call], stop)
+    return [call], stop
 
 
-def _llama3(held: HeldText, at: int) -> Scan[FoundCall]:
+def _llama3(held: HeldText, at: int) -> Scan[FoundCalls]:
     begin = yield from skip(held, at)
     end = yield from bracketed(held, begin, "{", '"')
     found = _json(held.text[begin:end], end)
     if not {"arguments", "parameters"} & found.keys():  # no marker need be in front of it: may be any object
         raise NoCallError(end)
-    return FoundCall([_call_of(found, end)], end)
+    return [_call_of(found, end)], end
 
 
-def _mistral(held: HeldText, at: int) -> Scan[FoundCall]:
+def _mistral(held: HeldText, at: int) -> Scan[FoundCalls]:
     begin = yield from skip(held, at)
     if (yield from starts(held, begin, "[")):
         end = yield from bracketed(held, begin, "[", '"')
         calls = [_call_of(item, end) for item in _json(held.text[begin:end], end)]
         if not calls:
             raise NoCallError(end)
-        return FoundCall(calls, end)
+        return calls, end
     name = yield from matched(held, begin, _NAME)
     at = begin + len(name)
     if (yield from starts(held, at, "[CALL_ID]")):
@@ -204,15 +183,40 @@ def _mistral(held: HeldText, at: int) -> Scan[FoundCall]:
         at += len("[ARGS]")
     at = yield from skip(held, at)
     end = yield from bracketed(held, at, "{", '"')
-    return FoundCall([Call(name, _dumped(_json(held.text[at:end], end), end))], end)
+    return [Call(name, _dumped(_json(held.text[at:end], end), end))], end
 
 
-def _pythonic(held: HeldText, at: int) -> Scan[FoundCall]:
+def _pythonic(held: HeldText, at: int) -> Scan[FoundCalls]:
     begin = yield from skip(held, at)
     end = yield from bracketed(held, begin, "[", "\"'")
-    calls = _python_calls(held.text[begin:end], end)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of backslashes
+            body = ast.parse(held.text[begin:end], mode="eval").body
+        calls = [_python_call(node, end) for node in (body.elts if isinstance(body, ast.List) else [])]
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        raise NoCallError(end) from None
+    if not calls:
+        raise NoCallError(end)
     stop = yield from _closed(held, end, "<|python_end|>")
-    return FoundCall(calls, end if stop is None else stop)
+    return calls, end if stop is None else stop
+
+
+def _python_call(node: ast.expr, end: int) -> Call:
+    if not isinstance(node, ast.Call) or node.args:
+        raise NoCallError(end)
+    arguments = {}
+    for keyword in node.keywords:
+        if keyword.arg is None or keyword.arg in arguments:
+            raise NoCallError(end)
+        arguments[keyword.arg] = ast.literal_eval(keyword.value)
+    name, parts = node.func, list[str]()
+    while isinstance(name, ast.Attribute):
+        parts.append(name.attr)
+        name = name.value
+    if not isinstance(name, ast.Name):
+        raise NoCallError(end)
+    return Call(".".join([name.id, *reversed(parts)]), _dumped(arguments, end))
 
 
 FORMATS: Mapping[str, Format] = {
@@ -229,14 +233,11 @@ CHOICES = (AUTO, *FORMATS, NONE)
 
 
 def format_of(choice: str, chat_template: Any) -> Format | None:
-    """The format that calls are read in; None: they are not read.
+    """The format that calls are read in; None: they are not read. Raises `InvalidInputError` for an unknown choice.
 
     Args:
         choice: one of `CHOICES`; ``auto``: the one that the template has, as far as it is known.
         chat_template: of the tokenizer: a text, several by name, or None.
-
-    Raises:
-        InvalidInputError: there is no such choice.
     """
     if choice not in CHOICES:
         raise InvalidInputError(f"there is no tool call parser {choice!r}; there are {', '.join(CHOICES)}")
@@ -304,51 +305,12 @@ def _dumped(arguments: Any, end: int) -> str:
     return text
 
 
-def _python_calls(text: str, end: int) -> list[Call]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of backslashes
-            body = ast.parse(text, mode="eval").body
-        nodes = body.elts if isinstance(body, ast.List) else []
-        calls = [_python_call(node, end) for node in nodes]
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        raise NoCallError(end) from None
-    if not calls:
-        raise NoCallError(end)
-    return calls
-
-
-def _python_call(node: ast.expr, end: int) -> Call:
-    if not isinstance(node, ast.Call) or node.args:
-        raise NoCallError(end)
-    arguments = {}
-    for keyword in node.keywords:
-        if keyword.arg is None or keyword.arg in arguments:
-            raise NoCallError(end)
-        arguments[keyword.arg] = ast.literal_eval(keyword.value)
-    name, parts = node.func, list[str]()
-    while isinstance(name, ast.Attribute):
-        parts.append(name.attr)
-        name = name.value
-    if not isinstance(name, ast.Name):
-        raise NoCallError(end)
-    return Call(".".join([name.id, *reversed(parts)]), _dumped(arguments, end))
-
-
 Pieces = list[str | Call]
 
 
 class CallReader:
-    """Reads the calls of one answer.
-
-    Args:
-        form: in which calls are written.
-        names: of the request's tools; what calls another one is text.
-        only_first: what is behind the first call is left out.
-
-    Attributes:
-        calls: how many were read.
-    """
+    """Reads the calls of one answer, and counts them (`calls`). What calls a tool of none of the names is text; with
+    `only_first` what is behind the first call is left out."""
 
     def __init__(self, form: Format, names: Collection[str], *, only_first: bool = False) -> None:
         self._format, self._names, self._only_first = form, names, only_first
@@ -368,13 +330,10 @@ class CallReader:
 
     def read(self, text: str, *, ended: bool) -> tuple[str, list[dict[str, Any]]]:
         """Adds text, perhaps the last; the text and the calls that are certain now, these as OpenAI writes them."""
-        pieces = self.push(text) + (self.finish() if ended else [])
-        calls = [
-            {"id": self._format.new_id(), "type": "function", "function": each._asdict()}
-            for each in pieces
-            if isinstance(each, Call)
-        ]
-        return "".join(each for each in pieces if isinstance(each, str)), calls
+        pieces, id_of = self.push(text) + (self.finish() if ended else []), self._format.new_id
+        calls = [each._asdict() for each in pieces if isinstance(each, Call)]
+        written = [{"id": id_of(), "type": "function", "function": call} for call in calls]
+        return "".join(each for each in pieces if isinstance(each, str)), written
 
     def finish_reason(self, reason: str) -> str:
         """OpenAI's name for the end of the answer; one that was cut says so, unless what was cut is left out."""

@@ -1,38 +1,47 @@
-"""The chunk API, which ingestion calls when a document is indexed: store, list, delete, pin and unpin chunks.
+"""What ingestion calls when a document is indexed: chunks, and documents that change.
 
-POST, GET /v1/chunks   DELETE /v1/chunks/{id}   POST, DELETE /v1/chunks/{id}/pin
+POST, GET /v1/chunks      DELETE /v1/chunks/{id}   POST, DELETE /v1/chunks/{id}/pin
+POST, GET /v1/documents   DELETE /v1/documents/{id}, /v1/documents?id=
+
+A document is stored by id, of an edited one what changed; its chunks go when no document has them.
 """
 
+import logging
 from bisect import bisect_right
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import asdict
 from itertools import islice
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Depends, FastAPI, Query, Request
+from fastapi import FastAPI, Query, Request
 
 from cacheblend.core.load.capture import ChunkJob, manifest_of
 from cacheblend.core.names import BlockName, state_name
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Segment, chunk
-from cacheblend.engines.documents import referring
-from cacheblend.engines.hf import BlendEngine
+from cacheblend.engines.documents import COLLECTION, LONGEST_ID, Document, referring
+from cacheblend.engines.hf import BlendEngine, DocumentSync
 from cacheblend.engines.hf.document_sync import slices
+from cacheblend.engines.tokens.chunker import Cutting
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.fair_queue import SLICE_CHARACTERS, SLICE_TOKENS
 from cacheblend.serve.keys import ApiKey
-from cacheblend.serve.schemas import WarmRequest
-from cacheblend.serve.state import ServerState
+from cacheblend.serve.schemas import DocumentsRequest, WarmRequest
+from cacheblend.serve.state import Key, ServerState
 from cacheblend.serve.tenants import tenant_of
+from cacheblend.store.documents import DamagedRecord, DocumentRecord, document_name
 
+logger = logging.getLogger("cacheblend.serve")
 T = TypeVar("T")
+Collection = Annotated[str, Query(min_length=1, max_length=LONGEST_ID)]
+Salt = Annotated[str, Query(max_length=256)]
 Limit = Annotated[int, Query(ge=1, le=1000, description="Entries of a page, at most.")]
 After = Annotated[str, Query(max_length=64, description="`last_id` of the page before; empty: the first page.")]
 
 
 def add_routes(app: FastAPI, state: ServerState) -> None:
     """Adds the routes of this module to the app."""
-    Key = Annotated[ApiKey, Depends(state.authenticate)]  # noqa: N806
     store, tenants = state.engine.store, state.tenants
 
     @app.post("/v1/chunks")
@@ -60,8 +69,7 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
         for name in (*gone, *map(state_name, gone)):
             store.delete(name)
         store.delete_manifest(manifest.chunk_id)
-        tenants.forget_chunks([manifest.chunk_id])
-        tenants.forget_count(key)
+        tenants.forget([manifest.chunk_id], by=key)
         return {"id": chunk_id, "object": "chunk", "deleted": True}
 
     @app.post("/v1/chunks/{chunk_id}/pin")
@@ -73,6 +81,62 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
     def unpin(chunk_id: str, key: Key) -> dict[str, Any]:
         tenants.unpin(key, _find(state, key, chunk_id))
         return {"id": chunk_id, "object": "chunk", "pinned": False}
+
+    _add_document_routes(app, state)
+
+
+def _add_document_routes(app: FastAPI, state: ServerState) -> None:
+    store, tenants = state.engine.store, state.tenants
+
+    @app.post("/v1/documents")
+    async def put(request: Request, asked: DocumentsRequest, key: Key) -> dict[str, Any]:
+        return await state.run_serially(request, lambda: _put(state, asked, key))
+
+    @app.get("/v1/documents")
+    def listed(
+        key: Key, collection: Collection = COLLECTION, salt: Salt = "", limit: Limit = 100, after: After = ""
+    ) -> dict[str, Any]:
+        root, kept = state.engine.follow().planner_of(tenant_of(key, salt)).root, store.documents
+
+        def read(name: BlockName) -> DocumentRecord | DamagedRecord | None:
+            record = kept.get(root, name)
+            return None if isinstance(record, DocumentRecord) and record.collection != collection else record
+
+        def show(page: list[DocumentRecord | DamagedRecord]) -> list[dict[str, Any]]:
+            return [_document(state, each) for each in page]
+
+        return page_of(kept.names(root), limit, after, read, show)
+
+    @app.delete("/v1/documents/{document_id:path}")
+    def delete(document_id: str, key: Key, collection: Collection = COLLECTION, salt: Salt = "") -> dict[str, Any]:
+        # Another key's document is reported in the same way as one that does not exist.
+        sync = DocumentSync(state.engine, tenant=tenant_of(key, salt), collection=collection, reads_all=False)
+        root, kept = sync.root, store.documents
+        found = kept.get(root, document_name(root, collection, document_id))
+        if found is None:
+            raise ApiError(404, f"there is no document {document_id[:80]!r}", code="document_not_found")
+        if isinstance(found, DamagedRecord):
+            kept.delete(root, found.name)  # its chunks are unknown, and evicted in their turn
+        else:
+            sync.drop([document_id])
+        report = sync.finish()
+        tenants.forget(sync.dropped_chunks, by=key)
+        return {
+            "id": document_id,
+            "object": "document",
+            "deleted": True,
+            "dropped_chunks": report.dropped_chunks,
+            "pinned_chunks": report.pinned_chunks,
+        }
+
+    @app.delete("/v1/documents")
+    def delete_any(
+        document_id: Annotated[str, Query(alias="id", min_length=1, max_length=LONGEST_ID)],
+        key: Key,
+        collection: Collection = COLLECTION,
+        salt: Salt = "",
+    ) -> dict[str, Any]:  # an id of line ends or dots, which clients and paths do not keep
+        return delete(document_id, key, collection, salt)
 
 
 def _warm(state: ServerState, asked: WarmRequest, key: ApiKey) -> Generator[None, None, dict[str, Any]]:
@@ -109,16 +173,12 @@ def manifest_for(engine: BlendEngine, planner: Planner, segment: Segment) -> Chu
 
 
 def _find(state: ServerState, key: ApiKey, chunk_id: str) -> ChunkManifest:
-    """The key's chunk; another key's chunk is reported in the same way as one that does not exist.
-
-    Raises:
-        ApiError: this key has no such chunk.
-    """
+    """The key's chunk; another key's chunk is reported in the same way as one that does not exist."""
     try:
         name = BlockName(bytes.fromhex(chunk_id))
     except ValueError:
         name = BlockName(b"")
-    manifest = state.tenants.manifest(key, name)
+    manifest = next((each for each in state.tenants.manifests(key) if each.chunk_id == name), None)
     if manifest is None:
         raise ApiError(404, f"there is no chunk {chunk_id[:80]!r}", code="chunk_not_found")
     return manifest
@@ -154,17 +214,9 @@ def page_of(
     read: Callable[[BlockName], T | None],
     show: Callable[[list[T]], list[Any]],
 ) -> dict[str, Any]:
-    """One page; only its entries are read.
+    """One page of the entries that `read` finds for ordered names, as `show` has them; only its own are read.
 
-    Args:
-        names: of the whole list, ordered.
-        limit: entries, at most.
-        after: name of the last entry of the page before, hexadecimal; that entry may be gone.
-        read: the entry of a name; None: it does not belong to the list.
-        show: the entries as clients see them.
-
-    Raises:
-        ApiError: `after` is no name.
+    `after` names the last entry of the page before, which may be gone; raises `ApiError` if it is no hexadecimal name.
     """
     try:
         before = BlockName(bytes.fromhex(after))
@@ -176,3 +228,69 @@ def page_of(
     last = page[-1][0].hex() if page else None
     has_more = next(found, None) is not None
     return {"object": "list", "data": show([entry for _, entry in page]), "has_more": has_more, "last_id": last}
+
+
+def _put(state: ServerState, asked: DocumentsRequest, key: ApiKey) -> Generator[None, None, dict[str, Any]]:
+    """Stores documents; a dry run says first whether they fit into the key's quota.
+
+    What was stored stays if it ends early, for whatever reason: the next post of the same documents goes on from there.
+    """
+    engine, tenants = state.engine, state.tenants
+    if not tenants.remember_salt(key, asked.salt):
+        raise ApiError(403, "this key has used too many salts; nothing is stored under a new one", code="quota")
+    documents = [Document(each.id, each.text, each.title) for each in asked.documents]
+    model = engine.follow()
+    cutting = Cutting(asked.chunk_tokens, min(64, asked.chunk_tokens // 2))
+    dry, sync = (
+        DocumentSync(
+            engine,
+            tenant=tenant_of(key, asked.salt),
+            collection=asked.collection,
+            cutting=cutting,
+            state=model,
+            dry_run=dry_run,
+            reads_all=False,
+        )
+        for dry_run in (True, False)
+    )
+    yield from _in_slices(dry, documents)
+    tenants.count(key)
+    needed = dry.report
+    if not tenants.reserve(key, needed.computed_tokens, needed.computed_chunks + needed.added):
+        raise ApiError(403, f"this key may store {tenants.store_bytes} bytes; delete documents first", code="quota")
+    try:
+        yield from _in_slices(sync, documents)
+        report = sync.finish()
+    finally:
+        tenants.forget(sync.dropped_chunks)
+    # Paths of files are the server's own.
+    for reason in report.damaged:
+        logger.warning("a document's record was damaged, and is written anew: %s", reason)
+    return {"object": "documents", "documents": report.documents, **asdict(report), "damaged": len(report.damaged)}
+
+
+def _in_slices(sync: DocumentSync, documents: list[Document]) -> Iterator[None]:
+    """Puts documents; others have their turn between two steps, and behind so many characters that were cut."""
+    characters = at = 0
+    for done in sync.steps(documents, SLICE_TOKENS):
+        if done is not None:
+            characters += len(documents[at].text)
+            at = done
+        if done is None or characters > SLICE_CHARACTERS:
+            characters = 0
+            yield
+
+
+def _document(state: ServerState, record: DocumentRecord | DamagedRecord) -> dict[str, Any]:
+    """A document as clients see it, without its text; a damaged one, whose id is unknown, by its record's name."""
+    if isinstance(record, DamagedRecord):
+        return {"id": None, "object": "document", "damaged": True, "record": record.name.hex()}
+    names = [name for blocks in record.chunks for name in blocks]
+    return {
+        "id": record.id,
+        "object": "document",
+        "collection": record.collection,
+        "tokens": record.tokens,
+        "chunks": [blocks[-1].hex() for blocks in record.chunks],
+        "held": all(state.engine.store.held(names)),
+    }

@@ -1,6 +1,6 @@
-"""OpenAI's chats and completions, whole and streamed, and its list of models.
+"""OpenAI's chats and completions, whole and streamed, its list of models, and vLLM's texts to token ids and back.
 
-POST /v1/chat/completions   POST /v1/completions   GET /v1/models, /v1/models/{id}
+POST /v1/chat/completions   POST /v1/completions   GET /v1/models, /v1/models/{id}   POST /tokenize, /detokenize
 """
 
 import json
@@ -8,19 +8,27 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, ClassVar
+from itertools import accumulate
+from typing import Any, ClassVar
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from cacheblend.core.report import BlendReport
 from cacheblend.engines.hf.tickets import Ask, TokenEvent
+from cacheblend.engines.tokens.chat import strings_in
 from cacheblend.serve.admission import RunningRequest, check_model, started, unless_disconnected
-from cacheblend.serve.errors import api_error
-from cacheblend.serve.keys import ApiKey
-from cacheblend.serve.prompts import ParsedPrompt, chat_prompt, completion_prompt, texts_of
-from cacheblend.serve.schemas import ChatRequest, CompletionRequest, Sampling, StreamOptions
-from cacheblend.serve.state import ServerState
+from cacheblend.serve.errors import ApiError, api_error
+from cacheblend.serve.prompts import ParsedPrompt, chat_prompt, completion_prompt, texts_of, texts_of_chat
+from cacheblend.serve.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Sampling,
+    StreamOptions,
+    TokenizeRequest,
+)
+from cacheblend.serve.state import Key, ServerState
 from cacheblend.serve.tool_calls import CallReader
 
 DONE = "data: [DONE]\n\n"
@@ -30,7 +38,6 @@ TokenText = Callable[[int], str]
 
 def add_routes(app: FastAPI, state: ServerState) -> None:
     """Adds the routes of this module to the app."""
-    Key = Annotated[ApiKey, Depends(state.authenticate)]  # noqa: N806
     engine = state.engine
     model = {
         "id": engine.name,
@@ -51,6 +58,19 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
         check_model(state, model_id)
         return model
 
+    async def answer(
+        request: Request,
+        asked: Sampling,
+        key: Key,
+        parse: Callable[[], ParsedPrompt],
+        form: "ChatFormat | CompletionFormat",
+    ) -> Any:
+        running = await started(state, request, asked, key, parse)
+        if asked.stream:
+            events = streamed_response(running, form, engine.name, asked.stream_options or StreamOptions())
+            return StreamingResponse(events, **EVENT_STREAM)
+        return JSONResponse(await unless_disconnected(request, whole_response(running, form, engine.name)))
+
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, asked: ChatRequest, key: Key) -> Any:
         calls = state.call_format if asked.may_call_tools else None
@@ -66,7 +86,7 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
         if calls is not None:
             names = {tool["function"]["name"] for tool in asked.tools or ()}
             new_reader = lambda: CallReader(calls, names, only_first=asked.parallel_tool_calls is False)  # noqa: E731
-        return await _answer(state, request, asked, key, parse, ChatFormat(state.token_text, new_reader))
+        return await answer(request, asked, key, parse, ChatFormat(state.token_text, new_reader))
 
     @app.post("/v1/completions")
     async def completions(request: Request, asked: CompletionRequest, key: Key) -> Any:
@@ -74,58 +94,62 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
             state.text_limit.check(texts_of(asked))
             return completion_prompt(engine, asked)
 
-        return await _answer(state, request, asked, key, parse, CompletionFormat(state.token_text))
+        return await answer(request, asked, key, parse, CompletionFormat(state.token_text))
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request, asked: TokenizeRequest, key: Key) -> dict[str, Any]:
+        check_model(state, asked.model)
+        return await state.parse(request, lambda: _tokenize(state, asked))
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request, asked: DetokenizeRequest, key: Key) -> dict[str, Any]:
+        check_model(state, asked.model)
+        return await state.parse(request, lambda: _detokenize(state, asked))
 
 
-async def _answer(
-    state: ServerState,
-    request: Request,
-    asked: Sampling,
-    key: ApiKey,
-    parse: Callable[[], ParsedPrompt],
-    form: "ChatFormat | CompletionFormat",
-) -> Any:
-    """The response to a request, whole or as a stream."""
-    running = await started(state, request, asked, key, parse)
-    if asked.stream:
-        events = streamed_response(running, form, state.engine.name, asked.stream_options or StreamOptions())
-        return StreamingResponse(events, **EVENT_STREAM)
-    return JSONResponse(await unless_disconnected(request, whole_response(running, form, state.engine.name)))
+def _tokenize(state: ServerState, asked: TokenizeRequest) -> dict[str, Any]:
+    """A chat's ids are those that ``/v1/chat/completions`` computes with."""
+    builder, most = state.builder(), state.settings.max_prompt_tokens
+    beside = strings_in([asked.prompt, asked.tools, asked.chat_template_kwargs])
+    state.text_limit.check([*texts_of_chat(asked.messages or [], asked.documents), *beside], "the text")
+    if asked.messages is None:
+        ids: list[int] = builder.text_ids(asked.prompt or "", special=asked.add_special_tokens is not False)
+    elif asked.add_special_tokens:
+        raise ApiError(400, "a chat's special tokens are those of its template", param="add_special_tokens")
+    else:
+        same = {"messages", "documents", "tools", "tool_choice", "chat_template_kwargs"}
+        chat = ChatRequest.model_construct(**{name: getattr(asked, name) for name in same})
+        ids = chat_prompt(state.engine, chat, state.settings.chunk_tokens).prompt.token_ids.tolist()
+    if most is not None and len(ids) > most:
+        raise ApiError(400, f"the text has {len(ids)} tokens; at most {most} are read")
+    return {
+        "count": len(ids),
+        "max_model_len": state.engine.survey.max_length,
+        "tokens": ids,
+        "token_strs": state.engine.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None,
+    }
 
 
-@dataclass
-class ResponseChoice:
-    """One choice, put together from its events."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    events: list[TokenEvent] = field(default_factory=list)
-    finish_reason: str | None = None
-
-    def add(self, event: TokenEvent) -> None:
-        """Appends the next token."""
-        self.text += event.text
-        if event.token_id is not None:
-            self.token_ids.append(event.token_id)
-        self.events.append(event)
-        self.finish_reason = event.finish_reason or self.finish_reason
+def _detokenize(state: ServerState, asked: DetokenizeRequest) -> dict[str, Any]:
+    engine, size = state.engine, state.engine.survey.vocab_size
+    state.builder()
+    most = state.settings.max_prompt_tokens or engine.survey.max_length
+    if most is not None and len(asked.tokens) > most:
+        raise ApiError(400, f"{len(asked.tokens):,} tokens are given; at most {most:,} are read", code="too_long")
+    for number, token in enumerate(asked.tokens):
+        if not 0 <= token < size:
+            raise ApiError(400, f"tokens.{number} is {token}; ids are in 0..{size - 1}", param="tokens")
+    return {"prompt": engine.tokenizer.decode(asked.tokens, clean_up_tokenization_spaces=False)}
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """``chat.completion``; for one request.
+    """``chat.completion``; for one request."""
 
-    Attributes:
-        token_text: the text of a token, for log-probabilities.
-        new_reader: makes what reads a choice's tool calls; None: they are not read.
-        kind: prefix of ids.
-        objects: the field ``object`` of a whole response, and of a stream's events.
-    """
-
-    token_text: TokenText
-    new_reader: Callable[[], CallReader] | None = None
-    kind: ClassVar = "chatcmpl"
-    objects: ClassVar = ("chat.completion", "chat.completion.chunk")
+    token_text: TokenText  # for log-probabilities
+    new_reader: Callable[[], CallReader] | None = None  # of a choice's tool calls; None: they are not read
+    kind: ClassVar = "chatcmpl"  # prefix of ids
+    objects: ClassVar = ("chat.completion", "chat.completion.chunk")  # of a whole response, and of a stream's events
     _readers: dict[int, CallReader] = field(default_factory=dict)
 
     def opening(self, number: int) -> dict[str, Any] | None:
@@ -145,19 +169,18 @@ class ChatFormat:
         delta = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
         return {"index": event.choice, "delta": delta, "logprobs": self._logprobs([event]), "finish_reason": reason}
 
-    def choice(self, number: int, choice: ResponseChoice) -> dict[str, Any]:
-        """A choice of a whole response."""
-        message: dict[str, Any] = {"role": "assistant", "content": choice.text}
-        reason = choice.finish_reason
+    def choice(self, number: int, events: list[TokenEvent]) -> dict[str, Any]:
+        """A choice of a whole response, from all of its events."""
+        text, reason = _text_and_reason(events)
+        message: dict[str, Any] = {"role": "assistant", "content": text}
         if self.new_reader is not None:
             reader = self.new_reader()
-            text, calls = reader.read(choice.text, ended=True)
+            text, calls = reader.read(text, ended=True)
             message["content"] = text if text or not calls else None
             if calls:
                 message["tool_calls"] = calls
             reason = reason and reader.finish_reason(reason)
-        logprobs = self._logprobs(choice.events)
-        return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        return {"index": number, "message": message, "logprobs": self._logprobs(events), "finish_reason": reason}
 
     def _logprobs(self, events: list[TokenEvent]) -> dict[str, Any] | None:
         found = [
@@ -175,56 +198,49 @@ class ChatFormat:
 
 @dataclass(frozen=True)
 class CompletionFormat:
-    """``text_completion``; `token_text` as of `ChatFormat`."""
+    """``text_completion``; as `ChatFormat`."""
 
     token_text: TokenText
     kind: ClassVar = "cmpl"
     objects: ClassVar = ("text_completion", "text_completion")
 
     def opening(self, number: int) -> dict[str, Any] | None:
-        """See `ChatFormat`."""
         return None
 
     def piece(self, event: TokenEvent, offset: int) -> dict[str, Any]:
-        """See `ChatFormat`."""
-        logprobs = self._logprobs([event], offset)
-        return {"index": event.choice, "text": event.text, "logprobs": logprobs, "finish_reason": event.finish_reason}
+        return self._choice(event.choice, [event], offset)
 
-    def choice(self, number: int, choice: ResponseChoice) -> dict[str, Any]:
-        """See `ChatFormat`."""
-        logprobs = self._logprobs(choice.events, 0)
-        return {"index": number, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+    def choice(self, number: int, events: list[TokenEvent]) -> dict[str, Any]:
+        return self._choice(number, events, 0)
 
-    def _logprobs(self, events: list[TokenEvent], offset: int) -> dict[str, Any] | None:
+    def _choice(self, number: int, events: list[TokenEvent], offset: int) -> dict[str, Any]:
+        text, reason = _text_and_reason(events)
         found = [event for event in events if event.token_id is not None and event.logprob is not None]
-        if not found:
-            return None
         tokens = [self.token_text(event.token_id or 0) for event in found]
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        return {
+        logprobs = {
             "tokens": tokens,
             "token_logprobs": [event.logprob for event in found],
             "top_logprobs": [{self.token_text(token): value for token, value in event.top} for event in found],
-            "text_offset": offsets,
+            "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)),
         }
+        return {"index": number, "text": text, "logprobs": logprobs if found else None, "finish_reason": reason}
+
+
+def _text_and_reason(events: list[TokenEvent]) -> tuple[str, str | None]:
+    reasons = [event.finish_reason for event in events if event.finish_reason]
+    return "".join(event.text for event in events), reasons[-1] if reasons else None
 
 
 async def whole_response(running: RunningRequest, form: ChatFormat | CompletionFormat, model: str) -> dict[str, Any]:
-    """The response in one piece, as JSON.
-
-    Raises:
-        Exception: the error that ended the request.
-    """
-    choices = [ResponseChoice() for _ in range(running.ask.choices)]
+    """The response in one piece, as JSON; raises the error that ended the request."""
+    choices: list[list[TokenEvent]] = [[] for _ in range(running.ask.choices)]
     async for event in running.events():
-        choices[event.choice].add(event)
+        choices[event.choice].append(event)
+    generated = sum(event.token_id is not None for events in choices for event in events)
     return {
         **_head(form.kind, form.objects[0], model),
-        "choices": [form.choice(number, choice) for number, choice in enumerate(choices)],
-        "usage": usage_of(running.ask, running.report, sum(len(choice.token_ids) for choice in choices)),
+        "choices": [form.choice(number, events) for number, events in enumerate(choices)],
+        "usage": usage_of(running.ask, running.report, generated),
         "cacheblend": report_of(running.report),
     }
 
@@ -240,8 +256,7 @@ async def streamed_response(
     head = _head(form.kind, form.objects[1], model)
     generated, lengths, last = 0, [0] * running.ask.choices, None
     for number in range(running.ask.choices):
-        opening = form.opening(number)
-        if opening is not None:
+        if (opening := form.opening(number)) is not None:
             yield _sse({**head, "choices": [opening]})
     try:
         async for event in running.events():

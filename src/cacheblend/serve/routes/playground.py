@@ -3,9 +3,8 @@
 GET  /                       the page and its files
 GET  /playground/passages    the model, its settings, a small library of passages, and examples that ask about them
 GET  /playground/shadow      the shadow check: agreement with full prefill over time, of all requests together
-POST /playground/explain     stores what is missing of a prompt; its tokens by source, with the deviation of loaded
-                             ones, the distance between the first token's distributions with blending and with full
-                             recompute, and what is right, where that is known
+POST /playground/explain     stores what is missing of a prompt; its tokens by source, the deviation of loaded ones, how
+                             far the first token is from full recompute's, and what is right, where that is known
 """
 
 from importlib.resources import files
@@ -13,27 +12,23 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, RedirectResponse
 from fastapi.staticfiles import StaticFiles
 from pydantic import Field
 
-from cacheblend.core.fuse.prefill import PrefillResult
 from cacheblend.core.plan.plan import BlendPlan, Source
-from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.select.selectors import Recorded, Selector
-from cacheblend.engines.hf import BlendEngine, Passage
+from cacheblend.engines.hf import Passage
 from cacheblend.engines.hf.baselines import agreement, full_recompute
 from cacheblend.engines.hf.prefiller import Mode
-from cacheblend.engines.hf.shadow_check import ShadowCheck
-from cacheblend.engines.hf.state import ModelState
 from cacheblend.engines.settings import PROFILE_NAME, read_profile
 from cacheblend.nano import model_path
 from cacheblend.nano.examples import EXAMPLES, answer_of, notes
 from cacheblend.serve.keys import ApiKey
 from cacheblend.serve.routes.chunks import manifest_for
 from cacheblend.serve.schemas import Body, Name, Ratio, RequestDocument
-from cacheblend.serve.state import ServerState
+from cacheblend.serve.state import Key, ServerState
 from cacheblend.serve.tenants import tenant_of
 
 STATIC = Path(str(files("cacheblend.serve"))) / "static"
@@ -56,7 +51,6 @@ class Explain(Body):
 
 def add_routes(app: FastAPI, state: ServerState) -> None:
     """Adds the routes of this module to the app."""
-    Key = Annotated[ApiKey, Depends(state.authenticate)]  # noqa: N806
 
     @app.get("/", include_in_schema=False)
     async def page() -> Any:
@@ -66,12 +60,17 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
     async def moved() -> Any:
         return RedirectResponse("/")
 
+    def expected(question: str, texts: list[str]) -> dict[str, Any] | None:
+        """What is right, and the sentences that the answer needs; None if that is not known."""
+        found = answer_of(question, texts)
+        return found and {"answer": found.text, "places": [place._asdict() for place in found.places]}
+
     texts, engine = notes(), state.engine
     library = {
         "passages": [{"title": f"Note {number}", "text": text} for number, text in enumerate(texts, 1)],
         "questions": [
             {"title": each.title, "about": each.about, "text": each.question, "passages": each.order}
-            | (_expected(each.question, [texts[index] for index in each.order]) or {})
+            | (expected(each.question, [texts[index] for index in each.order]) or {})
             for each in EXAMPLES
         ],
         "model": {
@@ -95,37 +94,28 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/playground/shadow", include_in_schema=False)
     async def shadow(key: Key) -> dict[str, Any]:
-        return _shadow(engine.shadow)
+        check = engine.shadow
+        if check is None:
+            return {"on": False}
+        figures, settings = check.watch.figures(), check.watch.settings
+        return {
+            "on": True,
+            "share": settings.share,
+            "floor": settings.floor,
+            "window": settings.rows,
+            "ratio": figures.ratio,
+            "compared": sum(series.compared for series in figures.series),
+            "dropped": sum(figures.dropped.values()),
+            "waiting": check.waiting,
+            "moments": [moment._asdict() for moment in check.watch.history()],
+        }
 
     @app.post("/playground/explain", include_in_schema=False)
     async def explain(request: Request, asked: Explain, key: Key) -> dict[str, Any]:
-        return await state.run_serially(request, lambda: _explain(state, asked, key))
+        found = await state.run_serially(request, lambda: _explain(state, asked, key))
+        return found | {"expected": expected(asked.question, [each.text for each in asked.documents])}
 
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
-
-
-def _expected(question: str, texts: list[str]) -> dict[str, Any] | None:
-    """What is right, and the sentences that the answer needs; None if that is not known."""
-    found = answer_of(question, texts)
-    return found and {"answer": found.text, "places": [place._asdict() for place in found.places]}
-
-
-def _shadow(shadow: ShadowCheck | None) -> dict[str, Any]:
-    """What the page draws; ``on`` is false without a check."""
-    if shadow is None:
-        return {"on": False}
-    figures, settings = shadow.watch.figures(), shadow.watch.settings
-    return {
-        "on": True,
-        "share": settings.share,
-        "floor": settings.floor,
-        "window": settings.rows,
-        "ratio": figures.ratio,
-        "compared": sum(series.compared for series in figures.series),
-        "dropped": sum(figures.dropped.values()),
-        "waiting": shadow.waiting,
-        "moments": [moment._asdict() for moment in shadow.watch.history()],
-    }
 
 
 def _explain(state: ServerState, asked: Explain, key: ApiKey) -> dict[str, Any]:
@@ -139,7 +129,19 @@ def _explain(state: ServerState, asked: Explain, key: ApiKey) -> dict[str, Any]:
     stored, planner = 0, model.planner_of(tenant)
     if state.tenants.reserve_missing(key, [manifest_for(engine, planner, chunk) for chunk in prompt.chunks]):
         stored = engine.warm(prompt.chunks, tenant=tenant, state=model).stored
-    result, watched = _recorded_prefill(engine, model, prompt, asked, tenant)
+    watched = Recorded(engine.settings.selector(asked.recompute_ratio, asked.selector))  # what it decides
+
+    def raised(ratio: float) -> Selector:
+        watched.inner = engine.settings.at_least(ratio)
+        return watched
+
+    own = asked.selector is None and asked.recompute_ratio is None  # then loading controller and floor decide, too
+    mode: Mode = "prefix" if own and engine.settings.is_full else "blend"
+    raises = raised if own else None
+    with torch.no_grad(), model.prefiller.open(prompt, planner, watched, mode, raised=raises) as prefill:
+        while not prefill.advance():
+            pass
+        result = prefill.result()
     report = result.report
     full = full_recompute(engine, prompt)
     close = agreement(result.logits, full.logits)
@@ -154,27 +156,7 @@ def _explain(state: ServerState, asked: Explain, key: ApiKey) -> dict[str, Any]:
         "hit_tokens": report.hit_tokens,
         "recomputed_tokens": report.recomputed_tokens,
         "stored": stored,
-        "expected": _expected(asked.question, [each.text for each in asked.documents]),
     }
-
-
-def _recorded_prefill(
-    engine: BlendEngine, model: ModelState, prompt: Prompt, asked: Explain, tenant: str
-) -> tuple[PrefillResult, Recorded]:
-    """The prefill as a request with the same settings runs it, and what its selector decided."""
-    watched = Recorded(engine.settings.selector(asked.recompute_ratio, asked.selector))
-
-    def raised(ratio: float) -> Selector:
-        watched.inner = engine.settings.at_least(ratio)
-        return watched
-
-    own = asked.selector is None and asked.recompute_ratio is None  # then loading controller and floor decide, too
-    planner, raises = model.planner_of(tenant), raised if own else None
-    mode: Mode = "prefix" if own and engine.settings.is_full else "blend"
-    with torch.no_grad(), model.prefiller.open(prompt, planner, watched, mode, raised=raises) as prefill:
-        while not prefill.advance():
-            pass
-        return prefill.result(), watched
 
 
 def _segments(state: ServerState, plan: BlendPlan, watched: Recorded) -> list[dict[str, Any]]:

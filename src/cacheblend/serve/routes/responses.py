@@ -5,20 +5,17 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from cacheblend.serve.admission import RunningRequest, started, unless_disconnected
 from cacheblend.serve.errors import ApiError, api_error
-from cacheblend.serve.keys import ApiKey
 from cacheblend.serve.prompts import ParsedPrompt, chat_prompt, texts_of_chat
 from cacheblend.serve.routes.openai import EVENT_STREAM, report_of, usage_of
-from cacheblend.serve.schemas import ChatRequest, ContentPart, Message, ResponsesRequest
-from cacheblend.serve.state import ServerState
-
-_SYSTEM = "system"
+from cacheblend.serve.schemas import ChatRequest, ContentPart, InputMessage, InputPart, Message, ResponsesRequest
+from cacheblend.serve.state import Key, ServerState
 
 
 @dataclass
@@ -37,7 +34,6 @@ class ResponseObject:
 
     @property
     def status(self) -> str:
-        """What has become of it."""
         if self.finish_reason is None:
             return "in_progress"
         return "incomplete" if self.finish_reason == "length" else "completed"
@@ -58,13 +54,8 @@ class ResponseObject:
     def message(self) -> dict[str, Any]:
         """The only item of its output, without the part while it is made."""
         content = [] if self.finish_reason is None else [self.part()]
-        return {
-            "id": self._message_id,
-            "type": "message",
-            "role": "assistant",
-            "status": self.status,
-            "content": content,
-        }
+        message = {"id": self._message_id, "type": "message", "role": "assistant"}
+        return {**message, "status": self.status, "content": content}
 
     def where(self) -> dict[str, Any]:
         """The fields by which an event says what it is about."""
@@ -140,20 +131,23 @@ async def response_events(shown: ResponseObject) -> AsyncIterator[str]:
 
 def add_routes(app: FastAPI, state: ServerState) -> None:
     """Adds the routes of this module to the app."""
-    Key = Annotated[ApiKey, Depends(state.authenticate)]  # noqa: N806
 
     @app.post("/v1/responses")
     async def respond(request: Request, asked: ResponsesRequest, key: Key) -> Any:
         def parse() -> ParsedPrompt:
-            messages = messages_of(asked)
+            messages = [Message(role="system", content=asked.instructions)] if asked.instructions else []
+            given = [InputMessage(role="user", content=asked.input)] if isinstance(asked.input, str) else asked.input
+            for each in given:
+                role, content = "system" if each.role == "developer" else each.role, each.content
+                parts = [ContentPart(type="text", text=p.text) for p in content if isinstance(p, InputPart)]
+                messages.append(Message(role=role, content=content if isinstance(content, str) else parts))
             state.text_limit.check(texts_of_chat(messages))
             chat = ChatRequest.model_construct(messages=messages, chat_template_kwargs=asked.chat_template_kwargs)
             return chat_prompt(state.engine, chat, state.settings.chunk_tokens)
 
         shown = ResponseObject(asked, state.engine.name, await started(state, request, asked, key, parse))
         if asked.stream:
-            events = response_events(shown)
-            return StreamingResponse(events, **EVENT_STREAM)
+            return StreamingResponse(response_events(shown), **EVENT_STREAM)
 
         async def whole() -> dict[str, Any]:
             async for _ in shown.pieces():
@@ -161,18 +155,3 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
             return shown.shown()
 
         return JSONResponse(await unless_disconnected(request, whole()))
-
-
-def messages_of(asked: ResponsesRequest) -> list[Message]:
-    """The instructions and the input as a chat's messages; the role ``developer`` is another name of ``system``."""
-    messages = [Message(role=_SYSTEM, content=asked.instructions)] if asked.instructions else []
-    if isinstance(asked.input, str):
-        return [*messages, Message(role="user", content=asked.input)]
-    for each in asked.input:
-        role = _SYSTEM if each.role == "developer" else each.role
-        if isinstance(each.content, str):
-            messages.append(Message(role=role, content=each.content))
-        else:
-            parts = [ContentPart(type="text", text=part.text) for part in each.content]
-            messages.append(Message(role=role, content=parts))
-    return messages
