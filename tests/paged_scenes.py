@@ -9,15 +9,7 @@ import torch
 
 from cacheblend.core.fuse.prefill import PrefillOptions
 from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
-from cacheblend.core.kernels.operations import (
-    ATTEND_FLOAT8,
-    ATTEND_ROWS,
-    KV_DEVIATION,
-    PLACE,
-    PLACE_FLOAT8,
-    Operation,
-    Served,
-)
+from cacheblend.core.kernels.operations import ATTEND_FLOAT8, ATTEND_ROWS, KV_DEVIATION, PLACE, PLACE_FLOAT8, Served
 from cacheblend.core.kernels.rope import KeyRotation, Turn, reposition_keys
 from cacheblend.core.load.capture import ChunkJob, blocks_of
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
@@ -94,15 +86,15 @@ class Fp8(NamedTuple):
         return self.numbers(part, self.stored(part, rows), rows.dtype)
 
 
-def serve_triton(put: Callable[[Any, str, Any], None], *operations: Operation[Any]) -> None:
+def serve_triton(put: Callable[[Any, str, Any], None]) -> None:
     """Has our kernels serve CPUs, under the interpreter; `put`: `setattr`, or that of a `MonkeyPatch`."""
     from cacheblend.core.kernels import attention_triton, deviation_triton, kv_placement_triton
 
     calls: dict[Any, Any] = dict.fromkeys((ATTEND_ROWS, ATTEND_FLOAT8), attention_triton.attend_rows)
     calls |= dict.fromkeys((PLACE, PLACE_FLOAT8), kv_placement_triton.place)
     calls[KV_DEVIATION] = deviation_triton.kv_deviation
-    for operation in operations:
-        served = Served(calls[operation], "Triton")
+    for operation, call in calls.items():
+        served = Served(call, "Triton")
         put(operation, "_served", {(torch.device("cpu"), dtype): served for dtype in (torch.float32, torch.bfloat16)})
 
 

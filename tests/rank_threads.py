@@ -38,7 +38,7 @@ class ThreadGroup:
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.size, self.rank, self._meeting = meeting.size, rank, meeting
-        self._before: Callable[[str], None] | None = None
+        self._before: Callable[[str], Any] | None = None
 
     def maximum(self, values: list[int]) -> list[int]:
         return [max(each) for each in zip(*self._meeting.exchange(self.rank, values), strict=True)]
@@ -48,7 +48,7 @@ class ThreadGroup:
             self._before(at)
         return float(sum(part for (part,) in self._meeting.exchange(self.rank, [value])))
 
-    def combine(self, value: torch.Tensor, how: Literal["sum", "max"], before: Callable[[str], None]) -> torch.Tensor:
+    def combine(self, value: torch.Tensor, how: Literal["sum", "max"], before: Callable[[str], Any]) -> torch.Tensor:
         before(how)
         found = torch.stack([part for (part,) in self._meeting.exchange(self.rank, [value])])
         return found.sum(0) if how == "sum" else found.amax(0)
@@ -59,7 +59,7 @@ class ThreadGroup:
         return torch.cat([part for (part,) in self._meeting.exchange(self.rank, [part])])
 
     @contextmanager
-    def guarded(self, before: Callable[[str], None]) -> Iterator[None]:
+    def guarded(self, before: Callable[[str], Any]) -> Iterator[None]:
         self._before = before
         try:
             yield

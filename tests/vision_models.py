@@ -36,7 +36,7 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from vllm_running import SHAPE
+from vllm_models import SHAPE
 
 IMAGE, BEGIN, END, VIDEO = 2047, 2046, 2045, 2044
 SOUND = IMAGE

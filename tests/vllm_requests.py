@@ -125,13 +125,16 @@ def scheduling(
 
 
 def claim(side: Any, request: Request, computed: int) -> Any:
-    """What is claimed once the look-up is over."""
-    end = time.monotonic() + 30
-    while (tracked := side._requests.get(request.request_id)) and tracked.lookup and not tracked.lookup.is_over:
-        assert time.monotonic() < end
-        time.sleep(0.001)
-    found = side.claim(request, computed)
-    return side.claim(request, computed) if found is None else found
+    """What is claimed once the look-up is over, which may begin only now; None: the request still waits."""
+    end, found = time.monotonic() + 30, None
+    for _ in range(2):
+        while (tracked := side._requests.get(request.request_id)) and tracked.lookup and not tracked.lookup.is_over:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        found = side.claim(request, computed)
+        if found is not None:
+            break
+    return found
 
 
 def refusals(
@@ -170,6 +173,14 @@ def start(side: Any, request: Request, held: int = 0) -> Any:
 def give(side: Any, request: Request, blocks: int = 9) -> Request:
     """The request comes, and what is claimed of it goes to the workers."""
     side.allocated(request, [[1] * blocks], start(side, request))
+    return request
+
+
+def miss(side: Any, ids: list[int], spans: list[list[int]], name: str) -> Request:
+    """The request comes, and is left to vLLM; what it misses waits for its first token."""
+    request = Request(ids, spans, name)
+    assert start(side, request) == 0
+    side.allocated(request, [[1]], 0)
     return request
 
 

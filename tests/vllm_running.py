@@ -1,98 +1,33 @@
-"""What the tests of the plug-in share: tiny models, prompts, and a way to run vLLM on them."""
+"""Running vLLM with steps of `vllm_prompts`, and what has to come of it."""
 
 import json
+import math
 import os
-import random
-import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    OPTConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM
 
 import failing
-from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.core.select.selectors import Hkvd
 from reference import blend
+from vllm_prompts import Asked
 
-NURSERY = Path(__file__).parent / "vllm_plugin" / "nursery.py"
-STAND_IN = NURSERY.with_name("warm_python.py")
-LIMIT_S = 600
+PLUGIN = Path(__file__).parent / "vllm_plugin"
 
 EXTENDED: dict[str, Any] = {"worker_extension_cls": "injecting.Injecting"}
 TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-COUNT: dict[str, Any] = {"count": True}
-FORGET: dict[str, Any] = {"forget": True}
 
-NANO_VOCAB = 1200
-"""Ids below it are of the shipped model's ordinary tokens."""
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here: make vllm")
-
-
-SHAPE = {
-    "vocab_size": 2048,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "max_position_embeddings": 4096,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
-
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 256}
-MODELS: dict[str, PretrainedConfig] = {
-    "llama": LlamaConfig(**SHAPE),
-    "qwen2": Qwen2Config(**SHAPE),
-    "qwen3": Qwen3Config(**SHAPE),
-    "mistral": MistralConfig(**SHAPE, sliding_window=160),
-    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4),
-    "qwen3-moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, num_experts=4, norm_topk_prob=True),
-}
-
-
-def make_models(folder: Path) -> dict[str, Path]:
-    """Tiny random models whose tokens depend on far context: large embeddings, attention that looks something up."""
-    found = {}
-    for name, config in MODELS.items():
-        torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        for label, weight in model.named_parameters():
-            if weight.dim() == 2:
-                scale = 0.5 if "embed" in label or "lm_head" in label else weight.shape[1] ** -0.5
-                scale *= 1.8 if "q_proj" in label or "k_proj" in label else 1
-                torch.nn.init.normal_(weight, 0, scale)
-        found[name] = folder / name
-        model.save_pretrained(found[name])
-    return found
-
-
-def make_opt(folder: Path) -> Path:
-    """A tiny model that adds positions to its embeddings, and cannot be blended."""
-    torch.manual_seed(0)
-    shape = {"vocab_size": 2048, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 64}
-    config = OPTConfig(**shape, num_hidden_layers=2, num_attention_heads=2)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
-
+needs_avx512 = pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's kernels for it need AVX-512")
 
 SETTINGS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -107,57 +42,95 @@ SETTINGS = {
 which takes longer than most jobs."""
 
 
-class Texts:
-    """Random token ids: passages that recur, and what stands around them."""
-
-    def __init__(self, seed: int, below: int = 2000) -> None:
-        self.rng, self._below = random.Random(seed), below
-
-    def ids(self, tokens: int) -> list[int]:
-        return [self.rng.randrange(20, self._below) for _ in range(tokens)]
-
-    def passages(self, count: int, fewest: int = 70, most: int = 150) -> list[list[int]]:
-        return [self.ids(self.rng.randint(fewest, most)) for _ in range(count)]
-
-    def prompt(self, passages: list[list[int]], front: int = 21, between: int = 2, question: int = 17) -> "Asked":
-        """Plain text, the passages in this order, a question."""
-        return Asked([(self.ids(front), False)], passages, self, between, question)
+# ---- vLLM ----------------------------------------------------------------------------------------------------------
 
 
-class Asked:
-    """A prompt and the spans of its passages."""
+def run_job(program: str, path: Path, job: str, limit_s: float = 600, **environment: str) -> Any:
+    """What a program of `nursery.py` wrote, or `{"code", "words"}` if it failed."""
+    path.write_text(job)
+    paths = [*map(str, (PLUGIN, PLUGIN.parent, PLUGIN.parents[1])), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with Path(f"{path}.words").open("w") as said:
+        code = subprocess.run(
+            [sys.executable, "--job", program, str(path)],
+            env=os.environ | SETTINGS | {"PYTHONPATH": os.pathsep.join(paths)} | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            timeout=limit_s,
+            check=False,
+        ).returncode
+    out, words = Path(f"{path}.out"), Path(f"{path}.words")
+    return json.loads(out.read_text()) if out.is_file() else {"code": code, "words": words.read_text()[-4000:]}
 
-    def __init__(
+
+class Vllm:
+    """Runs jobs of `child.py` and remembers what came out of equal ones."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._done = folder, dict[str, tuple[Any, Path]]()  # and what failed in them
+
+    def run(self, model: Path, steps: list[dict[str, Any]], extra: dict[str, Any] | None, **job: Any) -> Any:
+        """`{"answers", "metrics"}`; fails with the child's own words. See `start`."""
+        result = self.start(model, steps, extra, **job)
+        if "answers" not in result:
+            pytest.fail(f"vLLM ended with {result['code']}:\n{result['words']}")
+        return result
+
+    def start(
         self,
-        parts: list[tuple[list[int], bool]],
-        passages: list[list[int]],
-        texts: Texts,
-        between: int,
-        question: int,
-    ) -> None:
-        for passage in passages:
-            parts += [(passage, True), (texts.ids(between), False)]
-        parts.append((texts.ids(question), False))
-        self.ids: list[int] = []
-        self.spans: list[list[int]] = []
-        for ids, is_passage in parts:
-            if is_passage:
-                self.spans.append([len(self.ids), len(self.ids) + len(ids)])
-            self.ids += ids
+        model: Path,
+        steps: list[dict[str, Any]],
+        extra: dict[str, Any] | None,
+        *,
+        beside: list[dict[str, Any] | None] | None = None,
+        **engine: Any,
+    ) -> Any:
+        """The same, or `{"code", "words"}` of a child that failed.
 
-    @property
-    def prompt(self) -> Prompt:
-        """As the core knows it."""
-        parts, at = [], 0
-        for start, stop in self.spans:
-            parts += [text(self.ids[at:start]), chunk(self.ids[start:stop])]
-            at = stop
-        return Prompt.of([*parts, text(self.ids[at:])])
+        `beside`: the connectors of a `MultiConnector`, among which None is ours; None: ours alone.
+        """
+        job = json.dumps({"model": str(model), "engine": engine, "extra": extra, "steps": steps, "beside": beside})
+        if job not in self._done:
+            path = self._folder / f"job{len(self._done)}.json"
+            compiles = {} if engine.get("enforce_eager", True) else {"TORCH_COMPILE_DISABLE": ""}
+            self._done[job] = run_job("child", path, job, **compiles), Path(f"{path}.failed")
+        result, failed = self._done[job]
+        failing.take(failed)
+        return result
 
 
-def ask(asked: Sequence[Asked], **more: Any) -> dict[str, Any]:
-    """A step of `child.py`: all of them at once, with the spans of their passages."""
-    return {"ask": [one.ids for one in asked], "chunks": [one.spans for one in asked], **more}
+@dataclass
+class Served:
+    """A model in vLLM that is started with these options; the store is a folder unless `extra` names another."""
+
+    vllm: Vllm
+    model: Path
+    store: Path
+    engine: dict[str, Any]
+
+    def run(self, steps: list[dict[str, Any]], extra: dict[str, Any] | None, **more: Any) -> Any:
+        """See `Vllm.run`."""
+        over = extra if extra is None else {"store": f"file://{self.store}"} | extra
+        return self.vllm.run(self.model, steps, over, **self.engine | more)
+
+    def plain(self, step: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+        """What vLLM answers to a step without the plug-in."""
+        answers: list[dict[str, Any]] = self.run([{**step, "chunks": None}], None, **more)["answers"][0]
+        return answers
+
+    def refusal(self, extra: dict[str, Any], *steps: dict[str, Any], **more: Any) -> str:
+        """The words with which a start ends."""
+        over = {"store": f"file://{self.store}"} | extra
+        result = self.vllm.start(self.model, list(steps), over, **self.engine | more)
+        assert "answers" not in result
+        return str(result["words"])
+
+
+Serve = Callable[..., Served]
+"""A model by name or folder, and vLLM's options."""
+
+
+# ---- answers -------------------------------------------------------------------------------------------------------
 
 
 def tokens(step: list[dict[str, Any]]) -> list[list[list[int]]]:
@@ -171,6 +144,12 @@ def close(given: list[dict[str, Any]], right: list[dict[str, Any]]) -> None:
     for one, other in zip(given, right, strict=True):
         for mine, its in zip(one["logprobs"][0], other["logprobs"][0], strict=True):
             assert {token: mine[token] for token in its} == pytest.approx(its, abs=2e-3)
+
+
+@cache
+def dense(folder: Path) -> Any:
+    """A model in transformers."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def check_oracle(model: Any, asked: Sequence[Asked], answers: list[dict[str, Any]], within: float = 2e-3) -> int:
@@ -194,111 +173,43 @@ def check_blended(result: dict[str, Any], requests: int = 1) -> None:
     assert "vllm:cacheblend_fallbacks" not in " ".join(result["metrics"])
 
 
-class Nursery:
-    """A process of `nursery.py`; to be closed.
+# ---- the shadow check ----------------------------------------------------------------------------------------------
 
-    Attributes:
-        python: what stands in for the interpreter, see there.
-    """
-
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="nursery-")
-        folder = Path(self._folder.name)
-        self.python = folder / "python"
-        code = f"#!{sys.executable} -IS\nADDRESS = {str(folder / 'socket')!r}\n{STAND_IN.read_text()}"
-        self.python.write_text(code)
-        self.python.chmod(0o755)
-        with socket.socket(socket.AF_UNIX) as asked:
-            asked.bind(str(folder / "socket"))
-            asked.listen(128)  # from now on programs can be started, and wait for the imports
-            env = os.environ | SETTINGS
-            del env["TORCH_COMPILE_DISABLE"]  # some programs compile
-            self._process = subprocess.Popen(
-                [sys.executable, str(NURSERY), str(asked.fileno()), str(self.python)],
-                env=env,
-                stdin=subprocess.PIPE,
-                pass_fds=[asked.fileno()],
-                start_new_session=True,
-            )
-
-    def close(self) -> None:
-        self._process.communicate()
-        self._folder.cleanup()
+SHADOW = "vllm:cacheblend_shadow"
+MINE = " hkvd engine"  # no tenant, the selector, settings
 
 
-class Vllm:
-    """Runs jobs of `child.py` and remembers what came out of equal ones."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._done = folder, dict[str, Any]()
-        self._failed: dict[str, Path] = {}  # what failed in the jobs that are done
-
-    def run(
-        self,
-        model: Path,
-        steps: list[dict[str, Any]],
-        extra: dict[str, Any] | None,
-        *,
-        beside: list[dict[str, Any] | None] | None = None,
-        **engine: Any,
-    ) -> Any:
-        """`{"answers", "metrics"}`; fails with the child's own words.
-
-        `beside`: the connectors of a `MultiConnector`, among which None is ours; None: ours alone.
-        """
-        result = self.start(model, steps, extra, beside=beside, **engine)
-        if "answers" not in result:
-            pytest.fail(f"vLLM ended with {result['code']}:\n{result['words'][-4000:]}")
-        return result
-
-    def start(
-        self,
-        model: Path,
-        steps: list[dict[str, Any]],
-        extra: dict[str, Any] | None,
-        *,
-        beside: list[dict[str, Any] | None] | None = None,
-        **engine: Any,
-    ) -> Any:
-        """The same, or `{"code", "words"}` of a child that failed."""
-        job = json.dumps({"model": str(model), "engine": engine, "extra": extra, "steps": steps, "beside": beside})
-        if job in self._done:
-            failing.take(self._failed[job])
-            return self._done[job]
-        path = self._folder / f"job{len(self._done)}.json"
-        path.write_text(job)
-        self._failed[job] = Path(f"{path}.failed")
-        env = os.environ | SETTINGS
-        if not engine.get("enforce_eager", True):
-            del env["TORCH_COMPILE_DISABLE"]
-        with Path(f"{path}.words").open("w") as said:
-            code = subprocess.run(
-                [sys.executable, "--job", "child", str(path)],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=subprocess.STDOUT,
-                timeout=LIMIT_S,
-                check=False,
-            ).returncode
-        failing.take(Path(f"{path}.failed"))
-        out, words = Path(f"{path}.out"), Path(f"{path}.words")
-        self._done[job] = json.loads(out.read_text()) if out.is_file() else {"code": code, "words": words.read_text()}
-        return self._done[job]
+def between(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """What has come to the check's counters, by name without the prefix."""
+    return {
+        name.removeprefix(SHADOW): value - before.get(name, 0)
+        for name, value in after.items()
+        if name.startswith(SHADOW) and value != before.get(name, 0)
+    }
 
 
-class Served:
-    """A model in vLLM that is started with these options; see `Vllm.run`. The store is a folder unless `extra` names
-    another."""
+def found_in(counted: dict[str, float]) -> dict[str, float]:
+    """The check's own counters, without their labels; zero where nothing came."""
+    names = {"": f" {MINE}", "_tokens yes": f"_tokens {MINE} yes", "_tokens no": f"_tokens {MINE} no"}
+    names |= {"_kl_sum": f"_kl_sum {MINE}", "_kl_count": f"_kl_count {MINE}"}
+    return {short: counted.get(name, 0) for short, name in names.items()}
 
-    def __init__(self, vllm: Vllm, model: Path, store: Path, **engine: Any) -> None:
-        self._vllm, self.model, self._store, self._engine = vllm, model, store, engine
 
-    def run(self, steps: list[dict[str, Any]], extra: dict[str, Any] | None, **more: Any) -> Any:
-        return self._vllm.run(self.model, steps, self._over(extra), **self._engine | more)
+@torch.no_grad()
+def expected(folder: Path, asked: list[Asked], answers: list[Any]) -> dict[str, float]:
+    """What the check has to find, by a dense model and by the log-probabilities that vLLM gave."""
+    from cacheblend.engines.shadow import kl_divergence
 
-    def start(self, steps: list[dict[str, Any]], extra: dict[str, Any] | None, **more: Any) -> Any:
-        return self._vllm.start(self.model, steps, self._over(extra), **self._engine | more)
-
-    def _over(self, extra: dict[str, Any] | None) -> dict[str, Any] | None:
-        return extra if extra is None else {"store": f"file://{self._store}"} | extra
+    agreed = differed = 0
+    kl = 0.0
+    for one, answer in zip(asked, answers, strict=True):
+        said = answer["tokens"][0][:16]
+        full = dense(folder)(torch.tensor([one.ids + said[:-1]])).logits[0, len(one.ids) - 1 :]
+        blended = torch.full((len(said), full.shape[1]), -math.inf)
+        for row, found in enumerate(answer["logprobs"][0][:16]):
+            for token, value in found.items():
+                blended[row, int(token)] = value
+        same = (full.argmax(-1) == blended.argmax(-1)).sum().item()
+        agreed, differed = agreed + int(same), differed + len(said) - int(same)
+        kl += kl_divergence(full[0], blended[0])
+    return {"": len(asked), "_tokens yes": agreed, "_tokens no": differed, "_kl_sum": kl, "_kl_count": len(asked)}

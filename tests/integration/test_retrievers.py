@@ -3,10 +3,13 @@
 Situations: passages indexed and retrieved; one twice in a request, equal texts under two ids; one edited between being
 indexed and retrieved; nothing retrieved; no id; a huge one, a tiny one, odd letters; a retriever that raises, and its
 `ainvoke`; a server that is down, has keys, or holds another collection with the same ids; entries deleted from Chroma,
-or all of them by mistake; a library that is not installed.
+or all of them by mistake; a library that is not installed. Without a server: what others answer at its address (a wrong
+url, where everything is a 404; a page of a proxy; JSON that is not the server's; a server that is busy), and an id, a
+salt or a key that cannot be sent.
 """
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -124,17 +127,18 @@ def test_indexed_passages_are_reused_wherever_they_stand(adapter: Adapter, serve
         # The space at the end of the last one is part of the token of the word that follows it in the prompt.
         assert found["missed_tokens"] == 0 and report.tokens - 1 <= found["hit_tokens"] <= report.tokens
     assert sorted(server.ids()) == sorted(passages)
+    assert adapter.retrieved([]) == adapter.retrieved([""]) == []
+    assert reuse(server, [])["hit_tokens"] == 0
+    nothing = adapter.index({})
+    assert (nothing.added, nothing.tokens) == (0, 0)
+    assert adapter.index({"empty": ""}).without_text == 1
 
-
-def test_an_edited_passage_is_computed_with_the_request_until_it_is_indexed(
-    adapter: Adapter, server: DocumentServer
-) -> None:
-    before, after = text_of(3), text_of(3) + " A new end."
-    adapter.index({"a": before, "b": text_of(4)})
-    found = reuse(server, adapter.retrieved([after, text_of(4)]))
+    # An edited passage is computed with the request until it is indexed.
+    before, after = text_of(1), text_of(1) + " A new end."
+    found = reuse(server, adapter.retrieved([after, passages["huge"]]))
     assert found["missed_tokens"] > 0 and found["hit_tokens"] > 0  # the other one
-    assert adapter.index({"a": after, "b": text_of(4)}).changed == 1
-    assert reuse(server, adapter.retrieved([after, text_of(4)]))["missed_tokens"] == 0
+    assert adapter.index(passages | {"a": after}).changed == 1
+    assert reuse(server, adapter.retrieved([after, passages["huge"]]))["missed_tokens"] == 0
     assert reuse(server, adapter.retrieved([before]))["hit_tokens"] == 0  # dropped
 
 
@@ -150,15 +154,7 @@ def test_equal_texts_are_sent_once_and_stay_until_both_ids_are_gone(adapter: Ada
     assert reuse(server, documents[:1])["hit_tokens"] == 0
 
 
-def test_nothing_retrieved_and_texts_that_are_empty(adapter: Adapter, server: DocumentServer) -> None:
-    assert adapter.retrieved([]) == adapter.retrieved([""]) == []
-    assert reuse(server, [])["hit_tokens"] == 0
-    report = adapter.index({})
-    assert (report.added, report.tokens) == (0, 0)
-    assert adapter.index({"empty": ""}).without_text == 1
-
-
-def test_what_cannot_be_kept_is_named(adapter: Adapter) -> None:
+def test_what_cannot_be_kept_and_a_server_that_is_down_are_named(adapter: Adapter) -> None:
     passages = [adapter.make("same", text_of(7)), adapter.make("same", text_of(8))]
     with pytest.raises(InvalidInputError, match="'same' and different texts"):
         adapter.adapter.index(passages)
@@ -167,9 +163,6 @@ def test_what_cannot_be_kept_is_named(adapter: Adapter) -> None:
     adapter.adapter.server = None
     with pytest.raises(InvalidInputError, match="server=DocumentServer"):
         adapter.index({"a": "text"})
-
-
-def test_a_server_that_is_down_is_named_and_retrieving_goes_on(adapter: Adapter) -> None:
     adapter.adapter.server = DocumentServer(f"http://127.0.0.1:{free_port()}", timeout=5)
     with pytest.raises(DocumentServerError, match=r"127\.0\.0\.1.*`cacheblend serve` running"):
         adapter.index({"a": "text"})
@@ -281,3 +274,58 @@ def test_a_library_that_is_not_installed_is_named(module: str, library: str) -> 
     code = f"import sys; sys.modules[{library!r}] = None; import cacheblend.retrievers.{module}"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert f"pip install 'cacheblend[{module}]'" in ended.stderr.splitlines()[-1]
+
+
+# ---- what others answer -----------------------------------------------------------------------------------
+
+
+CALLS: list[Callable[[DocumentServer], Any]] = [
+    lambda server: server.put([Document("a", "text")]),
+    lambda server: server.ids(),
+    lambda server: server.drop(["a"]),
+    lambda server: server.drop_others(["a"]),
+]
+
+
+def answering(status: int, body: bytes) -> DocumentServer:
+    server = DocumentServer("http://elsewhere")
+    transport = httpx.MockTransport(lambda request: httpx.Response(status, content=body))
+    server._http = httpx.Client(base_url=server.url, transport=transport)
+    return server
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (404, b'{"detail": "Not Found"}', "404.*without /v1"),
+        (200, b"<html>Welcome", "no `cacheblend serve` does: '<html>Welcome'"),
+        (200, b"[]", "without /v1"),
+        (200, b"{}", "without /v1"),
+        (204, b"", "without /v1"),
+        (200, b"[" * 100_000, "without /v1"),
+        (302, b"", "302"),
+        (429, json.dumps({"error": {"message": "busy", "code": "queue_full"}}).encode(), "429 busy"),
+        (500, json.dumps({"error": "broken"}).encode(), "500.*broken"),
+    ],
+)
+def test_another_servers_answer_is_no_success(
+    call: Callable[[DocumentServer], Any], status: int, body: bytes, message: str
+) -> None:
+    """Neither "dropped" nor "there was none": a wrong url has dropped nothing."""
+    with answering(status, body) as server, pytest.raises(DocumentServerError, match=message) as refused:
+        call(server)
+    assert refused.value.status == status and len(str(refused.value)) < 400
+
+
+def test_a_document_that_is_not_there_is_no_error_and_what_cannot_be_sent_is_refused_without_the_key() -> None:
+    body = json.dumps({"error": {"message": "there is none", "code": "document_not_found"}}).encode()
+    with answering(404, body) as server:
+        assert server.drop(["a", "b"]) == 0
+        with pytest.raises(InvalidInputError, match="lone surrogate"):
+            server.drop(["\ud800"])
+    wrongs: list[dict[str, Any]] = [{"salt": "\ud800"}, {"collection": "\ud800"}, {"key": "schlüssel"}, {"key": "sk\n"}]
+    for wrong in wrongs:
+        with pytest.raises(InvalidInputError) as refused:
+            DocumentServer(**wrong)
+        assert wrong.get("key", "-----") not in str(refused.value)

@@ -152,19 +152,14 @@ def test_unsupported_models_are_refused_with_the_reason(family) -> None:
     assert re.search(family.reason, str(refusal.value)), str(refusal.value)
 
 
-def test_non_causal_attention_is_refused() -> None:
+def test_what_a_setting_makes_inexact_is_refused() -> None:
+    """Attention that is not causal, a soft cap that the plain attention ignores, a prompt beyond LongRoPE's switch."""
     config = AutoConfig.for_model("gemma3_text", **SMALL, head_dim=16, use_bidirectional_attention=True)
     with pytest.raises(ModelNotBlendableError, match="not causal"):
         BlendEngine(AutoModelForCausalLM.from_config(config).eval(), store="memory")
-
-
-def test_a_prompt_longer_than_longropes_switch_is_refused() -> None:
     engine = open_engine(tiny_model("phi3-longrope"), [A])
     with pytest.raises(InvalidInputError, match=r"LongRoPE's switch, .* at 1024; use fewer"):
         engine.prompt(Prompt.of([A, text(random_ids(1000, 3))]))
-
-
-def test_a_soft_cap_that_the_plain_attention_ignores_is_refused() -> None:
     model = copy.copy(tiny_model("gemma2"))
     model.config = copy.deepcopy(model.config)
     model.config._attn_implementation = "sdpa"

@@ -345,9 +345,12 @@ def test_removed_jobs_no_longer_run() -> None:
     assert run_all(batcher) == [(layer, "b") for layer in range(DEPTH)]
 
 
-def test_batch_size_is_limited_even_with_large_tiles() -> None:
+def test_batch_size_is_limited_even_with_large_tiles_and_the_first_layer_is_never_batched() -> None:
     jobs = [Turn("a", 5000, ROWS_TOGETHER // 2) for _ in range(3)]
     assert max(len(names) for _, names in run_all(batch_of(*jobs, rows=100_000))) == 2
+    for join_layer in (0, 1):
+        batcher = batch_of(Turn("a", 9, 9, join=1), Turn("b", 9, 9, join=1), join_layer=join_layer)
+        assert run_all(batcher)[:3] == [(0, "a"), (0, "b"), (1, "ab")]
 
 
 @given(st.lists(st.tuples(st.integers(1, 200), st.integers(1, 200)), min_size=1, max_size=8), st.integers(1, 400))
@@ -358,12 +361,6 @@ def test_all_jobs_finish_within_the_row_limit(shapes: list[tuple[int, int]], row
         assert len(names) == 1 or layer >= 2
         assert len(names) == 1 or sum(few[name] for name in names) <= rows
     assert all(job.layer == DEPTH for job in jobs)
-
-
-@pytest.mark.parametrize("join_layer", [0, 1])
-def test_the_first_layer_is_never_batched(join_layer: int) -> None:
-    batcher = batch_of(Turn("a", 9, 9, join=1), Turn("b", 9, 9, join=1), join_layer=join_layer)
-    assert run_all(batcher)[:3] == [(0, "a"), (0, "b"), (1, "ab")]
 
 
 def test_jobs_that_wait_for_their_kv_are_passed_over() -> None:

@@ -12,20 +12,12 @@ from transformers import PreTrainedTokenizerFast
 import tokenizers_for_tests as tokenizers
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.tokens import Passage, PromptBuilder, chat
-from unit.test_chat_templates import handed
+from unit.test_chat_templates import MAKERS, handed
 
 TEMPLATES_DRAWN = 24
 CONVERSATIONS = 8
 SPECIAL = ["<|im_start|>", "<|im_end|>", "[INST]", "<tool>"]
 ADDED = ["<think>", "</think>"]
-MAKERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
-    "byte_level": tokenizers.byte_level,
-    "prepend": tokenizers.sentencepiece,
-    "gemma": tokenizers.gemma,
-    "unigram": tokenizers.unigram,
-    "normalised": tokenizers.normalised,
-}
-
 CHANGES = [
     "",
     "| trim",
@@ -154,7 +146,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[s
     return [token for token in tokenizer.convert_ids_to_tokens(ids) if token in shown]
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", ["byte_level", "prepend", "gemma", "unigram", "normalised"])
 def test_no_special_token_but_the_templates_own(kind: str) -> None:
     """As many as for harmless texts of the same shape; and the tokenizer's ids where transformers makes none either."""
     rng, seen = random.Random(kind), Counter[str]()

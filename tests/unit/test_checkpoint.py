@@ -76,34 +76,33 @@ def renamed(file: Path, content: bytes) -> None:
     fresh.replace(file)
 
 
+def source_of(file: Path, content: bytes) -> Path:
+    """A file of this name, alone in a folder, to be copied."""
+    folder = file.parent.parent / "source"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    renamed(folder / file.name, content)
+    return folder / file.name
+
+
 def copied(file: Path, content: bytes) -> None:
-    """The file stays, its time is set; see also `by_cp`."""
-    source = file.parent.parent / "source"
-    renamed(source, content)
-    shutil.copy2(source, file)
+    shutil.copy2(source_of(file, content), file)  # as `cp -p`: the file stays, its time is set
 
 
 def by_cp(file: Path, content: bytes) -> None:
-    source = file.parent.parent / "source"
-    renamed(source, content)
-    subprocess.run(["cp", "-rp", source, file], check=True)
+    subprocess.run(["cp", "-rp", source_of(file, content), file], check=True)
 
 
 def copied_as_tree(file: Path, content: bytes) -> None:
-    source = file.parent.parent / "tree"
-    shutil.rmtree(source, ignore_errors=True)
-    source.mkdir()
-    renamed(source / file.name, content)
-    shutil.copytree(source, file.parent, dirs_exist_ok=True)
+    shutil.copytree(source_of(file, content).parent, file.parent, dirs_exist_ok=True)
 
 
 def from_archive(file: Path, content: bytes) -> None:
-    source = file.parent.parent / "source"
-    renamed(source, content)
-    with tarfile.open(source.with_suffix(".tar"), "w") as archive:
-        archive.add(source, file.name)
-    with tarfile.open(source.with_suffix(".tar")) as archive:
-        archive.extractall(file.parent, filter="data")
+    archive = file.parent.parent / "source.tar"
+    with tarfile.open(archive, "w") as written:
+        written.add(source_of(file, content), file.name)
+    with tarfile.open(archive) as read:
+        read.extractall(file.parent, filter="data")
 
 
 def mapped(file: Path, content: bytes) -> None:

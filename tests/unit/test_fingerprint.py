@@ -47,9 +47,44 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def with_config(folder: Path, **changes: Any) -> str:
+def swap_shards(folder: Path) -> None:
+    one, other = folder / "model-0.safetensors", folder / "model-1.safetensors"
+    first = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(first)
+
+
+def with_config(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
-    return fingerprint_folder(folder)
+
+
+SEEN: list[Callable[[Path], object]] = [
+    lambda folder: flip_byte(folder / "model-1.safetensors"),
+    swap_shards,
+    lambda folder: (folder / "model-1.safetensors").unlink(),
+    lambda folder: with_config(folder, rope_parameters={"rope_type": "default", "rope_theta": 10001.0}),
+    lambda folder: with_config(folder, rms_norm_eps=1e-5),
+    lambda folder: with_config(folder, sliding_window=128),
+    lambda folder: with_config(folder, num_hidden_layers=1),
+]
+
+
+@pytest.mark.parametrize("change", SEEN)
+def test_any_change_of_weights_and_of_config_fields_that_shape_kv_is_seen(
+    folder: Path, change: Callable[[Path], object]
+) -> None:
+    before = fingerprint_folder(folder)
+    for other in (
+        {"torch_dtype": "bfloat16"},
+        {"transformers_version": "4"},
+        {"use_cache": False},
+        {"eos_token_id": 7},
+    ):
+        with_config(folder, **other)
+        assert fingerprint_folder(folder) == before
+    with_config(folder)
+    change(folder)
+    assert fingerprint_folder(folder) != before
 
 
 def flip_byte(file: Path, at: int = -1) -> None:
@@ -58,58 +93,24 @@ def flip_byte(file: Path, at: int = -1) -> None:
     file.write_bytes(data)
 
 
-def test_copies_agree(folder: Path, tmp_path: Path) -> None:
+def test_copies_agree_and_what_is_no_model_folder_is_refused(folder: Path, tmp_path: Path, cache_home: Path) -> None:
     copy = shutil.copytree(folder, tmp_path / "elsewhere" / "under another name")
     (copy / "README.md").write_text("a model")
     (copy / "config.json").write_text(json.dumps(dict(reversed(CONFIG.items())), indent=4))
     assert fingerprint_folder(copy) == fingerprint_folder(folder)
     link = tmp_path / "link"
     link.symlink_to(folder)
-    assert fingerprint_folder(link) == fingerprint_folder(folder)
-
-
-def change_weight(folder: Path) -> None:
-    flip_byte(folder / "model-1.safetensors")
-
-
-def swap_shards(folder: Path) -> None:
-    one, other = folder / "model-0.safetensors", folder / "model-1.safetensors"
-    first = one.read_bytes()
-    one.write_bytes(other.read_bytes())
-    other.write_bytes(first)
-
-
-def drop_shard(folder: Path) -> None:
-    (folder / "model-1.safetensors").unlink()
-
-
-@pytest.mark.parametrize("change", [change_weight, swap_shards, drop_shard])
-def test_any_change_of_the_weights_is_seen(folder: Path, change: Callable[[Path], None]) -> None:
-    before = fingerprint_folder(folder)
-    change(folder)
-    assert fingerprint_folder(folder) != before
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 10001.0}},
-        {"rms_norm_eps": 1e-5},
-        {"sliding_window": 128},
-        {"num_hidden_layers": 1},
-    ],
-    ids=str,
-)
-def test_config_fields_that_shape_kv_are_seen(folder: Path, change: dict[str, Any]) -> None:
-    assert with_config(folder, **change) != with_config(folder)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"torch_dtype": "bfloat16"}, {"transformers_version": "4.0"}, {"use_cache": False}, {"eos_token_id": 7}],
-)
-def test_other_config_fields_are_not(folder: Path, change: dict[str, Any]) -> None:
-    assert with_config(folder, **change) == with_config(folder)
+    found = fingerprint_folder(link)
+    assert found == fingerprint_folder(folder)
+    shutil.rmtree(cache_home, ignore_errors=True)
+    cache_home.write_text("a file where the folder should be")  # then it is done without
+    assert found == fingerprint_folder(folder) == fingerprint_folder(folder)
+    for missing in ("config.json", "*.safetensors"):
+        other = shutil.copytree(copy, tmp_path / f"without {missing[-6:]}")
+        for file in list(other.glob(missing)):
+            file.unlink()
+        with pytest.raises(InvalidInputError, match=r"no model folder: it needs config.json and weights"):
+            fingerprint_folder(other)
 
 
 def test_digests_are_remembered_and_forgotten_on_change(
@@ -126,32 +127,12 @@ def test_digests_are_remembered_and_forgotten_on_change(
     assert len(list(cache_home.rglob("*"))) == 2 + 2
     assert fingerprint_folder(folder) == first
     assert len(hashed) == 2
+    for note in (file for file in cache_home.rglob("*") if file.is_file()):
+        note.write_text("")  # cut short by a crash
+    assert fingerprint_folder(folder) == first and len(hashed) == 4
     flip_byte(folder / "model-0.safetensors")
     assert fingerprint_folder(folder) != first
-    assert hashed[2:] == ["model-0.safetensors"]
-
-
-def test_a_damaged_memory_is_not_believed(folder: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A note cut short by a crash would give the folder a name of its own."""
-    monkeypatch.setattr(fingerprint, "SETTLED_S", -1.0)
-    before = fingerprint_folder(folder)
-    assert any(f.is_file() for f in cache_home.rglob("*"))
-    for note in (f for f in cache_home.rglob("*") if f.is_file()):
-        note.write_text("")
-    assert fingerprint_folder(folder) == before
-
-
-def test_a_cache_folder_that_cannot_be_written_is_done_without(folder: Path, cache_home: Path) -> None:
-    cache_home.write_text("a file where the folder should be")
-    assert fingerprint_folder(folder) == fingerprint_folder(folder)
-
-
-@pytest.mark.parametrize("missing", ["config.json", "*.safetensors"])
-def test_what_is_no_model_folder_is_refused(folder: Path, missing: str) -> None:
-    for file in list(folder.glob(missing)):
-        file.unlink()
-    with pytest.raises(InvalidInputError, match=r"no model folder: it needs config.json and weights"):
-        fingerprint_folder(folder)
+    assert hashed[4:] == ["model-0.safetensors"]
 
 
 def tiny(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
@@ -168,9 +149,6 @@ def test_models_in_memory() -> None:
         changed.model.layers[0].self_attn.k_proj.weight[0, 0] += 1e-3
     others = [changed, tiny(1), tiny().to(torch.bfloat16), tiny(rope_theta=5e5)]
     assert len({base, *map(fingerprint_model, others)}) == 5
-
-
-def test_a_model_with_a_scalar_parameter() -> None:
     model = tiny()
     model.scale = nn.Parameter(torch.tensor(1.0))
     one = fingerprint_model(model)
@@ -184,15 +162,6 @@ WITH_BOS = ModelIdentity(None, "weights", "bfloat16", 1, "a model")
 WITHOUT_BOS = ModelIdentity(None, "weights", "bfloat16", None, "a model")
 
 
-def test_the_anchor_is_bos_where_there_is_one() -> None:
-    assert WITH_BOS.anchor("auto") == Anchor("bos", 1)
-    assert WITHOUT_BOS.anchor("auto") == Anchor("none", None)
-    assert WITH_BOS.anchor("none") == Anchor("none", 1)
-    assert WITH_BOS.anchor("system") == Anchor("system", 1)
-    with pytest.raises(InvalidInputError, match="'bos' needs a tokenizer"):
-        WITHOUT_BOS.anchor("bos")
-
-
 def test_the_planner_names_blocks_by_weights_dtype_codec_salt_and_tenant() -> None:
     planner = WITH_BOS.planner(BlendConfig(block_size=32))
     assert planner.root == planner.exact_root == root_name("weights", "bfloat16")
@@ -204,6 +173,14 @@ def test_the_planner_names_blocks_by_weights_dtype_codec_salt_and_tenant() -> No
 
     one = WITH_BOS.planner(BlendConfig(salt="ours"), "one")
     assert one.root == root_name("weights", "bfloat16", salt="ours\x1fone")
+
+    # The anchor is BOS where there is one.
+    assert WITH_BOS.anchor("auto") == Anchor("bos", 1)
+    assert WITHOUT_BOS.anchor("auto") == Anchor("none", None)
+    assert WITH_BOS.anchor("none") == Anchor("none", 1)
+    assert WITH_BOS.anchor("system") == Anchor("system", 1)
+    with pytest.raises(InvalidInputError, match="'bos' needs a tokenizer"):
+        WITHOUT_BOS.anchor("bos")
 
 
 def test_load_options_change_the_fingerprint_whatever_their_order(tmp_path: Path) -> None:

@@ -138,14 +138,11 @@ def test_an_expansion_that_is_no_matrix_for_each_head_is_refused() -> None:
         attend_absorbed(plain, drawn(4, 3, 16), LatentTap(), lambda q, k, v, spec: q, AttentionSpec(1.0))
 
 
-def test_code_that_caches_expanded_keys_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measure_of_one_part_and_code_that_caches_expanded_keys_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As code that comes with a model may: records of the expanded form would be ten times as large."""
-    monkeypatch.delattr(DeepseekV3Attention, "expand_kv")
-    with pytest.raises(ModelNotBlendableError, match=r"kv_lora_rank = 16.*caches expanded keys and values"):
-        BlendEngine(tiny_model("deepseek_v3"), store="memory")
-
-
-def test_one_measure_compares_latents() -> None:
     with pytest.raises(InvalidInputError, match=r"measure 'v' compares keys or values alone.*use measure 'kv'"):
         open_engine(tiny_model("deepseek_v3"), [], measure="v")
     open_engine(tiny_model("deepseek_v3"), [], measure="v", selector="query").close()  # compares nothing
+    monkeypatch.delattr(DeepseekV3Attention, "expand_kv")
+    with pytest.raises(ModelNotBlendableError, match=r"kv_lora_rank = 16.*caches expanded keys and values"):
+        BlendEngine(tiny_model("deepseek_v3"), store="memory")

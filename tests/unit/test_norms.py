@@ -63,6 +63,12 @@ def test_what_a_norm_does_besides_stays() -> None:
     same[0].register_forward_hook(lambda *_: seen.append(1))
     same[0].weight.data.mul_(3)
     assert torch.allclose(same[0](rows), 3 * OddRMSNorm(1.0)(rows), atol=1e-5) and seen == [1]
+    norm = OddRMSNorm(1.0)  # the weights of a model that runs are never touched
+    shared, weight = norm._parameters, norm.weight
+    kept = list[bool]()
+    norm.register_forward_hook(lambda *_: kept.append(shared["weight"] is weight))
+    assert run_norms_in_one_call([norm]) == 1 and norm._parameters is shared
+    assert kept == [True] and norm.weight is weight
 
 
 class ManyRMSNorm(nn.Module):
@@ -107,12 +113,3 @@ def test_modules_of_one_class_are_told_apart_by_what_they_compute(seed: int) -> 
             rows = (torch.randn(5, 16, generator=drawn) * scale).to(dtype)
             error = (norm(rows).float() - other(rows).float()).abs()
             assert bool((error <= 2 * torch.finfo(dtype).eps * norm(rows).float().abs() + 1e-6).all()), norm.kind
-
-
-def test_the_weights_of_a_model_that_runs_are_never_touched() -> None:
-    norm = OddRMSNorm(1.0)
-    shared, weight = norm._parameters, norm.weight
-    seen = list[bool]()
-    norm.register_forward_hook(lambda *_: seen.append(shared["weight"] is weight))
-    assert run_norms_in_one_call([norm]) == 1 and norm._parameters is shared
-    assert seen == [True] and norm.weight is weight

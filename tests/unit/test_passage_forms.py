@@ -114,17 +114,17 @@ def test_any_value_is_a_passage_or_refused(value: Any) -> None:
             assert isinstance(found, Passage | Document) and isinstance(found.text, str)
 
 
-@pytest.mark.parametrize(
-    ("value", "document"),
-    [
+def test_forms_of_a_document() -> None:
+    for value, document in (
         ({"id": "a", "text": TEXT, "title": "bell"}, Document("a", TEXT, "bell")),
         (LangChainLike(TEXT, {"source": "b"}, "a"), Document("a", TEXT, "b")),
         (HaystackLike(TEXT), Document("h", TEXT)),
         (PlainNode(), Document("n", TEXT, "node")),
-    ],
-)
-def test_forms_of_a_document(value: Any, document: Document) -> None:
-    assert Document.of(value) == document
+    ):
+        assert Document.of(value) == document
+    with pytest.raises(InvalidInputError, match=r"document 2 has no id.*Document\(id, text\)"):
+        Document.of(LangChainLike(TEXT), "document 2")
+    assert Document.of(LangChainLike(TEXT, id=text_id(TEXT))).id == text_id(TEXT)
 
 
 def test_forms_of_the_libraries_themselves() -> None:
@@ -144,9 +144,3 @@ def test_forms_of_llamaindex_itself() -> None:
     assert Passage.of(node) == Passage.of(schema.NodeWithScore(node=node, score=0.5)) == Passage(shown)
     assert Document.of(node) == Document("7", shown)
     assert not Passage.is_like(llms.ChatMessage(role="user", content=TEXT))
-
-
-def test_a_document_without_an_id_is_told_how_to_get_one() -> None:
-    with pytest.raises(InvalidInputError, match=r"document 2 has no id.*Document\(id, text\)"):
-        Document.of(LangChainLike(TEXT), "document 2")
-    assert Document.of(LangChainLike(TEXT, id=text_id(TEXT))).id == text_id(TEXT)

@@ -1,4 +1,5 @@
-"""Text that recurs is learnt from requests: against an oracle that compares every place of every pair of requests.
+"""Text that recurs: stored chunks are found in prompts by their ids, and runs are learnt from requests; both against an
+oracle that compares every place with every place.
 
 Situations: passages in other orders; a run that the next request cuts in two; a common beginning; marked chunks; equal
 requests; other tenants with the same text; a text that repeats itself; prompts shorter than a run, and longer than all
@@ -6,6 +7,8 @@ that is watched; so many prompts that old ones go; so many runs that some go.
 """
 
 from collections import Counter
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.names import TokenIds, root_name
-from cacheblend.core.plan.chunk_matches import WINDOW
+from cacheblend.core.names import TokenIds, block_name, root_name
+from cacheblend.core.plan.blocks import ChunkManifest
+from cacheblend.core.plan.chunk_matches import SHORTEST, WINDOW, ChunkIndex, repeats, window_hashes
 from cacheblend.core.plan.recurrence import (
     HALF_LIFE,
     MOST_COPIES,
@@ -49,8 +53,8 @@ def texts(*parts: TokenIds) -> set[tuple[int, ...]]:
     return {tuple(part.tolist()) for part in parts}
 
 
-def runs_in(ours: TokenIds, theirs: TokenIds, shortest: int) -> list[tuple[int, int, bool]]:
-    """Oracle: all maximal equal runs of two texts, (start, stop, both begin with it), place by place."""
+def runs_in(ours: TokenIds, theirs: TokenIds, shortest: int) -> list[tuple[int, int, int]]:
+    """Oracle: all maximal equal runs of two texts, (start, stop, start in theirs), place by place."""
     found = []
     for shift in range(-len(theirs) + 1, len(ours)):
         first, stop = max(0, shift), min(len(ours), shift + len(theirs))
@@ -58,14 +62,14 @@ def runs_in(ours: TokenIds, theirs: TokenIds, shortest: int) -> list[tuple[int, 
         edges = np.flatnonzero(np.diff(same.astype(int)))
         for start, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
             if end - start >= shortest:
-                found.append((first + start, first + end, shift == 0 and first + start == 0))
+                found.append((first + start, first + end, first + start - shift))
     return found
 
 
 def behind_the_beginning(ours: TokenIds, theirs: TokenIds) -> list[Interval]:
     """Oracle: what of the runs of 64 tokens or more is behind what both begin with, and as long."""
     runs = runs_in(ours, theirs, 1)
-    beginning = max((stop for _, stop, is_prefix in runs if is_prefix), default=0)
+    beginning = max((stop for start, stop, offset in runs if start == offset == 0), default=0)
     clipped = [(max(start, beginning), stop) for start, stop, _ in runs if stop - start >= 64]
     return [(start, stop) for start, stop in clipped if stop - start >= 64]
 
@@ -78,35 +82,28 @@ def test_boundaries_are_where_requests_differ() -> None:
     assert ids_of(again.seen) == texts(A, B) and ids_of(again.new) == texts(C)
     assert sorted(run.sightings for run in watch.runs) == [2, 3, 3]
 
+    watch = Recurrences()
+    watch.see(ROOT, joined(A, B))
+    told = watch.see(ROOT, joined(B, D, A), [(0, len(B))])
+    assert ids_of(told.new) == texts(A), "what is a chunk already is not learnt"
 
-def test_a_run_is_split_when_its_halves_recur_separately() -> None:
+    watch = Recurrences()
+    for other in (B, C, D):
+        assert not watch.see(ROOT, joined(A, other)).new, "what requests begin with is left to the exact prefix"
+    assert ids_of(watch.see(ROOT, joined(B, A)).new) == texts(A, B)  # now it stands elsewhere, too
+
+    watch, repeating = Recurrences(), np.tile(draw(5, 7), 40)
+    for turns in (joined(A), joined(A), joined(A, B), joined(A, B, C), repeating, repeating, joined(repeating, D)):
+        assert not watch.see(ROOT, turns).new, "an equal request and a longer conversation tell nothing"
+    assert ids_of(watch.see(ROOT, joined(A, C)).new) == texts(C)  # a turn was dropped
+
     watch, x, y = Recurrences(), draw(8, 20), draw(9, 30)
     watch.see(ROOT, joined(A, B))
     assert ids_of(watch.see(ROOT, joined(x, A, B)).new) == texts(joined(A, B))
     told = watch.see(ROOT, joined(y, B, x))
-    assert ids_of(told.new) == texts(A, B) == ids_of(watch.runs) and ids_of(told.split) == texts(joined(A, B))
+    assert ids_of(told.new) == texts(A, B) == ids_of(watch.runs), "a run is split when its halves recur separately"
+    assert ids_of(told.split) == texts(joined(A, B))
     assert ids_of(watch.see(ROOT, joined(B, x, A)).seen) == texts(A, B)
-
-
-def test_a_beginning_that_requests_share_is_left_to_the_exact_prefix() -> None:
-    watch = Recurrences()
-    for other in (B, C, D):
-        assert not watch.see(ROOT, joined(A, other)).new
-    assert ids_of(watch.see(ROOT, joined(B, A)).new) == texts(A, B)  # now it stands elsewhere, too
-
-
-def test_an_equal_request_and_a_longer_conversation_tell_nothing() -> None:
-    watch = Recurrences()
-    repeating = np.tile(draw(5, 7), 40)
-    for turns in (joined(A), joined(A), joined(A, B), joined(A, B, C), repeating, repeating, joined(repeating, D)):
-        assert not watch.see(ROOT, turns).new
-    assert ids_of(watch.see(ROOT, joined(A, C)).new) == texts(C)  # a turn was dropped
-
-
-def test_what_is_a_chunk_already_is_not_learnt() -> None:
-    watch = Recurrences()
-    watch.see(ROOT, joined(A, B))
-    assert ids_of(watch.see(ROOT, joined(B, D, A), [(0, len(B))]).new) == texts(A)
 
 
 def test_another_root_learns_nothing_and_learns_its_own() -> None:
@@ -126,9 +123,10 @@ def test_a_text_that_repeats_itself_stands_in_one_request_only() -> None:
     assert not watch.see(ROOT, np.zeros(5000, "<u4")).new
     found = watch.see(ROOT, joined(draw(7, 10), np.zeros(3000, "<u4"))).new
     assert [len(run) for run in found] == [3000]
+    assert len(winnowed(np.zeros(100_000, "<u4"), ROOT, 33)[0]) == MOST_COPIES  # one token costs no more than others
 
 
-def test_texts_that_are_too_short_or_too_long_are_not_watched() -> None:
+def test_prompts_of_a_length_that_can_tell_are_watched_and_those_last_useful_kept() -> None:
     watch = Recurrences(watch_tokens=400)
     watch.see(ROOT, A[:63])
     watch.see(ROOT, draw(5, 500))
@@ -137,14 +135,15 @@ def test_texts_that_are_too_short_or_too_long_are_not_watched() -> None:
         watch.see(ROOT, draw(6, 63))
     assert not watch.runs
 
-
-def test_the_prompts_that_were_useful_last_are_kept() -> None:
     watch = Recurrences(watch_tokens=1000)
     watch.see(ROOT, joined(draw(10, 3), A))
     for seed in range(11, 20):
-        watch.see(ROOT, joined(draw(seed, 100), A))  # the first request is of use each time
+        watch.see(ROOT, joined(draw(seed, 100), A))  # the first request is of use each time, and is kept
     assert watch.watched_tokens <= 1000
     assert ids_of(watch.runs) == texts(A)
+    for shortest, watched in ((62, 1000), (64, 63)):
+        with pytest.raises(InvalidInputError, match=str(shortest)):
+            Recurrences(shortest, watched)
 
 
 def test_of_too_many_runs_those_of_least_worth_go() -> None:
@@ -158,21 +157,13 @@ def test_of_too_many_runs_those_of_least_worth_go() -> None:
         watch.see(ROOT, joined(draw(200 + seed, 8), kept))
     assert sum(map(len, watch.runs)) <= 2000 and len(set(forgotten)) > 8
     assert tuple(kept.tolist()) in ids_of(watch.runs)
-
-
-def test_worth_halves_and_grows_with_length() -> None:
+    # Worth halves with time, and grows with length.
     run = Run(b"", ROOT, A)  # type: ignore[arg-type]
     run.see(10, times=2)
     assert run.worth(10) == 2 * len(A)
     assert run.worth(10 + HALF_LIFE) == pytest.approx(len(A))
     run.see(10 + HALF_LIFE)
     assert run.decayed(10 + HALF_LIFE) == pytest.approx(2.0) and run.sightings == 3
-
-
-@pytest.mark.parametrize(("shortest", "watched"), [(62, 1000), (64, 63)])
-def test_limits_that_cannot_work_are_refused(shortest: int, watched: int) -> None:
-    with pytest.raises(InvalidInputError, match=str(shortest)):
-        Recurrences(shortest, watched)
 
 
 @given(seed=st.integers(0, 2**31), tokens=st.integers(0, 400), vocabulary=st.integers(1, 50))
@@ -253,6 +244,90 @@ def test_pieces_are_cut_where_something_begins_or_ends() -> None:
     assert pieces_of([(0, 100), (90, 200)], [], 64) == [(0, 100), (100, 200)]
 
 
-def test_a_text_of_one_token_costs_no_more_than_another() -> None:
-    hashes, _ = winnowed(np.zeros(100_000, "<u4"), ROOT, 33)
-    assert len(hashes) == MOST_COPIES
+# ---- stored chunks in a prompt -------------------------------------------------------------------------------
+
+
+def stored(ids: TokenIds) -> ChunkManifest:
+    name = block_name(ROOT, ids)
+    return ChunkManifest(name, ROOT, np.empty(0, "<u4"), ids, (name,))
+
+
+def index_of(*chunks: TokenIds, min_tokens: int = 64) -> ChunkIndex:
+    index = ChunkIndex(min_tokens)
+    index.add(map(stored, chunks))
+    return index
+
+
+def found(index: ChunkIndex, *parts: TokenIds) -> list[tuple[int, int, int]]:
+    return [(match.start, match.stop, match.offset) for match in index.match(np.concatenate(parts))]
+
+
+def test_what_is_found_of_a_prompt() -> None:
+    a, b, question, chunk = draw(1, 200), draw(2, 130), draw(3, 20), draw(1, 300)
+    whole = found(index_of(a, b), question, b, a, question, a)
+    assert whole == [(20, 150, 0), (150, 350, 0), (370, 570, 0)], "whole chunks in any order, and twice"
+    seam = chunk.copy()
+    seam[[0, 1, 299]] += 1
+    assert found(index_of(chunk), draw(2, 7), seam, draw(3, 9)) == [(9, 306, 2)], "without what the seam changed"
+    edited = chunk.copy()
+    edited[150] += 1
+    assert found(index_of(chunk), edited) == [(0, 150, 0), (151, 300, 151)], "two runs around an edit"
+    text = draw(1, 400)  # of overlapping runs the first is whole, and the longest of equal start
+    assert found(index_of(text[:100], text[:250], text[200:]), text) == [(0, 250, 0), (250, 400, 50)]
+    for least, runs in ((100, []), (99, [(5, 104, 50)])):  # shorter runs than asked for are no matches
+        assert found(index_of(chunk, min_tokens=least), draw(2, 5), chunk[50:149], draw(3, 5)) == runs
+
+
+def test_removed_chunks_are_found_no_more_and_may_come_back() -> None:
+    a, b = draw(1, 100), draw(2, 100)
+    index = index_of(a, b)
+    index.remove([stored(a).chunk_id, stored(draw(9, 80)).chunk_id])
+    assert found(index, a, b) == [(100, 200, 0)] and len(index) == 1
+    index.add([stored(a)])
+    assert found(index, a, b) == [(0, 100, 0), (100, 200, 0)] and stored(a).chunk_id in index
+    # An index that forgets most of its chunks still finds the rest.
+    chunks = [draw(seed, 64) for seed in range(1100)]
+    index = index_of(*chunks)
+    index.remove(stored(chunk).chunk_id for chunk in chunks[:-2])
+    assert found(index, *chunks[-4:]) == [(128, 192, 0), (192, 256, 0)]
+
+
+def test_texts_shorter_than_a_window_match_nothing() -> None:
+    assert index_of(draw(1, 10)).match(draw(1, 10)) == []
+    assert len(window_hashes(draw(1, WINDOW - 1))) == 0 and len(window_hashes(draw(1, WINDOW))) == 1
+    with pytest.raises(InvalidInputError, match=f"at least {SHORTEST} tokens.*min_tokens=40"):  # they may be missed
+        ChunkIndex(40)
+
+
+@given(st.integers(0, 2**32), st.lists(st.tuples(st.booleans(), st.integers(0, 90), st.integers(1, 130)), max_size=5))
+def test_what_is_found_is_what_comparing_finds(seed: int, cuts: list[tuple[bool, int, int]]) -> None:
+    chunk = draw(seed, 160, vocabulary=50)
+    parts = [chunk[at : at + size] if mine else draw(seed + size, size, 50) for mine, at, size in cuts]
+    prompt = np.concatenate([draw(seed + 1, 3, 50), *parts])
+    runs = {(start, stop, offset) for start, stop, offset in runs_in(prompt, chunk, SHORTEST)}
+    alone = {run for run in runs if not any(run != other and run[0] < other[1] and other[0] < run[1] for other in runs)}
+    matches = set(found(index_of(chunk, min_tokens=SHORTEST), prompt))
+    assert alone <= matches
+    for start, stop, offset in matches:
+        assert np.array_equal(prompt[start:stop], chunk[offset : offset + stop - start]) and stop - start >= SHORTEST
+
+
+def test_a_text_of_one_token_matches_itself_and_is_compared_at_few_shifts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every window is the same, so every hit says nothing but by its ids."""
+    matches = index_of(np.full(200, 7, dtype="<u4")).match(np.full(500, 7, dtype="<u4"))
+    assert all(match.stop <= after.start for match, after in pairwise(matches))
+    assert sum(map(len, matches)) >= 200
+    compared, compare = list[int](), ChunkIndex._run_around
+
+    def counting(*args: Any) -> Any:
+        compared.append(1)
+        return compare(*args)
+
+    monkeypatch.setattr(ChunkIndex, "_run_around", counting)
+    text = np.zeros(20_000, "<u4")
+    assert found(index_of(text), text) == [(0, 20_000, 0)]
+    assert len(compared) <= 64 * 16
+    # Equal windows of a prompt are counted from the front.
+    values = np.random.default_rng(0).integers(0, 9, 200).astype(np.uint64)
+    assert repeats(values).tolist() == [values[:at].tolist().count(value) for at, value in enumerate(values.tolist())]
+    assert repeats(values[:0]).tolist() == []

@@ -61,12 +61,10 @@ def test_a_comparison_is_the_divergence_of_the_first_token_and_who_is_likeliest(
     found = compare(first, likeliest, full)
     assert found.agreed == (True, False, True) and found.first
     assert found.kl == pytest.approx(float((p * (p / q).log()).sum()), rel=1e-5)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_logits_that_are_not_finite_are_far_away_and_poison_no_sum(bad: float) -> None:
-    broken = torch.full((5,), bad)
-    assert kl_divergence(torch.randn(5), broken) == MOST_KL == kl_divergence(broken, torch.randn(5))
+    # Logits that are not finite are far away, and poison no sum.
+    for bad in (math.nan, math.inf):
+        broken = torch.full((5,), bad)
+        assert kl_divergence(torch.randn(5), broken) == MOST_KL == kl_divergence(broken, torch.randn(5))
     barred = torch.tensor([0.0, 1.0, -math.inf])  # a token that a model never gives
     assert kl_divergence(barred, barred) == 0.0
     assert kl_divergence(torch.tensor([0.0, 0.0]), torch.tensor([0.0, -math.inf])) == MOST_KL
@@ -117,9 +115,7 @@ def test_raised_settings_are_settings_and_recompute_more(ratio: float, selector:
     base = Selection(recompute_ratio=ratio, selector=selector, check_layers=layers, ratios=schedule)
     more = base.scaled(factor).make_selector().share
     assert more is not None and more == pytest.approx(min(1.0, ratio * factor))
-
-
-def test_a_request_that_names_a_ratio_keeps_it_and_the_controller_never_goes_below_the_floors() -> None:
+    # A request that names a ratio keeps it, and the controller never goes below the floor's.
     raised = BlendSettings(BlendSettings().config, raised_by=2.0)
     assert raised.selector().share == pytest.approx(0.3)
     assert raised.selector(0.05).share == 0.05
@@ -260,7 +256,7 @@ def test_the_bound_shown_is_the_exact_one_of_the_window(told: list[bool]) -> Non
     assert (series.compared, series.agreed) == (len(told), sum(told)) and sum(series.kl_counts) == len(told)
 
 
-def test_an_answer_counts_by_one_of_its_tokens_drawn_at_random() -> None:
+def test_an_answer_counts_by_one_of_its_tokens_drawn_at_random_for_its_tenant() -> None:
     made = watch(None, window=2000)
     for _ in range(2000):
         made.add(MINE, Compared(0.0, (True, False, True, True)), 0)
@@ -269,13 +265,11 @@ def test_an_answer_counts_by_one_of_its_tokens_drawn_at_random() -> None:
     assert series.agreement["answer"][0] == pytest.approx(0.75, abs=0.04)
     assert (series.agreed, series.differed) == (6000, 2000)
 
-
-def test_tenants_beyond_the_bound_share_a_label() -> None:
     made = watch()
     for number in range(3 * MOST_TENANTS):
         made.add(Labels(f"tenant {number}", "hkvd"), GOOD, 0)
-    series = {each.labels.tenant: each.compared for each in made.figures().series}
-    assert len(series) == MOST_TENANTS + 1 and series[OTHERS] == 2 * MOST_TENANTS
+    tenants = {each.labels.tenant: each.compared for each in made.figures().series}
+    assert len(tenants) == MOST_TENANTS + 1 and tenants[OTHERS] == 2 * MOST_TENANTS  # beyond the bound they share one
 
 
 def test_prometheus_reads_what_is_written() -> None:

@@ -107,13 +107,20 @@ def opened(cost_model: CostModel | None = None) -> LoadControl:
     return LoadControl(CONFIG, LAYERS, BYTES, cost_model)
 
 
-def test_before_anything_was_measured_all_is_loaded() -> None:
+def test_before_anything_was_measured_all_is_loaded_and_the_first_measurement_of_computing_is_enough() -> None:
     control, plan = opened(), plan_of(["disk"] * 4)
     assert control.decide(plan) == LoadChoice(plan)
     busy = World({"disk": TierSpeed(1.0)}, is_alone=False)
     for _ in range(5):  # nobody knows how long computing takes
         assert step(control, busy, plan).plan is plan
+    for nonsense in (0.0, float("inf"), float("nan")):
+        control.learn_pace(10, nonsense)
     assert control.cost_model is None
+    control.learn_pace(1024 * LAYERS, 1024 * LAYERS * PACE)
+    known = control.cost_model
+    assert known is not None and known.full_s(2048) == pytest.approx(2048 * LAYERS * PACE)
+    control.learn_pace(1, 1e9)
+    assert control.cost_model == known
 
 
 def test_a_fast_store_is_loaded_at_the_configured_ratio() -> None:
@@ -165,34 +172,32 @@ def test_of_two_disks_only_the_slow_one_is_left_out() -> None:
     for _ in range(20):
         choice = step(control, world, plan)
         assert tiers_read(choice) == {"disk", "memory"} and not choice.is_all_left_out
-    known = control.cost_model
-    assert known is not None
+
+
+SLOW_S3 = CostModel(((256, 256 * LAYERS * PACE), (4096, 4096 * LAYERS * PACE)), {"s3": TierSpeed(5e9, 0.02)})
 
 
 def test_where_loading_takes_longer_anyway_more_is_recomputed_in_few_steps() -> None:
-    known = CostModel(((256, 256 * LAYERS * PACE), (4096, 4096 * LAYERS * PACE)), {"s3": TierSpeed(5e9, 0.02)})
-    control, plan = opened(known), plan_of(["s3"] * 8)
+    control, plan = opened(SLOW_S3), plan_of(["s3"] * 8)
     assert control.decide(plan, raises=False).ratio is None
     choice = control.decide(plan)
     assert choice.ratio is not None and choice.decision is not None and choice.plan is plan
     assert CONFIG.recompute_ratio < choice.ratio <= choice.decision.ratio < choice.ratio + RATIO_STEP
-    world = World({"s3": TierSpeed(5e9, 0.02)})
-    assert len({step(control, world, plan).ratio for _ in range(40)}) <= 3
+    assert len({step(control, World(dict(SLOW_S3.tiers)), plan).ratio for _ in range(40)}) <= 3
 
 
 @pytest.mark.parametrize("raised", [1.5, 2.25, 4.0])
 def test_steps_begin_at_the_ratio_in_force(raised: float) -> None:
     """The floor of the shadow check has raised it: expected times count it, and no lower one is chosen."""
-    known = CostModel(((256, 256 * LAYERS * PACE), (4096, 4096 * LAYERS * PACE)), {"s3": TierSpeed(5e9, 0.02)})
     one_check = BlendConfig(selector="hkvd", check_layers=(1,))
     in_force, plan = one_check.recompute_ratio * raised, plan_of(["s3"] * 8)
-    control = LoadControl(one_check, LAYERS, BYTES, known)
-    higher = LoadControl(replace(one_check, recompute_ratio=in_force), LAYERS, BYTES, known)
+    control = LoadControl(one_check, LAYERS, BYTES, SLOW_S3)
+    higher = LoadControl(replace(one_check, recompute_ratio=in_force), LAYERS, BYTES, SLOW_S3)
     assert control.decide(plan, in_force) == higher.decide(plan)
     choice, lowest = control.decide(plan, in_force, raises=False), control.decide(plan, raises=False)
     assert choice.ratio is None and choice.decision is not None and lowest.decision is not None
     assert choice.decision.ratio >= in_force
-    fast = opened(CostModel(known.prefill_s, {"s3": TierSpeed(5e12)}))
+    fast = opened(CostModel(SLOW_S3.prefill_s, {"s3": TierSpeed(5e12)}))
     times = [fast.decide(plan, ratio).decision for ratio in (None, in_force)]
     assert times[0] is not None and times[1] is not None and times[1].compute_s > 1.2 * times[0].compute_s
 
@@ -225,19 +230,6 @@ def test_ratios_are_steps_above_the_floor_and_never_below(
     }
     assert left == choice.plan.left_out and len(choice.plan) == len(plan)
     assert choice.is_all_left_out == (choice.decision is not None and not tiers_read(choice))
-
-
-def test_the_first_measurement_of_computing_is_enough() -> None:
-    control = opened()
-    control.learn_pace(1024 * LAYERS, 1024 * LAYERS * PACE)
-    known = control.cost_model
-    assert known is not None and known.full_s(2048) == pytest.approx(2048 * LAYERS * PACE)
-    control.learn_pace(1, 1e9)
-    assert control.cost_model == known
-    for nonsense in (0.0, float("inf"), float("nan")):
-        other = opened()
-        other.learn_pace(10, nonsense)
-        assert other.cost_model is None
 
 
 def test_only_tiers_are_learnt_where_others_compute_at_the_same_time() -> None:
@@ -292,14 +284,10 @@ def test_what_vllm_holds_already_is_neither_read_nor_learnt() -> None:
     assert known is not None and known.overhead == pytest.approx(1.0, rel=0.1)
 
 
-def test_a_plan_of_the_exact_prefix_alone_keeps_what_it_left_out() -> None:
-    plan = plan_of(["disk", "disk"]).exact_only()
-    slow = opened(CostModel(((256, 0.06), (4096, 1.0)), {"disk": TierSpeed(1e5)}))
-    assert slow.decide(plan) == LoadChoice(plan) and plan.left_out
-
-
 def test_a_cost_models_file_is_where_it_starts(tmp_path: Path) -> None:
     known = CostModel(((256, 0.06), (4096, 1.0)), {"disk": TierSpeed(1e5)})
+    exact = plan_of(["disk", "disk"]).exact_only()
+    assert opened(known).decide(exact) == LoadChoice(exact) and exact.left_out, "an exact prefix alone stays as it is"
     layout = KVLayout((LayerShape(1, 1),), torch.bfloat16)
     write_cost_model(tmp_path / "cost.json", known, "weights", "cpu", layout)
 

@@ -1,9 +1,4 @@
-"""Which tiers of a store lie in which of vLLM's processes. A CPU stands in for the ranks' devices.
-
-Situations: one process, or a scheduler and ranks, side by side on one folder; a device with room for everything, for
-little, for nothing, or less than the bound says; blocks written by one rank and read by all; a scheduler that looks up
-what only ranks hold near; weights that changed since; URLs that name a device, no bound, or nothing behind; no GPU.
-"""
+"""Which tiers of a store lie in which of vLLM's processes. A CPU stands in for the ranks' devices."""
 
 import random
 from collections.abc import Iterator
@@ -136,17 +131,14 @@ def test_dropping_copies_loses_no_store_its_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("behind", ["memory", "memory://?max_bytes=1MiB"])
-def test_memory_alone_is_of_one_process(behind: str) -> None:
+def test_memory_alone_is_of_one_process(behind: str, tmp_path: Path) -> None:
+    with opened(f"memory://?max_bytes=1MiB, file://{tmp_path}", "rank") as store:
+        assert store.tier_names == ("memory", "disk"), "in front of a folder it is of each process, as ram_bytes is"
     for url in (behind, f"cuda://?max_bytes=1MiB, {behind if '://' in behind else 'memory://'}"):
         with pytest.raises(InvalidInputError, match=r"memory of one process.*use a folder"):
             opened(url, "rank")
         with opened(url, "engine", is_one=True) as store:
             assert store.tier_names[-1] == "memory"
-
-
-def test_memory_in_front_of_a_folder_is_of_each_process_as_ram_bytes_is(tmp_path: Path) -> None:
-    with opened(f"memory://?max_bytes=1MiB, file://{tmp_path}", "rank") as store:
-        assert store.tier_names == ("memory", "disk")
 
 
 @pytest.mark.parametrize(
@@ -170,14 +162,11 @@ def test_a_url_that_cannot_be_served_is_refused_on_every_side_with_a_way_out(url
             ask()
 
 
-def test_a_cpu_has_no_device_tier() -> None:
+def test_a_device_tier_is_what_each_rank_sets_aside_and_a_cpu_has_none() -> None:
+    assert device_bytes("cuda://?max_bytes=3GiB, memory://?max_bytes=9GiB, file:///a?max_bytes=20GiB") == 3 << 30
+    assert device_bytes("cuda://?max_bytes=0, file:///a") == device_bytes("memory") == device_bytes("file:///a") == 0
     url = "cuda://?max_bytes=1GiB, file:///a"
     check_device(url, "cuda")
     check_device("file:///a?ram_bytes=1GiB", "cpu")
     with pytest.raises(InvalidInputError, match=r"cuda://\?max_bytes=1GiB.*on a CPU: leave cuda:// out; ram_bytes"):
         check_device(url, "cpu")
-
-
-def test_the_bound_is_what_each_rank_sets_aside() -> None:
-    assert device_bytes("cuda://?max_bytes=3GiB, memory://?max_bytes=9GiB, file:///a?max_bytes=20GiB") == 3 << 30
-    assert device_bytes("cuda://?max_bytes=0, file:///a") == device_bytes("memory") == device_bytes("file:///a") == 0

@@ -5,7 +5,6 @@ from itertools import product
 
 import pytest
 
-from cacheblend.engines.vllm.config import read_config
 from cacheblend.engines.vllm.workspace import ModelSizes, attention_bytes, workspace_of
 
 GIB = 1 << 30
@@ -35,6 +34,9 @@ def test_a_rank_of_a_large_model() -> None:
     assert found.chunks == 8192 * 2 * 256 * 80 * 2
     assert found.total == sum((found.hidden, found.layers, found.held, found.tile, found.attention, found.chunks))
     assert 3 * GIB < found.total < 5 * GIB
+    words = str(found)
+    assert words.startswith("3.83 GiB (hidden 1.50")
+    assert all(part in words for part in ("hidden 1.50 GiB", "layers", "held", "tile", "attention", "chunks"))
 
 
 def test_kernels_need_no_masks_and_pages_no_buffers() -> None:
@@ -70,38 +72,19 @@ def test_partial_sums_are_fewer_than_what_is_counted_whatever_is_asked() -> None
             assert taken <= max(attention_bytes(sizes), 2 * rows * heads * 4)
 
 
-def test_a_wide_head_and_a_long_question_count() -> None:
+def test_wide_heads_long_questions_huge_layers_and_short_prompts() -> None:
     wide = replace(LLAMA_70B, intermediate=512, query_width=8192)
     assert workspace_of(wide).tile == 8192 * (4 * 8192 + 4 * 8192 + 6 * 256) * 2
-    long = replace(LLAMA_70B, tile_rows=64, has_kernels=True)
-    found = workspace_of(long)
+    found = workspace_of(replace(LLAMA_70B, tile_rows=64, has_kernels=True))
     assert found.question == LAYER + 2 * LAYER + (12 << 24) - found.tile - found.attention > 0
-
-
-def test_a_layer_is_read_ahead_however_large_it_is() -> None:
-    huge = replace(LLAMA_70B, longest=1 << 21, kv_width=1024)
-    layer = 2 * (1 << 21) * 1024 * 2
-    assert workspace_of(huge).layers == 4 * layer + 2 * 2 * 32768 * 1024 * 2  # of those that wait
-
-
-def test_a_short_prompt_has_eight_layers_ahead_and_those_that_are_read_with_the_last() -> None:
-    assert workspace_of(replace(LLAMA_70B, longest=4096)).layers == 32 * LAYER // 8 + (128 << 20)
+    huge, layer = replace(LLAMA_70B, longest=1 << 21, kv_width=1024), 2 * (1 << 21) * 1024 * 2
+    of_waiting = 2 * 2 * 32768 * 1024 * 2
+    assert workspace_of(huge).layers == 4 * layer + of_waiting, "a layer is read ahead however large it is"
+    short = workspace_of(replace(LLAMA_70B, longest=4096))
+    assert short.layers == 32 * LAYER // 8 + (128 << 20), "eight layers ahead and those that are read with the last"
 
 
 @pytest.mark.parametrize("name", ["width", "intermediate", "kv_width", "item_bytes", "longest", "tile_rows", "layers"])
 def test_more_of_anything_takes_more(name: str) -> None:
     more = replace(LLAMA_70B, **{name: 2 * getattr(LLAMA_70B, name)})
     assert workspace_of(more).total > workspace_of(LLAMA_70B).total
-
-
-def test_people_read_it_in_gib_by_its_parts() -> None:
-    words = str(workspace_of(LLAMA_70B))
-    assert words.startswith("3.83 GiB (hidden 1.50")
-    assert all(part in words for part in ("hidden 1.50 GiB", "layers", "held", "tile", "attention", "chunks"))
-
-
-def test_the_setting_is_bytes_none_or_nothing() -> None:
-    assert read_config({}).workspace_bytes is None
-    assert read_config({"workspace_bytes": 0}).workspace_bytes == 0
-    with pytest.raises(ValueError, match="workspace_bytes must be a whole number of at least 0, got -1"):
-        read_config({"workspace_bytes": -1})

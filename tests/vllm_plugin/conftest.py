@@ -1,6 +1,9 @@
 import json
 import os
+import socket
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from vllm_running import Nursery, Served, Vllm, make_models
+from vllm_models import MODELS, make_model
+from vllm_running import PLUGIN, SETTINGS, Serve, Served, Vllm
 from vllm_table import RECORDED, merge, verdicts
 
 PYTHON = "CACHEBLEND_WARM_PYTHON"
@@ -22,10 +26,28 @@ else:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "feature(line, verdict): shows a line of the table of features, see vllm_table")
-    if PYTHON not in os.environ and find_spec("vllm") is not None and not config.option.collectonly:
-        nursery = Nursery()
-        os.environ[PYTHON] = str(nursery.python)  # workers of xdist inherit it
-        config.add_cleanup(nursery.close)
+    if PYTHON in os.environ or find_spec("vllm") is None or config.option.collectonly:
+        return
+    temporary = tempfile.TemporaryDirectory(prefix="nursery-")
+    folder = Path(temporary.name)
+    python = folder / "python"
+    stand_in = PLUGIN.joinpath("warm_python.py").read_text()
+    python.write_text(f"#!{sys.executable} -IS\nADDRESS = {str(folder / 'socket')!r}\n{stand_in}")
+    python.chmod(0o755)
+    with socket.socket(socket.AF_UNIX) as asked:
+        asked.bind(str(folder / "socket"))
+        asked.listen(128)  # from now on programs can be started, and wait for the imports
+        env = os.environ | SETTINGS
+        del env["TORCH_COMPILE_DISABLE"]  # some programs compile
+        nursery = subprocess.Popen(
+            [sys.executable, str(PLUGIN / "nursery.py"), str(asked.fileno()), str(python)],
+            env=env,
+            stdin=subprocess.PIPE,
+            pass_fds=[asked.fileno()],
+            start_new_session=True,
+        )
+    os.environ[PYTHON] = str(python)  # workers of xdist inherit it
+    config.add_cleanup(lambda: (nursery.communicate(), temporary.cleanup()))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,11 +64,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"{line:60} {verdict}")
 
 
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_models(tmp_path_factory.mktemp("models"))
-
-
 @pytest.fixture(scope="session", autouse=True)
 def warm_python() -> Iterator[None]:
     """Programs are started from a process that has imported vLLM, see `nursery`."""
@@ -57,17 +74,40 @@ def warm_python() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: make_model(config, folder / name) for name, config in MODELS.items()}
+
+
+@pytest.fixture(scope="session")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Vllm:
     return Vllm(tmp_path_factory.mktemp("vllm"))
 
 
 @pytest.fixture
-def llama(vllm: Vllm, models: dict[str, Path], tmp_path: Path) -> Served:
-    return Served(vllm, models["llama"], tmp_path / "store")
+def serve(vllm: Vllm, models: dict[str, Path], tmp_path: Path) -> Serve:
+    """A model by name or folder, in vLLM with these options."""
+    return lambda model, **engine: Served(vllm, models.get(model, model), tmp_path / "store", engine)
 
 
 @pytest.fixture
-def extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The workers find `injecting`."""
-    known = os.environ.get("PYTHONPATH")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *([known] if known else [])]))
+def llama(serve: Serve) -> Served:
+    return serve("llama")
+
+
+@pytest.fixture(params=[True, False], ids=["the other in front", "ours in front"])
+def in_front(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture
+def beside(in_front: bool, tmp_path: Path) -> list[Any]:
+    """The connectors of a `MultiConnector`. The other loads in the step that schedules a request, and keeps an ended
+    request's blocks, as ours does."""
+    other = {
+        "kv_connector": "Holding",
+        "kv_connector_module_path": "holding",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "other")},
+    }
+    return [other, None] if in_front else [None, other]

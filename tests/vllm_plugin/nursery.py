@@ -62,12 +62,7 @@ started again finds its program ended."""
 
 
 class Nursery:
-    """The programs that run.
-
-    Args:
-        asked: the socket to which stand-ins connect.
-        python: their file.
-    """
+    """The programs that run; `asked`: the socket to which stand-ins connect, `python`: their file."""
 
     def __init__(self, asked: socket.socket, python: str) -> None:
         self._asked, self._python, self._selector = asked, python, selectors.PollSelector()
@@ -201,33 +196,23 @@ def run_job(program: str, job: str) -> NoReturn:
     os._exit(code)
 
 
-def register_kernels_once() -> None:
-    """vLLM's workers for CPUs put functions in the place of kernels, and look through all modules for these: here they
-    are in place, and what is imported later gets them."""
-    from vllm.platforms import current_platform
-
-    if hasattr(current_platform, "register_triton_kernel_overrides"):
-        current_platform.register_triton_kernel_overrides()
-        type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)  # type: ignore[method-assign]
-
-
-def wait_asleep() -> None:
-    """vLLM's processes look for the next message without a pause for a second behind each: tests run side by side."""
-    from vllm.distributed.device_communicators import shm_broadcast
-
-    shm_broadcast.sched_yield = lambda: time.sleep(0.0002)
-
-
 def main() -> None:
     if vision.is_there():
         vision.make_importable()
     from vllm import LLM  # noqa: F401
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.platforms import current_platform
 
     for name in MODULES:
         with suppress(ModuleNotFoundError):  # older versions have others
             importlib.import_module(name)
-    register_kernels_once()
-    wait_asleep()
+    # vLLM's workers for CPUs put functions in the place of kernels, and look through all modules for these: here they
+    # are in place, and what is imported later gets them.
+    if hasattr(current_platform, "register_triton_kernel_overrides"):
+        current_platform.register_triton_kernel_overrides()
+        type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)  # type: ignore[method-assign]
+    # vLLM's processes look for the next message without a pause for a second behind each: tests run side by side.
+    shm_broadcast.sched_yield = lambda: time.sleep(0.0002)
     with suppress(ImportError):  # engines set up hundreds of loggers, unless they are set up alike
         from vllm.config.logging import LoggingConfig
         from vllm.logger import configure_logging

@@ -1,11 +1,10 @@
-"""Plays histories of hostile requests in one vLLM engine, and compares what they stored: `poisoning.py JOB.json`.
+"""A program of `nursery.py`: plays histories of hostile requests in one vLLM engine, and compares what they stored.
 
 The job is `{"model", "store", "setting", "seed", "count", "mistake"}`; the counts are written beside it.
 """
 
 import json
 import random
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -224,7 +223,3 @@ def make_mistake() -> None:
         return found
 
     CaptureWriter.gather = gather  # type: ignore[method-assign]
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -41,32 +41,26 @@ class Layer:
         """Has no weights."""
 
 
-def request(number: int, name: str = "", *, inplace: bool = False) -> Any:
-    return SimpleNamespace(
-        lora_int_id=number, lora_name=name or f"adapter {number}", lora_path="", load_inplace=inplace
-    )
+def request(number: int, *, inplace: bool = False) -> Any:
+    return SimpleNamespace(lora_int_id=number, lora_name=f"adapter {number}", lora_path="", load_inplace=inplace)
 
 
-def make_manager(slots: int, capacity: int, modules: Any = ()) -> Any:
+class Manager(LRUCacheLoRAModelManager):
     """vLLM's manager of slots, without a model."""
 
-    class Manager(LRUCacheLoRAModelManager):
-        def __init__(self) -> None:
-            self.lora_config = SimpleNamespace(max_loras=slots, max_cpu_loras=capacity)
-            self._registered_adapters = AdapterLRUCache(capacity, self.deactivate_adapter)
-            self._active_adapters = AdapterLRUCache(slots, self._deactivate_adapter)
-            self.lora_index_to_id = [None] * slots
-            self.modules, self.device, self.vocab_size, self._last_mapping = {}, torch.device("cpu"), 10, None
+    def __init__(self, slots: int, capacity: int, modules: Any) -> None:
+        self.lora_config = SimpleNamespace(max_loras=slots, max_cpu_loras=capacity)  # type: ignore[assignment]
+        self._registered_adapters = AdapterLRUCache(capacity, self.deactivate_adapter)
+        self._active_adapters = AdapterLRUCache(slots, self._deactivate_adapter)
+        self.lora_index_to_id = [None] * slots
+        self.modules, self.device, self.vocab_size = dict(enumerate(modules)), torch.device("cpu"), 10
+        self._last_mapping = None
 
-        def _add_adapter(self, lora: Any) -> None:
-            self._registered_adapters[lora.id] = lora
+    def _add_adapter(self, lora: Any) -> None:
+        self._registered_adapters[lora.id] = lora
 
-        def _get_lora_layer_weights(self, lora: Any, name: Any) -> None:
-            return None
-
-    made = Manager()
-    made.modules = dict(enumerate(modules))
-    return made
+    def _get_lora_layer_weights(self, lora: Any, name: Any) -> None:
+        return None
 
 
 class Files:
@@ -84,7 +78,7 @@ class Files:
 
 
 def make_loaded(slots: int = 1, capacity: int = 0, files: Any = None, modules: Any = ()) -> Any:
-    model = SimpleNamespace(lora_manager=make_manager(slots, capacity or slots, modules))
+    model = SimpleNamespace(lora_manager=Manager(slots, capacity or slots, modules))
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=32), model_config=SimpleNamespace(max_model_len=64)
     )
@@ -103,9 +97,9 @@ def adapter(number: int, digest: str) -> Any:
 
 def digests(*numbers: int) -> dict[int, str]:
     """Of what `Files` holds at first."""
-    seen = worker_adapters(made := make_loaded(9))
+    loaded = make_loaded(9)
+    seen = worker_adapters(loaded)
     seen.begin_step([request(number) for number in numbers], is_idle=True)
-    assert made is not None
     return {number: one.digest for number, one in seen.take_seen().items()}
 
 
@@ -202,22 +196,19 @@ def test_weights_that_have_changed_are_told_and_not_used() -> None:
     assert side.take_seen() == {1: AdapterSeen(first)}
 
 
-def test_an_adapter_in_vllms_batch_is_not_read_again_in_place() -> None:
-    files = Files([1])
+def test_who_is_loaded_when() -> None:
+    """One that cannot be loaded is told, one in vLLM's batch is not read again in place, and one without a place is
+    looked at later."""
+    files = Files([1, 2])
     loaded = make_loaded(files=files)
-    vllm_computes(loaded, [1])
-    side, held = worker_adapters(loaded), loaded._manager.list_adapters()[1]
-    side.begin_step([request(1, inplace=True)], is_idle=False)
-    assert loaded._manager.list_adapters()[1] is held
-    assert files.reads == 0 and side.take_seen()[1].digest
-
-
-def test_one_that_cannot_be_loaded_is_told_and_one_without_a_place_is_looked_at_later() -> None:
-    loaded = make_loaded(files=Files([1, 2]))
     side = worker_adapters(loaded)
     side.begin_step([request(9)], is_idle=True)
     assert side.take_seen()[9].error == "FileNotFoundError: no such adapter"
     vllm_computes(loaded, [1])
+    reads, held = files.reads, loaded._manager.list_adapters()[1]
+    side.begin_step([request(1, inplace=True)], is_idle=False)
+    assert loaded._manager.list_adapters()[1] is held
+    assert files.reads == reads and side.take_seen()[1].digest
     side.begin_step([request(2), request(2)], is_idle=False)
     assert side.admits([adapter(2, ""), None, adapter(1, "")]) == [False, True, True]
     side.begin_step([], is_idle=False)
@@ -225,9 +216,7 @@ def test_one_that_cannot_be_loaded_is_told_and_one_without_a_place_is_looked_at_
     side.begin_step([], is_idle=True)
     assert side.take_seen()[2].digest
     assert side.admits([adapter(1, "")]) == [True]
-
-
-def test_without_lora_nothing_is_asked_and_nobody_waits() -> None:
+    # Without LoRA nothing is asked, and nobody waits.
     side = worker_adapters(None, SimpleNamespace(size=2, agree_each=None))
     side.begin_step([], is_idle=False)
     assert side.admits([None, None]) == [True, True] and side.overdue([None]) == []
@@ -249,7 +238,7 @@ def test_ranks_agree_on_what_they_hold(what: str) -> None:
     assert bool(first.error) == bool(second.error) == (what != "same")
 
 
-# ---- in a worker --------------------------------------------------------------------------------------------
+# ---- in a worker ---------------------------------------------------------------------------------------------------
 
 
 class Noted(Prefill):

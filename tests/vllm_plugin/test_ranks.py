@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from vllm_running import EXTENDED, TWO_RANKS, Served, Texts, Vllm, ask, tokens
-
-pytestmark = pytest.mark.usefixtures("extension")
+from vllm_prompts import Texts, ask
+from vllm_running import EXTENDED, TWO_RANKS, Served, Vllm, tokens
 
 LAYER = ["readiness", "load", "fill", "project", "run", "attention", "mlp", "select", "write", "hand out"]
 CAPTURING = ["open capture", "run", "mlp", "gather", "host copy"]

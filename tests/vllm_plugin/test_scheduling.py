@@ -1,5 +1,6 @@
-"""The scheduler side alone: what is claimed, named and captured, with stand-ins for vLLM's requests."""
+"""The scheduler side alone, with stand-ins for vLLM's requests: what is claimed, named, captured, told to clients."""
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,17 +9,36 @@ import pytest
 import torch
 
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.load.capture import manifest_of
 from cacheblend.engines.vllm import versions
 from cacheblend.engines.vllm.connector import CacheBlendConnector
 from cacheblend.engines.vllm.internals import interface, prefix_cache
-from cacheblend.engines.vllm.jobs import StepReport
+from cacheblend.engines.vllm.jobs import BlendOutcome, StepReport
+from cacheblend.engines.vllm.scheduler import capture_queue
+from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue, tokens_within
 from cacheblend.engines.vllm.scheduler.scheduler import MOST_OUTSTANDING
-from vllm_requests import CHUNK, PROMPT, SIZE, Request, claim, give, reported, scheduling, start
+from cacheblend.store import MemoryStore
+from vllm_requests import (
+    CHUNK,
+    OTHER,
+    PROMPT,
+    SIZE,
+    Request,
+    claim,
+    give,
+    miss,
+    reported,
+    scheduling,
+    start,
+    why,
+    with_options,
+)
+
+# ---- what is claimed ------------------------------------------------------------------------------------------
 
 
 def test_a_stored_passage_is_found_claimed_and_given_to_the_workers() -> None:
-    side = scheduling([CHUNK])
-    request = Request(PROMPT)
+    side, request = scheduling([CHUNK]), Request(PROMPT)
     assert start(side, request) == 141
     assert claim(side, request, 32) == 109
     side.allocated(request, [[3, 4, 5]], 109)
@@ -26,82 +46,100 @@ def test_a_stored_passage_is_found_claimed_and_given_to_the_workers() -> None:
     assert (job.request_id, job.local_tokens, job.block_ids) == ("r", 32, [[3, 4, 5]])
     assert len(job.plan) == 141
     assert side.take_jobs().blend == []
+    assert claim(side, request, 0) == 0, "what the workers could not provide is not given to them again"
+    side.reported(reported("r", "RuntimeError"))
+    request.num_preemptions = 1
+    assert claim(side, request, 0) == 141
+    side.finished(request)
+    assert side.take_jobs().dropped == ["r"], "it ended before its prompt was provided"
+    assert claim(side, request, 0) == 0
+    last = Request([*range(40), *CHUNK], name="a passage at its end")
+    assert start(side, last) == 139, "the last token is vLLM's"
+    side.allocated(last, [[1]], 139)
+    assert np.array_equal(side.take_jobs().blend[0].plan.prompt.token_ids, last.prompt_token_ids[:-1])
+    side.provided([last.request_id])
+    side.finished(last)
+    assert side.take_jobs().dropped == []
 
 
-def test_nothing_is_claimed_where_nothing_is_loaded() -> None:
+def test_nothing_is_claimed_where_little_or_nothing_is_loaded() -> None:
     side = scheduling([CHUNK])
-    plain, covered = Request(list(range(300, 400))), Request([*CHUNK, *range(40)], name="covered")
-    for request in (plain, covered):
-        side.on_new(request)
-    assert claim(side, plain, 0) == 0
-    assert claim(side, covered, 112) == 0  # vLLM holds all of the passage
-    assert claim(side, covered, 96) == 0  # of what is left too little is held
+    assert start(side, Request(list(range(300, 400)), name="plain")) == 0
+    covered = Request([*CHUNK, *range(40)], name="covered")
+    assert start(side, covered, 112) == 0, "vLLM holds all of the passage"
+    assert claim(side, covered, 96) == 0, "of what is left too little is held"
     assert claim(side, covered, 80) == 59
     assert claim(side, Request([1, 2], name="unknown"), 0) == 0
+    little = Request([*range(1000, 1400), *CHUNK, 7], name="little")
+    assert start(side, little) == 0
+    assert little.block_hashes == Request(little.prompt_token_ids).block_hashes
+    assert start(side, Request([*range(1000, 1200), *CHUNK, 7], name="much")) == 300
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"sampling_params": None},
-        {"sampling_params": SimpleNamespace(prompt_logprobs=1)},
-        {"mm_features": [SimpleNamespace(mm_position=SimpleNamespace(offset=1))]},
-        {"prompt_embeds": torch.zeros(1)},
-    ],
-    ids=["pooling", "prompt log-probabilities", "images", "embeddings"],
-)
-def test_what_needs_more_than_ids_is_left_to_vllm(fields: dict[str, Any]) -> None:
+def test_few_prompts_are_outstanding_at_a_time() -> None:
     side = scheduling([CHUNK])
-    request = Request(PROMPT, **fields)
-    names = list(request.block_hashes)
-    assert start(side, request) == 0
-    assert request.block_hashes == names
+    requests = [Request([number + 1000, *PROMPT[1:]], name=str(number)) for number in range(MOST_OUTSTANDING + 1)]
+    for request in requests[:-1]:
+        give(side, request, 1)
+    assert start(side, requests[-1]) is None
+    side.provided(["0"])
+    assert claim(side, requests[-1], 0) == 141
 
 
-def test_only_blocks_from_the_first_passage_on_get_other_names() -> None:
-    side, ids = scheduling([CHUNK]), PROMPT
-    plain = list(Request(ids).block_hashes)
-    one, two = Request(ids), Request(ids, name="two")
-    for request in (one, two):
-        start(side, request)
-    assert one.block_hashes[:2] == plain[:2]
-    assert not set(one.block_hashes[2:]) & set(plain)
-    assert one.block_hashes == two.block_hashes
-    assert len(one.block_hashes) == len(plain)
-
-
-def test_a_request_whose_hits_are_all_exact_keeps_its_names() -> None:
-    side, ids = scheduling([CHUNK]), [*CHUNK, *range(40)]
+def test_what_vllm_holds_exactly_stays_plain_also_after_a_preemption() -> None:
+    side, ids = scheduling([CHUNK]), [*range(40), *CHUNK, *range(400, 420)]
+    plain = Request(ids)
+    side.cache.bind(SimpleNamespace(get_cached_block=lambda name, groups: name in plain.block_hashes))
     request = Request(ids)
-    assert start(side, request) == 139
-    assert request.block_hashes == Request(ids).block_hashes
+    assert start(side, request, 144) == 0
+    assert request.block_hashes == plain.block_hashes
+    request.num_preemptions = 1
+    assert claim(side, request, 0) == 0
 
 
-def test_names_differ_by_settings_and_tenant() -> None:
-    side, ids = scheduling([CHUNK]), PROMPT
-    ratio = {"kv_transfer_params": {"cacheblend": {"recompute_ratio": 0.5}}}
-    selector = {"kv_transfer_params": {"cacheblend": {"selector": "random"}}}
-    same = {"kv_transfer_params": {"cacheblend": {"recompute_ratio": 0.15, "mode": "blend"}}}
-    found = []
-    for number, fields in enumerate(({}, ratio, selector, same)):
-        request = Request(ids, name=str(number), **fields)
-        start(side, request)
-        found.append(set(request.block_hashes[2:]))
-    plain, half, other, again = found
-    assert plain == again
-    assert not plain & half and not plain & other and not half & other
-    tenant = scheduling([CHUNK], side._finder._store, "acme")
-    request = Request(ids, name="tenant", cache_salt="acme")
-    assert start(tenant, request) == 141
-    assert not plain & set(request.block_hashes)
+def test_of_a_prompt_with_an_image_what_stands_before_it_is_claimed() -> None:
+    """Chunks behind it, or around it, are left to vLLM; so are the names of blocks in front of what is loaded."""
+    side, last = scheduling([CHUNK]), len(PROMPT)
+    image = [SimpleNamespace(mm_position=SimpleNamespace(offset=last))]
+    ids, spans = [*PROMPT, 9, 9, 9, *CHUNK, 5], [[40, 140], [last + 1, last + 3], [last + 3, last + 103]]
+    request, plain = Request(ids, spans, mm_features=image), Request(ids)
+    assert start(side, request) == last - 1
+    named = zip(request.block_hashes, plain.block_hashes, strict=True)
+    assert [mine == its for mine, its in named] == [True] * 2 + [False] * (len(ids) // SIZE - 2)
+    side.allocated(request, [[1] * 40], last - 1)
+    assert len(side.take_jobs().blend[0].plan) == last - 1
+    behind = Request(ids, [spans[2]], "behind", mm_features=image)
+    assert start(side, behind) == 0
+    assert behind.block_hashes == plain.block_hashes
+
+
+# ---- names ----------------------------------------------------------------------------------------------------
+
+
+def test_blocks_from_the_first_passage_on_are_named_by_settings_and_tenant() -> None:
+    side, plain = scheduling([CHUNK]), Request(PROMPT).block_hashes
+    settings: list[Any] = [{}, {"recompute_ratio": 0.5}, {"selector": "random"}, {"recompute_ratio": 0.15}, {}]
+    requests = [with_options(PROMPT, str(number), **options) for number, options in enumerate(settings)]
+    for request in requests:
+        assert start(side, request) == 141
+        assert request.block_hashes[:2] == plain[:2]
+        assert not set(request.block_hashes[2:]) & set(plain) and len(request.block_hashes) == len(plain)
+    default, half, other, same, again = (set(request.block_hashes[2:]) for request in requests)
+    assert default == same == again
+    assert not default & half and not default & other and not half & other
+    tenant = Request(PROMPT, name="tenant", cache_salt="acme")
+    assert start(scheduling([CHUNK], side._finder._store, "acme"), tenant) == 141
+    assert not default & set(tenant.block_hashes)
+    exact = Request([*CHUNK, *range(40)], name="all hits are exact")
+    assert start(side, exact) == 139
+    assert exact.block_hashes == Request(exact.prompt_token_ids).block_hashes
 
 
 def test_a_request_of_one_tenant_finds_nothing_of_another() -> None:
     side = scheduling([CHUNK], salt="acme")
     for number, salt in enumerate((None, "", "other", "acme ", "\ud800")):
         spans = [None, [[40, 140]]][number % 2]
-        request = Request(PROMPT, spans, name=str(number), cache_salt=salt)
-        assert start(side, request) == 0
+        assert start(side, Request(PROMPT, spans, name=str(number), cache_salt=salt)) == 0
     assert start(side, Request(PROMPT, name="own", cache_salt="acme")) == 141
 
 
@@ -117,123 +155,87 @@ def test_blocks_that_are_not_full_yet_get_other_names_too(tokens: int) -> None:
     assert not set(request.block_hashes) & set(plain.block_hashes)
 
 
-def test_a_missed_passage_is_captured_once_after_the_first_token() -> None:
-    side = scheduling([])
-    requests = [Request([1, 2, 3, *CHUNK, 4, 5], [[3, 103]], name) for name in ("a", "b")]
-    for request in requests:
+# ---- what a client asks for and is told -------------------------------------------------------------------------
+
+
+def test_modes() -> None:
+    side = scheduling([CHUNK])
+    plain = Request(PROMPT).block_hashes
+    full, prefix = with_options(PROMPT, "full", mode="full"), with_options(PROMPT, "prefix", mode="prefix")
+    for request, reason in ((full, "mode full"), (prefix, "nothing stored")):
         assert start(side, request) == 0
-        side.allocated(request, [[1]], 0)
-    assert side.take_jobs().capture == []
-    requests[0].num_output_tokens = 1
-    jobs = side.take_jobs()
-    assert [job.chunk.token_ids.tolist() for job in jobs.capture] == [CHUNK]
-    assert side.is_busy
-    side.finished(requests[1])
-    assert side.take_jobs().capture == []
-    side.reported(StepReport(1))
-    assert not side.is_busy
+        assert request.block_hashes == plain
+        assert why(side, request) == reason
+    exact = with_options([*CHUNK, *range(40), *CHUNK, 7], "exact", mode="prefix")
+    assert start(side, exact) == 240
+    assert exact.block_hashes == Request(exact.prompt_token_ids).block_hashes
+    side.allocated(exact, [[1] * 16], 240)
+    (job,) = side.take_jobs().blend
+    assert job.plan.hit_tokens() == {"prefix": 100, "memory": 0, "disk": 0}
 
 
-def test_the_captures_that_wait_are_bounded_and_counted() -> None:
-    side = scheduling([], blend_fields={"capture_queue": 1})
-    request = Request([*CHUNK, 4, *range(300, 400), 5], [[0, 100], [101, 201]])
-    start(side, request)
-    side.allocated(request, [[1]], 0)
-    side.finished(request)
-    assert len(side.take_jobs().capture) == 1
-    assert side.counts.take().data["fallbacks"] == {"capture queue full": 1}
-    side.reported(StepReport(1))
-    again = Request([*CHUNK, 4, *range(300, 400), 5], [[0, 100], [101, 201]], "again")
-    start(side, again)
-    side.allocated(again, [[1]], 0)
-    side.finished(again)
-    assert len(side.take_jobs().capture) == 1  # the queue has capacity again
-
-
-def test_what_the_workers_could_not_provide_is_not_given_to_them_again() -> None:
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ("x", "must be an object, got 'x'"),
+        (3, "must be an object, got 3"),
+        (["cacheblend"], "must be an object"),
+        ({"mode": "fast"}, "mode must be one of blend, prefix, full"),
+        ({"recompute_ratio": 2}, "recompute_ratio must be in 0..1"),
+        ({"recompute_ratio": True}, "recompute_ratio must be in 0..1"),
+        ({"recompute_ratio": float("nan")}, "recompute_ratio must be in 0..1"),
+        ({"selector": "best"}, "no selector is called 'best'"),
+        ({"selector": ["hkvd"]}, "a selector's name"),
+        ({"selector": "threshold"}, "needs a bound"),
+        ({"ratio": 0.5}, "unknown key 'ratio'; it has mode, recompute_ratio, selector, chunks"),
+        ({"chunks": None}, "chunks must be a list"),
+        ({"chunks": [[5, 4000]]}, "a span lies within the prompt's 0..142"),
+        ({3: 4}, "unknown key '3'"),
+    ],
+)
+def test_wrong_options_disable_blending_and_say_so(params: Any, words: str) -> None:
     side = scheduling([CHUNK])
-    request = Request(PROMPT)
-    side.on_new(request)
-    side.allocated(request, [[1]], claim(side, request, 0))
-    assert claim(side, request, 0) == 0
-    side.reported(reported(request.request_id, "RuntimeError"))
-    request.num_preemptions = 1
-    assert claim(side, request, 0) == 141
-
-
-def test_what_vllm_holds_exactly_stays_plain_also_after_a_preemption() -> None:
-    side, ids = scheduling([CHUNK]), [*range(40), *CHUNK, *range(400, 420)]
-    plain = Request(ids)
-    side.cache.bind(SimpleNamespace(get_cached_block=lambda name, groups: name in plain.block_hashes))
-    request = Request(ids)
-    assert start(side, request, 144) == 0
-    assert request.block_hashes == plain.block_hashes
-    request.num_preemptions = 1
-    assert claim(side, request, 0) == 0
-
-
-def test_a_prompt_of_which_little_is_stored_is_left_to_vllm() -> None:
-    side = scheduling([CHUNK])
-    little, much = Request([*range(1000, 1400), *CHUNK, 7]), Request([*range(1000, 1200), *CHUNK, 7], name="much")
-    for request in (little, much):
-        side.on_new(request)
-    assert claim(side, little, 0) == 0
-    assert little.block_hashes == Request([*range(1000, 1400), *CHUNK, 7]).block_hashes
-    assert claim(side, much, 0) == 300
-
-
-def test_few_prompts_are_outstanding_at_a_time() -> None:
-    side = scheduling([CHUNK])
-    requests = [Request(PROMPT, name=str(i)) for i in range(MOST_OUTSTANDING + 1)]
-    for request in requests:
-        request.prompt_token_ids = [int(request.request_id) + 1000, *request.prompt_token_ids[1:]]
-        request.block_hashes.clear()
-        request.update_block_hashes()
-    for request in requests[:-1]:
-        give(side, request, 1)
-    assert start(side, requests[-1]) is None
-    side.provided(["0"])
-    assert claim(side, requests[-1], 0) == 141
-
-
-@pytest.mark.parametrize("params", ["x", 3, ["cacheblend"]])
-def test_parameters_of_another_kind_disable_blending_only(params: Any) -> None:
-    side = scheduling([CHUNK])
-    request = Request(PROMPT, kv_transfer_params=params)
+    request = Request(PROMPT, kv_transfer_params={"cacheblend": params} if isinstance(params, dict) else params)
     assert start(side, request) == 0
+    assert words in why(side, request)
+    assert side.counts.take().data == {"fallbacks": {"bad spans": 1}, "not_blended": {"bad parameters": 1}}
 
 
-def test_wrong_spans_disable_blending_only() -> None:
-    side = scheduling([CHUNK])
-    request = Request(PROMPT, [[5, 4000]])
-    assert start(side, request) == 0
-    assert side.counts.take().data == {"fallbacks": {"bad spans": 1}}
-
-
-def test_a_passage_that_ends_the_prompt_gives_its_last_token_to_vllm() -> None:
-    side = scheduling([CHUNK])
-    request = Request([*range(40), *CHUNK])
-    assert start(side, request) == 139
-    side.allocated(request, [[1]], 139)
-    assert np.array_equal(side.take_jobs().blend[0].plan.prompt.token_ids, request.prompt_token_ids[:-1])
-
-
-def test_a_request_that_ends_early_is_dropped() -> None:
-    side = scheduling([CHUNK])
-    request = Request(PROMPT)
-    give(side, request, 1)
-    side.finished(request)
-    assert side.take_jobs().dropped == ["r"]
-    assert claim(side, request, 0) == 0
-
-
-def test_a_request_that_ends_after_its_prompt_is_not_dropped() -> None:
-    side = scheduling([CHUNK])
-    request = Request(PROMPT)
-    give(side, request, 1)
-    side.provided(["r"])
-    side.finished(request)
-    assert side.take_jobs().dropped == []
+def test_every_request_is_told_what_became_of_it() -> None:
+    side, plain = scheduling([CHUNK]), Request(PROMPT).block_hashes
+    image, later = ([SimpleNamespace(mm_position=SimpleNamespace(offset=at))] for at in (0, 1))
+    left: list[tuple[str, Request]] = [
+        ("nothing stored", Request(list(range(300, 400)))),
+        ("below min_reused_share", Request([*range(1000, 1400), *CHUNK, 7])),
+        ("prompt too short", Request([1])),
+        ("image", Request(PROMPT, mm_features=image)),
+        ("image", Request(PROMPT, mm_features=later)),
+        ("pooling", Request(PROMPT, sampling_params=None)),
+        ("prompt log-probabilities", Request(PROMPT, sampling_params=SimpleNamespace(prompt_logprobs=1))),
+        ("prompt embeddings", Request(PROMPT, prompt_embeds=torch.zeros(1))),
+        ("asked not to read caches", Request(PROMPT, skip_reading_prefix_cache=True)),
+    ]
+    for reason, request in left:
+        assert start(side, request) == 0
+        assert request.prompt_token_ids != PROMPT or request.block_hashes == plain
+        told = side.finished(request)["cacheblend"]
+        assert (told["blended"], told["reason"], told["hit_tokens"]) == (False, reason, {})
+    done = give(side, Request(PROMPT, name="done"))
+    outcome = BlendOutcome("", {"disk": 100}, 15, 300, 0.31, 1.0)
+    side.reported(StepReport(0, {"done": outcome}))
+    side.provided(["done"])
+    assert side.finished(done)["cacheblend"] == {
+        "blended": True,
+        "reason": "",
+        "hit_tokens": {"disk": 100},
+        "selector": "hkvd",
+        "recompute_ratio": 0.15,
+        "recomputed_tokens": 15,
+        "row_layers": 300,
+        "prefill_share": 0.31,
+    }
+    counted = dict.fromkeys([reason for reason, _ in left], 1) | {"image": 2}
+    assert side.counts.take().data["not_blended"] == counted
 
 
 def test_an_untested_version_is_refused_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,19 +245,138 @@ def test_an_untested_version_is_refused_before_anything_else(monkeypatch: pytest
         CacheBlendConnector(config, interface.KVConnectorRole.SCHEDULER, None)
 
 
-def test_of_a_prompt_with_an_image_what_stands_before_it_is_claimed() -> None:
-    """Chunks behind it, or around it, are left to vLLM; so are the names of blocks in front of what is loaded."""
-    front = PROMPT
-    image = [SimpleNamespace(mm_position=SimpleNamespace(offset=len(front)))]
-    ids = [*front, 9, 9, 9, *CHUNK, 5]
+# ---- new weights ------------------------------------------------------------------------------------------------
+
+MISSING: tuple[list[int], list[list[int]]] = ([1, 2, 3, *OTHER, 4, 5], [[3, 103]])
+
+
+def test_after_a_reset_nothing_old_is_found_and_nothing_old_is_captured() -> None:
     side = scheduling([CHUNK])
-    spans = [[40, 140], [len(front) + 1, len(front) + 3], [len(front) + 3, len(front) + 103]]
-    request, plain = Request(ids, spans, mm_features=image), Request(ids)
-    assert start(side, request) == len(front) - 1
-    named = zip(request.block_hashes, plain.block_hashes, strict=True)
-    assert [mine == its for mine, its in named] == [True] * 2 + [False] * (len(ids) // SIZE - 2)
-    side.allocated(request, [[1] * 40], len(front) - 1)
-    assert len(side.take_jobs().blend[0].plan) == len(front) - 1
-    behind = Request(ids, [spans[2]], "behind", mm_features=image)
-    assert start(side, behind) == 0
-    assert behind.block_hashes == plain.block_hashes
+    missing = miss(side, *MISSING, "missing")
+    waiting = Request(PROMPT, name="waiting")
+    side.on_new(waiting)
+    side.reset()
+    assert claim(side, waiting, 0) == 0
+    assert why(side, waiting) == "cache reset"
+    side.finished(missing)
+    jobs = side.take_jobs()
+    assert (jobs.capture, jobs.is_reset) == ([], True)
+    assert not side.take_jobs().is_reset
+    assert start(side, Request(PROMPT, name="later")) == 0
+    side.finished(miss(side, *MISSING, "again"))
+    (job,) = side.take_jobs().capture
+    assert job.planner.root == side._finder._planners.of().root
+
+
+def test_after_a_reset_a_request_that_was_blended_before_is_not_blended_again() -> None:
+    side = scheduling([CHUNK])
+    running, refused = Request(PROMPT, name="running"), Request([*range(1000, 1400), *CHUNK, 7], name="refused")
+    give(side, running)
+    side.provided(["running"])
+    side.allocated(running, [[1] * 9], 0)
+    assert start(side, refused) == 0
+    ids, spans = [1, 2, 3, *CHUNK, *OTHER, 4, 5], [[3, 103], [103, 203]]
+    follower = Request(ids, spans, "settled")  # it has missed a chunk, and waits for its blocks
+    side._outstanding.update(str(number) for number in range(8))
+    assert start(side, follower) is None
+    side._outstanding.clear()
+    side.reset()
+    running.num_preemptions = 1
+    for request in (running, follower):
+        assert side.claim(request, 0) == 0
+        side.allocated(request, [[1] * 9], 0)
+    reasons = [why(side, request) for request in (refused, follower)]
+    assert reasons == ["below min_reused_share", "cache reset"]
+    assert side.take_jobs().capture == [], "with the new weights it would be stored under the old ones' names"
+
+
+# ---- chunks that are captured, evicted, announced -----------------------------------------------------------------
+
+
+def test_a_missed_passage_is_captured_once_after_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = scheduling([])
+    requests = [miss(side, *MISSING, name) for name in ("a", "b")]
+    assert side.take_jobs().capture == []
+    requests[0].num_output_tokens = 1
+    jobs = side.take_jobs()
+    assert [job.chunk.token_ids.tolist() for job in jobs.capture] == [OTHER]
+    assert side.is_busy
+    side.finished(requests[1])
+    assert side.take_jobs().capture == []
+    with monkeypatch.context() as later:
+        now = time.monotonic()
+        later.setattr(capture_queue.time, "monotonic", lambda: now + capture_queue.STUCK_S + 1)
+        assert not side.is_busy, "an idle engine does not wait for captures that hang"
+    meanwhile = miss(side, *MISSING, "meanwhile")
+    side.reported(StepReport(1))
+    assert not side.is_busy
+    side.finished(meanwhile)  # it missed the chunk while it was computed
+    assert side.take_jobs().capture == []
+    side.finished(miss(side, *MISSING, "later"))
+    assert len(side.take_jobs().capture) == 1, "the capture failed, since nothing is in the store: it is tried again"
+
+
+def test_the_captures_that_wait_are_bounded_and_counted() -> None:
+    side = scheduling([], blend_fields={"capture_queue": 1})
+    for name in ("first", "once the queue has room again"):
+        side.finished(miss(side, [*CHUNK, 4, *range(300, 400), 5], [[0, 100], [101, 201]], name))
+        assert len(side.take_jobs().capture) == 1
+        assert side.counts.take().data["fallbacks"] == {"capture queue full": 1}
+        side.reported(StepReport(1))
+
+
+def test_captures_are_bounded_in_bytes() -> None:
+    side = scheduling([], capture_bytes=250)
+    side._captures = CaptureQueue(256, 250, side.counts)
+    ids, spans = [1], []
+    for chunk in (*(list(range(at, at + 100)) for at in (100, 200, 300)), list(range(1000, 1300))):
+        spans.append([len(ids), len(ids) + len(chunk)])
+        ids += chunk
+    side.finished(miss(side, [*ids, 5], spans, "r"))
+    assert [len(side.take_jobs().capture) for _ in range(2)] == [2, 0]
+    side.reported(StepReport(1))
+    assert len(side.take_jobs().capture) == 1
+    side.reported(StepReport(3))
+    assert not side.is_busy
+    assert side.counts.take().data["fallbacks"] == {"capture too large": 1}
+    assert side.counts.take() is None
+    assert [tokens_within(nbytes, 320) for nbytes in (1, 319, 320, 641)] == [1, 1, 1, 2], "less than a token is a bound"
+    assert tokens_within(1, 0) == 0, "nothing is known of the sizes"
+
+
+def test_chunks_that_were_evicted_are_announced_when_they_are_next_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by content, with captures off: by default nobody marks anything."""
+    side = scheduling([CHUNK], blend_fields={"capture": False}, keeps_events=True)
+    listing, store = side._finder._listing, side._finder._store
+    start(side, Request(PROMPT, name="listed"))
+    (chunk,) = listing.take_changes(9).added
+    entries, store.find = store.find, lambda names: [None for _ in names]
+    with monkeypatch.context() as down:
+        down.setattr(type(store), "is_reachable", False)
+        assert start(side, Request(PROMPT, name="a server that does not answer")) == 0
+        assert listing.take_changes(9).removed == []
+    assert start(side, Request(PROMPT, name="evicted")) == 0
+    assert [each.chunk_id for each in listing.take_changes(9).removed] == [chunk.chunk_id]
+    assert start(side, Request(PROMPT, name="still")) == 0
+    assert listing.take_changes(9).removed == []
+    store.find = entries
+    assert start(side, Request(PROMPT, name="back")) == 141
+    assert [each.chunk_id for each in listing.take_changes(9).added] == [chunk.chunk_id]
+
+
+def test_what_is_captured_is_found_by_content_and_announced() -> None:
+    store = MemoryStore(1 << 20)
+    side = scheduling([], store, refresh_s=1000)
+    side._finder._listing._keeps_changes = True
+    side.finished(miss(side, [1, 2, 3, *CHUNK, 4, 5], [[3, 103]], "missing"))
+    (job,) = side.take_jobs().capture
+    scheduling([CHUNK], store)  # the workers store it
+    side.reported(StepReport(1))
+    end, events = time.monotonic() + 30, list[Any]()
+    while not events:
+        assert time.monotonic() < end
+        events = side.take_events()
+    assert [event.token_ids for event in events] == [CHUNK]
+    assert events[0].block_hashes == list(manifest_of(job.chunk, job.planner, "").block_names)
+    assert start(side, Request(PROMPT, name="later")) == 141
+    assert side.take_events() == []

@@ -12,25 +12,18 @@ from cacheblend.core.load.capture import manifest_of
 from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
 from cacheblend.engines.vllm.jobs import AdapterSeen, StepReport
 from cacheblend.engines.vllm.scheduler import adapters
-from vllm_requests import CHUNK, PROMPT, Request, reported, scheduling, why
-from vllm_requests import claim as claim_over
-
-SPANS = [[40, 140]]
+from vllm_requests import CHUNK, PROMPT, Request, claim, reported, scheduling, why
 
 
-def claim(side: Any, request: Request, computed: int) -> Any:
-    """What is claimed once the look-up is over, which may begin only now; None: the adapter is not known."""
-    found = side.claim(request, computed)
-    return claim_over(side, request, computed) if found is None else found
-
-
-def lora(number: int, name: str = "", path: str = "p", *, inplace: bool = False) -> Any:
-    fields = {"lora_int_id": number, "lora_name": name or f"adapter {number}", "lora_path": path}
+def lora(number: int, name: str = "", *, inplace: bool = False) -> Any:
+    fields = {"lora_int_id": number, "lora_name": name or f"adapter {number}", "lora_path": "p"}
     return SimpleNamespace(**fields, load_inplace=inplace)
 
 
-def asked(name: str, adapter: Any = None, **fields: Any) -> Request:
-    return Request(PROMPT, SPANS, name, lora_request=adapter, **fields)
+def come(side: Any, name: str, adapter: Any = None, **fields: Any) -> Request:
+    request = Request(PROMPT, [[40, 140]], name, lora_request=adapter, **fields)
+    side.on_new(request)
+    return request
 
 
 def seen(side: Any, **found: str) -> None:
@@ -54,30 +47,26 @@ def store(side: Any, request: Request) -> Any:
     return job
 
 
+def blended(side: Any, request: Request) -> Any:
+    """The job of a request that finds its chunk."""
+    assert claim(side, request, 0) == 141
+    side.allocated(request, [[1]], 141)
+    (job,) = side.take_jobs().blend
+    return job
+
+
 def test_a_request_waits_until_the_workers_have_looked_at_its_adapter() -> None:
-    side = scheduling([CHUNK])
-    adapter, request = lora(3), asked("r", lora(3))
-    side.on_new(request)
-    side.on_new(asked("same", adapter))
+    side, adapter = scheduling([CHUNK]), lora(3)
+    request = come(side, "r", adapter)
+    come(side, "same", adapter)
     assert claim(side, request, 0) is None
-    jobs = side.take_jobs()
-    assert [one.lora_int_id for one in jobs.adapters] == [3]
+    assert [one.lora_int_id for one in side.take_jobs().adapters] == [3]
     assert side.take_jobs().adapters == []
     seen(side, n3="digest")
     job = store(side, request)
     assert (job.adapter.number, job.adapter.digest, job.adapter.request.lora_name) == (3, "digest", "adapter 3")
-    again = asked("again", adapter)
-    side.on_new(again)
-    assert claim(side, again, 0) == 141
-    side.allocated(again, [[1]], 141)
-    (blend,) = side.take_jobs().blend
-    assert blend.adapter == job.adapter
-    base = asked("base")
-    side.on_new(base)
-    assert claim(side, base, 0) == 141  # its own chunk of the same tokens
-    side.allocated(base, [[1]], 141)
-    (blend,) = side.take_jobs().blend
-    assert blend.adapter is None
+    assert blended(side, come(side, "again", adapter)).adapter == job.adapter
+    assert blended(side, come(side, "base")).adapter is None, "its own chunk of the same tokens"
 
 
 @pytest.mark.parametrize("by_content", [False, True])
@@ -86,47 +75,37 @@ def test_chunks_of_one_adapter_are_not_found_by_another(by_content: bool) -> Non
     side = scheduling([], refresh_s=0.0)
     others = {"first": (1, "a", "x"), "weights": (2, "a", "y"), "name": (3, "b", "x")}
     for what, (number, name, digest) in others.items():
-        request = asked(what, lora(number, name))
-        side.on_new(request)
+        request = come(side, what, lora(number, name))
         side.take_jobs()
         seen(side, **{f"n{number}": digest})
         store(side, request)
     for number, (what, name, digest) in enumerate([("known", "a", "x"), ("new", "c", "x"), ("newer", "a", "z")], 11):
-        request = asked(what, lora(number, name), **({"kv_transfer_params": None} if by_content else {}))
-        side.on_new(request)
+        request = come(side, what, lora(number, name), **({"kv_transfer_params": None} if by_content else {}))
         seen(side, **{f"n{number}": digest})
         assert claim(side, request, 0) == (141 if what == "known" else 0)  # numbers are this process's own
-    tenant = asked("tenant", lora(1, "a"), cache_salt="t")
-    side.on_new(tenant)
-    assert claim(side, tenant, 0) == 0
+    assert claim(side, come(side, "tenant", lora(1, "a"), cache_salt="t"), 0) == 0
 
 
-@pytest.mark.may_fail("LoRA not loaded")
-def test_an_adapter_that_cannot_be_loaded_leaves_its_requests_to_vllm_and_is_asked_about_again() -> None:
+@pytest.mark.may_fail("LoRA not loaded", "LoRA not loaded in time")
+def test_an_adapter_that_is_not_loaded_leaves_its_requests_to_vllm_and_is_asked_about_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     side = scheduling([CHUNK])
-    request = asked("r", lora(1))
-    side.on_new(request)
+    request = come(side, "r", lora(1))
     side.take_jobs()
     seen(side, n1="!FileNotFoundError: gone")
     assert claim(side, request, 0) == 0
-    told = side.finished(request)["cacheblend"]
-    assert told["reason"] == "LoRA not loaded: FileNotFoundError: gone"
+    assert why(side, request) == "LoRA not loaded: FileNotFoundError: gone"
     assert side.counts.take().data["fallbacks"] == {"LoRA not loaded": 1}
-    later = asked("later", lora(1))
-    side.on_new(later)
+    later = come(side, "later", lora(1))
     assert len(side.take_jobs().adapters) == 1
     seen(side, n1="digest")
     store(side, later)
-
-
-@pytest.mark.may_fail("LoRA not loaded in time")
-def test_workers_that_do_not_say_are_not_waited_for_longer_than_a_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    side, now = scheduling([CHUNK]), 100.0
+    now = 100.0
     monkeypatch.setattr(adapters.time, "monotonic", lambda: now)
-    request = asked("r", lora(1))
-    side.on_new(request)
+    request = come(side, "workers do not say", lora(2))
     assert side.claim(request, 0) is None
-    now += 29
+    now += 29  # as long as a look-up
     assert side.claim(request, 0) is None
     now += 2
     assert side.claim(request, 0) == 0
@@ -138,23 +117,18 @@ def test_weights_that_come_back_find_their_chunks_and_no_block_that_vllm_compute
     for round_, digest in enumerate(["x", "y", "x"]):
         adapter = lora(1, inplace=round_ == 2)
         if round_ == 1:  # replaced, and nobody has said so
-            stale = asked("stale", adapter)
-            side.on_new(stale)
-            assert claim(side, stale, 0) == 141
-            side.allocated(stale, [[1]], 141)
-            side.take_jobs()
+            stale = come(side, "stale", adapter)
+            blended(side, stale)
             side.reported(reported("stale", "LoRA changed"))
             side.provided(["stale"])
             assert why(side, stale) == "LoRA changed"
             seen(side, n1="y")
-        request = asked(f"first {round_}", adapter)
-        side.on_new(request)
+        request = come(side, f"first {round_}", adapter)
         if round_ != 1:
             seen(side, n1=digest)
         if round_ < 2:
             store(side, request)
-            request = asked(f"second {round_}", adapter)
-            side.on_new(request)
+            request = come(side, f"second {round_}", adapter)
         assert claim(side, request, 0) == 141
         names.append(request.block_hashes[-1])
     assert len({*names, stale.block_hashes[-1]}) == 3  # the stale one is the first round's, computed otherwise
@@ -168,10 +142,9 @@ def test_whatever_comes_in_which_order_a_job_has_the_adapter_of_its_request(seed
     side, digests = scheduling([]), {1: "x1", 2: "x2", 3: "x3"}
     live: dict[str, Request] = {}
     for number in range(150):
-        name = f"r{number}"
         which = rng.choice([None, 1, 2, 3])
-        live[name] = asked(name, None if which is None else lora(which, inplace=rng.random() < 0.2))
-        side.on_new(live[name])
+        adapter = None if which is None else lora(which, inplace=rng.random() < 0.2)
+        live[f"r{number}"] = come(side, f"r{number}", adapter)
         if rng.random() < 0.1:
             digests[rng.choice([1, 2, 3])] += "'"
         if rng.random() < 0.05:
@@ -199,8 +172,7 @@ def test_whatever_comes_in_which_order_a_job_has_the_adapter_of_its_request(seed
 
 
 def test_text_that_recurs_is_learnt_within_an_adapter_and_computed_with_it() -> None:
-    side = scheduling([], discover=True, refresh_s=0.0)
-    chunks = []
+    side, chunks = scheduling([], discover=True, refresh_s=0.0), []
     for number, which in enumerate([1, 2, None, 1]):  # only the first and the last are of one adapter
         ids = [*range(1000 + 40 * number, 1040 + 40 * number), *CHUNK, 7, 8]
         request = Request(ids, None, f"r{number}", lora_request=None if which is None else lora(which))

@@ -4,13 +4,13 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from cacheblend.core.errors import StoreError
-from cacheblend.engines.vllm.scheduler import tracked_requests
+from cacheblend.engines import chunk_index
+from cacheblend.engines.vllm.scheduler import chunk_finder, scheduler, tracked_requests
 from cacheblend.engines.vllm.scheduler.tracked_requests import LookUp
 from cacheblend.store import MemoryStore
 from vllm_requests import (
@@ -31,6 +31,11 @@ from vllm_requests import (
 )
 
 
+def asking(count: int, name: str = "r") -> list[Request]:
+    """Requests of prompts of their own that share a passage."""
+    return [Request([number, *PROMPT], name=f"{name}{number}") for number in range(count)]
+
+
 @pytest.mark.may_fail("slow store")
 def test_nothing_waits_for_a_store_that_does_not_answer() -> None:
     store = SlowStore()
@@ -39,7 +44,7 @@ def test_nothing_waits_for_a_store_that_does_not_answer() -> None:
     claim(side, Request(PROMPT, name="warm"), 0)
     assert start(side, Request(PROMPT, name="quick")) == 141
     store.let_go.clear()
-    requests = [Request([number, *PROMPT], name=f"r{number}") for number in range(12)]
+    requests = asking(12)
     began = time.monotonic()
     for request in requests:
         side.on_new(request)
@@ -65,7 +70,7 @@ def test_a_look_up_of_which_nobody_waits_takes_no_thread() -> None:
     assert start(side, Request(PROMPT, name="quick")) == 141  # the list has been read
     store.let_go.clear()
     store.asked.clear()
-    requests = [Request([number, *PROMPT], name=f"r{number}") for number in range(20)]
+    requests = asking(20)
     for request in requests[:12]:
         side.on_new(request)
     for request in requests[:6]:
@@ -95,8 +100,7 @@ class SlowList(SlowStore):
 
 def test_a_list_that_is_long_in_coming_takes_no_thread_from_those_who_name_their_chunks() -> None:
     store = SlowList()
-    side = scheduling([CHUNK], store)
-    waiting = [Request([number, *PROMPT], name=f"r{number}") for number in range(20)]
+    side, waiting = scheduling([CHUNK], store), asking(20)
     for request in waiting:
         side.on_new(request)
         assert side.claim(request, 0) is None
@@ -111,15 +115,13 @@ def test_a_list_that_is_long_in_coming_takes_no_thread_from_those_who_name_their
 
 @pytest.mark.may_fail("slow store")
 def test_a_list_that_others_have_waited_for_in_vain_is_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheblend.engines import chunk_index as module
-
     store = SlowList()
     side = scheduling([CHUNK], store, lookup_timeout_s=30.0)
-    first, second = (Request([number, *PROMPT], name=f"r{number}") for number in range(2))
+    first, second = asking(2)
     side.on_new(first)
     now = time.monotonic
     with monkeypatch.context() as later:
-        later.setattr(module.time, "monotonic", lambda: now() + 40.0)
+        later.setattr(chunk_index.time, "monotonic", lambda: now() + 40.0)
         side.on_new(second)
         assert side.claim(second, 0) == 0 and side.claim(first, 0) == 0
     for request in (first, second):
@@ -137,7 +139,7 @@ def test_a_list_that_fails_is_read_by_nobody_twice_at_once(seed: int) -> None:
     side = scheduling([CHUNK], store, lookup_timeout_s=rng.choice([0.001, 30.0]))
     failures = 0
     for round_ in range(5):
-        requests = [Request([number, *PROMPT], name=f"r{round_} {number}") for number in range(rng.randint(1, 12))]
+        requests = asking(rng.randint(1, 12), f"r{round_} ")
         for request in requests:
             side.on_new(request)
         assert store.asked.count("manifests") <= round_ + 1
@@ -159,17 +161,12 @@ def test_a_list_that_fails_is_read_by_nobody_twice_at_once(seed: int) -> None:
         assert start(side, Request(PROMPT, name="last")) == 141
 
 
-def test_what_loading_may_take_goes_to_the_workers_less_the_look_up() -> None:
+def test_what_loading_may_take_goes_to_the_workers_less_the_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
     for fields, expected in (({}, None), ({"load_timeout_s": 20.0}, 20.0)):
         side = scheduling([CHUNK], blend_fields=fields)
-        request = Request(PROMPT, name="first")
-        give(side, request)
+        give(side, Request(PROMPT, name="first"))
         (job,) = side.take_jobs().blend
         assert job.load_s is None if expected is None else 0 < job.load_s < expected
-
-
-def test_a_look_up_that_takes_all_of_it_leaves_the_request_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheblend.engines.vllm.scheduler import chunk_finder as module
 
     class Clock:
         now = time.monotonic()
@@ -179,31 +176,26 @@ def test_a_look_up_that_takes_all_of_it_leaves_the_request_to_vllm(monkeypatch: 
             return self.now
 
     side = scheduling([CHUNK], blend_fields={"load_timeout_s": 5.0})
-    monkeypatch.setattr(module, "time", Clock())
+    monkeypatch.setattr(chunk_finder, "time", Clock())
     request = Request(PROMPT, name="first")
-    assert start(side, request) == 0
+    assert start(side, request) == 0, "the look-up took all of it"
     assert why(side, request) == "slower to load than to compute"
-
-
-def test_after_a_load_timeout_others_are_blended_as_before() -> None:
-    side = scheduling([CHUNK])
-    first = give(side, Request(PROMPT, name="first"))
-    side.reported(reported("first", "load timeout", read_s={"memory": 1.0}))
-    assert start(side, Request([5, *PROMPT], name="second")) == 142
-    assert why(side, first) == "load timeout"
 
 
 @pytest.mark.may_fail("slow store")
 def test_after_a_slow_read_nothing_is_blended_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheblend.engines.vllm.scheduler import scheduler as module
-
     side = scheduling([CHUNK])
-    give(side, Request(PROMPT, name="first"))
-    side.reported(reported("first", "slow store"))
-    assert start(side, Request([5, *PROMPT], name="second")) == 0
+    first = give(side, Request(PROMPT, name="first"))
+    side.reported(reported("first", "load timeout", read_s={"memory": 1.0}))
+    second = Request([5, *PROMPT], name="second")
+    assert start(side, second) == 142, "after a load timeout others are blended as before"
+    assert why(side, first) == "load timeout"
+    side.allocated(second, [[1] * 9], 142)
+    side.reported(reported("second", "slow store"))
+    assert start(side, Request([6, *PROMPT], name="third")) == 0
     now = time.monotonic()
-    monkeypatch.setattr(module.time, "monotonic", lambda: now + module.PAUSE_S)
-    assert start(side, Request([6, *PROMPT], name="third")) == 142
+    monkeypatch.setattr(scheduler.time, "monotonic", lambda: now + scheduler.PAUSE_S)
+    assert start(side, Request([7, *PROMPT], name="fourth")) == 142
 
 
 def test_who_was_looked_up_before_the_store_became_slow_does_not_wait_for_it_in_turn() -> None:
@@ -234,19 +226,6 @@ def test_what_is_shared_in_such_a_pause_is_said_to_be_blended() -> None:
     told = side.finished(more)["cacheblend"]
     assert (told["blended"], told["reason"]) == (True, "prefix cache has it, blended")
     assert (told["selector"], told["recompute_ratio"]) == ("hkvd", 0.15)
-
-
-def test_a_request_that_ends_during_its_look_up() -> None:
-    store = SlowStore()
-    side = scheduling([CHUNK], store)
-    start(side, Request(PROMPT, name="warm"))
-    store.let_go.clear()
-    request = Request([5, *PROMPT])
-    side.on_new(request)
-    assert side.claim(request, 0) is None
-    assert why(side, request) == "ended before its look-up"
-    store.let_go.set()
-    assert side.take_jobs().dropped == []
 
 
 @pytest.mark.parametrize("stored", [0, 1, 20])
@@ -287,60 +266,58 @@ def test_a_request_that_comes_to_an_idle_engine_is_looked_up_within_its_first_st
 ) -> None:
     side = scheduling([CHUNK])
     request = Request([1, 2, 3, *CHUNK, 4, 5], [[3, 103]])
-    monkeypatch.setattr("cacheblend.engines.vllm.scheduler.scheduler.IDLE_WAIT_S", 30.0)  # the machine may be busy
+    monkeypatch.setattr(scheduler, "IDLE_WAIT_S", 30.0)  # the machine may be busy
     side.on_new(request)
     assert side.claim(request, 0) == 104
 
 
-@contextmanager
+@pytest.fixture
 def hanging() -> Iterator[Any]:
     """A scheduler side whose store answers no look-up."""
     store = SlowStore()
     side = scheduling([CHUNK], store)
     store.let_go.clear()
-    try:
-        yield side
-    finally:
-        store.let_go.set()
+    yield side
+    store.let_go.set()
 
 
-def test_a_look_up_is_waited_for_only_while_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_up_is_waited_for_only_while_nothing_is_computed(hanging: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr(LookUp, "wait", lambda self, seconds: waits.append(seconds))
     slow = [Request([name, *CHUNK, 4, 5], [[1, 101]], str(name)) for name in range(3)]
     plain = with_options([1, 2, 3], "plain", mode="full")
-    with hanging() as side:
 
-        def step(*, is_idle: bool) -> int:
-            waits.clear()
-            assert [side.claim(request, 0) for request in slow] == [None] * 3
-            side.take_jobs(is_idle=is_idle)
-            return len(waits)
+    def step(*, is_idle: bool) -> int:
+        waits.clear()
+        assert [hanging.claim(request, 0) for request in slow] == [None] * 3
+        hanging.take_jobs(is_idle=is_idle)
+        return len(waits)
 
-        for request in slow:
-            side.on_new(request)
-        assert step(is_idle=False) == 3
-        assert step(is_idle=True) == 0  # tokens were computed in the step before
-        assert step(is_idle=True) == 3
-        side.on_new(plain)
-        assert step(is_idle=False) == 0  # it may be computed in this step
-        assert step(is_idle=True) == 0
-        assert step(is_idle=True) == 0  # a step without tokens, and yet it goes on decoding: vLLM had no blocks
-        side.finished(plain)
-        step(is_idle=True)
-        assert step(is_idle=True) == 3
-        side.allocated(Request([7, 8, 9], None, "unknown to the connector"), [[1]], 0)
-        assert step(is_idle=True) == 0
+    for request in slow:
+        hanging.on_new(request)
+    assert step(is_idle=False) == 3
+    assert step(is_idle=True) == 0, "tokens were computed in the step before"
+    assert step(is_idle=True) == 3
+    hanging.on_new(plain)
+    assert step(is_idle=False) == 0, "it may be computed in this step"
+    assert step(is_idle=True) == 0
+    assert step(is_idle=True) == 0, "a step without tokens, and yet it goes on decoding: vLLM had no blocks"
+    hanging.finished(plain)
+    step(is_idle=True)
+    assert step(is_idle=True) == 3
+    hanging.allocated(Request([7, 8, 9], None, "unknown to the connector"), [[1]], 0)
+    assert step(is_idle=True) == 0
+    assert why(hanging, slow[0]) == "ended before its look-up"
+    assert hanging.take_jobs().dropped == []
 
 
-def test_a_look_up_is_waited_for_once_and_not_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_up_is_waited_for_once_and_not_in_every_step(hanging: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr(tracked_requests, "wait", lambda futures, seconds: waits.append(seconds))
     request = Request([1, 2, 3, *CHUNK, 4, 5], [[3, 103]])
-    with hanging() as side:
-        side.on_new(request)
-        for _ in range(4):
-            assert side.claim(request, 0) is None
-            side.take_jobs(is_idle=True)
-            time.sleep(0.006)
+    hanging.on_new(request)
+    for _ in range(4):
+        assert hanging.claim(request, 0) is None
+        hanging.take_jobs(is_idle=True)
+        time.sleep(0.006)
     assert waits[-2:] == [0.0, 0.0]

@@ -41,12 +41,14 @@ def captures(*names: str) -> Any:
     return StepJobs(capture=[CaptureJob(name, None) for name in names])  # type: ignore[arg-type]
 
 
-def test_a_prompt_begins_in_the_step_after_its_delivery(worker: Any) -> None:
-    one = worker.prefills["one"] = Prefill()
-    worker.side.step(jobs("one"))
-    assert one.layer == 0
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_prompt_begins_in_the_step_after_its_delivery(worker: Any, is_idle: bool) -> None:
+    """Whatever else the step that delivers it computes."""
+    one, two = (worker.prefills.setdefault(name, Prefill()) for name in ("one", "two"))
+    worker.side.step(jobs("one", is_idle=is_idle))
+    assert (one.layer, two.layer) == (0, 0)
     assert not worker.side.take_provided()
-    worker.side.step(jobs())
+    worker.side.step(jobs("two", is_idle=is_idle))
     assert worker.side.take_provided() == {"one"}
     outcome = worker.side.take_outcomes()["one"]
     assert (outcome.failure, outcome.row_layers, outcome.hit_tokens) == ("", 40, {"disk": 7})
@@ -54,19 +56,10 @@ def test_a_prompt_begins_in_the_step_after_its_delivery(worker: Any) -> None:
     assert outcome.compute_s is not None
     assert 0 < outcome.compute_s <= outcome.seconds
     assert one.is_closed
-    assert not worker.side.take_failed_blocks()
-
-
-@pytest.mark.parametrize("is_idle", [True, False])
-def test_no_prompt_begins_in_the_step_that_delivers_it_whatever_else_it_computes(worker: Any, is_idle: bool) -> None:
-    one, two = (worker.prefills.setdefault(name, Prefill()) for name in ("one", "two"))
-    worker.side.step(jobs("one", is_idle=is_idle))
-    assert (one.layer, two.layer) == (0, 0)
-    worker.side.step(jobs("two", is_idle=is_idle))
-    assert worker.side.take_provided() == {"one"}
     assert two.layer == 0
     worker.side.step(jobs(is_idle=is_idle))
     assert worker.side.take_provided() == {"two"}
+    assert not worker.side.take_failed_blocks()
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2], ids=["before it begins", "while it waits", "after it ended"])
@@ -87,6 +80,7 @@ def test_a_prompt_that_is_dropped_is_reported_once_and_does_not_go_on(worker: An
 
 
 def test_a_prompt_that_waits_for_the_store_is_passed_over(worker: Any) -> None:
+    """Until an idle step waits for its read."""
     read: Future[None] = Future()
     slow, fast = Prefill(reads={1: read}), Prefill()
     worker.prefills.update(slow=slow, fast=fast, chunk=Prefill())
@@ -94,20 +88,12 @@ def test_a_prompt_that_waits_for_the_store_is_passed_over(worker: Any) -> None:
     worker.side.step(captures("chunk"))
     assert worker.side.take_provided() == {"fast"}
     assert (slow.layer, worker.prefills["chunk"].layer) == (1, LAYERS)
-    read.set_result(None)
-    worker.side.step(jobs())
-    assert worker.side.take_provided() == {"slow"}
-
-
-def test_an_idle_step_waits_for_a_read(worker: Any) -> None:
-    read: Future[None] = Future()
-    worker.prefills["one"] = Prefill(reads={1: read})
-    worker.side.step(jobs("one"))
     timer = threading.Timer(0.01, read.set_result, [None])
     timer.start()
-    while not worker.side.take_provided():
+    while not (provided := worker.side.take_provided()):
         worker.side.step(jobs(is_idle=True))
     timer.join()
+    assert provided == {"slow"}
 
 
 @pytest.mark.may_fail("slow store")
@@ -175,11 +161,9 @@ def test_a_failure_frees_its_memory_and_costs_one_prompt(worker: Any, error: typ
 @pytest.mark.may_fail("OSError")
 def test_dropped_captures_are_counted_and_not_stored(worker: Any) -> None:
     worker.prefills.update({name: Prefill() for name in "abcd"})
-    begun = threading.Event()
+    begun, real = threading.Event(), CaptureWriter._store
 
-    real = capture_writer.CaptureWriter._store
-
-    def on_host(self: Any, job: Any, kv: Any, computed: Any) -> Any:
+    def on_host(*_: Any) -> Any:
         worker.store.gate.wait()
         raise OSError("gone")
 
@@ -188,8 +172,8 @@ def test_dropped_captures_are_counted_and_not_stored(worker: Any) -> None:
         real(self, copied)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(capture_writer.CaptureWriter, "_on_host", on_host)
-        patched.setattr(capture_writer.CaptureWriter, "_store", store)
+        patched.setattr(CaptureWriter, "_on_host", on_host)
+        patched.setattr(CaptureWriter, "_store", store)
         worker.side.step(captures("a", "b"))
         begun.wait()  # one is being written, one waits for that
         worker.side._budget = 1
@@ -215,7 +199,7 @@ def test_closing_does_not_wait_for_a_store_that_hangs(worker: Any, monkeypatch: 
         worker.store.gate.wait()
         return CHUNK
 
-    monkeypatch.setattr(capture_writer.CaptureWriter, "_on_host", on_host)
+    monkeypatch.setattr(CaptureWriter, "_on_host", on_host)
     worker.prefills.update(chunk=Prefill(), one=Prefill(reads={1: Future()}))
     worker.side.step(captures("chunk"))
     begun.wait()
@@ -226,37 +210,26 @@ def test_closing_does_not_wait_for_a_store_that_hangs(worker: Any, monkeypatch: 
     assert worker.side.captured == 0
 
 
-class Runner:
-    """Exchanges something in each tile, as a layer does; fails where it is told to."""
-
-    def __init__(self, group: ThreadGroup, fails: str) -> None:
-        self._group, self._fails = group, fails
-
-    def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Any) -> torch.Tensor:
-        if self._fails == "before":
-            raise RuntimeError("injected")
-        self._group.collective(1.0, f"layer {layer}")
-        if self._fails == "behind":
-            raise RuntimeError("injected")
-        return hidden
-
-
 class TiledPrefill(Prefill):
-    """Three tiles of four rows a layer; `at`: the (layer, tile, before or behind its exchange) that fails here."""
+    """Three tiles of four rows a layer, which exchange something; `at`: the (layer, tile, before or behind its
+    exchange) that fails here."""
 
     def __init__(self, group: ThreadGroup, at: tuple[int, int, str]) -> None:
         super().__init__(rows=12)
-        self._group, self._at = group, at
+        self._group, self._at, self._tile = group, at, 0
 
     def next_layer(self) -> Any:
-        for tile in range(3):
-            runner = Runner(self._group, self._at[2] if (self.layer, tile) == self._at[:2] else "")
-            yield LayerRows(runner, self.layer, torch.zeros(4, 2), torch.arange(4), no_attention)  # type: ignore[arg-type]
+        for self._tile in range(3):
+            yield LayerRows(self, self.layer, torch.zeros(4, 2), torch.arange(4), None)  # type: ignore[arg-type]
         self.layer += 1
 
-
-def no_attention(*_: Any) -> torch.Tensor:
-    raise AssertionError
+    def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Any) -> torch.Tensor:
+        if self._at == (layer, self._tile, "before"):
+            raise RuntimeError("injected")
+        self._group.collective(1.0, f"layer {layer}")
+        if self._at == (layer, self._tile, "behind"):
+            raise RuntimeError("injected")
+        return hidden
 
 
 @pytest.mark.may_fail("RuntimeError", "another rank failed")

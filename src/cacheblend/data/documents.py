@@ -31,15 +31,10 @@ ENDINGS = (".txt", ".md")
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A document that is in the source, but cannot be read now; what is stored of it stays.
+    """A document that is in the source, but cannot be read now; what is stored of it stays."""
 
-    Attributes:
-        id: of the document.
-        reason: what is wrong, with the file's name.
-    """
-
-    id: str
-    reason: str
+    id: str  # of the document
+    reason: str  # what is wrong, with the file's name
 
 
 class DocumentSource(Protocol):
@@ -95,8 +90,12 @@ class FolderSource:
 
     def __post_init__(self) -> None:
         """Lists the files; a folder that cannot be read is an error, since its documents would seem to be gone."""
+
+        def fail(error: OSError) -> None:
+            raise InvalidInputError(f"{error.filename or self.folder} cannot be read: {error.strerror}") from error
+
         others, names = Counter[str](), list[str]()
-        for folder, folders, files in os.walk(self.folder, onerror=self._unreadable):
+        for folder, folders, files in os.walk(self.folder, onerror=fail):
             folders[:] = [name for name in folders if not name.startswith(".")]
             others["linked folders"] += sum(os.path.islink(os.path.join(folder, name)) for name in folders)
             for name in files:
@@ -110,9 +109,6 @@ class FolderSource:
         self.ids = dict.fromkeys(sorted(names, key=lambda name: name.split("/")))
         self.skipped = [f"{count} {what}" for what, count in sorted(others.items()) if count]
 
-    def _unreadable(self, error: OSError) -> None:
-        raise InvalidInputError(f"{error.filename or self.folder} cannot be read: {error.strerror}") from error
-
     def documents(self) -> Iterator[Document | Unreadable]:
         """See `DocumentSource`."""
         for name in self.ids:
@@ -125,15 +121,8 @@ class FolderSource:
 
 
 class LinesSource:
-    """See `DocumentSource`: JSON lines.
-
-    Args:
-        name: of the source, for errors.
-        file: it can be read from its start again.
-
-    Raises:
-        InvalidInputError: a line is no document, or two have one id.
-    """
+    """See `DocumentSource`: JSON lines of a file that can be read from its start again; `name`: of the source, for
+    errors. Raises `InvalidInputError`: a line is no document, or two have one id."""
 
     def __init__(self, name: str, file: IO[bytes]) -> None:
         self._name, self._file = name, file

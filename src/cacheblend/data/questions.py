@@ -43,23 +43,14 @@ _OTHER_ANSWERS = ("answer", "gold", "golds", "gold_answer", "gold_answers")
 
 @dataclass(frozen=True)
 class QuestionRow:
-    """One row of the data.
+    """One row of the data."""
 
-    Attributes:
-        question: may be empty if the prompt's template states the task.
-        passages: at least one.
-        answers: gold answers, any of which is correct; may be empty.
-        category: results are also reported by category; may be empty.
-        id: from the file, or the number of the row.
-        is_context: the only passage is a whole text that is still to be split.
-    """
-
-    question: str
-    passages: tuple[Text, ...]
-    answers: tuple[str, ...] = ()
-    category: str = ""
-    id: str = ""
-    is_context: bool = False
+    question: str  # may be empty if the prompt's template states the task
+    passages: tuple[Text, ...]  # at least one
+    answers: tuple[str, ...] = ()  # gold answers, any of which is correct; may be empty
+    category: str = ""  # results are also reported by category; may be empty
+    id: str = ""  # from the file, or the number of the row
+    is_context: bool = False  # the only passage is a whole text that is still to be split
 
 
 @dataclass(frozen=True)
@@ -114,11 +105,8 @@ def read_questions(path: Path, form: str = "auto", *, bad: list[str] | None = No
 
 
 def read_passages(path: Path) -> list[Text]:
-    """All passages of a file or a folder, in order, repeats included.
-
-    Raises:
-        InvalidInputError: the file cannot be read, has another form, or has no passages.
-    """
+    """All passages of a file or a folder, in order, repeats included. Raises `InvalidInputError`: the file cannot be
+    read, has another form, or has no passages."""
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
     if not files:
         raise InvalidInputError(f"the folder {path} has no .txt file")
@@ -131,10 +119,8 @@ def read_passages(path: Path) -> list[Text]:
 def read_row(path: Path, number: int) -> Row:
     """Row `number`, from 0. Text files, and passages without questions in JSON lines, are one row together.
 
-    In a JSON list, each passage without a question is a row of its own.
-
-    Raises:
-        InvalidInputError: as for `read_passages`, or there is no such row.
+    In a JSON list, each passage without a question is a row of its own. Raises `InvalidInputError`: as for
+    `read_passages`, or there is no such row.
     """
     rows = [Row(None, read_passages(path))] if path.is_dir() else list(_passage_rows(path))
     if not any(row.passages for row in rows):
@@ -175,11 +161,11 @@ def _question_row(item: dict[str, Any], form: str, where: str, number: int) -> Q
     places = dict(zip(names, (f"{where}, field {name!r}" for name in names), strict=True))
     is_context, remove = form == "longbench", "remove the row"
     if is_context:
-        texts = (Text(as_text(required(item, passages, where), places[passages], remove), ""),)
+        context = as_text(required(item, passages, where), places[passages], remove)
         _refuse_other_names(item, _other_names(question) | {"question": question}, where)
     else:
         _refuse_other_names(item, _other_names(question) | dict.fromkeys(_OTHER_PASSAGES, passages), where)
-        texts = _passages_in(item, passages, where)
+    texts = (Text(context, ""),) if is_context else _passages_in(item, passages, where)
     # LongBench's summarisation tasks have an empty question.
     asked = as_text(required(item, question, where), places[question], None if is_context else remove)
     answers = read_list(item, "answers", where) if "answers" in item else []

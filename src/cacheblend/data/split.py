@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.data.files import Text
@@ -42,7 +43,8 @@ def split_text(text: str, count: CountTokens, tokens: int) -> list[str]:
         raise InvalidInputError(f"a passage must allow at least {SHORTEST} tokens, got {tokens}")
     parts: list[str] = []
     held, held_tokens = "", 0
-    for sentence in _sentences(text):
+    ends = [0, *(end.end() for end in _SENTENCE_END.finditer(text)), len(text)]
+    for sentence in (text[start:end] for start, end in pairwise(ends)):  # each with the white space that follows it
         for piece in _pieces(sentence, count, tokens):
             size = count(piece)
             sum_ = held_tokens + size
@@ -54,32 +56,15 @@ def split_text(text: str, count: CountTokens, tokens: int) -> list[str]:
     return [part for part in (part.strip() for part in [*parts, held]) if part]
 
 
-def _sentences(text: str) -> Iterator[str]:
-    """The sentences of the text, each with the white space that follows it."""
-    start = 0
-    for end in _SENTENCE_END.finditer(text):
-        yield text[start : end.end()]
-        start = end.end()
-    if start < len(text):
-        yield text[start:]
-
-
 def _pieces(sentence: str, count: CountTokens, tokens: int) -> Iterator[str]:
+    """A sentence in pieces that fit, each the longest, cut behind a space if it has one; of a character at least."""
     while count(sentence) > tokens:
-        cut = _longest_start(sentence, count, tokens)
+        fits, too_long = 1, len(sentence)
+        while too_long - fits > 1:
+            middle = (fits + too_long) // 2
+            fits, too_long = (middle, too_long) if count(sentence[:middle]) <= tokens else (fits, middle)
+        cut = sentence.rfind(" ", 0, fits) + 1 or fits
         yield sentence[:cut]
         sentence = sentence[cut:]
     if sentence:
         yield sentence
-
-
-def _longest_start(text: str, count: CountTokens, tokens: int) -> int:
-    """Length of the longest start of `text` that fits, cut after a space if it has one; at least 1."""
-    fits, too_long = 1, len(text)
-    while too_long - fits > 1:
-        middle = (fits + too_long) // 2
-        if count(text[:middle]) <= tokens:
-            fits = middle
-        else:
-            too_long = middle
-    return text.rfind(" ", 0, fits) + 1 or fits

@@ -9,14 +9,16 @@ import numpy.typing as npt
 
 from cacheblend.core.errors import InvalidInputError
 
-_HALVINGS = 60
-
 
 @lru_cache(4096)
 def lower_bound(successes: int, trials: int, confidence: float) -> float:
     """One-sided lower bound of a proportion (Clopper-Pearson), valid for any number of trials: the proportion at which
     `successes` or more have the probability 1 - `confidence`. Raises `InvalidInputError`."""
-    _check(successes, trials, confidence)
+    check_share("confidence", confidence)
+    if trials < 1 or not 0 <= successes <= trials:
+        raise InvalidInputError(
+            f"{successes} of {trials} is not a proportion: at least 1 trial and 0..trials successes are needed"
+        )
     error = 1 - confidence
     if successes == 0:
         return 0.0
@@ -24,7 +26,7 @@ def lower_bound(successes: int, trials: int, confidence: float) -> float:
         return float(error ** (1 / trials))
     logs = _log_coefficients(successes, trials)
     low, high = 0.0, successes / trials
-    for _ in range(_HALVINGS):
+    for _ in range(60):
         middle = (low + high) / 2
         if _tail(logs, successes, trials, middle) < error:
             low = middle
@@ -34,8 +36,8 @@ def lower_bound(successes: int, trials: int, confidence: float) -> float:
 
 
 def reaches(successes: int, trials: int, threshold: float, confidence: float) -> bool:
-    """Whether the lower bound is at or above the threshold."""
-    _check(successes, trials, confidence)
+    """Whether the lower bound is at or above the threshold; faster than to compute it."""
+    check_share("confidence", confidence)
     check_share("threshold", threshold)
     if successes == 0:
         return False
@@ -91,11 +93,3 @@ def _tail(logs: npt.NDArray[np.float64], successes: int, trials: int, proportion
     logs = logs + counts * math.log(proportion) + (trials - counts) * math.log1p(-proportion)
     largest = float(logs.max())
     return math.exp(largest) * float(np.exp(logs - largest).sum())
-
-
-def _check(successes: int, trials: int, confidence: float) -> None:
-    check_share("confidence", confidence)
-    if trials < 1 or not 0 <= successes <= trials:
-        raise InvalidInputError(
-            f"{successes} of {trials} is not a proportion: at least 1 trial and 0..trials successes are needed"
-        )

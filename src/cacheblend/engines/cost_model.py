@@ -28,11 +28,8 @@ def load_cost_model(path: str | Path) -> CostModel:
 
 
 def read_cost_model(path: str | Path, fingerprint: str, layout: KVLayout, device: str) -> CostModel:
-    """Reads the cost model of this model, codec and kind of device.
-
-    Raises:
-        InvalidInputError: it cannot be read, or was measured on another model, codec or kind of device.
-    """
+    """Reads the cost model of this model, codec and kind of device. Raises `InvalidInputError`: it cannot be read, or
+    was measured on another model, codec or kind of device."""
     data = _content(path)
     if data.get("model") != fingerprint:
         raise InvalidInputError(f"the cost model {path} was measured on another model; measure this one")

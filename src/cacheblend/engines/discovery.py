@@ -49,23 +49,14 @@ logger = logging.getLogger("cacheblend.engine")
 
 @dataclass(frozen=True)
 class DiscoveryFigures:
-    """What discovery has done since the engine was opened.
+    """What discovery has done since the engine was opened."""
 
-    Attributes:
-        runs: that were learnt; a part of a run that was split counts anew.
-        stored_tokens: tokens of the runs that were computed and stored.
-        hit_tokens: tokens of prompts that were loaded from these.
-        wasted_tokens: of `stored_tokens`, those of runs that no prompt was given since.
-        unwatched: requests that came too fast to be watched.
-        watched_tokens: ids of recent prompts that are kept now.
-    """
-
-    runs: int = 0
-    stored_tokens: int = 0
-    hit_tokens: int = 0
-    wasted_tokens: int = 0
-    unwatched: int = 0
-    watched_tokens: int = 0
+    runs: int = 0  # that were learnt; a part of a run that was split counts anew
+    stored_tokens: int = 0  # tokens of the runs that were computed and stored
+    hit_tokens: int = 0  # tokens of prompts that were loaded from these
+    wasted_tokens: int = 0  # of `stored_tokens`, those of runs that no prompt was given since
+    unwatched: int = 0  # requests that came too fast to be watched
+    watched_tokens: int = 0  # ids of recent prompts that are kept now
 
 
 @dataclass(frozen=True)

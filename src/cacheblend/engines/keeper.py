@@ -55,9 +55,7 @@ class ChunkKeeper:
         """Writes a chunk's blocks, then its manifest, so that a listed chunk is complete.
 
         The anchor's blocks, which stay when the chunk is deleted, are written apart: together they might share a file.
-
-        Raises:
-            StoreError: the store is full or cannot be written to; blocks written before stay.
+        Raises `StoreError`: the store is full or cannot be written to; blocks written before stay.
         """
         own = set(chunk.manifest.block_names)
         for _, blocks in groupby(chunk.blocks, lambda block: block.name in own):

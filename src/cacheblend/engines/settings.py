@@ -27,20 +27,12 @@ logger = logging.getLogger("cacheblend.engine")
 
 @dataclass(frozen=True)
 class BlendSettings:
-    """A configuration and its origin.
+    """A configuration and its origin."""
 
-    Attributes:
-        config: the settings in use.
-        profile: the profile that set them; None if the user did, or they are the defaults.
-        source: the origin in one line, for display.
-        raised_by: factor of the shares that requests name none of (the floor of the shadow check); infinite: full
-            recompute.
-    """
-
-    config: BlendConfig = field(default_factory=BlendConfig)
-    profile: Profile | None = None
-    source: str = "given by the caller"
-    raised_by: float = 1.0
+    config: BlendConfig = field(default_factory=BlendConfig)  # the settings in use
+    profile: Profile | None = None  # the profile that set them; None if the user did, or they are the defaults
+    source: str = "given by the caller"  # the origin in one line, for display
+    raised_by: float = 1.0  # factor of the shares that requests name none of (the shadow check's floor); infinite: full
 
     @property
     def is_full(self) -> bool:
@@ -52,10 +44,8 @@ class BlendSettings:
 
         What is named blends even where the profile says not to blend. A selector that is not the one in use has its own
         defaults, but for a recompute ratio that the caller configured: the fields of a profile were measured together,
-        and those of one selector say nothing of another's.
-
-        Raises:
-            InvalidInputError: no selector has this name, it needs more than a name, or a ratio outside 0..1.
+        and those of one selector say nothing of another's. Raises `InvalidInputError`: no selector has this name, it
+        needs more than a name, or a ratio outside 0..1.
         """
         if ratio is None and name is None:
             return (self.config if self.is_full else self.config.scaled(self.raised_by)).make_selector()
@@ -121,11 +111,8 @@ def check_settings(
     config: BlendConfig | Mapping[str, Any] | None, folder: Path, file: str | Path | None = None
 ) -> None:
     """Refuses what `resolve_settings` and an engine would refuse, as far as that is known before weights are read.
-
-    Raises:
-        InvalidInputError: a wrong setting, a check layer that the model does not have, or a profile or cost model that
-            cannot be read.
-    """
+    Raises `InvalidInputError`: a wrong setting, a check layer that the model does not have, or a profile or cost model
+    that cannot be read."""
     if file is not None:
         read_profile(Path(file))
     given = config if isinstance(config, BlendConfig) else BlendConfig.of({} if config is None else config)

@@ -104,15 +104,10 @@ MOST_KL = 100.0
 
 @dataclass(frozen=True)
 class Compared:
-    """One answer, compared with full prefill.
+    """One answer, compared with full prefill."""
 
-    Attributes:
-        kl: KL(full || blended) of the first token, in nats.
-        agreed: for each compared token of the answer, whether both find the same one likeliest; at least one.
-    """
-
-    kl: float
-    agreed: tuple[bool, ...]
+    kl: float  # KL(full || blended) of the first token, in nats
+    agreed: tuple[bool, ...]  # of each compared token, at least one: whether both find the same likeliest
 
     @property
     def first(self) -> bool:
@@ -275,39 +270,25 @@ logger = logging.getLogger("cacheblend.shadow")
 
 
 class Labels(NamedTuple):
-    """Whose answers, and how they were blended.
+    """Whose answers, and how they were blended."""
 
-    Attributes:
-        tenant: a label that other tenants may see.
-        selector: its name.
-        settings: ``engine``: those that the floor moves; ``request``: the request named its own, and keeps them.
-    """
-
-    tenant: str
+    tenant: str  # a label that other tenants may see
     selector: str
-    settings: str = "engine"
+    settings: str = "engine"  # ``engine``: those that the floor moves; ``request``: the request's own, which it keeps
 
 
 @dataclass
 class SeriesFigures:
-    """The figures of one combination of labels.
-
-    Attributes:
-        windows: by `FIRST_TOKEN` and `ANSWER`, whether they agreed in the last comparisons with the ratio in force.
-        compared: requests since the start.
-        agreed, differed: answer tokens since the start.
-        kl_counts: comparisons in each of `KL_BUCKETS`, and above; not cumulated.
-        kl_sum: nats.
-    """
+    """The figures of one combination of labels."""
 
     labels: Labels
     confidence: float
-    windows: dict[str, deque[bool]]
-    compared: int = 0
-    agreed: int = 0
+    windows: dict[str, deque[bool]]  # by `FIRST_TOKEN` and `ANSWER`: of the last ones with the ratio in force
+    compared: int = 0  # requests since the start
+    agreed: int = 0  # answer tokens since the start
     differed: int = 0
-    kl_counts: list[int] = field(default_factory=lambda: [0] * (len(KL_BUCKETS) + 1))
-    kl_sum: float = 0.0
+    kl_counts: list[int] = field(default_factory=lambda: [0] * (len(KL_BUCKETS) + 1))  # not cumulated
+    kl_sum: float = 0.0  # nats
 
     @property
     def agreement(self) -> dict[str, tuple[float, float, int]]:
@@ -316,38 +297,25 @@ class SeriesFigures:
 
 
 class Moment(NamedTuple):
-    """The window of the model after a comparison.
+    """The window of the model after a comparison."""
 
-    Attributes:
-        at: seconds since the epoch.
-        agreement, bound: the lower of first tokens and answers.
-        rows: comparisons in the window.
-        ratio: in force; 1: full recompute; None: the selector has none.
-    """
-
-    at: float
-    agreement: float
+    at: float  # seconds since the epoch
+    agreement: float  # the lower one of first tokens and answers
     bound: float
-    rows: int
-    ratio: float | None
+    rows: int  # comparisons in the window
+    ratio: float | None  # in force; 1: full recompute; None: the selector has none
 
 
 @dataclass(frozen=True)
 class ShadowFigures:
-    """A snapshot of the watch.
-
-    Attributes:
-        dropped: requests that were drawn and not compared, by reason.
-        raised, lowered: steps of the ratio so far.
-        ratio: in force; 1: full recompute; None: the selector has none.
-    """
+    """A snapshot of the watch."""
 
     model: str
     series: tuple[SeriesFigures, ...]
-    dropped: dict[str, int]
-    raised: int
+    dropped: dict[str, int]  # requests that were drawn and not compared, by reason
+    raised: int  # steps of the ratio so far
     lowered: int
-    ratio: float | None
+    ratio: float | None  # in force; 1: full recompute; None: the selector has none
 
 
 # ---- the watch ----------------------------------------------------------------------------------------------

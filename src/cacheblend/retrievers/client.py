@@ -38,22 +38,16 @@ class DocumentServerError(CacheBlendError):
 
 @dataclass
 class IndexReport:
-    """What storing passages came to.
+    """What storing passages came to: numbers of passages and tokens."""
 
-    Attributes:
-        kept, added, changed, restored: passages that were there, were new, had another text, or had lost chunks.
-        tokens, computed_tokens: of the passages, and of these, what was computed.
-        without_text: passages that have no text to store.
-    """
-
-    kept: int = 0
-    added: int = 0
-    changed: int = 0
-    restored: int = 0
+    kept: int = 0  # passages that were there
+    added: int = 0  # that were new
+    changed: int = 0  # that had another text
+    restored: int = 0  # that had lost chunks
     dropped: int = 0
-    tokens: int = 0
-    computed_tokens: int = 0
-    without_text: int = 0
+    tokens: int = 0  # of the passages
+    computed_tokens: int = 0  # of these
+    without_text: int = 0  # passages that have no text to store
 
 
 class DocumentServer:

@@ -52,7 +52,8 @@ class CombinedDocuments(DocumentRecords):
     def get(self, root: BlockName, name: BlockName) -> DocumentRecord | DamagedRecord | None:
         """The nearest member's, an intact one before a damaged one."""
         found = [member.documents.get(root, name) for member in self._members]
-        return next((each for each in found if isinstance(each, DocumentRecord)), next(filter(None, found), None))
+        intact = [each for each in found if isinstance(each, DocumentRecord)]
+        return intact[0] if intact else next((each for each in found if each is not None), None)
 
     def all(self, root: BlockName) -> list[DocumentRecord | DamagedRecord]:
         found: dict[BlockName, DocumentRecord | DamagedRecord] = {}

@@ -283,14 +283,13 @@ def _marks_of(slots: Sequence[_Slot]) -> list[Any]:
     try:
         return [(tensor.data_ptr(), tensor._version) for tensor in [held[name] for held, name in slots]]
     except (AttributeError, KeyError, NotImplementedError, RuntimeError):  # gone, made in inference mode, or quantised
-        return [_mark(held.get(name)) for held, name in slots]
-
-
-def _mark(tensor: Any) -> Any:
-    if tensor is None:
-        return None
-    address = tensor.data_ptr() if _is_plain(tensor) else id(tensor)
-    return address, None if tensor.is_inference() else tensor._version
+        found: list[Any] = [held.get(name) for held, name in slots]
+        return [
+            None
+            if each is None
+            else (each.data_ptr() if _is_plain(each) else id(each), None if each.is_inference() else each._version)
+            for each in found
+        ]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

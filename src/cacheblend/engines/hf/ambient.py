@@ -3,9 +3,8 @@
     with torch.autocast("cpu", dtype=torch.bfloat16):      autocast, gradients, inference mode, a default device: the
         engine.warm(passages)                              calling thread's, off inside, and back afterwards
 
-Threads do not inherit them, so what an engine does in its own threads is not affected. What a whole process sets is
-left alone, since others compute meanwhile: the default dtype changes nothing here, and the precision of float32
-multiplications is part of blocks' names (`engines.adapters`).
+Threads do not inherit them. What a whole process sets is left alone: the default dtype changes nothing here, and the
+precision of float32 multiplications is part of blocks' names (`engines.adapters`).
 """
 
 import contextlib

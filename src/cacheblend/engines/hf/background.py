@@ -71,20 +71,16 @@ class Background:
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self._limit, self._changed = limit, threading.Condition()
         self._jobs: OrderedDict[Hashable, _Job] = OrderedDict()
-        self._changed = threading.Condition()
-        self._requests = 0
-        self._working = False
+        self._requests = self._flushing = 0
+        self._working = self._closed = False
         self._running: Hashable = None
-        self._flushing = 0
-        self._closed = False
         self._thread: threading.Thread | None = None
         self._quiet_since = time.monotonic()
         self.idle_work: IdleWork | None = None
         self.holds_up_requests = False
-        self.dropped = 0
-        self.failed = 0
+        self.dropped = self.failed = 0
 
     @property
     def given_up(self) -> dict[str, int]:

@@ -14,7 +14,6 @@ from transformers import DynamicCache, PreTrainedModel
 
 from cacheblend.core.fuse.prefill import PrefillResult
 from cacheblend.core.load.loader import LayerKV
-from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.report import BlendReport
 from cacheblend.core.select.selectors import Selector
@@ -32,38 +31,23 @@ SHORTEST_PREFIX = 16
 
 @dataclass
 class FirstToken:
-    """The result of one method.
+    """The result of one method."""
 
-    Attributes:
-        logits: [vocab] at the prompt's last position.
-        ttft_s: seconds until the logits are computed.
-        row_layers: rows times layers computed.
-        kv: of the prompt, as decoding takes it; None if the method keeps none.
-        report: set by the methods that load stored KV.
-        states: of recurrent layers behind the prompt, beside a list as `kv`.
-    """
-
-    logits: torch.Tensor
-    ttft_s: float
-    row_layers: int
-    kv: DynamicCache | list[LayerKV] | None = None
-    report: BlendReport | None = None
-    states: States | None = None
+    logits: torch.Tensor  # [vocab] at the prompt's last position
+    ttft_s: float  # seconds until the logits are computed
+    row_layers: int  # rows times layers computed
+    kv: DynamicCache | list[LayerKV] | None = None  # of the prompt, as decoding takes it; None if the method keeps none
+    report: BlendReport | None = None  # set by the methods that load stored KV
+    states: States | None = None  # of recurrent layers behind the prompt, beside a list as `kv`
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How close a first-token distribution is to that of full recompute.
+    """How close a first-token distribution is to that of full recompute."""
 
-    Attributes:
-        kl: KL(full || other), in nats.
-        top_1: both distributions have the same most likely token.
-        max_logit_error: largest difference of a logit, divided by the standard deviation of the full logits.
-    """
-
-    kl: float
-    top_1: bool
-    max_logit_error: float
+    kl: float  # KL(full || other), in nats
+    top_1: bool  # both distributions have the same most likely token
+    max_logit_error: float  # largest difference of a logit, divided by the standard deviation of the full logits
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, ready for JSON."""
@@ -104,7 +88,12 @@ def prefix_caching(engine: BlendEngine, prompt: Prompt) -> FirstToken:
     plan = engine.planner.plan(prompt, engine.store)
     if plan.prefix_length < SHORTEST_PREFIX:
         return _plain(engine, prompt, DynamicCache(config=engine.model.config), known=0, started=started)
-    cache = load_prefix(engine, plan)
+    kv = []
+    with engine.prefiller.open_loader(plan, engine.survey.num_layers) as loader:
+        for layer in range(engine.survey.num_layers):
+            loaded = loader.layer(layer)
+            kv.append(LayerKV(loaded.keys[:, : plan.prefix_length], loaded.values[:, : plan.prefix_length]))
+    cache = fill_cache(engine.model, kv)
     load_s = time.perf_counter() - started
     first = _plain(engine, prompt, cache, known=plan.prefix_length, started=started)
     hits = {"prefix": plan.prefix_length}
@@ -149,21 +138,6 @@ def finish(
             seen(token, sampler.logits)
     stream.finish()
     return stream.text, sampler.token_ids
-
-
-@without_ambient
-def load_prefix(engine: BlendEngine, plan: BlendPlan) -> DynamicCache:
-    """Loads the plan's exact prefix, and nothing else, into a transformers cache: prefix caching without blending.
-
-    Raises:
-        BlockLostError: a block of the prefix could not be read.
-    """
-    kv, layers = [], engine.survey.num_layers
-    with engine.prefiller.open_loader(plan, layers) as loader:
-        for layer in range(layers if plan.prefix_length else 0):
-            loaded = loader.layer(layer)
-            kv.append(LayerKV(loaded.keys[:, : plan.prefix_length], loaded.values[:, : plan.prefix_length]))
-    return fill_cache(engine.model, kv)
 
 
 def _plain(engine: BlendEngine, prompt: Prompt, cache: DynamicCache, *, known: int, started: float) -> FirstToken:

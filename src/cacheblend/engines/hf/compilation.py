@@ -3,11 +3,8 @@
     norm, projections, RoPE │ attention │ projection, residual, norm, MLP, residual
     ─────── compiled ───────┘   ours    └─────────────── compiled ────────────────
 
-Norms, rotations, activations and sums are small kernels, and a pass of few rows waits for their launches. Layers of one
-kind share what is compiled, and it serves any number of rows. Compiled layers are compared with the plain ones before
-they serve: a compiler that fails, or computes something else, costs speed and never an answer.
-
-Knows the view and torch.compile; knows neither prompts nor stores.
+A pass of few rows waits for the launches of small kernels. Layers of one kind share what is compiled, for any number of
+rows. They are compared with the plain ones first: a compiler that fails costs speed and never an answer.
 """
 
 import logging
@@ -73,7 +70,7 @@ def _difference(
             hidden, index = noise.clone()[tile], rows[tile]
             keys, values = runner.project(layer, hidden, index)
             at = rows[: len(index)] // reach
-            out = runner.run(layer, hidden, index, lambda q, k, v, spec, at=at: attend_rows(q, k, v, at, spec))
+            out = runner.run(layer, hidden, index, lambda q, k, v, spec: attend_rows(q, k, v, at, spec))  # noqa: B023
             found.append([part.float() for part in (keys, values, out)])
         for one, other in zip(*found, strict=True):
             error = float((one - other).abs().max() / one.abs().max().clamp_min(1e-6))

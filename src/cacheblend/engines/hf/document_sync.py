@@ -86,37 +86,23 @@ class Cutter:
 
 @dataclass
 class SyncReport:
-    """What a sync did.
+    """What a sync did: numbers of documents, chunks and tokens."""
 
-    Attributes:
-        kept: documents of which nothing had to be computed or dropped.
-        added, changed, dropped: documents that were new, had another text, or are gone.
-        restored: unchanged documents of which chunks were missing, e.g. evicted, and a sync that was cut short.
-        chunks, tokens: of the documents given, repeats included.
-        computed_chunks, computed_tokens: of these, what was computed.
-        dropped_chunks: chunks that no document has any more.
-        pinned_chunks: such chunks that stay, since they are pinned.
-        missing_documents: documents of which the store does not hold all chunks at the end: it is too small for them.
-        empty: ids of documents without a token; they have no chunks.
-        damaged: records that could not be read; a document that is given again gets a new one.
-        seconds: in all.
-    """
-
-    kept: int = 0
-    added: int = 0
-    changed: int = 0
-    restored: int = 0
-    dropped: int = 0
-    chunks: int = 0
+    kept: int = 0  # documents of which nothing had to be computed or dropped
+    added: int = 0  # documents that were new
+    changed: int = 0  # documents that had another text
+    restored: int = 0  # unchanged documents of which chunks were missing, e.g. evicted, and a sync that was cut short
+    dropped: int = 0  # documents that are gone
+    chunks: int = 0  # of the documents given, repeats included
     tokens: int = 0
-    computed_chunks: int = 0
+    computed_chunks: int = 0  # of these
     computed_tokens: int = 0
-    dropped_chunks: int = 0
-    pinned_chunks: int = 0
-    missing_documents: int = 0
-    empty: list[str] = field(default_factory=list)
-    damaged: list[str] = field(default_factory=list)
-    seconds: float = 0.0
+    dropped_chunks: int = 0  # that no document has any more
+    pinned_chunks: int = 0  # such chunks that stay, since they are pinned
+    missing_documents: int = 0  # documents whose chunks the store does not all hold at the end: it is too small
+    empty: list[str] = field(default_factory=list)  # ids of documents without a token; they have no chunks
+    damaged: list[str] = field(default_factory=list)  # records that could not be read; given again, one gets a new one
+    seconds: float = 0.0  # in all
 
     @property
     def documents(self) -> int:
@@ -347,7 +333,7 @@ class DocumentSync:
         """Drops the chunks of records that another sync has dropped or replaced while these chunks were computed,
         except those of a document."""
         with self._store.documents.changing(self.root):
-            gone = []
+            gone = list[Blocks]()
             for record in records:
                 now = self._store.documents.get(self.root, record.name)
                 if now is None or (isinstance(now, DocumentRecord) and now.chunks != record.chunks):
@@ -362,9 +348,9 @@ class DocumentSync:
             with self._store.documents.changing(self.root):
                 now = self._stored(names)
                 self._drop([blocks for record in now for blocks in record.stale])
-                for record in now:
-                    self._known[record.name] = replace(record, stale=())
-                    self._store.documents.put(self._known[record.name])
+                for record in (replace(each, stale=()) for each in now):
+                    self._known[record.name] = record
+                    self._store.documents.put(record)
 
     def _forget(self, names: list[BlockName]) -> None:
         """Drops documents and the chunks that no other document has. Leaves damaged records, whose chunks are

@@ -354,15 +354,7 @@ class Grammars:
                 return found
             if self._compiler is None:
                 self._open()
-            if self._trial is None or not self._trial.is_alive:
-                self._trial = _Trial(self._info.serialize_json())
-            kind, text = grammar.source()
-            if (reason := self._trial.why_not(kind, text)) is not None:
-                raise InvalidInputError(f"the {grammar.kind} cannot be used: {reason}")
-            # Compiled here again, where it is used, once another process has shown that it can be: quicker than to
-            # send it.
-            compiled = grammar_trial.compile_source(self._compiler, kind, text)
-            found = CompiledGrammar(grammar, compiled, self._never)
+            found = self._compile(grammar)
             with self._keeping:
                 self._kept[grammar] = found
                 while len(self._kept) > KEPT or (
@@ -371,6 +363,15 @@ class Grammars:
                 ):
                     self._kept.popitem(last=False)
             return found
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Here, where it can be used, once another process has shown that it can: that is quicker than to send it."""
+        if self._trial is None or not self._trial.is_alive:
+            self._trial = _Trial(self._info.serialize_json())
+        kind, text = grammar.source()
+        if (reason := self._trial.why_not(kind, text)) is not None:
+            raise InvalidInputError(f"the {grammar.kind} cannot be used: {reason}")
+        return CompiledGrammar(grammar, grammar_trial.compile_source(self._compiler, kind, text), self._never)
 
     def close(self) -> None:
         """Ends the process that tries grammars; the next grammar starts another."""

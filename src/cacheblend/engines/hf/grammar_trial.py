@@ -2,9 +2,8 @@
 
 python -P grammar_trial.py SECONDS BYTES      a tokenizer's vocabulary in the first line of its input, then a job a line
 
-It imports nothing of this package, so that it starts in the time that the library takes. Each job runs in a process of
-its own, forked from this one, which SECONDS of computing end (SIGPROF), `STUCK` times as many of waiting (SIGALRM), and
-more than BYTES of memory.
+It imports nothing of this package, so as to start quickly. Each job runs in a process forked from this one, which
+SECONDS of computing end (SIGPROF), `STUCK` times as many of waiting (SIGALRM), and more than BYTES of memory.
 """
 
 import json

@@ -2,10 +2,7 @@
 
 A layer makes of each row a latent (normalised) and one rotated key part, hands both to the cache, and expands what the
 cache gives back to keys and values of every head (`expand_kv`). Here a `LatentTap` takes the cache's place and notes
-both. Attention is then over the kept vectors themselves (`core.kernels.latent`): what was loaded is never expanded.
-
-The up-projection's matrices are read from the layer; the survey checks that its `expand_kv` is this product and nothing
-else.
+both, and attention is over the kept vectors themselves (`core.kernels.latent`): what was loaded is never expanded.
 """
 
 from dataclasses import dataclass

@@ -5,16 +5,15 @@
                      ^                 ^
               states go in      states come out        a `StateTap` stands where such a layer expects a cache
 
-Nothing here is per model: what a layer keeps is what it hands to the tap, and the survey checks that going on from it
-gives what the layer computes in one piece. A prefill goes on from a snapshot of the states, and leaves new ones:
+What a layer keeps is what it hands to the tap; the survey checks that going on from it gives what the layer computes
+in one piece. A prefill goes on from a snapshot of the states, and leaves new ones:
 
     prompt     | BOS | system   | chunk A | chunk B | question |
     KV held    | yes | yes      | yes     | yes     |          |
     snapshot   |     |          | yes     |         |          |
     resumed    |------- loaded ---------->| computed, every row in every layer up to the last recurrent one
 
-Snapshots are looked for at the ends of the exact prefix's blocks, the deepest first. Behind the one that is found all
-rows are computed, for a state is a function of everything in front of it.
+Snapshots are looked for at the ends of the exact prefix's blocks, the deepest first.
 """
 
 import zlib

@@ -38,35 +38,23 @@ logger = logging.getLogger("cacheblend.shadow")
 
 
 class Origin(NamedTuple):
-    """What a prompt is prefilled with.
+    """What a prompt is prefilled with."""
 
-    Attributes:
-        version: of the model's adapters.
-        step: of the floor; None: the request names a mode, ratio or selector, which the floor does not change.
-        tenant: a label that other tenants may see.
-    """
-
-    version: int
-    step: int | None = None
-    tenant: str = ""
+    version: int  # of the model's adapters
+    step: int | None = None  # of the floor; None: the request names a mode, ratio or selector, which stays
+    tenant: str = ""  # a label that other tenants may see
 
 
 @dataclass(eq=False)
 class WatchedAnswer:
-    """An answer that was drawn to be compared.
-
-    Attributes:
-        first: [vocab] logits of its first token.
-        token_ids: as far as they are compared.
-        likeliest: the likeliest token at each of them: scalars on the model's device, which nothing waits for.
-    """
+    """An answer that was drawn to be compared."""
 
     labels: Labels
     origin: Origin
     prompt_ids: TokenIds
-    first: torch.Tensor
-    token_ids: list[int] = field(default_factory=list)
-    likeliest: list[torch.Tensor] = field(default_factory=list)
+    first: torch.Tensor  # [vocab] logits of its first token
+    token_ids: list[int] = field(default_factory=list)  # as far as they are compared
+    likeliest: list[torch.Tensor] = field(default_factory=list)  # scalars on the device, which nothing waits for
 
     def add(self, token: int, logits: torch.Tensor) -> None:
         """Adds the answer's next token, and the logits [vocab] that it was drawn from, before penalties and

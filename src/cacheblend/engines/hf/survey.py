@@ -1,8 +1,6 @@
-"""Finds the KV layout, rotations and limits that blending needs, by running the loaded model. Refuses other models.
-
-Nothing is looked up by architecture. A few rows of noise are run through single layers: what each keeps, how its keys
-turn, what cannot be blended. Each layer's keys are computed at some positions and at shifted positions; the layer's
-rotation is the one that turns the former into the latter. If there is none, the model is refused.
+"""Finds the KV layout, rotations and limits that blending needs, and refuses other models. Nothing is looked up by
+architecture: a few rows of noise are run through single layers of the loaded model. A layer's rotation is the one that
+turns its keys at some positions into those at shifted positions.
 """
 
 from collections.abc import Sequence

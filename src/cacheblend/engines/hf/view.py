@@ -1,9 +1,9 @@
-"""A second view of a loaded transformers model: the same weights, with this package's attention.
+"""A second view of a loaded transformers model, which is not changed: a copy of its module tree that shares every
+parameter and buffer and has its own config, in which our attention implementation is set.
 
-The user's model object is not changed. The view is a copy of its module tree that shares every parameter and buffer and
-has its own config, in which our attention implementation is set. Embedding, masks, position embeddings, final norm and
-head are computed by the model's own forward, run with stubs instead of its layers (the "shell"): the stubs record the
-arguments of each layer, and return the last layer's output where logits are needed. So no code here is per model.
+Embedding, masks, position embeddings, final norm and head are computed by the model's own forward, run with stubs in
+place of its layers (the "shell"): they record the arguments of each layer, and return the last layer's output where
+logits are needed. So no code here is per model.
 """
 
 import contextlib

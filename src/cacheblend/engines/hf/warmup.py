@@ -181,7 +181,8 @@ class ChunkWarmer:
             return  # the request was computed with other adapters
         if self._discovery is not None:
             asker = Asker(state, planner, anchor, may_keep)
-            self._discovery.watch(planner.root, result.plan.prompt, result.plan, asker, self._queue_discovered)
+            queue = partial(self._queue_discovered, self._discovery)
+            self._discovery.watch(planner.root, result.plan.prompt, result.plan, asker, queue)
         missed = result.plan.missed_chunks()
         if not may_keep(sum(map(len, missed))):
             return
@@ -278,23 +279,23 @@ class ChunkWarmer:
 
     # ---- text that recurs -------------------------------------------------------------------------------
 
-    def _queue_discovered(self) -> None:
+    def _queue_discovered(self, discovery: Discovery[Asker]) -> None:
         """Has the runs of most worth computed, of short and of long ones one at a time."""
         for is_long in (False, True):
             with self._lock:
                 if is_long in self._queued:
                     continue
                 self._queued.add(is_long)
-            if not self._background.submit(object(), partial(self._keep_discovered, is_long), patient=is_long):
+            keep = partial(self._keep_discovered, discovery, is_long)
+            if not self._background.submit(object(), keep, patient=is_long):
                 self._queued.discard(is_long)
 
-    def _keep_discovered(self, is_long: bool) -> None:
+    def _keep_discovered(self, discovery: Discovery[Asker], is_long: bool) -> None:
         """Computes and keeps a run, and queues the next one."""
         with self._lock:
             self._queued.discard(is_long)
-        discovery = self._discovery
-        wanted = None if discovery is None else discovery.take(lambda run: (len(run) > HOLD_UP_TOKENS) == is_long)
-        if discovery is None or wanted is None:
+        wanted = discovery.take(lambda run: (len(run) > HOLD_UP_TOKENS) == is_long)
+        if wanted is None:
             return
         run, (state, planner, anchor, may_keep) = wanted.run, wanted.asker
         job, longest = ChunkJob(anchor, run.token_ids), state.survey.max_length
@@ -302,7 +303,7 @@ class ChunkWarmer:
             computed = self._capture(state, planner, job, may_keep)
             if computed is not None:
                 discovery.stored(run, manifest_of(job, planner, self._name), computed=computed)
-        self._queue_discovered()
+        self._queue_discovered(discovery)
 
     def _compute(self, jobs: Sequence[ChunkJob], state: ModelState, planner: Planner) -> list[CapturedChunk]:
         """The chunks' KV, with the adapters that the planner names: by one padded forward of the model, or by prefills

@@ -66,7 +66,10 @@ class PromptBuilder:
         added = {int(token["id"]): str(token["content"]) for token in spec["added_tokens"]}
         self._special = {token["id"] for token in spec["added_tokens"] if token["special"]}
         self._all = TextEncoder(spec)
-        self._front, self._back = self._find_specials_around()
+        # The special tokens that the tokenizer sets in front of a text, and behind it.
+        ids, own = tokenizer("a")["input_ids"], self._all.whole("a").ids
+        at = next((at for at in range(len(ids)) if ids[at : at + len(own)] == own), 0)
+        self._front, self._back = list(ids[:at]), list(ids[at + len(own) :])
         templates = tokenizer.chat_template  # several by name, one, or none
         self._source = TemplateSource.of(templates.values() if isinstance(templates, dict) else [templates or ""])
         markers = self._find_markers({number: text for number, text in added.items() if number not in self._special})
@@ -94,9 +97,7 @@ class PromptBuilder:
 
         The special tokens that the tokenizer sets around a text are around it; where the chat template alone sets BOS,
         a prompt with passages begins with it, as their anchors do. A string instead of parts is a prompt of that text.
-
-        Raises:
-            InvalidInputError: an empty prompt, a passage without a token, or a text with a lone surrogate.
+        Raises `InvalidInputError`: an empty prompt, a passage without a token, or a text with a lone surrogate.
         """
         segments = list[Segment]()
         for number, part in enumerate([parts] if isinstance(parts, str) else parts, 1):
@@ -198,10 +199,8 @@ class PromptBuilder:
         if shown:
             ids = [number for number in ids if number in shown or number not in self._special]
         # Cleaning up spaces would change text that has been streamed already.
-        decoded: str = self._tokenizer.decode(
-            list(ids), skip_special_tokens=not shown, clean_up_tokenization_spaces=False
-        )
-        return decoded
+        options = {"skip_special_tokens": not shown, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(list(ids), **options))
 
     def detokenizer(self, shown: Set[int] = frozenset()) -> Detokenizer:
         """Decodes as `decode` does, id by id."""
@@ -323,12 +322,6 @@ class PromptBuilder:
         return [core_prompt.text(run.ids[:first]), chunk, core_prompt.text(run.ids[first + tokens :])]
 
     # ---- what the tokenizer is like ---------------------------------------------------------------------
-
-    def _find_specials_around(self) -> tuple[list[int], list[int]]:
-        """The special tokens that the tokenizer sets in front of a text, and behind it."""
-        ids, own = self._tokenizer("a")["input_ids"], self._all.whole("a").ids
-        at = next((at for at in range(len(ids)) if ids[at : at + len(own)] == own), 0)
-        return list(ids[:at]), list(ids[at + len(own) :])
 
     def _find_markers(self, added: Mapping[int, str]) -> set[int]:
         """Of added tokens that are not special those that the chat template writes itself (``<think>``)."""

@@ -74,17 +74,11 @@ _SPLITS = frozenset(
 
 @dataclass(frozen=True)
 class TemplateSource:
-    """What a chat template's source says of what it writes and reads; markers in its code that are no texts are none.
+    """What a chat template's source says of what it writes and reads, which is not all that is in its code."""
 
-    Attributes:
-        texts: what it may write: the text between its tags, and its constants, one a line.
-        words: its names, and constants that are like names: what it may look up, or compare with.
-        sought: constants that it looks for in other texts (``'</think>' in content``, ``content.split('</think>')``).
-    """
-
-    texts: str
-    words: frozenset[str]
-    sought: frozenset[str]
+    texts: str  # what it may write: the text between its tags, and its constants, one a line
+    words: frozenset[str]  # its names, and constants that are like names: what it may look up, or compare with
+    sought: frozenset[str]  # constants that it looks for in other texts (``'</think>' in content``)
 
     @staticmethod
     def of(templates: Iterable[str]) -> "TemplateSource":
@@ -118,19 +112,13 @@ class Guard:
             where it stays as it is.
         words: what a template looks up, or compares with: texts beside contents that are one of these stay as they are,
             unless a special token is that word in brackets (``<tool_call>``), which a template may write around it.
-
-    Attributes:
-        roles: those that are known: templates write them into special tokens (``<|user|>``).
-        pattern: finds one of `texts`.
-        in_answers: finds one of `texts` or `thoughts`.
-        letters: of which `texts` are made, but for spaces.
     """
 
     def __init__(self, texts: Iterable[str], thoughts: Iterable[str] = (), words: Iterable[str] = ()) -> None:
         texts = self.texts = frozenset(texts)
         self.thoughts = frozenset(thoughts)
         self.words = frozenset(words) - {text.strip(_BRACKETS) for text in texts}
-        self.roles = ROLES | frozenset(words)
+        self.roles = ROLES | frozenset(words)  # templates write them into special tokens (``<|user|>``)
         self.pattern, self.in_answers = _any_of(texts), _any_of(texts | self.thoughts)
         self.letters = frozenset(letter for text in texts for letter in text if not letter.isspace())
 
@@ -146,23 +134,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Rendered:
-    """What a template made of a conversation.
+    """What a template made of a conversation."""
 
-    Attributes:
-        text: as the template renders it without any stand-in.
-        traced: the same, with other letters for those of the conversation that special tokens are made of.
-        places: of the contents, ascending, without overlap.
-        guarded: (start, stop) of special tokens that stood in a text of the conversation, ascending.
-        own: (start, stop) of the template's special tokens and of thought markers in answers, ascending.
-        changed: how many contents the text does not have exactly once as they are.
-    """
-
-    text: str
-    traced: str
-    places: tuple[Place, ...]
-    guarded: tuple[tuple[int, int], ...]
-    own: tuple[tuple[int, int], ...]
-    changed: int
+    text: str  # as the template renders it without any stand-in
+    traced: str  # the same, with other letters for those of the conversation that special tokens are made of
+    places: tuple[Place, ...]  # of the contents, ascending, without overlap
+    guarded: tuple[tuple[int, int], ...]  # (start, stop) of special tokens in texts of the conversation, ascending
+    own: tuple[tuple[int, int], ...]  # of the template's special tokens and of thought markers in answers, ascending
+    changed: int  # how many contents the text does not have exactly once as they are
 
     def front(self, stop: int, behind: str) -> "Rendered":
         """What is in front of a content that begins at `stop`, with another text behind it."""
@@ -178,8 +157,7 @@ class Rendered:
     def places_in(self, start: int, stop: int) -> Sequence[Place]:
         """The contents that have a character in a span."""
         first = bisect_left(self.places, start + 1, key=lambda place: place.stop)
-        last = bisect_left(self.places, stop, key=lambda place: place.start)
-        return self.places[first:last]
+        return self.places[first : bisect_left(self.places, stop, key=lambda place: place.start)]
 
     def is_own(self, start: int, stop: int) -> bool:
         """Whether the template wrote all of a special token."""
@@ -196,18 +174,12 @@ class Rendered:
 
 
 class _Field(NamedTuple):
-    """Contents as one text.
-
-    Attributes:
-        guarded: with other letters for special tokens.
-        left: (start, stop) of thought markers, which stay as they are.
-        contents: (number, start, stop) of each.
-    """
+    """Contents as one text."""
 
     text: str
-    guarded: str
-    left: list[tuple[int, int]]
-    contents: list[tuple[int, int, int]]
+    guarded: str  # with other letters for special tokens
+    left: list[tuple[int, int]]  # (start, stop) of thought markers, which stay as they are
+    contents: list[tuple[int, int, int]]  # (number, start, stop) of each
 
 
 _Letter = tuple[bool, str]
@@ -215,27 +187,19 @@ _Letter = tuple[bool, str]
 
 
 class _Trace(NamedTuple):
-    """Letters that a template is handed in place of the conversation's own, by code point.
-
-    Attributes:
-        read: letters of contents that stay as they are, and are not marked.
-        marked: whether the first and last letter of each content are marked.
-    """
+    """Letters that a template is handed in place of the conversation's own, by code point."""
 
     contents: Mapping[int, str]
     beside: Mapping[int, str]
     roles: Mapping[int, str]
-    read: Set[str]
-    marked: bool
+    read: Set[str]  # letters of contents that stay as they are, and are not marked
+    marked: bool  # whether the first and last letter of each content are marked
 
 
 class Conversation:
-    """Messages and documents, to be rendered by a template. `contents`: of the messages, then the documents.
-
-    Raises:
-        InvalidInputError: a content part that is neither text nor chunk; or an unknown role that is a part of a special
-            token, of which the template may make that token.
-    """
+    """Messages and documents, to be rendered by a template. `contents`: of the messages, then the documents. Raises
+    `InvalidInputError`: a content part that is neither text nor chunk; or an unknown role that is a part of a special
+    token, of which the template may make that token."""
 
     def __init__(
         self, messages: Sequence[Message], documents: Sequence[Passage], options: Mapping[str, Any], guard: Guard
@@ -254,12 +218,9 @@ class Conversation:
         self._documents = [self._field(None, [number]) for number in self._passages]
 
     def render(self, render: Render) -> Rendered:
-        """The conversation by a template. Documents that it does not use start the last user message.
-
-        Raises:
-            InvalidInputError: as `render`; or the template makes a special token of what is none in the conversation,
-                in a way in which it cannot be told from the template's own.
-        """
+        """The conversation by a template. Documents that it does not use start the last user message. Raises
+        `InvalidInputError`: as `render`; or the template makes a special token of what is none in the conversation, in
+        a way in which it cannot be told from the template's own."""
         # Rendered twice: with special tokens guarded, and with all letters of which these are made traced as well.
         guarded, everywhere = self._rendered(render, None), self._traced(render)
         if self._documents and not self._uses_documents(guarded, everywhere):
@@ -306,7 +267,13 @@ class Conversation:
                 )
         parts: list[Content] = [content] if isinstance(content, str) and content else []
         if isinstance(content, list):
-            parts = [_content_part(part) for part in content]
+            for part in content:
+                kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
+                if kind not in ("text", "chunk") or not isinstance(text, str):
+                    raise InvalidInputError(
+                        f"a content part is {{'type': 'text' or 'chunk', 'text': ...}}, got {part!r}"
+                    )
+                parts.append(text if kind == "text" else Passage(text, part.get("title", "")))
         elif not parts:
             return None
         self.contents += parts
@@ -582,13 +549,6 @@ class _StandIns:
 def _of_escape(high: str, low: str) -> str:
     """The letter of two surrogates in hexadecimal digits."""
     return chr(0x10000 + ((int(high, 16) - 0xD800) << 10) + int(low, 16) - 0xDC00)
-
-
-def _content_part(part: Any) -> Content:
-    kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
-    if kind not in ("text", "chunk") or not isinstance(text, str):
-        raise InvalidInputError(f"a content part is {{'type': 'text' or 'chunk', 'text': ...}}, got {part!r}")
-    return text if kind == "text" else Passage(text, part.get("title", ""))
 
 
 def _text(content: Content) -> str:

@@ -17,15 +17,10 @@ _SHORT = 2048
 
 
 class Encoded(NamedTuple):
-    """Tokens of a text.
+    """Tokens of a text."""
 
-    Attributes:
-        ids: [tokens].
-        offsets: [tokens] first character of each, and the one behind its last.
-    """
-
-    ids: list[int]
-    offsets: list[tuple[int, int]]
+    ids: list[int]  # [tokens]
+    offsets: list[tuple[int, int]]  # [tokens] first character of each, and the one behind its last
 
     def moved(self, by: int) -> "Encoded":
         """The same tokens in a text with so many characters in front."""

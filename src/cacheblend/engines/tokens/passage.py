@@ -66,33 +66,29 @@ class Passage:
 
 
 def _text_and_title(value: object) -> tuple[object, str]:
-    """What a mapping or a document of another library has as text, None if nothing, and as title."""
+    """What a mapping or a document of another library has as text, None if nothing, and as title. A message has none:
+    it has a role, or LangChain's and LlamaIndex's `additional_kwargs`."""
+    text: object = None
     if isinstance(value, Mapping):
         texts = [value[key] for key in _TEXT_KEYS if isinstance(value.get(key), str)]
         text = texts[0] if len(texts) == 1 and "role" not in value else None
         metadata = value.get("metadata") or value.get("meta")
         title = value.get("title")
     else:
-        text, title = _text_of(value), getattr(value, "title", None)
+        is_message = isinstance(value, type) or hasattr(value, "role") or hasattr(value, "additional_kwargs")
+        for name in () if is_message else ("page_content", "get_content", "content", "text"):
+            found = getattr(value, name, None)
+            if name == "get_content" and callable(found):
+                try:
+                    found = found(metadata_mode="llm")
+                except (TypeError, ValueError):
+                    found = found()
+            if isinstance(found, str):
+                text = found
+                break
         metadata = getattr(value, "metadata", None) or getattr(value, "meta", None)
+        title = getattr(value, "title", None)
     if not title and isinstance(metadata, Mapping):
         title = metadata.get("title") or metadata.get("source")
         title = title if isinstance(title, str) else ""
     return text, title or ""
-
-
-def _text_of(value: object) -> object:
-    """The text of another library's document; None of a message, which has a role, or LangChain's and LlamaIndex's
-    `additional_kwargs`."""
-    if isinstance(value, type) or hasattr(value, "role") or hasattr(value, "additional_kwargs"):
-        return None
-    for name in ("page_content", "get_content", "content", "text"):
-        found = getattr(value, name, None)
-        if name == "get_content" and callable(found):
-            try:
-                found = found(metadata_mode="llm")
-            except (TypeError, ValueError):
-                found = found()
-        if isinstance(found, str):
-            return found
-    return None

@@ -125,20 +125,8 @@ def learn_calls(
         inputs = tuple(at for at in rows.values() if at not in state and at not in of_positions)
         kept = [None if place in (*rows, *places) else leaf for place, leaf in enumerate(call.leaves)]
         handed_on = tuple(results[place] for place in links[min(index, len(links) - 1)][0])
-        calls.append(
-            VllmLayerCall(
-                module,
-                tuple(kept),
-                call.spec,
-                of_positions,
-                state,
-                inputs,
-                handed_on,
-                tuple(results.values()),
-                call.output_spec,
-                form,
-            )
-        )
+        given = tuple(kept), call.spec, of_positions, state, inputs
+        calls.append(VllmLayerCall(module, *given, handed_on, tuple(results.values()), call.output_spec, form))
     return calls
 
 

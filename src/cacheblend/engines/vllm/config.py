@@ -81,11 +81,7 @@ class ConnectorConfig:
 
     @property
     def shadow_settings(self) -> ShadowSettings | None:
-        """Of the shadow check; None: there is none.
-
-        Raises:
-            InvalidInputError: a wrong value, or a floor without comparisons.
-        """
+        """Raises InvalidInputError: a wrong value, or a floor without comparisons."""
         if self.shadow == 0 and not isinstance(self.shadow, bool):
             if self.shadow_floor is None:
                 return None
@@ -142,11 +138,8 @@ def _is_number(value: Any, kind: Any = (int, float)) -> bool:
 
 
 def read_config(extra: Mapping[str, Any]) -> ConnectorConfig:
-    """The settings that `kv_connector_extra_config` holds, in this project's form or in UCM's.
-
-    Raises:
-        InvalidInputError: an unknown key, a setting in both forms, or a wrong value; the message names the key.
-    """
+    """The settings that `kv_connector_extra_config` holds, in this project's form or in UCM's. Raises
+    InvalidInputError: an unknown key, a setting in both forms, or a wrong value; the message names the key."""
     own = {key: value for key, value in extra.items() if not key.startswith("ucm_")}
     ucm = {key: value for key, value in extra.items() if key.startswith("ucm_")}
     _check_keys(ucm, ("ucm_connectors", "ucm_sparse_config"), "kv_connector_extra_config")

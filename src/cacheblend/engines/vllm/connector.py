@@ -243,11 +243,9 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
         self._worker.step(jobs)
 
     def _compare_weights(self, worker: Worker, named: str) -> None:
-        """Refuses all jobs if blocks would get the names of weights that some rank does not run; all ranks call it.
-
-        The scheduler's side reads the files after the workers have loaded them, and perhaps minutes after. No handshake
-        says so: inside a `MultiConnector` vLLM passes one connector's only.
-        """
+        """Refuses all jobs if blocks would get the names of weights that some rank does not run; all ranks call it. The
+        scheduler's side reads the files after the workers have loaded them, perhaps minutes after, and no handshake
+        says so: inside a `MultiConnector` vLLM passes one connector's only."""
         self._is_compared = True
         own = self.identity.weights
         if not worker.is_any(named != own):

@@ -10,23 +10,9 @@ from cacheblend.engines.vllm.internals.kv_cache import float32_precision, is_fp8
 from cacheblend.engines.vllm.internals.weight_loader import files_of
 
 # Formats of which vLLM takes every weight from the model's folder.
-OF_FOLDER = frozenset(
-    [
-        "auto",
-        "bitsandbytes",
-        "fastsafetensors",
-        "gguf",
-        "hf",
-        "instanttensor",
-        "mistral",
-        "npcache",
-        "pt",
-        "runai_streamer",
-        "runai_streamer_sharded",
-        "safetensors",
-        "sharded_state",
-    ]
-)
+_PLAIN_READERS = ("auto", "bitsandbytes", "gguf", "hf", "mistral", "npcache", "pt", "safetensors", "sharded_state")
+_FAST_READERS = ("fastsafetensors", "instanttensor", "runai_streamer", "runai_streamer_sharded")
+OF_FOLDER = frozenset([*_PLAIN_READERS, *_FAST_READERS])
 
 
 def identify(config: Any, tokenizer: Any) -> ModelIdentity:
@@ -39,12 +25,10 @@ def identify(config: Any, tokenizer: Any) -> ModelIdentity:
         # transformers orders the rotated numbers of DeepSeek-V3 otherwise than vLLM
         "latents": "vllm" if model.use_mla else None,
         "quantization": None if stored else model.quantization,  # the folder's own is part of its config.json
-        # Weights that are not the folder's: random ones, a plug-in's.
-        "weights": None
-        if load.load_format in OF_FOLDER
-        else (str(load.load_format), repr(load.model_loader_extra_config)),
         "float32": float32_precision(model.dtype),
     }
+    if load.load_format not in OF_FOLDER:  # random weights, a plug-in's
+        options["weights"] = (str(load.load_format), repr(load.model_loader_extra_config))
     weights = fingerprint_folder(folder)
     return ModelIdentity(
         folder=folder,

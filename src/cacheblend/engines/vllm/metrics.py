@@ -27,7 +27,6 @@ class Counts:
         self._values: dict[str, Any] = {}
 
     def add(self, name: str, value: float) -> None:
-        """Adds to a plain counter."""
         with self._lock:
             self._values[name] = self._values.get(name, 0) + value
 
@@ -74,7 +73,6 @@ class Counts:
             self.add_fallback(LOST_BLOCK)
 
     def take(self) -> "BlendStats | None":
-        """The counts since the last call; None if there are none."""
         with self._lock:
             values, self._values = self._values, {}
         return BlendStats(data=values) if values else None

@@ -45,31 +45,22 @@ class Workspace:
     """Bytes at most, by what they are for.
 
     Attributes:
-        hidden: hidden states of all rows of a prompt and of those that wait, and the copy of the rows that are kept.
         layers: a layer's records as stored, and those that are read ahead; without pages also as many buffers of the
             prompt's length; and what waiting prompts read ahead.
-        held: copies of what vLLM's own cache holds of a prompt; none with pages.
-        tile: a layer's intermediate results for the rows that go through it at once.
-        attention: masks, or the parts that several programs of the kernel compute.
-        question: what the question's pass takes more than a tile and its attention.
-        chunks: KV of the chunks that are being captured, in all layers.
-        check: a prompt that is computed once more in full, beside those above; none without a shadow check.
-        tier: stored records that are kept there; none without ``cuda://`` in the store's URL.
     """
 
-    hidden: int
+    hidden: int  # states of all rows of a prompt and of those that wait, and the copy of the rows that are kept
     layers: int
-    held: int
-    tile: int
-    attention: int
-    question: int
-    chunks: int
-    check: int = 0
-    tier: int = 0
+    held: int  # copies of what vLLM's own cache holds of a prompt; none with pages
+    tile: int  # a layer's intermediate results for the rows that go through it at once
+    attention: int  # masks, or the parts that several programs of the kernel compute
+    question: int  # what the question's pass takes more than a tile and its attention
+    chunks: int  # KV of the chunks that are being captured, in all layers
+    check: int = 0  # a prompt that is computed once more in full, beside those above
+    tier: int = 0  # stored records that are kept there, with ``cuda://`` in the store's URL
 
     @property
     def total(self) -> int:
-        """Bytes of all."""
         return sum(getattr(self, each.name) for each in fields(self))
 
     def __str__(self) -> str:

@@ -92,8 +92,7 @@ def sequences_metadata(
     Args:
         first_rows: [sequences + 1] int32 on the CPU, the rows of sequence i are first_rows[i] .. first_rows[i + 1] - 1.
         lengths: [sequences] int32 on the CPU, each including its last row.
-        block_ids: [blocks] int32 on the cache's device.
-        slots: [rows] int64 on the cache's device.
+        block_ids, slots: [blocks] int32 and [rows] int64 on the cache's device.
     """
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -144,11 +143,8 @@ def unsuited(request: Any) -> str:
 
 
 def text_tokens(request: Any) -> int:
-    """Leading tokens of a request's prompt that stand before its first image (or video, or sound), or all.
-
-    Their KV follows from their ids, and their positions are their places in the prompt, in models whose positions have
-    several parts, too.
-    """
+    """Leading tokens of a request's prompt that stand before its first image (or video, or sound), or all. Their KV
+    follows from their ids, and their positions are their places, in models whose positions have several parts, too."""
     items = getattr(request, "mm_features", None) or []
     return min([len(request.prompt_token_ids or ()), *(int(item.mm_position.offset) for item in items)])
 

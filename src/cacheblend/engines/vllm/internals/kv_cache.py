@@ -32,8 +32,18 @@ def refused_cache(cache_config: Any, hf_config: Any) -> str:
         return "calculate_kv_scales, scales that change while serving (leave it out: they are then the checkpoint's)"
     if asked in PLAIN_TYPES[1:]:
         return ""
+    only_scales = asked in FP8_TYPES  # the command has chosen the type
     for name, scheme in _schemes(hf_config):
-        if reason := _refused_scheme(scheme, only_scales=asked in FP8_TYPES):
+        reason = ""
+        if not isinstance(scheme, dict):
+            reason = "" if only_scales or str(scheme).upper() == "FP8" else f"type {scheme}"
+        elif scheme.get("strategy", "tensor") != "tensor":
+            reason = f"strategy {scheme['strategy']!r}: blending knows one scale for a layer"
+        elif not only_scales:
+            is_static_8 = scheme.get("num_bits", 8) == 8 and not scheme.get("dynamic")
+            is_known = is_static_8 and scheme.get("type", "float") == "float"
+            reason = "" if is_known else "another type than FP8 with static scales"
+        if reason:
             return f"a KV cache of {reason} ({name} of the checkpoint: {scheme!r}; {_WAY_OUT})"
     return ""
 
@@ -88,18 +98,6 @@ def _schemes(hf_config: Any) -> Iterator[tuple[str, Any]]:
         for name in ("kv_cache_scheme", "kv_cache_quant_algo") if isinstance(each, dict) else ():
             if each.get(name):
                 yield name, each[name]
-
-
-def _refused_scheme(scheme: Any, *, only_scales: bool) -> str:
-    """Why a checkpoint's scheme is refused, or ""; `only_scales`: the command has chosen the type."""
-    if not isinstance(scheme, dict):
-        return "" if only_scales or str(scheme).upper() == "FP8" else f"type {scheme}"
-    if scheme.get("strategy", "tensor") != "tensor":
-        return f"strategy {scheme['strategy']!r}: blending knows one scale for a layer"
-    if only_scales:
-        return ""
-    is_fp8 = scheme.get("num_bits", 8) == 8 and scheme.get("type", "float") == "float" and not scheme.get("dynamic")
-    return "" if is_fp8 else "another type than FP8 with static scales"
 
 
 def float32_precision(dtype: torch.dtype) -> str | None:

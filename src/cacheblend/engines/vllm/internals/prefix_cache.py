@@ -90,15 +90,11 @@ class PrefixCache:
         self._kept: dict[str, list[Any]] = {}
 
     def bind(self, pool: Any, manager: Any = None) -> None:
-        """Receives vLLM's block pool, and its KV cache manager where vLLM gives it."""
         self._pool, self._manager = pool, manager
 
     def tokens(self, request: Any) -> int:
-        """Leading tokens of a request's prompt that vLLM will find under its blocks' present names.
-
-        vLLM computes at least the last token, so that a block which holds it does not count.
-        """
-        most = request.num_tokens - 1
+        """Leading tokens of a request's prompt that vLLM will find under its blocks' present names."""
+        most = request.num_tokens - 1  # vLLM computes at least the last token: a block that holds it does not count
         if self._manager is not None:
             if not self._manager.enable_caching:
                 return 0
@@ -143,7 +139,6 @@ class PrefixCache:
         return found
 
     def let_go(self, request_id: str) -> None:
-        """What was kept for a request need not be kept any longer; no error if nothing was."""
         if kept := self._kept.pop(request_id, None):
             self._pool.free_blocks(reversed(kept))
 

@@ -29,7 +29,7 @@ class TensorParallel:
         torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX, group=self._group.cpu_group)
         return [int(value) for value in found.tolist()]
 
-    def combine(self, value: torch.Tensor, how: Literal["sum", "max"], before: Callable[[str], None]) -> torch.Tensor:
+    def combine(self, value: torch.Tensor, how: Literal["sum", "max"], before: Callable[[str], Any]) -> torch.Tensor:
         """The sum or the maximum of `value` over all ranks; calls `before` when nothing is left but to exchange."""
         joined = value.clone()
         before(f"{how} {value.numel()}")
@@ -43,7 +43,7 @@ class TensorParallel:
         return gathered
 
     @contextmanager
-    def guarded(self, before: Callable[[str], None]) -> Iterator[None]:
+    def guarded(self, before: Callable[[str], Any]) -> Iterator[None]:
         """Inside, `before` is called in front of every collective of vLLM's layers with its name and size. What it
         raises is raised instead of the collective."""
 

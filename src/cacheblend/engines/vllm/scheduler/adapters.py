@@ -63,7 +63,6 @@ class RequestAdapters:
         self._came.pop(request.request_id, None)
 
     def take(self) -> list[Any]:
-        """The `LoRARequest`s that the workers have to look at, since the last call."""
         wanted, self._wanted = self._wanted, {}
         return list(wanted.values())
 

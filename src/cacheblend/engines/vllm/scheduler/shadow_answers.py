@@ -141,7 +141,6 @@ class AnswerDraws:
     # ---- a step -----------------------------------------------------------------------------------------
 
     def fill(self, jobs: StepJobs, *, has_requests: bool) -> None:
-        """Adds this step's checks to its jobs."""
         if self.watch is None:
             return
         now = time.monotonic()
@@ -154,7 +153,6 @@ class AnswerDraws:
             self._awaits_report = has_requests
 
     def reported(self, report: StepReport) -> None:
-        """Takes results, and the time that the check took."""
         if self.watch is None:
             return
         self._awaits_report = False
@@ -174,7 +172,6 @@ class AnswerDraws:
             self._show()
 
     def _next(self) -> CheckJob | None:
-        """The answer to be read in this step: one that has ended, or has as many tokens as are compared."""
         for request_id, drawn in [*self._drawn.items()]:
             if drawn.request.num_preemptions != drawn.preemptions:  # vLLM has freed its blocks
                 del self._drawn[request_id]

@@ -54,7 +54,6 @@ class FoundChunks:
 
     @property
     def is_blended(self) -> bool:
-        """Some loaded KV is not exact in this prompt."""
         return self.first_loaded < len(self.plan)
 
     def reused_share(self, start: int) -> float:
@@ -92,12 +91,7 @@ class LookUp:
         wait([self.future], max(0.0, self.began + seconds - time.monotonic()))
 
     def result(self) -> FoundChunks | None:
-        """What was found.
-
-        Raises:
-            TimeoutError: it did not end in time, and is not begun any more.
-            Exception: what the look-up raised.
-        """
+        """Raises TimeoutError: it did not end in time, and is not begun any more; or what the look-up raised."""
         self.drop()
         if self.future.cancelled():
             raise TimeoutError
@@ -165,7 +159,6 @@ class Tracked:
         return self.plain_tokens is None or max(start, self.found.first_loaded) >= self.plain_tokens
 
     def answer(self) -> dict[str, Any]:
-        """What the answer's `kv_transfer_params` say of this request."""
         done = self.outcome if self.outcome is not None and not self.outcome.failure else None
         shared = done is None and self.reason == SHARED
         chosen = None  # the rows to recompute

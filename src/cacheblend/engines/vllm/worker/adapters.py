@@ -34,7 +34,7 @@ class AdapterChangedError(CacheBlendError):
 
 
 class WorkerAdapters:
-    """The adapters of one rank; `timeout_s`: after so long without a slot a job is given up."""
+    """The adapters of one rank; after `timeout_s` without a slot a job is given up."""
 
     def __init__(self, loaded: LoadedAdapters | None, ranks: Ranks, timeout_s: float) -> None:
         self._loaded, self._ranks, self._timeout_s = loaded, ranks, timeout_s
@@ -78,12 +78,8 @@ class WorkerAdapters:
         return [index for index, is_late in enumerate(self._ranks.agree_each(late)) if is_late]
 
     def use(self, adapter: Adapter | None) -> None:
-        """Brings an adapter into a slot, where it stays for what is computed next; None: nothing to do.
-
-        Raises:
-            AdapterChangedError: vLLM holds other weights under its number.
-            Exception: whatever vLLM raises of an adapter that it cannot load.
-        """
+        """Brings an adapter into a slot, where it stays for what is computed next. Raises AdapterChangedError: vLLM
+        holds other weights under its number; or whatever vLLM raises of an adapter that it cannot load."""
         if adapter is None:
             return
         if self._loaded is None:

@@ -150,5 +150,4 @@ def join(calls: Sequence[LayerRows]) -> VllmLayerRunner:
 
 
 def _heads_first(rows: torch.Tensor) -> torch.Tensor:
-    """[n, heads, head_dim] to [heads, n, head_dim], a view."""
     return rows.transpose(0, 1)

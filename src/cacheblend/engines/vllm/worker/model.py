@@ -120,7 +120,6 @@ class BlendModel:
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _with_adapter(self, adapter: int, rows: int, modules: Any) -> AbstractContextManager[None]:
-        """Inside, these LoRA layers compute so many rows with an adapter."""
         return nullcontext() if self.adapters is None else self.adapters.applied(adapter, rows, modules)
 
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -177,7 +176,6 @@ class BlendModel:
 
     @contextmanager
     def answering(self, layer: int, answer: AttentionAnswer, adapter: int, rows: int) -> Iterator[None]:
-        """Inside, this layer has this attention, and computes so many rows with this adapter."""
         shim = self._shims[self.attention[layer].layer_name]
         shim.answer = answer
         kernels = decoder.computed_by(*self._kernels[layer], attribute="_forward_method")

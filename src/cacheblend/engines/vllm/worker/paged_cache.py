@@ -155,7 +155,6 @@ class PagedLayer:
 
     @property
     def _cache(self) -> torch.Tensor:
-        """The layer's cache; of eight bits as uint8."""
         cache: torch.Tensor = self._attention.kv_cache
         return cache.view(torch.uint8) if self.is_fp8 else cache
 

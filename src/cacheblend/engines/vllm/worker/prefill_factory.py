@@ -33,6 +33,15 @@ from cacheblend.engines.vllm.worker.paged_kv import PagedKV, open_pages
 from cacheblend.engines.vllm.worker.ranks import FINE, LOST, Ranks
 from cacheblend.engines.vllm.workspace import READ_AHEAD, READ_AHEAD_BYTES
 
+READ_THREADS = 16
+"""A prompt reads in one of them; when all hang in the store, further prompts wait for one, and fall back."""
+
+SentenceEnds = Callable[[], npt.NDArray[np.int64] | None]
+
+
+def no_sentence_ends() -> None:
+    """Nobody knows where a sentence ends."""
+
 
 class AgreedLoader(LayerLoader):
     """A loader that gives a layer on all ranks or on none: a rank that continued alone would wait for the others."""
@@ -55,12 +64,6 @@ class AgreedLoader(LayerLoader):
             names = list({span.name for span in self._plan.spans if span.name != RESIDENT})
             raise BlockLostError(names, reason)
         return kv
-
-
-SentenceEnds = Callable[[], npt.NDArray[np.int64] | None]
-
-READ_THREADS = 16
-"""A prompt reads in one of them; when all hang in the store, further prompts wait for one, and fall back."""
 
 
 class Opener:
@@ -96,11 +99,9 @@ class Opener:
         self._pages = open_pages(self._paged, model.head_shapes, *where, ranks, in_pages)
 
     def close(self) -> None:
-        """Ends the threads that read; waits for none of them."""
         self._threads.close()
 
     def blend(self, job: BlendJob) -> BlendedPrefill:
-        """A prefill that writes to the job's blocks of the paged cache."""
         device, layout, pages = self._model.device, self._model.layout, self._pages
         rows = RequestRows(job, self._groups, self._block_size, device)
         # Held rows that cannot be read any more are computed again here, and not written.
@@ -222,7 +223,3 @@ class Opener:
             return LayerLoader(*what, **how) if self._ranks.size == 1 else AgreedLoader(self._ranks, *what, **how)
 
         return BlendedPrefill(plan, open_runner, open_loader, selector, options)
-
-
-def no_sentence_ends() -> None:
-    """None: nobody knows where a sentence ends."""

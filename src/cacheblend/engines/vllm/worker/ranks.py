@@ -15,6 +15,7 @@ import logging
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -57,7 +58,7 @@ class Ranks:
             return
         self._is_over = False
         try:
-            with self._group.guarded(self._check):
+            with self._group.guarded(partial(self.agree, FINE)):
                 yield
             self.agree(FINE, _END)
         except Exception:
@@ -68,15 +69,8 @@ class Ranks:
             self._is_over = False
 
     def agree(self, state: int, at: str) -> int:
-        """The worst state of any rank, inside a section.
-
-        Args:
-            state: of this rank, `FINE` or `LOST`.
-            at: names the place; ranks that meet at different places have diverged.
-
-        Raises:
-            RankFailedError: another rank failed, or ranks have diverged.
-        """
+        """The worst state of any rank, inside a section; `state`: this one's, `FINE` or `LOST`. Raises RankFailedError:
+        another rank failed, or ranks have diverged, which is when they meet at places of different names."""
         if self._is_over:  # somebody caught the error; the other ranks have left
             raise RankFailedError
         found = state if self.size == 1 else self._exchange(state, at)
@@ -91,14 +85,11 @@ class Ranks:
 
     def combine(self, value: torch.Tensor, how: Literal["sum", "max"]) -> torch.Tensor:
         """The sum or the maximum of `value` over all ranks, inside a section; raises as `agree`."""
-        return value if self.size == 1 else self._group.combine(value, how, self._check)
+        return value if self.size == 1 else self._group.combine(value, how, partial(self.agree, FINE))
 
     def gather_heads(self, part: torch.Tensor) -> torch.Tensor:
         """Concatenates [kv_heads of a rank, ...] over all ranks, inside a section; raises as `agree`."""
         return part if self.size == 1 else self._group.gather_heads(part)
-
-    def _check(self, at: str) -> None:
-        self.agree(FINE, at)
 
     def _exchange(self, state: int, at: str) -> int:
         place = zlib.crc32(at.encode())

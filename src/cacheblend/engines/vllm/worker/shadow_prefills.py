@@ -78,17 +78,16 @@ class AnswerChecks:
         return rows
 
     def take_read(self) -> set[str]:
-        """Ended requests whose blocks are no longer needed, since the last call."""
+        """Ended requests whose blocks are no longer needed."""
         read, self._read = self._read, set()
         return read
 
     def take_ended(self) -> tuple[dict[int, Compared | str], float]:
-        """Results since the last call, see `StepReport`, and the seconds that the check took."""
+        """Results, see `StepReport`, and the seconds that the check took."""
         found, self._ended, self._seconds = (self._ended, self._seconds), {}, 0.0
         return found
 
     def drop_all(self, reason: str) -> None:
-        """Ends all checks without a result."""
         if self._under_way is not None:
             self._waiting.appendleft(self._under_way)
         while self._waiting:
@@ -115,7 +114,6 @@ class AnswerChecks:
         self._waiting.append(answer)
 
     def _advance(self) -> int:
-        """Opens a full prefill, or computes a tile of a layer of it, and compares when it is done; the tile's rows."""
         if self._under_way is None:
             self._under_way = self._waiting.popleft()
         answer = self._under_way

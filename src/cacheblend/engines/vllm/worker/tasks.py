@@ -65,12 +65,9 @@ class Task:
 
     @property
     def waiting_s(self) -> float:
-        """For the read that has not ended."""
         return 0.0 if self.waits_since is None else time.monotonic() - self.waits_since
 
     def begin_wait(self, read: "Future[Any]") -> None:
-        """The next layer is being read."""
-
         def note_end(read: "Future[Any]") -> None:
             self.read_at = time.monotonic()
 
@@ -99,9 +96,7 @@ class Readiness:
         self._left, self._is_idle = 0.0, False
 
     def begin_step(self, *, is_idle: bool) -> None:
-        """An engine step begins; `is_idle`: nobody else waits for it."""
-        self._is_idle = is_idle
-        self._left = IDLE_S if is_idle else PATIENCE_S
+        self._is_idle, self._left = is_idle, IDLE_S if is_idle else PATIENCE_S
 
     def of(self, tasks: Sequence[Task]) -> dict[Task, int]:
         """The state of each of these open tasks, the same on all ranks. May wait for as long as the step may."""

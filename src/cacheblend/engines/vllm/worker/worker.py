@@ -185,12 +185,9 @@ class Worker(Outbox):
 
     @torch.inference_mode()
     def step(self, jobs: StepJobs) -> None:
-        """Takes new jobs and computes layers until the step's budget is used or all jobs wait for the store.
-
-        New prompts are begun in the next step, see `StepJobs.blend`. Computes at least one tile of a layer if one is
-        there; a layer that the budget does not cover goes on in the next step. By as many rows as the shadow check
-        computes beyond the budget, the next step's is smaller.
-        """
+        """Takes new jobs and computes layers until the step's budget is used or all jobs wait for the store; at least
+        one tile of a layer if one is there. New prompts are begun in the next step, see `StepJobs`. By as many rows as
+        the shadow check computes beyond the budget, the next step's is smaller."""
         self._is_idle = jobs.is_idle
         self.adapters.begin_step(jobs.adapters, is_idle=jobs.is_idle)
         self._take(jobs)
@@ -225,7 +222,7 @@ class Worker(Outbox):
         return self.checks.take_read()
 
     def is_any(self, own: bool) -> bool:
-        """Something holds on any rank; all ranks call it."""
+        """Whether it is so on any rank; all ranks call it."""
         return bool(self._ranks.agree_each([int(own)])[0])
 
     @property
@@ -235,7 +232,6 @@ class Worker(Outbox):
 
     @property
     def captured(self) -> int:
-        """Chunks that need no more work since the start, whether they were stored or not."""
         return self._capture_writer.done
 
     def close(self) -> None:
@@ -271,7 +267,6 @@ class Worker(Outbox):
         self._chunks += len(jobs.capture)
 
     def _choose(self) -> list[Task]:
-        """The tasks to advance: prompts that need not wait for the store, then captures."""
         states = self._readiness.of([task for task in self._blends if task.prefill is not None])
         for task, state in states.items():
             if state not in (READY, WAITING):
@@ -340,7 +335,6 @@ class Worker(Outbox):
         task.prefill = self._opener.blend(job) if isinstance(job, BlendJob) else self._opener.capture(job, task.kv)
 
     def _finish(self, task: Task) -> None:
-        """What all ranks do for a task whose layers are computed."""
         assert task.prefill is not None
         if isinstance(task.job, CaptureJob):
             task.kv = self._capture_writer.gather(task.kv)
