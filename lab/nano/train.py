@@ -1,4 +1,4 @@
-"""Trains the model that ships: `python -m lab.nano.train --out FOLDER`, from the root of a checkout.
+"""Trains the model that ships: `python -m lab train --out FOLDER`, from the root of a checkout.
 
 A stage that misses its goal is extended if the recipe allows more steps, then restarted once with other random draws;
 if it misses the goal again, training fails. A checkpoint is saved every few minutes, and the same command resumes
