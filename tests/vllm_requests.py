@@ -9,6 +9,17 @@ from typing import Any
 
 import torch
 
+from cacheblend.core.load.capture import ChunkJob, manifest_of
+from cacheblend.core.names import as_token_ids
+from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
+from cacheblend.engines.identity import ModelIdentity
+from cacheblend.engines.settings import BlendSettings
+from cacheblend.engines.shadow import ShadowWatch
+from cacheblend.engines.vllm.config import ConnectorConfig
+from cacheblend.engines.vllm.internals import interface
+from cacheblend.engines.vllm.jobs import BlendOutcome, StepReport
+from cacheblend.engines.vllm.scheduler.chunk_finder import ChunkFinder, TenantPlanners
+from cacheblend.engines.vllm.scheduler.scheduler import Scheduling
 from cacheblend.store import MemoryStore
 
 SIZE = 16
@@ -97,16 +108,6 @@ def scheduling(
     **config: Any,
 ) -> Any:
     """A scheduler side over a store that holds these chunks of one tenant."""
-    from cacheblend.core.load.capture import ChunkJob, manifest_of
-    from cacheblend.core.names import as_token_ids
-    from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
-    from cacheblend.engines.identity import ModelIdentity
-    from cacheblend.engines.settings import BlendSettings
-    from cacheblend.engines.shadow import ShadowWatch
-    from cacheblend.engines.vllm.config import ConnectorConfig
-    from cacheblend.engines.vllm.scheduler.chunk_finder import ChunkFinder, TenantPlanners
-    from cacheblend.engines.vllm.scheduler.scheduler import Scheduling
-
     settings = ConnectorConfig(**{"lookup_timeout_s": 30.0, **config})  # the machine may be busy
     planners = TenantPlanners(ModelIdentity(None, "model", "float32", None, "a model"), settings.blend)
     planner = planners.of(salt)
@@ -141,8 +142,6 @@ def refusals(
     cache: str = "auto", lora: Any = None, speculative: Any = None, parallel: Any = None, hf: Any = None, **model: Any
 ) -> list[str]:
     """What is refused of a configuration of vLLM with these fields of its model and of that one's `hf_config`."""
-    from cacheblend.engines.vllm.internals import interface
-
     one = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "world_size": 1, "distributed_executor_backend": "uni"}
     config = SimpleNamespace(**(hf or {}))
     known = {"use_mla": False, "is_multimodal_model": False, "runner_type": "generate"} | model
@@ -159,8 +158,6 @@ def refusals(
 
 def reported(name: str, failure: str = "", **outcome: Any) -> Any:
     """The workers' report of a request's prompt."""
-    from cacheblend.engines.vllm.jobs import BlendOutcome, StepReport
-
     return StepReport(0, {name: BlendOutcome(failure, **outcome)})
 
 

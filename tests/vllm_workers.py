@@ -7,6 +7,12 @@ from typing import Any
 
 import torch
 
+from cacheblend.core.kernels.attention_spec import HeadShape
+from cacheblend.core.plan.blocks import KVLayout, LayerShape
+from cacheblend.core.select.selectors import Hkvd
+from cacheblend.engines.vllm.jobs import BlendJob
+from cacheblend.engines.vllm.worker.worker import Worker
+
 LAYERS = 4
 
 
@@ -42,19 +48,15 @@ class Prefill:
         report = SimpleNamespace(
             wait_s=0.0, load_s=0.0, fallbacks=[], recomputed_tokens=3, row_layers=LAYERS * self.active_rows
         )
-        plan = SimpleNamespace(hit_tokens=lambda: {"prefix": 0, "disk": 7}, __len__=lambda: 10)
-        return SimpleNamespace(report=report, plan=Planned(plan.hit_tokens()), read_s={"disk": 0.25})
+        return SimpleNamespace(report=report, plan=Planned(), read_s={"disk": 0.25})
 
     def close(self) -> None:
         self.is_closed = True
 
 
 class Planned:
-    def __init__(self, hits: dict[str, int]) -> None:
-        self._hits = hits
-
     def hit_tokens(self) -> dict[str, int]:
-        return self._hits
+        return {"prefix": 0, "disk": 7}
 
     def __len__(self) -> int:
         return 10
@@ -79,33 +81,18 @@ class Store:
 
 
 def make_worker(store: Any, group: Any, budget: int = 10_000, tile_rows: int = 100) -> Any:
-    from cacheblend.core.kernels.attention_spec import HeadShape
-    from cacheblend.core.plan.blocks import KVLayout, LayerShape
-    from cacheblend.core.select.selectors import Hkvd
-    from cacheblend.engines.vllm.worker import worker as module
-
-    layout = KVLayout((LayerShape(1, 2),) * LAYERS, torch.float32)
-    fields: dict[str, Any] = {
-        "adapters": None,
-        "layout": layout,
-        "device": torch.device("cpu"),
-        "total_kv_heads": 1,
-    }
-    fields["head_shapes"] = [HeadShape(1, 1, 2)] * LAYERS
-    return module.Worker(
-        SimpleNamespace(**fields, attention=[SimpleNamespace()] * LAYERS),  # type: ignore[arg-type]
-        store,
-        SimpleNamespace(codec="raw"),  # type: ignore[arg-type]
-        Hkvd(),
-        block_size=4,
-        budget=budget,
-        tile_rows=tile_rows,
-        group=group,
+    model: Any = SimpleNamespace(
+        adapters=None,
+        layout=KVLayout((LayerShape(1, 2),) * LAYERS, torch.float32),
+        device=torch.device("cpu"),
+        total_kv_heads=1,
+        head_shapes=[HeadShape(1, 1, 2)] * LAYERS,
+        attention=[SimpleNamespace()] * LAYERS,
     )
+    planner: Any = SimpleNamespace(codec="raw")
+    sizes = {"block_size": 4, "budget": budget, "tile_rows": tile_rows}
+    return Worker(model, store, planner, Hkvd(), **sizes, group=group)
 
 
 def blend(name: str, **fields: Any) -> Any:
-    from cacheblend.core.select.selectors import Hkvd
-    from cacheblend.engines.vllm.jobs import BlendJob
-
     return BlendJob(name, None, Hkvd(), 4, [[5, 6, 7]], **fields)  # type: ignore[arg-type]

@@ -340,8 +340,9 @@ def test_requests_that_were_under_way_when_the_ratio_changed_move_nothing() -> N
 
 
 def test_of_two_steps_counts_are_added_and_the_later_present_values_stay() -> None:
-    first = BlendStats(data={"requests": 1, "shadow": {"a": 1}, "shadow_kl": {"a": [1.0]}, "shadow_waiting": {"": 3.0}})
-    second = {"requests": 2, "shadow": {"a": 1, "b": 1}, "shadow_kl": {"a": [2.0], "b": [4.0]}}
+    one: dict[str, Any] = {"requests": {"": 1}, "shadow": {"a": 1}, "shadow_kl": {"a": [1.0]}}
+    first = BlendStats(data=one | {"shadow_waiting": {"": 3.0}})
+    second = {"requests": {"": 2}, "shadow": {"a": 1, "b": 1}, "shadow_kl": {"a": [2.0], "b": [4.0]}}
     both = first.aggregate(BlendStats(data=second | {"shadow_waiting": {"": 1.0}}))
     assert both.data["shadow"] == {"a": 2, "b": 1}
     assert both.data["shadow_kl"] == {"a": [1.0, 2.0], "b": [4.0]}

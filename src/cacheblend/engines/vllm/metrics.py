@@ -26,12 +26,8 @@ class Counts:
         self._lock = threading.Lock()
         self._values: dict[str, Any] = {}
 
-    def add(self, name: str, value: float) -> None:
-        with self._lock:
-            self._values[name] = self._values.get(name, 0) + value
-
-    def add_by(self, name: str, label: str, value: float) -> None:
-        """Adds to a counter that is kept by source or by reason."""
+    def add(self, name: str, value: float, label: str = "") -> None:
+        """Adds to a counter, of those that are kept by source or by reason to this one's."""
         with self._lock:
             labels = self._values.setdefault(name, {})
             labels[label] = labels.get(label, 0) + value
@@ -47,7 +43,7 @@ class Counts:
 
     def add_fallback(self, reason: str) -> None:
         """Counts stored KV that was computed instead of reused, or not stored; see `reasons`."""
-        self.add_by(FALLBACKS, reason, 1)
+        self.add(FALLBACKS, 1, reason)
         if reason not in DECISIONS and reason not in (LOST_BLOCK, NOT_WRITTEN):  # who met these has counted them
             count_failure(reason)
 
@@ -61,7 +57,7 @@ class Counts:
     def add_blend(self, outcome: BlendOutcome, result: PrefillResult) -> None:
         """Counts a prompt that was provided."""
         for source, count in outcome.hit_tokens.items():
-            self.add_by(HIT_TOKENS, source, count)
+            self.add(HIT_TOKENS, count, source)
         self.add("requests", 1)
         self.add("prompt_tokens", len(result.plan))
         self.add("recomputed_tokens", outcome.recomputed_tokens)
@@ -79,9 +75,9 @@ class Counts:
 
 
 class BlendStats(KVConnectorStats):
-    """`Counts` in the form that vLLM transports: numbers, and numbers or lists of them by label."""
+    """`Counts` in the form that vLLM transports: by name and label numbers, or lists of them."""
 
-    data: dict[str, Any]
+    data: dict[str, dict[str, Any]]
 
     def reset(self) -> None:
         self.data = {}
@@ -90,19 +86,16 @@ class BlendStats(KVConnectorStats):
         """The sum of two steps, of which `other` is the later one."""
         joined = dict(self.data)
         for name, value in other.data.items():
-            if isinstance(value, dict):
-                mine = {} if name in shadow_metrics.REPLACED else joined.get(name, {})
-                summed = {label: mine[label] + count if label in mine else count for label, count in value.items()}
-                joined[name] = joined.get(name, {}) | summed
-            else:
-                joined[name] = joined.get(name, 0) + value
+            mine = {} if name in shadow_metrics.REPLACED else joined.get(name, {})
+            summed = {label: mine[label] + count if label in mine else count for label, count in value.items()}
+            joined[name] = joined.get(name, {}) | summed
         return BlendStats(data=joined)
 
     def reduce(self) -> dict[str, int | float]:
         """All counts by one name each, for the log line."""
         flat: dict[str, int | float] = {}
         for name, value in self.data.items():
-            for label, count in value.items() if isinstance(value, dict) else (("", value),):
+            for label, count in value.items():
                 number = sum(count) / len(count) if isinstance(count, list) else count  # the mean of observations
                 flat[f"{name} {label}".strip()] = round(number, 4)
         return flat
@@ -140,31 +133,27 @@ class BlendPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        make = metric_types[Counter]
-        self._plain = {
-            name: make(name=f"vllm:cacheblend_{name}", documentation=words, labelnames=labelnames)
-            for name, words in _PLAIN.items()
-        }
-        self._labelled = {
-            name: make(name=f"vllm:cacheblend_{name}", documentation=words, labelnames=[*labelnames, label])
-            for name, (label, words) in _LABELLED.items()
+        known: dict[str, tuple[list[str], str]] = {name: ([], words) for name, words in _PLAIN.items()}
+        known |= {name: ([label], words) for name, (label, words) in _LABELLED.items()}
+        self._counters = {
+            name: metric_types[Counter](
+                name=f"vllm:cacheblend_{name}", documentation=words, labelnames=[*labelnames, *labels]
+            )
+            for name, (labels, words) in known.items()
         }
         settings = connector_settings(vllm_config)
         is_checked = settings is not None and read_config(settings).shadow_settings is not None
         self._shadow = shadow_metrics.ShadowPromMetrics(metric_types, labelnames) if is_checked else None
         self._engines = per_engine_labelvalues
         for values in per_engine_labelvalues.values():
-            for counter in self._plain.values():
-                counter.labels(*values).inc(0)  # shown from the start
+            for name in _PLAIN:
+                self._counters[name].labels(*values).inc(0)  # shown from the start
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Adds the counts of one step."""
         values = self._engines[engine_idx]
-        for name, value in transfer_stats_data.items():
-            if name in self._labelled:
-                for label, count in value.items():
-                    self._labelled[name].labels(*values, label).inc(count)
-            elif name in self._plain:
-                self._plain[name].labels(*values).inc(value)
+        for name, found in transfer_stats_data.items():
+            if name in self._counters:
+                for label, count in found.items():
+                    self._counters[name].labels(*values, *([label] if name in _LABELLED else [])).inc(count)
             elif self._shadow is not None and name in shadow_metrics.NAMES:
-                self._shadow.observe(name, value, list(values))
+                self._shadow.observe(name, found, list(values))

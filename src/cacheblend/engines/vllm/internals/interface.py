@@ -16,13 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from cacheblend.core.plan.blocks import ChunkManifest, KVLayout, LayerShape
-from cacheblend.engines.vllm.internals.kv_cache import refused_cache
-from cacheblend.engines.vllm.internals.latent_attention import (
-    is_latent,
-    refused_latents,
-    sparse_by_indexer,
-    write_latents,
-)
+from cacheblend.engines.vllm.internals.kv_cache import is_fp8, refused_cache
+from cacheblend.engines.vllm.internals.latent_attention import is_latent, write_latents
 
 __all__ = [
     "KVConnectorBase_V1",
@@ -197,6 +192,13 @@ def refusals(config: VllmConfig) -> list[str]:
     """Features of a configuration that blending was not tested with, by name; empty if there are none."""
     parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
     text = model.hf_text_config
+    beside_latents = [
+        "LoRA (leave --enable-lora out)" if getattr(config, "lora_config", None) is not None else "",
+        "an FP8 cache (use --kv-cache-dtype auto)" if is_fp8(cache, model.hf_config) else "",
+        "speculative decoding (leave it out)" if config.speculative_config is not None else "",
+    ]
+    named = ", ".join(filter(None, beside_latents)) if model.use_mla else ""
+    selected = getattr(text, "index_topk", None)  # DeepSeek-V3.2
     found = [
         (
             parallel.pipeline_parallel_size > 1,
@@ -206,15 +208,19 @@ def refusals(config: VllmConfig) -> list[str]:
         (parallel.data_parallel_size > 1, "data parallelism of a mixture of experts (start several servers instead)"),
         (getattr(parallel, "decode_context_parallel_size", 1) > 1, "decode context parallelism"),
         (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism"),
-        (bool(refused := refused_speculation(config.speculative_config)), refused),
-        (bool(refused := sparse_by_indexer(text)), refused),
-        (bool(refused := refused_latents(config)), refused),
+        (True, refused_speculation(config.speculative_config)),
+        (
+            bool(selected),
+            f"{getattr(text, 'model_type', 'a model')} with sparse attention to the {selected} tokens that an indexer "
+            "selects (index_topk): the indexer's own keys are not in the store",
+        ),
+        (bool(named), f"MLA attention beside {named}"),
         (model.runner_type == "pooling", "pooling models"),
         (
             str(parallel.distributed_executor_backend) == "external_launcher" and parallel.world_size > 1,
             "several ranks of an external launcher, each with a scheduler of its own",
         ),
-        (bool(refused := refused_cache(cache, model.hf_config)), refused),
+        (True, refused_cache(cache, model.hf_config)),
         (
             bool(getattr(model, "is_encoder_decoder", False)),
             "models of an encoder and a decoder (their layers attend to what the encoder read, beside the prompt)",
@@ -222,4 +228,4 @@ def refusals(config: VllmConfig) -> list[str]:
         (bool(getattr(model, "is_hybrid", False)), "layers with a recurrent state beside attention"),
         ((getattr(text, "num_kv_shared_layers", 0) or 0) > 0, "layers that share their KV cache"),
     ]
-    return [name for wrong, name in found if wrong]
+    return [name for wrong, name in found if wrong and name]

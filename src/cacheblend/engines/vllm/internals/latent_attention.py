@@ -1,11 +1,8 @@
 """Every use of vLLM's internals that concerns latent attention (MLA).
 
-    MLAAttention(q, latent, rotated)   [n, heads, key_dim + rotary_dim], [n, rank], [n, 1, rotary_dim]
-    its cache on CPUs                  [blocks, block size, rank + rotary_dim]: latent, then rotated part
-    W_UK_T, W_UV                       [heads, key_dim, rank], [heads, rank, value_dim]: what `kv_b_proj` does
-
-The model has turned the rotated part, and multiplied queries with everything that it multiplies them with, before its
-attention module is called; what gates the result comes after it.
+MLAAttention(q, latent, rotated)   [n, heads, key_dim + rotary_dim], [n, rank], [n, 1, rotary_dim]
+its cache on CPUs                  [blocks, block size, rank + rotary_dim]: latent, then rotated part
+W_UK_T, W_UV                       [heads, key_dim, rank], [heads, rank, value_dim]: what `kv_b_proj` does
 """
 
 from typing import Any
@@ -16,7 +13,6 @@ from cacheblend.core.errors import ModelNotBlendableError
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.kernels.latent import UpProjection, attend_absorbed, parts
 from cacheblend.engines.vllm.internals.attention_shim import AttentionShim
-from cacheblend.engines.vllm.internals.kv_cache import is_fp8
 
 _CHECKED_ROWS = 8
 
@@ -24,30 +20,6 @@ _CHECKED_ROWS = 8
 def is_latent(layer: Any) -> bool:
     """Whether an attention module keeps latents."""
     return type(layer).__name__ == "MLAAttention"
-
-
-def sparse_by_indexer(text_config: Any) -> str:
-    """What is refused of a model whose rows attend to those that an indexer selects (DeepSeek-V3.2); or ""."""
-    most = getattr(text_config, "index_topk", None)
-    if not most:
-        return ""
-    return (
-        f"{getattr(text_config, 'model_type', 'a model')} with sparse attention to the {most} tokens that an indexer "
-        "selects (index_topk): the indexer's own keys are not in the store"
-    )
-
-
-def refused_latents(config: Any) -> str:
-    """What is refused of a configuration with latent attention that is served without it; or ""."""
-    if not config.model_config.use_mla:
-        return ""
-    found = [
-        (getattr(config, "lora_config", None) is not None, "LoRA (leave --enable-lora out)"),
-        (is_fp8(config.cache_config, config.model_config.hf_config), "an FP8 cache (use --kv-cache-dtype auto)"),
-        (config.speculative_config is not None, "speculative decoding (leave it out)"),
-    ]
-    named = ", ".join(name for wrong, name in found if wrong)
-    return f"MLA attention beside {named}" if named else ""
 
 
 def kept_width(layer: Any) -> int:

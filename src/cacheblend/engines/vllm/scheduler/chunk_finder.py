@@ -99,22 +99,15 @@ class ChunkFinder:
         self._pool, self._lookups = DaemonPool(THREADS, "cacheblend-lookup"), list[LookUp]()
         self._listing: ChunkListing | None = None
         self._keeps_events = keeps_events
+        least, fresh_s = config.min_match_tokens, min(FRESH_S, config.lookup_timeout_s / 4)
         if config.match_content:
-            anchor = join_ids(planners.of().anchor.segments(None))
-            self._listing = ChunkListing(
-                store,
-                anchor,
-                config.min_match_tokens,
-                config.refresh_s,
-                fresh_s=min(FRESH_S, config.lookup_timeout_s / 4),
-                keeps_changes=keeps_events,
-            )
+            anchor, how = join_ids(planners.of().anchor.segments(None)), (least, config.refresh_s)
+            self._listing = ChunkListing(store, anchor, *how, fresh_s=fresh_s, keeps_changes=keeps_events)
         self._discovery: Discovery[tuple[Planner, Adapter | None]] | None = None
         self._counted = DiscoveryFigures()
         self._discovered: dict[BlockName, Run] = {}  # sent to be captured, by chunk
         if self._listing is not None and config.discover and settings.config.capture:
-            least, watched = config.min_match_tokens, settings.config.watch_tokens
-            self._discovery = Discovery(store, self._listing, least, watched)
+            self._discovery = Discovery(store, self._listing, least, settings.config.watch_tokens)
 
     def start(
         self, token_ids: TokenIds, options: RequestOptions, cache_salt: str | None, adapter: Adapter | None = None

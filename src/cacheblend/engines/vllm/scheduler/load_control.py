@@ -3,10 +3,8 @@
     look-up in a thread   plan ──> decide ──> plan without slow blocks, a higher ratio or none
     workers' report       plan, outcome ──> learn
 
-The core's controller decides. It needs to know how long computing takes: from a cost model's file, from the workers'
-measurement at the start, or from the first outcome that tells its computing time. Before that everything stored is
-loaded. Tiers are learnt from what reading them took; one that nobody has read counts as fast as memory. A tier that was
-left out is read again some day, as its slowness is forgotten little by little.
+The core's controller decides. It needs to know how long computing takes: from a cost model's file, or from the first
+outcome that tells its computing time. Before that everything stored is loaded.
 """
 
 import math

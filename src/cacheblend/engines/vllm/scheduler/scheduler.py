@@ -298,7 +298,7 @@ class Scheduling:
         if self._paused[1] != OTHER_WEIGHTS:
             self._finder.watch(tracked)
         if tracked.why_not:
-            self.counts.add_by(NOT_BLENDED, tracked.why_not, 1)
+            self.counts.add(NOT_BLENDED, 1, tracked.why_not)
         return tracked.answer()
 
     def holds(self, request: Any) -> bool:

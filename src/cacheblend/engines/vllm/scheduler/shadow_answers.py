@@ -6,8 +6,6 @@
 
 A tile of a full prefill is computed in a step without requests at once, else when as many times its seconds have passed
 as make it the check's share of the time, however much else there is.
-
-Knows requests and clocks; does not know who computes.
 """
 
 import math
@@ -165,9 +163,9 @@ class AnswerDraws:
                 continue
             text = names.joined(*self.watch.add(labels, result, step))
             agreed = sum(result.agreed)
-            self._counts.add_by(names.COMPARED, text, 1)
-            self._counts.add_by(names.TOKENS, names.joined(text, "yes"), agreed)
-            self._counts.add_by(names.TOKENS, names.joined(text, "no"), len(result.agreed) - agreed)
+            self._counts.add(names.COMPARED, 1, text)
+            self._counts.add(names.TOKENS, agreed, names.joined(text, "yes"))
+            self._counts.add(names.TOKENS, len(result.agreed) - agreed, names.joined(text, "no"))
             self._counts.add_to(names.KL, text, result.kl)
             self._show()
 
@@ -198,7 +196,7 @@ class AnswerDraws:
     def _drop(self, reason: str) -> None:
         assert self.watch is not None
         self.watch.drop(reason)
-        self._counts.add_by(names.DROPPED, reason, 1)
+        self._counts.add(names.DROPPED, 1, reason)
         self._show_waiting()
 
     def _show_waiting(self) -> None:
@@ -219,6 +217,6 @@ class AnswerDraws:
             self._counts.put(names.RATIO, {"": figures.ratio})
         changes = figures.raised, figures.lowered
         for direction, now, before in zip(("raised", "lowered"), changes, self._changes, strict=True):
-            self._counts.add_by(names.CHANGES, direction, now - before)
+            self._counts.add(names.CHANGES, now - before, direction)
         self._changes = changes
         self._show_waiting()

@@ -5,14 +5,10 @@ ends with the run, and all sequences share the prompt's blocks:
 
     active rows   2 3 . . 6 . 8 9        sequences   0..3 (rows 2 3)   0..6 (row 6)   0..9 (rows 8 9)
 
-The kernel applies windows, caps and sinks itself. With long runs it is as fast as in vLLM's own prefill. Where
-`core.kernels` is faster than the kernel, rows are attended to over the prompt's own buffers: in float32 all, in
+Where `core.kernels` is faster than the kernel, rows are attended to over the prompt's own buffers: in float32 all, in
 bfloat16 those of short runs where the processor multiplies bf16 matrices fast but has no AMX, which the kernel does in
-float32. Of an FP8 cache the kernel attends to what is in the cache, as vLLM does, and always serves: the prompt's own
-buffers are not rounded.
-
-For CPUs only: runs cannot be found without waiting for a device, and a GPU's kernels are not made for many short
-sequences. There rows attend by `core.kernels`, in the cache itself (`paged_kv`) or over the prompt's own buffers.
+float32. Of an FP8 cache the kernel always serves, since those buffers are not rounded. For CPUs only: runs cannot be
+found without waiting for a device, and a GPU's kernels are not made for many short sequences.
 """
 
 import math

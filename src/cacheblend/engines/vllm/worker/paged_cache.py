@@ -5,15 +5,15 @@
     group with a window  | 0 | 0 | 0 | 0 | 0 | 0   | 0 | 0  | 8   | 3        |    written from the first block on
       held for it        | 0 | 0 | 0 | 5 |                                         what rows right behind them see
 
-Each group of layers has a table of blocks. Rows that are recomputed may see rows that the window of the prompt's last
-token has passed: a layer of such a group is computed in buffers of the prompt's length, one layer at a time, and what
-the last token still sees is copied to vLLM's blocks.
+Rows that are recomputed may see rows that the window of the prompt's last token has passed: a layer of such a group is
+computed in buffers of the prompt's length, one layer at a time, and what the last token still sees is copied to vLLM's
+blocks.
 
-Rows are written by the backend, which also rounds them where the cache has eight bits. The layout of a block depends on
-backend, version and machine, and backends offer a way to write rows but none to read them. So known numbers are written
-through the backend to vLLM's null block, which belongs to no request, and searched for in it. That gives the place of
-every (key or value, head, row, dimension) in a block, in any layout that keeps numbers unchanged, or rounds them to
-eight bits: which of the two types is also found out, since some backends know one only, whatever it is called.
+The layout of a block depends on backend, version and machine, and backends offer a way to write rows but none to read
+them. So known numbers are written through the backend to vLLM's null block, which belongs to no request, and searched
+for in it. That gives the place of every (key or value, head, row, dimension) in a block, in any layout that keeps
+numbers unchanged, or rounds them to eight bits: which of the two types is also found out, since some backends know one
+only, whatever it is called.
 """
 
 import math

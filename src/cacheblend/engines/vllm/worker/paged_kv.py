@@ -4,9 +4,9 @@
     blocks    | 7 | 2        | 9 | 4 | 1 | 11 | 5                 |        any of the cache's, in the prompt's order
     written   never          | placed, or fresh rows
 
-No layer is gathered, and none has buffers of its own: a row is copied out of its block only where it is compared with a
-fresh one, or where the question's pass asks for it. Used where the cache's layout has strides and `core.kernels` serves
-the device; else a prompt has dense buffers (`LayerKV`), which are copied to the cache layer by layer.
+A row is copied out of its block only where it is compared with a fresh one, or where the question's pass asks for it.
+Used where the cache's layout has strides and `core.kernels` serves the device; else a prompt has dense buffers
+(`LayerKV`), which are copied to the cache layer by layer.
 """
 
 import logging

@@ -4,11 +4,9 @@
                          |                   |                   |
     rank 1   section:  check, all-reduce   check, all-reduce   an error: says FAILED      the error
 
-A section is a stretch of work whose end all ranks reach: opening a prompt, one layer of a batch, finishing a prompt. In
-it, each collective is preceded by an exchange of states on the host. A rank that fails takes part in one more exchange,
-whichever the others are at, and says so there: every exchange has all ranks, and no rank enters a collective that
-another one has left. Ranks whose work has diverged would wait for each other, or mix up rows; the same exchange shows
-it, and it counts as a failure.
+A section is a stretch of work whose end all ranks reach. In it, each collective is preceded by an exchange of states on
+the host. A rank that fails takes part in one more exchange, whichever the others are at, and says so there: no rank
+enters a collective that another one has left. The same exchange shows ranks whose work has diverged.
 """
 
 import logging

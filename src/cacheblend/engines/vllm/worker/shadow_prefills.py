@@ -5,8 +5,7 @@
                 blended KV in vLLM's cache,
                 in the step that delivers it
 
-Nothing is written to vLLM's cache. All ranks do the same, and fail together; whatever goes wrong ends a check, never a
-request. Knows prefills and ranks. Does not know who draws, nor when there is time.
+Nothing is written to vLLM's cache. Whatever goes wrong ends a check, never a request.
 """
 
 import logging
