@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 
 from cacheblend.core.errors import StoreFullError
+from cacheblend.core.plan.blocks import Block
 from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore, open_store
 from cacheblend.store.format.block_file import encode_block, encode_chain
 from campaign import rotating, share
 from redis_server import needs_redis, redis_server
 from store_blocks import make_block, make_chain, same_bits
 
-THREADS, HELD, WRITTEN, PINNED = 16, 12, 60, 3
+THREADS, WRITTEN, PINNED = 16, 60, 3
+BOUND = 12 * sum(len(part) for part in encode_block(make_block(0, tokens=9)))
 SECONDS = share(30)
 WANTED = ("new", "read", "missed", "deleted")
 """A run goes on until each of these happened more than ten times: a busy machine needs longer for them."""
@@ -28,8 +30,8 @@ LOOKS = 3
 class Load:
     """What the threads do, and what they saw that must not be."""
 
-    def __init__(self, store: KVStore, bound: int, together: int) -> None:
-        self.store, self.bound = store, bound
+    def __init__(self, store: KVStore, together: int) -> None:
+        self.store = store
         self.chains = [make_chain(together, seed, tokens=9) for seed in range(0, WRITTEN, together)]
         self.blocks = [block for chain in self.chains for block in chain]
         self.pinned = self.blocks[:PINNED]
@@ -47,7 +49,9 @@ class Load:
         for thread in threads:
             thread.start()
         began = time.monotonic()
-        while self._lasts(time.monotonic() - began, seconds):
+        while not self.wrong and (elapsed := time.monotonic() - began) < seconds + AT_MOST_S:
+            if elapsed >= seconds and self.is_varied():
+                break
             over = [found for found in (self._over() for _ in range(LOOKS)) if found]
             if len(over) == LOOKS:
                 self.wrong += over[0]
@@ -65,11 +69,6 @@ class Load:
             for tier in held.tiers or (held,)
             if tier.bytes > (tier.max_bytes or 0) + (self.record_bytes if tier.tier == "memory" else self.file_bytes)
         ]
-
-    def _lasts(self, elapsed: float, seconds: float) -> bool:
-        if self.wrong or elapsed >= seconds + AT_MOST_S:
-            return False
-        return elapsed < seconds or not self.is_varied()
 
     def is_varied(self) -> bool:
         return min(self.done[what] for what in WANTED) > 10
@@ -95,11 +94,10 @@ class Load:
         elif what < 0.97 and block not in self.pinned:
             self.done["deleted"] += self.store.delete(block.name)
         elif what > 0.995:
-            self.store.prune(self.bound // 2)
+            self.store.prune(BOUND // 2)
             self.done["pruned"] += 1
 
-    def _read(self, block: object, rng: random.Random) -> None:
-        block = next(each for each in self.blocks if each is block)
+    def _read(self, block: Block, rng: random.Random) -> None:
         (entry,) = self.store.find([block.name])
         if entry is None:
             if block in self.pinned:
@@ -118,8 +116,8 @@ class Load:
             self.done["read"] += 1
 
 
-def check(store: KVStore, bound: int, capsys: pytest.CaptureFixture[str], together: int = 1) -> None:
-    load = Load(store, bound, together)
+def check(store: KVStore, capsys: pytest.CaptureFixture[str], together: int = 1) -> None:
+    load = Load(store, together)
     load.run(SECONDS)
     with capsys.disabled():
         print(f"\n{THREADS} threads, {SECONDS:g} s: {dict(load.done)}")
@@ -128,27 +126,21 @@ def check(store: KVStore, bound: int, capsys: pytest.CaptureFixture[str], togeth
     assert load.is_varied()
 
 
-def bound_of(blocks: int) -> int:
-    return blocks * sum(len(part) for part in encode_block(make_block(0, tokens=9)))
-
-
 @pytest.mark.parametrize(
     ("kind", "together"), rotating([("memory", 1), ("disk", 1), ("tiered", 3)], core=[("tiered", 3)])
 )
 def test_sixteen_threads(kind: str, together: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Blocks in files of their own, or as many as `together` in one."""
-    bound = bound_of(HELD)
-    store: KVStore = MemoryStore(bound // 4)  # it counts records without their headers
+    store: KVStore = MemoryStore(BOUND // 4)  # it counts records without their headers
     if kind != "memory":
-        disk = DiskStore(tmp_path, max_bytes=bound, durable=False)
-        store = disk if kind == "disk" else TieredStore(MemoryStore(bound // 8), disk)
+        disk = DiskStore(tmp_path, max_bytes=BOUND, durable=False)
+        store = disk if kind == "disk" else TieredStore(MemoryStore(BOUND // 8), disk)
     with store:
-        check(store, bound, capsys, together)
+        check(store, capsys, together)
 
 
 @needs_redis
 @pytest.mark.slow
 def test_sixteen_threads_on_a_server(capsys: pytest.CaptureFixture[str]) -> None:
-    bound = bound_of(HELD)
-    with redis_server() as server, open_store(f"{server.url}?max_bytes={bound}") as store:
-        check(store, bound, capsys)
+    with redis_server() as server, open_store(f"{server.url}?max_bytes={BOUND}") as store:
+        check(store, capsys)

@@ -4,6 +4,7 @@ import errno
 import gc
 import mmap
 import random
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,10 @@ import pytest
 import torch
 
 from cacheblend.core.errors import StoreFullError
-from cacheblend.store import DiskStore, MemoryStore, TieredStore
+from cacheblend.store import MemoryStore, TieredStore
 from cacheblend.store.residence import OnDevice, PageLocked, _register, _unregister
 from store_blocks import holds, make_block, same_bits
-from store_folders import failing
+from store_folders import disk, failing
 
 PAGE = 4096
 
@@ -92,7 +93,7 @@ def test_memory_that_cannot_be_locked_is_a_full_store_and_costs_no_answer(
     locks, block = Locks(most=0), make_block(1)
     with pytest.raises(StoreFullError, match="no memory left"):
         locked(locks).write(block)
-    with TieredStore(locked(locks), DiskStore(tmp_path, durable=False)) as store:
+    with TieredStore(locked(locks), disk(tmp_path)) as store:
         assert store.write(block)
         store.find([block.name])
         for _ in range(2):
@@ -219,38 +220,50 @@ def test_a_lock_that_fails_leaves_no_error_to_others(
     assert not driver.last
 
 
-@pytest.mark.parametrize("is_locked", [False, True], ids=["here", "locked"])
+FRONTS: dict[str, Callable[[int, random.Random], MemoryStore]] = {
+    "here": lambda bound, draw: MemoryStore(bound),
+    "locked": lambda bound, draw: locked(Locks(), bound),
+    "device": lambda bound, draw: MemoryStore(bound, residence=OnDevice(torch.device("cpu"))),
+    "full device": lambda bound, draw: MemoryStore(bound, residence=NoRoom(draw.randrange(12))),
+}
+
+
+@pytest.mark.parametrize("kind", FRONTS)
 @pytest.mark.parametrize("seed", range(8))
-def test_what_a_front_keeps_is_never_in_the_readers_memory(seed: int, is_locked: bool, tmp_path: Path) -> None:
-    """The reader's memory is overwritten after each read, as slabs are."""
-    draw = random.Random(seed)
-    blocks = [make_block(number, draw.choice([5, 40])) for number in range(6)]
-    bounds = [0, blocks[0].layout.block_bytes(5), blocks[0].layout.block_bytes(40), 1 << 30]
-    bound = draw.choice(bounds)
-    front = locked(Locks(), bound) if is_locked else MemoryStore(bound)
-    taken = list[torch.Tensor]()
+def test_whatever_a_front_keeps_is_a_cache_and_never_in_the_readers_memory(
+    seed: int, kind: str, tmp_path: Path
+) -> None:
+    """Whatever is asked; the reader's memory is overwritten after each read, as slabs are."""
+    draw = random.Random(f"{seed} {kind}")
+    blocks = [make_block(number, draw.choice([5, 40])) for number in range(8)]
+    small, whole = (blocks[0].layout.block_bytes(tokens) for tokens in (5, 40))
+    front = FRONTS[kind](draw.choice([0, small, whole, 3 * whole, 1 << 30]), draw)
+    tier, taken = "cuda" if "device" in kind else "memory", list[torch.Tensor]()
 
     def memory(nbytes: int) -> torch.Tensor:
         taken.append(torch.empty(nbytes, dtype=torch.uint8))
         return taken[-1]
 
-    with TieredStore(front, DiskStore(tmp_path, durable=False)) as store:
+    with TieredStore(front, disk(tmp_path)) as store:
         for block in blocks:
             store.back.write(block)
+        assert store.tier_names == (tier, "disk")
         for _ in range(12):
-            asked = draw.sample(blocks, draw.randrange(1, 6))
-            store.find([block.name for block in asked if draw.random() < 0.7])
-            layers = range(draw.randrange(3), 3)
+            asked = draw.sample(blocks, draw.randrange(1, 8))
+            entries = store.find([block.name for block in asked if draw.random() < 0.7])
+            assert all(entry is not None and entry.tier in (tier, "disk") for entry in entries)
+            first = draw.randrange(3)
+            layers = range(first, draw.randrange(first, 3) + 1)
             heads = draw.choice([None, slice(0, 1)])
-            for block, read in zip(
-                asked, store.read_layers([b.name for b in asked], layers, heads, memory), strict=True
-            ):
-                assert isinstance(read, list)
-                for layer, record in zip(layers, read, strict=True):
+            read = store.read_layers([block.name for block in asked], layers, heads, draw.choice([None, memory]))
+            for block, records in zip(asked, read, strict=True):
+                assert isinstance(records, list)
+                for layer, record in zip(layers, records, strict=True):
                     assert same_bits(record, block.records[layer][heads or slice(None)])
             for slab in taken:
                 slab.fill_(255)
             taken.clear()
+        assert front.stats().bytes <= front.max_bytes and front.stats().tier == tier
 
 
 @pytest.mark.parametrize("max_bytes", [0, 1 << 30])
@@ -262,40 +275,13 @@ def test_what_is_not_kept_is_read_into_the_readers_memory(max_bytes: int, tmp_pa
         taken.append(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    with TieredStore(MemoryStore(max_bytes), DiskStore(tmp_path, durable=False)) as store:
+    with TieredStore(MemoryStore(max_bytes), disk(tmp_path)) as store:
         for block in blocks:
             store.back.write(block)
         store.find([block.name for block in blocks[:2]])
         store.read_layers([block.name for block in blocks], range(3), None, memory)
     record = blocks[0].records[0].nbytes
     assert sum(taken) == (12 if not max_bytes else 6) * record
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_a_device_in_front_of_a_folder_is_a_cache_of_it(seed: int, tmp_path: Path) -> None:
-    """Whatever is asked, in front of whatever: with room for a few records the rest comes from behind."""
-    draw = random.Random(seed)
-    blocks = [make_block(number, draw.choice([5, 40])) for number in range(8)]
-    whole = blocks[0].layout.block_bytes(40)
-    residence = draw.choice([OnDevice(torch.device("cpu")), NoRoom(draw.randrange(12))])
-    front = MemoryStore(draw.choice([whole, 3 * whole, 1 << 30]), residence=residence)
-    with TieredStore(front, DiskStore(tmp_path, durable=False)) as store:
-        for block in blocks:
-            store.back.write(block)
-        assert store.tier_names == ("cuda", "disk")
-        for _ in range(12):
-            asked = draw.sample(blocks, draw.randrange(1, 8))
-            entries = store.find([block.name for block in asked])
-            assert all(entry is not None and entry.tier in ("cuda", "disk") for entry in entries)
-            first = draw.randrange(3)
-            layers = range(first, draw.randrange(first, 3) + 1)
-            heads = draw.choice([None, slice(0, 1)])
-            for block, read in zip(asked, store.read_layers([b.name for b in asked], layers, heads), strict=True):
-                assert isinstance(read, list)
-                for layer, record in zip(layers, read, strict=True):
-                    assert same_bits(record, block.records[layer][heads or slice(None)])
-        assert front.stats().bytes <= front.max_bytes
-        assert front.stats().tier == "cuda"
 
 
 def test_locked_pages_count_whole_and_where_fewer_can_be_locked_the_least_used_blocks_go(

@@ -258,6 +258,16 @@ def test_a_name_that_another_process_removed_has_freed_nothing(tmp_path: Path, m
         assert holds(other, new) and occupied(tmp_path) <= file_bytes(old) + 9000
 
 
+def test_another_process_writes_are_noticed(tmp_path: Path) -> None:
+    with disk(tmp_path, max_bytes=400_000) as store, disk(tmp_path, max_bytes=400_000) as other:
+        for seed in range(0, 400, 2):
+            store.write(make_block(seed))
+            other.write(make_block(seed + 1))
+        assert store.stats().bytes <= 400_000 * 33 // 32
+        assert store.stats().blocks > 80
+        assert holds(store, make_block(398)) and holds(store, make_block(399))
+
+
 def test_a_chain_is_stored_as_far_as_it_fits_and_removed_whole_after_its_time_to_live(tmp_path: Path) -> None:
     chain = make_chain(6, tokens=500)
     one = file_bytes(chain[:1])

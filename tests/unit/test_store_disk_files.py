@@ -477,17 +477,25 @@ def test_a_mount_that_turns_read_only_and_a_folder_that_vanishes(
 
 @pytest.mark.parametrize(("number", "stays"), [(errno.EIO, False), (errno.ENOMEM, True)])
 def test_only_the_disk_s_own_error_counts_as_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, stays: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int, stays: bool
 ) -> None:
     block = make_block(1)
     with disk(tmp_path) as store:
         store.write(block)
+        store.put_manifest(make_manifest(block))
         monkeypatch.setattr(os, "preadv", failing(number, lambda *a: True, os.preadv))
         with pytest.raises(BlockLostError, match=os.strerror(number)):
             store.read(block.name, 0)
         monkeypatch.undo()
         assert holds(store, block) == stays
         assert store.stats().damaged == (not stays)
+    with disk(tmp_path) as store:  # a manifest that cannot be opened is left out
+        monkeypatch.setattr(sealed_files, "open", failing(errno.EMFILE, lambda *a, **k: True, open), raising=False)
+        assert store.manifests() == store.verify() == []
+        assert "Too many open files; left out" in caplog.text
+        monkeypatch.undo()
+        assert [m.chunk_id for m in store.manifests()] == [block.name]
+        assert store.stats().damaged == 0
 
 
 def test_a_block_whose_folder_cannot_be_synced_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -501,21 +509,6 @@ def test_a_block_whose_folder_cannot_be_synced_is_not_kept(tmp_path: Path, monke
             assert everything(tmp_path) - {"lock"} == {"cacheblend.json"}
             (tmp_path / "blocks" / make_block(1).name.hex()[:2]).mkdir(exist_ok=True)
         assert store.write(make_block(1))
-
-
-def test_a_manifest_that_cannot_be_opened_is_left_out_and_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    block = make_block(1)
-    with disk(tmp_path) as store:
-        store.put_manifest(make_manifest(block))
-    with disk(tmp_path) as store:
-        monkeypatch.setattr(sealed_files, "open", failing(errno.EMFILE, lambda *a, **k: True, open), raising=False)
-        assert store.manifests() == store.verify() == []
-        assert "Too many open files; left out" in caplog.text
-        monkeypatch.undo()
-        assert [m.chunk_id for m in store.manifests()] == [block.name]
-        assert store.stats().damaged == 0
 
 
 def test_short_writes_and_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,9 @@ class KVStore(BlockSource):
     Every method may be called from any thread at any time; a store on a folder shares it with other
     processes. Use as a context manager, or call `close`.
 
+    Methods that list, count or change something raise `StoreError` where the store cannot be read, those that change
+    something `StoreReadOnlyError` where it cannot be written to. Reads and look-ups raise neither.
+
     Attributes:
         documents: what is known of the documents that its chunks are parts of.
     """
@@ -180,37 +183,22 @@ class KVStore(BlockSource):
 
     @abstractmethod
     def delete(self, name: BlockName) -> bool:
-        """Removes a block, pinned or not, and its pin; False if it was not held.
-
-        Raises:
-            StoreReadOnlyError: the store cannot be written to.
-        """
+        """Removes a block, pinned or not, and its pin; False if it was not held."""
 
     @abstractmethod
     def pin(self, names: Iterable[BlockName]) -> None:
         """Keeps these blocks from eviction, including blocks that are written later.
 
         Pins last as long as the store does (on a folder: across processes and restarts).
-
-        Raises:
-            StoreReadOnlyError: the store cannot be written to.
         """
 
     @abstractmethod
     def unpin(self, names: Iterable[BlockName]) -> None:
-        """Removes pins; names without a pin are ignored.
-
-        Raises:
-            StoreReadOnlyError: the store cannot be written to.
-        """
+        """Removes pins; names without a pin are ignored."""
 
     @abstractmethod
     def pinned(self) -> set[BlockName]:
-        """Names with a pin; blocks of these names need not be held. The set is a snapshot that the caller owns.
-
-        Raises:
-            StoreError: the store cannot be read.
-        """
+        """Names with a pin; blocks of these names need not be held. The set is a snapshot that the caller owns."""
 
     def are_pinned(self, names: Sequence[BlockName]) -> list[bool]:
         """Whether each block has a pin. Raises `StoreError` where the store cannot be read."""
@@ -231,17 +219,10 @@ class KVStore(BlockSource):
         """All chunks listed, ordered by `chunk_id`; a snapshot. Their blocks may have been evicted.
 
         A damaged manifest is reported, removed and left out.
-
-        Raises:
-            StoreError: the store cannot be read.
         """
 
     def listing_stamp(self) -> Hashable | None:
-        """A value that changes whenever a chunk is listed or taken off the list; None: the store cannot tell.
-
-        Raises:
-            StoreError: the store cannot be read.
-        """
+        """A value that changes whenever a chunk is listed or taken off the list; None: the store cannot tell."""
         return None
 
     @abstractmethod
@@ -250,27 +231,15 @@ class KVStore(BlockSource):
 
     @abstractmethod
     def delete_manifest(self, chunk_id: BlockName) -> bool:
-        """Takes a chunk off the list, its blocks stay; False if it was not listed.
-
-        Raises:
-            StoreReadOnlyError: the store cannot be written to.
-        """
+        """Takes a chunk off the list, its blocks stay; False if it was not listed."""
 
     @abstractmethod
     def stats(self) -> StoreStats:
-        """State and counters, a snapshot. On a folder this lists the files (about 5 us per block).
-
-        Raises:
-            StoreError: the store cannot be read.
-        """
+        """State and counters, a snapshot. On a folder this lists the files (about 5 us per block)."""
 
     @abstractmethod
     def verify(self, progress: Progress | None = None) -> list[Damage]:
-        """Reads and checks everything; damaged blocks and manifests are reported, removed if possible, and returned.
-
-        Raises:
-            StoreError: the store cannot be read.
-        """
+        """Reads and checks everything; damaged blocks and manifests are reported, removed if possible, and returned."""
 
     @abstractmethod
     def prune(self, max_bytes: int, progress: Progress | None = None) -> int:

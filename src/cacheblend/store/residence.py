@@ -7,7 +7,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,26 +33,14 @@ def default_memory_bytes() -> int:
     return min(4 << 30, physical // 4)
 
 
-class Residence(Protocol):
-    """Where records are kept."""
-
-    tier: str  # its name in entries and reports
-    copies: bool  # what is kept never shares memory with what was given; otherwise it may be the same tensor
-
-    def keep(self, records: Sequence[torch.Tensor]) -> Kept:
-        """The same records there, where each or all of them together own their memory; None: no memory is left."""
-
-    def taken(self, records: Sequence[torch.Tensor]) -> int:
-        """Bytes of memory that `keep` takes for them, at least their own."""
-
-
 class Here:
     """Ordinary memory: the records themselves, copied only where keeping them would keep a larger tensor alive."""
 
-    tier = "memory"
-    copies = False
+    tier = "memory"  # its name in entries and reports
+    copies = False  # whether what is kept never shares memory with what was given; else it may be the same tensor
 
     def keep(self, records: Sequence[torch.Tensor]) -> Kept:
+        """The same records there, where each or all of them together own their memory; None: no memory is left."""
         records = [record.contiguous() for record in records]
         storages = {record.untyped_storage().data_ptr(): record.untyped_storage().nbytes() for record in records}
         if sum(storages.values()) > sum(record.nbytes for record in records) * 9 // 8:
@@ -61,7 +48,8 @@ class Here:
         return records
 
     def taken(self, records: Sequence[torch.Tensor]) -> int:
-        return _nbytes(records)
+        """Bytes of memory that `keep` takes for them, at least their own."""
+        return sum(record.nbytes for record in records)
 
 
 class PageLocked:
@@ -80,8 +68,7 @@ class PageLocked:
         InvalidInputError: there is no GPU that could copy from it.
     """
 
-    tier = "memory"
-    copies = True
+    tier, copies = "memory", True
 
     def __init__(
         self,
@@ -155,8 +142,7 @@ class PageLocked:
 class OnDevice:
     """Memory of a GPU (of any device in tests)."""
 
-    tier = "cuda"
-    copies = True
+    tier, copies = "cuda", True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -169,14 +155,11 @@ class OnDevice:
             return None
 
     def taken(self, records: Sequence[torch.Tensor]) -> int:
-        return _nbytes(records)
+        return sum(record.nbytes for record in records)
 
 
+Residence = Here | PageLocked | OnDevice
 HERE = Here()
-
-
-def _nbytes(records: Sequence[torch.Tensor]) -> int:
-    return sum(record.nbytes for record in records)
 
 
 def _unlock(spare: deque[mmap.mmap], unregister: Callable[[int], None], most: int | None = None) -> int:

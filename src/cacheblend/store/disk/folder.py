@@ -20,7 +20,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from cacheblend.core.errors import StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
@@ -411,10 +411,10 @@ def remove_entry(path: str) -> None:
         os.rename(path, f"{path}.aside")
 
 
-def unlink(path: str) -> bool:
+def unlink(path: str, remove: Callable[[str], None] = os.unlink) -> bool:
     """Removes a file; False if it does not exist. Raises `StoreError`."""
     try:
-        os.unlink(path)
+        remove(path)
     except FileNotFoundError:
         return False
     except OSError as error:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 
 from cacheblend.core.names import BlockName
 from cacheblend.store.base import LOGGER_NAME, SMALL_FILE_BYTES
-from cacheblend.store.disk.folder import Folder, name_of_file, named_files, remove_entry, store_error
+from cacheblend.store.disk.folder import Folder, name_of_file, named_files, remove_entry, store_error, unlink
 from cacheblend.store.format.checksum import DamagedError
 from cacheblend.store.sealed import DOCUMENTS, MANIFESTS, Bytes, Sealed
 
@@ -82,14 +82,7 @@ class SealedFiles:
         return os.path.exists(self.where(kind, name))
 
     def delete_sealed(self, kind: str, name: BlockName) -> bool:
-        path = self.where(kind, name)
-        try:
-            remove_entry(path)
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            raise store_error(error, f"cannot remove {path}") from error
-        return True
+        return unlink(self.where(kind, name), remove_entry)
 
     def kinds(self) -> list[str]:
         """Folders that are empty but for the lock have no records."""
