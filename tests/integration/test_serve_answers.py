@@ -75,16 +75,11 @@ def test_a_stream_is_the_whole_answer_in_pieces(url: str) -> None:
     assert events[-1].usage.completion_tokens == answer.usage.completion_tokens
     assert events[-1].model_extra["cacheblend"]["generated_tokens"] == answer.usage.completion_tokens
 
-
-def test_every_event_of_a_stream_has_a_choice_unless_usage_is_asked_for(url: str) -> None:
-    events = list(ask(url, stream=True, n=2))
+    events = list(ask(url, stream=True, n=2))  # each has a choice, unless usage is asked for
     assert all(len(event.choices) == 1 for event in events)
     reasons = [event.choices[0].finish_reason for event in events]
     assert sum(reason is not None for reason in reasons) == 2 and reasons[-1]
     assert [("cacheblend" in (event.model_extra or {})) for event in events] == [False] * (len(events) - 1) + [True]
-
-
-def test_offsets_of_a_streams_tokens_are_those_of_the_whole(url: str) -> None:
     options: dict[str, Any] = {"model": "nano", "max_tokens": 6, "temperature": 0, "logprobs": 1, "prompt": QUESTION}
     answer = client(url).completions.create(**options)
     pieces = [e.choices[0].logprobs for e in client(url).completions.create(stream=True, **options)]
@@ -171,15 +166,12 @@ def test_choices_seeds_stops_and_log_probabilities(url: str) -> None:
     assert cut.choices[0].message.content == whole[: whole.index(stop)] and cut.choices[0].finish_reason == "stop"
 
 
-def test_documents_and_tool_messages_are_chunks(url: str) -> None:
+def test_documents_are_chunks_and_so_are_spans_of_token_ids(url: str) -> None:
     asked = [{"role": "user", "content": QUESTION}]
     documents = [{"title": f"note {n}", "text": text} for n, text in enumerate(PASSAGES)]
     report = extras(ask(url, messages=asked, max_tokens=2, extra_body={"documents": documents}))
     assert sum(report["hit_tokens"].values()) + report["missed_tokens"] > 0
     wait_until(lambda: len(httpx.get(f"{url}/v1/chunks").json()["data"]) >= len(set(PASSAGES)))
-
-
-def test_completions_of_texts_and_of_token_ids_with_spans(url: str) -> None:
     with BlendEngine.from_pretrained(model_path(), store="memory") as engine:
         assert engine.builder is not None
         ids, spans = engine.builder.encode("Read this. "), []
@@ -227,15 +219,13 @@ def test_chunks_of_token_ids_are_those_of_prompts_of_token_ids(url: str) -> None
         refused = httpx.post(f"{url}/v1/chunks", json={"chunks": [wrong]}, timeout=60)
         assert refused.status_code == 400, wrong
 
-
-def test_unpinning_a_chunk_leaves_what_another_pinned_one_shares() -> None:
-    with running(ServeSettings()) as url:
-        same = [300 + n % 700 for n in range(256)]
-        chunks = {"chunks": [{"token_ids": [*same, 7]}, {"token_ids": [*same, 8]}], "pin": True}
-        one, other = httpx.post(f"{url}/v1/chunks", json=chunks, timeout=60).json()["data"]
-        assert httpx.delete(f"{url}/v1/chunks/{one['id']}/pin").json()["pinned"] is False
-        pinned = {each["id"]: each["pinned"] for each in httpx.get(f"{url}/v1/chunks").json()["data"]}
-        assert pinned == {one["id"]: False, other["id"]: True}
+    same = [300 + n % 700 for n in range(256)]  # unpinning one leaves what another pinned one shares
+    chunks = {"chunks": [{"token_ids": [*same, 7]}, {"token_ids": [*same, 8]}], "pin": True}
+    one, other = httpx.post(f"{url}/v1/chunks", json=chunks, timeout=60).json()["data"]
+    assert httpx.delete(f"{url}/v1/chunks/{one['id']}/pin").json()["pinned"] is False
+    pinned = {each["id"]: each["pinned"] for each in httpx.get(f"{url}/v1/chunks?limit=1000").json()["data"]}
+    assert (pinned[one["id"]], pinned[other["id"]]) == (False, True)
+    httpx.delete(f"{url}/v1/chunks/{other['id']}/pin").raise_for_status()
 
 
 INTERRUPTED = signal.SIGINT, (0,)

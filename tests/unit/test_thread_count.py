@@ -225,25 +225,17 @@ print(json.dumps(["torch" in sys.modules, found]))
 
 def environment_of_the_command_line(**chosen: str) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMP", "GOMP", "KMP"))}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=kept | chosen, capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, env=kept | chosen, capture_output=True, text=True, check=True)
     has_torch, found = json.loads(done.stdout.splitlines()[-1])
     assert not has_torch
     return dict(found)
 
 
-def test_the_command_line_bounds_how_long_threads_spin() -> None:
+def test_the_command_line_bounds_how_long_threads_spin(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment_of_the_command_line(OMP_NUM_THREADS="2") == {"OMP_NUM_THREADS": "2", **BOUNDED}
-
-
-@pytest.mark.parametrize("chosen", [{"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "5"}, {"KMP_BLOCKTIME": "200"}])
-def test_the_users_own_choice_stands(chosen: dict[str, str]) -> None:
-    assert environment_of_the_command_line(**chosen) == chosen
-
-
-def test_nothing_is_set_once_torch_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would have no effect here, and one on other programs."""
+    for name, value in (("OMP_WAIT_POLICY", "ACTIVE"), ("GOMP_SPINCOUNT", "5"), ("KMP_BLOCKTIME", "200")):
+        assert environment_of_the_command_line(**{name: value}) == {name: value}, "the user's own choice stands"
     monkeypatch.setattr(os, "environ", environment := dict[str, str]())
-    bound_waiting()
+    bound_waiting()  # torch is loaded: it would have no effect here, and one on other programs
     assert environment == {}
