@@ -141,21 +141,3 @@ def test_first_tokens_and_logprobs_are_those_of_the_dense_oracle(
             errors.append(max(abs(value - float(right[int(token)])) for token, value in given.items()))
         assert errors[0] < 0.25, errors  # sums in another order, see above
         assert errors[1] > 1.0, errors  # an oracle that does not round answers otherwise
-
-
-def test_what_is_stored_does_not_depend_on_the_cache(llama: Served, tmp_path: Path) -> None:
-    """Names and bytes: servers with other caches share a folder, and each finds what the other stored."""
-    alone = ask(mixed(7, 6), alone=True)
-    files = {}
-    for cache in ("auto", "fp8", "fp8_e5m2"):
-        folder = tmp_path / cache
-        llama.run([alone], {"store": f"file://{folder}", "recompute_ratio": 1.0}, kv_cache_dtype=cache)
-        files[cache] = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    blocks = [path for path in files["auto"] if path.suffix == ".kv"] or [*files["auto"]]
-    assert len(blocks) >= 5
-    for cache in ("fp8", "fp8_e5m2"):
-        assert [*files[cache]] == [*files["auto"]]
-        assert all(files[cache][path].read_bytes() == files["auto"][path].read_bytes() for path in blocks)
-    found = llama.run([alone], {"store": f"file://{tmp_path}/auto", "recompute_ratio": 1.0}, kv_cache_dtype="fp8")
-    assert found["metrics"].get("vllm:cacheblend_captured_tokens", 0) == 0
-    assert found["metrics"]["vllm:cacheblend_requests"] >= 4

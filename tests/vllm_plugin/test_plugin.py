@@ -16,7 +16,6 @@ from vllm_models import MODELS
 from vllm_prompts import COUNT, FORGET, Asked, Texts, ask, prompts, rpc
 from vllm_running import EXTENDED, TWO_RANKS, Serve, Served, check_blended, check_oracle, dense, tokens
 
-SMALL = {"num_gpu_blocks_override": 44, "max_model_len": 1024, "block_size": 32, "enable_prefix_caching": False}
 ATTENTION = ("products", "kernel", "pages", "pages, triton")
 CORE = [*((family, "pages") for family in MODELS), ("llama", "products"), ("qwen3", "kernel"), ("llama", ATTENTION[-1])]
 """What every run draws: each family, and each way to attend."""
@@ -67,7 +66,8 @@ def test_prompts_at_ratio_one_answer_as_without_the_plugin(
 def test_a_preempted_request_is_provided_again(llama: Served, in_pages: bool) -> None:
     asked = prompts(6, 6, 3, held=4)
     long = ask(asked, sampling={"max_tokens": 48})
-    result = llama.run([ask(asked, alone=True), long], {"recompute_ratio": 1.0, "in_pages": in_pages}, **SMALL)
+    small = {"num_gpu_blocks_override": 44, "max_model_len": 1024, "block_size": 32, "enable_prefix_caching": False}
+    result = llama.run([ask(asked, alone=True), long], {"recompute_ratio": 1.0, "in_pages": in_pages}, **small)
     assert tokens(result["answers"][1]) == tokens(llama.plain(long))
     assert result["metrics"]["vllm:num_preemptions"] > 0
 

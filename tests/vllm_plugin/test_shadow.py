@@ -13,7 +13,19 @@ import pytest
 import torch
 
 from vllm_prompts import COUNT, FORGET, Asked, Texts, ask, prompts, rpc
-from vllm_running import EXTENDED, MINE, SHADOW, TWO_RANKS, Serve, Served, between, expected, found_in, tokens
+from vllm_running import (
+    EXTENDED,
+    MINE,
+    SHADOW,
+    TWO_RANKS,
+    Serve,
+    Served,
+    between,
+    check_shadow,
+    expected,
+    found_in,
+    tokens,
+)
 
 Run = Callable[..., dict[str, Any]]
 EVERY = {"logprobs": -1}
@@ -50,8 +62,7 @@ def test_what_is_found_is_what_a_dense_model_finds(
     answers = run(steps, family, recompute_ratio=0.3, in_pages=in_pages)["answers"]
     for number in range(len(kinds)):
         before, given, after = answers[1 + 2 * number : 4 + 2 * number]
-        right, found = expected(models[family], asked, given), found_in(between(before, after))
-        assert found == pytest.approx(right, rel=1e-3, abs=1e-3), kinds[number]
+        check_shadow(models[family], asked, given, before, after)
     assert answers[-1][f"{SHADOW}_waiting"] == 0
     assert found_in(between({}, answers[-1]))["_tokens no"] > 0  # or agreement would show nothing
 
@@ -232,9 +243,7 @@ def test_blended_plain_and_compared_requests_beside_another_connector(
     for name, behind in (("short", "before long"), ("long", "before both")):
         assert tokens(answers[name][::2]) == tokens(alone[name][::2])  # blended
         assert tokens(answers[name][1::2]) == tokens(none[name][1::2])  # plain
-        found = found_in(between(answers["before short" if name == "short" else "before long"], answers[behind]))
-        right = expected(model.model, blended, answers[name][::2])
-        assert found == pytest.approx(right, rel=1e-3, abs=1e-3)
+        check_shadow(model.model, blended, answers[name][::2], answers[f"before {name}"], answers[behind])
     assert tokens(answers["plain"]) == tokens(none["plain"])
     assert all(one["cached"] > 0 for one in answers["short"][1::2])  # the other has loaded them
     last = between(answers["before both"], answers["last"])
@@ -244,8 +253,7 @@ def test_blended_plain_and_compared_requests_beside_another_connector(
         assert left[1] - left[0] == len(both)
     else:
         assert tokens(answers["both"]) == tokens(alone["both"])
-        right = expected(model.model, both, answers["both"])
-        assert found_in(last) == pytest.approx(right, rel=1e-3, abs=1e-3)
+        check_shadow(model.model, both, answers["both"], answers["before both"], answers["last"])
     assert answers["last"][f"{SHADOW}_waiting"] == 0
     assert not any(value for name, value in answers["last"].items() if name.startswith(f"{SHADOW}_dropped"))
 

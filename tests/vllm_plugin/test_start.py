@@ -124,8 +124,18 @@ def test_what_is_refused_of_a_configuration(words: str, way_out: str, fields: di
     assert words in refused and way_out in refused
 
 
-def test_what_else_is_refused_by_name() -> None:
-    """Scales that change while serving would be 1 when blending reads them, and others later."""
+def test_what_else_is_known_of_a_configuration() -> None:
+    # Both sides know whether a cache is FP8, whether or not vLLM has said so to this process.
+    for cache, quantization, is_eight_bits in (
+        ("auto", {}, False),
+        ("bfloat16", {"kv_cache_scheme": SCHEME}, False),
+        ("fp8_e5m2", {}, True),
+        ("auto", {"kv_cache_scheme": SCHEME}, True),
+        ("auto", {"quantization": {"kv_cache_quant_algo": "FP8"}}, True),
+    ):
+        hf = SimpleNamespace(**({"quantization_config": quantization} if quantization else {}))
+        assert is_fp8(SimpleNamespace(cache_dtype=cache), hf) is is_eight_bits
+    # Scales that change while serving would be 1 when blending reads them, and others later.
     changing, hf = {"calculate_kv_scales": True}, SimpleNamespace()
     assert "calculate_kv_scales" in refused_cache(SimpleNamespace(cache_dtype="fp8", **changing), hf)
     assert refused_cache(SimpleNamespace(cache_dtype="auto", **changing), hf) == refused_speculation(None) == ""
@@ -155,21 +165,6 @@ def test_caches_are_refused_by_the_layers_that_were_made() -> None:
     ):
         with pytest.raises(ModelNotBlendableError, match=message):
             check_caches(layers)
-
-
-@pytest.mark.parametrize(
-    ("cache_dtype", "stored", "expected"),
-    [
-        ("auto", None, False),
-        ("bfloat16", {"kv_cache_scheme": SCHEME}, False),
-        ("fp8_e5m2", None, True),
-        ("auto", {"kv_cache_scheme": SCHEME}, True),  # whether or not vLLM has said so to this process
-        ("auto", {"quantization": {"kv_cache_quant_algo": "FP8"}}, True),
-    ],
-)
-def test_both_sides_know_whether_a_cache_is_fp8(cache_dtype: str, stored: Any, expected: bool) -> None:
-    hf = SimpleNamespace(**({} if stored is None else {"quantization_config": stored}))
-    assert is_fp8(SimpleNamespace(cache_dtype=cache_dtype), hf) is expected
 
 
 def test_queries_are_not_quantised_while_layers_run_for_a_blend() -> None:
@@ -361,7 +356,7 @@ def test_a_forward_that_vllm_has_set_is_put_back() -> None:
 
 
 def config_of(model: str = "m", connector: dict[str, Any] | None = None, **fields: Any) -> Any:
-    """Of vLLM, as far as it is read; `fields`: of the loading or of the model."""
+    """Of vLLM, as far as it is read; `fields`: of the loading, the cache or the model."""
     text = SimpleNamespace(intermediate_size=512)
     of_model = {
         "model": model,
@@ -385,7 +380,7 @@ def config_of(model: str = "m", connector: dict[str, Any] | None = None, **field
         kv_transfer_config=None if connector is None else SimpleNamespace(**connector),
         model_config=SimpleNamespace(**{name: fields.get(name, value) for name, value in of_model.items()}),
         load_config=SimpleNamespace(**{name: fields.get(name, value) for name, value in of_loading.items()}),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype=fields.get("cache_dtype", "auto")),
         parallel_config=SimpleNamespace(tensor_parallel_size=2),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=128),
         speculative_config=None,
@@ -411,6 +406,8 @@ def test_formats_precisions_and_latents_that_have_names_of_their_own(
     plain = fingerprint_folder(folder)
     for of_folder in ("auto", "safetensors", "runai_streamer"):
         assert named(folder, load_format=of_folder) == plain
+    for cache in ("fp8", "fp8_e5m2"):  # which does not change what is stored, see `test_pages`
+        assert named(folder, cache_dtype=cache) == plain
     others: list[dict[str, Any]] = [{"load_format": "dummy"}, {"load_format": "tensorizer"}]
     others += [{"load_format": "tensorizer", "model_loader_extra_config": {"tensorizer_uri": "s3://a"}}]
     assert len({plain, *(named(folder, **each) for each in others)}) == 4
