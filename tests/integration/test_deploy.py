@@ -83,20 +83,12 @@ def wait(pod: Pod, log: Path) -> None:
         time.sleep(0.2)
 
 
-def test_probes_need_no_key_and_everything_else_does(pod: Pod) -> None:
+def test_probes_need_no_key_everything_else_does_and_any_name_of_the_service_is_answered(pod: Pod) -> None:
     assert [pod.probe(name) for name in ("startupProbe", "livenessProbe", "readinessProbe")] == [200, 200, 200]
-    assert pod.get("/v1/models")[0] == 401
-    assert pod.get("/metrics")[0] == 401
-
-
-def test_the_metrics_key_reads_metrics_alone(pod: Pod) -> None:
+    assert pod.get("/v1/models")[0] == pod.get("/metrics")[0] == 401
     status, text = pod.get("/metrics", pod.metrics_key)
     assert status == 200 and b"cacheblend_requests_waiting 0.0" in text
-    assert pod.get("/v1/models", pod.metrics_key)[0] == 401
-    assert pod.get("/metrics", pod.key)[0] == 401
-
-
-def test_it_answers_a_client_by_any_name_of_the_service(pod: Pod) -> None:
+    assert pod.get("/v1/models", pod.metrics_key)[0] == pod.get("/metrics", pod.key)[0] == 401
     body = {"model": "nano", "prompt": "Where is the anchor?", "max_tokens": 2}
     status, answer = pod.get("/v1/completions", pod.key, body)
     assert status == 200, answer

@@ -268,21 +268,14 @@ def known() -> dict[str, set[str]]:
     return found
 
 
-def test_failures_are_counted_by_reason() -> None:
-    text = metrics_text()
+def test_dashboard_and_alerts_ask_for_metrics_and_labels_that_exist() -> None:
+    text, names = metrics_text(), known()
     assert 'cacheblend_fallbacks_total{reason="lost block"} 2.0' in text
     assert 'cacheblend_captures_given_up_total{reason="queue full"} 5.0' in text
     assert "cacheblend_requests_waiting 3.0" in text
-
-
-def test_every_metric_of_the_dashboard_exists() -> None:
     panels = json.loads((ROOT / "examples/grafana.json").read_text())["panels"]
     asked = {name for p in panels for t in p["targets"] for name in re.findall(r"cacheblend_\w+", t["expr"])}
-    assert len(asked) >= 10 and asked <= known().keys()
-
-
-def test_alerts_ask_for_metrics_and_labels_that_exist() -> None:
-    names = known()
+    assert len(asked) >= 10 and asked <= names.keys()
     for rule in rules():
         pytest.importorskip("promql_parser").parse(rule["expr"])
         for name, matchers in re.findall(r"(?<![:\w])(cacheblend_\w+)(?:\{([^}]*)\})?", rule["expr"]):
