@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from sound_models import SOUND, make_qwen2_audio
 from transformers import AutoTokenizer
 
 import vision
@@ -25,7 +24,7 @@ from cacheblend.nano import model_path
 from cacheblend.store import DiskStore
 from command_line import runner
 from quantised import quantised
-from vision_models import SHOWN
+from vision_models import SHOWN, SOUND, make_qwen2_audio
 from vllm_models import SHAPE, copy_model
 from vllm_prompts import COUNT, FORGET, NANO_VOCAB, Asked, Texts, ask, prompts, rpc
 from vllm_running import EXTENDED, SETTINGS, Serve, Vllm, check_blended, check_shadow, needs_avx512, tokens
