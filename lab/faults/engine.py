@@ -147,11 +147,11 @@ class Engine:
     def patient(self) -> Iterator[None]:
         """Inside, requests wait for look-ups however long a busy machine takes for them."""
         finder = self.mine._scheduling._finder
-        kept, finder.timeout_s = finder.timeout_s, PATIENT_S
+        kept, finder._timeout_s = finder._timeout_s, PATIENT_S
         try:
             yield
         finally:
-            finder.timeout_s = kept
+            finder._timeout_s = kept
 
     def count_blends_beside(self) -> None:
         """From now on `beside` counts."""
