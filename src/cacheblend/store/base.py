@@ -293,12 +293,9 @@ class FindCounter:
 
 
 def check_block(block: Block) -> None:
-    """Checks that name, token ids, records and layout of a block belong together.
-
-    Raises:
-        InvalidInputError: the name is not that of parent and token ids, there is no token or no layer, or a record
-            is not what the layout says, on the CPU.
-    """
+    """Checks that name, token ids, records and layout of a block belong together. Raises `InvalidInputError`: the name
+    is not that of parent and token ids, there is no token or no layer, or a record is not what the layout says, on the
+    CPU."""
     tokens, layout = len(block.token_ids), block.layout
     if tokens == 0 or not block.records:
         raise InvalidInputError(f"a block needs at least 1 token and 1 layer, got {tokens} and {len(block.records)}")

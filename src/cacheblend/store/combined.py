@@ -260,11 +260,8 @@ class TieredStore(CombinedStore):
     def read_layers(
         self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
     ) -> list[list[torch.Tensor] | BlockLostError]:
-        """Blocks that are not in memory are read from the back in one call.
-
-        In two if the front would keep records as they are, without a copy, and not all of them: what it keeps is never
-        in `memory`, which is somebody else's.
-        """
+        """Blocks that are not in memory are read from the back in one call. In two if the front would keep records as
+        they are, without a copy, and not all of them: what it keeps is never in `memory`, which is somebody else's."""
         found: dict[BlockName, list[torch.Tensor] | BlockLostError] = {}
         for name in dict.fromkeys(names):
             records = self._near(name, layers, heads)  # kept from here on: the front may evict it at any time

@@ -70,10 +70,8 @@ def document_name(root: BlockName, collection: str, document_id: str) -> BlockNa
 
 
 class DocumentRecords(ABC):
-    """The records of one store, for all tenants. Every method may be called from any thread at any time.
-
-    Every method raises `StoreError` where the store cannot be read, or is read-only and should be written.
-    """
+    """The records of one store, for all tenants. Every method may be called from any thread at any time. Every method
+    raises `StoreError` where the store cannot be read, or is read-only and should be written."""
 
     @abstractmethod
     def put(self, record: DocumentRecord) -> None:
@@ -102,19 +100,13 @@ class DocumentRecords(ABC):
     @abstractmethod
     def changing(self, root: BlockName) -> AbstractContextManager[object]:
         """A context that one thread of one process holds at a time, for each root: what is referred to does not change.
-
         A bucket has no locks: there, a chunk that is dropped while another process begins to refer to it is a miss, and
-        is computed by the next sync.
-        """
+        is computed by the next sync."""
 
 
 class MemoryDocuments(DocumentRecords):
-    """Records in memory.
-
-    Args:
-        make_room: called with the bytes of a record before it is kept; raises `StoreFullError`.
-        lock: held meanwhile, the store's own.
-    """
+    """Records in memory. `make_room`: called with the bytes of a record before it is kept; raises `StoreFullError`.
+    `lock`: held meanwhile, the store's own."""
 
     def __init__(self, make_room: Callable[[int], None], lock: AbstractContextManager[object]) -> None:
         self._records: dict[BlockName, dict[BlockName, DocumentRecord]] = {}

@@ -122,11 +122,8 @@ def eviction_of(name: str) -> Eviction:
 
 
 class Expiry:
-    """Times to live of one store's blocks, in seconds after their last use (None: no limit), by any one clock.
-
-    Raises:
-        InvalidInputError: a `ttl` that is not above 0.
-    """
+    """Times to live of one store's blocks, in seconds after their last use (None: no limit), by any one clock. Raises
+    `InvalidInputError`: a `ttl` that is not above 0."""
 
     def __init__(self, ttl: float | None) -> None:
         if ttl is not None and not ttl > 0:
@@ -164,12 +161,8 @@ class ManifestPlace(Protocol):
 
 
 class EmptyChunks:
-    """Removes the manifests of chunks of which no block is held. The caller holds the store's lock.
-
-    Args:
-        place: of the manifests; every method raises what it raises.
-        held: which of these blocks are held; marks none as used.
-    """
+    """Removes the manifests of chunks of which no block is held. The caller holds the store's lock. `place`: of the
+    manifests; every method raises what it raises. `held`: which of these blocks are held; marks none as used."""
 
     def __init__(self, place: ManifestPlace, held: Callable[[Sequence[BlockName]], AbstractSet[BlockName]]) -> None:
         self._place, self._held = place, held

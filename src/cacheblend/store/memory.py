@@ -202,10 +202,8 @@ class MemoryStore(KVStore):
             return True
 
     def offer(self, name: BlockName, entry: BlockEntry, layer: int, record: torch.Tensor) -> bool:
-        """Keeps one layer's whole record; False if it does not fit or is held already.
-
-        The block counts as held once every layer has been offered.
-        """
+        """Keeps one layer's whole record; False if it does not fit or is held already. The block counts as held once
+        every layer has been offered."""
         with self._lock:
             held = self._held.get(name)
             whole = entry.layout.block_bytes(len(entry.token_ids))
@@ -221,9 +219,7 @@ class MemoryStore(KVStore):
 
     def offer_heads(self, name: BlockName, layer: int, start: int, record: torch.Tensor) -> bool:
         """Keeps a layer's record of some heads, `start` the first of them; False if it does not fit or is held already.
-
-        Only `peek_heads` of the same heads gives it: a block of which some heads are held is not found.
-        """
+        Only `peek_heads` of the same heads gives it: a block of which some heads are held is not found."""
         key = heads_key(name, start, start + record.shape[0])
         with self._lock:
             held = self._held.get(key)

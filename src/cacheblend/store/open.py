@@ -111,12 +111,9 @@ def open_store(
 def check_store_url(
     url: str | Path | None, *, max_bytes: int | str | None = None, ram_bytes: int | str | None = None
 ) -> None:
-    """Checks what `open_store` is given; opens nothing, and touches no file, server or bucket.
-
-    Raises:
-        InvalidInputError: an unknown scheme, option or policy, a value out of range, a missing package, or stores that
-            cannot be combined in this way.
-    """
+    """Checks what `open_store` is given; opens nothing, and touches no file, server or bucket. Raises
+    `InvalidInputError`: an unknown scheme, option or policy, a value out of range, a missing package, or stores that
+    cannot be combined in this way."""
     parse_store_url(url, max_bytes=max_bytes, ram_bytes=ram_bytes)
 
 
@@ -154,11 +151,8 @@ def parse_store_url(
 
 
 def lasting_url(url: str) -> str:
-    """A store's URL without the memory in front of it: what is left when a process has ended.
-
-    Raises:
-        InvalidInputError: nothing is left; or as `check_store_url`.
-    """
+    """A store's URL without the memory in front of it: what is left when a process has ended. Raises
+    `InvalidInputError`: nothing is left; or as `check_store_url`."""
     check_store_url(url)
     lasting = [each for each in _each(url) if _split(each)[0] not in ("memory", "cuda")]
     if not lasting:
@@ -266,10 +260,8 @@ def _check_bare(path: str) -> None:
 
 
 def _meant_scheme(path: str) -> str | None:
-    """The scheme that a bare name looks like: in another case, between colons or blanks, or a letter away from it.
-
-    Of the short ones only the name itself: many words are a letter away.
-    """
+    """The scheme that a bare name looks like: in another case, between colons or blanks, or a letter away from it. Of
+    the short ones only the name itself: many words are a letter away."""
     word = re.sub(r"//.*", "", path).strip(": ").lower()
     if word in _OPTIONS:
         return word

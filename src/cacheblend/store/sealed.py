@@ -185,12 +185,8 @@ class Manifests:
 
 
 class Documents(DocumentRecords):
-    """The records of one place; each root is a kind of its own.
-
-    Args:
-        store: theirs, which says whether they may be written, and makes room for them.
-        place: where they are.
-    """
+    """The records of one place; each root is a kind of its own. `store`: theirs, which says whether they may be
+    written, and makes room for them. `place`: where they are."""
 
     def __init__(self, store: "SharedStore", place: SealedPlace) -> None:
         self._store, self._place, self._asking = store, place, store.asking

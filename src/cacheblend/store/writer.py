@@ -153,9 +153,7 @@ class WriteBehind:
 
     def withdraw(self, name: BlockName) -> bool:
         """Takes a waiting block out of the queue, and waits for it if it is being written; False if it did not wait.
-
-        Afterwards no block of this name that was submitted before reaches the store.
-        """
+        Afterwards no block of this name that was submitted before reaches the store."""
         with self._changed:
             queued = self._waiting.get(name)
             if queued is None:
@@ -186,10 +184,8 @@ class WriteBehind:
             return replace(self._counts, waiting=len(self._waiting))
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Accepts no more blocks, writes those that wait and ends the thread; may be called twice.
-
-        False if that takes longer than `timeout_s`: then all waiting blocks are dropped except those being written.
-        """
+        """Accepts no more blocks, writes those that wait and ends the thread; may be called twice. False if that takes
+        longer than `timeout_s`: then all waiting blocks are dropped except those being written."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

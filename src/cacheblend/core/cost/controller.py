@@ -34,24 +34,17 @@ _FIRST = 3  # passes that read such a tier before their median is believed: the 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a prompt loads and recomputes.
+    """What a prompt loads and recomputes."""
 
-    Attributes:
-        ratio: share of the loaded rows to recompute.
-        left_out: stored blocks that are computed instead of loaded.
-        load_s, compute_s, ttft_s, full_s: expected times, the last of a full prefill.
-        reason: one line for display.
-        reused: rows that are loaded and not exact.
-    """
-
-    ratio: float
-    left_out: frozenset[BlockName]
+    ratio: float  # share of the loaded rows to recompute
+    left_out: frozenset[BlockName]  # stored blocks that are computed instead of loaded
+    # load_s, compute_s, ttft_s, full_s: expected times, the last of a full prefill
     load_s: float
     compute_s: float
     ttft_s: float
     full_s: float
-    reason: str
-    reused: int = 0
+    reason: str  # one line for display
+    reused: int = 0  # rows that are loaded and not exact
 
 
 class Controller:
@@ -92,11 +85,8 @@ class Controller:
         return CostModel(prefills, tiers, self._overhead, self._measured.request_s)
 
     def decide(self, plan: BlendPlan, least: float | None = None) -> Decision:
-        """Which of the stored blocks are loaded, and the ratio; at least `least`, None: the floor.
-
-        Raises:
-            InvalidInputError: a ratio outside 0..1.
-        """
+        """Which of the stored blocks are loaded, and the ratio; at least `least`, None: the floor. Raises
+        `InvalidInputError`: a ratio outside 0..1."""
         least = self.floor if least is None else least
         check_ratio(least)
         found = [s for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)]
@@ -215,14 +205,12 @@ class _Taken:
     """A set of spans to load. A repeated chunk is read once.
 
     Attributes:
-        names: of the blocks.
-        by_tier: [blocks, tokens] that are read.
         exact, reused: rows of the prompt that are exact prefix, and all others.
     """
 
     def __init__(self, spans: Sequence[Span] = ()) -> None:
-        self.names: set[BlockName] = set()
-        self.by_tier: dict[str, list[int]] = {}
+        self.names: set[BlockName] = set()  # of the blocks
+        self.by_tier: dict[str, list[int]] = {}  # [blocks, tokens] that are read
         self.exact = self.reused = 0
         for span in spans:
             self.add(span)

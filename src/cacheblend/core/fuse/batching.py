@@ -86,9 +86,6 @@ class PrefillBatcher(Generic[Job]):
         tile_rows: maximum number of rows that go through a layer together.
         isolate: True: a failed job does not end the others. False: its error is raised at once, as needed with tensor
             parallelism, where all ranks must run the same jobs.
-
-    Attributes:
-        rows: that the last call of `advance` ran through the layer.
     """
 
     def __init__(self, join_layer: int, tile_rows: int, join: Join, *, isolate: bool = True) -> None:
@@ -98,7 +95,7 @@ class PrefillBatcher(Generic[Job]):
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
         self._under_way: tuple[list[Job], _TogetherPass] | None = None
-        self.rows = 0
+        self.rows = 0  # that the last call of `advance` ran through the layer
 
     def __iter__(self) -> Iterator[Job]:
         return iter([*self._running, *self._waiting])
@@ -121,11 +118,9 @@ class PrefillBatcher(Generic[Job]):
             running.drop(jobs.index(job))
 
     def next(self, is_ready: Callable[[Job], bool] = lambda job: True) -> list[Job]:
-        """The jobs to advance by one layer, all at the same layer; requires at least one job.
-
-        `is_ready`: whether a job's next layer can be computed; not asked of waiting jobs. Others are passed over, and
-        there are no jobs if none is ready.
-        """
+        """The jobs to advance by one layer, all at the same layer; requires at least one job. `is_ready`: whether a
+        job's next layer can be computed; not asked of waiting jobs. Others are passed over, and there are no jobs if
+        none is ready."""
         if self._under_way is not None:
             left = [job for job in self._under_way[0] if job in self._running]
             if left:
@@ -200,15 +195,11 @@ def run_together(
 
 
 class _TogetherPass:
-    """Several prompts on their way through a layer; for the arguments see `PrefillBatcher`. No row is computed yet.
-
-    Attributes:
-        errors: of each pass, None if it has not failed.
-    """
+    """Several prompts on their way through a layer; for the arguments see `PrefillBatcher`. No row is computed yet."""
 
     def __init__(self, passes: Sequence[LayerSteps], join: Join, tile_rows: int, isolate: bool) -> None:
         self._passes, self._join, self._tile_rows, self._isolate = passes, join, tile_rows, isolate
-        self.errors: list[Exception | None] = [None] * len(passes)
+        self.errors: list[Exception | None] = [None] * len(passes)  # of each pass, None if it has not failed
         self._waiting: dict[int, LayerRows] | None = None  # None: no pass has begun
 
     @property

@@ -238,10 +238,8 @@ class Asking:
         return False
 
     def _rows_of(self, span: FoundSpan) -> AskingRows:
-        """The span's rows and those behind it in its segment; of more than may ask, the first and the last ones.
-
-        Their attention to themselves does not count: that they are attended to is known.
-        """
+        """The span's rows and those behind it in its segment; of more than may ask, the first and the last ones. Their
+        attention to themselves does not count: that they are attended to is known."""
         candidates, segments = self._plan.candidate_rows, self._plan.segment_indices
         inside, behind = candidates[span.first : span.stop], candidates[span.stop : span.stop + ROWS_BEHIND]
         last = inside[-1]

@@ -9,37 +9,26 @@ from cacheblend.core.errors import InvalidInputError
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What a layer requires of attention besides causality.
+    """What a layer requires of attention besides causality."""
 
-    Attributes:
-        scaling: factor on the dot products.
-        window: the row at position p sees keys p - window + 1 .. p; None: 0 .. p.
-        softcap: logits become softcap * tanh(logits / softcap); None: unchanged.
-        sinks: [heads] logit of each head that takes part in the softmax and has no value; None: no sinks.
-        is_latent: keys and values are the halves of one vector, twice as wide, that queries are as wide as, and that is
-            both key and value (`latent`); so attention gives vectors of that width.
-    """
-
-    scaling: float
-    window: int | None = None
-    softcap: float | None = None
+    scaling: float  # factor on the dot products
+    window: int | None = None  # the row at position p sees keys p - window + 1 .. p; None: 0 .. p.
+    softcap: float | None = None  # logits become softcap * tanh(logits / softcap); None: unchanged
+    # [heads] logit of each head that takes part in the softmax and has no value; None: no sinks
     sinks: torch.Tensor | None = None
+    # keys and values are the halves of one vector, twice as wide, that queries are as wide as, and that is both key and
+    # value (`latent`); so attention gives vectors of that width
     is_latent: bool = False
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """A layer's heads, as far as kernels are compiled for them.
+    """A layer's heads, as far as kernels are compiled for them."""
 
-    Attributes:
-        heads: of the query; a multiple of `kv_heads`.
-        head_dim: numbers of a head, as attention sees it.
-        window, is_latent: see `AttentionSpec`; of a latent, what is placed is half as wide.
-    """
-
-    heads: int
+    heads: int  # of the query; a multiple of `kv_heads`
     kv_heads: int
-    head_dim: int
+    head_dim: int  # numbers of a head, as attention sees it
+    # window, is_latent: see `AttentionSpec`; of a latent, what is placed is half as wide
     window: int | None = None
     is_latent: bool = False
 

@@ -67,8 +67,7 @@ def attend_rows(
     splits: int | None = None,
 ) -> torch.Tensor:
     """As `attention.attend_rows`, head_dim up to 256, pages of any strides; positions are not checked, and a row sees
-    the keys that there are. `splits`: programs that share a tile's keys; None: as many as keep the device busy.
-    """
+    the keys that there are. `splits`: programs that share a tile's keys; None: as many as keep the device busy."""
     heads, rows, head_dim = query.shape
     out = query.new_empty(rows, heads, head_dim)
     if rows == 0:

@@ -16,16 +16,11 @@ FLOAT8 = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 
 @dataclass(frozen=True)
 class Float8:
-    """How a layer's cache keeps keys and values.
+    """How a layer's cache keeps keys and values."""
 
-    Attributes:
-        kind: of a byte, one of `FLOAT8`.
-        dtype: of the numbers, as the model computes them.
-        key_scale, value_scale: a byte's number times this is the number; above 0.
-    """
-
-    kind: torch.dtype
-    dtype: torch.dtype
+    kind: torch.dtype  # of a byte, one of `FLOAT8`
+    dtype: torch.dtype  # of the numbers, as the model computes them
+    # key_scale, value_scale: a byte's number times this is the number; above 0
     key_scale: float = 1.0
     value_scale: float = 1.0
 

@@ -240,11 +240,8 @@ def attend_rows(
     spec: AttentionSpec,
     block_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `attention.attend_rows`.
-
-    A kernel does not wait for the device, so it cannot check that positions are below the keys' length, nor that blocks
-    of `block_table` are in the cache: a row behind the keys sees all of them.
-    """
+    """See `attention.attend_rows`. A kernel does not wait for the device, so it cannot check that positions are below
+    the keys' length, nor that blocks of `block_table` are in the cache: a row behind the keys sees all of them."""
     if block_table is None:
         keys, values = attended(keys, values, spec)
     check_shapes(query, keys, values, positions, is_paged=block_table is not None)
@@ -316,12 +313,8 @@ def is_served(device: torch.device, dtype: torch.dtype, shape: HeadShape, *, flo
 def serve(
     device: torch.device, dtype: torch.dtype, shapes: Sequence[HeadShape] = (), *, float8: bool = False
 ) -> dict[str, Served[Any]]:
-    """What serves each operation; loads and checks the kernels, so that no request waits for it.
-
-    Args:
-        shapes: of a model's layers: kernels are checked, and compiled, for these as well.
-        float8: pages of eight bits are used too.
-    """
+    """What serves each operation; loads and checks the kernels, so that no request waits for it. `shapes`: of a model's
+    layers: kernels are checked, and compiled, for these as well. `float8`: pages of eight bits are used too."""
     fitting = tuple(dict.fromkeys(shape for shape in shapes if shape.head_dim <= _MAX_HEAD_DIM))
     placed = dict.fromkeys((shape.kv_heads, shape.placed_dim) for shape in shapes)
     heads = tuple(each for each in placed if each[1] <= _MAX_HEAD_DIM and not each[1] % 4)

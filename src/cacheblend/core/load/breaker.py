@@ -31,11 +31,8 @@ class CircuitBreaker:
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """The context of every call to the place; begins a pause if the call raises `StoreUnreachableError`.
-
-        Raises:
-            StoreUnreachableError: the place does not answer, or is paused: then the call is not made.
-        """
+        """The context of every call to the place; begins a pause if the call raises `StoreUnreachableError`. Raises
+        `StoreUnreachableError`: the place does not answer, or is paused: then the call is not made."""
         left = self._resume_at - time.monotonic()
         if left > 0:
             raise StoreUnreachableError(f"{self._place} did not answer; asked again in {left:.0f} s")

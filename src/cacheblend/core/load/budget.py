@@ -41,11 +41,9 @@ logger = logging.getLogger("cacheblend.store")
 
 
 class LateTiers:
-    """The tiers of one store that a request has given up: for a while no other one waits for them.
-
-    A tier is passed over for ten times as long as it was waited for, but `PAUSE_S` at least: so the requests that try
-    it again spend a tenth of their time on that, however long they wait. Safe to call from several threads.
-    """
+    """The tiers of one store that a request has given up: for a while no other one waits for them. A tier is passed
+    over for ten times as long as it was waited for, but `PAUSE_S` at least: so the requests that try it again spend a
+    tenth of their time on that, however long they wait. Safe to call from several threads."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self._now = clock or (lambda: time.monotonic())  # looked up when it is asked
@@ -121,10 +119,8 @@ class LoadBudget:
         self._measure, self._seconds = measure, self._given
 
     def wait(self, call: "Future[Any]", reading: Reading | None = None) -> bool:
-        """Waits for a call while the budget lasts; whether the call has ended.
-
-        `reading`: which tier the call asks, as it goes on; None: a look-up.
-        """
+        """Waits for a call while the budget lasts; whether the call has ended. `reading`: which tier the call asks, as
+        it goes on; None: a look-up."""
         asked = reading or (lambda: (LOOK_UP, -math.inf))
         while not call.done():
             tier, _ = asked()
@@ -175,19 +171,14 @@ class LoadBudget:
 
 
 class BudgetedSource:
-    """A source that answers within a request's budget: what it does not find or read in time is not there.
-
-    The store is asked in `threads`: at most so many calls hang. One that is late goes on there, and what it brings
-    stays in the tiers in front of the store, if there are some; the request does not get it.
-
-    Attributes:
-        is_late: a call was given up, or not made after others that were; no other is made.
-    """
+    """A source that answers within a request's budget: what it does not find or read in time is not there. The store is
+    asked in `threads`: at most so many calls hang. One that is late goes on there, and what it brings stays in the
+    tiers in front of the store, if there are some; the request does not get it."""
 
     def __init__(self, source: BlockSource, budget: LoadBudget, threads: DaemonPool) -> None:
         self._source, self._budget, self._threads = source, budget, threads
         self._tiers: dict[BlockName, str] = {}  # of blocks that were found
-        self.is_late = False
+        self.is_late = False  # a call was given up, or not made after others that were; no other is made
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         found = self._in_time("looking blocks up", LOOK_UP, self._source.find, names)

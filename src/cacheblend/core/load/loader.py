@@ -45,13 +45,9 @@ BYTES_PER_S = 1e8
 
 
 class ReadSize:
-    """Learns from each read how many layers the next one takes.
-
-    Args:
-        block_tokens, tokens: of a block, and of all blocks that are read.
-        at_once: bytes of a block in one read, at most, but always one layer's. Where reads are round trips, all layers
-            may be one.
-    """
+    """Learns from each read how many layers the next one takes. `block_tokens`, `tokens`: of a block, and of all blocks
+    that are read. `at_once`: bytes of a block in one read, at most, but always one layer's. Where reads are round
+    trips, all layers may be one."""
 
     def __init__(self, layout: KVLayout, block_tokens: int, tokens: int, at_once: int = AT_ONCE) -> None:
         self._most = -(-at_once * len(layout.layers) // max(1, layout.block_bytes(block_tokens)))
@@ -118,7 +114,6 @@ class LayerLoader:
             read and sent ahead, and placed by the caller of `layer`: a loader that was closed writes nowhere.
 
     Attributes:
-        read_s: seconds of reading the layers that were given, by tier.
         load_s: seconds of reading and of filling buffers, on the host.
         wait_s: seconds that callers of `layer` waited.
     """
@@ -170,7 +165,7 @@ class LayerLoader:
         self._first_tier = next((s.tier for s in self._spans), "")
         self._asked = "", 0.0  # the tier, and since when by the budget's clock
         self._reader: DaemonPool | CallsInOrder | None = None
-        self.read_s: dict[str, float] = {}
+        self.read_s: dict[str, float] = {}  # seconds of reading the layers that were given, by tier
         self.load_s = self.wait_s = 0.0
 
     @property
@@ -225,10 +220,8 @@ class LayerLoader:
         return self._asked if self.reading else (self._first_tier, 0.0)
 
     def awaited(self, index: int) -> "Future[Any] | None":
-        """The read that `layer` would wait for; None: `layer` returns, or raises, without waiting for the store.
-
-        Begins to read the layer and those ahead of it. A loader that reads in the caller's thread always answers None.
-        """
+        """The read that `layer` would wait for; None: `layer` returns, or raises, without waiting for the store. Begins
+        to read the layer and those ahead of it. A loader that reads in the caller's thread always answers None."""
         if index in self._given:
             return None
         self._schedule(index)

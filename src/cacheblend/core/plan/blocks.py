@@ -152,7 +152,6 @@ class BlockSource(Protocol):
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         """Entries of the named blocks, None where the block is not held. Marks the blocks as used. Never raises for a
         damaged or vanished block, but returns None for it."""
-        ...
 
     def read_layers(
         self,
@@ -172,14 +171,10 @@ class BlockSource(Protocol):
             heads: a run of heads, the same in each layer; None: all.
             memory: where records that the store does not hold in memory are put; None: in memory of their own.
         """
-        ...
 
     def round_trip_s(self, tier: str) -> float:
-        """Seconds that a read of this tier takes however little is read; 0: next to none, or not known yet.
-
-        So many layers are best read at once that their bytes take as long.
-        """
-        ...
+        """Seconds that a read of this tier takes however little is read; 0: next to none, or not known yet. So many
+        layers are best read at once that their bytes take as long."""
 
 
 class EmptySource:

@@ -30,31 +30,21 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd: 2 ** 64 over the golden rati
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """A run of a prompt that equals a part of a stored chunk.
+    """A run of a prompt that equals a part of a stored chunk."""
 
-    Attributes:
-        start, stop: first position in the prompt, and that after the last.
-        offset: place of the run's first token in the chunk.
-    """
-
+    # start, stop: first position in the prompt, and that after the last
     start: int
     stop: int
     chunk: ChunkManifest
-    offset: int
+    offset: int  # place of the run's first token in the chunk
 
     def __len__(self) -> int:
         return self.stop - self.start
 
 
 class ChunkIndex:
-    """The chunks of one store and model, by content. Not thread-safe.
-
-    Args:
-        min_tokens: shorter runs are not matched.
-
-    Raises:
-        InvalidInputError: `min_tokens` is below `SHORTEST`.
-    """
+    """The chunks of one store and model, by content. Not thread-safe. `min_tokens`: shorter runs are not matched.
+    Raises `InvalidInputError`: `min_tokens` is below `SHORTEST`."""
 
     def __init__(self, min_tokens: int = 64) -> None:
         if min_tokens < SHORTEST:
@@ -108,11 +98,9 @@ class ChunkIndex:
             self.add(kept)
 
     def match(self, token_ids: TokenIds) -> list[Match]:
-        """The runs of a prompt, or a part of it, that equal parts of stored chunks, ascending, without overlap.
-
-        Of overlapping runs the one that begins first is taken whole, and of several the longest. The rest of another
-        run counts if it is long enough.
-        """
+        """The runs of a prompt, or a part of it, that equal parts of stored chunks, ascending, without overlap. Of
+        overlapping runs the one that begins first is taken whole, and of several the longest. The rest of another run
+        counts if it is long enough."""
         matches: list[Match] = []
         covered = 0
         for start, stop, number, offset in sorted(self._runs(token_ids), key=lambda run: (run[0], -run[1])):
@@ -189,11 +177,9 @@ class _Windows:
 
 
 def window_hashes(token_ids: TokenIds) -> npt.NDArray[np.uint64]:
-    """[tokens - WINDOW + 1] hash of the window that begins at each token; empty for a text shorter than a window.
-
-    hash = sum of ids[j] * M ** (WINDOW - 1 - j), modulo 2 ** 64; computed by doubling the width: the hash
-    of a window is that of its two halves.
-    """
+    """[tokens - WINDOW + 1] hash of the window that begins at each token; empty for a text shorter than a window. hash
+    = sum of ids[j] * M ** (WINDOW - 1 - j), modulo 2 ** 64; computed by doubling the width: the hash of a window is
+    that of its two halves."""
     if len(token_ids) < WINDOW:
         return np.empty(0, dtype=np.uint64)
     hashes = token_ids.astype(np.uint64) + np.uint64(1)

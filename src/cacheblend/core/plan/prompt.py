@@ -78,11 +78,8 @@ def part_of(ids: Sequence[int] | npt.NDArray[np.integer], offset: int, tokens: i
 
 
 def run_of(found_in: ChunkManifest, offset: int, tokens: int) -> Segment:
-    """A run of a stored chunk: its KV is reused as far as the store holds it, and never stored again.
-
-    Raises:
-        InvalidInputError: the run lies outside the chunk.
-    """
+    """A run of a stored chunk: its KV is reused as far as the store holds it, and never stored again. Raises
+    `InvalidInputError`: the run lies outside the chunk."""
     if not (offset >= 0 and 0 < tokens <= len(found_in.token_ids) - offset):
         raise InvalidInputError(
             f"tokens {offset}..{offset + tokens - 1} of a chunk that has 0..{len(found_in.token_ids) - 1}"

@@ -47,24 +47,15 @@ Interval = tuple[int, int]
 
 @dataclass(eq=False)
 class Run:
-    """A text that recurs.
+    """A text that recurs."""
 
-    Attributes:
-        name: its identity: a hash of root and ids.
-        root: model, tenant and salt that it was seen under.
-        sightings: requests that had it, or the run that it was split from; at least two.
-        seen_at: number of the last request that had it.
-        weight: its sightings, decayed, at `seen_at`.
-        part_of: name of the run that it was split from.
-    """
-
-    name: BlockName
-    root: BlockName
+    name: BlockName  # its identity: a hash of root and ids
+    root: BlockName  # model, tenant and salt that it was seen under
     token_ids: TokenIds
-    sightings: int = 0
-    seen_at: int = 0
-    weight: float = 0.0
-    part_of: BlockName | None = None
+    sightings: int = 0  # requests that had it, or the run that it was split from; at least two
+    seen_at: int = 0  # number of the last request that had it
+    weight: float = 0.0  # its sightings, decayed, at `seen_at`
+    part_of: BlockName | None = None  # name of the run that it was split from
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -85,19 +76,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Learnt:
-    """What one request taught.
+    """What one request taught."""
 
-    Attributes:
-        new: runs that were seen for the second time, those of split runs among them.
-        seen: runs that were known.
-        split: runs that were replaced by the parts that they were split into.
-        forgotten: runs that were dropped because there were too many.
-    """
-
-    new: Sequence[Run] = ()
-    seen: Sequence[Run] = ()
-    split: Sequence[Run] = ()
-    forgotten: Sequence[Run] = ()
+    new: Sequence[Run] = ()  # runs that were seen for the second time, those of split runs among them
+    seen: Sequence[Run] = ()  # runs that were known
+    split: Sequence[Run] = ()  # runs that were replaced by the parts that they were split into
+    forgotten: Sequence[Run] = ()  # runs that were dropped because there were too many
 
 
 @dataclass(eq=False)
@@ -291,10 +275,8 @@ def _equal_length(ours: TokenIds, theirs: TokenIds) -> int:
 
 def winnowed(token_ids: TokenIds, root: BlockName, span: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
     """The fingerprints of a text: ([n] hashes, [n] positions of their windows, ascending), of `span` neighbours one.
-
     None for a text shorter than ``WINDOW + span - 1``. Of equal windows only the first `MOST_COPIES`: a text that
-    repeats itself, on purpose even, has few. Texts of different roots share none, but by chance.
-    """
+    repeats itself, on purpose even, has few. Texts of different roots share none, but by chance."""
     hashes = window_hashes(token_ids) ^ np.uint64(int.from_bytes(root[:8], "little"))
     if len(hashes) < span:
         return np.empty(0, np.uint64), np.empty(0, np.int64)
@@ -307,11 +289,8 @@ def winnowed(token_ids: TokenIds, root: BlockName, span: int) -> tuple[npt.NDArr
 
 
 class Fingerprints:
-    """Places by hash, of texts with ascending numbers. Not thread-safe.
-
-    Newer places come first in answers. Those of forgotten texts are dropped when new ones are sorted in; until then
-    they are answered.
-    """
+    """Places by hash, of texts with ascending numbers. Not thread-safe. Newer places come first in answers. Those of
+    forgotten texts are dropped when new ones are sorted in; until then they are answered."""
 
     def __init__(self) -> None:
         self._hashes = np.empty(0, np.uint64)  # ascending; of equal ones the older place first
@@ -363,11 +342,9 @@ class Fingerprints:
 
 
 def pieces_of(found: Sequence[Interval], taken: Sequence[Interval], shortest: int) -> list[Interval]:
-    """What the found intervals cover and the taken ones do not, cut where a found one begins or ends.
-
-    Each piece lies within a found interval, and the taken ones ascend. A piece shorter than `shortest` is joined to its
-    neighbour if one found interval has both; else it is left out.
-    """
+    """What the found intervals cover and the taken ones do not, cut where a found one begins or ends. Each piece lies
+    within a found interval, and the taken ones ascend. A piece shorter than `shortest` is joined to its neighbour if
+    one found interval has both; else it is left out."""
     ascending = sorted(found)
     starts, stops = [start for start, _ in ascending], list(accumulate((stop for _, stop in ascending), max))
     edges = sorted({edge for interval in found for edge in interval})

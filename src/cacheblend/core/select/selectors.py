@@ -123,7 +123,6 @@ class Selector(Protocol):
     def select(self, candidates: Candidates) -> torch.Tensor:
         """The candidates that stay active, on their device: [m] int64 indices into them, ascending. Or boolean [n], for
         which the host has to wait until the device knows how many there are."""
-        ...
 
 
 def as_mask(selected: torch.Tensor, candidates: int) -> torch.Tensor:
@@ -363,11 +362,9 @@ for _name, _declared in vars(Selector).items():
 
 @dataclass(frozen=True)
 class Late(Wrapper):
-    """Another selector, asked later than it says because earlier layers need all rows.
-
-    Checks that fall on the same layer are made once, with what the last of them keeps. `moved`: for each layer with a
-    check, ascending, the own check layer of the inner selector, which does without the question's attention.
-    """
+    """Another selector, asked later than it says because earlier layers need all rows. Checks that fall on the same
+    layer are made once, with what the last of them keeps. `moved`: for each layer with a check, ascending, the own
+    check layer of the inner selector, which does without the question's attention."""
 
     inner: Selector
     moved: tuple[tuple[int, int], ...]

@@ -174,10 +174,8 @@ class BlockFiles:
     def read(
         self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
     ) -> list[list[torch.Tensor] | BlockLostError]:
-        """Records as `KVStore.read_layers` returns them.
-
-        Without `memory` those of a block lie in memory of their own; with it, those of several blocks together.
-        """
+        """Records as `KVStore.read_layers` returns them. Without `memory` those of a block lie in memory of their own;
+        with it, those of several blocks together."""
         found: dict[BlockName, list[torch.Tensor] | BlockLostError] = {}
         wanted = list(dict.fromkeys(names))
         most = max(1, min(_BLOCKS_AT_ONCE, _BYTES_AT_ONCE // max(1, self.record_bytes(wanted, layers))))
@@ -479,11 +477,9 @@ def _pieces(wanted: WantedRecords, place: RecordPlace) -> tuple[tuple[int, int, 
 def read_blocks(
     blocks: Sequence[Known], wanted: WantedRecords, memory: RecordMemory | None, *, direct: bool = False
 ) -> list[list[torch.Tensor] | DamagedError | OSError]:
-    """Records of open blocks of which the same is wanted; what went wrong where a block cannot be read.
-
-    Blocks of one file that follow each other are read together. `memory` gives memory for all of them together; None:
-    each block has memory of its own.
-    """
+    """Records of open blocks of which the same is wanted; what went wrong where a block cannot be read. Blocks of one
+    file that follow each other are read together. `memory` gives memory for all of them together; None: each block has
+    memory of its own."""
     if memory is not None:
         together = memory(len(blocks) * wanted.nbytes)
         parts: Sequence[torch.Tensor] = together.view(len(blocks), wanted.nbytes).unbind(0)
@@ -509,10 +505,8 @@ def read_blocks(
 
 
 def _read_chain(blocks: Sequence[Known], wanted: WantedRecords, views: Sequence[memoryview], direct: bool) -> bool:
-    """Reads what is wanted of a file's blocks: one preadv for all that lies next to each other.
-
-    False if that fails, or direct reads cannot do it: then each block is read alone, so that it is known which cannot.
-    """
+    """Reads what is wanted of a file's blocks: one preadv for all that lies next to each other. False if that fails, or
+    direct reads cannot do it: then each block is read alone, so that it is known which cannot."""
     places = [
         (offset, view[start:stop])
         for known, view in zip(blocks, views, strict=True)

@@ -246,10 +246,8 @@ class Capacity:
         return freed + self._empty.evicted([block.name])
 
     def _victims(self, surplus: int) -> list[BlockFile]:
-        """The first blocks in the order of eviction, with twice the bytes, as some may turn out to be in use.
-
-        Keeps no other blocks in memory.
-        """
+        """The first blocks in the order of eviction, with twice the bytes, as some may turn out to be in use. Keeps no
+        other blocks in memory."""
         chosen: list[tuple[tuple[float, ...], BlockFile]] = []  # a heap, the last one in that order on top
         nbytes, gone = 0.0, self._files.known()
         for block in self.blocks() if surplus > 0 else ():

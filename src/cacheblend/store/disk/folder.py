@@ -236,8 +236,7 @@ class Folder:
         others: Sequence[str] = (),
     ) -> None:
         """Makes a file with this content appear at `target` in one step, replacing an existing one, and as hard links
-        at `others`. If it raises `OSError` no file is left, not even at `target` if it failed after that appeared.
-        """
+        at `others`. If it raises `OSError` no file is left, not even at `target` if it failed after that appeared."""
         path, fd = self._new_temporary()
         made = [path]
         try:
@@ -321,11 +320,8 @@ class Folder:
 
     @contextlib.contextmanager
     def locked(self, part: Path | None = None) -> Iterator[None]:
-        """A context that one process at a time holds (any number, if the disk is too full for the lock's file).
-
-        Args:
-            part: the folder whose file ``lock`` is locked; None: the store's own, for evictions.
-        """
+        """A context that one process at a time holds (any number, if the disk is too full for the lock's file). `part`:
+        the folder whose file ``lock`` is locked; None: the store's own, for evictions."""
         lock = (part or self.path) / "lock"
         try:
             self.touch(lock)
@@ -344,11 +340,9 @@ class Folder:
 
 
 def _lasts_s(path: str, nbytes: int) -> float:
-    """The age up to which a temporary file may have a live writer, where nothing but the age tells.
-
-    A file that is being written would be lost with its name. A reservation costs its writer nothing when it goes early,
-    but others would count on its bytes while it is there: it lasts as long as writing them does on a slow disk.
-    """
+    """The age up to which a temporary file may have a live writer, where nothing but the age tells. A file that is
+    being written would be lost with its name. A reservation costs its writer nothing when it goes early, but others
+    would count on its bytes while it is there: it lasts as long as writing them does on a slow disk."""
     return _RESERVED_FOR_S + nbytes / _WRITTEN_BYTES_PER_S if path.endswith(_RESERVED) else _STALE_AFTER_S
 
 

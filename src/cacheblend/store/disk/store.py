@@ -134,10 +134,8 @@ class DiskStore(SharedStore):
     def read_layers(
         self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
     ) -> list[list[torch.Tensor] | BlockLostError]:
-        """One pread for a block's layers, checked head by head; by threads if it is much.
-
-        Each thread reads a part of the blocks: between small reads threads would only wait for the interpreter.
-        """
+        """One pread for a block's layers, checked head by head; by threads if it is much. Each thread reads a part of
+        the blocks: between small reads threads would only wait for the interpreter."""
         nbytes = len(names) * self._files.record_bytes(names, layers)
         parts = min(self._reads_at_once, len(names), nbytes // self._bytes_a_thread)
         if parts <= 1:
@@ -292,11 +290,9 @@ class DiskStore(SharedStore):
 
 
 def chains_of(blocks: Sequence[Block]) -> list[list[Block]]:
-    """What is written as one file: blocks that follow each other, of one layout, up to `_READ_BYTES` of a layer.
-
-    A block that is longer than the one before it begins a passage behind what many passages begin with. It lies apart:
-    what they share stays for long, and must not keep the bytes of one that is deleted.
-    """
+    """What is written as one file: blocks that follow each other, of one layout, up to `_READ_BYTES` of a layer. A
+    block that is longer than the one before it begins a passage behind what many passages begin with. It lies apart:
+    what they share stays for long, and must not keep the bytes of one that is deleted."""
     chains: list[list[Block]] = []
     for block in blocks:
         if chains and _continues(chains[-1], block):

@@ -125,14 +125,9 @@ def encode_block(block: Block) -> list[memoryview]:
 
 
 def encode_chain(blocks: Sequence[Block]) -> list[memoryview]:
-    """The file's bytes in order: the header, then the records' own memory (copied only if not contiguous).
-
-    Args:
-        blocks: each checked by `check_block`, of one layout, each the parent of the next.
-
-    Raises:
-        InvalidInputError: a dtype that the format does not know.
-    """
+    """The file's bytes in order: the header, then the records' own memory (copied only if not contiguous). `blocks`:
+    each checked by `check_block`, of one layout, each the parent of the next. Raises `InvalidInputError`: a dtype that
+    the format does not know."""
     layout = blocks[0].layout
     if layout.dtype not in _DTYPE_NAMES:
         known = ", ".join(str(dtype) for dtype in _DTYPE_NAMES)

@@ -281,10 +281,8 @@ class BucketObjects:
 
 
 def check_keys(place: str) -> None:
-    """Raises `InvalidInputError` if the environment has one of the two `KEYS` but not the other.
-
-    With neither, an instance's role may still open the bucket.
-    """
+    """Raises `InvalidInputError` if the environment has one of the two `KEYS` but not the other. With neither, an
+    instance's role may still open the bucket."""
     missing = _missing_keys()
     if len(missing) == 1:
         raise InvalidInputError(f"{place} has no complete credentials: set {missing[0]}, too")

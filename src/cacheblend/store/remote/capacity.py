@@ -104,11 +104,9 @@ class RemoteCapacity:
             self._bytes -= self._left_by(old)
 
     def _evict_until(self, at_most: int, keep: BlockName | None, slack: int = 0) -> tuple[int, int]:
-        """Evicts the least recently used blocks until `at_most` bytes are left: (bytes freed, bytes left).
-
-        Evicts nothing if that is not enough to write `keep`. If anything is evicted, `slack` bytes more are, so that
-        not every write has to list all blocks.
-        """
+        """Evicts the least recently used blocks until `at_most` bytes are left: (bytes freed, bytes left). Evicts
+        nothing if that is not enough to write `keep`. If anything is evicted, `slack` bytes more are, so that not every
+        write has to list all blocks."""
         freed, left = self._evict(at_most, keep, slack)
         total = freed
         while left > at_most and freed:  # a manifest stayed, of a chunk that has other blocks

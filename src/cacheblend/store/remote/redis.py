@@ -109,10 +109,8 @@ class RedisObjects:
     def look_up(
         self, names: Sequence[BlockName], unknown: AbstractSet[BlockName] = frozenset(), since: float = -math.inf
     ) -> list[Bytes | None]:
-        """One round trip; two with `since`, as only then some blocks must not be marked.
-
-        A server without memory left does not record the use, but still answers.
-        """
+        """One round trip; two with `since`, as only then some blocks must not be marked. A server without memory left
+        does not record the use, but still answers."""
         now, expires = time.time(), since > -math.inf
         if not names:
             return []
