@@ -24,7 +24,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from cacheblend.core.fuse.runner import Attend, LayerRunner
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec
 
 ROWS_OPEN = 32768
 """While all jobs wait for their KV, another one begins only if they have fewer rows: hidden states take memory."""

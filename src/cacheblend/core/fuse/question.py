@@ -28,8 +28,7 @@ import torch
 
 from cacheblend.core.fuse.rows import ActiveRows
 from cacheblend.core.fuse.runner import Attend, LayerRunner
-from cacheblend.core.kernels.attention import attention_weights
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec, attention_weights
 from cacheblend.core.kernels.latent import attended
 from cacheblend.core.kernels.upload import upload_together
 from cacheblend.core.load.layer_kv import LayerCache

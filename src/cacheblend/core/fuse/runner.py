@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec], torch.Tensor]
 """(query [heads, n, head_dim], keys [kv_heads, n, head_dim], values, spec) -> [n, heads, head_dim].

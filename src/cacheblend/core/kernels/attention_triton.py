@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec
 from cacheblend.core.kernels.float8 import FLOAT8, as_bytes
 from cacheblend.core.kernels.numbers_triton import IS_INTERPRETED, of_float8, rounded
 

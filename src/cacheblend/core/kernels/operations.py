@@ -16,7 +16,7 @@ import torch
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.kernels import attention, deviation, kv_placement
-from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape, check_shapes
+from cacheblend.core.kernels.attention import AttentionSpec, HeadShape, check_shapes
 from cacheblend.core.kernels.deviation import Measure
 from cacheblend.core.kernels.float8 import FLOAT8, Float8
 from cacheblend.core.kernels.kv_placement import Piece, Placement, check_records

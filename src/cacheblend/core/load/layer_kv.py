@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec
 from cacheblend.core.kernels.deviation import Measure
 from cacheblend.core.kernels.kv_placement import Piece, Placement
 from cacheblend.core.kernels.operations import attend_rows, kv_deviation, place
