@@ -20,15 +20,7 @@ import torch
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError, StoreFullError
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, RecordMemory
-from cacheblend.store.base import (
-    LOGGER_NAME,
-    Damage,
-    FindCounter,
-    KVStore,
-    Progress,
-    StoreStats,
-    head_range,
-)
+from cacheblend.store.base import LOGGER_NAME, Damage, FindCounter, KVStore, Progress, StoreStats, head_range
 from cacheblend.store.documents import DamagedRecord, DocumentRecord, DocumentRecords
 from cacheblend.store.memory import MemoryStore
 from cacheblend.store.writer import WriteBehind

@@ -43,12 +43,7 @@ _OPTIONS = {
 }
 
 
-_FORMS = {
-    "memory": "memory",
-    "cuda": "cuda://?max_bytes=8GiB",
-    "file": "file:///folder",
-    "s3": "s3://bucket/folder",
-}
+_FORMS = {"memory": "memory", "cuda": "cuda://?max_bytes=8GiB", "file": "file:///folder", "s3": "s3://bucket/folder"}
 """What to write of each scheme; the others are servers."""
 _SIZES = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base ** (power + 1)

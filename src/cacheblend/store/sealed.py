@@ -17,14 +17,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from cacheblend.core.errors import StoreError, StoreUnreachableError
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import ChunkManifest
-from cacheblend.store.base import (
-    LOGGER_NAME,
-    Damage,
-    FindCounter,
-    KVStore,
-    Progress,
-    check_manifest,
-)
+from cacheblend.store.base import LOGGER_NAME, Damage, FindCounter, KVStore, Progress, check_manifest
 from cacheblend.store.documents import DamagedRecord, DocumentRecord, DocumentRecords, verify_documents
 from cacheblend.store.eviction import Listed
 from cacheblend.store.format.checksum import DamagedError

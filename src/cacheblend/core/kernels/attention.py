@@ -207,11 +207,7 @@ def _sdpa_folded(
 
 
 def attention_weights(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    positions: torch.Tensor,
-    key_positions: torch.Tensor,
-    spec: AttentionSpec,
+    query: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, key_positions: torch.Tensor, spec: AttentionSpec
 ) -> torch.Tensor:
     """The weight that each row gives to each key, on any device, for those who look at weights.
 

@@ -188,11 +188,7 @@ class BudgetedSource:
         return found
 
     def read_layers(
-        self,
-        names: Sequence[BlockName],
-        layers: range,
-        heads: slice | None = None,
-        memory: RecordMemory | None = None,
+        self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
     ) -> list[list[torch.Tensor] | BlockLostError]:
         tier = next((self._tiers[name] for name in names if name in self._tiers), LOOK_UP)
         read = self._in_time("reading states", tier, self._source.read_layers, names, layers, heads, memory)

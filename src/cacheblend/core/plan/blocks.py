@@ -154,11 +154,7 @@ class BlockSource(Protocol):
         damaged or vanished block, but returns None for it."""
 
     def read_layers(
-        self,
-        names: Sequence[BlockName],
-        layers: range,
-        heads: slice | None = None,
-        memory: RecordMemory | None = None,
+        self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
     ) -> list[list[torch.Tensor] | BlockLostError]:
         """Records of some layers of several blocks: for each block one for each layer, in the form of its layout.
 

@@ -229,11 +229,7 @@ class Folder:
             )
 
     def publish(
-        self,
-        target: Path | str,
-        buffers: Sequence[memoryview],
-        mtime_ns: int | None = None,
-        others: Sequence[str] = (),
+        self, target: Path | str, buffers: Sequence[memoryview], mtime_ns: int | None = None, others: Sequence[str] = ()
     ) -> None:
         """Makes a file with this content appear at `target` in one step, replacing an existing one, and as hard links
         at `others`. If it raises `OSError` no file is left, not even at `target` if it failed after that appeared."""
