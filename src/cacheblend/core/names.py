@@ -21,9 +21,7 @@ BlockName = NewType("BlockName", bytes)
 TokenIds = npt.NDArray[np.uint32]
 """Token ids, shape [tokens], little-endian uint32: hashed, stored and compared in this form."""
 
-NAME_FORMAT = 1
-"""Incremented when the meaning of a name changes; names of different formats are never equal."""
-
+NAME_FORMAT = 1  # incremented when the meaning of a name changes; names of different formats are never equal
 STATE_IDS: TokenIds = np.array([0xFFFFFFFF], dtype="<u4")
 """The only token id of a snapshot, which no prompt has: a snapshot is a block behind the chain that it sums up."""
 

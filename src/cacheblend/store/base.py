@@ -25,14 +25,9 @@ from cacheblend.core.plan.blocks import (
 from cacheblend.store.documents import Damage as Damage
 from cacheblend.store.documents import DocumentRecords
 
-Progress = Callable[[int, int], None]
-"""Called with (blocks done, blocks in all)."""
-
-SMALL_FILE_BYTES = 4096
-"""What a manifest, or a document's record, counts at least: file systems give it a page."""
-
-LOGGER_NAME = "cacheblend.store"
-"""Damage, dropped writes and ignored failures are reported to this logger as warnings."""
+Progress = Callable[[int, int], None]  # called with (blocks done, blocks in all)
+SMALL_FILE_BYTES = 4096  # what a manifest, or a document's record, counts at least: file systems give it a page
+LOGGER_NAME = "cacheblend.store"  # damage, dropped writes and ignored failures are reported to this logger as warnings
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from cacheblend.core.names import BlockName
 OBJECT_BYTES, NAME_OBJECT_BYTES = 512, 80
 """What a manifest or record takes in memory besides its numbers and texts, and a name in it; measured with CPython."""
 
-Blocks = tuple[BlockName, ...]
-"""A chunk's own blocks in order; the last one's name is the chunk's id."""
+Blocks = tuple[BlockName, ...]  # a chunk's own blocks in order; the last one's name is the chunk's id
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import ChunkManifest
 
-Listed = tuple[ChunkManifest, int]
-"""A manifest, and the bytes that it counts."""
-
+Listed = tuple[ChunkManifest, int]  # a manifest, and the bytes that it counts
 _CHECKS_PER_TTL = 4  # how often expired blocks are searched for
 _LONGEST_INTERVAL_S = 3600.0
 _AT_ONCE = 256

@@ -27,11 +27,8 @@ T = TypeVar("T")
 Bytes = bytes | bytearray | memoryview
 logger = logging.getLogger(LOGGER_NAME)
 
-MANIFESTS = "manifests"
-"""The kind of manifests."""
-
-DOCUMENTS = "documents/"
-"""What the kinds of documents' records begin with; the root follows."""
+MANIFESTS = "manifests"  # the kind of manifests
+DOCUMENTS = "documents/"  # what the kinds of documents' records begin with; the root follows
 
 
 class Sealed(NamedTuple):

@@ -15,8 +15,7 @@ from cacheblend.core.plan.blocks import Block, KVLayout
 from cacheblend.store.base import KVStore
 from cacheblend.store.disk import DiskStore
 
-FEW, MANY = 1, 8
-"""Numbers of blocks in the two measurements; their difference separates throughput from latency."""
+FEW, MANY = 1, 8  # numbers of blocks in the two measurements; their difference separates throughput from latency
 
 
 def measure(store: KVStore, layout: KVLayout, *, block_tokens: int = 256, rounds: int = 3) -> tuple[str, TierSpeed]:

@@ -8,8 +8,7 @@ import numpy as np
 
 from cacheblend.core.errors import InvalidInputError
 
-MARGIN = 0.85
-"""Share of the loading time that recomputing may fill: two threads never overlap perfectly."""
+MARGIN = 0.85  # share of the loading time that recomputing may fill: two threads never overlap perfectly
 
 
 @dataclass(frozen=True)

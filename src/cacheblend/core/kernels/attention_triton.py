@@ -50,8 +50,7 @@ _PAGED_TILES = (
     (64, 32, 2, 1),
     (16, 32, 2, 1),
     (16, 16, 2, 1),
-)
-"""As `_DENSE_TILES`; the block table is loaded ahead as well, and takes two of the stages."""
+)  # as `_DENSE_TILES`; the block table is loaded ahead as well, and takes two of the stages
 _UNSEEN = tl.constexpr(-(2.0**100))  # the top logit of a row that has seen no key; finite: inf - inf is NaN
 _LOG2_E = tl.constexpr(math.log2(math.e))
 

@@ -25,9 +25,7 @@ from cacheblend.core.kernels.rope import KeyRotation, Pairing
 from cacheblend.core.plan.codec import CODECS
 
 logger = logging.getLogger("cacheblend.kernels")
-PLAIN, KERNEL = "PyTorch", "Triton"
-"""Names of what serves everywhere, and of what is faster."""
-
+PLAIN, KERNEL = "PyTorch", "Triton"  # names of what serves everywhere, and of what is faster
 _MAX_HEAD_DIM = 256  # of kernels: wider tiles do not fit
 _PAGE = 16  # tokens of a block in checks
 _CHECKED_KEYS = 1024  # of a window in checks; a wider one is compiled, and hides nothing

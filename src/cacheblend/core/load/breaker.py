@@ -12,9 +12,7 @@ from collections.abc import Iterator
 
 from cacheblend.core.errors import StoreUnreachableError
 
-PAUSE_S = 5.0
-"""Seconds for which a place that did not answer is not asked."""
-
+PAUSE_S = 5.0  # seconds for which a place that did not answer is not asked
 logger = logging.getLogger("cacheblend.store")
 
 

@@ -31,15 +31,11 @@ from cacheblend.core.plan.plan import RESIDENT, BlendPlan, Source, Span
 
 __all__ = ["LayerKV", "LayerLoader"]
 
-AT_ONCE = 1 << 20
-"""Bytes of a block in one read; with more of them a byte costs no less."""
-
+AT_ONCE = 1 << 20  # bytes of a block in one read; with more of them a byte costs no less
 AT_ONCE_TO_DEVICE = 8 << 20
 """The same where a block's records are then copied to a device at once: asking takes longer than copying a MiB."""
 
-MOMENT_S = 0.002
-"""Layers are read together while that takes no longer."""
-
+MOMENT_S = 0.002  # layers are read together while that takes no longer
 BYTES_PER_S = 1e8
 """Of a store behind a round trip, before anything has been read: a slower one is read in smaller parts from then on."""
 

@@ -27,9 +27,7 @@ CPU_SLAB_BYTES = 8 << 20  # what one thread reads at once
 CPU_BYTES = 128 << 20
 """Staging memory of a process that computes on the CPU: it spares the system new pages for each read."""
 
-PINNED_BYTES = 256 << 20
-"""Staging memory of a process for each GPU: four layers of 16,384 tokens of an 8B model."""
-
+PINNED_BYTES = 256 << 20  # staging memory of a process for each GPU: four layers of 16,384 tokens of an 8B model
 _ALIGNMENT = 4096  # as direct reads need it
 _ELEMENT = 16  # bytes of the largest element of a record, and more: what is copied begins at a multiple
 Key = TypeVar("Key")

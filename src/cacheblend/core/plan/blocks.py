@@ -20,9 +20,7 @@ from cacheblend.core.errors import BlockLostError
 from cacheblend.core.names import BlockName, TokenIds
 from cacheblend.core.plan.codec import codec_of
 
-UNKNOWN = BlockName(b"")
-"""Parent of a block of which only the records are used."""
-
+UNKNOWN = BlockName(b"")  # parent of a block of which only the records are used
 _LONGEST_BLOCK = 1024  # tokens of blocks whose sizes are kept
 RecordMemory = Callable[[int], torch.Tensor]
 """Gives memory for records of so many bytes: uint8 [bytes] on the CPU, writable, at a multiple of 4096 if it can.

@@ -26,23 +26,14 @@ from cacheblend.core.names import BlockName, TokenIds, block_name
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.chunk_matches import SHORTEST, WINDOW, ChunkIndex, repeats, window_hashes
 
-HALF_LIFE = 1000
-"""Requests after which a sighting counts half."""
-
-MOST_PLACES = 16
-"""Places of a hash that are looked at, the newest ones: a hash of more texts identifies none of them."""
-
-MOST_COPIES = 4
-"""Equal windows of one text that are kept."""
-
+HALF_LIFE = 1000  # requests after which a sighting counts half
+MOST_PLACES = 16  # places of a hash that are looked at, the newest ones: a hash of more texts identifies none of them
+MOST_COPIES = 4  # equal windows of one text that are kept
 _MERGE_FROM = 8192  # new fingerprints that a dictionary holds before they are sorted in
 _OFFSET_BITS = 32
 
-Places = npt.NDArray[np.int64]
-"""Places in texts: the text's number times 2 ** 32, plus the position in it."""
-
-Interval = tuple[int, int]
-"""[start, stop) of a prompt's tokens."""
+Places = npt.NDArray[np.int64]  # places in texts: the text's number times 2 ** 32, plus the position in it
+Interval = tuple[int, int]  # [start, stop) of a prompt's tokens
 
 
 @dataclass(eq=False)

@@ -21,9 +21,7 @@ from cacheblend.core.select.selectors import (
     check_schedule,
 )
 
-Ratios = tuple[float, ...]
-"""One ratio, or decreasing ones, one for each check layer."""
-
+Ratios = tuple[float, ...]  # one ratio, or decreasing ones, one for each check layer
 _SEPARATE_OPTIONS = ("selector", "recompute_ratio", "ratios", "check_layers")
 
 

@@ -46,9 +46,7 @@ from cacheblend.store.format.checksum import DamagedError
 
 logger = logging.getLogger(LOGGER_NAME)
 
-Stamp = tuple[int, int, int]
-"""Inode, size and modification time (ns): identifies one state of a file."""
-
+Stamp = tuple[int, int, int]  # inode, size and modification time (ns): identifies one state of a file
 _TOUCH_EVERY_NS = 60 * 10**9
 _BYTES_AT_ONCE, _BLOCKS_AT_ONCE = 8 << 20, 64  # read together by one thread
 _FIRST_READ = 16 << 10  # covers most headers

@@ -28,8 +28,7 @@ from cacheblend.core.names import BlockName
 from cacheblend.store.format.block_file import CHAIN_FORMAT, NAME_BYTES
 
 FORMAT_FILE = "cacheblend.json"
-OWNER_ONLY = 0o600
-"""Permissions of files: passages can be read back from what a store holds."""
+OWNER_ONLY = 0o600  # permissions of files: passages can be read back from what a store holds
 BLOCK_SUFFIX = ".safetensors"
 
 _RESERVED = ".reserved"

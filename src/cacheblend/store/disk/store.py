@@ -39,9 +39,7 @@ from cacheblend.store.sealed import SharedStore
 
 logger = logging.getLogger(LOGGER_NAME)
 
-DEFAULT_DISK_BYTES = 50 << 30
-"""Bound of a folder for which none is given."""
-
+DEFAULT_DISK_BYTES = 50 << 30  # bound of a folder for which none is given
 _FULL_DISK_TRIES = 4
 # A layer of a file's blocks is one read: of a longer one the first bytes have left the caches when they are checked.
 _READ_BYTES = 512 << 10

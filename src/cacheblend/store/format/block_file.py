@@ -22,18 +22,10 @@ from cacheblend.core.names import BlockName, TokenIds, block_name
 from cacheblend.core.plan.blocks import Block, BlockEntry, KVLayout, LayerShape
 from cacheblend.store.format.checksum import DIGITS, DamagedError, digest, is_sealed, seal
 
-FORMAT = 1
-"""Version of files of one block, of manifests and of documents' records."""
-
-CHAIN_FORMAT = 2
-"""Version of files of several blocks, and of the folders that may have some."""
-
-ALIGNMENT = 4096
-"""Records begin at a multiple of this."""
-
-NAME_BYTES = 32
-"""Length of a block's name."""
-
+FORMAT = 1  # version of files of one block, of manifests and of documents' records
+CHAIN_FORMAT = 2  # version of files of several blocks, and of the folders that may have some
+ALIGNMENT = 4096  # records begin at a multiple of this
+NAME_BYTES = 32  # length of a block's name
 _OPENING = b'{"__metadata__":{"checksum":"'
 _CHECKSUM_AT = 8 + len(_OPENING)
 _FIRST_OBJECT_AT = len(b'{"__metadata__":')
