@@ -1,8 +1,6 @@
-"""A model's profile: the settings it is blended with, and the measurement that they rest on.
-
-A profile sets only fields of `Selection`. They were measured together, so they only hold together: if a user sets one
-of them, no setting of the profile is used. Knows JSON's values; does not read files.
-"""
+"""A model's profile: the settings it is blended with, and the measurement that they rest on. A profile sets only fields
+of `Selection`. They were measured together, so they only hold together: if a user sets one of them, no setting of the
+profile is used. Knows JSON's values; does not read files."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields

@@ -1,7 +1,5 @@
 """The KV cache store: blocks and manifests in memory, in folders, on servers, in buckets, or in several of these.
-
-`open_store` makes a store from a URL; `check_store_url` reports a wrong URL without opening anything.
-"""
+`open_store` makes a store from a URL; `check_store_url` reports a wrong URL without opening anything."""
 
 from cacheblend.store.base import Damage, KVStore, StoreStats
 from cacheblend.store.combined import CascadeStore, TieredStore

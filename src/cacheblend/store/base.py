@@ -1,7 +1,5 @@
-"""The contract of a KV store, and what every implementation shares.
-
-Knows blocks, manifests and what may go wrong; does not know where the bytes are kept.
-"""
+"""The contract of a KV store, and what every implementation shares. Knows blocks, manifests and what may go wrong; does
+not know where the bytes are kept."""
 
 import threading
 from abc import abstractmethod

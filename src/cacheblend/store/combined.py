@@ -1,8 +1,6 @@
-"""Stores made of other stores: memory as a cache of one, and stores in order, nearest first.
-
-Pins, manifests, documents and checks go to all members; how blocks are read and written is what tells the two apart.
-Does not know what the members are made of.
-"""
+"""Stores made of other stores: memory as a cache of one, and stores in order, nearest first. Pins, manifests, documents
+and checks go to all members; how blocks are read and written is what tells the two apart. Does not know what the
+members are made of."""
 
 import contextlib
 import logging

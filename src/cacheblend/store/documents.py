@@ -1,8 +1,6 @@
-"""What a store knows of documents: which chunks each of them is cut into. The contract, and its memory.
-
-Records lie under their root, so that what one tenant does is as quick whatever the others have stored. A chunk is
-referred to by every record that names it; nobody counts, so nothing is wrong after a process that was killed.
-"""
+"""What a store knows of documents: which chunks each of them is cut into. The contract, and its memory. Records lie
+under their root, so that what one tenant does is as quick whatever the others have stored. A chunk is referred to by
+every record that names it; nobody counts, so nothing is wrong after a process that was killed."""
 
 import hashlib
 import threading

@@ -1,8 +1,6 @@
-"""From a URL to a store: parsing and checking (`check_store_url`), then opening (`open_store`).
-
-A URL names a place: a frozen dataclass with a field for each option, which is checked when it is made (it raises
-`InvalidInputError` and touches no file, server or bucket) and opened by its `open`.
-"""
+"""From a URL to a store: parsing and checking (`check_store_url`), then opening (`open_store`). A URL names a place: a
+frozen dataclass with a field for each option, which is checked when it is made (it raises `InvalidInputError` and
+touches no file, server or bucket) and opened by its `open`."""
 
 import math
 import re

@@ -1,7 +1,5 @@
-"""KV deviation: how far a row's loaded KV is from its fresh KV (paper section 4.2).
-
-Plain PyTorch: serves everywhere, and is what a device's kernel is compared with.
-"""
+"""KV deviation: how far a row's loaded KV is from its fresh KV (paper section 4.2). Plain PyTorch: serves everywhere,
+and is what a device's kernel is compared with."""
 
 from collections.abc import Sequence
 from typing import Literal

@@ -1,9 +1,6 @@
 """Numbers that an engine's cache keeps in eight bits: number = byte x scale, one scale for a layer's keys, one for its
-values.
-
-Plain PyTorch: serves everywhere, and is what kernels are compared with. Every byte is a whole number of bf16 and of
-fp16, so that reading rounds only where a scale is multiplied.
-"""
+values. Plain PyTorch: serves everywhere, and is what kernels are compared with. Every byte is a whole number of bf16
+and of fp16, so that reading rounds only where a scale is multiplied."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,6 +1,5 @@
 """Numbers in kernels: rounding, on a device the hardware's, under Triton's interpreter the same by hand; and floats of
-eight bits, by their bits, since devices before compute capability 8.9 have no such types.
-"""
+eight bits, by their bits, since devices before compute capability 8.9 have no such types."""
 
 import triton
 import triton.language as tl

@@ -1,8 +1,6 @@
-"""The operations, each served by whatever is fastest and right on its tensors' device.
-
-Plain PyTorch serves everywhere. A kernel is used where it serves the device, loads, and agrees with plain PyTorch on a
-small input; else a warning says why not. So a driver or compiler that misbehaves costs speed, never an answer.
-"""
+"""The operations, each served by whatever is fastest and right on its tensors' device. Plain PyTorch serves everywhere.
+A kernel is used where it serves the device, loads, and agrees with plain PyTorch on a small input; else a warning says
+why not. So a driver or compiler that misbehaves costs speed, never an answer."""
 
 import importlib
 import logging

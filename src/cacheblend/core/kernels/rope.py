@@ -1,9 +1,7 @@
-"""Re-positioning of keys: R(p + d) = R(d) R(p), so stored keys are moved by rotating them once more.
-
-A rotation consists of a model's inverse frequencies and the way its dimensions are paired. Attention scaling (YaRN's
-mscale) is already part of the stored keys and must not be applied again, so it is not part of a rotation. This module
-knows keys and angles; engines say which rotation a layer has.
-"""
+"""Re-positioning of keys: R(p + d) = R(d) R(p), so stored keys are moved by rotating them once more. A rotation
+consists of a model's inverse frequencies and the way its dimensions are paired. Attention scaling (YaRN's mscale) is
+already part of the stored keys and must not be applied again, so it is not part of a rotation. This module knows keys
+and angles; engines say which rotation a layer has."""
 
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,8 +1,6 @@
-"""A circuit breaker: a place that did not answer, or answered too late, is not asked again for some seconds.
-
-So requests wait for it once, not for every block or one after the other. Knows time and errors; does not know what is
-asked.
-"""
+"""A circuit breaker: a place that did not answer, or answered too late, is not asked again for some seconds. So
+requests wait for it once, not for every block or one after the other. Knows time and errors; does not know what is
+asked."""
 
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """A pool of daemon threads, for calls of a store that may never return: no such call keeps a process from ending.
-
-`concurrent.futures.ThreadPoolExecutor` joins its threads when the interpreter ends, whatever they are doing.
-"""
+`concurrent.futures.ThreadPoolExecutor` joins its threads when the interpreter ends, whatever they are doing."""
 
 import contextlib
 import os

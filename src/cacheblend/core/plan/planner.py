@@ -1,8 +1,6 @@
-"""The planner: names a prompt's blocks, looks them up, and decides where each row's KV comes from.
-
-Looks all blocks up in one call, and compares token ids before it counts a hit. A second call is made only for a run of
-a chunk that was stored with another block size than was guessed.
-"""
+"""The planner: names a prompt's blocks, looks them up, and decides where each row's KV comes from. Looks all blocks up
+in one call, and compares token ids before it counts a hit. A second call is made only for a run of a chunk that was
+stored with another block size than was guessed."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

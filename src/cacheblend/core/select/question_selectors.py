@@ -1,8 +1,6 @@
 """Selectors that use the question: rows that it attends to, alone or combined with rows of high deviation.
-
 `Candidates.attention` holds the question's attention (see `core.fuse.question`). It is pooled over spans of the text,
-because a row that is attended to is rarely the only row of its sentence that must be right.
-"""
+because a row that is attended to is rarely the only row of its sentence that must be right."""
 
 import math
 from dataclasses import dataclass

@@ -1,9 +1,7 @@
-"""Selectors: which of the loaded rows are recomputed.
-
-A selector is a frozen dataclass with one method, `select`. Its properties say when it is asked (before layer 0, at the
-entrance of its `check_layers`, or both) and what it needs (deviations, the question's attention). Nobody branches on
-its type. `core.select.question_selectors` has the selectors that use the question; `Late` and `Recorded` wrap others.
-"""
+"""Selectors: which of the loaded rows are recomputed. A selector is a frozen dataclass with one method, `select`. Its
+properties say when it is asked (before layer 0, at the entrance of its `check_layers`, or both) and what it needs
+(deviations, the question's attention). Nobody branches on its type. `core.select.question_selectors` has the selectors
+that use the question; `Late` and `Recorded` wrap others."""
 
 import math
 from collections.abc import Sequence

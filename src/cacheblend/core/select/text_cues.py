@@ -1,7 +1,5 @@
 """Cues for selectors from token ids alone: where sentences begin, and which words a prompt shares with its question.
-
-The engine says which token ids end a sentence.
-"""
+The engine says which token ids end a sentence."""
 
 import numpy as np
 import numpy.typing as npt

@@ -1,10 +1,8 @@
-"""The block files of a folder: which are known, open or damaged; finding them, and reading their records.
-
-A known block is a header together with the file it was read from (its stamp). A descriptor is only kept with the header
-that was read from the same file, so a file that another process replaces or deletes is read whole as it was, or not at
-all. A file of several blocks stands under the name of each, and what one of its names says of the file is known of the
-others, too, until it is found to differ.
-"""
+"""The block files of a folder: which are known, open or damaged; finding them, and reading their records. A known block
+is a header together with the file it was read from (its stamp). A descriptor is only kept with the header that was read
+from the same file, so a file that another process replaces or deletes is read whole as it was, or not at all. A file of
+several blocks stands under the name of each, and what one of its names says of the file is known of the others, too,
+until it is found to differ."""
 
 # System calls on strings, since this is the hot path:
 # ruff: noqa: PTH108, PTH110, PTH116

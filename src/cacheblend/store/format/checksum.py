@@ -1,8 +1,5 @@
-"""Checksums of records, and of headers that contain their own checksum.
-
-xxh3_64 detects accidents (bit rot, torn writes, truncation); it does not protect against an attacker who can
-write to the store.
-"""
+"""Checksums of records, and of headers that contain their own checksum. xxh3_64 detects accidents (bit rot, torn
+writes, truncation); it does not protect against an attacker who can write to the store."""
 
 from collections.abc import Callable
 

@@ -1,8 +1,6 @@
 """Keeps an `Objects` within a bound by evicting the least recently used blocks, and manifests that have none left.
-
 Other processes' writes are noticed when the blocks are listed: every 30 s, and when this process's own count reaches
-the bound.
-"""
+the bound."""
 
 import contextlib
 import threading

@@ -1,8 +1,6 @@
-"""A store on another machine, in an `Objects`.
-
-A place that does not answer counts as empty: `find` finds nothing and reads are lost blocks, so requests are computed
-instead of failing, and for some seconds the place is not asked again.
-"""
+"""A store on another machine, in an `Objects`. A place that does not answer counts as empty: `find` finds nothing and
+reads are lost blocks, so requests are computed instead of failing, and for some seconds the place is not asked
+again."""
 
 import contextlib
 import itertools
