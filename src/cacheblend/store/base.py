@@ -5,7 +5,6 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 
@@ -261,9 +260,7 @@ class KVStore(BlockSource):
     def __enter__(self) -> "KVStore":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

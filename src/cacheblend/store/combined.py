@@ -18,9 +18,9 @@ import torch
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError, StoreFullError
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, RecordMemory
-from cacheblend.store.base import LOGGER_NAME, Damage, FindCounter, KVStore, Progress, StoreStats, head_range
+from cacheblend.store.base import LOGGER_NAME, Damage, FindCounter, KVStore, Progress, StoreStats
 from cacheblend.store.documents import DamagedRecord, DocumentRecord, DocumentRecords
-from cacheblend.store.memory import MemoryStore
+from cacheblend.store.memory import MemoryStore, heads_key
 from cacheblend.store.writer import WriteBehind
 
 logger = logging.getLogger(LOGGER_NAME)
@@ -254,51 +254,29 @@ class TieredStore(CombinedStore):
         they are, without a copy, and not all of them: what it keeps is never in `memory`, which is somebody else's."""
         found: dict[BlockName, list[torch.Tensor] | BlockLostError] = {}
         for name in dict.fromkeys(names):
-            records = self._near(name, layers, heads)  # kept from here on: the front may evict it at any time
-            if records is not None:
+            records = list[torch.Tensor]()  # kept from here on: the front may evict them at any time
+            for layer in layers:
+                if (record := self.front.peek(name, layer, heads)) is None:
+                    break
+                records.append(record)
+            else:
                 found[name] = records
         far = [name for name in dict.fromkeys(names) if name not in found]
-        kept = [] if self.front.residence.copies else [name for name in far if self._may_keep(name, heads)]
-        passing = [name for name in far if name not in set(kept)]
+        with self._lock:
+            entries = {name: self._found[name][1] if name in self._found else None for name in far}
+        kept, passing = list[BlockName](), list[BlockName]()
+        for name, entry in entries.items():
+            may_keep = heads_key(name, heads) is not None and self.front.max_bytes > 0
+            if entry is not None and entry.layout.block_bytes(len(entry.token_ids)) <= self.front.max_bytes:
+                may_keep = True
+            (kept if may_keep and not self.front.residence.copies else passing).append(name)
         for part, where in ((passing, memory), (kept, None)):
             for name, read in zip(part, self.back.read_layers(part, layers, heads, where) if part else [], strict=True):
                 found[name] = read
                 for layer, record in zip(layers, read, strict=True) if isinstance(read, list) else ():
                     if self.front.residence.copies or where is None:
-                        self._keep(name, layer, heads, record)
+                        self.front.offer(name, entries[name], layer, heads, record)
         return [found[name] for name in names]
-
-    def _may_keep(self, name: BlockName, heads: slice | None) -> bool:
-        """Whether the front may keep what is read of a block; see `_keep`."""
-        with self._lock:
-            entry = self._found[name][1] if name in self._found else None
-        if entry is not None and entry.layout.block_bytes(len(entry.token_ids)) <= self.front.max_bytes:
-            return True
-        return _run_of(heads) is not None and self.front.max_bytes > 0
-
-    def _near(self, name: BlockName, layers: range, heads: slice | None) -> list[torch.Tensor] | None:
-        """The block's records in the front, parts of whole ones or exactly these heads; None if one is not there."""
-        records, run = [], _run_of(heads)
-        for layer in layers:
-            record = self.front.peek(name, layer)
-            if record is not None:
-                record = record if heads is None else record[slice(*head_range(heads, record.shape[0]))]
-            elif run is not None:
-                record = self.front.peek_heads(name, layer, *run)
-            if record is None:
-                return None
-            records.append(record)
-        return records
-
-    def _keep(self, name: BlockName, layer: int, heads: slice | None, record: torch.Tensor) -> None:
-        """Keeps a record in the front: as a whole one if it is known to have all heads, else as these heads."""
-        with self._lock:
-            entry = self._found[name][1] if name in self._found else None
-        run = _run_of(heads)
-        if entry is not None and record.shape[0] == entry.layout.layers[layer].kv_heads:
-            self.front.offer(name, entry, layer, record)
-        elif run is not None and run[1] - run[0] == record.shape[0]:
-            self.front.offer_heads(name, layer, run[0], record)
 
     def write_all(self, blocks: Sequence[Block]) -> list[bool]:
         """To the back first, which decides whether it succeeds."""
@@ -331,14 +309,6 @@ class TieredStore(CombinedStore):
     def close(self) -> None:
         self.front.close()
         super().close()
-
-
-def _run_of(heads: slice | None) -> tuple[int, int] | None:
-    """The heads [start, stop) that a slice names whatever the number of heads; None for one that depends on it."""
-    if heads is None or heads.step not in (None, 1) or heads.stop is None:
-        return None
-    start = heads.start or 0
-    return (start, heads.stop) if 0 <= start < heads.stop else None
 
 
 class CascadeStore(CombinedStore):

@@ -77,7 +77,7 @@ class SealedRecords(Generic[T]):
     """All of one kind in one place, read again only where they changed; safe to call from several threads.
 
     Args:
-        place, asking: where they are, and around every call to it.
+        place, asking: where they are, and around calls to it where it is not said that the caller is within it.
         kind: what is read.
         decode: of the bytes and the name; raises `DamagedError`.
     """
@@ -87,7 +87,7 @@ class SealedRecords(Generic[T]):
         self._known: dict[BlockName, tuple[Sealed, T | DamagedError]] = {}  # intact, as each was listed
         self._lock = threading.Lock()
 
-    def all(self, *, fresh: bool = False) -> dict[BlockName, tuple[Sealed, T | DamagedError]]:
+    def listed(self, *, fresh: bool = False) -> dict[BlockName, tuple[Sealed, T | DamagedError]]:
         """What there is and how it is listed, ordered by name; `fresh`: all is read again. Raises `StoreError`."""
         known = {} if fresh else self._known
         with self._asking():
@@ -116,33 +116,26 @@ class SealedRecords(Generic[T]):
             return error
 
 
-class Manifests:
-    """The manifests of one place, see `ManifestPlace`; safe to call from several threads.
-
-    Args:
-        place: where they are.
-        asking: around calls to it, but for those of `ManifestPlace`, whose caller is within it.
-        read_only: damaged manifests are reported but not removed.
-        page_bytes: a manifest takes whole pages of this size.
-    """
+class Manifests(SealedRecords[ChunkManifest]):
+    """The manifests of one place, see `ManifestPlace`, whose caller is within `asking`. A manifest takes whole pages of
+    `page_bytes`. `read_only`: damaged ones are reported but not removed."""
 
     def __init__(self, place: SealedPlace, asking: Asking, read_only: bool, page_bytes: int = 1) -> None:
-        self._place, self._asking, self._read_only, self._page_bytes = place, asking, read_only, page_bytes
-        self._records = SealedRecords(place, asking, MANIFESTS, decode_manifest)
-        self.delete = self._records.delete
+        super().__init__(place, asking, MANIFESTS, decode_manifest)
+        self._read_only, self._page_bytes = read_only, page_bytes
         self.damaged = 0  # found so far
 
     def intact(self, found: list[Damage], *, fresh: bool = False) -> list[ChunkManifest]:
         """All manifests, ordered by chunk. Damaged ones are reported, removed and appended to `found`."""
         intact = []
-        for name, (_, manifest) in self._records.all(fresh=fresh).items():
+        for name, (_, manifest) in self.listed(fresh=fresh).items():
             if not isinstance(manifest, DamagedError):
                 intact.append(manifest)
                 continue
             removed = False
             if not self._read_only:
                 with contextlib.suppress(StoreError), self._asking():
-                    removed = self._records.delete(name)
+                    removed = self.delete(name)
             self.damaged += 1
             outcome = "removed" if removed else "could not be removed"
             logger.warning("damaged manifest %s: %s; %s", self._place.where(MANIFESTS, name), manifest, outcome)
@@ -154,12 +147,11 @@ class Manifests:
 
     def all(self) -> list[Listed]:
         """Damaged ones are left to those who list manifests."""
-        found = self._records.all().values()
-        return [(each, sealed.nbytes) for sealed, each in found if not isinstance(each, DamagedError)]
+        return [(each, sealed.nbytes) for sealed, each in self.listed().values() if not isinstance(each, DamagedError)]
 
     def some(self, chunk_ids: Sequence[BlockName]) -> Iterator[Listed]:
         for name, data in zip(chunk_ids, self._place.read_sealed(MANIFESTS, chunk_ids), strict=True):
-            manifest = None if data is None else self._records.decoded(data, name)
+            manifest = None if data is None else self.decoded(data, name)
             if isinstance(manifest, ChunkManifest) and not isinstance(data, DamagedError | None):
                 yield manifest, -(-len(data) // self._page_bytes) * self._page_bytes
 
@@ -167,7 +159,7 @@ class Manifests:
         """One that cannot be removed stays, and is counted again."""
         for chunk_id in chunk_ids:
             try:
-                self._records.delete(chunk_id)
+                self.delete(chunk_id)
             except StoreUnreachableError:
                 raise
             except StoreError:
@@ -194,7 +186,7 @@ class Documents(DocumentRecords):
         return None if data is None else self._checked(root, name, self._of(root).decoded(data, name))
 
     def all(self, root: BlockName) -> list[DocumentRecord | DamagedRecord]:
-        return [self._checked(root, name, each) for name, (_, each) in self._of(root).all().items()]
+        return [self._checked(root, name, each) for name, (_, each) in self._of(root).listed().items()]
 
     def _of(self, root: BlockName) -> SealedRecords[DocumentRecord]:
         made = SealedRecords(self._place, self._asking, _kind(root), decode_document)
