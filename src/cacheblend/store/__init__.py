@@ -6,7 +6,7 @@ from cacheblend.store.combined import CascadeStore, TieredStore
 from cacheblend.store.disk import DiskStore
 from cacheblend.store.memory import MemoryStore
 from cacheblend.store.open import check_store_url, lasting_url, open_store, parse_bytes
-from cacheblend.store.remote import RemoteStore
+from cacheblend.store.remote.store import RemoteStore
 from cacheblend.store.writer import WriteBehind, WriterStats
 
 __all__ = [

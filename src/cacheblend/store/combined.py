@@ -101,8 +101,6 @@ class CombinedStore(KVStore):
         """The members' answers. A subclass may leave out members that fail."""
         return [call(member) for member in (self.members if members is None else members)]
 
-    # ---- blocks -----------------------------------------------------------------------------------------
-
     @property
     def tier_names(self) -> tuple[str, ...]:
         return self._tier_names
@@ -158,8 +156,6 @@ class CombinedStore(KVStore):
     def delete(self, name: BlockName) -> bool:
         return any(self._ask(lambda member: member.delete(name)))
 
-    # ---- pins and manifests -----------------------------------------------------------------------------
-
     def pin(self, names: Iterable[BlockName]) -> None:
         pinned = list(names)
         self._ask(lambda member: member.pin(pinned))
@@ -191,8 +187,6 @@ class CombinedStore(KVStore):
 
     def delete_manifest(self, chunk_id: BlockName) -> bool:
         return any(self._ask(lambda member: member.delete_manifest(chunk_id)))
-
-    # ---- the whole store --------------------------------------------------------------------------------
 
     def verify(self, progress: Progress | None = None) -> list[Damage]:
         return [damage for found in self._ask(lambda member: member.verify(progress)) for damage in found]
@@ -410,8 +404,6 @@ class CascadeStore(CombinedStore):
         waited = [writer.withdraw(_manifest_key(chunk_id)) for writer in self._writers]
         return super().delete_manifest(chunk_id) or any(waited)
 
-    # ---- promotion --------------------------------------------------------------------------------------
-
     def _gather(self, number: int, layers: range, name: BlockName, records: list[torch.Tensor]) -> None:
         """Keeps a block's records that a farther store gave; those of its last layer start its copy to nearer ones."""
         with self._lock:
@@ -422,36 +414,31 @@ class CascadeStore(CombinedStore):
             for layer, record in zip(layers, records, strict=True):
                 self._gathered_bytes += record.nbytes - (parts[layer].nbytes if layer in parts else 0)
                 parts[layer] = record
-            whole = self._gathered.pop(name) if layers.stop == len(where[1].layout.layers) else {}
+            entry = where[1]
+            whole = self._gathered.pop(name) if layers.stop == len(entry.layout.layers) else {}
             self._drop(whole)
             while self._gathered_bytes > _MOST_GATHERED_BYTES and self._gathered:
                 self._drop(self._gathered.popitem(last=False)[1])
-        if whole:
-            self._copy_nearer(name, number, where[1], whole)
+
+        def make() -> Block | None:  # layers that were not gathered are read when it is due
+            with self._lock:
+                if name not in self._found:  # deleted since
+                    return None
+            layers = range(len(entry.layout.layers))
+            try:
+                copied = [
+                    whole[layer] if layer in whole else self.members[number].read(name, layer) for layer in layers
+                ]
+            except BlockLostError:
+                return None
+            return Block(name, entry.parent, entry.token_ids, copied, entry.layout)
+
+        for writer in self._writers[:number] if whole else ():
+            writer.submit(make, name, entry.layout.block_bytes(len(entry.token_ids)))
 
     def _drop(self, parts: Mapping[int, torch.Tensor]) -> None:
         """These records are no longer gathered. The caller holds the lock."""
         self._gathered_bytes -= sum(part.nbytes for part in parts.values())
-
-    def _copy_nearer(self, name: BlockName, number: int, entry: BlockEntry, parts: dict[int, torch.Tensor]) -> None:
-        """Queues a block for the stores nearer than `number`; layers that were not gathered are read when it is due."""
-        store = self.members[number]
-
-        def make() -> Block | None:
-            with self._lock:
-                if name not in self._found:  # deleted since
-                    return None
-            try:
-                layers = range(len(entry.layout.layers))
-                records = [parts[layer] if layer in parts else store.read(name, layer) for layer in layers]
-            except BlockLostError:
-                return None
-            return Block(name, entry.parent, entry.token_ids, records, entry.layout)
-
-        for writer in self._writers[:number]:
-            writer.submit(make, name, entry.layout.block_bytes(len(entry.token_ids)))
-
-    # ---- the whole store --------------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
         """State of the farthest store that answers; hits and misses of all together."""

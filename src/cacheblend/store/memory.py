@@ -129,8 +129,6 @@ class MemoryStore(KVStore):
         self._finds = FindCounter()
         self._evictions = self._write_failures = 0
 
-    # ---- blocks -----------------------------------------------------------------------------------------
-
     @property
     def tier_names(self) -> tuple[str, ...]:
         return (self.residence.tier,)
@@ -323,8 +321,6 @@ class MemoryStore(KVStore):
         freed += self._empty.evicted([name])
         return freed + (self._empty.sweep() if self._empty.is_due else 0)
 
-    # ---- pins and manifests -----------------------------------------------------------------------------
-
     def pin(self, names: Iterable[BlockName]) -> None:
         with self._lock:
             self._pinned.update(names)
@@ -357,8 +353,6 @@ class MemoryStore(KVStore):
             there = chunk_id in self._manifests.listed
             self._manifests.remove([chunk_id] if there else [])
             return there
-
-    # ---- the whole store --------------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
         with self._lock:

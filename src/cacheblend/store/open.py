@@ -292,6 +292,8 @@ def _value(name: str, text: str) -> Any:
             return parse_bytes(text)
         case "ttl":
             return parse_seconds(text)
+        case "evict":
+            eviction_of(text)
         case "page_locked" | "direct" | "locks" | "cluster":
             if text not in ("true", "false"):
                 raise InvalidInputError(f"{name} must be true or false, got {text!r}")
@@ -343,9 +345,6 @@ class MemoryPlace:
     page_locked: bool | None = None  # None: not said, so it is the opener's choice (`page_locking`)
     is_lock_required: bool = True  # memory that cannot be locked counts as full; False: ordinary takes its place
 
-    def __post_init__(self) -> None:
-        eviction_of(self.evict)
-
     def open(self, read_only: bool = False) -> MemoryStore:
         """Memory is always writable."""
         residence: Residence = HERE
@@ -362,9 +361,6 @@ class DevicePlace:
     index: int | None = None
     ttl: float | None = None
     evict: str = "lru"
-
-    def __post_init__(self) -> None:
-        eviction_of(self.evict)
 
     def open(self, read_only: bool = False) -> MemoryStore:
         """Raises `InvalidInputError` if there is no such GPU."""
@@ -390,7 +386,6 @@ class FolderPlace:
     mode: int = OWNER_ONLY
 
     def __post_init__(self) -> None:
-        eviction_of(self.evict)
         try:
             self.path.expanduser()
         except RuntimeError as error:

@@ -74,13 +74,9 @@ Asking = Callable[[], AbstractContextManager[None]]
 
 
 class SealedRecords(Generic[T]):
-    """All of one kind in one place, read again only where they changed; safe to call from several threads.
-
-    Args:
-        place, asking: where they are, and around calls to it where it is not said that the caller is within it.
-        kind: what is read.
-        decode: of the bytes and the name; raises `DamagedError`.
-    """
+    """All of one kind in one place, read again only where they changed; safe to call from several threads. `place`,
+    `asking`: where they are, and around calls to it where it is not said that the caller is within it. `kind`: what is
+    read. `decode`: of the bytes and the name; raises `DamagedError`."""
 
     def __init__(self, place: SealedPlace, asking: Asking, kind: str, decode: Callable[[bytes, BlockName], T]) -> None:
         self._place, self._asking, self._kind, self._decode = place, asking, kind, decode
@@ -226,13 +222,9 @@ def _kind(root: BlockName) -> str:
 
 
 class SharedStore(KVStore):
-    """A store in a folder, on a server or in a bucket, which several processes may share.
-
-    Args:
-        place: where manifests and documents' records are; blocks and pins are the subclass's.
-        read_only: whether writes raise `StoreReadOnlyError`.
-        page_bytes: a manifest takes whole pages of this size.
-    """
+    """A store in a folder, on a server or in a bucket, which several processes may share. `place`: where manifests and
+    documents' records are; blocks and pins are the subclass's. `read_only`: whether writes raise `StoreReadOnlyError`.
+    `page_bytes`: a manifest takes whole pages of this size."""
 
     def __init__(self, place: SealedPlace, read_only: bool, page_bytes: int = 1) -> None:
         self._place, self.read_only = place, read_only

@@ -115,13 +115,8 @@ class Controller:
         return Decision(ratio, left_out, load, compute, ttft, full, reason, loaded.reused)
 
     def learn(self, decision: Decision, plan: BlendPlan, compute_s: float | None, read_s: Mapping[str, float]) -> None:
-        """Learns from a finished pass.
-
-        Args:
-            plan: as it was carried out.
-            compute_s: without waiting for the loader; None: unknown, because other requests computed at the same time.
-            read_s: time of reading, by tier.
-        """
+        """Learns from a finished pass. `plan`: as it was carried out. `compute_s`: without waiting for the loader;
+        None: unknown, because other requests computed at the same time. `read_s`: time of reading, by tier."""
         expected = self.load_s([span for span in plan.spans if span.source in (Source.PREFIX, Source.LOADED)])
         for tier in self._slower.keys() - read_s.keys():  # may have become faster since: read from it again some day
             self._slower[tier] = 1 + (self._slower[tier] - 1) * (1 - _FORGOTTEN)
@@ -152,8 +147,6 @@ class Controller:
     def load_s(self, spans: Sequence[Span]) -> dict[str, float]:
         """Expected seconds to load these spans, by tier."""
         return self._load_s(_Taken(spans))
-
-    # ---- costs ------------------------------------------------------------------------------------------
 
     def _full_s(self, tokens: int) -> float:
         return self._pace * self._measured.full_s(tokens)

@@ -299,8 +299,6 @@ class BlendedPrefill:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- a layer ----------------------------------------------------------------------------------------
-
     def _compute_layer(self) -> LayerSteps:
         layer, rows = self.layer, self._rows
         if layer == self._first_to_drop and rows.total and self._selector.at_start:

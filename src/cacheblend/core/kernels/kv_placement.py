@@ -39,15 +39,9 @@ class Piece:
 
 
 class Placement:
-    """Where the records of one codec go in a prompt: the same for each layer, so that it is made once.
-
-    Args:
-        pieces: in any order; no two of them share a row of the prompt.
-        codec: of the records.
-
-    Raises:
-        InvalidInputError: a piece that its record or a prompt cannot have, or an unknown codec.
-    """
+    """Where the records of one codec go in a prompt: the same for each layer, so that it is made once. `pieces`: in any
+    order; no two of them share a row of the prompt. `codec`: of the records. Raises `InvalidInputError`: a piece that
+    its record or a prompt cannot have, or an unknown codec."""
 
     def __init__(self, pieces: Sequence[Piece], codec: str = "raw") -> None:
         codec_of(codec)

@@ -185,9 +185,10 @@ class LayerLoader:
             self._schedule(index)
             pending = self._pending.pop(index, None)
             if self._budget is not None:
+                asks = lambda: self._asked if self.reading else (self._first_tier, 0.0)  # noqa: E731
                 if pending is None and self._spans_of(index):
                     pending = self._submit(range(index, index + 1))
-                if pending is not None and not self._budget.wait(pending, self._asks):
+                if pending is not None and not self._budget.wait(pending, asks):
                     by_tier, tier = _by_tier(self._spans_of(index)), self.reading
                     if tier not in by_tier:  # no thread is free
                         tier = ""
@@ -210,10 +211,6 @@ class LayerLoader:
         finally:
             pending = None  # else an error and the future that has it would keep each other, and what was read, alive
             self.wait_s += time.perf_counter() - started
-
-    def _asks(self) -> tuple[str, float]:
-        """The tier that is read now, or first, and since when; see `Reading`."""
-        return self._asked if self.reading else (self._first_tier, 0.0)
 
     def awaited(self, index: int) -> "Future[Any] | None":
         """The read that `layer` would wait for; None: `layer` returns, or raises, without waiting for the store. Begins

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.names import BlockName, TokenIds
+from cacheblend.core.names import BlockName, TokenIds, equal_length
 from cacheblend.core.plan.blocks import ChunkManifest
 
 WINDOW = 32
@@ -129,13 +129,7 @@ class ChunkIndex:
         chunk = self._chunks[number]
         if chunk is None:
             return None
-        first = max(0, at - offset)
-        last = min(len(token_ids), at - offset + len(chunk.token_ids))
-        theirs = chunk.token_ids[first - at + offset : last - at + offset]
-        differing = np.flatnonzero(token_ids[first:last] != theirs) + first
-        place = int(np.searchsorted(differing, at))
-        start = int(differing[place - 1]) + 1 if place else first
-        stop = int(differing[place]) if place < len(differing) else last
+        start, stop = equal_around(token_ids, at, chunk.token_ids, offset)
         return (start, stop) if stop - at >= WINDOW else None
 
 
@@ -174,6 +168,12 @@ class _Windows:
         for at, begin, end in zip(there.tolist(), first[there].tolist(), beyond.tolist(), strict=True):
             for entry in range(begin, min(end, begin + _MOST_OWNERS)):
                 yield at, int(self.numbers[entry]), int(self.offsets[entry])
+
+
+def equal_around(ours: TokenIds, here: int, theirs: TokenIds, place: int) -> tuple[int, int]:
+    """The maximal equal run around ``ours[here]`` and ``theirs[place]``, in ours; empty if these two differ."""
+    back = equal_length(ours[:here][::-1], theirs[:place][::-1])
+    return here - back, here + equal_length(ours[here:], theirs[place:])
 
 
 def window_hashes(token_ids: TokenIds) -> npt.NDArray[np.uint64]:

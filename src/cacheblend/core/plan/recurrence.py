@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.names import BlockName, TokenIds, block_name
+from cacheblend.core.names import BlockName, TokenIds, block_name, equal_length
 from cacheblend.core.plan.blocks import ChunkManifest
-from cacheblend.core.plan.chunk_matches import SHORTEST, WINDOW, ChunkIndex, repeats, window_hashes
+from cacheblend.core.plan.chunk_matches import SHORTEST, WINDOW, ChunkIndex, equal_around, repeats, window_hashes
 
 HALF_LIFE = 1000  # requests after which a sighting counts half
 MOST_PLACES = 16  # places of a hash that are looked at, the newest ones: a hash of more texts identifies none of them
@@ -158,8 +158,6 @@ class Recurrences:
             self._known_tokens -= sum(map(len, self._known.pop(each).runs.values()))
         self._fingerprints.tidy(self._watched.keys())
 
-    # ---- runs that are known ----------------------------------------------------------------------------
-
     def _recognise(
         self, known: _KnownText, token_ids: TokenIds
     ) -> tuple[list[Run], list[Run], list[Run], list[Interval]]:
@@ -203,8 +201,6 @@ class Recurrences:
         known.index.remove([run.name])
         self._known_tokens -= len(run)
 
-    # ---- runs that recur --------------------------------------------------------------------------------
-
     def _recurring(
         self, root: BlockName, token_ids: TokenIds, hashes: npt.NDArray[np.uint64], at: npt.NDArray[np.int64]
     ) -> list[Interval]:
@@ -222,7 +218,7 @@ class Recurrences:
                 continue
             self._watched.move_to_end(number)
             if number not in beginnings:
-                beginnings[number] = _equal_length(token_ids, text)
+                beginnings[number] = equal_length(token_ids, text)
             start = max(start, beginnings[number])  # also a text that repeats itself in there is an exact prefix
             if stop - start >= self._shortest:
                 found.add((start, stop))
@@ -241,24 +237,6 @@ class Recurrences:
             self.watched_tokens -= len(oldest)
         if self._fingerprints.needs_tidying():
             self._fingerprints.tidy(self._watched.keys())
-
-
-def equal_around(ours: TokenIds, here: int, theirs: TokenIds, place: int) -> Interval:
-    """The maximal equal run around ``ours[here]`` and ``theirs[place]``, in ours; empty if these two differ."""
-    back = _equal_length(ours[:here][::-1], theirs[:place][::-1])
-    return here - back, here + _equal_length(ours[here:], theirs[place:])
-
-
-def _equal_length(ours: TokenIds, theirs: TokenIds) -> int:
-    """Number of leading ids that are equal; takes time in proportion to them."""
-    end, at, step = min(len(ours), len(theirs)), 0, 128
-    while at < end:
-        stop = min(end, at + step)
-        differing = np.flatnonzero(ours[at:stop] != theirs[at:stop])
-        if len(differing):
-            return at + int(differing[0])
-        at, step = stop, 2 * step
-    return end
 
 
 # ---- fingerprints -------------------------------------------------------------------------------------------

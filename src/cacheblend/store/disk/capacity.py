@@ -17,6 +17,7 @@ most 1/32 of it, whatever the sizes of files:
 
 import contextlib
 import heapq
+import itertools
 import os
 import threading
 import time
@@ -98,16 +99,13 @@ class Capacity:
     def small_bytes(self, pinned: AbstractSet[str] = frozenset()) -> tuple[int, int]:
         """(bytes of all manifests and documents' records, of those that no eviction removes). Raises `OSError`."""
         total = kept = 0
-        for file in _entries(self._folder.manifests):
+        listed = ((file, file.name.partition(".")[0] in pinned) for file in _entries(self._folder.manifests))
+        records = ((file, True) for root in _entries(self._folder.documents) for file in _entries(root.path))
+        for file, stays in itertools.chain(listed, records):
             with contextlib.suppress(FileNotFoundError):
                 size = whole_pages(file.stat(follow_symlinks=False).st_size)
                 total += size
-                kept += size if file.name.partition(".")[0] in pinned else 0
-        for root in _entries(self._folder.documents):
-            for file in _entries(root.path):
-                with contextlib.suppress(FileNotFoundError):
-                    size = whole_pages(file.stat(follow_symlinks=False).st_size)
-                    total, kept = total + size, kept + size
+                kept += size if stays else 0
         return total, kept
 
     def used(self, worths: Sequence[tuple[BlockName, float]]) -> None:

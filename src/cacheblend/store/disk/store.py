@@ -68,6 +68,8 @@ class DiskStore(SharedStore):
         StoreError: the folder contains other files, or cannot be read or made.
     """
 
+    tier_names = ("disk",)
+
     def __init__(
         self,
         path: str | Path,
@@ -103,12 +105,6 @@ class DiskStore(SharedStore):
     def file_of(self, name: BlockName) -> str:
         """Path of a block's file, whether it exists or not."""
         return self._folder.block_path(name)
-
-    # ---- blocks -----------------------------------------------------------------------------------------
-
-    @property
-    def tier_names(self) -> tuple[str, ...]:
-        return ("disk",)
 
     @property
     def is_reachable(self) -> bool:
@@ -204,8 +200,6 @@ class DiskStore(SharedStore):
         self._capacity.gone(name)
         return unlink(self._folder.block_path(name))
 
-    # ---- pins -------------------------------------------------------------------------------------------
-
     def pin(self, names: Iterable[BlockName]) -> None:
         """Each pin is an empty file."""
         self.require_writable()
@@ -232,8 +226,6 @@ class DiskStore(SharedStore):
 
     def reserved(self, nbytes: int, name: BlockName, what: str) -> AbstractContextManager[None]:
         return self._capacity.reserved(whole_pages(nbytes))
-
-    # ---- the whole store --------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:

@@ -202,14 +202,8 @@ def header_of(headers: Sequence[BlockHeader], name: BlockName) -> BlockHeader:
 
 def decode_headers(header: bytes, file_bytes: int | None) -> list[BlockHeader]:
     """Decodes and checks all of a header, the file up to its records: what it says of each of its blocks, in order.
-
-    Args:
-        header: the bytes.
-        file_bytes: the file's size; None where header and records are not one file.
-
-    Raises:
-        DamagedError: a byte of the header is wrong, or the header states another size or names than its content has.
-    """
+    `header`: the bytes. `file_bytes`: the file's size; None where header and records are not one file. Raises
+    `DamagedError`: a byte of the header is wrong, or the header states another size or names than its content has."""
     if header[8:_CHECKSUM_AT] != _OPENING or not is_sealed(header, _CHECKSUM_AT):
         raise DamagedError("the header does not match its checksum")
     try:

@@ -90,8 +90,6 @@ class BucketObjects:
         self._used: dict[BlockName, float] = {}
         self._lock = threading.Lock()
 
-    # ---- blocks -----------------------------------------------------------------------------------------
-
     def look_up(
         self, names: Sequence[BlockName], unknown: AbstractSet[BlockName] = frozenset(), since: float = -math.inf
     ) -> list[Bytes | None]:
@@ -169,8 +167,6 @@ class BucketObjects:
             self._used = {block.name: self._used[block.name] for block in found if block.name in self._used}
         return found
 
-    # ---- pins and manifests -----------------------------------------------------------------------------
-
     def pin(self, names: Iterable[BlockName]) -> None:
         self._each(list(names), lambda name: self._put(f"pins/{name.hex()}", b""))
 
@@ -228,8 +224,6 @@ class BucketObjects:
         self._listed_pool.close()
         self._pool.join(CLOSE_S)
         self._listed_pool.join(CLOSE_S)
-
-    # ---- requests ---------------------------------------------------------------------------------------
 
     def _head(self, path: str) -> Any:
         return self._if_there(lambda: self._obstore.head(self._bucket, path))

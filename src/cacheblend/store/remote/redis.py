@@ -104,8 +104,6 @@ class RedisObjects:
         if self._client is not None:
             self._client.close()
 
-    # ---- blocks -----------------------------------------------------------------------------------------
-
     def look_up(
         self, names: Sequence[BlockName], unknown: AbstractSet[BlockName] = frozenset(), since: float = -math.inf
     ) -> list[Bytes | None]:
@@ -224,8 +222,6 @@ class RedisObjects:
             asked = self._together(lambda pipe, part=part: [pipe.exists(self._piece(name, "h")) for name in part])
             found += [bool(there) for there in asked]
         return found
-
-    # ---- pins and manifests -----------------------------------------------------------------------------
 
     def pin(self, names: Iterable[BlockName]) -> None:
         if digits := [name.hex() for name in names]:
