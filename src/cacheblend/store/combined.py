@@ -74,11 +74,7 @@ class CombinedStore(KVStore):
 
     A call goes to all of them, and what they return is merged. Where and whether a block is read or written is up to
     the subclass, and so is `stats`. Tiers of one kind are told apart by numbers, see `KVStore.tier_names`.
-
-    Args:
-        members: the stores that keep blocks, pins and manifests, nearest first; closed with this store.
-        tiers: the stores that are read, fastest first.
-        most_found: blocks of which it is remembered where they were found.
+    Of `most_found` blocks it is remembered where they were found. The members are closed with this store.
     """
 
     def __init__(self, members: Sequence[KVStore], tiers: Sequence[KVStore], most_found: int) -> None:
@@ -424,11 +420,9 @@ class CascadeStore(CombinedStore):
             with self._lock:
                 if name not in self._found:  # deleted since
                     return None
-            layers = range(len(entry.layout.layers))
+            layers, store = range(len(entry.layout.layers)), self.members[number]
             try:
-                copied = [
-                    whole[layer] if layer in whole else self.members[number].read(name, layer) for layer in layers
-                ]
+                copied = [whole[layer] if layer in whole else store.read(name, layer) for layer in layers]
             except BlockLostError:
                 return None
             return Block(name, entry.parent, entry.token_ids, copied, entry.layout)

@@ -19,16 +19,9 @@ FEW, MANY = 1, 8  # numbers of blocks in the two measurements; their difference 
 
 
 def measure(store: KVStore, layout: KVLayout, *, block_tokens: int = 256, rounds: int = 3) -> tuple[str, TierSpeed]:
-    """The tier's own name and its speed. Writes random blocks under unique names, reads them uncached and removes them.
-
-    Args:
-        store: one tier; see `KVStore.tiers`, which has the name that it has beside others of its kind.
-        layout, block_tokens: of the blocks.
-        rounds: number of measurements, of which the median counts.
-
-    Raises:
-        StoreError: the store cannot be written or read.
-    """
+    """The tier's own name and its speed, the median of some rounds. Writes random blocks under unique names, reads them
+    uncached and removes them. `store`: one tier; see `KVStore.tiers`, which has the name that it has beside others of
+    its kind. Raises `StoreError`: the store cannot be written or read."""
     root = root_name(f"a measurement {secrets.token_hex(8)}", "float32")
     names: list[BlockName] = []
     try:

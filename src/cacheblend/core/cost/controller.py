@@ -48,17 +48,9 @@ class Decision:
 
 
 class Controller:
-    """Decides for each prompt, and adjusts its cost model to the times observed.
-
-    Args:
-        cost_model: the initial one.
-        bytes_per_token: of stored KV, over all layers.
-        floor: least ratio.
-        check_layer: all rows are computed before this layer; None: rows are selected before layer 0.
-
-    Raises:
-        InvalidInputError: a floor outside 0..1.
-    """
+    """Decides for each prompt, and adjusts its cost model to the times observed. `bytes_per_token`: of stored KV, over
+    all layers; `floor`: the least ratio; `check_layer`: all rows are computed before this layer, None: rows are
+    selected before layer 0. Raises `InvalidInputError`: a floor outside 0..1."""
 
     def __init__(
         self,
@@ -195,16 +187,12 @@ def _learnt(value: float, factor: float, start: float) -> float:
 
 
 class _Taken:
-    """A set of spans to load. A repeated chunk is read once.
-
-    Attributes:
-        exact, reused: rows of the prompt that are exact prefix, and all others.
-    """
+    """A set of spans to load. A repeated chunk is read once."""
 
     def __init__(self, spans: Sequence[Span] = ()) -> None:
         self.names: set[BlockName] = set()  # of the blocks
         self.by_tier: dict[str, list[int]] = {}  # [blocks, tokens] that are read
-        self.exact = self.reused = 0
+        self.exact = self.reused = 0  # rows of the prompt that are exact prefix, and all others
         for span in spans:
             self.add(span)
 

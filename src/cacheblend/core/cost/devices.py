@@ -61,17 +61,9 @@ def place(
     stored_bytes: float,
     floor: float = 0.15,
 ) -> list[DeviceCost]:
-    """The placement on each device, in the order given.
-
-    Args:
-        prefill_s: time of a full prefill of the context.
-        layers: of the model; the first is always computed for all rows.
-        context_bytes, stored_bytes: size of the context's KV, and of all KV to be kept.
-        floor: the least ratio.
-
-    Raises:
-        InvalidInputError: a time or size that is not above 0, or a floor outside 0..1.
-    """
+    """The placement of a context on each device, in the order given. `context_bytes`, `stored_bytes`: size of its KV,
+    and of all KV to be kept; `floor`: the least ratio. The first layer is always computed for all rows. Raises
+    `InvalidInputError`: a time or size that is not above 0, or a floor outside 0..1."""
     if min(prefill_s, context_bytes, stored_bytes) <= 0 or layers < 1 or not 0 <= floor <= 1:
         raise InvalidInputError(
             f"prefill time, bytes and layers must be above 0 and the floor in 0..1, got {prefill_s} s, "

@@ -79,14 +79,10 @@ Job = TypeVar("Job", bound=BatchJob)
 
 
 class PrefillBatcher(Generic[Job]):
-    """Chooses jobs in order of arrival, batches the first ones, and runs one layer of them at a time.
-
-    Args:
-        join_layer: the layer at which other jobs may join: after the last selection, at least 1.
-        tile_rows: maximum number of rows that go through a layer together.
-        isolate: True: a failed job does not end the others. False: its error is raised at once, as needed with tensor
-            parallelism, where all ranks must run the same jobs.
-    """
+    """Chooses jobs in order of arrival, batches the first ones, and runs one layer of them at a time, `tile_rows` rows
+    at most together. Other jobs may join at `join_layer`: after the last selection, at least 1. `isolate`: a failed job
+    does not end the others; False: its error is raised at once, as needed with tensor parallelism, where all ranks must
+    run the same jobs."""
 
     def __init__(self, join_layer: int, tile_rows: int, join: Join, *, isolate: bool = True) -> None:
         self._join_layer, self._tile_rows = max(1, join_layer), tile_rows

@@ -57,12 +57,7 @@ class AskingRows(NamedTuple):
 
 class QuestionPass:
     """A pass of rows that ask: the question's, or several spans', which may overlap. Changes neither the loader's
-    buffers nor `hidden`, the input of layer 0 for all rows of the runner; for the others see `Asking`.
-
-    Attributes:
-        asking: [n] int64, positions of all rows that ask, ascending.
-        layer: the next one.
-    """
+    buffers nor `hidden`, the input of layer 0 for all rows of the runner; for the others see `Asking`."""
 
     def __init__(
         self,
@@ -75,6 +70,7 @@ class QuestionPass:
     ) -> None:
         self._runner, self._loader, self._first, self._keep = runner, loader, plan.prefix_length, keep
         device = hidden.device
+        # positions of all rows that ask, [n] int64 ascending
         self.asking = asking = np.unique(np.concatenate([group.rows for group in groups]))
         self._oldest = int(asking[0])
         stored = plan.stored_rows
@@ -86,7 +82,7 @@ class QuestionPass:
         self._members, self._own = rest[: len(groups)], rest[len(groups) :]
         self._received = torch.zeros(len(groups), len(plan), dtype=torch.float32, device=device)
         self._rows = self._positions - self._first
-        self._hidden, self.layer = hidden[self._rows], 0
+        self._hidden, self.layer = hidden[self._rows], 0  # the next one
 
     def advance(self) -> bool:
         """Computes one layer; True when all are done."""
@@ -152,16 +148,9 @@ def _groups(query: torch.Tensor, seen: int, kv_heads: int) -> list[tuple[slice, 
 
 
 class Asking:
-    """All passes that ask for one prompt, computed layer by layer.
-
-    Args:
-        selector: how many rows ask, and how many hops there are.
-        runner: layer runner for the rows from `plan.prefix_length` on.
-        loader: loader of the same plan, with the LOADED rows of all layers.
-        rows: all rows of the runner, of which none is dropped before all has been asked; told what was found (`known`).
-        keep: keep the loaded layers in the loader for the following prefill; otherwise it reads them again.
-        sentence_end_ids, over_ranks: see `PrefillOptions`.
-    """
+    """All passes that ask for one prompt, computed layer by layer, before a row is dropped; `rows` is told what was
+    found (`known`). `keep`: the loaded layers stay in the loader for the prefill that follows, which else reads them
+    again. `sentence_end_ids`, `over_ranks`: see `PrefillOptions`."""
 
     def __init__(
         self,

@@ -24,20 +24,11 @@ from cacheblend.core.select.selectors import Candidates
 
 
 class ActiveRows:
-    """The active rows, ascending by position, with their hidden state.
-
-    Args:
-        hidden: the first layer's input of all rows of the runner, [rows, width].
-        cuts: positions that no tile of all rows spans, ascending.
-
-    Attributes:
-        hidden: [n, width] of the active rows.
-        known: what is known of all rows of the runner, as if each were a candidate.
-        recomputed: candidates that were kept by the last selection; before any, all of them.
-    """
+    """The active rows, ascending by position, with their hidden state. `hidden`: the first layer's input of all rows of
+    the runner, [rows, width]; `cuts`: positions that no tile of all rows spans, ascending."""
 
     def __init__(self, plan: BlendPlan, hidden: torch.Tensor, cuts: Sequence[int] = ()) -> None:
-        self._plan, self.hidden = plan, hidden
+        self._plan, self.hidden = plan, hidden  # [n, width] of the active rows
         self._cuts = [cut - plan.prefix_length for cut in cuts]
         self.index = torch.arange(len(hidden), device=hidden.device)  # [n] int64, which of the runner's rows they are
         self._of_tiles: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # of the rows that are active now
@@ -45,7 +36,8 @@ class ActiveRows:
         known = [plan.candidate_rows - plan.prefix_length, plan.chunk_offsets[rows], plan.segment_indices[rows]]
         # the candidates' places among the active rows, ascending
         self._candidates, offsets, segments = upload_together(known, hidden.device)
-        self.total = self.recomputed = len(self._candidates)
+        self.total = self.recomputed = len(self._candidates)  # all, and those that the last selection kept
+        # what is known of all rows of the runner, as if each were a candidate
         self.known = Candidates(self.index + plan.prefix_length, offsets, self.total, segments=segments)
         self.has_dropped = False  # a row was dropped: nothing is left from which it could be computed
 

@@ -115,16 +115,9 @@ def _with_dense_heads(tensor: torch.Tensor) -> torch.Tensor:
 def tile_shape(
     group: int, rows: int, head_dim: int, page: int = 0, itemsize: int = 2, shared: int = LARGEST_SHARED
 ) -> tuple[int, int, int, int]:
-    """(slots of a row tile, keys of a key tile, warps, stages): the best tiles that fit.
-
-    Args:
-        group: query heads of a KV head.
-        rows: of the call; they choose between few sizes of row tiles, as each is compiled.
-        head_dim: numbers of a head.
-        page: tokens of a block of the paged cache; 0: dense buffers.
-        itemsize: bytes of a number of the queries.
-        shared: bytes of shared memory that a program can have on the device.
-    """
+    """(slots of a row tile, keys of a key tile, warps, stages): the best tiles that fit into `shared` bytes. `group`:
+    query heads of a KV head; `rows`: of the call; they choose between few sizes of row tiles, as each is compiled;
+    `page`: tokens of a block of the paged cache, 0: dense buffers; `itemsize`: bytes of a query's number."""
     least = max(_ROW_SLOTS[0], triton.next_power_of_2(group))
     slots = tile_keys = stages = 0
     for slots, tile_keys, stages, programs in _PAGED_TILES if page else _DENSE_TILES:

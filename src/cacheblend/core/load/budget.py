@@ -91,11 +91,6 @@ class LoadBudget:
             may have to be measured first. None: no bound.
         late_tiers: what other requests have given up, which is not waited for; None: nothing.
         clock: seconds of any origin.
-
-    Attributes:
-        spent, waited: so far in all, and by tier; `LOOK_UP`: for the store as a whole.
-        timeouts: what the request gave up waiting for, one line each, and what it did not ask for after others.
-        late: by tier that was given up, for how long it was waited for; `LOOK_UP`: for how long for any.
     """
 
     def __init__(
@@ -107,12 +102,12 @@ class LoadBudget:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._given, self._measure, self.clock = seconds, measure, clock
-        self._late_tiers = late_tiers
-        self._seconds = seconds
-        self.spent = 0.0
-        self.waited: dict[str, float] = {}
+        self._late_tiers, self._seconds = late_tiers, seconds
+        self.spent = 0.0  # so far in all
+        self.waited: dict[str, float] = {}  # so far by tier; `LOOK_UP`: for the store as a whole
+        # what the request gave up waiting for, one line each, and what it did not ask for after others
         self.timeouts: list[str] = []
-        self.late: dict[str, float] = {}
+        self.late: dict[str, float] = {}  # by tier, how long one that was given up was waited for; `LOOK_UP`: any
 
     def measured_by(self, measure: Callable[[], float]) -> None:
         """Another measure from now on, of what is known to be stored; of no effect on a bound that was given."""

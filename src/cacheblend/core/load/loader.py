@@ -93,9 +93,6 @@ class LayerLoader:
     Small layers are read several at once, so that some more may be ahead, but never more than `ahead_bytes` of buffers.
 
     Args:
-        plan: says which blocks are loaded.
-        source: the store they are read from.
-        layout: of the buffers.
         rotations: one for each layer; None where keys have no position.
         first_reused_layer: LOADED rows are not read before this layer, because earlier layers compute all of them.
         read_ahead: 0 loads in the caller's thread, unless there is a budget.
@@ -108,10 +105,6 @@ class LayerLoader:
         budget: what the request may wait for the store; None: as long as it takes.
         caches: gives each layer's place in an engine's own cache; None: buffers are made here. Records are then only
             read and sent ahead, and placed by the caller of `layer`: a loader that was closed writes nowhere.
-
-    Attributes:
-        load_s: seconds of reading and of filling buffers, on the host.
-        wait_s: seconds that callers of `layer` waited.
     """
 
     def __init__(
@@ -162,7 +155,7 @@ class LayerLoader:
         self._asked = "", 0.0  # the tier, and since when by the budget's clock
         self._reader: DaemonPool | CallsInOrder | None = None
         self.read_s: dict[str, float] = {}  # seconds of reading the layers that were given, by tier
-        self.load_s = self.wait_s = 0.0
+        self.load_s = self.wait_s = 0.0  # seconds of reading and filling buffers on the host; of callers that waited
 
     @property
     def reading(self) -> str:  # the tier that is being read, or was read last; empty: none yet
@@ -185,10 +178,9 @@ class LayerLoader:
             self._schedule(index)
             pending = self._pending.pop(index, None)
             if self._budget is not None:
-                asks = lambda: self._asked if self.reading else (self._first_tier, 0.0)  # noqa: E731
                 if pending is None and self._spans_of(index):
                     pending = self._submit(range(index, index + 1))
-                if pending is not None and not self._budget.wait(pending, asks):
+                if pending is not None and not self._budget.wait(pending, self._asks):
                     by_tier, tier = _by_tier(self._spans_of(index)), self.reading
                     if tier not in by_tier:  # no thread is free
                         tier = ""
@@ -211,6 +203,9 @@ class LayerLoader:
         finally:
             pending = None  # else an error and the future that has it would keep each other, and what was read, alive
             self.wait_s += time.perf_counter() - started
+
+    def _asks(self) -> tuple[str, float]:  # see `Reading`
+        return self._asked if self.reading else (self._first_tier, 0.0)
 
     def awaited(self, index: int) -> "Future[Any] | None":
         """The read that `layer` would wait for; None: `layer` returns, or raises, without waiting for the store. Begins

@@ -84,20 +84,10 @@ class _KnownText:
 
 
 class Recurrences:
-    """Watches requests of any roots, and learns what recurs. Not thread-safe.
-
-    Args:
-        min_run_tokens: shorter runs are not learnt.
-        watch_tokens: ids of recent prompts that are kept (4 bytes each), and at most as many of learnt runs; the least
-            recently useful go first. A longer prompt is not watched.
-
-    Attributes:
-        watched_tokens: ids of prompts that are kept.
-        number: of requests seen so far.
-
-    Raises:
-        InvalidInputError: `min_run_tokens` is below `chunk_matches.SHORTEST`, or `watch_tokens` below `min_run_tokens`.
-    """
+    """Watches requests of any roots, and learns what recurs; shorter runs than `min_run_tokens` are not learnt. Not
+    thread-safe. `watch_tokens`: ids of recent prompts that are kept (4 bytes each), and at most as many of learnt runs;
+    the least recently useful go first. A longer prompt is not watched. Raises `InvalidInputError`: `min_run_tokens` is
+    below `chunk_matches.SHORTEST`, or `watch_tokens` below `min_run_tokens`."""
 
     def __init__(self, min_run_tokens: int = 64, watch_tokens: int = 16 * 1024 * 1024) -> None:
         if min_run_tokens < SHORTEST:
@@ -115,7 +105,7 @@ class Recurrences:
         self._fingerprints = Fingerprints()
         self._known: dict[BlockName, _KnownText] = {}
         self._known_tokens = 0
-        self.watched_tokens = self.number = 0
+        self.watched_tokens = self.number = 0  # ids of prompts that are kept; requests seen so far
 
     @property
     def runs(self) -> list[Run]:

@@ -70,15 +70,9 @@ def _stamp_of(status: os.stat_result) -> Stamp:
 
 
 class BlockFiles:
-    """Finds and reads block files; safe to call from several threads.
-
-    Args:
-        folder: the store's folder.
-        max_known: number of headers to cache (about 4 KB each).
-        max_open: number of descriptors to keep; by default 512, or a quarter of the process's limit if that is less.
-        direct: bypass the page cache, where the file system can.
-        expiry: time to live of unpinned blocks.
-    """
+    """Finds and reads block files; safe to call from several threads. `max_known`: headers that are cached (about 4 KB
+    each); `max_open`: descriptors that are kept, by default 512, or a quarter of the process's limit if that is less;
+    `direct`: bypass the page cache, where the file system can."""
 
     def __init__(
         self,

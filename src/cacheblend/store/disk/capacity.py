@@ -50,15 +50,9 @@ class BlockFile:
 
 
 class Capacity:
-    """Reserves bytes for blocks and evicts others for them; safe to call from several threads.
-
-    Args:
-        folder, files: the store's; files of evicted blocks are closed.
-        manifests: that of a chunk goes with its last block.
-        max_bytes: bound on the files' sizes; None for no bound but the disk's.
-        eviction: the policy; None: least recently used first, by the files' times.
-        expiry: time to live of unpinned blocks.
-    """
+    """Reserves bytes for blocks and evicts others for them; safe to call from several threads. `max_bytes`: bound on
+    the files' sizes, None: no bound but the disk's; `eviction`: None: least recently used first, by the files'
+    times."""
 
     def __init__(
         self,

@@ -44,17 +44,10 @@ T = TypeVar("T")
 
 
 class BucketObjects:
-    """See `Objects`.
-
-    Args:
-        url: ``s3://bucket/folder``.
-        timeout: seconds that a request may take; writing a block may take `UPLOAD_S`, if that is more.
-        options: obstore's options for S3 (``endpoint``, ``region``, ``access_key_id``, ...); missing ones are taken
-            from AWS's usual environment variables.
-
-    Raises:
-        InvalidInputError: obstore is not installed, or rejects the URL or an option, or one of the two keys is missing.
-    """
+    """See `Objects`; ``s3://bucket/folder``. A request may take `timeout` seconds, writing a block `UPLOAD_S` if that
+    is more. `options`: obstore's for S3 (``endpoint``, ``region``, ``access_key_id``, ...); missing ones are taken from
+    AWS's usual environment variables. Raises `InvalidInputError`: obstore is not installed, or rejects the URL or an
+    option, or one of the two keys is missing."""
 
     tier = "s3"
 

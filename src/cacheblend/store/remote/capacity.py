@@ -19,16 +19,9 @@ _RECOUNT_S = 30.0  # other processes write too
 
 
 class RemoteCapacity:
-    """The bound of one place; safe to call from several threads.
-
-    Args:
-        objects: the place.
-        max_bytes: bound on what all writers store, manifests and documents' records included; None leaves eviction to
-            the other side.
-        drop: removes blocks and returns which were held.
-        manifests: of the place; those that evicted blocks leave behind are removed.
-        asking: makes the context of calls to the place, see `CircuitBreaker.asking`.
-    """
+    """The bound of one place; safe to call from several threads. `max_bytes`: of what all writers store, manifests and
+    documents' records included, None: eviction is left to the other side; `drop`: removes blocks and returns which were
+    held; `asking`: see `CircuitBreaker.asking`."""
 
     def __init__(
         self,

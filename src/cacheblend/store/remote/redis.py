@@ -42,17 +42,9 @@ logger = logging.getLogger(LOGGER_NAME)
 
 
 class RedisObjects:
-    """See `Objects`. The connection is opened on first use.
-
-    Args:
-        url: ``redis://``, ``rediss://`` or ``valkey://`` host:port/database.
-        prefix: prefix of all keys.
-        timeout: seconds that a connection or an answer may take.
-        cluster: the server is a node of a cluster.
-
-    Raises:
-        InvalidInputError: redis-py is not installed.
-    """
+    """See `Objects`; ``redis://``, ``rediss://`` or ``valkey://`` host:port/database. The connection is opened on first
+    use; it and each answer may take `timeout` seconds. `prefix`: of all keys; `cluster`: the server is a node of one.
+    Raises `InvalidInputError`: redis-py is not installed."""
 
     tier = "redis"
 
