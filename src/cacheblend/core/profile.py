@@ -58,8 +58,7 @@ class Profile:
         return Selection(**self.settings)
 
     @property
-    def blend(self) -> bool:
-        """False: no setting passed, so everything except exact prefixes is recomputed."""
+    def blend(self) -> bool:  # false: no setting passed, so everything except exact prefixes is recomputed
         return bool(self.settings.get("selector") != "all")
 
     def config(self, **overrides: Any) -> BlendConfig:

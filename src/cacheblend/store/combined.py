@@ -106,8 +106,7 @@ class CombinedStore(KVStore):
         return dict(zip(self._tier_names, parts, strict=True))
 
     @property
-    def is_reachable(self) -> bool:
-        """All members, as each may be the one that holds a block."""
+    def is_reachable(self) -> bool:  # all members, as each may be the one that holds a block
         return all(member.is_reachable for member in self.members)
 
     def round_trip_s(self, tier: str) -> float:

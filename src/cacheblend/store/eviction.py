@@ -172,8 +172,7 @@ class EmptyChunks:
         return self._remove(self._place.some(names))
 
     @property
-    def is_due(self) -> bool:
-        """Whether so much was evicted since the last sweep that one is worth its time."""
+    def is_due(self) -> bool:  # whether so much was evicted since the last sweep that one is worth its time
         return self._evicted > _FEW_EVICTED and self._evicted > self._place.count() // 2
 
     def sweep(self) -> int:

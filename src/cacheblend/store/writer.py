@@ -59,16 +59,9 @@ class WriteBehind:
         self._reported: set[type[BaseException]] = set()
 
     def submit(self, item: Block | BlockMaker, name: BlockName | None = None, nbytes: int = 0) -> bool:
-        """Queues a block; False if it is dropped or waits already. Returns at once.
-
-        Args:
-            item: the block, or a callable that makes it. Do not change its tensors afterwards.
-            name: the block's name; required with a callable.
-            nbytes: bytes of the records that a callable keeps alive or will make; counted for a block.
-
-        Raises:
-            InvalidInputError: a callable without a name.
-        """
+        """Queues a block; False if it is dropped or waits already. Returns at once. `item`: the block, whose tensors
+        must not change afterwards, or a callable that makes it, with the block's `name`, and `nbytes` of the records
+        that it keeps alive or will make. Raises `InvalidInputError`: a callable without a name."""
         if isinstance(item, Block):
             name, nbytes = item.name, sum(record.nbytes for record in item.records)
         if name is None:

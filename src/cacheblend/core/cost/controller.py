@@ -70,8 +70,7 @@ class Controller:
         self._overhead = cost_model.overhead
 
     @property
-    def cost_model(self) -> CostModel:
-        """The initial cost model with the corrections learnt so far."""
+    def cost_model(self) -> CostModel:  # the initial cost model with the corrections learnt so far
         prefills = tuple((tokens, seconds * self._pace) for tokens, seconds in self._measured.prefill_s)
         tiers = {name: speed.scaled(self._slower.get(name, 1.0)) for name, speed in self._measured.tiers.items()}
         return CostModel(prefills, tiers, self._overhead, self._measured.request_s)

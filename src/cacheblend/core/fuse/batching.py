@@ -199,8 +199,7 @@ class _TogetherPass:
         self._waiting: dict[int, LayerRows] | None = None  # None: no pass has begun
 
     @property
-    def done(self) -> bool:
-        """No pass has rows left."""
+    def done(self) -> bool:  # no pass has rows left
         return self._waiting is not None and not self._waiting
 
     def drop(self, number: int) -> None:

@@ -136,9 +136,6 @@ class BlendedPrefill:
         started: when the request came, by `time.perf_counter`; None: now.
         named: the selector as settings name it, for the report; None: `selector`.
 
-    Attributes:
-        layer: the next one to be computed.
-
     Raises:
         InvalidInputError: the selector checks at a layer that the model does not have.
     """
@@ -174,7 +171,7 @@ class BlendedPrefill:
         reused = max(self._first_to_drop, first_reused_layer(self._selector))
         self._loader = self._open_loader(plan, reused)
         self._rows = rows = ActiveRows(plan, self._runner.embed(), recurrence.cuts(plan))
-        self.layer, self._kv = 0, list[LayerKV]()
+        self.layer, self._kv = 0, list[LayerKV]()  # the next layer to be computed; of those before it
         self._question: Asking | None = None  # what the next step computes, if anything is left to ask
         if rows.total and self._selector.question_rows:
             self._question = Asking(
@@ -189,8 +186,7 @@ class BlendedPrefill:
             )
 
     @property
-    def active_rows(self) -> int:
-        """Rows that the next step computes at most."""
+    def active_rows(self) -> int:  # rows that the next step computes at most
         return len(self._rows) if self._question is None else len(self._question.asking)
 
     @property
@@ -201,13 +197,11 @@ class BlendedPrefill:
         return self._loader.awaited(self.layer if self._question is None else self._question.layer)
 
     @property
-    def reading(self) -> str:
-        """The tier that is being read, or was read last; empty: none yet."""
+    def reading(self) -> str:  # the tier that is being read, or was read last; empty: none yet
         return self._loader.reading
 
     @property
-    def done(self) -> bool:
-        """All layers are computed."""
+    def done(self) -> bool:  # all layers are computed
         return self.layer == self._runner.num_layers
 
     def advance(self, layers: int = 1) -> bool:

@@ -174,13 +174,11 @@ class Asking:
         self._pass = self._open([AskingRows(self._question, _NONE)])
 
     @property
-    def asking(self) -> npt.NDArray[np.int64]:
-        """[n] int64, positions of the rows that the next step computes."""
+    def asking(self) -> npt.NDArray[np.int64]:  # [n] int64, positions of the rows that the next step computes
         return self._pass.asking
 
     @property
-    def layer(self) -> int:
-        """The next layer."""
+    def layer(self) -> int:  # the next layer
         return self._pass.layer
 
     def advance(self) -> bool:

@@ -72,8 +72,7 @@ class ActiveRows:
         self._of_tiles.clear()
 
     @property
-    def has_candidates(self) -> bool:
-        """Some row may still be dropped."""
+    def has_candidates(self) -> bool:  # some row may still be dropped
         return len(self._candidates) > 0
 
     def candidates(self, layer: int | None = None, deviation: torch.Tensor | None = None) -> Candidates:

@@ -22,8 +22,7 @@ class Float8:
     value_scale: float = 1.0
 
     @property
-    def scales(self) -> tuple[float, float]:
-        """Of keys, of values."""
+    def scales(self) -> tuple[float, float]:  # of keys, of values
         return self.key_scale, self.value_scale
 
     def encode(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:

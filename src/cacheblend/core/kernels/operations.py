@@ -43,8 +43,7 @@ class Served(Generic[F]):
     reason: str = ""
 
     @property
-    def is_kernel(self) -> bool:
-        """Whether something faster than plain PyTorch serves."""
+    def is_kernel(self) -> bool:  # whether something faster than plain PyTorch serves
         return self.name != PLAIN
 
 

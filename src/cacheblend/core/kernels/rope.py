@@ -24,8 +24,7 @@ class KeyRotation:
     pairing: Pairing
 
     @property
-    def rotary_dim(self) -> int:
-        """Leading dimensions of a head that are rotated."""
+    def rotary_dim(self) -> int:  # leading dimensions of a head that are rotated
         return 2 * len(self.inv_freq)
 
 

@@ -21,8 +21,7 @@ class CircuitBreaker:
         self._place, self._resume_at = place, -math.inf
 
     @property
-    def is_paused(self) -> bool:
-        """Whether the place is not asked now."""
+    def is_paused(self) -> bool:  # whether the place is not asked now
         return self._resume_at > time.monotonic()
 
     @contextlib.contextmanager

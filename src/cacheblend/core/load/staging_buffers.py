@@ -52,8 +52,7 @@ class StagingMemory:
         return Lease(self, uses)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the slabs that have been made and are not lost."""
+    def nbytes(self) -> int:  # bytes of the slabs that have been made and are not lost
         return (self._made - sum(self._lost)) * self.slab_bytes
 
     def slab(self) -> torch.Tensor | None:

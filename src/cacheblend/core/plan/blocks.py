@@ -70,8 +70,7 @@ class KVLayout:
         return (shape.kv_heads, self.head_bytes(layer, tokens))
 
     @property
-    def record_dtype(self) -> torch.dtype:
-        """Element type of a record, as it is stored."""
+    def record_dtype(self) -> torch.dtype:  # element type of a record, as it is stored
         return self.dtype if self.codec == "raw" else torch.uint8
 
     def encode(self, record: torch.Tensor) -> torch.Tensor:

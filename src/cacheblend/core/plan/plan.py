@@ -127,18 +127,15 @@ class BlendPlan:
         return rows[rows < len(self) - 1]
 
     @cached_property
-    def chunk_offsets(self) -> npt.NDArray[np.int64]:
-        """[len(prompt)] place of each row inside its segment."""
+    def chunk_offsets(self) -> npt.NDArray[np.int64]:  # [len(prompt)] place of each row inside its segment
         return np.concatenate([np.arange(s.chunk_offset, s.chunk_offset + len(s)) for s in self.spans])
 
     @cached_property
-    def segment_indices(self) -> npt.NDArray[np.int64]:
-        """[len(prompt)] index of the segment that each row belongs to."""
+    def segment_indices(self) -> npt.NDArray[np.int64]:  # [len(prompt)] index of the segment that each row belongs to
         return np.repeat([s.segment for s in self.spans], [len(s) for s in self.spans]).astype(np.int64)
 
     @cached_property
-    def stored_rows(self) -> npt.NDArray[np.int64]:
-        """Positions whose KV the store holds, exact or not, ascending."""
+    def stored_rows(self) -> npt.NDArray[np.int64]:  # positions whose KV the store holds, exact or not, ascending
         return self._rows_from(Source.PREFIX, Source.LOADED)
 
     def _rows_from(self, *sources: Source) -> npt.NDArray[np.int64]:

@@ -108,8 +108,7 @@ class Recurrences:
         self.watched_tokens = self.number = 0  # ids of prompts that are kept; requests seen so far
 
     @property
-    def runs(self) -> list[Run]:
-        """All learnt runs."""
+    def runs(self) -> list[Run]:  # all learnt runs
         return [run for known in self._known.values() for run in known.runs.values()]
 
     def see(self, root: BlockName, token_ids: TokenIds, chunks: Iterable[Interval] = ()) -> Learnt:

@@ -396,8 +396,7 @@ class Recorded(Wrapper):
     keeps: list[torch.Tensor] = field(default_factory=list)
 
     @property
-    def kept(self) -> list[int]:
-        """Positions that the last call kept, ascending."""
+    def kept(self) -> list[int]:  # positions that the last call kept, ascending
         return self.asked[-1].positions[self.keeps[-1]].tolist() if self.asked else []
 
     def of_model(self, layers: int) -> Selector:

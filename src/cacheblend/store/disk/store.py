@@ -98,8 +98,7 @@ class DiskStore(SharedStore):
         self._readers = DaemonPool(self._reads_at_once, "cacheblend-disk")
 
     @property
-    def path(self) -> Path:
-        """The folder."""
+    def path(self) -> Path:  # the folder
         return self._folder.path
 
     def file_of(self, name: BlockName) -> str:
@@ -107,8 +106,7 @@ class DiskStore(SharedStore):
         return self._folder.block_path(name)
 
     @property
-    def is_reachable(self) -> bool:
-        """Whether the folder is still a store: it may be deleted, or its disk unmounted."""
+    def is_reachable(self) -> bool:  # whether the folder is still a store: it may be deleted, or its disk unmounted
         return self._folder.is_there
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:

@@ -29,13 +29,11 @@ class Range(NamedTuple):
     size: int  # bytes of the whole record
 
     @property
-    def first(self) -> int:
-        """Where the bytes begin in the block file."""
+    def first(self) -> int:  # where the bytes begin in the block file
         return self.offset + self.start
 
     @property
-    def last(self) -> int:
-        """Where they end in the block file."""
+    def last(self) -> int:  # where they end in the block file
         return self.offset + self.stop
 
 
