@@ -2,7 +2,7 @@
 
 import torch
 
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec
 
 
 def dense_attention(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cacheblend.core.kernels.attention_spec import HeadShape
+from cacheblend.core.kernels.attention import HeadShape
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
 from cacheblend.core.select.selectors import Hkvd
 from cacheblend.engines.vllm.jobs import BlendJob

@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from cacheblend.core.kernels import attention, operations
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec
 
 _PAGE = 256  # tokens: what flash-attn's pages are multiples of
 Call = Callable[[], torch.Tensor]

@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from cacheblend.core.kernels import attention
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec
 from cacheblend.core.kernels.kv_placement import Piece, Placement
 from cacheblend.core.kernels.operations import kv_deviation, place, serve
 from cacheblend.core.kernels.rope import KeyRotation

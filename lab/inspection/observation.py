@@ -11,8 +11,7 @@ import numpy.typing as npt
 import torch
 
 from cacheblend.core.fuse.runner import Attend
-from cacheblend.core.kernels.attention import attention_weights
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec, attention_weights
 from cacheblend.core.kernels.latent import attended
 from cacheblend.core.load.loader import LayerKV
 from cacheblend.core.plan.plan import BlendPlan, Source

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec
 from cacheblend.core.kernels.operations import ATTEND_ROWS, KV_DEVIATION, PLACE, Operation, attend_rows
 from cacheblend.core.kernels.upload import upload
 from cacheblend.core.load.staging_buffers import Staging

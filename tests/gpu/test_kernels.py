@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cacheblend.core.kernels import attention, kv_placement, operations
-from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
+from cacheblend.core.kernels.attention import AttentionSpec, HeadShape
 from cacheblend.core.kernels.kv_placement import Piece, Placement
 from cacheblend.core.kernels.rope import KeyRotation
 from kernel_cases import compare, compare_attention, compare_deviation, compare_placing, records

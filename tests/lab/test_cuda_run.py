@@ -15,8 +15,7 @@ import torch
 
 import cacheblend
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.kernels.attention import attend_rows
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec, attend_rows
 from command_line import Run, runner
 from lab.cli import main
 from lab.gpu import attention_ways, context, kernels, others, report, run, timeline, ttft

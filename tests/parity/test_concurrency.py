@@ -14,7 +14,7 @@ import torch
 from cacheblend.core.fuse.batching import run_together
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions, PrefillResult
 from cacheblend.core.fuse.runner import Attend
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
 from cacheblend.core.plan.plan import BlendPlan

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.fuse import question
 from cacheblend.core.kernels import attention
-from cacheblend.core.kernels.attention import attend_rows, attention_weights
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec, attend_rows, attention_weights
 from campaign import SHARE, share
 from kernel_cases import ATTENTION_TOLERANCE, compare, compare_attention
 from reference_attention import dense_attention

@@ -21,7 +21,7 @@ from cacheblend.core.fuse.batching import (
     run_together,
 )
 from cacheblend.core.fuse.runner import Attend
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec
 
 HEADS, WIDTH = 2, 8
 SPEC = AttentionSpec(scaling=1.0)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.kernels import attention, kv_placement, operations
-from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
+from cacheblend.core.kernels.attention import AttentionSpec, HeadShape
 from cacheblend.core.kernels.float8 import FLOAT8, Float8, as_bytes
 from cacheblend.core.kernels.kv_placement import Piece, Placement
 from cacheblend.core.kernels.operations import PLAIN, Operation, Served

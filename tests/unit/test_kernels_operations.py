@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cacheblend.core.kernels import attention, kv_placement, operations
-from cacheblend.core.kernels.attention_spec import HeadShape
+from cacheblend.core.kernels.attention import HeadShape
 from cacheblend.core.kernels.operations import Operation, Served
 from cacheblend.engines.hf import prefiller
 from families import tiny_model

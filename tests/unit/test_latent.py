@@ -7,7 +7,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
 from cacheblend.core.fuse import question
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec
 from cacheblend.core.kernels.kv_placement import Piece, Placement, place
 from cacheblend.core.kernels.latent import attended, halves, joined, parts
 from cacheblend.core.kernels.operations import attend_last, attend_rows

@@ -18,14 +18,13 @@ from hypothesis import strategies as st
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.names import TokenIds, block_name, root_name
 from cacheblend.core.plan.blocks import ChunkManifest
-from cacheblend.core.plan.chunk_matches import SHORTEST, WINDOW, ChunkIndex, repeats, window_hashes
+from cacheblend.core.plan.chunk_matches import SHORTEST, WINDOW, ChunkIndex, equal_around, repeats, window_hashes
 from cacheblend.core.plan.recurrence import (
     HALF_LIFE,
     MOST_COPIES,
     Interval,
     Recurrences,
     Run,
-    equal_around,
     pieces_of,
     winnowed,
 )

@@ -283,8 +283,8 @@ def test_what_is_evicted_from_memory_during_a_read_is_read_all_the_same(
     front = MemoryStore(10_000)
     peek = front.peek
 
-    def peek_and_lose(name: BlockName, layer: int) -> torch.Tensor | None:
-        record = peek(name, layer)
+    def peek_and_lose(name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor | None:
+        record = peek(name, layer, heads)
         front.delete(name)  # as another thread's write may do
         return record
 

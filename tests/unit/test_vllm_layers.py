@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cacheblend.core.fuse.batching import run_together
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions
-from cacheblend.core.kernels.attention import attend_rows
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec, attend_rows
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
 from cacheblend.core.plan.plan import BlendPlan

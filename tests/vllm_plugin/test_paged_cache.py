@@ -17,8 +17,7 @@ from vllm import _custom_ops as ops
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import ModelNotBlendableError
 from cacheblend.core.kernels import operations
-from cacheblend.core.kernels.attention import attend_rows
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec, attend_rows
 from cacheblend.core.kernels.latent import halves
 from cacheblend.core.load.layer_kv import LayerKV
 from cacheblend.engines import processor

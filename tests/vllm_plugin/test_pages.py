@@ -21,8 +21,7 @@ import paged_scenes
 from cacheblend.core.errors import BlockLostError, CacheBlendError, ModelNotBlendableError
 from cacheblend.core.fuse import rows
 from cacheblend.core.kernels import operations
-from cacheblend.core.kernels.attention import attend_rows
-from cacheblend.core.kernels.attention_spec import HeadShape
+from cacheblend.core.kernels.attention import HeadShape, attend_rows
 from cacheblend.core.kernels.float8 import Float8
 from cacheblend.core.kernels.kv_placement import Piece, Placement
 from cacheblend.core.kernels.operations import PLAIN, Served

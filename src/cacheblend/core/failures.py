@@ -1,8 +1,6 @@
-"""What failed in this process and was mended, by reason: answers are right, and what blending gains is lost.
-
-The method does not read it. Tests and benchmarks do, since nobody else notices: a time with a failed blend in it is not
-one of blending. What was decided (a wrong request, a limit) is no failure.
-"""
+"""What failed in this process and was mended, by reason: answers are right, and what blending gains is lost. The method
+does not read it. Tests and benchmarks do, since nobody else notices: a time with a failed blend in it is not one of
+blending. What was decided (a wrong request, a limit) is no failure."""
 
 import threading
 from collections import Counter

@@ -21,9 +21,7 @@ BlockName = NewType("BlockName", bytes)
 TokenIds = npt.NDArray[np.uint32]
 """Token ids, shape [tokens], little-endian uint32: hashed, stored and compared in this form."""
 
-NAME_FORMAT = 1
-"""Incremented when the meaning of a name changes; names of different formats are never equal."""
-
+NAME_FORMAT = 1  # incremented when the meaning of a name changes; names of different formats are never equal
 STATE_IDS: TokenIds = np.array([0xFFFFFFFF], dtype="<u4")
 """The only token id of a snapshot, which no prompt has: a snapshot is a block behind the chain that it sums up."""
 
@@ -47,14 +45,22 @@ def join_ids(parts: Iterable[TokenIds]) -> TokenIds:
     return np.concatenate([np.empty(0, dtype="<u4"), *parts]).astype("<u4", copy=False)
 
 
-def root_name(fingerprint: str, kv_dtype: str, codec: str = "raw", salt: str = "") -> BlockName:
-    """The start of every chain of one model, dtype (e.g. ``"bfloat16"``), codec and tenant.
+def equal_length(ours: TokenIds, theirs: TokenIds) -> int:
+    """Number of leading ids that are equal; takes time in proportion to them."""
+    end, at, step = min(len(ours), len(theirs)), 0, 512
+    while at < end:
+        stop = min(end, at + step)
+        differing = np.flatnonzero(ours[at:stop] != theirs[at:stop])
+        if len(differing):
+            return at + int(differing[0])
+        at, step = stop, 2 * step
+    return end
 
-    Args:
-        fingerprint: identifies the weights and the config fields that shape K and V.
-        codec: ``"raw"`` for lossless records; records of a lossy codec have different names.
-        salt: separates tenants who must not share a store's contents.
-    """
+
+def root_name(fingerprint: str, kv_dtype: str, codec: str = "raw", salt: str = "") -> BlockName:
+    """The start of every chain of one model, dtype (e.g. ``"bfloat16"``), codec and tenant. `fingerprint`: identifies
+    the weights and the config fields that shape K and V. `codec`: ``"raw"`` for lossless records; records of a lossy
+    codec have different names. `salt`: separates tenants who must not share a store's contents."""
     parts = (str(NAME_FORMAT), fingerprint, kv_dtype, codec, salt)
     # Length-prefixed, so that no two tuples of parts give the same bytes.
     framed = b"".join(len(p.encode()).to_bytes(4, "little") + p.encode() for p in parts)

@@ -1,8 +1,6 @@
-"""A model's profile: the settings it is blended with, and the measurement that they rest on.
-
-A profile sets only fields of `Selection`. They were measured together, so they only hold together: if a user sets one
-of them, no setting of the profile is used. Knows JSON's values; does not read files.
-"""
+"""A model's profile: the settings it is blended with, and the measurement that they rest on. A profile sets only fields
+of `Selection`. They were measured together, so they only hold together: if a user sets one of them, no setting of the
+profile is used. Knows JSON's values; does not read files."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -19,59 +17,34 @@ _LARGEST = 1e300  # number in a file; larger whole numbers cannot be floats
 
 @dataclass(frozen=True)
 class Measurement:
-    """The measurement that a profile rests on.
+    """The measurement that a profile rests on."""
 
-    Attributes:
-        model: name of the model's folder, for display.
-        data: name of the file with the evaluated rows.
-        data_sha256: hex digest of that file; empty where there was no file.
-        rows: rows of the confirmation, none of which the search had used.
-        threshold: required agreement of first tokens with full recompute.
-        confidence: of the one-sided bounds, over all attempts together.
-        agreement: share of rows whose first token is that of full recompute; None where no setting passed.
-        bound: lower bound of the agreement.
-        compute: share of a full prefill's work, algorithm.md section 7.
-        f1_difference: mean F1 minus that of full recompute; None without gold answers.
-        f1_bound: lower bound of that difference.
-        dtype: of the weights.
-        anchor: the anchor that the chunks were computed after.
-        date: of the run, ISO 8601.
-        versions: of the packages that affect numerical results.
-    """
-
-    model: str = ""
-    data: str = ""
-    data_sha256: str = ""
-    rows: int = 0
-    threshold: float = 0.0
-    confidence: float = 0.0
+    model: str = ""  # name of the model's folder, for display
+    data: str = ""  # name of the file with the evaluated rows
+    data_sha256: str = ""  # hex digest of that file; empty where there was no file
+    rows: int = 0  # rows of the confirmation, none of which the search had used
+    threshold: float = 0.0  # required agreement of first tokens with full recompute
+    confidence: float = 0.0  # of the one-sided bounds, over all attempts together
+    # share of rows whose first token is that of full recompute; None where no setting passed
     agreement: float | None = None
-    bound: float | None = None
-    compute: float | None = None
-    f1_difference: float | None = None
-    f1_bound: float | None = None
-    dtype: str = ""
-    anchor: str = ""
-    date: str = ""
-    versions: Mapping[str, str] = field(default_factory=dict)
+    bound: float | None = None  # lower bound of the agreement
+    compute: float | None = None  # share of a full prefill's work, algorithm.md section 7
+    f1_difference: float | None = None  # mean F1 minus that of full recompute; None without gold answers
+    f1_bound: float | None = None  # lower bound of that difference
+    dtype: str = ""  # of the weights
+    anchor: str = ""  # the anchor that the chunks were computed after
+    date: str = ""  # of the run, ISO 8601
+    versions: Mapping[str, str] = field(default_factory=dict)  # of the packages that affect numerical results
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The settings that a model is blended with.
+    """The settings that a model is blended with. Raises `InvalidInputError`: a field that is not one of `Selection`, or
+    a value that it refuses."""
 
-    Attributes:
-        fingerprint: of the weights it was measured on; it is not valid for others.
-        settings: fields of `Selection`; the others have their defaults.
-        measured: the measurement that the settings rest on.
-
-    Raises:
-        InvalidInputError: a field that is not one of `Selection`, or a value that it refuses.
-    """
-
-    fingerprint: str
-    settings: Mapping[str, Any]
-    measured: Measurement = field(default_factory=Measurement)
+    fingerprint: str  # of the weights it was measured on; it is not valid for others
+    settings: Mapping[str, Any]  # fields of `Selection`; the others have their defaults
+    measured: Measurement = field(default_factory=Measurement)  # the measurement that the settings rest on
 
     def __post_init__(self) -> None:
         known = [f.name for f in fields(Selection)]
@@ -85,17 +58,12 @@ class Profile:
         return Selection(**self.settings)
 
     @property
-    def blend(self) -> bool:
-        """False: no setting passed, so everything except exact prefixes is recomputed."""
+    def blend(self) -> bool:  # false: no setting passed, so everything except exact prefixes is recomputed
         return bool(self.settings.get("selector") != "all")
 
     def config(self, **overrides: Any) -> BlendConfig:
         """The profile's settings with the overrides, fields of `BlendConfig`; only the overrides where one of them is a
-        field of `Selection`.
-
-        Raises:
-            InvalidInputError: there is no such field, or a value is outside its limits.
-        """
+        field of `Selection`. Raises `InvalidInputError`: there is no such field, or a value is outside its limits."""
         return BlendConfig.of(overrides if selection_fields(overrides) else {**self.settings, **overrides})
 
     def to_dict(self) -> dict[str, Any]:
@@ -110,12 +78,8 @@ class Profile:
 
     @staticmethod
     def from_dict(data: Any, where: str) -> "Profile":
-        """The opposite of `to_dict`; `where`: name of the JSON file.
-
-        Raises:
-            InvalidInputError: it has another form, or a field that this version does not know; the message names file
-                and field.
-        """
+        """The opposite of `to_dict`; `where`: name of the JSON file. Raises `InvalidInputError`: it has another form,
+        or a field that this version does not know; the message names file and field."""
         top = _fields(data, where, "", {"format", "fingerprint", "blend", "settings", "measured"})
         if top["format"] not in (_FIRST_FORMAT, FORMAT):
             raise InvalidInputError(

@@ -1,13 +1,10 @@
-"""The contract of a KV store, and what every implementation shares.
-
-Knows blocks, manifests and what may go wrong; does not know where the bytes are kept.
-"""
+"""The contract of a KV store, and what every implementation shares. Knows blocks, manifests and what may go wrong; does
+not know where the bytes are kept."""
 
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 
@@ -25,14 +22,9 @@ from cacheblend.core.plan.blocks import (
 from cacheblend.store.documents import Damage as Damage
 from cacheblend.store.documents import DocumentRecords
 
-Progress = Callable[[int, int], None]
-"""Called with (blocks done, blocks in all)."""
-
-SMALL_FILE_BYTES = 4096
-"""What a manifest, or a document's record, counts at least: file systems give it a page."""
-
-LOGGER_NAME = "cacheblend.store"
-"""Damage, dropped writes and ignored failures are reported to this logger as warnings."""
+Progress = Callable[[int, int], None]  # called with (blocks done, blocks in all)
+SMALL_FILE_BYTES = 4096  # what a manifest, or a document's record, counts at least: file systems give it a page
+LOGGER_NAME = "cacheblend.store"  # damage, dropped writes and ignored failures are reported to this logger as warnings
 
 
 @dataclass(frozen=True)
@@ -268,9 +260,7 @@ class KVStore(BlockSource):
     def __enter__(self) -> "KVStore":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -293,12 +283,9 @@ class FindCounter:
 
 
 def check_block(block: Block) -> None:
-    """Checks that name, token ids, records and layout of a block belong together.
-
-    Raises:
-        InvalidInputError: the name is not that of parent and token ids, there is no token or no layer, or a record
-            is not what the layout says, on the CPU.
-    """
+    """Checks that name, token ids, records and layout of a block belong together. Raises `InvalidInputError`: the name
+    is not that of parent and token ids, there is no token or no layer, or a record is not what the layout says, on the
+    CPU."""
     tokens, layout = len(block.token_ids), block.layout
     if tokens == 0 or not block.records:
         raise InvalidInputError(f"a block needs at least 1 token and 1 layer, got {tokens} and {len(block.records)}")

@@ -1,8 +1,6 @@
-"""Stores made of other stores: memory as a cache of one, and stores in order, nearest first.
-
-Pins, manifests, documents and checks go to all members; how blocks are read and written is what tells the two apart.
-Does not know what the members are made of.
-"""
+"""Stores made of other stores: memory as a cache of one, and stores in order, nearest first. Pins, manifests, documents
+and checks go to all members; how blocks are read and written is what tells the two apart. Does not know what the
+members are made of."""
 
 import contextlib
 import logging
@@ -20,17 +18,9 @@ import torch
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError, StoreFullError
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, RecordMemory
-from cacheblend.store.base import (
-    LOGGER_NAME,
-    Damage,
-    FindCounter,
-    KVStore,
-    Progress,
-    StoreStats,
-    head_range,
-)
+from cacheblend.store.base import LOGGER_NAME, Damage, FindCounter, KVStore, Progress, StoreStats
 from cacheblend.store.documents import DamagedRecord, DocumentRecord, DocumentRecords
-from cacheblend.store.memory import MemoryStore
+from cacheblend.store.memory import MemoryStore, heads_key
 from cacheblend.store.writer import WriteBehind
 
 logger = logging.getLogger(LOGGER_NAME)
@@ -84,11 +74,7 @@ class CombinedStore(KVStore):
 
     A call goes to all of them, and what they return is merged. Where and whether a block is read or written is up to
     the subclass, and so is `stats`. Tiers of one kind are told apart by numbers, see `KVStore.tier_names`.
-
-    Args:
-        members: the stores that keep blocks, pins and manifests, nearest first; closed with this store.
-        tiers: the stores that are read, fastest first.
-        most_found: blocks of which it is remembered where they were found.
+    Of `most_found` blocks it is remembered where they were found. The members are closed with this store.
     """
 
     def __init__(self, members: Sequence[KVStore], tiers: Sequence[KVStore], most_found: int) -> None:
@@ -111,8 +97,6 @@ class CombinedStore(KVStore):
         """The members' answers. A subclass may leave out members that fail."""
         return [call(member) for member in (self.members if members is None else members)]
 
-    # ---- blocks -----------------------------------------------------------------------------------------
-
     @property
     def tier_names(self) -> tuple[str, ...]:
         return self._tier_names
@@ -122,8 +106,7 @@ class CombinedStore(KVStore):
         return dict(zip(self._tier_names, parts, strict=True))
 
     @property
-    def is_reachable(self) -> bool:
-        """All members, as each may be the one that holds a block."""
+    def is_reachable(self) -> bool:  # all members, as each may be the one that holds a block
         return all(member.is_reachable for member in self.members)
 
     def round_trip_s(self, tier: str) -> float:
@@ -168,8 +151,6 @@ class CombinedStore(KVStore):
     def delete(self, name: BlockName) -> bool:
         return any(self._ask(lambda member: member.delete(name)))
 
-    # ---- pins and manifests -----------------------------------------------------------------------------
-
     def pin(self, names: Iterable[BlockName]) -> None:
         pinned = list(names)
         self._ask(lambda member: member.pin(pinned))
@@ -201,8 +182,6 @@ class CombinedStore(KVStore):
 
     def delete_manifest(self, chunk_id: BlockName) -> bool:
         return any(self._ask(lambda member: member.delete_manifest(chunk_id)))
-
-    # ---- the whole store --------------------------------------------------------------------------------
 
     def verify(self, progress: Progress | None = None) -> list[Damage]:
         return [damage for found in self._ask(lambda member: member.verify(progress)) for damage in found]
@@ -260,58 +239,33 @@ class TieredStore(CombinedStore):
     def read_layers(
         self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
     ) -> list[list[torch.Tensor] | BlockLostError]:
-        """Blocks that are not in memory are read from the back in one call.
-
-        In two if the front would keep records as they are, without a copy, and not all of them: what it keeps is never
-        in `memory`, which is somebody else's.
-        """
+        """Blocks that are not in memory are read from the back in one call. In two if the front would keep records as
+        they are, without a copy, and not all of them: what it keeps is never in `memory`, which is somebody else's."""
         found: dict[BlockName, list[torch.Tensor] | BlockLostError] = {}
         for name in dict.fromkeys(names):
-            records = self._near(name, layers, heads)  # kept from here on: the front may evict it at any time
-            if records is not None:
+            records = list[torch.Tensor]()  # kept from here on: the front may evict them at any time
+            for layer in layers:
+                if (record := self.front.peek(name, layer, heads)) is None:
+                    break
+                records.append(record)
+            else:
                 found[name] = records
         far = [name for name in dict.fromkeys(names) if name not in found]
-        kept = [] if self.front.residence.copies else [name for name in far if self._may_keep(name, heads)]
-        passing = [name for name in far if name not in set(kept)]
+        with self._lock:
+            entries = {name: self._found[name][1] if name in self._found else None for name in far}
+        kept, passing = list[BlockName](), list[BlockName]()
+        for name, entry in entries.items():
+            may_keep = heads_key(name, heads) is not None and self.front.max_bytes > 0
+            if entry is not None and entry.layout.block_bytes(len(entry.token_ids)) <= self.front.max_bytes:
+                may_keep = True
+            (kept if may_keep and not self.front.residence.copies else passing).append(name)
         for part, where in ((passing, memory), (kept, None)):
             for name, read in zip(part, self.back.read_layers(part, layers, heads, where) if part else [], strict=True):
                 found[name] = read
                 for layer, record in zip(layers, read, strict=True) if isinstance(read, list) else ():
                     if self.front.residence.copies or where is None:
-                        self._keep(name, layer, heads, record)
+                        self.front.offer(name, entries[name], layer, heads, record)
         return [found[name] for name in names]
-
-    def _may_keep(self, name: BlockName, heads: slice | None) -> bool:
-        """Whether the front may keep what is read of a block; see `_keep`."""
-        with self._lock:
-            entry = self._found[name][1] if name in self._found else None
-        if entry is not None and entry.layout.block_bytes(len(entry.token_ids)) <= self.front.max_bytes:
-            return True
-        return _run_of(heads) is not None and self.front.max_bytes > 0
-
-    def _near(self, name: BlockName, layers: range, heads: slice | None) -> list[torch.Tensor] | None:
-        """The block's records in the front, parts of whole ones or exactly these heads; None if one is not there."""
-        records, run = [], _run_of(heads)
-        for layer in layers:
-            record = self.front.peek(name, layer)
-            if record is not None:
-                record = record if heads is None else record[slice(*head_range(heads, record.shape[0]))]
-            elif run is not None:
-                record = self.front.peek_heads(name, layer, *run)
-            if record is None:
-                return None
-            records.append(record)
-        return records
-
-    def _keep(self, name: BlockName, layer: int, heads: slice | None, record: torch.Tensor) -> None:
-        """Keeps a record in the front: as a whole one if it is known to have all heads, else as these heads."""
-        with self._lock:
-            entry = self._found[name][1] if name in self._found else None
-        run = _run_of(heads)
-        if entry is not None and record.shape[0] == entry.layout.layers[layer].kv_heads:
-            self.front.offer(name, entry, layer, record)
-        elif run is not None and run[1] - run[0] == record.shape[0]:
-            self.front.offer_heads(name, layer, run[0], record)
 
     def write_all(self, blocks: Sequence[Block]) -> list[bool]:
         """To the back first, which decides whether it succeeds."""
@@ -344,14 +298,6 @@ class TieredStore(CombinedStore):
     def close(self) -> None:
         self.front.close()
         super().close()
-
-
-def _run_of(heads: slice | None) -> tuple[int, int] | None:
-    """The heads [start, stop) that a slice names whatever the number of heads; None for one that depends on it."""
-    if heads is None or heads.step not in (None, 1) or heads.stop is None:
-        return None
-    start = heads.start or 0
-    return (start, heads.stop) if 0 <= start < heads.stop else None
 
 
 class CascadeStore(CombinedStore):
@@ -453,8 +399,6 @@ class CascadeStore(CombinedStore):
         waited = [writer.withdraw(_manifest_key(chunk_id)) for writer in self._writers]
         return super().delete_manifest(chunk_id) or any(waited)
 
-    # ---- promotion --------------------------------------------------------------------------------------
-
     def _gather(self, number: int, layers: range, name: BlockName, records: list[torch.Tensor]) -> None:
         """Keeps a block's records that a farther store gave; those of its last layer start its copy to nearer ones."""
         with self._lock:
@@ -465,36 +409,29 @@ class CascadeStore(CombinedStore):
             for layer, record in zip(layers, records, strict=True):
                 self._gathered_bytes += record.nbytes - (parts[layer].nbytes if layer in parts else 0)
                 parts[layer] = record
-            whole = self._gathered.pop(name) if layers.stop == len(where[1].layout.layers) else {}
+            entry = where[1]
+            whole = self._gathered.pop(name) if layers.stop == len(entry.layout.layers) else {}
             self._drop(whole)
             while self._gathered_bytes > _MOST_GATHERED_BYTES and self._gathered:
                 self._drop(self._gathered.popitem(last=False)[1])
-        if whole:
-            self._copy_nearer(name, number, where[1], whole)
+
+        def make() -> Block | None:  # layers that were not gathered are read when it is due
+            with self._lock:
+                if name not in self._found:  # deleted since
+                    return None
+            layers, store = range(len(entry.layout.layers)), self.members[number]
+            try:
+                copied = [whole[layer] if layer in whole else store.read(name, layer) for layer in layers]
+            except BlockLostError:
+                return None
+            return Block(name, entry.parent, entry.token_ids, copied, entry.layout)
+
+        for writer in self._writers[:number] if whole else ():
+            writer.submit(make, name, entry.layout.block_bytes(len(entry.token_ids)))
 
     def _drop(self, parts: Mapping[int, torch.Tensor]) -> None:
         """These records are no longer gathered. The caller holds the lock."""
         self._gathered_bytes -= sum(part.nbytes for part in parts.values())
-
-    def _copy_nearer(self, name: BlockName, number: int, entry: BlockEntry, parts: dict[int, torch.Tensor]) -> None:
-        """Queues a block for the stores nearer than `number`; layers that were not gathered are read when it is due."""
-        store = self.members[number]
-
-        def make() -> Block | None:
-            with self._lock:
-                if name not in self._found:  # deleted since
-                    return None
-            try:
-                layers = range(len(entry.layout.layers))
-                records = [parts[layer] if layer in parts else store.read(name, layer) for layer in layers]
-            except BlockLostError:
-                return None
-            return Block(name, entry.parent, entry.token_ids, records, entry.layout)
-
-        for writer in self._writers[:number]:
-            writer.submit(make, name, entry.layout.block_bytes(len(entry.token_ids)))
-
-    # ---- the whole store --------------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
         """State of the farthest store that answers; hits and misses of all together."""

@@ -1,8 +1,6 @@
-"""What a store knows of documents: which chunks each of them is cut into. The contract, and its memory.
-
-Records lie under their root, so that what one tenant does is as quick whatever the others have stored. A chunk is
-referred to by every record that names it; nobody counts, so nothing is wrong after a process that was killed.
-"""
+"""What a store knows of documents: which chunks each of them is cut into. The contract, and its memory. Records lie
+under their root, so that what one tenant does is as quick whatever the others have stored. A chunk is referred to by
+every record that names it; nobody counts, so nothing is wrong after a process that was killed."""
 
 import hashlib
 import threading
@@ -16,8 +14,7 @@ from cacheblend.core.names import BlockName
 OBJECT_BYTES, NAME_OBJECT_BYTES = 512, 80
 """What a manifest or record takes in memory besides its numbers and texts, and a name in it; measured with CPython."""
 
-Blocks = tuple[BlockName, ...]
-"""A chunk's own blocks in order; the last one's name is the chunk's id."""
+Blocks = tuple[BlockName, ...]  # a chunk's own blocks in order; the last one's name is the chunk's id
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +67,8 @@ def document_name(root: BlockName, collection: str, document_id: str) -> BlockNa
 
 
 class DocumentRecords(ABC):
-    """The records of one store, for all tenants. Every method may be called from any thread at any time.
-
-    Every method raises `StoreError` where the store cannot be read, or is read-only and should be written.
-    """
+    """The records of one store, for all tenants. Every method may be called from any thread at any time. Every method
+    raises `StoreError` where the store cannot be read, or is read-only and should be written."""
 
     @abstractmethod
     def put(self, record: DocumentRecord) -> None:
@@ -102,19 +97,13 @@ class DocumentRecords(ABC):
     @abstractmethod
     def changing(self, root: BlockName) -> AbstractContextManager[object]:
         """A context that one thread of one process holds at a time, for each root: what is referred to does not change.
-
         A bucket has no locks: there, a chunk that is dropped while another process begins to refer to it is a miss, and
-        is computed by the next sync.
-        """
+        is computed by the next sync."""
 
 
 class MemoryDocuments(DocumentRecords):
-    """Records in memory.
-
-    Args:
-        make_room: called with the bytes of a record before it is kept; raises `StoreFullError`.
-        lock: held meanwhile, the store's own.
-    """
+    """Records in memory. `make_room`: called with the bytes of a record before it is kept; raises `StoreFullError`.
+    `lock`: held meanwhile, the store's own."""
 
     def __init__(self, make_room: Callable[[int], None], lock: AbstractContextManager[object]) -> None:
         self._records: dict[BlockName, dict[BlockName, DocumentRecord]] = {}

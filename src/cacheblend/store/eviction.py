@@ -22,9 +22,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import ChunkManifest
 
-Listed = tuple[ChunkManifest, int]
-"""A manifest, and the bytes that it counts."""
-
+Listed = tuple[ChunkManifest, int]  # a manifest, and the bytes that it counts
 _CHECKS_PER_TTL = 4  # how often expired blocks are searched for
 _LONGEST_INTERVAL_S = 3600.0
 _AT_ONCE = 256
@@ -122,11 +120,8 @@ def eviction_of(name: str) -> Eviction:
 
 
 class Expiry:
-    """Times to live of one store's blocks, in seconds after their last use (None: no limit), by any one clock.
-
-    Raises:
-        InvalidInputError: a `ttl` that is not above 0.
-    """
+    """Times to live of one store's blocks, in seconds after their last use (None: no limit), by any one clock. Raises
+    `InvalidInputError`: a `ttl` that is not above 0."""
 
     def __init__(self, ttl: float | None) -> None:
         if ttl is not None and not ttl > 0:
@@ -164,12 +159,8 @@ class ManifestPlace(Protocol):
 
 
 class EmptyChunks:
-    """Removes the manifests of chunks of which no block is held. The caller holds the store's lock.
-
-    Args:
-        place: of the manifests; every method raises what it raises.
-        held: which of these blocks are held; marks none as used.
-    """
+    """Removes the manifests of chunks of which no block is held. The caller holds the store's lock. `place`: of the
+    manifests; every method raises what it raises. `held`: which of these blocks are held; marks none as used."""
 
     def __init__(self, place: ManifestPlace, held: Callable[[Sequence[BlockName]], AbstractSet[BlockName]]) -> None:
         self._place, self._held = place, held
@@ -181,8 +172,7 @@ class EmptyChunks:
         return self._remove(self._place.some(names))
 
     @property
-    def is_due(self) -> bool:
-        """Whether so much was evicted since the last sweep that one is worth its time."""
+    def is_due(self) -> bool:  # whether so much was evicted since the last sweep that one is worth its time
         return self._evicted > _FEW_EVICTED and self._evicted > self._place.count() // 2
 
     def sweep(self) -> int:

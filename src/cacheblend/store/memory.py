@@ -81,17 +81,23 @@ class MemoryBlock:
         return self.records[layer] if 0 <= layer < len(self.records) else None
 
 
-def heads_key(name: BlockName, start: int, stop: int) -> BlockName:
-    """Under which heads [start, stop) of a block are held; longer than any block's name, and begins with this one's."""
+def heads_key(name: BlockName, heads: slice | None, count: int | None = None) -> BlockName | None:
+    """Under which some heads of a block are held; longer than any block's name, and begins with this one's. None: the
+    slice names other heads by the number that there are, or not `count` of them."""
+    if heads is None or heads.step not in (None, 1) or heads.stop is None:
+        return None
+    start, stop = heads.start or 0, heads.stop
+    if not 0 <= start < stop or count not in (None, stop - start):
+        return None
     return BlockName(name + start.to_bytes(4, "little") + stop.to_bytes(4, "little"))
 
 
 class MemoryStore(KVStore):
     """Blocks in memory, at most `max_bytes` of records, manifests and documents' records.
 
-    Besides whole blocks (`write`) it accepts single layers (`offer`) and some heads of single layers (`offer_heads`),
-    which is how a tiered store fills it. A block is found once all its layers are there with all heads. The bound and
-    the policy count all of it.
+    Besides whole blocks (`write`) it accepts single layers and some heads of single layers (`offer`), which is how a
+    tiered store fills it. A block is found once all its layers are there with all heads. The bound and the policy count
+    all of it.
 
     Args:
         max_bytes: bound on the records' bytes, see `default_memory_bytes`; 0 holds nothing.
@@ -122,8 +128,6 @@ class MemoryStore(KVStore):
         self._bytes, self._holds_heads = 0, False
         self._finds = FindCounter()
         self._evictions = self._write_failures = 0
-
-    # ---- blocks -----------------------------------------------------------------------------------------
 
     @property
     def tier_names(self) -> tuple[str, ...]:
@@ -165,14 +169,20 @@ class MemoryStore(KVStore):
                 found.append([each[slice(*head_range(heads, each.shape[0]))] for each in records])
         return found
 
-    def peek(self, name: BlockName, layer: int) -> torch.Tensor | None:
-        """The record of a whole or partial block, None if it is not here. Does not mark the block as used."""
+    def peek(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor | None:
+        """The record of a whole or partial block, or these heads of it, or what was offered of exactly these heads,
+        which counts as used then; None if it is not here."""
         with self._lock:
             held = self._held.get(name)
-            if held is None:
+            if held is not None:
+                check_layer(held.layout, layer)
+                if (record := held.records[layer]) is not None:
+                    return record if heads is None else record[slice(*head_range(heads, record.shape[0]))]
+            key = heads_key(name, heads)
+            if key is None or key not in self._held:
                 return None
-            check_layer(held.layout, layer)
-            return held.records[layer]
+            self._mark_used(key)
+            return self._held[key].record(layer)
 
     def write(self, block: Block) -> bool:
         """Copies only records that are part of a larger tensor or not contiguous."""
@@ -201,62 +211,40 @@ class MemoryStore(KVStore):
             self._bytes += need
             return True
 
-    def offer(self, name: BlockName, entry: BlockEntry, layer: int, record: torch.Tensor) -> bool:
-        """Keeps one layer's whole record; False if it does not fit or is held already.
-
-        The block counts as held once every layer has been offered.
-        """
-        with self._lock:
-            held = self._held.get(name)
-            whole = entry.layout.block_bytes(len(entry.token_ids))
-            if whole > self.max_bytes or (held is not None and held.records[layer] is not None):
-                return False
-            if held is None:
-                layers = len(entry.layout.layers)
-                held = MemoryBlock(entry.token_ids, entry.parent, entry.layout, [None] * layers, missing=layers)
-                self._held[name] = held
-                self._mark_used(name)
-            held.missing -= (is_kept := self._keep_layer(name, held, layer, record))
-            return is_kept
-
-    def offer_heads(self, name: BlockName, layer: int, start: int, record: torch.Tensor) -> bool:
-        """Keeps a layer's record of some heads, `start` the first of them; False if it does not fit or is held already.
-
-        Only `peek_heads` of the same heads gives it: a block of which some heads are held is not found.
-        """
-        key = heads_key(name, start, start + record.shape[0])
+    def offer(
+        self, name: BlockName, entry: BlockEntry | None, layer: int, heads: slice | None, record: torch.Tensor
+    ) -> None:
+        """Keeps one layer's record if it fits, as a whole one if the block's entry says that it has all heads, else as
+        these heads. The block counts as held once every layer was offered; some heads are given by `peek` of the same
+        heads only."""
+        whole = entry if entry is not None and record.shape[0] == entry.layout.layers[layer].kv_heads else None
+        key = heads_key(name, heads, record.shape[0]) if whole is None else name
+        if key is None:
+            return
         with self._lock:
             held = self._held.get(key)
-            if record.nbytes > self.max_bytes or (held is not None and held.record(layer) is not None):
-                return False
-            if held is None:
+            most = record.nbytes if whole is None else whole.layout.block_bytes(len(whole.token_ids))
+            if most > self.max_bytes or (held is not None and held.record(layer) is not None):
+                return
+            if held is None and whole is not None:
+                layers = len(whole.layout.layers)
+                held = MemoryBlock(whole.token_ids, whole.parent, whole.layout, [None] * layers, missing=layers)
+            elif held is None:
                 self._holds_heads = True
                 held = MemoryBlock(as_token_ids([]), UNKNOWN, KVLayout((), record.dtype), [], missing=1)
+            if key not in self._held or whole is None:
                 self._held[key] = held
-            self._mark_used(key)
-            return self._keep_layer(key, held, layer, record)
-
-    def _keep_layer(self, key: BlockName, held: MemoryBlock, layer: int, record: torch.Tensor) -> bool:
-        """Keeps one layer of what is held under `key`, or drops all of it."""
-        need = self.residence.taken([record])
-        kept = self._kept([record], need, keep=key) if self._evict_for(need, keep=key) else None
-        if kept is None:
-            self._drop(key)
-            return False
-        held.records += [None] * (layer + 1 - len(held.records))
-        held.records[layer] = kept[0]
-        held.nbytes += need
-        self._bytes += need
-        return True
-
-    def peek_heads(self, name: BlockName, layer: int, start: int, stop: int) -> torch.Tensor | None:
-        """The record of heads [start, stop) that was offered, None if it is not here. Marks it as used."""
-        key = heads_key(name, start, stop)
-        with self._lock:
-            held = self._held.get(key)
-            if held is not None:
                 self._mark_used(key)
-            return None if held is None else held.record(layer)
+            need = self.residence.taken([record])
+            kept = self._kept([record], need, keep=key) if self._evict_for(need, keep=key) else None
+            if kept is None:
+                self._drop(key)
+                return
+            held.records += [None] * (layer + 1 - len(held.records))
+            held.records[layer] = kept[0]
+            held.missing -= whole is not None
+            held.nbytes += need
+            self._bytes += need
 
     def delete(self, name: BlockName) -> bool:
         with self._lock:
@@ -333,8 +321,6 @@ class MemoryStore(KVStore):
         freed += self._empty.evicted([name])
         return freed + (self._empty.sweep() if self._empty.is_due else 0)
 
-    # ---- pins and manifests -----------------------------------------------------------------------------
-
     def pin(self, names: Iterable[BlockName]) -> None:
         with self._lock:
             self._pinned.update(names)
@@ -367,8 +353,6 @@ class MemoryStore(KVStore):
             there = chunk_id in self._manifests.listed
             self._manifests.remove([chunk_id] if there else [])
             return there
-
-    # ---- the whole store --------------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
         with self._lock:

@@ -1,8 +1,6 @@
-"""From a URL to a store: parsing and checking (`check_store_url`), then opening (`open_store`).
-
-A URL names a place: a frozen dataclass with a field for each option, which is checked when it is made (it raises
-`InvalidInputError` and touches no file, server or bucket) and opened by its `open`.
-"""
+"""From a URL to a store: parsing and checking (`check_store_url`), then opening (`open_store`). A URL names a place: a
+frozen dataclass with a field for each option, which is checked when it is made (it raises `InvalidInputError` and
+touches no file, server or bucket) and opened by its `open`."""
 
 import math
 import re
@@ -43,12 +41,7 @@ _OPTIONS = {
 }
 
 
-_FORMS = {
-    "memory": "memory",
-    "cuda": "cuda://?max_bytes=8GiB",
-    "file": "file:///folder",
-    "s3": "s3://bucket/folder",
-}
+_FORMS = {"memory": "memory", "cuda": "cuda://?max_bytes=8GiB", "file": "file:///folder", "s3": "s3://bucket/folder"}
 """What to write of each scheme; the others are servers."""
 _SIZES = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base ** (power + 1)
@@ -111,12 +104,9 @@ def open_store(
 def check_store_url(
     url: str | Path | None, *, max_bytes: int | str | None = None, ram_bytes: int | str | None = None
 ) -> None:
-    """Checks what `open_store` is given; opens nothing, and touches no file, server or bucket.
-
-    Raises:
-        InvalidInputError: an unknown scheme, option or policy, a value out of range, a missing package, or stores that
-            cannot be combined in this way.
-    """
+    """Checks what `open_store` is given; opens nothing, and touches no file, server or bucket. Raises
+    `InvalidInputError`: an unknown scheme, option or policy, a value out of range, a missing package, or stores that
+    cannot be combined in this way."""
     parse_store_url(url, max_bytes=max_bytes, ram_bytes=ram_bytes)
 
 
@@ -154,11 +144,8 @@ def parse_store_url(
 
 
 def lasting_url(url: str) -> str:
-    """A store's URL without the memory in front of it: what is left when a process has ended.
-
-    Raises:
-        InvalidInputError: nothing is left; or as `check_store_url`.
-    """
+    """A store's URL without the memory in front of it: what is left when a process has ended. Raises
+    `InvalidInputError`: nothing is left; or as `check_store_url`."""
     check_store_url(url)
     lasting = [each for each in _each(url) if _split(each)[0] not in ("memory", "cuda")]
     if not lasting:
@@ -266,10 +253,8 @@ def _check_bare(path: str) -> None:
 
 
 def _meant_scheme(path: str) -> str | None:
-    """The scheme that a bare name looks like: in another case, between colons or blanks, or a letter away from it.
-
-    Of the short ones only the name itself: many words are a letter away.
-    """
+    """The scheme that a bare name looks like: in another case, between colons or blanks, or a letter away from it. Of
+    the short ones only the name itself: many words are a letter away."""
     word = re.sub(r"//.*", "", path).strip(": ").lower()
     if word in _OPTIONS:
         return word
@@ -307,6 +292,8 @@ def _value(name: str, text: str) -> Any:
             return parse_bytes(text)
         case "ttl":
             return parse_seconds(text)
+        case "evict":
+            eviction_of(text)
         case "page_locked" | "direct" | "locks" | "cluster":
             if text not in ("true", "false"):
                 raise InvalidInputError(f"{name} must be true or false, got {text!r}")
@@ -358,9 +345,6 @@ class MemoryPlace:
     page_locked: bool | None = None  # None: not said, so it is the opener's choice (`page_locking`)
     is_lock_required: bool = True  # memory that cannot be locked counts as full; False: ordinary takes its place
 
-    def __post_init__(self) -> None:
-        eviction_of(self.evict)
-
     def open(self, read_only: bool = False) -> MemoryStore:
         """Memory is always writable."""
         residence: Residence = HERE
@@ -377,9 +361,6 @@ class DevicePlace:
     index: int | None = None
     ttl: float | None = None
     evict: str = "lru"
-
-    def __post_init__(self) -> None:
-        eviction_of(self.evict)
 
     def open(self, read_only: bool = False) -> MemoryStore:
         """Raises `InvalidInputError` if there is no such GPU."""
@@ -405,7 +386,6 @@ class FolderPlace:
     mode: int = OWNER_ONLY
 
     def __post_init__(self) -> None:
-        eviction_of(self.evict)
         try:
             self.path.expanduser()
         except RuntimeError as error:

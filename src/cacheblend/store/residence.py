@@ -110,7 +110,16 @@ class PageLocked:
 
     def _locked(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Locked memory of whole pages that nothing else uses; it is free once the array is gone."""
-        pages = self._take_spare(nbytes)
+        pages: mmap.mmap | None = None
+        for _ in range(len(self._spare)):
+            try:
+                spare = self._spare.popleft()
+            except IndexError:  # another thread took it
+                break
+            if len(spare) == nbytes:
+                pages = spare
+                break
+            self._spare.append(spare)
         if pages is None:
             # Private: the system joins neighbours, of which it allows some ten thousand; a forked process has its own.
             pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -119,18 +128,6 @@ class PageLocked:
         # Tensors keep the array alive, and it dies with the last; all goes when the process ends, locked or not.
         weakref.finalize(whole, self._give_back, pages).atexit = False
         return whole
-
-    def _take_spare(self, nbytes: int) -> mmap.mmap | None:
-        """Free locked memory of this size; None: there is none."""
-        for _ in range(len(self._spare)):
-            try:
-                pages = self._spare.popleft()
-            except IndexError:  # another thread took it
-                return None
-            if len(pages) == nbytes:
-                return pages
-            self._spare.append(pages)
-        return None
 
     def _give_back(self, pages: mmap.mmap) -> None:
         self._spare.append(pages)

@@ -17,14 +17,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from cacheblend.core.errors import StoreError, StoreUnreachableError
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import ChunkManifest
-from cacheblend.store.base import (
-    LOGGER_NAME,
-    Damage,
-    FindCounter,
-    KVStore,
-    Progress,
-    check_manifest,
-)
+from cacheblend.store.base import LOGGER_NAME, Damage, FindCounter, KVStore, Progress, check_manifest
 from cacheblend.store.documents import DamagedRecord, DocumentRecord, DocumentRecords, verify_documents
 from cacheblend.store.eviction import Listed
 from cacheblend.store.format.checksum import DamagedError
@@ -34,11 +27,8 @@ T = TypeVar("T")
 Bytes = bytes | bytearray | memoryview
 logger = logging.getLogger(LOGGER_NAME)
 
-MANIFESTS = "manifests"
-"""The kind of manifests."""
-
-DOCUMENTS = "documents/"
-"""What the kinds of documents' records begin with; the root follows."""
+MANIFESTS = "manifests"  # the kind of manifests
+DOCUMENTS = "documents/"  # what the kinds of documents' records begin with; the root follows
 
 
 class Sealed(NamedTuple):
@@ -84,20 +74,16 @@ Asking = Callable[[], AbstractContextManager[None]]
 
 
 class SealedRecords(Generic[T]):
-    """All of one kind in one place, read again only where they changed; safe to call from several threads.
-
-    Args:
-        place, asking: where they are, and around every call to it.
-        kind: what is read.
-        decode: of the bytes and the name; raises `DamagedError`.
-    """
+    """All of one kind in one place, read again only where they changed; safe to call from several threads. `place`,
+    `asking`: where they are, and around calls to it where it is not said that the caller is within it. `kind`: what is
+    read. `decode`: of the bytes and the name; raises `DamagedError`."""
 
     def __init__(self, place: SealedPlace, asking: Asking, kind: str, decode: Callable[[bytes, BlockName], T]) -> None:
         self._place, self._asking, self._kind, self._decode = place, asking, kind, decode
         self._known: dict[BlockName, tuple[Sealed, T | DamagedError]] = {}  # intact, as each was listed
         self._lock = threading.Lock()
 
-    def all(self, *, fresh: bool = False) -> dict[BlockName, tuple[Sealed, T | DamagedError]]:
+    def listed(self, *, fresh: bool = False) -> dict[BlockName, tuple[Sealed, T | DamagedError]]:
         """What there is and how it is listed, ordered by name; `fresh`: all is read again. Raises `StoreError`."""
         known = {} if fresh else self._known
         with self._asking():
@@ -126,33 +112,26 @@ class SealedRecords(Generic[T]):
             return error
 
 
-class Manifests:
-    """The manifests of one place, see `ManifestPlace`; safe to call from several threads.
-
-    Args:
-        place: where they are.
-        asking: around calls to it, but for those of `ManifestPlace`, whose caller is within it.
-        read_only: damaged manifests are reported but not removed.
-        page_bytes: a manifest takes whole pages of this size.
-    """
+class Manifests(SealedRecords[ChunkManifest]):
+    """The manifests of one place, see `ManifestPlace`, whose caller is within `asking`. A manifest takes whole pages of
+    `page_bytes`. `read_only`: damaged ones are reported but not removed."""
 
     def __init__(self, place: SealedPlace, asking: Asking, read_only: bool, page_bytes: int = 1) -> None:
-        self._place, self._asking, self._read_only, self._page_bytes = place, asking, read_only, page_bytes
-        self._records = SealedRecords(place, asking, MANIFESTS, decode_manifest)
-        self.delete = self._records.delete
+        super().__init__(place, asking, MANIFESTS, decode_manifest)
+        self._read_only, self._page_bytes = read_only, page_bytes
         self.damaged = 0  # found so far
 
     def intact(self, found: list[Damage], *, fresh: bool = False) -> list[ChunkManifest]:
         """All manifests, ordered by chunk. Damaged ones are reported, removed and appended to `found`."""
         intact = []
-        for name, (_, manifest) in self._records.all(fresh=fresh).items():
+        for name, (_, manifest) in self.listed(fresh=fresh).items():
             if not isinstance(manifest, DamagedError):
                 intact.append(manifest)
                 continue
             removed = False
             if not self._read_only:
                 with contextlib.suppress(StoreError), self._asking():
-                    removed = self._records.delete(name)
+                    removed = self.delete(name)
             self.damaged += 1
             outcome = "removed" if removed else "could not be removed"
             logger.warning("damaged manifest %s: %s; %s", self._place.where(MANIFESTS, name), manifest, outcome)
@@ -164,12 +143,11 @@ class Manifests:
 
     def all(self) -> list[Listed]:
         """Damaged ones are left to those who list manifests."""
-        found = self._records.all().values()
-        return [(each, sealed.nbytes) for sealed, each in found if not isinstance(each, DamagedError)]
+        return [(each, sealed.nbytes) for sealed, each in self.listed().values() if not isinstance(each, DamagedError)]
 
     def some(self, chunk_ids: Sequence[BlockName]) -> Iterator[Listed]:
         for name, data in zip(chunk_ids, self._place.read_sealed(MANIFESTS, chunk_ids), strict=True):
-            manifest = None if data is None else self._records.decoded(data, name)
+            manifest = None if data is None else self.decoded(data, name)
             if isinstance(manifest, ChunkManifest) and not isinstance(data, DamagedError | None):
                 yield manifest, -(-len(data) // self._page_bytes) * self._page_bytes
 
@@ -177,7 +155,7 @@ class Manifests:
         """One that cannot be removed stays, and is counted again."""
         for chunk_id in chunk_ids:
             try:
-                self._records.delete(chunk_id)
+                self.delete(chunk_id)
             except StoreUnreachableError:
                 raise
             except StoreError:
@@ -185,12 +163,8 @@ class Manifests:
 
 
 class Documents(DocumentRecords):
-    """The records of one place; each root is a kind of its own.
-
-    Args:
-        store: theirs, which says whether they may be written, and makes room for them.
-        place: where they are.
-    """
+    """The records of one place; each root is a kind of its own. `store`: theirs, which says whether they may be
+    written, and makes room for them. `place`: where they are."""
 
     def __init__(self, store: "SharedStore", place: SealedPlace) -> None:
         self._store, self._place, self._asking = store, place, store.asking
@@ -208,7 +182,7 @@ class Documents(DocumentRecords):
         return None if data is None else self._checked(root, name, self._of(root).decoded(data, name))
 
     def all(self, root: BlockName) -> list[DocumentRecord | DamagedRecord]:
-        return [self._checked(root, name, each) for name, (_, each) in self._of(root).all().items()]
+        return [self._checked(root, name, each) for name, (_, each) in self._of(root).listed().items()]
 
     def _of(self, root: BlockName) -> SealedRecords[DocumentRecord]:
         made = SealedRecords(self._place, self._asking, _kind(root), decode_document)
@@ -248,13 +222,9 @@ def _kind(root: BlockName) -> str:
 
 
 class SharedStore(KVStore):
-    """A store in a folder, on a server or in a bucket, which several processes may share.
-
-    Args:
-        place: where manifests and documents' records are; blocks and pins are the subclass's.
-        read_only: whether writes raise `StoreReadOnlyError`.
-        page_bytes: a manifest takes whole pages of this size.
-    """
+    """A store in a folder, on a server or in a bucket, which several processes may share. `place`: where manifests and
+    documents' records are; blocks and pins are the subclass's. `read_only`: whether writes raise `StoreReadOnlyError`.
+    `page_bytes`: a manifest takes whole pages of this size."""
 
     def __init__(self, place: SealedPlace, read_only: bool, page_bytes: int = 1) -> None:
         self._place, self.read_only = place, read_only

@@ -15,26 +15,25 @@ from cacheblend.core.plan.blocks import Block, KVLayout
 from cacheblend.store.base import KVStore
 from cacheblend.store.disk import DiskStore
 
-FEW, MANY = 1, 8
-"""Numbers of blocks in the two measurements; their difference separates throughput from latency."""
+FEW, MANY = 1, 8  # numbers of blocks in the two measurements; their difference separates throughput from latency
 
 
 def measure(store: KVStore, layout: KVLayout, *, block_tokens: int = 256, rounds: int = 3) -> tuple[str, TierSpeed]:
-    """The tier's own name and its speed. Writes random blocks under unique names, reads them uncached and removes them.
-
-    Args:
-        store: one tier; see `KVStore.tiers`, which has the name that it has beside others of its kind.
-        layout, block_tokens: of the blocks.
-        rounds: number of measurements, of which the median counts.
-
-    Raises:
-        StoreError: the store cannot be written or read.
-    """
+    """The tier's own name and its speed, the median of some rounds. Writes random blocks under unique names, reads them
+    uncached and removes them. `store`: one tier; see `KVStore.tiers`, which has the name that it has beside others of
+    its kind. Raises `StoreError`: the store cannot be written or read."""
     root = root_name(f"a measurement {secrets.token_hex(8)}", "float32")
     names: list[BlockName] = []
     try:
         for number in range(MANY):
-            names.append(_write(store, root, layout, number, block_tokens))
+            ids, records = as_token_ids([number, *range(block_tokens - 1)]), []
+            for layer in range(len(layout.layers)):
+                shape, dtype = layout.record_shape(layer, block_tokens), layout.record_dtype
+                size = int(torch.Size(shape).numel()) * dtype.itemsize
+                records.append(torch.randint(0, 255, (size,), dtype=torch.uint8).view(dtype).view(shape))
+            block = Block(block_name(root, ids), root, ids, records, layout)
+            store.write(block)
+            names.append(block.name)
         entries = store.find(names)
         few_s, many_s = (_layer_seconds(store, names[:count], len(layout.layers), rounds) for count in (FEW, MANY))
     finally:
@@ -60,18 +59,6 @@ def _layer_seconds(store: KVStore, names: list[BlockName], layers: int, rounds: 
                     raise StoreError(f"the store cannot be measured: {record.reason}")
         taken.append(time.perf_counter() - started)
     return statistics.median(taken) / layers
-
-
-def _write(store: KVStore, root: BlockName, layout: KVLayout, number: int, tokens: int) -> BlockName:
-    ids = as_token_ids([number, *range(tokens - 1)])
-    records = []
-    for layer in range(len(layout.layers)):
-        shape, dtype = layout.record_shape(layer, tokens), layout.record_dtype
-        size = int(torch.Size(shape).numel()) * dtype.itemsize
-        records.append(torch.randint(0, 255, (size,), dtype=torch.uint8).view(dtype).view(shape))
-    block = Block(block_name(root, ids), root, ids, records, layout)
-    store.write(block)
-    return block.name
 
 
 def _drop_cached_pages(store: KVStore, name: BlockName) -> None:

@@ -59,16 +59,9 @@ class WriteBehind:
         self._reported: set[type[BaseException]] = set()
 
     def submit(self, item: Block | BlockMaker, name: BlockName | None = None, nbytes: int = 0) -> bool:
-        """Queues a block; False if it is dropped or waits already. Returns at once.
-
-        Args:
-            item: the block, or a callable that makes it. Do not change its tensors afterwards.
-            name: the block's name; required with a callable.
-            nbytes: bytes of the records that a callable keeps alive or will make; counted for a block.
-
-        Raises:
-            InvalidInputError: a callable without a name.
-        """
+        """Queues a block; False if it is dropped or waits already. Returns at once. `item`: the block, whose tensors
+        must not change afterwards, or a callable that makes it, with the block's `name`, and `nbytes` of the records
+        that it keeps alive or will make. Raises `InvalidInputError`: a callable without a name."""
         if isinstance(item, Block):
             name, nbytes = item.name, sum(record.nbytes for record in item.records)
         if name is None:
@@ -153,9 +146,7 @@ class WriteBehind:
 
     def withdraw(self, name: BlockName) -> bool:
         """Takes a waiting block out of the queue, and waits for it if it is being written; False if it did not wait.
-
-        Afterwards no block of this name that was submitted before reaches the store.
-        """
+        Afterwards no block of this name that was submitted before reaches the store."""
         with self._changed:
             queued = self._waiting.get(name)
             if queued is None:
@@ -186,10 +177,8 @@ class WriteBehind:
             return replace(self._counts, waiting=len(self._waiting))
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Accepts no more blocks, writes those that wait and ends the thread; may be called twice.
-
-        False if that takes longer than `timeout_s`: then all waiting blocks are dropped except those being written.
-        """
+        """Accepts no more blocks, writes those that wait and ends the thread; may be called twice. False if that takes
+        longer than `timeout_s`: then all waiting blocks are dropped except those being written."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

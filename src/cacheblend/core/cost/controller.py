@@ -34,38 +34,23 @@ _FIRST = 3  # passes that read such a tier before their median is believed: the 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a prompt loads and recomputes.
+    """What a prompt loads and recomputes."""
 
-    Attributes:
-        ratio: share of the loaded rows to recompute.
-        left_out: stored blocks that are computed instead of loaded.
-        load_s, compute_s, ttft_s, full_s: expected times, the last of a full prefill.
-        reason: one line for display.
-        reused: rows that are loaded and not exact.
-    """
-
-    ratio: float
-    left_out: frozenset[BlockName]
+    ratio: float  # share of the loaded rows to recompute
+    left_out: frozenset[BlockName]  # stored blocks that are computed instead of loaded
+    # load_s, compute_s, ttft_s, full_s: expected times, the last of a full prefill
     load_s: float
     compute_s: float
     ttft_s: float
     full_s: float
-    reason: str
-    reused: int = 0
+    reason: str  # one line for display
+    reused: int = 0  # rows that are loaded and not exact
 
 
 class Controller:
-    """Decides for each prompt, and adjusts its cost model to the times observed.
-
-    Args:
-        cost_model: the initial one.
-        bytes_per_token: of stored KV, over all layers.
-        floor: least ratio.
-        check_layer: all rows are computed before this layer; None: rows are selected before layer 0.
-
-    Raises:
-        InvalidInputError: a floor outside 0..1.
-    """
+    """Decides for each prompt, and adjusts its cost model to the times observed. `bytes_per_token`: of stored KV, over
+    all layers; `floor`: the least ratio; `check_layer`: all rows are computed before this layer, None: rows are
+    selected before layer 0. Raises `InvalidInputError`: a floor outside 0..1."""
 
     def __init__(
         self,
@@ -85,18 +70,14 @@ class Controller:
         self._overhead = cost_model.overhead
 
     @property
-    def cost_model(self) -> CostModel:
-        """The initial cost model with the corrections learnt so far."""
+    def cost_model(self) -> CostModel:  # the initial cost model with the corrections learnt so far
         prefills = tuple((tokens, seconds * self._pace) for tokens, seconds in self._measured.prefill_s)
         tiers = {name: speed.scaled(self._slower.get(name, 1.0)) for name, speed in self._measured.tiers.items()}
         return CostModel(prefills, tiers, self._overhead, self._measured.request_s)
 
     def decide(self, plan: BlendPlan, least: float | None = None) -> Decision:
-        """Which of the stored blocks are loaded, and the ratio; at least `least`, None: the floor.
-
-        Raises:
-            InvalidInputError: a ratio outside 0..1.
-        """
+        """Which of the stored blocks are loaded, and the ratio; at least `least`, None: the floor. Raises
+        `InvalidInputError`: a ratio outside 0..1."""
         least = self.floor if least is None else least
         check_ratio(least)
         found = [s for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)]
@@ -125,13 +106,8 @@ class Controller:
         return Decision(ratio, left_out, load, compute, ttft, full, reason, loaded.reused)
 
     def learn(self, decision: Decision, plan: BlendPlan, compute_s: float | None, read_s: Mapping[str, float]) -> None:
-        """Learns from a finished pass.
-
-        Args:
-            plan: as it was carried out.
-            compute_s: without waiting for the loader; None: unknown, because other requests computed at the same time.
-            read_s: time of reading, by tier.
-        """
+        """Learns from a finished pass. `plan`: as it was carried out. `compute_s`: without waiting for the loader;
+        None: unknown, because other requests computed at the same time. `read_s`: time of reading, by tier."""
         expected = self.load_s([span for span in plan.spans if span.source in (Source.PREFIX, Source.LOADED)])
         for tier in self._slower.keys() - read_s.keys():  # may have become faster since: read from it again some day
             self._slower[tier] = 1 + (self._slower[tier] - 1) * (1 - _FORGOTTEN)
@@ -162,8 +138,6 @@ class Controller:
     def load_s(self, spans: Sequence[Span]) -> dict[str, float]:
         """Expected seconds to load these spans, by tier."""
         return self._load_s(_Taken(spans))
-
-    # ---- costs ------------------------------------------------------------------------------------------
 
     def _full_s(self, tokens: int) -> float:
         return self._pace * self._measured.full_s(tokens)
@@ -212,18 +186,12 @@ def _learnt(value: float, factor: float, start: float) -> float:
 
 
 class _Taken:
-    """A set of spans to load. A repeated chunk is read once.
-
-    Attributes:
-        names: of the blocks.
-        by_tier: [blocks, tokens] that are read.
-        exact, reused: rows of the prompt that are exact prefix, and all others.
-    """
+    """A set of spans to load. A repeated chunk is read once."""
 
     def __init__(self, spans: Sequence[Span] = ()) -> None:
-        self.names: set[BlockName] = set()
-        self.by_tier: dict[str, list[int]] = {}
-        self.exact = self.reused = 0
+        self.names: set[BlockName] = set()  # of the blocks
+        self.by_tier: dict[str, list[int]] = {}  # [blocks, tokens] that are read
+        self.exact = self.reused = 0  # rows of the prompt that are exact prefix, and all others
         for span in spans:
             self.add(span)
 

@@ -8,23 +8,16 @@ import numpy as np
 
 from cacheblend.core.errors import InvalidInputError
 
-MARGIN = 0.85
-"""Share of the loading time that recomputing may fill: two threads never overlap perfectly."""
+MARGIN = 0.85  # share of the loading time that recomputing may fill: two threads never overlap perfectly
 
 
 @dataclass(frozen=True)
 class TierSpeed:
-    """How long a tier takes to load from.
+    """How long a tier takes to load from."""
 
-    Attributes:
-        bytes_per_s: throughput of a layer's records.
-        layer_s: latency of each layer.
-        block_s: additional latency of each block of a layer.
-    """
-
-    bytes_per_s: float
-    layer_s: float = 0.0
-    block_s: float = 0.0
+    bytes_per_s: float  # throughput of a layer's records
+    layer_s: float = 0.0  # latency of each layer
+    block_s: float = 0.0  # additional latency of each block of a layer
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0 or self.layer_s < 0 or self.block_s < 0:
@@ -44,19 +37,13 @@ class TierSpeed:
 
 @dataclass(frozen=True)
 class CostModel:
-    """How long one model takes on one device.
+    """How long one model takes on one device."""
 
-    Attributes:
-        prefill_s: (tokens, seconds of a full prefill), ascending, at least two points.
-        tiers: by name.
-        overhead: time of a row-layer in a blend over that in a full prefill; few rows use the device less well.
-        request_s: fixed time of a blend, whatever its size.
-    """
-
-    prefill_s: tuple[tuple[int, float], ...]
-    tiers: Mapping[str, TierSpeed] = field(default_factory=dict)
+    prefill_s: tuple[tuple[int, float], ...]  # (tokens, seconds of a full prefill), ascending, at least two points
+    tiers: Mapping[str, TierSpeed] = field(default_factory=dict)  # by name
+    # time of a row-layer in a blend over that in a full prefill; few rows use the device less well
     overhead: float = 1.0
-    request_s: float = 0.0
+    request_s: float = 0.0  # fixed time of a blend, whatever its size
 
     def __post_init__(self) -> None:
         lengths = [tokens for tokens, _ in self.prefill_s]
@@ -86,11 +73,7 @@ class CostModel:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> "CostModel":
-        """The opposite of `to_dict`.
-
-        Raises:
-            InvalidInputError: a field is missing or has a wrong value.
-        """
+        """The opposite of `to_dict`. Raises `InvalidInputError`: a field is missing or has a wrong value."""
         try:
             return CostModel(
                 tuple((int(tokens), float(seconds)) for tokens, seconds in data["prefill_s"]),

@@ -10,17 +10,11 @@ from cacheblend.core.errors import InvalidInputError
 
 @dataclass(frozen=True)
 class Device:
-    """A place for KV caches.
+    """A place for KV caches."""
 
-    Attributes:
-        name: for display.
-        bytes_per_s: reading throughput.
-        price: of a GB (10^9 bytes) a month, in any currency; 0: no extra cost.
-    """
-
-    name: str
-    bytes_per_s: float
-    price: float
+    name: str  # for display
+    bytes_per_s: float  # reading throughput
+    price: float  # of a GB (10^9 bytes) a month, in any currency; 0: no extra cost
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0 or not self.price >= 0:
@@ -31,11 +25,8 @@ class Device:
 
     @staticmethod
     def parse(text: str, measured: Mapping[str, float] = MappingProxyType({})) -> "Device":
-        """From ``name:GB/s:price``, or ``name::price`` for a tier that was `measured` (bytes/s by tier).
-
-        Raises:
-            InvalidInputError: the text has another form, or the tier was not measured.
-        """
+        """From ``name:GB/s:price``, or ``name::price`` for a tier that was `measured` (bytes/s by tier). Raises
+        `InvalidInputError`: the text has another form, or the tier was not measured."""
         try:
             name, speed, price = text.split(":")
             if not speed and name not in measured:
@@ -50,25 +41,15 @@ class Device:
 
 @dataclass(frozen=True)
 class DeviceCost:
-    """A context's caches on one device.
+    """A context's caches on one device."""
 
-    Attributes:
-        device: that stores them.
-        load_s: T_load of the context.
-        ratio: the floor, or the largest ratio whose recomputing is hidden behind the loading.
-        recompute_s: T_recompute at that ratio.
-        ttft_s: the longer of the two times.
-        hides: loading takes no longer than recomputing at the floor.
-        monthly: price of all stored bytes.
-    """
-
-    device: Device
-    load_s: float
-    ratio: float
-    recompute_s: float
-    ttft_s: float
-    hides: bool
-    monthly: float
+    device: Device  # that stores them
+    load_s: float  # T_load of the context
+    ratio: float  # the floor, or the largest ratio whose recomputing is hidden behind the loading
+    recompute_s: float  # T_recompute at that ratio
+    ttft_s: float  # the longer of the two times
+    hides: bool  # loading takes no longer than recomputing at the floor
+    monthly: float  # price of all stored bytes
 
 
 def place(
@@ -80,17 +61,9 @@ def place(
     stored_bytes: float,
     floor: float = 0.15,
 ) -> list[DeviceCost]:
-    """The placement on each device, in the order given.
-
-    Args:
-        prefill_s: time of a full prefill of the context.
-        layers: of the model; the first is always computed for all rows.
-        context_bytes, stored_bytes: size of the context's KV, and of all KV to be kept.
-        floor: the least ratio.
-
-    Raises:
-        InvalidInputError: a time or size that is not above 0, or a floor outside 0..1.
-    """
+    """The placement of a context on each device, in the order given. `context_bytes`, `stored_bytes`: size of its KV,
+    and of all KV to be kept; `floor`: the least ratio. The first layer is always computed for all rows. Raises
+    `InvalidInputError`: a time or size that is not above 0, or a floor outside 0..1."""
     if min(prefill_s, context_bytes, stored_bytes) <= 0 or layers < 1 or not 0 <= floor <= 1:
         raise InvalidInputError(
             f"prefill time, bytes and layers must be above 0 and the floor in 0..1, got {prefill_s} s, "

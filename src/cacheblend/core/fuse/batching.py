@@ -24,7 +24,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from cacheblend.core.fuse.runner import Attend, LayerRunner
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec
 
 ROWS_OPEN = 32768
 """While all jobs wait for their KV, another one begins only if they have fewer rows: hidden states take memory."""
@@ -79,17 +79,10 @@ Job = TypeVar("Job", bound=BatchJob)
 
 
 class PrefillBatcher(Generic[Job]):
-    """Chooses jobs in order of arrival, batches the first ones, and runs one layer of them at a time.
-
-    Args:
-        join_layer: the layer at which other jobs may join: after the last selection, at least 1.
-        tile_rows: maximum number of rows that go through a layer together.
-        isolate: True: a failed job does not end the others. False: its error is raised at once, as needed with tensor
-            parallelism, where all ranks must run the same jobs.
-
-    Attributes:
-        rows: that the last call of `advance` ran through the layer.
-    """
+    """Chooses jobs in order of arrival, batches the first ones, and runs one layer of them at a time, `tile_rows` rows
+    at most together. Other jobs may join at `join_layer`: after the last selection, at least 1. `isolate`: a failed job
+    does not end the others; False: its error is raised at once, as needed with tensor parallelism, where all ranks must
+    run the same jobs."""
 
     def __init__(self, join_layer: int, tile_rows: int, join: Join, *, isolate: bool = True) -> None:
         self._join_layer, self._tile_rows = max(1, join_layer), tile_rows
@@ -98,7 +91,7 @@ class PrefillBatcher(Generic[Job]):
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
         self._under_way: tuple[list[Job], _TogetherPass] | None = None
-        self.rows = 0
+        self.rows = 0  # that the last call of `advance` ran through the layer
 
     def __iter__(self) -> Iterator[Job]:
         return iter([*self._running, *self._waiting])
@@ -121,11 +114,9 @@ class PrefillBatcher(Generic[Job]):
             running.drop(jobs.index(job))
 
     def next(self, is_ready: Callable[[Job], bool] = lambda job: True) -> list[Job]:
-        """The jobs to advance by one layer, all at the same layer; requires at least one job.
-
-        `is_ready`: whether a job's next layer can be computed; not asked of waiting jobs. Others are passed over, and
-        there are no jobs if none is ready.
-        """
+        """The jobs to advance by one layer, all at the same layer; requires at least one job. `is_ready`: whether a
+        job's next layer can be computed; not asked of waiting jobs. Others are passed over, and there are no jobs if
+        none is ready."""
         if self._under_way is not None:
             left = [job for job in self._under_way[0] if job in self._running]
             if left:
@@ -200,20 +191,15 @@ def run_together(
 
 
 class _TogetherPass:
-    """Several prompts on their way through a layer; for the arguments see `PrefillBatcher`. No row is computed yet.
-
-    Attributes:
-        errors: of each pass, None if it has not failed.
-    """
+    """Several prompts on their way through a layer; for the arguments see `PrefillBatcher`. No row is computed yet."""
 
     def __init__(self, passes: Sequence[LayerSteps], join: Join, tile_rows: int, isolate: bool) -> None:
         self._passes, self._join, self._tile_rows, self._isolate = passes, join, tile_rows, isolate
-        self.errors: list[Exception | None] = [None] * len(passes)
+        self.errors: list[Exception | None] = [None] * len(passes)  # of each pass, None if it has not failed
         self._waiting: dict[int, LayerRows] | None = None  # None: no pass has begun
 
     @property
-    def done(self) -> bool:
-        """No pass has rows left."""
+    def done(self) -> bool:  # no pass has rows left
         return self._waiting is not None and not self._waiting
 
     def drop(self, number: int) -> None:

@@ -26,7 +26,7 @@ from cacheblend.core.fuse.batching import LayerRows, LayerSteps, run_alone
 from cacheblend.core.fuse.question import Asking, OverRanks
 from cacheblend.core.fuse.rows import ActiveRows
 from cacheblend.core.fuse.runner import Attend, LayerRunner
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec
 from cacheblend.core.load.budget import LoadBudget
 from cacheblend.core.load.layer_kv import LayerCache, LayerKV
 from cacheblend.core.load.loader import LayerLoader
@@ -38,25 +38,17 @@ from cacheblend.core.select.selectors import Selector
 
 @dataclass
 class PrefillResult:
-    """A finished prefill.
+    """A finished prefill."""
 
-    Attributes:
-        logits: [vocab] of the last position; [n, vocab] of the last n, if more than one was asked for; empty where the
-            engine computes them itself.
-        kv: the request's KV cache, one entry a layer; empty where it was handed out layer by layer.
-        plan: that was carried out in the end.
-        report: times of decoding are still zero.
-        read_s: seconds of reading, by tier, in passes that were given up too.
-        states: what recurrent layers keep of the prompt, see `Recurrence.kept`; None without such layers.
-        slow: stored blocks that the loading controller left out, since computing them was expected to be faster.
-    """
-
+    # [vocab] of the last position; [n, vocab] of the last n, if more than one was asked for; empty where the engine
+    # computes them itself
     logits: torch.Tensor
-    kv: list[LayerKV]
-    plan: BlendPlan
-    report: BlendReport
-    read_s: dict[str, float]
-    states: Any = None
+    kv: list[LayerKV]  # the request's KV cache, one entry a layer; empty where it was handed out layer by layer
+    plan: BlendPlan  # that was carried out in the end
+    report: BlendReport  # times of decoding are still zero
+    read_s: dict[str, float]  # seconds of reading, by tier, in passes that were given up too
+    states: Any = None  # what recurrent layers keep of the prompt, see `Recurrence.kept`; None without such layers
+    # stored blocks that the loading controller left out, since computing them was expected to be faster
     slow: frozenset[BlockName] = frozenset()
 
 
@@ -112,30 +104,22 @@ OnResult = Callable[[PrefillResult, bool], None]
 
 @dataclass(frozen=True)
 class PrefillOptions:
-    """How an engine has its prompts computed.
+    """How an engine has its prompts computed."""
 
-    Attributes:
-        tile_rows: rows that go through a layer at once; bounds the memory of a long prompt.
-        sentence_end_ids: [n] ids of the tokens that end a sentence; None: unknown.
-        over_ranks: see `OverRanks`; None on a single rank.
-        on_layer: receives every layer's KV once it is final, which is then released; None: it is kept for the result.
-        stays: layers lie in the engine's own cache, so that what the question's pass loaded need not be read again.
-        attention: of scattered rows, where the engine has a faster one than that of `LayerCache`.
-        last_rows: rows at the prompt's end whose logits the result has, none of them a candidate.
-        synchronize: waits for the device, so that a clock read afterwards is right.
-        budget: what the request may wait for the store, which its loaders have, too; for the report.
-    """
-
-    tile_rows: int = 1024
-    sentence_end_ids: npt.NDArray[np.int64] | None = None
-    over_ranks: OverRanks | None = None
+    tile_rows: int = 1024  # rows that go through a layer at once; bounds the memory of a long prompt
+    sentence_end_ids: npt.NDArray[np.int64] | None = None  # [n] ids of the tokens that end a sentence; None: unknown
+    over_ranks: OverRanks | None = None  # see `OverRanks`; None on a single rank
+    # receives every layer's KV once it is final, which is then released; None: it is kept for the result
     on_layer: Callable[[int, LayerCache], None] | None = None
+    # layers lie in the engine's own cache, so that what the question's pass loaded need not be read again
     stays: bool = False
+    # of scattered rows, where the engine has a faster one than that of `LayerCache`
     attention: RowAttention = lambda layer, query, kv, positions, spec: kv.attend(query, positions, spec)
-    last_rows: int = 1
-    synchronize: Callable[[], None] = lambda: None
+    last_rows: int = 1  # rows at the prompt's end whose logits the result has, none of them a candidate
+    synchronize: Callable[[], None] = lambda: None  # waits for the device, so that a clock read afterwards is right
     on_result: OnResult | None = None
     recurrence: Recurrence = field(default_factory=Recurrence)
+    # what the request may wait for the store, which its loaders have, too; for the report
     budget: LoadBudget = field(default_factory=LoadBudget)
 
 
@@ -151,9 +135,6 @@ class BlendedPrefill:
         open_loader: a loader of the plan, given the first layer whose loaded rows are needed; called once a pass.
         started: when the request came, by `time.perf_counter`; None: now.
         named: the selector as settings name it, for the report; None: `selector`.
-
-    Attributes:
-        layer: the next one to be computed.
 
     Raises:
         InvalidInputError: the selector checks at a layer that the model does not have.
@@ -190,7 +171,7 @@ class BlendedPrefill:
         reused = max(self._first_to_drop, first_reused_layer(self._selector))
         self._loader = self._open_loader(plan, reused)
         self._rows = rows = ActiveRows(plan, self._runner.embed(), recurrence.cuts(plan))
-        self.layer, self._kv = 0, list[LayerKV]()
+        self.layer, self._kv = 0, list[LayerKV]()  # the next layer to be computed; of those before it
         self._question: Asking | None = None  # what the next step computes, if anything is left to ask
         if rows.total and self._selector.question_rows:
             self._question = Asking(
@@ -205,8 +186,7 @@ class BlendedPrefill:
             )
 
     @property
-    def active_rows(self) -> int:
-        """Rows that the next step computes at most."""
+    def active_rows(self) -> int:  # rows that the next step computes at most
         return len(self._rows) if self._question is None else len(self._question.asking)
 
     @property
@@ -217,13 +197,11 @@ class BlendedPrefill:
         return self._loader.awaited(self.layer if self._question is None else self._question.layer)
 
     @property
-    def reading(self) -> str:
-        """The tier that is being read, or was read last; empty: none yet."""
+    def reading(self) -> str:  # the tier that is being read, or was read last; empty: none yet
         return self._loader.reading
 
     @property
-    def done(self) -> bool:
-        """All layers are computed."""
+    def done(self) -> bool:  # all layers are computed
         return self.layer == self._runner.num_layers
 
     def advance(self, layers: int = 1) -> bool:
@@ -315,8 +293,6 @@ class BlendedPrefill:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- a layer ----------------------------------------------------------------------------------------
-
     def _compute_layer(self) -> LayerSteps:
         layer, rows = self.layer, self._rows
         if layer == self._first_to_drop and rows.total and self._selector.at_start:
@@ -365,11 +341,8 @@ class BlendedPrefill:
 
 
 def check_selector(selector: Selector, num_layers: int) -> Selector:
-    """The selector for a model of so many layers.
-
-    Raises:
-        InvalidInputError: it checks at a layer that the model does not have.
-    """
+    """The selector for a model of so many layers. Raises `InvalidInputError`: it checks at a layer that the model does
+    not have."""
     selector = selector.of_model(num_layers)
     if selector.check_layers and num_layers == 1:
         raise InvalidInputError(
@@ -384,11 +357,8 @@ def check_selector(selector: Selector, num_layers: int) -> Selector:
 
 
 def check_latents(selector: Selector) -> None:
-    """Whether a selector is one for a model with latent attention.
-
-    Raises:
-        InvalidInputError: it compares keys or values alone, where a layer keeps one vector for both.
-    """
+    """Whether a selector is one for a model with latent attention. Raises `InvalidInputError`: it compares keys or
+    values alone, where a layer keeps one vector for both."""
     if selector.check_layers and selector.measure != "kv":
         raise InvalidInputError(
             f"measure {selector.measure!r} compares keys or values alone, but this model keeps one latent for both; "

@@ -28,8 +28,7 @@ import torch
 
 from cacheblend.core.fuse.rows import ActiveRows
 from cacheblend.core.fuse.runner import Attend, LayerRunner
-from cacheblend.core.kernels.attention import attention_weights
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec, attention_weights
 from cacheblend.core.kernels.latent import attended
 from cacheblend.core.kernels.upload import upload_together
 from cacheblend.core.load.layer_kv import LayerCache
@@ -58,12 +57,7 @@ class AskingRows(NamedTuple):
 
 class QuestionPass:
     """A pass of rows that ask: the question's, or several spans', which may overlap. Changes neither the loader's
-    buffers nor `hidden`, the input of layer 0 for all rows of the runner; for the others see `Asking`.
-
-    Attributes:
-        asking: [n] int64, positions of all rows that ask, ascending.
-        layer: the next one.
-    """
+    buffers nor `hidden`, the input of layer 0 for all rows of the runner; for the others see `Asking`."""
 
     def __init__(
         self,
@@ -76,6 +70,7 @@ class QuestionPass:
     ) -> None:
         self._runner, self._loader, self._first, self._keep = runner, loader, plan.prefix_length, keep
         device = hidden.device
+        # positions of all rows that ask, [n] int64 ascending
         self.asking = asking = np.unique(np.concatenate([group.rows for group in groups]))
         self._oldest = int(asking[0])
         stored = plan.stored_rows
@@ -87,7 +82,7 @@ class QuestionPass:
         self._members, self._own = rest[: len(groups)], rest[len(groups) :]
         self._received = torch.zeros(len(groups), len(plan), dtype=torch.float32, device=device)
         self._rows = self._positions - self._first
-        self._hidden, self.layer = hidden[self._rows], 0
+        self._hidden, self.layer = hidden[self._rows], 0  # the next one
 
     def advance(self) -> bool:
         """Computes one layer; True when all are done."""
@@ -153,16 +148,9 @@ def _groups(query: torch.Tensor, seen: int, kv_heads: int) -> list[tuple[slice, 
 
 
 class Asking:
-    """All passes that ask for one prompt, computed layer by layer.
-
-    Args:
-        selector: how many rows ask, and how many hops there are.
-        runner: layer runner for the rows from `plan.prefix_length` on.
-        loader: loader of the same plan, with the LOADED rows of all layers.
-        rows: all rows of the runner, of which none is dropped before all has been asked; told what was found (`known`).
-        keep: keep the loaded layers in the loader for the following prefill; otherwise it reads them again.
-        sentence_end_ids, over_ranks: see `PrefillOptions`.
-    """
+    """All passes that ask for one prompt, computed layer by layer, before a row is dropped; `rows` is told what was
+    found (`known`). `keep`: the loaded layers stay in the loader for the prefill that follows, which else reads them
+    again. `sentence_end_ids`, `over_ranks`: see `PrefillOptions`."""
 
     def __init__(
         self,
@@ -186,13 +174,11 @@ class Asking:
         self._pass = self._open([AskingRows(self._question, _NONE)])
 
     @property
-    def asking(self) -> npt.NDArray[np.int64]:
-        """[n] int64, positions of the rows that the next step computes."""
+    def asking(self) -> npt.NDArray[np.int64]:  # [n] int64, positions of the rows that the next step computes
         return self._pass.asking
 
     @property
-    def layer(self) -> int:
-        """The next layer."""
+    def layer(self) -> int:  # the next layer
         return self._pass.layer
 
     def advance(self) -> bool:
@@ -238,10 +224,8 @@ class Asking:
         return False
 
     def _rows_of(self, span: FoundSpan) -> AskingRows:
-        """The span's rows and those behind it in its segment; of more than may ask, the first and the last ones.
-
-        Their attention to themselves does not count: that they are attended to is known.
-        """
+        """The span's rows and those behind it in its segment; of more than may ask, the first and the last ones. Their
+        attention to themselves does not count: that they are attended to is known."""
         candidates, segments = self._plan.candidate_rows, self._plan.segment_indices
         inside, behind = candidates[span.first : span.stop], candidates[span.stop : span.stop + ROWS_BEHIND]
         last = inside[-1]

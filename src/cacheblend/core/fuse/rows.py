@@ -24,32 +24,22 @@ from cacheblend.core.select.selectors import Candidates
 
 
 class ActiveRows:
-    """The active rows, ascending by position, with their hidden state.
-
-    Args:
-        hidden: the first layer's input of all rows of the runner, [rows, width].
-        cuts: positions that no tile of all rows spans, ascending.
-
-    Attributes:
-        hidden: [n, width] of the active rows.
-        index: [n] int64, which of the runner's rows they are.
-        known: what is known of all rows of the runner, as if each were a candidate.
-        recomputed: candidates that were kept by the last selection; before any, all of them.
-        has_dropped: a row was dropped: nothing is left from which it could be computed.
-    """
+    """The active rows, ascending by position, with their hidden state. `hidden`: the first layer's input of all rows of
+    the runner, [rows, width]; `cuts`: positions that no tile of all rows spans, ascending."""
 
     def __init__(self, plan: BlendPlan, hidden: torch.Tensor, cuts: Sequence[int] = ()) -> None:
-        self._plan, self.hidden = plan, hidden
+        self._plan, self.hidden = plan, hidden  # [n, width] of the active rows
         self._cuts = [cut - plan.prefix_length for cut in cuts]
-        self.index = torch.arange(len(hidden), device=hidden.device)
+        self.index = torch.arange(len(hidden), device=hidden.device)  # [n] int64, which of the runner's rows they are
         self._of_tiles: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # of the rows that are active now
         rows = slice(plan.prefix_length, None)
         known = [plan.candidate_rows - plan.prefix_length, plan.chunk_offsets[rows], plan.segment_indices[rows]]
         # the candidates' places among the active rows, ascending
         self._candidates, offsets, segments = upload_together(known, hidden.device)
-        self.total = self.recomputed = len(self._candidates)
+        self.total = self.recomputed = len(self._candidates)  # all, and those that the last selection kept
+        # what is known of all rows of the runner, as if each were a candidate
         self.known = Candidates(self.index + plan.prefix_length, offsets, self.total, segments=segments)
-        self.has_dropped = False
+        self.has_dropped = False  # a row was dropped: nothing is left from which it could be computed
 
     def __len__(self) -> int:
         return len(self.index)
@@ -82,8 +72,7 @@ class ActiveRows:
         self._of_tiles.clear()
 
     @property
-    def has_candidates(self) -> bool:
-        """Some row may still be dropped."""
+    def has_candidates(self) -> bool:  # some row may still be dropped
         return len(self._candidates) > 0
 
     def candidates(self, layer: int | None = None, deviation: torch.Tensor | None = None) -> Candidates:
@@ -102,12 +91,9 @@ class ActiveRows:
             place.copy_(output)
 
     def keep(self, selected: torch.Tensor) -> None:
-        """Drops the candidates that are not selected (see `Selector.select`); all other rows stay active.
-
-        Raises:
-            InvalidInputError: it is no selection of these candidates. On a device their order is not checked: that
-                would be waited for.
-        """
+        """Drops the candidates that are not selected (see `Selector.select`); all other rows stay active. Raises
+        `InvalidInputError`: it is no selection of these candidates. On a device their order is not checked: that would
+        be waited for."""
         most = len(self._candidates)
         if selected.dtype == torch.bool and selected.shape == (most,):
             selected = selected.nonzero().flatten()

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec], torch.Tensor]
 """(query [heads, n, head_dim], keys [kv_heads, n, head_dim], values, spec) -> [n, heads, head_dim].
@@ -14,30 +14,23 @@ An engine's layer calls it once, after RoPE, with q, k, v of the rows it was giv
 
 
 class LayerRunner(Protocol):
-    """Runs an engine's layers for one prompt. Holds the prompt's state (positions, angles) and no global state.
-
-    `rows` are indices into the runner's rows, ascending int64 [n]; `hidden` is [n, width] in the model's dtype.
-    """
+    """Runs an engine's layers for one prompt. Holds the prompt's state (positions, angles) and no global state. `rows`
+    are indices into the runner's rows, ascending int64 [n]; `hidden` is [n, width] in the model's dtype."""
 
     @property
     def num_layers(self) -> int:
         """Number of decoder layers."""
-        ...
 
     def embed(self) -> torch.Tensor:
         """The first layer's input for all rows, [rows, width]."""
-        ...
 
     def project(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Fresh keys and values of these rows, [kv_heads, n, head_dim] each; attention and MLP are not computed."""
-        ...
 
     def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The layer's output for these rows, [n, width]; calls `attend` once, if it has attention. `hidden` may be
         overwritten."""
-        ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the final hidden states [n, width] of the last n rows: [n, vocab], or [vocab] of one row; empty
         where the engine computes them itself."""
-        ...

@@ -8,12 +8,12 @@ Plain PyTorch: serves everywhere, and is what a device's kernel is compared with
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.kernels.attention_spec import AttentionSpec, check_shapes, first_key
 from cacheblend.core.kernels.float8 import FLOAT8, as_bytes
 
 _SDPA_CPU_ROWS = 128  # fewer rows mask fewer keys, more rows need fewer calls
@@ -26,6 +26,62 @@ _MIN_TILE_KEYS, _MAX_TILE_KEYS = 256, 4096
 _END_STEP = 128  # tiles end at its multiples: oneDNN compiles a kernel for each shape (0.8 ms), so few shapes are used
 _SHIFT_ABOVE = 4.0  # largest error of a guessed shift, as a logit: weights are rounded by at most 4 / 2 ** 9
 _UNSEEN = -(2.0**100)  # the top score of a row that has seen no key; finite: inf - inf is NaN
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What a layer requires of attention besides causality."""
+
+    scaling: float  # factor on the dot products
+    window: int | None = None  # the row at position p sees keys p - window + 1 .. p; None: 0 .. p.
+    softcap: float | None = None  # logits become softcap * tanh(logits / softcap); None: unchanged
+    # [heads] logit of each head that takes part in the softmax and has no value; None: no sinks
+    sinks: torch.Tensor | None = None
+    # keys and values are the halves of one vector, twice as wide, that queries are as wide as, and that is both key and
+    # value (`latent`); so attention gives vectors of that width
+    is_latent: bool = False
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """A layer's heads, as far as kernels are compiled for them."""
+
+    heads: int  # of the query; a multiple of `kv_heads`
+    kv_heads: int
+    head_dim: int  # numbers of a head, as attention sees it
+    # window, is_latent: see `AttentionSpec`; of a latent, what is placed is half as wide
+    window: int | None = None
+    is_latent: bool = False
+
+    @property
+    def placed_dim(self) -> int:  # of a key, and of a value, as they are stored and placed
+        return self.head_dim // 2 if self.is_latent else self.head_dim
+
+
+def check_shapes(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, *, is_paged: bool = False
+) -> None:
+    """Raises `InvalidInputError` if these do not fit together; for the shapes see `attention.attend_rows`."""
+    fits = (
+        query.dim() == 3
+        and keys.dim() == 3 + is_paged
+        and keys.shape == values.shape
+        and query.shape[2] == keys.shape[-1]
+        and positions.shape == query.shape[1:2]
+    )
+    if not fits:
+        raise InvalidInputError(
+            f"query {tuple(query.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)} and "
+            f"positions {tuple(positions.shape)} do not fit together"
+        )
+    heads, kv_heads = query.shape[0], keys.shape[2 if is_paged else 0]
+    if kv_heads == 0 or heads % kv_heads:
+        raise InvalidInputError(f"{heads} query heads are not a multiple of {kv_heads} KV heads")
+
+
+def first_key(position: int, window: int | None) -> int:
+    """The first key that is visible to a row at this position."""
+    return 0 if window is None else max(0, position - window + 1)
 
 
 def attend_rows(
@@ -151,11 +207,7 @@ def _sdpa_folded(
 
 
 def attention_weights(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    positions: torch.Tensor,
-    key_positions: torch.Tensor,
-    spec: AttentionSpec,
+    query: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, key_positions: torch.Tensor, spec: AttentionSpec
 ) -> torch.Tensor:
     """The weight that each row gives to each key, on any device, for those who look at weights.
 

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec
 from cacheblend.core.kernels.float8 import FLOAT8, as_bytes
 from cacheblend.core.kernels.numbers_triton import IS_INTERPRETED, of_float8, rounded
 
@@ -50,8 +50,7 @@ _PAGED_TILES = (
     (64, 32, 2, 1),
     (16, 32, 2, 1),
     (16, 16, 2, 1),
-)
-"""As `_DENSE_TILES`; the block table is loaded ahead as well, and takes two of the stages."""
+)  # as `_DENSE_TILES`; the block table is loaded ahead as well, and takes two of the stages
 _UNSEEN = tl.constexpr(-(2.0**100))  # the top logit of a row that has seen no key; finite: inf - inf is NaN
 _LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -67,8 +66,7 @@ def attend_rows(
     splits: int | None = None,
 ) -> torch.Tensor:
     """As `attention.attend_rows`, head_dim up to 256, pages of any strides; positions are not checked, and a row sees
-    the keys that there are. `splits`: programs that share a tile's keys; None: as many as keep the device busy.
-    """
+    the keys that there are. `splits`: programs that share a tile's keys; None: as many as keep the device busy."""
     heads, rows, head_dim = query.shape
     out = query.new_empty(rows, heads, head_dim)
     if rows == 0:
@@ -117,16 +115,9 @@ def _with_dense_heads(tensor: torch.Tensor) -> torch.Tensor:
 def tile_shape(
     group: int, rows: int, head_dim: int, page: int = 0, itemsize: int = 2, shared: int = LARGEST_SHARED
 ) -> tuple[int, int, int, int]:
-    """(slots of a row tile, keys of a key tile, warps, stages): the best tiles that fit.
-
-    Args:
-        group: query heads of a KV head.
-        rows: of the call; they choose between few sizes of row tiles, as each is compiled.
-        head_dim: numbers of a head.
-        page: tokens of a block of the paged cache; 0: dense buffers.
-        itemsize: bytes of a number of the queries.
-        shared: bytes of shared memory that a program can have on the device.
-    """
+    """(slots of a row tile, keys of a key tile, warps, stages): the best tiles that fit into `shared` bytes. `group`:
+    query heads of a KV head; `rows`: of the call; they choose between few sizes of row tiles, as each is compiled;
+    `page`: tokens of a block of the paged cache, 0: dense buffers; `itemsize`: bytes of a query's number."""
     least = max(_ROW_SLOTS[0], triton.next_power_of_2(group))
     slots = tile_keys = stages = 0
     for slots, tile_keys, stages, programs in _PAGED_TILES if page else _DENSE_TILES:

@@ -1,7 +1,5 @@
-"""KV deviation: how far a row's loaded KV is from its fresh KV (paper section 4.2).
-
-Plain PyTorch: serves everywhere, and is what a device's kernel is compared with.
-"""
+"""KV deviation: how far a row's loaded KV is from its fresh KV (paper section 4.2). Plain PyTorch: serves everywhere,
+and is what a device's kernel is compared with."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -18,13 +16,9 @@ def kv_deviation(
     measure: Measure = "kv",
     positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Squared L2 distance of each row, summed over all KV heads, [rows] fp32.
-
-    Args:
-        fresh: keys and values just computed, each [kv_heads, rows, head_dim].
-        loaded: keys (re-positioned) and values from the store, [kv_heads, length, head_dim].
-        positions: [rows] int64, where the rows' loaded KV is; None: the loaded rows are these rows.
-    """
+    """Squared L2 distance of each row, summed over all KV heads, [rows] fp32. `fresh`: keys and values just computed,
+    each [kv_heads, rows, head_dim]. `loaded`: keys (re-positioned) and values from the store, [kv_heads, length,
+    head_dim]. `positions`: [rows] int64, where the rows' loaded KV is; None: the loaded rows are these rows."""
     distance = torch.zeros(fresh[0].shape[1], dtype=torch.float32, device=fresh[0].device)
     for part in PARTS[measure]:
         stored = loaded[part] if positions is None else loaded[part][:, positions]

@@ -1,7 +1,5 @@
-"""KV deviation as one Triton kernel; its slow counterpart is `deviation.kv_deviation`.
-
-A program has a few rows and goes through all KV heads: loaded rows are read where they lie, and nothing is copied.
-"""
+"""KV deviation as one Triton kernel; its slow counterpart is `deviation.kv_deviation`. A program has a few rows and
+goes through all KV heads: loaded rows are read where they lie, and nothing is copied."""
 
 from collections.abc import Sequence
 

@@ -1,9 +1,6 @@
 """Numbers that an engine's cache keeps in eight bits: number = byte x scale, one scale for a layer's keys, one for its
-values.
-
-Plain PyTorch: serves everywhere, and is what kernels are compared with. Every byte is a whole number of bf16 and of
-fp16, so that reading rounds only where a scale is multiplied.
-"""
+values. Plain PyTorch: serves everywhere, and is what kernels are compared with. Every byte is a whole number of bf16
+and of fp16, so that reading rounds only where a scale is multiplied."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,22 +13,16 @@ FLOAT8 = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 
 @dataclass(frozen=True)
 class Float8:
-    """How a layer's cache keeps keys and values.
+    """How a layer's cache keeps keys and values."""
 
-    Attributes:
-        kind: of a byte, one of `FLOAT8`.
-        dtype: of the numbers, as the model computes them.
-        key_scale, value_scale: a byte's number times this is the number; above 0.
-    """
-
-    kind: torch.dtype
-    dtype: torch.dtype
+    kind: torch.dtype  # of a byte, one of `FLOAT8`
+    dtype: torch.dtype  # of the numbers, as the model computes them
+    # key_scale, value_scale: a byte's number times this is the number; above 0
     key_scale: float = 1.0
     value_scale: float = 1.0
 
     @property
-    def scales(self) -> tuple[float, float]:
-        """Of keys, of values."""
+    def scales(self) -> tuple[float, float]:  # of keys, of values
         return self.key_scale, self.value_scale
 
     def encode(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -22,20 +22,16 @@ ROWS_AT_ONCE = 4096  # bounds the fp32 copies that re-positioning makes
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of a record that stand next to each other in the prompt.
+    """Rows of a record that stand next to each other in the prompt."""
 
-    Attributes:
-        record, tokens: index into the layer's records, and tokens of that one.
-        first, start, rows: the first of the rows in the record, and in the prompt, and how many.
-        offset: new position minus stored position; 0: its keys are not moved.
-    """
-
+    # record, tokens: index into the layer's records, and tokens of that one
     record: int
     tokens: int
+    # first, start, rows: the first of the rows in the record, and in the prompt, and how many
     first: int
     start: int
     rows: int
-    offset: int = 0
+    offset: int = 0  # new position minus stored position; 0: its keys are not moved
 
     @property
     def stop(self) -> int:
@@ -43,15 +39,9 @@ class Piece:
 
 
 class Placement:
-    """Where the records of one codec go in a prompt: the same for each layer, so that it is made once.
-
-    Args:
-        pieces: in any order; no two of them share a row of the prompt.
-        codec: of the records.
-
-    Raises:
-        InvalidInputError: a piece that its record or a prompt cannot have, or an unknown codec.
-    """
+    """Where the records of one codec go in a prompt: the same for each layer, so that it is made once. `pieces`: in any
+    order; no two of them share a row of the prompt. `codec`: of the records. Raises `InvalidInputError`: a piece that
+    its record or a prompt cannot have, or an unknown codec."""
 
     def __init__(self, pieces: Sequence[Piece], codec: str = "raw") -> None:
         codec_of(codec)
@@ -151,12 +141,8 @@ def check_records(
     float8: Float8 | None = None,
 ) -> None:
     """Checks what a kernel takes for granted of `place`'s arguments and of buffers of `length` rows: it would read and
-    write where nothing is.
-
-    Raises:
-        InvalidInputError: a piece ends behind the buffers, its record is elsewhere or of another type or size, or the
-            buffers are of another type than `float8` says.
-    """
+    write where nothing is. Raises `InvalidInputError`: a piece ends behind the buffers, its record is elsewhere or of
+    another type or size, or the buffers are of another type than `float8` says."""
     if keys.dtype in FLOAT8 and (float8 is None or float8.kind != keys.dtype):
         raise InvalidInputError(f"pages are in {keys.dtype}, and their numbers are described by {float8}")
     if placement.stop > length:

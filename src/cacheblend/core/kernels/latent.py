@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec], torch.Tensor]
 """See `core.fuse.runner.Attend`."""
@@ -52,13 +52,9 @@ def attend_absorbed(
     attend: Attend,
     spec: AttentionSpec,
 ) -> torch.Tensor:
-    """A layer's attention in the absorbed form, [n, heads, value_dim].
-
-    Args:
-        query: [heads, n, key_dim + rotary_dim], the rotated part last.
-        rotated, latent: what the layer keeps of the same rows, [1, n, rotary_dim] and [1, n, rank].
-        attend: over the kept vectors.
-    """
+    """A layer's attention in the absorbed form, [n, heads, value_dim]. `query`: [heads, n, key_dim + rotary_dim], the
+    rotated part last. `rotated`, `latent`: what the layer keeps of the same rows, [1, n, rotary_dim] and [1, n, rank].
+    `attend`: over the kept vectors."""
     rotary_dim = rotated.shape[-1]
     key_dim = query.shape[-1] - rotary_dim
     plain, turned = query[..., :key_dim], query[..., key_dim:]

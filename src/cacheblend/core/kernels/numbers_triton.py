@@ -1,6 +1,5 @@
 """Numbers in kernels: rounding, on a device the hardware's, under Triton's interpreter the same by hand; and floats of
-eight bits, by their bits, since devices before compute capability 8.9 have no such types.
-"""
+eight bits, by their bits, since devices before compute capability 8.9 have no such types."""
 
 import triton
 import triton.language as tl
@@ -51,14 +50,9 @@ def to_float8(numbers, scale, float8: tl.constexpr):
 def _byte_of(
     number, highest: tl.constexpr, cut: tl.constexpr, bias: tl.constexpr, least: tl.constexpr, magic: tl.constexpr
 ):  # fmt: skip
-    """fp32 to eight bits, to the nearest even.
-
-    Args:
-        highest, least: the largest number, and the smallest that is normal.
-        cut: bits of the mantissa that go.
-        bias: by how much the exponents' biases differ.
-        magic: numbers in its binade are as far apart as those below `least`, so that adding it rounds to them.
-    """
+    """fp32 to eight bits, to the nearest even. `highest`, `least`: the largest number, and the smallest that is normal;
+    `cut`: bits of the mantissa that go; `bias`: by how much the exponents' biases differ; `magic`: numbers in its
+    binade are as far apart as those below `least`, so that adding it rounds to them."""
     size = tl.minimum(tl.abs(number), highest)
     bits = size.to(tl.int32, bitcast=True)
     normal = ((bits + ((1 << (cut - 1)) - 1) + ((bits >> cut) & 1)) >> cut) - (bias << (23 - cut))

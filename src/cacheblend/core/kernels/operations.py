@@ -1,8 +1,6 @@
-"""The operations, each served by whatever is fastest and right on its tensors' device.
-
-Plain PyTorch serves everywhere. A kernel is used where it serves the device, loads, and agrees with plain PyTorch on a
-small input; else a warning says why not. So a driver or compiler that misbehaves costs speed, never an answer.
-"""
+"""The operations, each served by whatever is fastest and right on its tensors' device. Plain PyTorch serves everywhere.
+A kernel is used where it serves the device, loads, and agrees with plain PyTorch on a small input; else a warning says
+why not. So a driver or compiler that misbehaves costs speed, never an answer."""
 
 import importlib
 import logging
@@ -16,7 +14,7 @@ import torch
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.kernels import attention, deviation, kv_placement
-from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape, check_shapes
+from cacheblend.core.kernels.attention import AttentionSpec, HeadShape, check_shapes
 from cacheblend.core.kernels.deviation import Measure
 from cacheblend.core.kernels.float8 import FLOAT8, Float8
 from cacheblend.core.kernels.kv_placement import Piece, Placement, check_records
@@ -25,9 +23,7 @@ from cacheblend.core.kernels.rope import KeyRotation, Pairing
 from cacheblend.core.plan.codec import CODECS
 
 logger = logging.getLogger("cacheblend.kernels")
-PLAIN, KERNEL = "PyTorch", "Triton"
-"""Names of what serves everywhere, and of what is faster."""
-
+PLAIN, KERNEL = "PyTorch", "Triton"  # names of what serves everywhere, and of what is faster
 _MAX_HEAD_DIM = 256  # of kernels: wider tiles do not fit
 _PAGE = 16  # tokens of a block in checks
 _CHECKED_KEYS = 1024  # of a window in checks; a wider one is compiled, and hides nothing
@@ -47,8 +43,7 @@ class Served(Generic[F]):
     reason: str = ""
 
     @property
-    def is_kernel(self) -> bool:
-        """Whether something faster than plain PyTorch serves."""
+    def is_kernel(self) -> bool:  # whether something faster than plain PyTorch serves
         return self.name != PLAIN
 
 
@@ -240,11 +235,8 @@ def attend_rows(
     spec: AttentionSpec,
     block_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `attention.attend_rows`.
-
-    A kernel does not wait for the device, so it cannot check that positions are below the keys' length, nor that blocks
-    of `block_table` are in the cache: a row behind the keys sees all of them.
-    """
+    """See `attention.attend_rows`. A kernel does not wait for the device, so it cannot check that positions are below
+    the keys' length, nor that blocks of `block_table` are in the cache: a row behind the keys sees all of them."""
     if block_table is None:
         keys, values = attended(keys, values, spec)
     check_shapes(query, keys, values, positions, is_paged=block_table is not None)
@@ -316,12 +308,8 @@ def is_served(device: torch.device, dtype: torch.dtype, shape: HeadShape, *, flo
 def serve(
     device: torch.device, dtype: torch.dtype, shapes: Sequence[HeadShape] = (), *, float8: bool = False
 ) -> dict[str, Served[Any]]:
-    """What serves each operation; loads and checks the kernels, so that no request waits for it.
-
-    Args:
-        shapes: of a model's layers: kernels are checked, and compiled, for these as well.
-        float8: pages of eight bits are used too.
-    """
+    """What serves each operation; loads and checks the kernels, so that no request waits for it. `shapes`: of a model's
+    layers: kernels are checked, and compiled, for these as well. `float8`: pages of eight bits are used too."""
     fitting = tuple(dict.fromkeys(shape for shape in shapes if shape.head_dim <= _MAX_HEAD_DIM))
     placed = dict.fromkeys((shape.kv_heads, shape.placed_dim) for shape in shapes)
     heads = tuple(each for each in placed if each[1] <= _MAX_HEAD_DIM and not each[1] % 4)

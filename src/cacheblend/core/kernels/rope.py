@@ -1,9 +1,7 @@
-"""Re-positioning of keys: R(p + d) = R(d) R(p), so stored keys are moved by rotating them once more.
-
-A rotation consists of a model's inverse frequencies and the way its dimensions are paired. Attention scaling (YaRN's
-mscale) is already part of the stored keys and must not be applied again, so it is not part of a rotation. This module
-knows keys and angles; engines say which rotation a layer has.
-"""
+"""Re-positioning of keys: R(p + d) = R(d) R(p), so stored keys are moved by rotating them once more. A rotation
+consists of a model's inverse frequencies and the way its dimensions are paired. Attention scaling (YaRN's mscale) is
+already part of the stored keys and must not be applied again, so it is not part of a rotation. This module knows keys
+and angles; engines say which rotation a layer has."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,20 +16,15 @@ Pairing = Literal["half", "interleaved"]
 
 @dataclass(frozen=True, eq=False)
 class KeyRotation:
-    """How one layer's keys are rotated by their position.
+    """How one layer's keys are rotated by their position."""
 
-    Attributes:
-        inv_freq: [rotary_dim / 2] radians per position, fp32 or wider, on the CPU.
-        pairing: dimension i is paired with i + rotary_dim / 2 (``half``: Llama, NeoX), or 2 i with 2 i + 1
-            (``interleaved``: GPT-J, GLM, Cohere). Dimensions from rotary_dim on are not rotated.
-    """
-
-    inv_freq: torch.Tensor
+    inv_freq: torch.Tensor  # [rotary_dim / 2] radians per position, fp32 or wider, on the CPU
+    # dimension i is paired with i + rotary_dim / 2 (``half``: Llama, NeoX), or 2 i with 2 i + 1 (``interleaved``:
+    # GPT-J, GLM, Cohere). Dimensions from rotary_dim on are not rotated.
     pairing: Pairing
 
     @property
-    def rotary_dim(self) -> int:
-        """Leading dimensions of a head that are rotated."""
+    def rotary_dim(self) -> int:  # leading dimensions of a head that are rotated
         return 2 * len(self.inv_freq)
 
 
@@ -46,9 +39,7 @@ class Turn:
 
 def turn_by(rotation: KeyRotation, offsets: torch.Tensor, device: torch.device | str = "cpu") -> Turn:
     """The turn that moves each row by its offset, [rows] int64: new position minus stored position, may be negative.
-
-    Angles are computed in fp64: at an offset of 100,000 an fp32 angle would be off by 0.004 rad.
-    """
+    Angles are computed in fp64: at an offset of 100,000 an fp32 angle would be off by 0.004 rad."""
     unique, inverse = torch.unique(offsets.cpu(), return_inverse=True)
     angles = unique.double()[:, None] * rotation.inv_freq.double()[None, :]
     cos, sin = angles.cos().float()[inverse], angles.sin().float()[inverse]
@@ -76,14 +67,9 @@ SHIFTABLE_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 def shift_limit(rope_parameters: dict[str, Any]) -> int | None:
-    """Longest prompt in which keys of this RoPE can be shifted by a constant; None: no limit.
-
-    Args:
-        rope_parameters: of one layer type, in transformers' form (``rope_type`` and its parameters).
-
-    Raises:
-        ModelNotBlendableError: its frequencies depend on the prompt's length, or the type is unknown.
-    """
+    """Longest prompt in which keys of this RoPE can be shifted by a constant; None: no limit. `rope_parameters`: of one
+    layer type, in transformers' form (``rope_type`` and its parameters). Raises `ModelNotBlendableError`: its
+    frequencies depend on the prompt's length, or the type is unknown."""
     kind = rope_parameters.get("rope_type") or "default"
     if kind in SHIFTABLE_ROPE:
         return None

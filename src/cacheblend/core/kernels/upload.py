@@ -1,10 +1,8 @@
-"""What the host knows to the device, without a wait: small arrays such as positions, ids and tables.
-
-A copy from ordinary memory makes the host wait until all earlier work of the stream is done. One from page-locked
-memory does not: torch's allocator for it (`pin_memory`) notes which stream copies from it (`record_event` in ATen's
-cuda/Copy.cu, for copies with ``non_blocking``), and gives the memory to nobody else before the copy is done. So the
-source may be dropped at once.
-"""
+"""What the host knows to the device, without a wait: small arrays such as positions, ids and tables. A copy from
+ordinary memory makes the host wait until all earlier work of the stream is done. One from page-locked memory does not:
+torch's allocator for it (`pin_memory`) notes which stream copies from it (`record_event` in ATen's cuda/Copy.cu, for
+copies with ``non_blocking``), and gives the memory to nobody else before the copy is done. So the source may be dropped
+at once."""
 
 from collections.abc import Sequence
 

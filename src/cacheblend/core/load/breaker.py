@@ -1,8 +1,6 @@
-"""A circuit breaker: a place that did not answer, or answered too late, is not asked again for some seconds.
-
-So requests wait for it once, not for every block or one after the other. Knows time and errors; does not know what is
-asked.
-"""
+"""A circuit breaker: a place that did not answer, or answered too late, is not asked again for some seconds. So
+requests wait for it once, not for every block or one after the other. Knows time and errors; does not know what is
+asked."""
 
 import contextlib
 import logging
@@ -12,9 +10,7 @@ from collections.abc import Iterator
 
 from cacheblend.core.errors import StoreUnreachableError
 
-PAUSE_S = 5.0
-"""Seconds for which a place that did not answer is not asked."""
-
+PAUSE_S = 5.0  # seconds for which a place that did not answer is not asked
 logger = logging.getLogger("cacheblend.store")
 
 
@@ -25,17 +21,13 @@ class CircuitBreaker:
         self._place, self._resume_at = place, -math.inf
 
     @property
-    def is_paused(self) -> bool:
-        """Whether the place is not asked now."""
+    def is_paused(self) -> bool:  # whether the place is not asked now
         return self._resume_at > time.monotonic()
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """The context of every call to the place; begins a pause if the call raises `StoreUnreachableError`.
-
-        Raises:
-            StoreUnreachableError: the place does not answer, or is paused: then the call is not made.
-        """
+        """The context of every call to the place; begins a pause if the call raises `StoreUnreachableError`. Raises
+        `StoreUnreachableError`: the place does not answer, or is paused: then the call is not made."""
         left = self._resume_at - time.monotonic()
         if left > 0:
             raise StoreUnreachableError(f"{self._place} did not answer; asked again in {left:.0f} s")

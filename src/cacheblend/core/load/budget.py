@@ -41,11 +41,9 @@ logger = logging.getLogger("cacheblend.store")
 
 
 class LateTiers:
-    """The tiers of one store that a request has given up: for a while no other one waits for them.
-
-    A tier is passed over for ten times as long as it was waited for, but `PAUSE_S` at least: so the requests that try
-    it again spend a tenth of their time on that, however long they wait. Safe to call from several threads.
-    """
+    """The tiers of one store that a request has given up: for a while no other one waits for them. A tier is passed
+    over for ten times as long as it was waited for, but `PAUSE_S` at least: so the requests that try it again spend a
+    tenth of their time on that, however long they wait. Safe to call from several threads."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self._now = clock or (lambda: time.monotonic())  # looked up when it is asked
@@ -93,11 +91,6 @@ class LoadBudget:
             may have to be measured first. None: no bound.
         late_tiers: what other requests have given up, which is not waited for; None: nothing.
         clock: seconds of any origin.
-
-    Attributes:
-        spent, waited: so far in all, and by tier; `LOOK_UP`: for the store as a whole.
-        timeouts: what the request gave up waiting for, one line each, and what it did not ask for after others.
-        late: by tier that was given up, for how long it was waited for; `LOOK_UP`: for how long for any.
     """
 
     def __init__(
@@ -109,22 +102,20 @@ class LoadBudget:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._given, self._measure, self.clock = seconds, measure, clock
-        self._late_tiers = late_tiers
-        self._seconds = seconds
-        self.spent = 0.0
-        self.waited: dict[str, float] = {}
+        self._late_tiers, self._seconds = late_tiers, seconds
+        self.spent = 0.0  # so far in all
+        self.waited: dict[str, float] = {}  # so far by tier; `LOOK_UP`: for the store as a whole
+        # what the request gave up waiting for, one line each, and what it did not ask for after others
         self.timeouts: list[str] = []
-        self.late: dict[str, float] = {}
+        self.late: dict[str, float] = {}  # by tier, how long one that was given up was waited for; `LOOK_UP`: any
 
     def measured_by(self, measure: Callable[[], float]) -> None:
         """Another measure from now on, of what is known to be stored; of no effect on a bound that was given."""
         self._measure, self._seconds = measure, self._given
 
     def wait(self, call: "Future[Any]", reading: Reading | None = None) -> bool:
-        """Waits for a call while the budget lasts; whether the call has ended.
-
-        `reading`: which tier the call asks, as it goes on; None: a look-up.
-        """
+        """Waits for a call while the budget lasts; whether the call has ended. `reading`: which tier the call asks, as
+        it goes on; None: a look-up."""
         asked = reading or (lambda: (LOOK_UP, -math.inf))
         while not call.done():
             tier, _ = asked()
@@ -175,19 +166,14 @@ class LoadBudget:
 
 
 class BudgetedSource:
-    """A source that answers within a request's budget: what it does not find or read in time is not there.
-
-    The store is asked in `threads`: at most so many calls hang. One that is late goes on there, and what it brings
-    stays in the tiers in front of the store, if there are some; the request does not get it.
-
-    Attributes:
-        is_late: a call was given up, or not made after others that were; no other is made.
-    """
+    """A source that answers within a request's budget: what it does not find or read in time is not there. The store is
+    asked in `threads`: at most so many calls hang. One that is late goes on there, and what it brings stays in the
+    tiers in front of the store, if there are some; the request does not get it."""
 
     def __init__(self, source: BlockSource, budget: LoadBudget, threads: DaemonPool) -> None:
         self._source, self._budget, self._threads = source, budget, threads
         self._tiers: dict[BlockName, str] = {}  # of blocks that were found
-        self.is_late = False
+        self.is_late = False  # a call was given up, or not made after others that were; no other is made
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         found = self._in_time("looking blocks up", LOOK_UP, self._source.find, names)
@@ -197,11 +183,7 @@ class BudgetedSource:
         return found
 
     def read_layers(
-        self,
-        names: Sequence[BlockName],
-        layers: range,
-        heads: slice | None = None,
-        memory: RecordMemory | None = None,
+        self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
     ) -> list[list[torch.Tensor] | BlockLostError]:
         tier = next((self._tiers[name] for name in names if name in self._tiers), LOOK_UP)
         read = self._in_time("reading states", tier, self._source.read_layers, names, layers, heads, memory)

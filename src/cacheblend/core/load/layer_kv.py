@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec
 from cacheblend.core.kernels.deviation import Measure
 from cacheblend.core.kernels.kv_placement import Piece, Placement
 from cacheblend.core.kernels.operations import attend_rows, kv_deviation, place
@@ -15,40 +15,31 @@ from cacheblend.core.plan.plan import Source, Span
 
 
 class LayerCache(Protocol):
-    """One layer of a request's KV cache; positions are [n] int64 on its device.
-
-    Rows that were neither placed nor written hold anything.
-    """
+    """One layer of a request's KV cache; positions are [n] int64 on its device. Rows that were neither placed nor
+    written hold anything."""
 
     @property
     def keys(self) -> torch.Tensor:
         """[kv_heads, length, head_dim]; a copy of the whole layer where it does not lie in one piece."""
-        ...
 
     @property
     def values(self) -> torch.Tensor:
         """As `keys`."""
-        ...
 
     def rows(self, positions: torch.Tensor) -> "LayerKV":
         """A copy of the rows at these positions."""
-        ...
 
     def write(self, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrites the rows at these positions, ascending, with [kv_heads, n, head_dim]."""
-        ...
 
     def place(self, records: Sequence[torch.Tensor], placement: Placement, rotation: KeyRotation | None = None) -> None:
         """Overwrites rows with stored records; see `kv_placement.place`."""
-        ...
 
     def deviation(self, fresh: Sequence[torch.Tensor], measure: Measure, positions: torch.Tensor) -> torch.Tensor:
         """Squared distance of fresh keys and values from the rows at these positions, [n] fp32."""
-        ...
 
     def attend(self, query: torch.Tensor, positions: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
         """Attention of rows [heads, n, head_dim] up to their own positions, as [n, heads, head_dim]."""
-        ...
 
 
 class LayerKV(NamedTuple):

@@ -31,27 +31,19 @@ from cacheblend.core.plan.plan import RESIDENT, BlendPlan, Source, Span
 
 __all__ = ["LayerKV", "LayerLoader"]
 
-AT_ONCE = 1 << 20
-"""Bytes of a block in one read; with more of them a byte costs no less."""
-
+AT_ONCE = 1 << 20  # bytes of a block in one read; with more of them a byte costs no less
 AT_ONCE_TO_DEVICE = 8 << 20
 """The same where a block's records are then copied to a device at once: asking takes longer than copying a MiB."""
 
-MOMENT_S = 0.002
-"""Layers are read together while that takes no longer."""
-
+MOMENT_S = 0.002  # layers are read together while that takes no longer
 BYTES_PER_S = 1e8
 """Of a store behind a round trip, before anything has been read: a slower one is read in smaller parts from then on."""
 
 
 class ReadSize:
-    """Learns from each read how many layers the next one takes.
-
-    Args:
-        block_tokens, tokens: of a block, and of all blocks that are read.
-        at_once: bytes of a block in one read, at most, but always one layer's. Where reads are round trips, all layers
-            may be one.
-    """
+    """Learns from each read how many layers the next one takes. `block_tokens`, `tokens`: of a block, and of all blocks
+    that are read. `at_once`: bytes of a block in one read, at most, but always one layer's. Where reads are round
+    trips, all layers may be one."""
 
     def __init__(self, layout: KVLayout, block_tokens: int, tokens: int, at_once: int = AT_ONCE) -> None:
         self._most = -(-at_once * len(layout.layers) // max(1, layout.block_bytes(block_tokens)))
@@ -101,9 +93,6 @@ class LayerLoader:
     Small layers are read several at once, so that some more may be ahead, but never more than `ahead_bytes` of buffers.
 
     Args:
-        plan: says which blocks are loaded.
-        source: the store they are read from.
-        layout: of the buffers.
         rotations: one for each layer; None where keys have no position.
         first_reused_layer: LOADED rows are not read before this layer, because earlier layers compute all of them.
         read_ahead: 0 loads in the caller's thread, unless there is a budget.
@@ -116,11 +105,6 @@ class LayerLoader:
         budget: what the request may wait for the store; None: as long as it takes.
         caches: gives each layer's place in an engine's own cache; None: buffers are made here. Records are then only
             read and sent ahead, and placed by the caller of `layer`: a loader that was closed writes nowhere.
-
-    Attributes:
-        read_s: seconds of reading the layers that were given, by tier.
-        load_s: seconds of reading and of filling buffers, on the host.
-        wait_s: seconds that callers of `layer` waited.
     """
 
     def __init__(
@@ -170,8 +154,8 @@ class LayerLoader:
         self._first_tier = next((s.tier for s in self._spans), "")
         self._asked = "", 0.0  # the tier, and since when by the budget's clock
         self._reader: DaemonPool | CallsInOrder | None = None
-        self.read_s: dict[str, float] = {}
-        self.load_s = self.wait_s = 0.0
+        self.read_s: dict[str, float] = {}  # seconds of reading the layers that were given, by tier
+        self.load_s = self.wait_s = 0.0  # seconds of reading and filling buffers on the host; of callers that waited
 
     @property
     def reading(self) -> str:  # the tier that is being read, or was read last; empty: none yet
@@ -220,15 +204,12 @@ class LayerLoader:
             pending = None  # else an error and the future that has it would keep each other, and what was read, alive
             self.wait_s += time.perf_counter() - started
 
-    def _asks(self) -> tuple[str, float]:
-        """The tier that is read now, or first, and since when; see `Reading`."""
+    def _asks(self) -> tuple[str, float]:  # see `Reading`
         return self._asked if self.reading else (self._first_tier, 0.0)
 
     def awaited(self, index: int) -> "Future[Any] | None":
-        """The read that `layer` would wait for; None: `layer` returns, or raises, without waiting for the store.
-
-        Begins to read the layer and those ahead of it. A loader that reads in the caller's thread always answers None.
-        """
+        """The read that `layer` would wait for; None: `layer` returns, or raises, without waiting for the store. Begins
+        to read the layer and those ahead of it. A loader that reads in the caller's thread always answers None."""
         if index in self._given:
             return None
         self._schedule(index)

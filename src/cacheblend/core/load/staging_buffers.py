@@ -27,21 +27,16 @@ CPU_SLAB_BYTES = 8 << 20  # what one thread reads at once
 CPU_BYTES = 128 << 20
 """Staging memory of a process that computes on the CPU: it spares the system new pages for each read."""
 
-PINNED_BYTES = 256 << 20
-"""Staging memory of a process for each GPU: four layers of 16,384 tokens of an 8B model."""
-
+PINNED_BYTES = 256 << 20  # staging memory of a process for each GPU: four layers of 16,384 tokens of an 8B model
 _ALIGNMENT = 4096  # as direct reads need it
 _ELEMENT = 16  # bytes of the largest element of a record, and more: what is copied begins at a multiple
 Key = TypeVar("Key")
 
 
 class StagingMemory:
-    """Slabs of memory, made when they are needed and then kept; safe to call from several threads.
-
-    Args:
-        nbytes, slab_bytes: of all slabs, at most, and of one; a larger record gets memory of its own.
-        pinned: memory that a GPU copies from without the host.
-    """
+    """Slabs of memory, made when they are needed and then kept; safe to call from several threads. `nbytes`,
+    `slab_bytes`: of all slabs, at most, and of one; a larger record gets memory of its own. `pinned`: memory that a GPU
+    copies from without the host."""
 
     def __init__(self, nbytes: int, slab_bytes: int = SLAB_BYTES, *, pinned: bool = False) -> None:
         self.slab_bytes, self._pinned = slab_bytes, pinned
@@ -57,8 +52,7 @@ class StagingMemory:
         return Lease(self, uses)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the slabs that have been made and are not lost."""
+    def nbytes(self) -> int:  # bytes of the slabs that have been made and are not lost
         return (self._made - sum(self._lost)) * self.slab_bytes
 
     def slab(self) -> torch.Tensor | None:
@@ -103,10 +97,8 @@ class StagingMemory:
 
 
 class Lease:
-    """Memory for the records of one read; slabs go back once every part of the records has been used up.
-
-    Dropped before that, its slabs are not used again: something may still read from them, or write to them.
-    """
+    """Memory for the records of one read; slabs go back once every part of the records has been used up. Dropped before
+    that, its slabs are not used again: something may still read from them, or write to them."""
 
     def __init__(self, memory: StagingMemory, uses: int) -> None:
         self._memory, self._uses = memory, uses
@@ -198,10 +190,8 @@ class _ThroughSlabs:
         self._used = 0
 
     def copied(self, data: torch.Tensor) -> torch.Tensor:
-        """The bytes on the device, uint8 [bytes]; the copy may still be in progress on the current stream.
-
-        The host waits for it where all slabs are being read into.
-        """
+        """The bytes on the device, uint8 [bytes]; the copy may still be in progress on the current stream. The host
+        waits for it where all slabs are being read into."""
         if data.device.type != "cpu" or data.is_pinned():
             return data.to(self._device, non_blocking=True)
         target = torch.empty(len(data), dtype=torch.uint8, device=self._device)
@@ -232,10 +222,8 @@ class _ThroughSlabs:
 
 
 def copied_at_once(records: Mapping[Key, torch.Tensor], device: torch.device) -> dict[Key, torch.Tensor]:
-    """Copies of pinned records: memory for those of one shape in one piece, and one call for all of them.
-
-    The interpreter's lock is free during that call, and the thread that computes needs it for each kernel it starts.
-    """
+    """Copies of pinned records: memory for those of one shape in one piece, and one call for all of them. The
+    interpreter's lock is free during that call, and the thread that computes needs it for each kernel it starts."""
     alike: dict[tuple[torch.Size, torch.dtype], list[Key]] = {}
     for key, record in records.items():
         alike.setdefault((record.shape, record.dtype), []).append(key)

@@ -1,7 +1,5 @@
 """A pool of daemon threads, for calls of a store that may never return: no such call keeps a process from ending.
-
-`concurrent.futures.ThreadPoolExecutor` joins its threads when the interpreter ends, whatever they are doing.
-"""
+`concurrent.futures.ThreadPoolExecutor` joins its threads when the interpreter ends, whatever they are doing."""
 
 import contextlib
 import os
@@ -21,11 +19,7 @@ Result = TypeVar("Result")
 
 class DaemonPool:
     """Runs calls in the order of their submission, in at most `threads` daemon threads, which are started when needed.
-
-    Args:
-        threads: the most calls that run at the same time, at least 1.
-        name: of the threads, for debuggers.
-    """
+    `threads`: the most calls that run at the same time, at least 1. `name`: of the threads, for debuggers."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._shared = _Shared()
@@ -34,11 +28,8 @@ class DaemonPool:
     def submit(
         self, fn: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> "Future[Result]":
-        """Has `fn` called; returns at once.
-
-        Raises:
-            RuntimeError: the pool is closed, or the system has no more threads.
-        """
+        """Has `fn` called; returns at once. Raises `RuntimeError`: the pool is closed, or the system has no more
+        threads."""
         shared, future = self._own(), Future[Result]()
         if shared.is_closed:
             raise RuntimeError(f"the threads {self._name!r} are closed")
@@ -90,10 +81,8 @@ class DaemonPool:
         return self._shared
 
     def close(self) -> None:
-        """Cancels the calls that have not begun; does not wait for the others, whose threads end after them.
-
-        May be called again.
-        """
+        """Cancels the calls that have not begun; does not wait for the others, whose threads end after them. May be
+        called again."""
         shared = self._own()
         shared.is_closed = True
         with contextlib.suppress(Empty):
@@ -125,12 +114,8 @@ def submit_or_call(
 
 
 def results_of(asked: Sequence["Future[Result]"]) -> list[Result]:
-    """The results of calls, in their order; after an error those that have not begun are cancelled.
-
-    Raises:
-        StoreError: the pool was closed before a call began.
-        Exception: what a call raised.
-    """
+    """The results of calls, in their order; after an error those that have not begun are cancelled. Raises
+    `StoreError`: the pool was closed before a call began. Raises `Exception`: what a call raised."""
     try:
         return [answer.result() for answer in asked]
     except CancelledError:
@@ -141,11 +126,8 @@ def results_of(asked: Sequence["Future[Result]"]) -> list[Result]:
 
 
 class CallsInOrder:
-    """Calls in a pool's threads that run one after the other: together they take one thread at most.
-
-    Args:
-        pool: may be shared; its owner closes it.
-    """
+    """Calls in a pool's threads that run one after the other: together they take one thread at most. `pool`: may be
+    shared; its owner closes it."""
 
     def __init__(self, pool: DaemonPool) -> None:
         self._pool = pool
@@ -159,11 +141,8 @@ class CallsInOrder:
     def submit(
         self, fn: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> "Future[Result]":
-        """Has `fn` called after the calls that were submitted before; returns at once.
-
-        Raises:
-            RuntimeError: the pool is closed.
-        """
+        """Has `fn` called after the calls that were submitted before; returns at once. Raises `RuntimeError`: the pool
+        is closed."""
         if self._process != os.getpid():  # as a pool after a fork
             self._renew()
         future = Future[Result]()
@@ -195,11 +174,8 @@ class CallsInOrder:
 
 
 class _Shared:
-    """What a pool and its threads share; the threads do not keep the pool itself alive.
-
-    Callers need a lock to start a thread only: a KeyboardInterrupt may leave a condition's lock held for ever, and a
-    pool may be deleted anywhere.
-    """
+    """What a pool and its threads share; the threads do not keep the pool itself alive. Callers need a lock to start a
+    thread only: a KeyboardInterrupt may leave a condition's lock held for ever, and a pool may be deleted anywhere."""
 
     def __init__(self) -> None:
         self.calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()  # None: it is closed

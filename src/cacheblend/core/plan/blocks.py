@@ -20,9 +20,7 @@ from cacheblend.core.errors import BlockLostError
 from cacheblend.core.names import BlockName, TokenIds
 from cacheblend.core.plan.codec import codec_of
 
-UNKNOWN = BlockName(b"")
-"""Parent of a block of which only the records are used."""
-
+UNKNOWN = BlockName(b"")  # parent of a block of which only the records are used
 _LONGEST_BLOCK = 1024  # tokens of blocks whose sizes are kept
 RecordMemory = Callable[[int], torch.Tensor]
 """Gives memory for records of so many bytes: uint8 [bytes] on the CPU, writable, at a multiple of 4096 if it can.
@@ -72,8 +70,7 @@ class KVLayout:
         return (shape.kv_heads, self.head_bytes(layer, tokens))
 
     @property
-    def record_dtype(self) -> torch.dtype:
-        """Element type of a record, as it is stored."""
+    def record_dtype(self) -> torch.dtype:  # element type of a record, as it is stored
         return self.dtype if self.codec == "raw" else torch.uint8
 
     def encode(self, record: torch.Tensor) -> torch.Tensor:
@@ -152,14 +149,9 @@ class BlockSource(Protocol):
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         """Entries of the named blocks, None where the block is not held. Marks the blocks as used. Never raises for a
         damaged or vanished block, but returns None for it."""
-        ...
 
     def read_layers(
-        self,
-        names: Sequence[BlockName],
-        layers: range,
-        heads: slice | None = None,
-        memory: RecordMemory | None = None,
+        self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
     ) -> list[list[torch.Tensor] | BlockLostError]:
         """Records of some layers of several blocks: for each block one for each layer, in the form of its layout.
 
@@ -172,14 +164,10 @@ class BlockSource(Protocol):
             heads: a run of heads, the same in each layer; None: all.
             memory: where records that the store does not hold in memory are put; None: in memory of their own.
         """
-        ...
 
     def round_trip_s(self, tier: str) -> float:
-        """Seconds that a read of this tier takes however little is read; 0: next to none, or not known yet.
-
-        So many layers are best read at once that their bytes take as long.
-        """
-        ...
+        """Seconds that a read of this tier takes however little is read; 0: next to none, or not known yet. So many
+        layers are best read at once that their bytes take as long."""
 
 
 class EmptySource:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.names import BlockName, TokenIds
+from cacheblend.core.names import BlockName, TokenIds, equal_length
 from cacheblend.core.plan.blocks import ChunkManifest
 
 WINDOW = 32
@@ -30,31 +30,21 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd: 2 ** 64 over the golden rati
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """A run of a prompt that equals a part of a stored chunk.
+    """A run of a prompt that equals a part of a stored chunk."""
 
-    Attributes:
-        start, stop: first position in the prompt, and that after the last.
-        offset: place of the run's first token in the chunk.
-    """
-
+    # start, stop: first position in the prompt, and that after the last
     start: int
     stop: int
     chunk: ChunkManifest
-    offset: int
+    offset: int  # place of the run's first token in the chunk
 
     def __len__(self) -> int:
         return self.stop - self.start
 
 
 class ChunkIndex:
-    """The chunks of one store and model, by content. Not thread-safe.
-
-    Args:
-        min_tokens: shorter runs are not matched.
-
-    Raises:
-        InvalidInputError: `min_tokens` is below `SHORTEST`.
-    """
+    """The chunks of one store and model, by content. Not thread-safe. `min_tokens`: shorter runs are not matched.
+    Raises `InvalidInputError`: `min_tokens` is below `SHORTEST`."""
 
     def __init__(self, min_tokens: int = 64) -> None:
         if min_tokens < SHORTEST:
@@ -108,11 +98,9 @@ class ChunkIndex:
             self.add(kept)
 
     def match(self, token_ids: TokenIds) -> list[Match]:
-        """The runs of a prompt, or a part of it, that equal parts of stored chunks, ascending, without overlap.
-
-        Of overlapping runs the one that begins first is taken whole, and of several the longest. The rest of another
-        run counts if it is long enough.
-        """
+        """The runs of a prompt, or a part of it, that equal parts of stored chunks, ascending, without overlap. Of
+        overlapping runs the one that begins first is taken whole, and of several the longest. The rest of another run
+        counts if it is long enough."""
         matches: list[Match] = []
         covered = 0
         for start, stop, number, offset in sorted(self._runs(token_ids), key=lambda run: (run[0], -run[1])):
@@ -141,13 +129,7 @@ class ChunkIndex:
         chunk = self._chunks[number]
         if chunk is None:
             return None
-        first = max(0, at - offset)
-        last = min(len(token_ids), at - offset + len(chunk.token_ids))
-        theirs = chunk.token_ids[first - at + offset : last - at + offset]
-        differing = np.flatnonzero(token_ids[first:last] != theirs) + first
-        place = int(np.searchsorted(differing, at))
-        start = int(differing[place - 1]) + 1 if place else first
-        stop = int(differing[place]) if place < len(differing) else last
+        start, stop = equal_around(token_ids, at, chunk.token_ids, offset)
         return (start, stop) if stop - at >= WINDOW else None
 
 
@@ -188,12 +170,16 @@ class _Windows:
                 yield at, int(self.numbers[entry]), int(self.offsets[entry])
 
 
-def window_hashes(token_ids: TokenIds) -> npt.NDArray[np.uint64]:
-    """[tokens - WINDOW + 1] hash of the window that begins at each token; empty for a text shorter than a window.
+def equal_around(ours: TokenIds, here: int, theirs: TokenIds, place: int) -> tuple[int, int]:
+    """The maximal equal run around ``ours[here]`` and ``theirs[place]``, in ours; empty if these two differ."""
+    back = equal_length(ours[:here][::-1], theirs[:place][::-1])
+    return here - back, here + equal_length(ours[here:], theirs[place:])
 
-    hash = sum of ids[j] * M ** (WINDOW - 1 - j), modulo 2 ** 64; computed by doubling the width: the hash
-    of a window is that of its two halves.
-    """
+
+def window_hashes(token_ids: TokenIds) -> npt.NDArray[np.uint64]:
+    """[tokens - WINDOW + 1] hash of the window that begins at each token; empty for a text shorter than a window. hash
+    = sum of ids[j] * M ** (WINDOW - 1 - j), modulo 2 ** 64; computed by doubling the width: the hash of a window is
+    that of its two halves."""
     if len(token_ids) < WINDOW:
         return np.empty(0, dtype=np.uint64)
     hashes = token_ids.astype(np.uint64) + np.uint64(1)

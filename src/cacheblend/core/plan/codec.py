@@ -28,19 +28,13 @@ class Codec(Protocol):
 
     def head_bytes(self, tokens: int, head_dim: int, dtype: torch.dtype) -> int:
         """Bytes of one head's keys and values of this many tokens."""
-        ...
 
     def encode(self, record: torch.Tensor) -> torch.Tensor:
-        """[kv_heads, 2, tokens, head_dim] to uint8 [kv_heads, head_bytes] (raw: unchanged).
-
-        Raises:
-            InvalidInputError: a lossy codec cannot compress infinities and NaN.
-        """
-        ...
+        """[kv_heads, 2, tokens, head_dim] to uint8 [kv_heads, head_bytes] (raw: unchanged). Raises `InvalidInputError`:
+        a lossy codec cannot compress infinities and NaN."""
 
     def decode(self, encoded: torch.Tensor, tokens: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
         """The opposite of `encode`: [kv_heads, 2, tokens, head_dim] of `dtype` on the device of `encoded`."""
-        ...
 
 
 class _Raw:

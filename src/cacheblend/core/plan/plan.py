@@ -39,37 +39,26 @@ class Source(Enum):
 
 @dataclass(frozen=True)
 class Span:
-    """Rows of one block in the prompt. `part` cuts it, and nothing else does.
+    """Rows of one block in the prompt. `part` cuts it, and nothing else does. Raises `CacheBlendError`: the stored
+    block has no such rows: a mistake of whoever made the span, not of a client."""
 
-    Attributes:
-        start, stop: first position, and that after the last.
-        name: the block's name: in the chunk's chain for chunks, in the prompt's chain for text.
-        parent: name of the preceding block in that chain.
-        storable: its KV, computed in this prompt, is exact for its name: text in front of the first chunk.
-        stored_start: position at which the stored keys were rotated.
-        segment, chunk_offset: index of the segment it belongs to, and place of its first token inside it.
-        record_tokens: tokens of the stored block; of one that is not held, as far as the span shows.
-        record_start: its first row in the stored block; above 0 where a run, or a part of a span, begins inside it.
-        is_raw: its record is not compressed, whatever the chunks' codec: it was found in the prompt's own chain.
-        tier: from which the store would read it; empty if it is not held.
-
-    Raises:
-        CacheBlendError: the stored block has no such rows: a mistake of whoever made the span, not of a client.
-    """
-
+    # start, stop: first position, and that after the last
     start: int
     stop: int
     source: Source
-    name: BlockName
-    parent: BlockName
-    storable: bool
-    stored_start: int
+    name: BlockName  # the block's name: in the chunk's chain for chunks, in the prompt's chain for text
+    parent: BlockName  # name of the preceding block in that chain
+    storable: bool  # its KV, computed in this prompt, is exact for its name: text in front of the first chunk
+    stored_start: int  # position at which the stored keys were rotated
+    # segment, chunk_offset: index of the segment it belongs to, and place of its first token inside it
     segment: int
     chunk_offset: int
-    record_tokens: int
+    record_tokens: int  # tokens of the stored block; of one that is not held, as far as the span shows
+    # its first row in the stored block; above 0 where a run, or a part of a span, begins inside it
     record_start: int = 0
+    # its record is not compressed, whatever the chunks' codec: it was found in the prompt's own chain
     is_raw: bool = False
-    tier: str = ""
+    tier: str = ""  # from which the store would read it; empty if it is not held
 
     def __post_init__(self) -> None:
         if self.record_start < 0 or not 0 < len(self) <= self.record_tokens - self.record_start:
@@ -102,22 +91,14 @@ class Span:
 
 @dataclass(frozen=True)
 class BlendPlan:
-    """What a prefill of one prompt loads and computes.
+    """What a prefill of one prompt loads and computes."""
 
-    Attributes:
-        prompt: with a leading BOS token as a segment of its own.
-        anchor_ids: tokens in front of each chunk in its chain.
-        anchor_name: name of that chain.
-        spans: all blocks in order, without gaps.
-        left_out: stored blocks that are computed nevertheless, because that is faster.
-        chunk_ids: names under which the chunks are listed, by their segments' indices.
-    """
-
-    prompt: Prompt
-    anchor_ids: TokenIds
-    anchor_name: BlockName
-    spans: tuple[Span, ...]
-    left_out: frozenset[BlockName] = frozenset()
+    prompt: Prompt  # with a leading BOS token as a segment of its own
+    anchor_ids: TokenIds  # tokens in front of each chunk in its chain
+    anchor_name: BlockName  # name of that chain
+    spans: tuple[Span, ...]  # all blocks in order, without gaps
+    left_out: frozenset[BlockName] = frozenset()  # stored blocks that are computed nevertheless, because that is faster
+    # names under which the chunks are listed, by their segments' indices
     chunk_ids: Mapping[int, BlockName] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -146,18 +127,15 @@ class BlendPlan:
         return rows[rows < len(self) - 1]
 
     @cached_property
-    def chunk_offsets(self) -> npt.NDArray[np.int64]:
-        """[len(prompt)] place of each row inside its segment."""
+    def chunk_offsets(self) -> npt.NDArray[np.int64]:  # [len(prompt)] place of each row inside its segment
         return np.concatenate([np.arange(s.chunk_offset, s.chunk_offset + len(s)) for s in self.spans])
 
     @cached_property
-    def segment_indices(self) -> npt.NDArray[np.int64]:
-        """[len(prompt)] index of the segment that each row belongs to."""
+    def segment_indices(self) -> npt.NDArray[np.int64]:  # [len(prompt)] index of the segment that each row belongs to
         return np.repeat([s.segment for s in self.spans], [len(s) for s in self.spans]).astype(np.int64)
 
     @cached_property
-    def stored_rows(self) -> npt.NDArray[np.int64]:
-        """Positions whose KV the store holds, exact or not, ascending."""
+    def stored_rows(self) -> npt.NDArray[np.int64]:  # positions whose KV the store holds, exact or not, ascending
         return self._rows_from(Source.PREFIX, Source.LOADED)
 
     def _rows_from(self, *sources: Source) -> npt.NDArray[np.int64]:
@@ -165,11 +143,9 @@ class BlendPlan:
         return np.concatenate(runs) if runs else np.empty(0, dtype=np.int64)
 
     def question_rows(self, limit: int) -> npt.NDArray[np.int64]:
-        """Positions that represent the question, ascending: the suffix.
-
-        A suffix longer than `limit` is represented by its first row (which has seen no word of the question) and its
-        last `limit` - 1. A prompt that ends in a chunk has no suffix: its last row is used. None is a candidate.
-        """
+        """Positions that represent the question, ascending: the suffix. A suffix longer than `limit` is represented by
+        its first row (which has seen no word of the question) and its last `limit` - 1. A prompt that ends in a chunk
+        has no suffix: its last row is used. None is a candidate."""
         chunks = [s.stop for s in self.spans if self.prompt.segments[s.segment].is_chunk]
         held = self.candidate_rows[-1:].tolist()
         start = min(max([0, *chunks[-1:], *(row + 1 for row in held)]), len(self) - 1)
@@ -187,10 +163,8 @@ class BlendPlan:
         return list(missed.values())
 
     def held_chunks(self) -> dict[BlockName, bool]:
-        """Whether the store holds all that the prompt has of a chunk, by the names under which chunks are listed.
-
-        Not of chunks that are held as part of an exact prefix: the store was not asked for their own blocks.
-        """
+        """Whether the store holds all that the prompt has of a chunk, by the names under which chunks are listed. Not
+        of chunks that are held as part of an exact prefix: the store was not asked for their own blocks."""
         exact = {span.segment for span in self.spans if span.source is Source.PREFIX and span.name != RESIDENT}
         held: dict[BlockName, bool] = {}
         for span in self.spans:
@@ -219,10 +193,8 @@ class BlendPlan:
         return replace(self, spans=(resident, *rest))
 
     def without(self, lost: Iterable[BlockName] | Literal["all"]) -> "BlendPlan":
-        """The plan after blocks were lost: their rows are misses, or text.
-
-        A PREFIX span after a lost one still has exact KV; it is kept as LOADED with keys that need not move.
-        """
+        """The plan after blocks were lost: their rows are misses, or text. A PREFIX span after a lost one still has
+        exact KV; it is kept as LOADED with keys that need not move."""
         gone = {s.name for s in self.spans} if lost == "all" else set(lost)
         spans, in_prefix = [], True
         for span in self.spans:

@@ -1,8 +1,6 @@
-"""The planner: names a prompt's blocks, looks them up, and decides where each row's KV comes from.
-
-Looks all blocks up in one call, and compares token ids before it counts a hit. A second call is made only for a run of
-a chunk that was stored with another block size than was guessed.
-"""
+"""The planner: names a prompt's blocks, looks them up, and decides where each row's KV comes from. Looks all blocks up
+in one call, and compares token ids before it counts a hit. A second call is made only for a run of a chunk that was
+stored with another block size than was guessed."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -57,29 +55,19 @@ AnchorRule = Literal["none", "bos", "system"]
 
 @dataclass(frozen=True)
 class Anchor:
-    """The tokens in front of a chunk when it is computed alone.
+    """The tokens in front of a chunk when it is computed alone. Raises `InvalidInputError`: ``bos`` without a
+    `bos_id`."""
 
-    Attributes:
-        rule: none, the BOS token, or the prompt's plain text in front of its first chunk.
-        bos_id: needed by ``bos``.
-
-    Raises:
-        InvalidInputError: ``bos`` without a `bos_id`.
-    """
-
-    rule: AnchorRule = "none"
-    bos_id: int | None = None
+    rule: AnchorRule = "none"  # none, the BOS token, or the prompt's plain text in front of its first chunk
+    bos_id: int | None = None  # needed by ``bos``
 
     def __post_init__(self) -> None:
         if self.rule == "bos" and self.bos_id is None:
             raise InvalidInputError("the anchor 'bos' needs a tokenizer that sets a BOS token; use 'none' or 'system'")
 
     def segments(self, prompt: Prompt | None) -> list[TokenIds]:
-        """The anchor's tokens for chunks of this prompt, segment by segment.
-
-        Raises:
-            InvalidInputError: the rule is ``system`` and there is no prompt.
-        """
+        """The anchor's tokens for chunks of this prompt, segment by segment. Raises `InvalidInputError`: the rule is
+        ``system`` and there is no prompt."""
         if self.rule == "system":
             if prompt is None:
                 raise InvalidInputError(
@@ -109,45 +97,31 @@ def _behind_bos(segments: tuple[Segment, ...], bos_id: int | None) -> tuple[Segm
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans prompts for one model, dtype, codec and tenant.
+    """Plans prompts for one model, dtype, codec and tenant."""
 
-    Attributes:
-        root: of the chunks' chains.
-        anchor: of the chunks.
-        block_size: most tokens of a block.
-        codec: of the chunks' records.
-        exact_root: of the prompt's own chain, whose hits are exact; it differs from `root` where chunks are
-            compressed. None: `root`.
-        has_exact_hits: leading hits are what the engine would compute. False: its cache rounds what attention reads, so
-            that they are not; they are loaded like any other chunk, and text is computed.
-    """
-
-    root: BlockName
-    anchor: Anchor = field(default_factory=Anchor)
-    block_size: int = 256
-    codec: str = "raw"
+    root: BlockName  # of the chunks' chains
+    anchor: Anchor = field(default_factory=Anchor)  # of the chunks
+    block_size: int = 256  # most tokens of a block
+    codec: str = "raw"  # of the chunks' records
+    # of the prompt's own chain, whose hits are exact; it differs from `root` where chunks are compressed. None: `root`.
     exact_root: BlockName | None = None
+    # leading hits are what the engine would compute. False: its cache rounds what attention reads, so that they are
+    # not; they are loaded like any other chunk, and text is computed.
     has_exact_hits: bool = True
 
     @staticmethod
     def of_model(
         fingerprint: str, dtype: str, anchor: Anchor, block_size: int, *, codec: str = "raw", salt: str = ""
     ) -> "Planner":
-        """The planner of a model; for the arguments see `root_name`.
-
-        Raises:
-            InvalidInputError: an unknown codec.
-        """
+        """The planner of a model; for the arguments see `root_name`. Raises `InvalidInputError`: an unknown codec."""
         exact = root_name(fingerprint, dtype, salt=salt)
         root = exact if codec_of(codec).is_exact else root_name(fingerprint, dtype, codec, salt)
         return Planner(root, anchor, block_size, codec, exact)
 
     def plan(self, prompt: Prompt, source: BlockSource) -> BlendPlan:
-        """Looks all blocks up and decides each row's source.
-
-        A hit counts only if the token ids stored with the block equal the prompt's. `source.find` is called once; twice
-        if a run's chunk was stored with another block size than its length suggests.
-        """
+        """Looks all blocks up and decides each row's source. A hit counts only if the token ids stored with the block
+        equal the prompt's. `source.find` is called once; twice if a run's chunk was stored with another block size than
+        its length suggests."""
         prompt = cut_bos(prompt, self.anchor.bos_id)
         anchor_segments = self.anchor.segments(prompt)
         anchor_name = self.chain_of(anchor_segments)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cacheblend.core.errors import InvalidInputError, PromptTooLongError, check_encodable, check_type
-from cacheblend.core.names import TokenIds, as_token_ids, join_ids
+from cacheblend.core.names import TokenIds, as_token_ids, equal_length, join_ids
 from cacheblend.core.plan.blocks import ChunkManifest
 
 
@@ -64,25 +64,16 @@ def chunk(ids: Sequence[int] | npt.NDArray[np.integer], label: str = "") -> Segm
 
 
 def part_of(ids: Sequence[int] | npt.NDArray[np.integer], offset: int, tokens: int, label: str = "") -> Segment:
-    """A part of a chunk, as where a prompt has the first or last token of a passage in another form.
-
-    Its KV is loaded from the whole chunk's blocks, and if they are missed, the whole chunk is stored.
-
-    Args:
-        ids: of the whole chunk.
-        offset, tokens: which of them the prompt has.
-        label, and errors: see `chunk`.
-    """
+    """A part of a chunk, as where a prompt has the first or last token of a passage in another form. Its KV is loaded
+    from the whole chunk's blocks, and if they are missed, the whole chunk is stored. `ids`: of the whole chunk.
+    `offset`, `tokens`: which of them the prompt has. `label` and errors: see `chunk`."""
     whole = chunk(ids, label)
     return replace(whole, token_ids=whole.token_ids[offset : offset + tokens], offset=offset, whole=whole.token_ids)
 
 
 def run_of(found_in: ChunkManifest, offset: int, tokens: int) -> Segment:
-    """A run of a stored chunk: its KV is reused as far as the store holds it, and never stored again.
-
-    Raises:
-        InvalidInputError: the run lies outside the chunk.
-    """
+    """A run of a stored chunk: its KV is reused as far as the store holds it, and never stored again. Raises
+    `InvalidInputError`: the run lies outside the chunk."""
     if not (offset >= 0 and 0 < tokens <= len(found_in.token_ids) - offset):
         raise InvalidInputError(
             f"tokens {offset}..{offset + tokens - 1} of a chunk that has 0..{len(found_in.token_ids) - 1}"
@@ -138,7 +129,7 @@ class Prompt:
     @cached_property
     def shared_tokens(self) -> int:
         """Tokens in front of the first passage that do not depend on it."""
-        return _shared(self.token_ids, join_ids([segment.token_ids for segment in self.in_front]))
+        return equal_length(self.token_ids, join_ids([segment.token_ids for segment in self.in_front]))
 
     @cached_property
     def token_ids(self) -> TokenIds:
@@ -177,18 +168,11 @@ def check_ids(token_ids: TokenIds, vocab_size: int, what: str) -> None:
         )
 
 
-def _shared(one: TokenIds, other: TokenIds) -> int:
-    """How many tokens both begin with."""
-    size = min(len(one), len(other))
-    others = np.flatnonzero(one[:size] != other[:size])
-    return int(others[0]) if len(others) else size
-
-
 def _cut_behind(segments: tuple[Segment, ...], front: tuple[Segment, ...]) -> tuple[Segment, ...]:
     """The segments, the text among them in which they leave the front cut in two there."""
     at, ids = 0, join_ids([segment.token_ids for segment in front])
     for number, segment in enumerate(segments):
-        shared = _shared(segment.token_ids, ids[at:])
+        shared = equal_length(segment.token_ids, ids[at:])
         if 0 < shared < len(segment) and not segment.is_chunk:
             parts = (replace(segment, token_ids=part) for part in np.split(segment.token_ids, [shared]))
             return (*segments[:number], *parts, *segments[number + 1 :])

@@ -22,49 +22,31 @@ import numpy as np
 import numpy.typing as npt
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.names import BlockName, TokenIds, block_name
+from cacheblend.core.names import BlockName, TokenIds, block_name, equal_length
 from cacheblend.core.plan.blocks import ChunkManifest
-from cacheblend.core.plan.chunk_matches import SHORTEST, WINDOW, ChunkIndex, repeats, window_hashes
+from cacheblend.core.plan.chunk_matches import SHORTEST, WINDOW, ChunkIndex, equal_around, repeats, window_hashes
 
-HALF_LIFE = 1000
-"""Requests after which a sighting counts half."""
-
-MOST_PLACES = 16
-"""Places of a hash that are looked at, the newest ones: a hash of more texts identifies none of them."""
-
-MOST_COPIES = 4
-"""Equal windows of one text that are kept."""
-
+HALF_LIFE = 1000  # requests after which a sighting counts half
+MOST_PLACES = 16  # places of a hash that are looked at, the newest ones: a hash of more texts identifies none of them
+MOST_COPIES = 4  # equal windows of one text that are kept
 _MERGE_FROM = 8192  # new fingerprints that a dictionary holds before they are sorted in
 _OFFSET_BITS = 32
 
-Places = npt.NDArray[np.int64]
-"""Places in texts: the text's number times 2 ** 32, plus the position in it."""
-
-Interval = tuple[int, int]
-"""[start, stop) of a prompt's tokens."""
+Places = npt.NDArray[np.int64]  # places in texts: the text's number times 2 ** 32, plus the position in it
+Interval = tuple[int, int]  # [start, stop) of a prompt's tokens
 
 
 @dataclass(eq=False)
 class Run:
-    """A text that recurs.
+    """A text that recurs."""
 
-    Attributes:
-        name: its identity: a hash of root and ids.
-        root: model, tenant and salt that it was seen under.
-        sightings: requests that had it, or the run that it was split from; at least two.
-        seen_at: number of the last request that had it.
-        weight: its sightings, decayed, at `seen_at`.
-        part_of: name of the run that it was split from.
-    """
-
-    name: BlockName
-    root: BlockName
+    name: BlockName  # its identity: a hash of root and ids
+    root: BlockName  # model, tenant and salt that it was seen under
     token_ids: TokenIds
-    sightings: int = 0
-    seen_at: int = 0
-    weight: float = 0.0
-    part_of: BlockName | None = None
+    sightings: int = 0  # requests that had it, or the run that it was split from; at least two
+    seen_at: int = 0  # number of the last request that had it
+    weight: float = 0.0  # its sightings, decayed, at `seen_at`
+    part_of: BlockName | None = None  # name of the run that it was split from
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -85,19 +67,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Learnt:
-    """What one request taught.
+    """What one request taught."""
 
-    Attributes:
-        new: runs that were seen for the second time, those of split runs among them.
-        seen: runs that were known.
-        split: runs that were replaced by the parts that they were split into.
-        forgotten: runs that were dropped because there were too many.
-    """
-
-    new: Sequence[Run] = ()
-    seen: Sequence[Run] = ()
-    split: Sequence[Run] = ()
-    forgotten: Sequence[Run] = ()
+    new: Sequence[Run] = ()  # runs that were seen for the second time, those of split runs among them
+    seen: Sequence[Run] = ()  # runs that were known
+    split: Sequence[Run] = ()  # runs that were replaced by the parts that they were split into
+    forgotten: Sequence[Run] = ()  # runs that were dropped because there were too many
 
 
 @dataclass(eq=False)
@@ -109,20 +84,10 @@ class _KnownText:
 
 
 class Recurrences:
-    """Watches requests of any roots, and learns what recurs. Not thread-safe.
-
-    Args:
-        min_run_tokens: shorter runs are not learnt.
-        watch_tokens: ids of recent prompts that are kept (4 bytes each), and at most as many of learnt runs; the least
-            recently useful go first. A longer prompt is not watched.
-
-    Attributes:
-        watched_tokens: ids of prompts that are kept.
-        number: of requests seen so far.
-
-    Raises:
-        InvalidInputError: `min_run_tokens` is below `chunk_matches.SHORTEST`, or `watch_tokens` below `min_run_tokens`.
-    """
+    """Watches requests of any roots, and learns what recurs; shorter runs than `min_run_tokens` are not learnt. Not
+    thread-safe. `watch_tokens`: ids of recent prompts that are kept (4 bytes each), and at most as many of learnt runs;
+    the least recently useful go first. A longer prompt is not watched. Raises `InvalidInputError`: `min_run_tokens` is
+    below `chunk_matches.SHORTEST`, or `watch_tokens` below `min_run_tokens`."""
 
     def __init__(self, min_run_tokens: int = 64, watch_tokens: int = 16 * 1024 * 1024) -> None:
         if min_run_tokens < SHORTEST:
@@ -140,11 +105,10 @@ class Recurrences:
         self._fingerprints = Fingerprints()
         self._known: dict[BlockName, _KnownText] = {}
         self._known_tokens = 0
-        self.watched_tokens = self.number = 0
+        self.watched_tokens = self.number = 0  # ids of prompts that are kept; requests seen so far
 
     @property
-    def runs(self) -> list[Run]:
-        """All learnt runs."""
+    def runs(self) -> list[Run]:  # all learnt runs
         return [run for known in self._known.values() for run in known.runs.values()]
 
     def see(self, root: BlockName, token_ids: TokenIds, chunks: Iterable[Interval] = ()) -> Learnt:
@@ -182,8 +146,6 @@ class Recurrences:
         for each in [each for each in self._known if root in (None, each)]:
             self._known_tokens -= sum(map(len, self._known.pop(each).runs.values()))
         self._fingerprints.tidy(self._watched.keys())
-
-    # ---- runs that are known ----------------------------------------------------------------------------
 
     def _recognise(
         self, known: _KnownText, token_ids: TokenIds
@@ -228,8 +190,6 @@ class Recurrences:
         known.index.remove([run.name])
         self._known_tokens -= len(run)
 
-    # ---- runs that recur --------------------------------------------------------------------------------
-
     def _recurring(
         self, root: BlockName, token_ids: TokenIds, hashes: npt.NDArray[np.uint64], at: npt.NDArray[np.int64]
     ) -> list[Interval]:
@@ -247,7 +207,7 @@ class Recurrences:
                 continue
             self._watched.move_to_end(number)
             if number not in beginnings:
-                beginnings[number] = _equal_length(token_ids, text)
+                beginnings[number] = equal_length(token_ids, text)
             start = max(start, beginnings[number])  # also a text that repeats itself in there is an exact prefix
             if stop - start >= self._shortest:
                 found.add((start, stop))
@@ -268,33 +228,13 @@ class Recurrences:
             self._fingerprints.tidy(self._watched.keys())
 
 
-def equal_around(ours: TokenIds, here: int, theirs: TokenIds, place: int) -> Interval:
-    """The maximal equal run around ``ours[here]`` and ``theirs[place]``, in ours; empty if these two differ."""
-    back = _equal_length(ours[:here][::-1], theirs[:place][::-1])
-    return here - back, here + _equal_length(ours[here:], theirs[place:])
-
-
-def _equal_length(ours: TokenIds, theirs: TokenIds) -> int:
-    """Number of leading ids that are equal; takes time in proportion to them."""
-    end, at, step = min(len(ours), len(theirs)), 0, 128
-    while at < end:
-        stop = min(end, at + step)
-        differing = np.flatnonzero(ours[at:stop] != theirs[at:stop])
-        if len(differing):
-            return at + int(differing[0])
-        at, step = stop, 2 * step
-    return end
-
-
 # ---- fingerprints -------------------------------------------------------------------------------------------
 
 
 def winnowed(token_ids: TokenIds, root: BlockName, span: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
     """The fingerprints of a text: ([n] hashes, [n] positions of their windows, ascending), of `span` neighbours one.
-
     None for a text shorter than ``WINDOW + span - 1``. Of equal windows only the first `MOST_COPIES`: a text that
-    repeats itself, on purpose even, has few. Texts of different roots share none, but by chance.
-    """
+    repeats itself, on purpose even, has few. Texts of different roots share none, but by chance."""
     hashes = window_hashes(token_ids) ^ np.uint64(int.from_bytes(root[:8], "little"))
     if len(hashes) < span:
         return np.empty(0, np.uint64), np.empty(0, np.int64)
@@ -307,11 +247,8 @@ def winnowed(token_ids: TokenIds, root: BlockName, span: int) -> tuple[npt.NDArr
 
 
 class Fingerprints:
-    """Places by hash, of texts with ascending numbers. Not thread-safe.
-
-    Newer places come first in answers. Those of forgotten texts are dropped when new ones are sorted in; until then
-    they are answered.
-    """
+    """Places by hash, of texts with ascending numbers. Not thread-safe. Newer places come first in answers. Those of
+    forgotten texts are dropped when new ones are sorted in; until then they are answered."""
 
     def __init__(self) -> None:
         self._hashes = np.empty(0, np.uint64)  # ascending; of equal ones the older place first
@@ -363,11 +300,9 @@ class Fingerprints:
 
 
 def pieces_of(found: Sequence[Interval], taken: Sequence[Interval], shortest: int) -> list[Interval]:
-    """What the found intervals cover and the taken ones do not, cut where a found one begins or ends.
-
-    Each piece lies within a found interval, and the taken ones ascend. A piece shorter than `shortest` is joined to its
-    neighbour if one found interval has both; else it is left out.
-    """
+    """What the found intervals cover and the taken ones do not, cut where a found one begins or ends. Each piece lies
+    within a found interval, and the taken ones ascend. A piece shorter than `shortest` is joined to its neighbour if
+    one found interval has both; else it is left out."""
     ascending = sorted(found)
     starts, stops = [start for start, _ in ascending], list(accumulate((stop for _, stop in ascending), max))
     edges = sorted({edge for interval in found for edge in interval})

@@ -1,8 +1,6 @@
 """Selectors that use the question: rows that it attends to, alone or combined with rows of high deviation.
-
 `Candidates.attention` holds the question's attention (see `core.fuse.question`). It is pooled over spans of the text,
-because a row that is attended to is rarely the only row of its sentence that must be right.
-"""
+because a row that is attended to is rarely the only row of its sentence that must be right."""
 
 import math
 from dataclasses import dataclass
@@ -201,11 +199,9 @@ def spans_by_attention(candidates: Candidates, pool: Pool, words: float, count: 
 
 
 def _attention_of(candidates: Candidates, words: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """How much the rows are wanted, [n] fp32, and their segments, [n].
-
-    The question's attention, raised by `words` times the weight of its rare words; or what the hops found, where that
-    is more: the attention of the spans that were asked, or `words` times the weight of their rare words.
-    """
+    """How much the rows are wanted, [n] fp32, and their segments, [n]. The question's attention, raised by `words`
+    times the weight of its rare words; or what the hops found, where that is more: the attention of the spans that were
+    asked, or `words` times the weight of their rare words."""
     if candidates.attention is None or candidates.segments is None:
         raise InvalidInputError("this selector decides by the question's attention and was called without it")
     attention = candidates.attention

@@ -21,9 +21,7 @@ from cacheblend.core.select.selectors import (
     check_schedule,
 )
 
-Ratios = tuple[float, ...]
-"""One ratio, or decreasing ones, one for each check layer."""
-
+Ratios = tuple[float, ...]  # one ratio, or decreasing ones, one for each check layer
 _SEPARATE_OPTIONS = ("selector", "recompute_ratio", "ratios", "check_layers")
 
 
@@ -147,23 +145,15 @@ def selection_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SelectorChoice:
-    """A selector as requested: ``hkvd``, or with settings of `Selection`, ``hkvd:measure=v``.
+    """A selector as requested: ``hkvd``, or with settings of `Selection`, ``hkvd:measure=v``."""
 
-    Attributes:
-        text: as given by the user.
-        settings: fields for `Selection`.
-    """
-
-    text: str
-    settings: tuple[tuple[str, Any], ...]
+    text: str  # as given by the user
+    settings: tuple[tuple[str, Any], ...]  # fields for `Selection`
 
     @staticmethod
     def parse(text: str) -> "SelectorChoice":
-        """``name`` or ``name:setting=value,setting=value``.
-
-        Raises:
-            InvalidInputError: an unknown setting, or a setting without a value.
-        """
+        """``name`` or ``name:setting=value,setting=value``. Raises `InvalidInputError`: an unknown setting, or a
+        setting without a value."""
         name, _, rest = text.partition(":")
         known = [field.name for field in fields(Selection) if field.name not in _SEPARATE_OPTIONS]
         settings: dict[str, Any] = {"selector": name.strip()}
@@ -184,11 +174,8 @@ class SelectorChoice:
         return SelectorChoice(text.strip(), tuple(settings.items()))
 
     def selector(self, ratios: Ratios, check_layers: tuple[int, ...] | None) -> Selector:
-        """The selector with these settings.
-
-        Raises:
-            InvalidInputError: an unknown selector, or a value outside its range.
-        """
+        """The selector with these settings. Raises `InvalidInputError`: an unknown selector, or a value outside its
+        range."""
         settings = dict(self.settings) | {"recompute_ratio": ratios[-1], "check_layers": check_layers}
         if len(ratios) > 1:
             settings["ratios"] = ratios

@@ -1,9 +1,7 @@
-"""Selectors: which of the loaded rows are recomputed.
-
-A selector is a frozen dataclass with one method, `select`. Its properties say when it is asked (before layer 0, at the
-entrance of its `check_layers`, or both) and what it needs (deviations, the question's attention). Nobody branches on
-its type. `core.select.question_selectors` has the selectors that use the question; `Late` and `Recorded` wrap others.
-"""
+"""Selectors: which of the loaded rows are recomputed. A selector is a frozen dataclass with one method, `select`. Its
+properties say when it is asked (before layer 0, at the entrance of its `check_layers`, or both) and what it needs
+(deviations, the question's attention). Nobody branches on its type. `core.select.question_selectors` has the selectors
+that use the question; `Late` and `Recorded` wrap others."""
 
 import math
 from collections.abc import Sequence
@@ -123,7 +121,6 @@ class Selector(Protocol):
     def select(self, candidates: Candidates) -> torch.Tensor:
         """The candidates that stay active, on their device: [m] int64 indices into them, ascending. Or boolean [n], for
         which the host has to wait until the device knows how many there are."""
-        ...
 
 
 def as_mask(selected: torch.Tensor, candidates: int) -> torch.Tensor:
@@ -363,11 +360,9 @@ for _name, _declared in vars(Selector).items():
 
 @dataclass(frozen=True)
 class Late(Wrapper):
-    """Another selector, asked later than it says because earlier layers need all rows.
-
-    Checks that fall on the same layer are made once, with what the last of them keeps. `moved`: for each layer with a
-    check, ascending, the own check layer of the inner selector, which does without the question's attention.
-    """
+    """Another selector, asked later than it says because earlier layers need all rows. Checks that fall on the same
+    layer are made once, with what the last of them keeps. `moved`: for each layer with a check, ascending, the own
+    check layer of the inner selector, which does without the question's attention."""
 
     inner: Selector
     moved: tuple[tuple[int, int], ...]
@@ -401,8 +396,7 @@ class Recorded(Wrapper):
     keeps: list[torch.Tensor] = field(default_factory=list)
 
     @property
-    def kept(self) -> list[int]:
-        """Positions that the last call kept, ascending."""
+    def kept(self) -> list[int]:  # positions that the last call kept, ascending
         return self.asked[-1].positions[self.keeps[-1]].tolist() if self.asked else []
 
     def of_model(self, layers: int) -> Selector:

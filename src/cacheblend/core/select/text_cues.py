@@ -1,7 +1,5 @@
 """Cues for selectors from token ids alone: where sentences begin, and which words a prompt shares with its question.
-
-The engine says which token ids end a sentence.
-"""
+The engine says which token ids end a sentence."""
 
 import numpy as np
 import numpy.typing as npt
@@ -34,20 +32,16 @@ def sentence_indices(prompt: Prompt, end_ids: npt.NDArray[np.integer]) -> npt.ND
 
 
 def shared_words(token_ids: TokenIds, question: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Weight of each token as a rare word of the question, whose positions are given, ascending, at least one.
-
-    [tokens] fp32: 1 / (occurrences of the token in front of the question) where the question contains the token, too; 0
-    elsewhere, and from the question's first position on.
-    """
+    """Weight of each token as a rare word of the question, whose positions are given, ascending, at least one. [tokens]
+    fp32: 1 / (occurrences of the token in front of the question) where the question contains the token, too; 0
+    elsewhere, and from the question's first position on."""
     return _rare_words(token_ids, question, np.arange(question[0]))
 
 
 def repeated_words(token_ids: TokenIds, span: npt.NDArray[np.int64], stop: int) -> npt.NDArray[np.float32]:
     """Weight of each token as a rare word of a span of the text, in front of `stop`, the question's first position.
-
     [tokens] fp32: 1 / (occurrences of the token in front of `stop`, outside the span) where the span contains the
-    token, too; 0 elsewhere, in the span itself and from `stop` on.
-    """
+    token, too; 0 elsewhere, in the span itself and from `stop` on."""
     return _rare_words(token_ids, span, np.setdiff1d(np.arange(stop), span))
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from cacheblend.core.fuse.runner import Attend
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec
 from cacheblend.core.kernels.operations import attend_last
 from cacheblend.core.load.loader import LayerKV
 from cacheblend.engines.hf.layers import HfLayerRunner

@@ -14,7 +14,7 @@ from torch import nn
 from cacheblend.core.errors import ModelNotBlendableError
 from cacheblend.core.fuse.runner import Attend
 from cacheblend.core.kernels import latent as kernels
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec
 from cacheblend.core.kernels.latent import UpProjection
 
 

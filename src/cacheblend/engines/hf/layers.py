@@ -8,7 +8,7 @@ import torch
 
 from cacheblend.core.fuse.batching import LayerRows
 from cacheblend.core.fuse.runner import Attend
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec
 from cacheblend.core.kernels.upload import upload
 from cacheblend.engines.hf.recurrent import LayerState, States, copy_of
 from cacheblend.engines.hf.view import LayerCall, LayerMask, ModelView

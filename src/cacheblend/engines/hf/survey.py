@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
 from cacheblend.core.fuse.prefill import check_latents, check_selector
-from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
+from cacheblend.core.kernels.attention import AttentionSpec, HeadShape
 from cacheblend.core.kernels.operations import attend_rows
 from cacheblend.core.kernels.rope import KeyRotation, Pairing, reposition_keys, turn_by
 from cacheblend.core.plan.blocks import KVLayout, LayerShape

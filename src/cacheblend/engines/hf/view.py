@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from cacheblend.core.errors import ModelNotBlendableError
 from cacheblend.core.fuse.runner import Attend
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec
 from cacheblend.engines.hf.latent import LatentTap, attend_absorbed, latent_attention
 from cacheblend.engines.hf.norms import run_norms_in_one_call
 from cacheblend.engines.hf.recurrent import CACHE_ARGUMENTS, LayerState, StateTap

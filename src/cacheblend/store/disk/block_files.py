@@ -1,10 +1,8 @@
-"""The block files of a folder: which are known, open or damaged; finding them, and reading their records.
-
-A known block is a header together with the file it was read from (its stamp). A descriptor is only kept with the header
-that was read from the same file, so a file that another process replaces or deletes is read whole as it was, or not at
-all. A file of several blocks stands under the name of each, and what one of its names says of the file is known of the
-others, too, until it is found to differ.
-"""
+"""The block files of a folder: which are known, open or damaged; finding them, and reading their records. A known block
+is a header together with the file it was read from (its stamp). A descriptor is only kept with the header that was read
+from the same file, so a file that another process replaces or deletes is read whole as it was, or not at all. A file of
+several blocks stands under the name of each, and what one of its names says of the file is known of the others, too,
+until it is found to differ."""
 
 # System calls on strings, since this is the hot path:
 # ruff: noqa: PTH108, PTH110, PTH116
@@ -46,9 +44,7 @@ from cacheblend.store.format.checksum import DamagedError
 
 logger = logging.getLogger(LOGGER_NAME)
 
-Stamp = tuple[int, int, int]
-"""Inode, size and modification time (ns): identifies one state of a file."""
-
+Stamp = tuple[int, int, int]  # inode, size and modification time (ns): identifies one state of a file
 _TOUCH_EVERY_NS = 60 * 10**9
 _BYTES_AT_ONCE, _BLOCKS_AT_ONCE = 8 << 20, 64  # read together by one thread
 _FIRST_READ = 16 << 10  # covers most headers
@@ -74,15 +70,9 @@ def _stamp_of(status: os.stat_result) -> Stamp:
 
 
 class BlockFiles:
-    """Finds and reads block files; safe to call from several threads.
-
-    Args:
-        folder: the store's folder.
-        max_known: number of headers to cache (about 4 KB each).
-        max_open: number of descriptors to keep; by default 512, or a quarter of the process's limit if that is less.
-        direct: bypass the page cache, where the file system can.
-        expiry: time to live of unpinned blocks.
-    """
+    """Finds and reads block files; safe to call from several threads. `max_known`: headers that are cached (about 4 KB
+    each); `max_open`: descriptors that are kept, by default 512, or a quarter of the process's limit if that is less;
+    `direct`: bypass the page cache, where the file system can."""
 
     def __init__(
         self,
@@ -174,10 +164,8 @@ class BlockFiles:
     def read(
         self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
     ) -> list[list[torch.Tensor] | BlockLostError]:
-        """Records as `KVStore.read_layers` returns them.
-
-        Without `memory` those of a block lie in memory of their own; with it, those of several blocks together.
-        """
+        """Records as `KVStore.read_layers` returns them. Without `memory` those of a block lie in memory of their own;
+        with it, those of several blocks together."""
         found: dict[BlockName, list[torch.Tensor] | BlockLostError] = {}
         wanted = list(dict.fromkeys(names))
         most = max(1, min(_BLOCKS_AT_ONCE, _BYTES_AT_ONCE // max(1, self.record_bytes(wanted, layers))))
@@ -479,11 +467,9 @@ def _pieces(wanted: WantedRecords, place: RecordPlace) -> tuple[tuple[int, int, 
 def read_blocks(
     blocks: Sequence[Known], wanted: WantedRecords, memory: RecordMemory | None, *, direct: bool = False
 ) -> list[list[torch.Tensor] | DamagedError | OSError]:
-    """Records of open blocks of which the same is wanted; what went wrong where a block cannot be read.
-
-    Blocks of one file that follow each other are read together. `memory` gives memory for all of them together; None:
-    each block has memory of its own.
-    """
+    """Records of open blocks of which the same is wanted; what went wrong where a block cannot be read. Blocks of one
+    file that follow each other are read together. `memory` gives memory for all of them together; None: each block has
+    memory of its own."""
     if memory is not None:
         together = memory(len(blocks) * wanted.nbytes)
         parts: Sequence[torch.Tensor] = together.view(len(blocks), wanted.nbytes).unbind(0)
@@ -509,10 +495,8 @@ def read_blocks(
 
 
 def _read_chain(blocks: Sequence[Known], wanted: WantedRecords, views: Sequence[memoryview], direct: bool) -> bool:
-    """Reads what is wanted of a file's blocks: one preadv for all that lies next to each other.
-
-    False if that fails, or direct reads cannot do it: then each block is read alone, so that it is known which cannot.
-    """
+    """Reads what is wanted of a file's blocks: one preadv for all that lies next to each other. False if that fails, or
+    direct reads cannot do it: then each block is read alone, so that it is known which cannot."""
     places = [
         (offset, view[start:stop])
         for known, view in zip(blocks, views, strict=True)

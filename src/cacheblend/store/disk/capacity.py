@@ -17,6 +17,7 @@ most 1/32 of it, whatever the sizes of files:
 
 import contextlib
 import heapq
+import itertools
 import os
 import threading
 import time
@@ -49,15 +50,9 @@ class BlockFile:
 
 
 class Capacity:
-    """Reserves bytes for blocks and evicts others for them; safe to call from several threads.
-
-    Args:
-        folder, files: the store's; files of evicted blocks are closed.
-        manifests: that of a chunk goes with its last block.
-        max_bytes: bound on the files' sizes; None for no bound but the disk's.
-        eviction: the policy; None: least recently used first, by the files' times.
-        expiry: time to live of unpinned blocks.
-    """
+    """Reserves bytes for blocks and evicts others for them; safe to call from several threads. `max_bytes`: bound on
+    the files' sizes, None: no bound but the disk's; `eviction`: None: least recently used first, by the files'
+    times."""
 
     def __init__(
         self,
@@ -98,16 +93,13 @@ class Capacity:
     def small_bytes(self, pinned: AbstractSet[str] = frozenset()) -> tuple[int, int]:
         """(bytes of all manifests and documents' records, of those that no eviction removes). Raises `OSError`."""
         total = kept = 0
-        for file in _entries(self._folder.manifests):
+        listed = ((file, file.name.partition(".")[0] in pinned) for file in _entries(self._folder.manifests))
+        records = ((file, True) for root in _entries(self._folder.documents) for file in _entries(root.path))
+        for file, stays in itertools.chain(listed, records):
             with contextlib.suppress(FileNotFoundError):
                 size = whole_pages(file.stat(follow_symlinks=False).st_size)
                 total += size
-                kept += size if file.name.partition(".")[0] in pinned else 0
-        for root in _entries(self._folder.documents):
-            for file in _entries(root.path):
-                with contextlib.suppress(FileNotFoundError):
-                    size = whole_pages(file.stat(follow_symlinks=False).st_size)
-                    total, kept = total + size, kept + size
+                kept += size if stays else 0
         return total, kept
 
     def used(self, worths: Sequence[tuple[BlockName, float]]) -> None:
@@ -246,10 +238,8 @@ class Capacity:
         return freed + self._empty.evicted([block.name])
 
     def _victims(self, surplus: int) -> list[BlockFile]:
-        """The first blocks in the order of eviction, with twice the bytes, as some may turn out to be in use.
-
-        Keeps no other blocks in memory.
-        """
+        """The first blocks in the order of eviction, with twice the bytes, as some may turn out to be in use. Keeps no
+        other blocks in memory."""
         chosen: list[tuple[tuple[float, ...], BlockFile]] = []  # a heap, the last one in that order on top
         nbytes, gone = 0.0, self._files.known()
         for block in self.blocks() if surplus > 0 else ():

@@ -28,8 +28,7 @@ from cacheblend.core.names import BlockName
 from cacheblend.store.format.block_file import CHAIN_FORMAT, NAME_BYTES
 
 FORMAT_FILE = "cacheblend.json"
-OWNER_ONLY = 0o600
-"""Permissions of files: passages can be read back from what a store holds."""
+OWNER_ONLY = 0o600  # permissions of files: passages can be read back from what a store holds
 BLOCK_SUFFIX = ".safetensors"
 
 _RESERVED = ".reserved"
@@ -229,15 +228,10 @@ class Folder:
             )
 
     def publish(
-        self,
-        target: Path | str,
-        buffers: Sequence[memoryview],
-        mtime_ns: int | None = None,
-        others: Sequence[str] = (),
+        self, target: Path | str, buffers: Sequence[memoryview], mtime_ns: int | None = None, others: Sequence[str] = ()
     ) -> None:
         """Makes a file with this content appear at `target` in one step, replacing an existing one, and as hard links
-        at `others`. If it raises `OSError` no file is left, not even at `target` if it failed after that appeared.
-        """
+        at `others`. If it raises `OSError` no file is left, not even at `target` if it failed after that appeared."""
         path, fd = self._new_temporary()
         made = [path]
         try:
@@ -321,11 +315,8 @@ class Folder:
 
     @contextlib.contextmanager
     def locked(self, part: Path | None = None) -> Iterator[None]:
-        """A context that one process at a time holds (any number, if the disk is too full for the lock's file).
-
-        Args:
-            part: the folder whose file ``lock`` is locked; None: the store's own, for evictions.
-        """
+        """A context that one process at a time holds (any number, if the disk is too full for the lock's file). `part`:
+        the folder whose file ``lock`` is locked; None: the store's own, for evictions."""
         lock = (part or self.path) / "lock"
         try:
             self.touch(lock)
@@ -344,11 +335,9 @@ class Folder:
 
 
 def _lasts_s(path: str, nbytes: int) -> float:
-    """The age up to which a temporary file may have a live writer, where nothing but the age tells.
-
-    A file that is being written would be lost with its name. A reservation costs its writer nothing when it goes early,
-    but others would count on its bytes while it is there: it lasts as long as writing them does on a slow disk.
-    """
+    """The age up to which a temporary file may have a live writer, where nothing but the age tells. A file that is
+    being written would be lost with its name. A reservation costs its writer nothing when it goes early, but others
+    would count on its bytes while it is there: it lasts as long as writing them does on a slow disk."""
     return _RESERVED_FOR_S + nbytes / _WRITTEN_BYTES_PER_S if path.endswith(_RESERVED) else _STALE_AFTER_S
 
 

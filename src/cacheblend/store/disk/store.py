@@ -1,8 +1,6 @@
-"""A store in a folder, which several processes may share (docs/format.md has every byte).
-
-A block is held completely or not at all: a file appears under its final name once it is complete, and a file that
-fails its checksum is reported, removed and counts as not held.
-"""
+"""A store in a folder, which several processes may share (docs/format.md has every byte). A block is held completely or
+not at all: a file appears under its final name once it is complete, and a file that fails its checksum is reported,
+removed and counts as not held."""
 
 # ruff: noqa: PTH110 - system calls on strings, since this is the hot path
 
@@ -39,9 +37,7 @@ from cacheblend.store.sealed import SharedStore
 
 logger = logging.getLogger(LOGGER_NAME)
 
-DEFAULT_DISK_BYTES = 50 << 30
-"""Bound of a folder for which none is given."""
-
+DEFAULT_DISK_BYTES = 50 << 30  # bound of a folder for which none is given
 _FULL_DISK_TRIES = 4
 # A layer of a file's blocks is one read: of a longer one the first bytes have left the caches when they are checked.
 _READ_BYTES = 512 << 10
@@ -72,6 +68,8 @@ class DiskStore(SharedStore):
         StoreError: the folder contains other files, or cannot be read or made.
     """
 
+    tier_names = ("disk",)
+
     def __init__(
         self,
         path: str | Path,
@@ -100,23 +98,15 @@ class DiskStore(SharedStore):
         self._readers = DaemonPool(self._reads_at_once, "cacheblend-disk")
 
     @property
-    def path(self) -> Path:
-        """The folder."""
+    def path(self) -> Path:  # the folder
         return self._folder.path
 
     def file_of(self, name: BlockName) -> str:
         """Path of a block's file, whether it exists or not."""
         return self._folder.block_path(name)
 
-    # ---- blocks -----------------------------------------------------------------------------------------
-
     @property
-    def tier_names(self) -> tuple[str, ...]:
-        return ("disk",)
-
-    @property
-    def is_reachable(self) -> bool:
-        """Whether the folder is still a store: it may be deleted, or its disk unmounted."""
+    def is_reachable(self) -> bool:  # whether the folder is still a store: it may be deleted, or its disk unmounted
         return self._folder.is_there
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
@@ -134,10 +124,8 @@ class DiskStore(SharedStore):
     def read_layers(
         self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
     ) -> list[list[torch.Tensor] | BlockLostError]:
-        """One pread for a block's layers, checked head by head; by threads if it is much.
-
-        Each thread reads a part of the blocks: between small reads threads would only wait for the interpreter.
-        """
+        """One pread for a block's layers, checked head by head; by threads if it is much. Each thread reads a part of
+        the blocks: between small reads threads would only wait for the interpreter."""
         nbytes = len(names) * self._files.record_bytes(names, layers)
         parts = min(self._reads_at_once, len(names), nbytes // self._bytes_a_thread)
         if parts <= 1:
@@ -210,8 +198,6 @@ class DiskStore(SharedStore):
         self._capacity.gone(name)
         return unlink(self._folder.block_path(name))
 
-    # ---- pins -------------------------------------------------------------------------------------------
-
     def pin(self, names: Iterable[BlockName]) -> None:
         """Each pin is an empty file."""
         self.require_writable()
@@ -238,8 +224,6 @@ class DiskStore(SharedStore):
 
     def reserved(self, nbytes: int, name: BlockName, what: str) -> AbstractContextManager[None]:
         return self._capacity.reserved(whole_pages(nbytes))
-
-    # ---- the whole store --------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
@@ -292,11 +276,9 @@ class DiskStore(SharedStore):
 
 
 def chains_of(blocks: Sequence[Block]) -> list[list[Block]]:
-    """What is written as one file: blocks that follow each other, of one layout, up to `_READ_BYTES` of a layer.
-
-    A block that is longer than the one before it begins a passage behind what many passages begin with. It lies apart:
-    what they share stays for long, and must not keep the bytes of one that is deleted.
-    """
+    """What is written as one file: blocks that follow each other, of one layout, up to `_READ_BYTES` of a layer. A
+    block that is longer than the one before it begins a passage behind what many passages begin with. It lies apart:
+    what they share stays for long, and must not keep the bytes of one that is deleted."""
     chains: list[list[Block]] = []
     for block in blocks:
         if chains and _continues(chains[-1], block):

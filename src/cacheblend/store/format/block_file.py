@@ -22,18 +22,10 @@ from cacheblend.core.names import BlockName, TokenIds, block_name
 from cacheblend.core.plan.blocks import Block, BlockEntry, KVLayout, LayerShape
 from cacheblend.store.format.checksum import DIGITS, DamagedError, digest, is_sealed, seal
 
-FORMAT = 1
-"""Version of files of one block, of manifests and of documents' records."""
-
-CHAIN_FORMAT = 2
-"""Version of files of several blocks, and of the folders that may have some."""
-
-ALIGNMENT = 4096
-"""Records begin at a multiple of this."""
-
-NAME_BYTES = 32
-"""Length of a block's name."""
-
+FORMAT = 1  # version of files of one block, of manifests and of documents' records
+CHAIN_FORMAT = 2  # version of files of several blocks, and of the folders that may have some
+ALIGNMENT = 4096  # records begin at a multiple of this
+NAME_BYTES = 32  # length of a block's name
 _OPENING = b'{"__metadata__":{"checksum":"'
 _CHECKSUM_AT = 8 + len(_OPENING)
 _FIRST_OBJECT_AT = len(b'{"__metadata__":')
@@ -125,14 +117,9 @@ def encode_block(block: Block) -> list[memoryview]:
 
 
 def encode_chain(blocks: Sequence[Block]) -> list[memoryview]:
-    """The file's bytes in order: the header, then the records' own memory (copied only if not contiguous).
-
-    Args:
-        blocks: each checked by `check_block`, of one layout, each the parent of the next.
-
-    Raises:
-        InvalidInputError: a dtype that the format does not know.
-    """
+    """The file's bytes in order: the header, then the records' own memory (copied only if not contiguous). `blocks`:
+    each checked by `check_block`, of one layout, each the parent of the next. Raises `InvalidInputError`: a dtype that
+    the format does not know."""
     layout = blocks[0].layout
     if layout.dtype not in _DTYPE_NAMES:
         known = ", ".join(str(dtype) for dtype in _DTYPE_NAMES)
@@ -215,14 +202,8 @@ def header_of(headers: Sequence[BlockHeader], name: BlockName) -> BlockHeader:
 
 def decode_headers(header: bytes, file_bytes: int | None) -> list[BlockHeader]:
     """Decodes and checks all of a header, the file up to its records: what it says of each of its blocks, in order.
-
-    Args:
-        header: the bytes.
-        file_bytes: the file's size; None where header and records are not one file.
-
-    Raises:
-        DamagedError: a byte of the header is wrong, or the header states another size or names than its content has.
-    """
+    `header`: the bytes. `file_bytes`: the file's size; None where header and records are not one file. Raises
+    `DamagedError`: a byte of the header is wrong, or the header states another size or names than its content has."""
     if header[8:_CHECKSUM_AT] != _OPENING or not is_sealed(header, _CHECKSUM_AT):
         raise DamagedError("the header does not match its checksum")
     try:

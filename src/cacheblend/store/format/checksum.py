@@ -1,8 +1,5 @@
-"""Checksums of records, and of headers that contain their own checksum.
-
-xxh3_64 detects accidents (bit rot, torn writes, truncation); it does not protect against an attacker who can
-write to the store.
-"""
+"""Checksums of records, and of headers that contain their own checksum. xxh3_64 detects accidents (bit rot, torn
+writes, truncation); it does not protect against an attacker who can write to the store."""
 
 from collections.abc import Callable
 
@@ -10,16 +7,14 @@ import xxhash
 
 Bytes = bytes | memoryview
 
-DIGITS = 16
-"""Length of a checksum as text: 16 lower-case hexadecimal digits."""
+DIGITS = 16  # length of a checksum as text: 16 lower-case hexadecimal digits
 
 
 class DamagedError(Exception):
     """Stored bytes are not what was written; the message is one line for the report."""
 
 
-digest: Callable[[Bytes], bytes] = xxhash.xxh3_64_digest
-"""xxh3_64 of bytes: 8 bytes, most significant first."""
+digest: Callable[[Bytes], bytes] = xxhash.xxh3_64_digest  # xxh3_64 of bytes: 8 bytes, most significant first
 
 
 def seal(before: bytes, after: bytes) -> bytes:

@@ -1,7 +1,5 @@
-"""A chunk's manifest and a document's record, byte for byte (docs/format.md).
-
-Each is a JSON object on one line that begins with a checksum of everything behind it.
-"""
+"""A chunk's manifest and a document's record, byte for byte (docs/format.md). Each is a JSON object on one line that
+begins with a checksum of everything behind it."""
 
 import base64
 import json

@@ -44,17 +44,10 @@ T = TypeVar("T")
 
 
 class BucketObjects:
-    """See `Objects`.
-
-    Args:
-        url: ``s3://bucket/folder``.
-        timeout: seconds that a request may take; writing a block may take `UPLOAD_S`, if that is more.
-        options: obstore's options for S3 (``endpoint``, ``region``, ``access_key_id``, ...); missing ones are taken
-            from AWS's usual environment variables.
-
-    Raises:
-        InvalidInputError: obstore is not installed, or rejects the URL or an option, or one of the two keys is missing.
-    """
+    """See `Objects`; ``s3://bucket/folder``. A request may take `timeout` seconds, writing a block `UPLOAD_S` if that
+    is more. `options`: obstore's for S3 (``endpoint``, ``region``, ``access_key_id``, ...); missing ones are taken from
+    AWS's usual environment variables. Raises `InvalidInputError`: obstore is not installed, or rejects the URL or an
+    option, or one of the two keys is missing."""
 
     tier = "s3"
 
@@ -89,8 +82,6 @@ class BucketObjects:
         self._listed_pool = DaemonPool(LISTED_AT_ONCE, "cacheblend-bucket-listed")
         self._used: dict[BlockName, float] = {}
         self._lock = threading.Lock()
-
-    # ---- blocks -----------------------------------------------------------------------------------------
 
     def look_up(
         self, names: Sequence[BlockName], unknown: AbstractSet[BlockName] = frozenset(), since: float = -math.inf
@@ -169,8 +160,6 @@ class BucketObjects:
             self._used = {block.name: self._used[block.name] for block in found if block.name in self._used}
         return found
 
-    # ---- pins and manifests -----------------------------------------------------------------------------
-
     def pin(self, names: Iterable[BlockName]) -> None:
         self._each(list(names), lambda name: self._put(f"pins/{name.hex()}", b""))
 
@@ -229,8 +218,6 @@ class BucketObjects:
         self._pool.join(CLOSE_S)
         self._listed_pool.join(CLOSE_S)
 
-    # ---- requests ---------------------------------------------------------------------------------------
-
     def _head(self, path: str) -> Any:
         return self._if_there(lambda: self._obstore.head(self._bucket, path))
 
@@ -281,10 +268,8 @@ class BucketObjects:
 
 
 def check_keys(place: str) -> None:
-    """Raises `InvalidInputError` if the environment has one of the two `KEYS` but not the other.
-
-    With neither, an instance's role may still open the bucket.
-    """
+    """Raises `InvalidInputError` if the environment has one of the two `KEYS` but not the other. With neither, an
+    instance's role may still open the bucket."""
     missing = _missing_keys()
     if len(missing) == 1:
         raise InvalidInputError(f"{place} has no complete credentials: set {missing[0]}, too")

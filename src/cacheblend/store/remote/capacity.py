@@ -1,8 +1,6 @@
 """Keeps an `Objects` within a bound by evicting the least recently used blocks, and manifests that have none left.
-
 Other processes' writes are noticed when the blocks are listed: every 30 s, and when this process's own count reaches
-the bound.
-"""
+the bound."""
 
 import contextlib
 import threading
@@ -21,16 +19,9 @@ _RECOUNT_S = 30.0  # other processes write too
 
 
 class RemoteCapacity:
-    """The bound of one place; safe to call from several threads.
-
-    Args:
-        objects: the place.
-        max_bytes: bound on what all writers store, manifests and documents' records included; None leaves eviction to
-            the other side.
-        drop: removes blocks and returns which were held.
-        manifests: of the place; those that evicted blocks leave behind are removed.
-        asking: makes the context of calls to the place, see `CircuitBreaker.asking`.
-    """
+    """The bound of one place; safe to call from several threads. `max_bytes`: of what all writers store, manifests and
+    documents' records included, None: eviction is left to the other side; `drop`: removes blocks and returns which were
+    held; `asking`: see `CircuitBreaker.asking`."""
 
     def __init__(
         self,
@@ -104,11 +95,9 @@ class RemoteCapacity:
             self._bytes -= self._left_by(old)
 
     def _evict_until(self, at_most: int, keep: BlockName | None, slack: int = 0) -> tuple[int, int]:
-        """Evicts the least recently used blocks until `at_most` bytes are left: (bytes freed, bytes left).
-
-        Evicts nothing if that is not enough to write `keep`. If anything is evicted, `slack` bytes more are, so that
-        not every write has to list all blocks.
-        """
+        """Evicts the least recently used blocks until `at_most` bytes are left: (bytes freed, bytes left). Evicts
+        nothing if that is not enough to write `keep`. If anything is evicted, `slack` bytes more are, so that not every
+        write has to list all blocks."""
         freed, left = self._evict(at_most, keep, slack)
         total = freed
         while left > at_most and freed:  # a manifest stayed, of a chunk that has other blocks

@@ -29,13 +29,11 @@ class Range(NamedTuple):
     size: int  # bytes of the whole record
 
     @property
-    def first(self) -> int:
-        """Where the bytes begin in the block file."""
+    def first(self) -> int:  # where the bytes begin in the block file
         return self.offset + self.start
 
     @property
-    def last(self) -> int:
-        """Where they end in the block file."""
+    def last(self) -> int:  # where they end in the block file
         return self.offset + self.stop
 
 
@@ -57,10 +55,8 @@ class Objects(SealedPlace, Protocol):
         self, names: Sequence[BlockName], unknown: AbstractSet[BlockName] = frozenset(), since: float = -math.inf
     ) -> list[Bytes | None]:
         """Which blocks are held and were last used at the time `since` (see `HeldBlock.used`) or later, and headers.
-
         Marks those blocks as used now; of one call's blocks the first counts as used last. None where a block is not
-        held, or was used before `since`; else its header if `unknown` has the name, and no bytes if it has not.
-        """
+        held, or was used before `since`; else its header if `unknown` has the name, and no bytes if it has not."""
 
     def exist(self, names: Sequence[BlockName]) -> list[bool]:
         """Whether each block is held; marks none as used."""

@@ -42,17 +42,9 @@ logger = logging.getLogger(LOGGER_NAME)
 
 
 class RedisObjects:
-    """See `Objects`. The connection is opened on first use.
-
-    Args:
-        url: ``redis://``, ``rediss://`` or ``valkey://`` host:port/database.
-        prefix: prefix of all keys.
-        timeout: seconds that a connection or an answer may take.
-        cluster: the server is a node of a cluster.
-
-    Raises:
-        InvalidInputError: redis-py is not installed.
-    """
+    """See `Objects`; ``redis://``, ``rediss://`` or ``valkey://`` host:port/database. The connection is opened on first
+    use; it and each answer may take `timeout` seconds. `prefix`: of all keys; `cluster`: the server is a node of one.
+    Raises `InvalidInputError`: redis-py is not installed."""
 
     tier = "redis"
 
@@ -104,15 +96,11 @@ class RedisObjects:
         if self._client is not None:
             self._client.close()
 
-    # ---- blocks -----------------------------------------------------------------------------------------
-
     def look_up(
         self, names: Sequence[BlockName], unknown: AbstractSet[BlockName] = frozenset(), since: float = -math.inf
     ) -> list[Bytes | None]:
-        """One round trip; two with `since`, as only then some blocks must not be marked.
-
-        A server without memory left does not record the use, but still answers.
-        """
+        """One round trip; two with `since`, as only then some blocks must not be marked. A server without memory left
+        does not record the use, but still answers."""
         now, expires = time.time(), since > -math.inf
         if not names:
             return []
@@ -226,8 +214,6 @@ class RedisObjects:
             asked = self._together(lambda pipe, part=part: [pipe.exists(self._piece(name, "h")) for name in part])
             found += [bool(there) for there in asked]
         return found
-
-    # ---- pins and manifests -----------------------------------------------------------------------------
 
     def pin(self, names: Iterable[BlockName]) -> None:
         if digits := [name.hex() for name in names]:

@@ -1,8 +1,6 @@
-"""A store on another machine, in an `Objects`.
-
-A place that does not answer counts as empty: `find` finds nothing and reads are lost blocks, so requests are computed
-instead of failing, and for some seconds the place is not asked again.
-"""
+"""A store on another machine, in an `Objects`. A place that does not answer counts as empty: `find` finds nothing and
+reads are lost blocks, so requests are computed instead of failing, and for some seconds the place is not asked
+again."""
 
 import contextlib
 import itertools
@@ -73,8 +71,6 @@ class RemoteStore(SharedStore):
         self._round_trips: deque[float] = deque(maxlen=_ROUND_TRIPS)
         self._damaged = 0
 
-    # ---- finding ----------------------------------------------------------------------------------------
-
     @property
     def tier_names(self) -> tuple[str, ...]:
         return (self._objects.tier,)
@@ -132,8 +128,6 @@ class RemoteStore(SharedStore):
         learnt = self._learnt({name: header for name, header in held.items() if name not in known})
         return {name: header for name, header in (known | learnt).items() if held[name] is not None}
 
-    # ---- headers ----------------------------------------------------------------------------------------
-
     def _headers(self, names: Sequence[BlockName], found: list[Damage] | None = None) -> dict[BlockName, BlockHeader]:
         """Headers of the blocks that are held, from the cache or in one call; damage is appended to `found`."""
         known = self._cached(names)
@@ -171,8 +165,6 @@ class RemoteStore(SharedStore):
         with self._lock:
             for name in names:
                 self._known.pop(name, None)
-
-    # ---- reading ----------------------------------------------------------------------------------------
 
     def read_layers(
         self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
@@ -233,8 +225,6 @@ class RemoteStore(SharedStore):
         logger.warning("damaged block %s in %s: %s; %s", name.hex(), self._objects.place, reason, outcome)
         return BlockDamagedError(name, reason, removed)
 
-    # ---- writing ----------------------------------------------------------------------------------------
-
     def write(self, block: Block) -> bool:
         self.require_writable()
         check_block(block)
@@ -262,8 +252,6 @@ class RemoteStore(SharedStore):
         self._forget(names)
         return self._objects.delete(names) if names else []
 
-    # ---- pins -------------------------------------------------------------------------------------------
-
     def pin(self, names: Iterable[BlockName]) -> None:
         self.require_writable()
         with self.asking():
@@ -277,8 +265,6 @@ class RemoteStore(SharedStore):
     def pinned(self) -> set[BlockName]:
         with self.asking():
             return self._objects.pinned()
-
-    # ---- the whole store --------------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
         with self.asking():

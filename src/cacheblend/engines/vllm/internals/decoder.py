@@ -11,7 +11,7 @@ from vllm.config import VllmConfig
 from vllm.forward_context import ForwardContext, override_forward_context
 
 from cacheblend.core.errors import ModelNotBlendableError
-from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
+from cacheblend.core.kernels.attention import AttentionSpec, HeadShape
 from cacheblend.core.kernels.operations import is_served
 from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.engines.vllm import stores

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cacheblend.core.errors import ModelNotBlendableError
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec
 from cacheblend.core.kernels.latent import UpProjection, attend_absorbed, parts
 from cacheblend.engines.vllm.internals.attention_shim import AttentionShim
 

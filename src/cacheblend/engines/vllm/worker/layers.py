@@ -8,7 +8,7 @@ import torch
 
 from cacheblend.core.fuse.batching import LayerRows
 from cacheblend.core.fuse.runner import Attend
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec
 from cacheblend.core.kernels.float8 import Float8
 from cacheblend.engines.vllm.internals.attention_shim import NO_ADAPTER, AttentionAnswer
 

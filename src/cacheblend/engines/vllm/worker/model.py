@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cacheblend.core.errors import ModelNotBlendableError
-from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
+from cacheblend.core.kernels.attention import AttentionSpec, HeadShape
 from cacheblend.core.kernels.operations import attend_rows
 from cacheblend.core.kernels.rope import KeyRotation, reposition_keys, turn_by
 from cacheblend.core.plan.blocks import KVLayout, LayerShape

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec
 from cacheblend.core.load.layer_kv import LayerCache
 from cacheblend.engines import processor
 from cacheblend.engines.vllm.internals import interface

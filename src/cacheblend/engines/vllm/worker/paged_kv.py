@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from cacheblend.core.errors import CacheBlendError, ModelNotBlendableError
-from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
+from cacheblend.core.kernels.attention import AttentionSpec, HeadShape
 from cacheblend.core.kernels.deviation import Measure
 from cacheblend.core.kernels.float8 import as_bytes
 from cacheblend.core.kernels.kv_placement import Placement
