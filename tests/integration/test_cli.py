@@ -1,25 +1,90 @@
-"""The command line on a tiny model in a folder: `warm`, `ask`, `doctor`, `store`; text that would steer a terminal."""
+"""The command line on a tiny model in a folder: `warm`, `ask`, `doctor`, `store`, `bench`, `demo`; text that would
+steer a terminal; and how many files a reader passes on the way of one call, as docs/structure.md says."""
 
 import errno
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+import cacheblend
+import cacheblend.engines.hf.doctor
+import cacheblend.engines.settings  # imported before it is traced
+from cacheblend.bench.ttft import table
 from cacheblend.cli import ask
+from cacheblend.cli.doctor import QualityOptions, doctor
+from cacheblend.cli.options import DeviceOptions, ModelOrShape, QuestionOptions
+from cacheblend.core.load.loader import LayerLoader
+from cacheblend.core.plan.blocks import LayerShape
+from cacheblend.core.plan.planner import Planner
+from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.core.report import BlendReport
+from cacheblend.engines.hf import BlendEngine, Passage
 from cacheblend.engines.hf.request import Answer, Delta
 from cacheblend.engines.settings import BlendSettings
-from cli_passages import PASSAGES, data, model, run, store
-from command_line import Run
+from cacheblend.store import DiskStore
+from command_line import Run, runner
+from lab.nano.data import record, write
+from lab.nano.scenes import Style
+from store_blocks import ROOT, make_block
+from tiny_folder import TinyShape, build_tiny
 
-ROOT = Path(__file__).parents[2]
+PASSAGES = [
+    "The lighthouse was lit in 1871 and its keepers wrote down the weather.",
+    "Mussels grow on ropes, and the harvest stops when algae are found.",
+    "A clock that shows the tide needs a wheel for the moon.",
+]
+
+
+def build_model(folder: Path) -> Path:
+    """Writes a tiny model to a folder, and returns it."""
+    shape = TinyShape(layers=3, width=64, mlp_width=96, heads=4, kv_heads=2, vocab_size=400, context_length=512)
+    build_tiny(folder, PASSAGES, shape)
+    return folder
+
+
+def write_rows(file: Path) -> Path:
+    """Writes one row with all passages to a file, and returns it."""
+    rows = [{"ctxs": [{"title": "", "text": text} for text in PASSAGES], "question": "When was it lit?"}]
+    file.write_text(json.dumps(rows))
+    return file
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model(tmp_path_factory.mktemp("cli") / "tiny-llama")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the command line in this process."""
+    monkeypatch.setenv("COLUMNS", "120")
+    return runner(capsys)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "rows.json")
+
+
+@pytest.fixture
+def store(run: Run, model: Path, data: Path, tmp_path: Path) -> Path:
+    """A store with the three passages."""
+    folder = tmp_path / "store"
+    assert run("warm", "-m", model, "-s", folder, "-d", data).code == 0
+    return folder
 
 
 # ---- help -------------------------------------------------------------------------------------------------
@@ -34,7 +99,9 @@ def test_help_is_quick_and_imports_nothing_heavy(program: str) -> None:
         "except SystemExit: pass\n"
         "print(time.process_time(), sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
+    )
     cpu_seconds, heavy = done.stdout.splitlines()[-1].split(" ", 1)
     assert heavy == "[]"
     assert float(cpu_seconds) < 0.6  # 0.15 on an idle machine
@@ -157,9 +224,6 @@ def test_doctor(run: Run, model: Path, tmp_path: Path) -> None:
     refused = run("doctor", "--model", tmp_path, "--json")
     assert refused.code == 1
     assert refused.json["blendable"] is False
-
-
-__all__ = ["data", "model", "run", "store"]  # fixtures
 
 
 # ---- store ------------------------------------------------------------------------------------------------
@@ -297,3 +361,248 @@ def test_an_answer_is_printed_to_the_letter(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == "".join(pieces) + "\n"
     ask._show(answer, 3, BlendSettings(), as_json=False)
     assert "fallback: a block of [/x] [y] was lost" in capsys.readouterr().err
+
+
+def test_bench_ttft(run: Run, tmp_path: Path) -> None:
+    command = ("bench", "ttft", "--shape", "tiny", "--chunks", 2, "--chunk-tokens", 16, "--question-tokens", 4)
+    result = run(*command, "--runs", 1, "--ratio", 0.5, "--ratio", 0.1, "--json-file", tmp_path / "r.json")
+    assert result.code == 0
+    arms = json.loads((tmp_path / "r.json").read_text())["arms"]
+    assert [(arm["arm"], arm["ratio"]) for arm in arms if arm["arm"] == "blend"] == [("blend", 0.5), ("blend", 0.1)]
+    assert "blend" in result.out
+
+
+TINY = ("bench", "ttft", "--shape", "tiny", "--chunks", 2, "--chunk-tokens", 8, "--question-tokens", 2, "--runs", 1)
+
+
+def test_a_sweep_is_drawn(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("cacheblend.bench.ttft.SWEEPS", {"chunks": (1, 2), "ratio": (0.1, 0.9)})
+    few = (*TINY, "--arms", "full,blend")
+    result = run(*few, "--sweep", "chunks")
+    assert "the curves are in bench-ttft-chunks.png" in result.err
+    assert Path("bench-ttft-chunks.png").stat().st_size > 1000
+    assert "1 x 8" in result.out
+    assert "2 x 8" in result.out
+    found = run(*few, "--sweep", "ratio", "-r", 0, "-r", 0.5, "-r", 1, "--plot", "x.svg", "--json")
+    assert [arm["ratio"] for arm in found.json["arms"] if arm["arm"] == "blend"] == [0, 0.5, 1]
+    assert "<svg" in Path("x.svg").read_text()
+    found = run(*few, "--sweep", "ratio", "-r", 0.3, "--json")
+    assert [arm["ratio"] for arm in found.json["arms"] if arm["arm"] == "blend"] == [0.1, 0.9]
+
+
+def test_a_sweep_without_matplotlib(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("cacheblend.bench.ttft.SWEEPS", {"chunks": (1,)})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = run(*TINY, "--arms", "full", "--sweep", "chunks")
+    assert result.code == 0
+    assert "pip install 'cacheblend[plot]'" in result.err
+    assert "1 x 8" in result.out
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_point_of_a_sweep_is_checked_before_one_is_measured(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend.bench.ttft.SWEEPS", {"chunk-tokens": (8, 40_000)})
+    monkeypatch.setattr("cacheblend.bench.ttft._measure", lambda *_: pytest.fail("measured"))
+    result = run(*TINY, "--sweep", "chunk-tokens")
+    assert result.code == 2
+    assert "80034 tokens" in result.err
+    assert "32768" in result.err
+
+
+@pytest.mark.parametrize("seconds", [0.0123, 9.9996, 12.3456, 99.999, 1234.56])
+def test_the_bench_table_fits_80_columns(seconds: float) -> None:
+    arms = [
+        {"arm": name, "ratio": 0.123457 if name == "blend" else None, "store": "memory", "speedup_vs_full": 123.456}
+        | {"ttft_s": {"median": seconds, "min": seconds, "max": seconds}, "load_s": seconds}
+        | {"loaded_tokens": 131072, "recomputed_tokens": 131072}
+        for name in ("full", "prefix", "reuse", "blend", "miss")
+    ]
+    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
+    console.print(table({"model": "m [/b] [i]", "prompt": {"chunks": 1024, "chunk_tokens": 131072}, "arms": arms}))
+    text = console.export_text()
+    assert "…" not in text
+    assert "m [/b] [i]" in text
+    assert re.search("TTFT, s +min +max +gain +load, s +loaded +again", text)
+    assert re.search(r"blend 0.123457 +memory .* 123\.46 .* 131072 +131072", text)
+    assert "again: recomputed" in text
+
+
+@pytest.fixture
+def small_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A demo of few and short passages, in a folder of its own."""
+    file = tmp_path / "demo.jsonl"
+    write(file, [record(1, 2, 0, Style(3, 60, dense=1.0, hard=0.4, chains=0.9))])
+    monkeypatch.setattr("cacheblend.evaluation.demo.DATA", file)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+
+@pytest.mark.usefixtures("small_demo")
+def test_demo(run: Run) -> None:
+    pytest.importorskip("matplotlib")
+    shown = run("demo", "--questions", 1, "--keep", "kept", "--plot", "a.svg")
+    assert shown.code == 0
+    for part in (
+        "full recompute",
+        "prefix caching",
+        "full reuse",
+        "HKVD, gradual, r = 0.15",
+        "/7 ",
+        "r = 1 is full prefill",
+    ):
+        assert part in shown.out
+    assert "<svg" in Path("a.svg").read_text()
+    assert run("store", "stat", "kept/store", "--json").json["chunks"] == 3
+    rows = [json.loads(line) for line in Path("kept/questions.jsonl").read_text().splitlines()]
+    assert len(rows) == 7
+    asked = next(line for line in shown.out.splitlines() if line.startswith("  cacheblend ask "))
+    again = run(*shlex.split(asked)[1:], "--json").json
+    assert again["report"]["hit_tokens"]["disk"] > 100
+    assert again["report"]["missed_tokens"] == 0
+
+
+@pytest.mark.usefixtures("small_demo")
+def test_demo_as_json(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = run("demo", "-n", 1, "--ratio", 0.4, "--json")
+    found = result.json
+    assert "pip install 'cacheblend[plot]'" in result.err
+    assert found["plot"] is None
+    assert not list(Path().iterdir())
+    assert all(invariant["holds"] for invariant in found["invariants"])
+    assert [method["kind"] for method in found["methods"]][:3] == ["full", "prefix", "reuse"]
+    hkvd = found["methods"][-1]
+    assert hkvd["title"] == "HKVD, one check, r = 0.4"
+    assert 0.35 < hkvd["recomputed"] < 0.45
+    for number, method in enumerate(found["methods"]):  # its figures are those of its answers
+        cells = [(row["category"], row["cells"][number], row["answers"]) for row in found["evaluation"]["cells"]]
+        right = {category: [cell["answer"] in answers] for category, cell, answers in cells}
+        assert method["right"] == right
+    assert len(found["passages"]) == 3
+    assert sorted(found["questions"][0]["order"]) == [1, 2, 3]
+    assert run("demo", "-n", 1, "--ratio", 0.4, "--json").json["questions"] == found["questions"]
+
+
+@pytest.mark.usefixtures("small_demo")
+def test_a_slow_demo_asks_one_question_of_each_category(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend.evaluation.demo.BUDGET_S", 0.0)
+    shown = run("demo", "-n", 2)
+    assert shown.code == 0
+    assert "asked 7 of 14 questions" in shown.err
+    assert "/7 " in shown.out
+    assert "3. 7 questions" in shown.out
+
+
+REPOSITORY = Path(__file__).parents[2]
+_PACKAGE = Path(cacheblend.__file__).parent
+_GUARD = "engines/hf/ambient.py"
+"""Stands around each entry point, and is no step."""
+
+
+def walk(call: Callable[[], Any], *, unseen: str = "", seen_from: tuple[str, ...] = ()) -> list[str]:
+    """The package's files that a call enters, each time another one than before.
+
+    Traced in a thread of its own, and what it starts on other threads is not.
+
+    Args:
+        call: what is walked through.
+        unseen: files whose names begin with it are no steps.
+        seen_from: steps are calls that these files make; none: all calls.
+    """
+    entered: list[str] = []
+    failed: list[BaseException] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        name = _file_of(frame)
+        if event != "call" or not name or name == _GUARD or (unseen and name.startswith(unseen)):
+            return
+        caller = frame.f_back
+        while seen_from and caller is not None and _file_of(caller) in ("", _GUARD):
+            caller = caller.f_back
+        if not seen_from or caller is None or _file_of(caller) in seen_from:
+            entered.append(name)
+
+    def traced() -> None:
+        sys.setprofile(note)
+        try:
+            call()
+        except BaseException as error:  # the test fails with it, not the thread
+            failed.append(error)
+        finally:
+            sys.setprofile(None)
+
+    thread = threading.Thread(target=traced)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return [name for name, _ in groupby(entered)]
+
+
+def _file_of(frame: FrameType) -> str:
+    path = Path(frame.f_code.co_filename)
+    return path.relative_to(_PACKAGE).as_posix() if path.is_relative_to(_PACKAGE) else ""
+
+
+def test_the_read_of_a_layer_from_a_folder(tmp_path: Path) -> None:
+    block, entered = make_block(1, tokens=8, shapes=[LayerShape(2, 8)] * 4), list[str]()
+    with DiskStore(tmp_path / "s") as store:
+        store.write(block)
+        plan = Planner(ROOT, block_size=8).plan(Prompt.of([text([1, 2]), chunk(block.token_ids), text([3])]), store)
+        read = store.read_layers
+
+        def traced_read(*asked: Any) -> Any:
+            answers: list[Any] = []
+            entered.extend(walk(lambda: answers.append(read(*asked)), unseen="core/kernels/"))
+            return answers[0]
+
+        with LayerLoader(plan, store, block.layout, [None] * 4, read_ahead=0) as loader:
+            store.read_layers = traced_read  # type: ignore[method-assign]
+            loader.layer(0)
+    assert list(dict.fromkeys(entered)) == [
+        "store/disk/store.py",
+        "store/disk/block_files.py",
+        "store/base.py",
+        "core/load/staging_buffers.py",
+        "store/format/block_file.py",
+    ], entered
+    assert len(entered) <= 8, entered
+
+
+def test_generate_enters_no_file_twice_but_the_prefill() -> None:
+    engine_file, prefill = "engines/hf/engine.py", "core/fuse/prefill.py"
+    passages = [Passage("The red scarf lies in the box. " * 3), Passage("Ann has the key of the barn. " * 3)]
+    with BlendEngine.from_pretrained("nano", store="memory") as engine:
+        engine.warm(passages)
+        prompt = ["Answer. ", *reversed(passages), "Who has the key?"]
+        engine.generate(prompt, max_new_tokens=1)  # what is imported and measured at the first request
+        steps = walk(lambda: engine.generate(prompt, max_new_tokens=1), seen_from=(engine_file,))
+    assert [step for step, _ in groupby(step for step in steps if step not in (engine_file, prefill))] == [
+        "engines/hf/sampling.py",
+        "engines/tokens/builder.py",
+        "engines/tokens/detokenizer.py",
+        "engines/hf/prompts.py",
+        "engines/hf/grammar.py",
+        "engines/hf/background.py",
+        "engines/hf/state.py",
+        "engines/hf/prefiller.py",
+        "engines/hf/request.py",
+    ]
+
+
+def test_doctor_enters_each_file_that_examines_once(tmp_path: Path) -> None:
+    model, doctors = build_model(tmp_path / "tiny-llama"), ("cli/doctor.py", "engines/hf/doctor.py")
+    terminal = ("cli/options.py", "cli/models.py", "cli/output.py")  # what reads options and prints is no step
+    options = ModelOrShape(model), DeviceOptions(device="cpu"), QuestionOptions(), QualityOptions()
+    steps = walk(lambda: doctor(*options, json=True), unseen="core/", seen_from=doctors)
+    assert [step for step, _ in groupby(step for step in steps if step not in (*doctors, *terminal))] == [
+        "engines/checkpoint.py",
+        "engines/hf/model_loader.py",
+        "engines/hf/survey.py",
+        "engines/tokens/builder.py",
+        "engines/hf/live_check.py",
+        "engines/settings.py",
+    ]

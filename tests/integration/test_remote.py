@@ -1,37 +1,48 @@
-"""A store in a real Redis: prompts through it, and what goes wrong with servers."""
+"""Stores in a real Redis and in an S3-compatible bucket (moto's server): prompts through them, and what goes wrong.
+
+And round trips of a prompt's look-up: one a tier on servers, one request a name at the same time on buckets."""
 
 import dataclasses
+import os
+import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import redis as client
 import torch
 
-from cacheblend.core.errors import BlockLostError, StoreError, StoreFullError, StoreUnreachableError
+from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError, StoreFullError, StoreUnreachableError
 from cacheblend.core.load import breaker
-from cacheblend.core.names import BlockName
+from cacheblend.core.names import BlockName, TokenIds, as_token_ids, chain_names, split_blocks
+from cacheblend.core.plan.blocks import BlockEntry, ChunkManifest, LayerShape
+from cacheblend.core.plan.planner import Planner
+from cacheblend.core.plan.prompt import Prompt, run_of, text
 from cacheblend.engines import keeper
 from cacheblend.engines.hf import SamplingParams
-from cacheblend.store import KVStore, open_store
+from cacheblend.store import KVStore, check_store_url, open_store
+from cacheblend.store.combined import CascadeStore, TieredStore
+from cacheblend.store.disk import DiskStore
 from cacheblend.store.format.block_file import encode_block
+from cacheblend.store.memory import MemoryStore
 from cacheblend.store.remote import redis as redis_objects
+from cacheblend.store.remote.bucket import AT_ONCE, BucketObjects
+from cacheblend.store.remote.redis import RedisObjects
+from cacheblend.store.remote.store import RemoteStore
 from families import tiny_model
+from moto_bucket import BUCKET, KEYS, bucket, needs_bucket
 from parity.scenes import RAG, A, assert_same, greedy, open_engine
 from redis_server import RedisServer, needs_redis, redis_server
-from store_blocks import holds, make_block, make_manifest
+from store_blocks import ROOT, SHAPES, holds, make_block, make_manifest, raw_block
 
-pytestmark = needs_redis
 FOUR = SamplingParams(max_new_tokens=4, ignore_eos=True)
-
-
-@pytest.fixture
-def server() -> Iterator[RedisServer]:
-    with redis_server() as running:
-        yield running
 
 
 @pytest.fixture
@@ -45,25 +56,27 @@ def keys_of(server: RedisServer, pattern: str) -> list[bytes]:
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])
-def test_a_blend_is_the_same_as_from_memory(server: RedisServer, codec: str) -> None:
-    model = tiny_model("gemma3_text")
+@pytest.mark.parametrize(("tier", "family"), [("redis", "gemma3_text"), ("s3", "gpt_oss")])
+def test_a_blend_is_the_same_as_from_memory_which_takes_over_in_front(
+    tier: str, family: str, codec: str, request: pytest.FixtureRequest, keys: None
+) -> None:
+    model = tiny_model(family)
+    if tier == "redis":
+        url = request.getfixturevalue("server").url
+    else:
+        url = f"s3://{BUCKET}/blend-{codec}?endpoint={bucket().endpoint}&region=us-east-1"
     with open_engine(model, codec=codec) as near:
         expected = near.prefill(RAG)
-    with open_store(server.url) as store, open_engine(model, store=store, codec=codec) as engine:
+    with open_store(url) as store, open_engine(model, store=store, codec=codec) as engine:
         result = engine.prefill(RAG)
         report = result.report
-        assert (report.hit_tokens["redis"] > 0, report.missed_tokens, report.fallbacks) == (True, 0, [])
+        assert (report.hit_tokens[tier] > 0, report.missed_tokens, report.fallbacks) == (True, 0, [])
     assert_same(result, expected.logits, expected.kv, 0.0)
-    with open_store(server.url) as store, open_engine(model, [], store=store, codec=codec) as another:
-        assert another.prefill(RAG).report.missed_tokens == 0
-
-
-def test_memory_in_front_takes_over(server: RedisServer) -> None:
-    with open_store(f"{server.url}?ram_bytes=64MiB") as store, open_engine(tiny_model("llama"), store=store) as engine:
-        store.front.prune(0)  # type: ignore[attr-defined]
-        assert engine.prefill(RAG).report.hit_tokens["redis"] > 0
-        hits = engine.prefill(RAG).report.hit_tokens
-        assert hits.get("redis", 0) == 0 and hits["memory"] > 0
+    with open_store(url, ram_bytes="64MiB") as store, open_engine(model, [], store=store, codec=codec) as another:
+        report = another.prefill(RAG).report
+        assert (report.hit_tokens[tier] > 0, report.missed_tokens) == (True, 0)
+        hits = another.prefill(RAG).report.hit_tokens
+        assert hits.get(tier, 0) == 0 and hits["memory"] > 0
 
 
 def test_blocks_in_memory_outlive_their_server(server: RedisServer) -> None:
@@ -281,6 +294,7 @@ def test_a_password_is_not_shown_and_a_wrong_one_is_reported() -> None:
             check_whole(store)
 
 
+@needs_redis
 @pytest.mark.may_fail("store write", "background work", "list of chunks")
 def test_questions_are_answered_without_the_server_from_the_start(no_pause: None) -> None:
     server = RedisServer()  # never started
@@ -353,3 +367,285 @@ def test_manifests_of_an_older_version_are_measured_and_count(server: RedisServe
         assert 0 < sum(held) < len(blocks)
         store.put_manifest(make_manifest(blocks[-1]))  # written again, it says its bytes
         assert len(redis.hget("cacheblend:marks", blocks[-1].name.hex()).split()) == 2
+
+
+def opened(folder: str) -> RemoteStore:
+    return RemoteStore(BucketObjects(f"s3://{BUCKET}/{folder}", options=bucket().options))
+
+
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As AWS's own tools take them."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEYS["access_key_id"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", KEYS["secret_access_key"])
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """A server that takes connections and never answers."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(64)
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@needs_bucket
+@pytest.mark.may_fail("block lost", "list of chunks", "store write")
+def test_a_bucket_that_times_out_costs_a_recompute_and_no_answer(keys: None, silent: str) -> None:
+    model = tiny_model("llama")
+    url = f"s3://{BUCKET}/silent?endpoint={silent}&region=us-east-1&timeout=0.3"
+    with open_store(url) as store, open_engine(model, [], store=store, capture=True) as engine:
+        started = time.monotonic()
+        for _ in range(3):
+            assert engine.generate(RAG, FOUR).token_ids == greedy(model, RAG, 4)
+        assert time.monotonic() - started < 5
+        with pytest.raises(StoreUnreachableError, match="asked again in"):
+            store.stats()
+
+
+def test_a_missing_bucket_is_reported(keys: None) -> None:
+    with open_store(f"s3://nowhere/x?endpoint={bucket().endpoint}&region=us-east-1") as store:
+        with pytest.raises(StoreError, match="s3://nowhere/x"):
+            store.write(make_block(1))
+        assert store.find([make_block(1).name]) == [None]
+
+
+@needs_bucket
+def test_missing_keys_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for given, missing in permutations(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")):
+        with monkeypatch.context() as only:
+            only.setenv(given, "key")
+            for reports in (open_store, check_store_url):
+                with pytest.raises(InvalidInputError, match=f"no complete credentials: set {missing}, too"):
+                    reports("s3://bucket/x")
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://169.254.0.1:1")  # no service answers there
+    with open_store("s3://bucket/x?timeout=0.2") as store, pytest.raises(StoreError) as caught:
+        store.stats()
+    assert "s3://bucket/x has no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or" in str(caught.value)
+    assert "169.254" not in str(caught.value)
+
+
+def test_what_one_process_writes_another_reads() -> None:
+    """A long header takes a second request."""
+    blocks = [make_block(seed) for seed in range(40)]
+    long = make_block(1, tokens=3, shapes=[LayerShape(9, 2)] * 500)
+    with opened("shared") as store, opened("shared") as other:
+        for block in [*blocks, long]:
+            assert store.write(block)
+            assert not other.write(block)
+        assert all(entry is not None for entry in other.find([block.name for block in blocks]))
+        assert all(holds(other, block) for block in [*blocks, long])
+
+
+def test_a_request_that_failed_takes_those_behind_it_along() -> None:
+    """A thousand of them, of two seconds each in 32 threads, would be in the way of everybody else for a minute."""
+    objects, asked = BucketObjects(f"s3://{BUCKET}/behind", options=bucket().options), []
+
+    def ask(number: int) -> None:
+        asked.append(number)
+        time.sleep(0.2)
+        raise StoreUnreachableError("no answer")
+
+    with pytest.raises(StoreUnreachableError):
+        objects._each(range(10 * AT_ONCE), ask)
+    objects._each(range(2), lambda number: asked.append(-1))  # comes behind all that wait
+    assert 1 <= len([number for number in asked if number >= 0]) <= 3 * AT_ONCE
+    objects.close()
+
+
+CHUNKS, BLOCK_SIZE = 20, 8
+
+
+class CountingRedis(RedisObjects):
+    """Counts the pipelines sent."""
+
+    sent = 0
+
+    def _together(self, ask: Any, all_of: int | None = None) -> list[Any]:
+        self.sent += 1
+        return super()._together(ask, all_of)
+
+
+class CountingS3:
+    """obstore, counting requests; remembers how many were under way at the same time."""
+
+    def __init__(self, real: Any) -> None:
+        self._real, self._lock = real, threading.Lock()
+        self.calls: list[str] = []
+        self.now = self.most = 0
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            with self._lock:
+                self.calls.append(name)
+                self.now += 1
+                self.most = max(self.most, self.now)
+            try:
+                time.sleep(0.02)  # as a bucket's answer takes
+                return getattr(self._real, name)(*args, **options)
+            finally:
+                with self._lock:
+                    self.now -= 1
+
+        return call
+
+
+class Counting(MemoryStore):
+    """Memory that counts its look-ups and the names asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.finds: list[int] = []
+
+    def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
+        self.finds.append(len(names))
+        return super().find(names)
+
+
+def fill(store: KVStore, *, size: int = BLOCK_SIZE) -> Prompt:
+    """Stores chunks, and returns a prompt with a run of each."""
+    chunks = []
+    for number in range(CHUNKS):
+        ids = as_token_ids(np.arange(20) + 100 * number)
+        above, names = ROOT, []
+        for tokens in split_blocks(ids, size):
+            store.write(block_of(above, tokens))
+            (above,) = chain_names(above, [tokens])
+            names.append(above)
+        chunks.append(ChunkManifest(above, ROOT, as_token_ids([]), ids, tuple(names)))
+    store.flush()
+    return Prompt.of([text([1, 2, 3]), *(run_of(each, 1, 18) for each in chunks), text([4, 5])])
+
+
+def block_of(above: BlockName, tokens: TokenIds) -> Any:
+    (name,) = chain_names(above, [tokens])
+    return raw_block(name, above, tokens, make_block(1, len(tokens), SHAPES).records)
+
+
+def planned(store: KVStore, prompt: Prompt) -> int:
+    """Tokens found by a plan, of `CHUNKS` * 18."""
+    return sum(Planner(ROOT, block_size=BLOCK_SIZE).plan(prompt, store).hit_tokens().values())
+
+
+def names_in(prompt: Prompt) -> list[BlockName]:
+    return [name for segment in prompt.segments if segment.found_in for name in segment.found_in.block_names]
+
+
+def test_a_plan_is_one_round_trip_on_a_server_and_two_with_another_block_size_or_a_time_to_live(
+    server: RedisServer,
+) -> None:
+    for size, trips in ((BLOCK_SIZE, (1, 1)), (9, (2,))):  # of 9 tokens as many blocks
+        with RemoteStore(RedisObjects(server.url, prefix=f"size{size}")) as filling:
+            prompt = fill(filling, size=size)
+        objects = CountingRedis(server.url, prefix=f"size{size}")
+        with RemoteStore(objects) as store:
+            for expected in trips:  # the second plan knows the headers
+                objects.sent = 0
+                assert planned(store, prompt) == CHUNKS * 18
+                assert objects.sent == expected
+    objects = CountingRedis(server.url, prefix="ttl")
+    with RemoteStore(objects, ttl=3600.0) as store:
+        prompt = fill(store)
+        objects.sent = 0
+        assert all(store.find(names_in(prompt)))
+        assert objects.sent == 2
+
+
+def test_combined_stores_ask_each_of_their_stores_once_and_none_behind_one_that_has_all(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    far = [CountingRedis(server.url, prefix=f"far{number}") for number in range(2)]
+    stores = [RemoteStore(each) for each in far]
+    disk = DiskStore(tmp_path / "near", durable=False)
+    with TieredStore(MemoryStore(1 << 24), CascadeStore([disk, *stores])) as store:
+        prompt = fill(store)
+        names = names_in(prompt)
+        for each in far:
+            each.sent = 0
+        assert planned(store, prompt) == CHUNKS * 18
+        assert [each.sent for each in far] == [1, 1]  # names of the prompt's own chain, which nothing holds
+        assert all(store.find(names))
+        assert [each.sent for each in far] == [1, 1]  # the disk has all of them
+        for name in names:
+            disk.delete(name)
+        assert planned(store, prompt) == CHUNKS * 18
+        assert [each.sent for each in far] == [2, 2]
+    nearest, farther = Counting(), Counting()
+    with CascadeStore([nearest, farther]) as store:
+        names = names_in(fill(store))
+        nearest.finds, farther.finds = [], []
+        assert all(store.find(names))
+        assert nearest.finds == [len(names)] and farther.finds == []
+
+
+def test_a_bucket_is_asked_once_for_each_name_at_the_same_time(request: pytest.FixtureRequest) -> None:
+    url = f"s3://{BUCKET}/{request.node.name}"
+    with RemoteStore(BucketObjects(url, options=bucket().options)) as filling:
+        prompt = fill(filling)
+    names = names_in(prompt)
+    objects = BucketObjects(url, options=bucket().options)
+    objects._obstore = counting = CountingS3(objects._obstore)
+    with RemoteStore(objects) as store:
+        assert all(store.find(names))
+        assert counting.calls == ["get"] * len(names)
+        assert 1 < counting.most <= AT_ONCE
+        counting.calls = []
+        assert all(store.find(names))  # headers are known: is it there, and nothing else
+        assert counting.calls == ["head"] * len(names)
+        counting.calls = []
+        assert planned(store, prompt) == CHUNKS * 18
+        assert set(counting.calls) == {"head", "get"}
+        assert len(counting.calls) == counting.calls.count("head") + counting.calls.count("get") <= 2 * len(names) + 4
+
+
+def test_look_ups_do_not_wait_behind_manifests_that_are_read(request: pytest.FixtureRequest) -> None:
+    """Hundreds of them, each of which takes its time."""
+    url, go_on, asked = f"s3://{BUCKET}/{request.node.name}", threading.Event(), threading.Semaphore(0)
+    with RemoteStore(BucketObjects(url, options=bucket().options)) as filling:
+        blocks = [make_block(seed) for seed in range(3)]
+        for block in blocks:
+            filling.write(block)
+
+    class SlowManifests:
+        def __init__(self, real: Any) -> None:
+            self._real = real
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._real, name)
+
+        def get(self, where: Any, path: str, **options: Any) -> Any:
+            if path.startswith("manifests/"):
+                asked.release()
+                go_on.wait()
+            return self._real.get(where, path, **options)
+
+    objects = BucketObjects(url, options=bucket().options)
+    objects._obstore = SlowManifests(objects._obstore)
+    reading = threading.Thread(target=objects.read_sealed, args=("manifests", [make_block(n).name for n in range(200)]))
+    try:
+        reading.start()
+        assert asked.acquire(timeout=60)
+        with RemoteStore(objects) as store:
+            ends = threading.Timer(60, go_on.set)
+            ends.start()
+            assert all(store.find([block.name for block in blocks])) and not go_on.is_set()
+            ends.cancel()
+            go_on.set()
+            reading.join()
+    finally:
+        go_on.set()
+
+
+def test_a_block_of_a_bucket_counts_as_used_when_it_is_found(request: pytest.FixtureRequest) -> None:
+    objects = BucketObjects(f"s3://{BUCKET}/{request.node.name}", options=bucket().options)
+    with RemoteStore(objects) as store:
+        block = make_block(3)
+        store.write(block)
+        later = time.time() + 60
+        assert objects.look_up([block.name], {block.name}, since=later) == [None]
+        assert objects.look_up([block.name], since=later) == [None]
+        (header,) = objects.look_up([block.name], {block.name})
+        assert header and objects.look_up([block.name]) == [b""]
+        assert objects.look_up([make_block(4).name], {make_block(4).name}) == [None]
