@@ -1,7 +1,6 @@
 """The loading controller in an engine: blocks that it does not load are computed, and it learns from measured times.
 
-And snapshots of recurrent layers: lost, damaged, foreign, evicted, in tiers, of tenants, and under load. Whatever
-happens to one, an answer is the model's own; at worst the prefix is computed."""
+And snapshots of recurrent layers: whatever happens to one, an answer is the model's own."""
 
 import json
 import threading
@@ -30,7 +29,7 @@ from cacheblend.engines.hf.tickets import Ask, DoneEvent, Limits
 from cacheblend.store import KVStore, MemoryStore, TieredStore, open_store
 from cacheblend.store.combined import CascadeStore
 from cacheblend.store.format.block_file import decode_header, header_bytes
-from command_line import runner
+from command_line import Run
 from families import tiny_model
 from hybrid_figure import TOLERANCE, prefix_error
 from integration.test_scheduler import PARAMS, submit
@@ -119,7 +118,7 @@ def test_blocks_left_out_are_not_captured_again_but_promoted(cost_model: str) ->
         assert (report.left_out_tokens, report.hit_tokens["memory"]) == (0, stored)
 
 
-def test_the_controller_learns_that_a_tier_is_slower_than_measured(tmp_path: Path) -> None:
+def test_the_controller_learns_that_a_tier_is_slower_and_of_two_each_speed(tmp_path: Path) -> None:
     model = tiny_model("llama")
     with open_engine(model, []) as engine:
         file = cost_model_file(tmp_path / "cost-model.json", engine, slow=1e7)
@@ -131,9 +130,7 @@ def test_the_controller_learns_that_a_tier_is_slower_than_measured(tmp_path: Pat
         assert engine.prefiller.controller.cost_model.tiers["slow"].bytes_per_s < 5e6
         assert any(report.left_out_tokens for report in reports)
 
-
-def test_the_speeds_of_two_tiers_are_learnt_separately(tmp_path: Path) -> None:
-    """A device a thousand times slower than measured does not change the learnt speed of memory."""
+    # a device a thousand times slower than measured does not change the learnt speed of memory
     model, near, far = tiny_model("llama"), MemoryStore(), ThrottledStore(1e5, tier="slow")
     open_engine(model, [A], store=near).close()
     with open_engine(model, [B, C], store=far) as engine:
@@ -184,8 +181,7 @@ def test_a_cost_model_of_another_setup_is_refused(cost_model: str, tmp_path: Pat
             open_engine(tiny_model("llama"), [], cost_model=str(tmp_path / "other.json"))
 
 
-def test_calibrate_and_ask_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = runner(capsys)
+def test_calibrate_and_ask_on_the_command_line(run: Run, tmp_path: Path) -> None:
     store, out = f"file://{tmp_path}/store?ram_bytes=64MiB", tmp_path / "cost-model.json"
     done = run("calibrate", "-m", "nano", "-s", store, "-o", out, "-l", 128, "-l", 512, "--runs", 1)
     assert done.code == 0, done.err

@@ -30,13 +30,15 @@ from cacheblend.evaluation.candidates import Candidate, grid
 from cacheblend.evaluation.gate import Bar, GateRow, check, profile_of, run_gate
 from cacheblend.evaluation.scorers import WordF1
 from campaign import rotating
-from command_line import Run, runner
+from command_line import Run
 from families import BLENDABLE, HYBRID, REFUSED, Family, tiny_model
 from parity.scenes import DIVERSE
 from tiny_folder import TinyShape, build_tiny
 from tokenizers_for_tests import byte_level, sentencepiece
 
 CORE = [family for family in [*BLENDABLE, *HYBRID] if family.name in {*DIVERSE, "lfm2", "jamba", "lfm2-tail"}]
+SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
 LIVE = ["re-positioned keys", "r = 1 is full prefill", "lone chunk, r = 0"]
 
 
@@ -49,17 +51,8 @@ def folder(tmp_path: Path) -> Path:
     path = tmp_path / "tiny"
     tokenizer = sentencepiece()
     tokenizer.save_pretrained(path)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-    )
     torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(path)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **SMALL)).save_pretrained(path)
     return path
 
 
@@ -99,9 +92,7 @@ def test_describes_what_it_found() -> None:
 def test_catches_a_model_that_breaks_the_laws() -> None:
     """Rows that meet outside attention only in long prompts pass the survey's few rows, but not the live check."""
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
-                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **SMALL)).eval()
 
     class Shifted(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
@@ -138,28 +129,27 @@ def test_a_folder_with_tokenizers(folder: Path) -> None:
     assert found(diagnose(folder), "anchor")[0] is None  # it sets no BOS
 
 
-@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
-def test_a_folder_that_lacks_a_file(folder: Path, missing: str) -> None:
-    (folder / missing).unlink()
-    diagnosis = diagnose(folder)
-    assert [check.name for check in diagnosis.checks] == ["files"]
-    assert not diagnosis.blendable
-
-
 @pytest.mark.parametrize(
     ("file", "content", "check"),
     [
+        ("config.json", "", "files"),
+        ("model.safetensors", "", "files"),
         ("config.json", "{", "config"),
         ("config.json", '{"model_type": "no_such_model"}', "config"),
         ("config.json", '{"model_type": "t5"}', "config"),
         ("model.safetensors", "not weights", "weights"),
     ],
 )
-def test_a_folder_that_cannot_be_read(folder: Path, file: str, content: str, check: str) -> None:
-    (folder / file).write_text(content)
+def test_a_folder_that_lacks_a_file_or_has_one_that_cannot_be_read(
+    folder: Path, file: str, content: str, check: str
+) -> None:
+    (folder / file).unlink()
+    if content:
+        (folder / file).write_text(content)
     diagnosis = diagnose(folder)
-    assert diagnosis.reason.startswith(f"{check}:")
+    assert diagnosis.reason.startswith(f"{check}:") and not diagnosis.blendable
     assert found(diagnosis, check)[0] is False
+    assert content or [check.name for check in diagnosis.checks] == ["files"]
 
 
 WORDS = ["lamp", "harbour", "clock", "mussel", "rope", "tide", "keeper", "moon"]
@@ -180,17 +170,6 @@ def rows(count: int, seed: int = 0, answers: tuple[str, ...] = ()) -> list[GateR
     ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One thread, and a cache folder of the tests' own."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model, which blending changes, so that little passes."""
@@ -198,9 +177,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gate") / "tiny-llama"
     build_tiny(folder, [" ".join(WORDS), *passages(0)], shape)
     return folder
-
-
-# ---- the gate -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -374,9 +350,6 @@ def test_a_chosen_setting_is_checked_on_fresh_data(engine: BlendEngine) -> None:
     assert found.rows == 8
 
 
-# ---- from `doctor --quality` to the answers -------------------------------------------------------------------------
-
-
 GATE = ("--threshold", 0.6, "--max-tokens", 3)
 
 
@@ -395,13 +368,6 @@ def data(tmp_path: Path) -> Path:
     ]
     file.write_text("\n".join(json.dumps(line) for line in lines))
     return file
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs the command line in this process."""
-    monkeypatch.setenv("COLUMNS", "120")
-    return runner(capsys)
 
 
 def test_from_the_gate_to_an_answer(run: Run, model: Path, data: Path) -> None:
@@ -429,6 +395,7 @@ def test_from_the_gate_to_an_answer(run: Run, model: Path, data: Path) -> None:
     with BlendEngine.from_pretrained(model, config=BlendConfig(selector="none")) as opened:
         assert opened.config.selector == "none"
     shown = "".join(run("doctor", "-m", model).out.split())
+    assert "yes,thismodelcanbeblended" in shown and "halfpairing" in shown
     assert f"profile{model / PROFILE_NAME}" in shown and "profiletheprofile" not in shown
 
 
@@ -496,22 +463,8 @@ def test_a_folder_that_cannot_be_written_to(
     elsewhere = tmp_path / "mine.json"
     assert run(*command, "--profile", elsewhere).code == 0
     assert isinstance(read_profile(elsewhere), Profile)
-    ask = (
-        "ask",
-        "-m",
-        model,
-        "-s",
-        "memory",
-        "-p",
-        "A lamp.",
-        "-q",
-        "Which?",
-        "-n",
-        1,
-        "--json",
-        "--profile",
-        elsewhere,
-    )
+    asked = ("-p", "A lamp.", "-q", "Which?", "-n", 1, "--json")
+    ask = ("ask", "-m", model, "-s", "memory", "--profile", elsewhere, *asked)
     assert str(elsewhere) in run(*ask).json["settings"]["source"]
     assert "would not be used" in run(*ask, "--ratio", 0.5).json["error"]
 

@@ -6,7 +6,7 @@ import random
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,6 @@ from small_llama import (
 )
 from tiny_folder import TinyShape, build_tiny
 from tokenizers_for_tests import byte_level, sentencepiece
-
-# ---- answers ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("warmed", [False, True])
@@ -140,9 +138,6 @@ def test_the_context_limits_prompt_and_answer(open_engine: Open) -> None:
         assert answer.token_ids == plain(engine, Prompt.of([text(ids[: CONTEXT - left])]), tokens)
 
 
-# ---- stores, models, folders -------------------------------------------------------------------------------
-
-
 def test_a_second_engine_hits_the_chunks_of_the_first_on_disk(
     built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,9 +225,6 @@ def test_folders_that_lack_something(built: Path, tmp_path: Path) -> None:
         assert engine.generate(Prompt.of([text([5, 6, 7])]), GREEDY).token_ids
 
 
-# ---- warm -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("together", [1, 4096], ids=["one by one", "in a batch"])
 def test_warm_stores_the_kv_of_a_plain_prefill(open_engine: Open, together: int) -> None:
     engine = open_engine(capture_batch_tokens=together)
@@ -290,9 +282,6 @@ def test_invalid_chunks_are_refused_by_warm(open_engine: Open, chunks: list[Any]
     with pytest.raises(InvalidInputError, match=message):
         engine.warm(chunks)
     assert engine.store.stats().blocks == 0
-
-
-# ---- capture ----------------------------------------------------------------------------------------------
 
 
 def test_a_miss_is_captured_and_then_hit(open_engine: Open) -> None:
@@ -359,8 +348,6 @@ def test_background_work_waits_for_the_end_of_a_request(open_engine: Open) -> No
     assert stepped.flush(SOON)
     assert {manifest.label for manifest in stepped.store.manifests()} == {"fox", "stored", "who"}
 
-
-# ---- passages in a chat whose template changes them ---------------------------------------------------------------
 
 TEMPLATES = {
     "trims": "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}</s>{% endfor %}",
@@ -477,15 +464,10 @@ SHAPE = TinyShape(layers=3, width=64, mlp_width=96, heads=4, kv_heads=2, vocab_s
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("selectors") / "tiny-llama"
     build_tiny(path, TEXTS, SHAPE)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so small a model gains nothing from more
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield path
-    torch.set_num_threads(threads)
+    return path
 
 
 def open_tiny(folder: Path, **settings: object) -> BlendEngine:

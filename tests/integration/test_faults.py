@@ -111,10 +111,7 @@ def in_bucket(path: Path, stack: ExitStack) -> Tier:
     )
 
 
-@pytest.fixture(
-    params=[on_disk, in_redis, in_bucket],
-    ids=["disk", "redis", "s3"],
-)
+@pytest.fixture(params=[on_disk, in_redis, in_bucket], ids=["disk", "redis", "s3"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
     with ExitStack() as stack:
         yield request.param(tmp_path, stack)

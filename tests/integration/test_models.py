@@ -1,7 +1,4 @@
-"""Models that an engine opens, or refuses with the reason, as `doctor` does: those that read images beside text, which
-are blended for prompts of text; other kinds; models in a state, or of a size, that cannot be blended. A folder with
-latent attention: doctor, plan, a server on a store that an earlier one filled. And the model that ships: what
-transformers finds in its folder, and that it answers as its card says."""
+"""Models that an engine opens, or refuses with the reason, as `doctor` does; latent attention; the one that ships."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +33,7 @@ from cacheblend.evaluation.templates import Template
 from cacheblend.nano import model_path
 from cacheblend.serve.app import create_app
 from cacheblend.serve.settings import ServeSettings
-from command_line import Run, runner
+from command_line import Run
 from families import ALTERNATING, GROUPED_MOE, LATENT, SMALL, VOCAB
 from lab.nano.questions import Prompts, draw_questions
 from lab.nano.tokenizer import MAX_POSITIONS, build_tokenizer
@@ -44,16 +41,8 @@ from parity.scenes import QUESTION, RAG, A, B, C, assert_close, assert_same, gre
 from reference import plain_kv
 from tokenizers_for_tests import CORPUS, sentencepiece
 
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,  # as many as the language model has
-    "depth": 4,
-    "num_attention_heads": 2,
-    "num_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
+VISION = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_heads": 2}
+VISION |= {"image_size": 28, "patch_size": 14, "num_hidden_layers": 4, "depth": 4}  # as many as the language model has
 MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}}
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llava": ({}, {}),
@@ -135,9 +124,6 @@ def test_the_default_config_of_gemma4_is_refused_with_the_field_that_decides(tmp
         BlendEngine(AutoModelForCausalLM.from_config(config).eval())
 
 
-# ---- state and size -----------------------------------------------------------------------------------------
-
-
 def tiny(layers: int = 3) -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**{**SMALL, "num_hidden_layers": layers, "attention_dropout": 0.3})).eval()
@@ -196,11 +182,6 @@ def test_a_model_of_one_layer_works_with_selectors_that_check_no_layer() -> None
         full = engine.prefill(RAG, mode="full")
         everything = engine.prefill(RAG, selector=engine.settings.selector(1.0))
         torch.testing.assert_close(everything.logits, full.logits, atol=1e-5, rtol=1e-4)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    return runner(capsys)
 
 
 def config_of(model_type: str, **changes: Any) -> Any:

@@ -325,9 +325,6 @@ def test_threads_that_come_first_share_a_client(server: RedisServer) -> None:
     objects.close()
 
 
-# ---- what no store wrote -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [b"x", b"", b"1", b"-5 2", b"1 2 3", b"1.5 2", b"\xff 1"])
 def test_a_damaged_size_is_measured_and_mended(server: RedisServer, size: bytes) -> None:
     block = make_block(1)

@@ -1,11 +1,6 @@
 """Retrievers' adapters, each against the real package, with a running server; and the examples, as readers run them.
 
-Situations: passages indexed and retrieved; one twice in a request, equal texts under two ids; one edited between being
-indexed and retrieved; nothing retrieved; no id; a huge one, a tiny one, odd letters; a retriever that raises, and its
-`ainvoke`; a server that is down, has keys, or holds another collection with the same ids; entries deleted from Chroma,
-or all of them by mistake; a library that is not installed. Without a server: what others answer at its address (a wrong
-url, where everything is a 404; a page of a proxy; JSON that is not the server's; a server that is busy), and an id, a
-salt or a key that cannot be sent."""
+Without a server: what others answer at its address, and an id, a salt or a key that cannot be sent."""
 
 import asyncio
 import importlib.util
@@ -278,9 +273,6 @@ def test_a_library_that_is_not_installed_is_named(module: str, library: str) -> 
     assert f"pip install 'cacheblend[{module}]'" in ended.stderr.splitlines()[-1]
 
 
-# ---- what others answer -----------------------------------------------------------------------------------
-
-
 CALLS: list[Callable[[DocumentServer], Any]] = [
     lambda server: server.put([Document("a", "text")]),
     lambda server: server.ids(),
@@ -335,6 +327,7 @@ def test_a_document_that_is_not_there_is_no_error_and_what_cannot_be_sent_is_ref
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OPENAI = "serve_openai", "openai"
+RETRIEVERS = [("langchain", "langchain_openai"), ("llamaindex", "llama_index"), ("chroma", "chromadb")]
 
 
 @pytest.fixture
@@ -363,13 +356,7 @@ def test_an_example_stores_passages_and_then_reuses_them(fresh_url: str, name: s
 
 @pytest.mark.parametrize(
     "name, library",
-    rotating(
-        [
-            ("retriever_langchain", "langchain_openai"),
-            ("retriever_llamaindex", "llama_index"),
-            ("retriever_chroma", "chromadb"),
-        ]
-    ),
+    rotating([(f"retriever_{name}", module) for name, module in RETRIEVERS]),
 )
 def test_an_example_of_a_retriever_answers_whether_its_passages_are_stored_or_not(
     fresh_url: str, name: str, library: str

@@ -1,9 +1,6 @@
 """Answers and what stands beside them, on the model that ships: by OpenAI's own client where it has them.
 
-Chats, completions, Responses, streams, modes, chunks, single models, tokens; a server that is busy, loses its store or
-is stopped; what its page asks for. Situations: a name with slashes, odd bytes or of another server; a text that is
-empty, too long or half of a character; ids outside of the vocabulary; a stream that ends with an error; fields of
-another kind of request; a conversation with roles, parts and instructions."""
+A server that is busy, loses its store or is stopped; what its page asks for."""
 
 import json
 import math
@@ -41,10 +38,7 @@ def url(nano_url: str) -> str:
     return nano_url
 
 
-# ---- answers ------------------------------------------------------------------------------------------------
-
-
-def test_a_chat_gets_the_engines_own_answer(url: str) -> None:
+def test_a_chat_gets_the_engines_own_answer_and_missed_chunks_are_stored_after_it(url: str) -> None:
     answer = ask(url)
     with BlendEngine.from_pretrained(model_path(), store="memory") as engine:
         parts = [*({"type": "chunk", "text": text} for text in PASSAGES), {"type": "text", "text": QUESTION}]
@@ -56,8 +50,7 @@ def test_a_chat_gets_the_engines_own_answer(url: str) -> None:
     assert answer.usage.prompt_tokens == len(prompt)
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
-
-def test_missed_chunks_are_stored_after_the_answer_and_the_question_never_is(url: str) -> None:
+    # missed chunks are stored, the question never is
     wait_until(lambda: extras(ask(url))["missed_tokens"] == 0)
     again = ask(url)
     report, hits = extras(again), sum(extras(again)["hit_tokens"].values())
@@ -106,29 +99,6 @@ def test_modes(url: str) -> None:
     assert full["row_layers"] > blend["row_layers"] > reuse["row_layers"]
 
 
-def test_what_openais_fields_ask_for_is_done(url: str) -> None:
-    """Each changes the answer that is given without it, or the request is refused by the field's name."""
-    plain = ask(url, logprobs=True, max_tokens=4)
-    ids = client(url).completions.create(model="nano", prompt="x", max_tokens=1, logprobs=1).choices[0]
-    assert ids.text is not None
-    first = plain.choices[0].logprobs.content[0].token
-    other = ask(url, max_tokens=4, extra_body={"bad_words": [first.strip() or first]}).choices[0].message.content
-    assert not (other or "").startswith(first)
-    biased = ask(url, max_tokens=3, logit_bias={"300": 100}, extra_body={"ignore_eos": True}).choices[0].message.content
-    assert biased != plain.choices[0].message.content and len(set(biased.split())) <= 1
-    longer = ask(url, max_tokens=12, extra_body={"min_tokens": 12})
-    assert longer.usage.completion_tokens == 12
-    for name, value in (("presence_penalty", 2.0), ("frequency_penalty", 2.0), ("reasoning_effort", "low")):
-        assert ask(url, max_tokens=2, **{name: value}).usage.completion_tokens
-    for name, value in (
-        ("response_format", {"type": "structural_tag"}),
-        ("tool_choice", "required"),
-        ("logit_bias", {"99999": 1}),
-    ):
-        with pytest.raises(openai.BadRequestError, match=name):
-            ask(url, **{name: value})
-
-
 def test_a_tool_message_is_a_chunk_and_the_question_in_front_of_it_is_not_stored() -> None:
     """A tool's result recurs and is stored; the user's question in front of it must not be."""
     call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": "{}"}}
@@ -154,7 +124,7 @@ def test_a_tool_message_is_a_chunk_and_the_question_in_front_of_it_is_not_stored
         assert engine.store.stats().blocks == len(manifest.block_names) + len(manifest.anchor_ids)
 
 
-def test_choices_seeds_stops_and_log_probabilities(url: str) -> None:
+def test_what_openais_fields_ask_for_is_done(url: str) -> None:
     options = {"n": 3, "temperature": 1.5, "seed": 4, "logprobs": True, "top_logprobs": 2, "max_tokens": 5}
     first, second = ask(url, **options), ask(url, **options)
     texts = [choice.message.content for choice in first.choices]
@@ -168,6 +138,27 @@ def test_choices_seeds_stops_and_log_probabilities(url: str) -> None:
     stop = whole[len(whole) // 2 :][:2]
     cut = ask(url, stop=[stop])
     assert cut.choices[0].message.content == whole[: whole.index(stop)] and cut.choices[0].finish_reason == "stop"
+
+    # each changes the answer that is given without it, or the request is refused by the field's name
+    plain = ask(url, logprobs=True, max_tokens=4)
+    ids = client(url).completions.create(model="nano", prompt="x", max_tokens=1, logprobs=1).choices[0]
+    assert ids.text is not None
+    first = plain.choices[0].logprobs.content[0].token
+    other = ask(url, max_tokens=4, extra_body={"bad_words": [first.strip() or first]}).choices[0].message.content
+    assert not (other or "").startswith(first)
+    biased = ask(url, max_tokens=3, logit_bias={"300": 100}, extra_body={"ignore_eos": True}).choices[0].message.content
+    assert biased != plain.choices[0].message.content and len(set(biased.split())) <= 1
+    longer = ask(url, max_tokens=12, extra_body={"min_tokens": 12})
+    assert longer.usage.completion_tokens == 12
+    for name, value in (("presence_penalty", 2.0), ("frequency_penalty", 2.0), ("reasoning_effort", "low")):
+        assert ask(url, max_tokens=2, **{name: value}).usage.completion_tokens
+    for name, value in (
+        ("response_format", {"type": "structural_tag"}),
+        ("tool_choice", "required"),
+        ("logit_bias", {"99999": 1}),
+    ):
+        with pytest.raises(openai.BadRequestError, match=name):
+            ask(url, **{name: value})
 
 
 def test_documents_are_chunks_and_so_are_spans_of_token_ids(url: str) -> None:
@@ -192,9 +183,6 @@ def test_documents_are_chunks_and_so_are_spans_of_token_ids(url: str) -> None:
     assert len(answer.choices[0].logprobs.tokens or []) == answer.usage.completion_tokens
     text = client(url).completions.create(prompt="Who has the boot?", stream=True, **options)
     assert "".join(event.choices[0].text for event in text if event.choices) is not None
-
-
-# ---- chunks -------------------------------------------------------------------------------------------------
 
 
 def test_chunks_are_stored_listed_pinned_used_and_deleted() -> None:
@@ -233,9 +221,6 @@ def test_chunks_of_token_ids_are_those_of_prompts_of_token_ids(url: str) -> None
 
 
 INTERRUPTED = signal.SIGINT, (0,)
-
-
-# ---- under load ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -344,9 +329,6 @@ def test_a_server_that_is_stopped_answers_what_it_took_and_writes_what_it_missed
         assert store.verify() == []
 
 
-# ---- the page -----------------------------------------------------------------------------------------------
-
-
 def test_the_page_and_what_it_asks_for(url: str) -> None:
     assert "CacheBlend" in httpx.get(f"{url}/").text
     found = httpx.get(f"{url}/playground/passages").json()
@@ -377,9 +359,6 @@ def refused(answer: httpx.Response, status: int, param: str | None = None) -> st
     return str(error["message"])
 
 
-# ---- models -------------------------------------------------------------------------------------------------
-
-
 def test_one_model(url: str, http: httpx.Client) -> None:
     [listed] = http.get("/v1/models").json()["data"]
     assert http.get("/v1/models/nano").json() == listed and listed["max_model_len"] == 2048
@@ -389,9 +368,6 @@ def test_one_model(url: str, http: httpx.Client) -> None:
     assert models.retrieve("nano").id == "nano" and [model.id for model in models.list()] == ["nano"]
     with pytest.raises(openai.NotFoundError):
         models.retrieve("gpt-4")
-
-
-# ---- tokens -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", [WHO, "", " ", "🦩 ü\x00\n", "<|im_end|>", "a" * 3000, "The lamp " * 300])
@@ -404,7 +380,7 @@ def test_a_text_survives_the_way_there_and_back(http: httpx.Client, text: str) -
     assert again["tokens"] == found["tokens"]
 
 
-def test_a_chats_tokens_are_those_it_is_answered_with(http: httpx.Client) -> None:
+def test_a_chats_tokens_are_those_it_is_answered_with_and_special_ones_stay_text(http: httpx.Client) -> None:
     parts = [{"type": "text", "text": text} for text in [*TWO, WHO]]
     for messages in ([{"role": "user", "content": parts}], [{"role": "user", "content": WHO}]):
         for more in ({}, {"documents": [{"title": "one", "text": TWO[0]}]}):
@@ -413,8 +389,7 @@ def test_a_chats_tokens_are_those_it_is_answered_with(http: httpx.Client) -> Non
             assert found["count"] == answer["usage"]["prompt_tokens"] and found["token_strs"] is None
             assert answer["cacheblend"]["changed_contents"] == 0
 
-
-def test_special_tokens_are_parsed_in_a_prompt_and_stay_text_in_a_chat(http: httpx.Client) -> None:
+    # special tokens are parsed in a prompt, and stay text in a chat
     rendered = f"<s><|user|>{WHO}<|assistant|>"
     chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": WHO}]}).json()
     assert http.post("/tokenize", json={"prompt": rendered}).json()["tokens"] == chat["tokens"]
@@ -459,9 +434,6 @@ def test_what_is_no_text_is_refused(
     refused(http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"}), status, param)
 
 
-# ---- responses ----------------------------------------------------------------------------------------------
-
-
 def input_of(texts: list[str]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [{"type": "input_text", "text": text} for text in texts]}]
 
@@ -488,7 +460,7 @@ def test_a_response_is_the_chats_answer(url: str, http: httpx.Client) -> None:
         assert stream.until_done() is not None
 
 
-def test_a_response_ends_at_its_length_and_is_part_of_a_conversation(http: httpx.Client) -> None:
+def test_a_response_ends_at_its_length_is_part_of_a_conversation_and_reuses_passages(http: httpx.Client) -> None:
     body = {"input": "The boot", "max_output_tokens": 3, "ignore_eos": True, "temperature": 0}
     found = http.post("/v1/responses", json=body).json()
     assert (found["status"], found["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
@@ -500,8 +472,7 @@ def test_a_response_ends_at_its_length_and_is_part_of_a_conversation(http: httpx
     told = http.post("/v1/responses", json={"input": [*said, next_one]})
     assert told.status_code == 200, told.text
 
-
-def test_passages_of_an_input_are_reused(http: httpx.Client) -> None:
+    # passages of an input are reused in any order
     texts = ["The bell of the harbour was lent to Marn. " * 6, "Nobody has the rope of the tower. " * 6]
     for order in (texts, texts[::-1]):
         body = {"input": input_of([*order, WHO])}
@@ -511,6 +482,17 @@ def test_passages_of_an_input_are_reused(http: httpx.Client) -> None:
             return bool(report["missed_tokens"] == 0 < sum(report["hit_tokens"].values()))
 
         wait_until(is_reused)
+
+    # what is no message of text is refused
+    for item in (
+        {"role": "user", "content": [{"type": "input_image", "image_url": "file:///etc/passwd"}]},
+        {"type": "function_call_output", "call_id": "1", "output": "a"},
+        {"role": "tool", "content": "a"},
+        {"role": "user"},
+        5,
+    ):
+        refused(http.post("/v1/responses", json={"input": [item]}), 400)
+    refused(http.post("/v1/responses", json={"input": "lamp " * 30_000}), 400)
 
 
 @pytest.mark.parametrize(
@@ -540,22 +522,7 @@ def test_what_a_response_cannot_be_is_refused_by_name(http: httpx.Client, more: 
     refused(answer, 400)
 
 
-def test_what_is_no_text_message_is_refused(http: httpx.Client) -> None:
-    for item in (
-        {"role": "user", "content": [{"type": "input_image", "image_url": "file:///etc/passwd"}]},
-        {"type": "function_call_output", "call_id": "1", "output": "a"},
-        {"role": "tool", "content": "a"},
-        {"role": "user"},
-        5,
-    ):
-        refused(http.post("/v1/responses", json={"input": [item]}), 400)
-    refused(http.post("/v1/responses", json={"input": "lamp " * 30_000}), 400)
-
-
-# ---- prompts ------------------------------------------------------------------------------------------------
-
-
-def test_a_prompt_may_stand_in_a_list_of_its_own(http: httpx.Client) -> None:
+def test_a_prompt_may_stand_in_a_list_and_usage_comes_last_or_in_each_event(http: httpx.Client) -> None:
     ids = http.post("/tokenize", json={"prompt": WHO}).json()["tokens"]
     said = []
     for prompt in (WHO, [WHO], ids, [ids]):
@@ -567,11 +534,7 @@ def test_a_prompt_may_stand_in_a_list_of_its_own(http: httpx.Client) -> None:
     for prompt in ([], [[]], [""], [[ids]], [None], {}, 5):
         refused(http.post("/v1/completions", json={"prompt": prompt}), 400)
 
-
-# ---- usage in streams ---------------------------------------------------------------------------------------
-
-
-def test_usage_comes_last_or_in_each_event(http: httpx.Client) -> None:
+    # usage in streams
     for options, in_each in (
         ({"include_usage": True}, False),
         ({"include_usage": True, "continuous_usage_stats": True}, True),

@@ -87,9 +87,6 @@ def test_no_hit_and_no_difference_in_time(tmp_path: Path) -> None:
     assert abs(rank_sum_z(times["stored by another"], times["never stored"])) < 4
 
 
-# ---- keys ----
-
-
 def test_keys_keep_tenants_apart(tmp_path: Path) -> None:
     ring, headers = keys_of(tmp_path, "one", "other")
     mine, theirs = headers.values()
@@ -144,9 +141,6 @@ def test_a_key_that_is_removed_or_added_is_so_in_a_running_server(
         assert status(new) == 200  # what cannot be read changes nothing
         file.unlink()
         assert status(new) == 401  # and no key lets nobody in
-
-
-# ---- quotas ----
 
 
 def test_quotas_of_a_key() -> None:
@@ -227,7 +221,7 @@ def http(own: httpx.Client) -> Iterator[httpx.Client]:
     assert own.get("/v1/documents").json()["data"] == own.get("/v1/chunks").json()["data"] == []
 
 
-def test_documents_are_stored_edited_and_dropped(http: httpx.Client) -> None:
+def test_documents_of_any_id_are_stored_edited_and_dropped(http: httpx.Client) -> None:
     long = text_of(1, 150)
     first = put(http, {"a": long, "b": "One bell rings.", "empty": " "})
     assert (first["added"], first["empty"]) == (3, ["empty"]) and first["computed_tokens"] == first["tokens"]
@@ -246,8 +240,8 @@ def test_documents_are_stored_edited_and_dropped(http: httpx.Client) -> None:
     assert http.delete("/v1/documents/a").status_code == 404
     assert http.get("/v1/chunks").json()["data"] == []
 
-
-def test_ids_of_any_characters(http: httpx.Client) -> None:
+    # ids of any characters
+    assert http.delete("/v1/documents/empty").status_code == 200
     put(http, {name: f"Document {number} of the harbour." for number, name in enumerate(ODD)})
     assert {each["id"] for each in pages(http, "/v1/documents", 3)} == set(ODD)
     for name in ODD:

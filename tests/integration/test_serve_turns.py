@@ -1,8 +1,4 @@
-"""Tenants take turns: many chunks of one, a queue that is bounded, work whose client or server goes, slow forms.
-
-Situations of forms: one key sends more of them at once than there are threads that read prompts; beside it plain
-prompts, token ids, and a form that is kept, of its own and of another key; the other key's new form; a client that goes
-away before its form's turn; more forms than may wait; the server is stopped."""
+"""Tenants take turns: many chunks of one, a queue that is bounded, work whose client or server goes, slow forms."""
 
 import asyncio
 import contextlib
@@ -29,8 +25,6 @@ from cacheblend.serve.state import PARSERS
 from random_words import words
 from serving import keys_of, running, shallow
 from small_llama import wait_until
-
-# ---- many chunks --------------------------------------------------------------------------------------------
 
 
 def chunks_of(who: str, count: int) -> dict[str, Any]:
@@ -71,9 +65,6 @@ def test_work_for_a_client_that_is_gone_is_not_done(nano_url: str) -> None:
     assert len(httpx.get(f"{nano_url}/v1/chunks", timeout=60).json()["data"]) < before + 300
 
 
-# ---- the queue ----------------------------------------------------------------------------------------------
-
-
 def sliced(log: list[str], name: str, count: int) -> Callable[[], Any]:
     def work() -> Iterator[None]:
         for _ in range(count):
@@ -83,22 +74,6 @@ def sliced(log: list[str], name: str, count: int) -> Callable[[], Any]:
         return
 
     return work
-
-
-def test_tenants_take_turns_whatever_they_ask_for() -> None:
-    log: list[str] = []
-
-    async def go() -> None:
-        queue, end = FairQueue(1, 100), time.monotonic() + 60
-        many = [asyncio.create_task(queue.run("a", sliced(log, "a", 10), end)) for _ in range(3)]
-        await asyncio.sleep(0.01)
-        one = asyncio.create_task(queue.run("b", sliced(log, "b", 5), end))
-        await asyncio.gather(one, *many)
-        queue.close()
-
-    asyncio.run(go())
-    first, last = log.index("b"), len(log) - log[::-1].index("b")
-    assert log.count("a") == 30 and log[first:last].count("a") <= 6
 
 
 def test_the_queue_is_bounded_and_who_has_most_gives_way() -> None:
@@ -148,15 +123,6 @@ def test_places_are_given_back_however_work_ends(seed: int) -> None:
         queue.close()
 
     asyncio.run(go())
-
-
-def test_a_full_queue_is_told_before_a_text_is_tokenised() -> None:
-    with running(ServeSettings(limits=Limits(active=1, waiting=0)), model=shallow()) as url:
-        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "lamp"})
-        assert answer.status_code == 429 and answer.headers["retry-after"]
-
-
-# ---- a server that ends -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

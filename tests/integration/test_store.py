@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +123,31 @@ def test_every_flipped_byte_is_found(folder: Path, bit: int, faults: Faults) -> 
 
 
 @pytest.mark.usefixtures("quiet")
-def test_every_length_is_found(folder: Path, faults: Faults) -> None:
+def test_every_length_and_other_damage_is_found(folder: Path, faults: Faults) -> None:
     path = only(folder, "blocks/*/*")
     good = path.read_bytes()
     lengths = [*range(len(good)), *range(len(good) + 1, len(good) + 20)]
     tried = check_each(folder, path, ((good + bytes(20))[:length] for length in lengths))
     assert tried == len(good) + 19
     faults.count("block files cut short or too long", tried)
+
+    # what else may lie in a file
+    other = make_block(2, tokens=5, shapes=SHAPES)
+    foreign = b"".join(encode_block(other))
+    rng = np.random.default_rng(0)
+    contents = [
+        foreign,  # a sound file under a wrong name
+        good[:4096] + foreign[4096:],
+        bytes(len(good)),
+        b"\xff" * len(good),
+        rng.bytes(len(good)),
+        good[:4096] + bytes(len(good) - 4096),  # written, but its data never reached the disk
+        good[4096:] + good[:4096],
+        (1 << 63).to_bytes(8, "little") + good[8:],
+    ]
+    for start in rng.integers(0, len(good) - 64, 200):
+        contents.append(good[:start] + rng.bytes(64) + good[start + 64 :])
+    assert check_each(folder, path, contents) == 208
 
 
 @pytest.mark.usefixtures("quiet")
@@ -160,27 +178,6 @@ def test_a_flipped_byte_of_a_file_of_several_blocks_costs_those_that_it_is_in(
             tried += 1
             first.unlink(missing_ok=True)
     faults.count("flipped bytes of files of several blocks", tried)
-
-
-def test_other_damage_is_found(folder: Path) -> None:
-    path = only(folder, "blocks/*/*")
-    good = path.read_bytes()
-    other = make_block(2, tokens=5, shapes=SHAPES)
-    foreign = b"".join(encode_block(other))
-    rng = np.random.default_rng(0)
-    contents = [
-        foreign,  # a sound file under a wrong name
-        good[:4096] + foreign[4096:],
-        bytes(len(good)),
-        b"\xff" * len(good),
-        rng.bytes(len(good)),
-        good[:4096] + bytes(len(good) - 4096),  # written, but its data never reached the disk
-        good[4096:] + good[:4096],
-        (1 << 63).to_bytes(8, "little") + good[8:],
-    ]
-    for start in rng.integers(0, len(good) - 64, 200):
-        contents.append(good[:start] + rng.bytes(64) + good[start + 64 :])
-    assert check_each(folder, path, contents) == 208
 
 
 def test_damage_is_reported_by_name_and_verify_removes_it(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -291,9 +288,6 @@ def test_processes_write_read_delete_and_evict_at_the_same_time(tmp_path: Path) 
     with DiskStore(tmp_path / "s") as store:
         assert store.verify() == []
         assert 0 < store.stats().bytes <= CHURN_MAX_BYTES * 34 // 32
-
-
-# ---- kill -9 -----------------------------------------------------------------------------------------------
 
 
 KILLS = max(20, share(100))
@@ -441,30 +435,26 @@ class Load:
             self.done["read"] += 1
 
 
-def check(store: KVStore, capsys: pytest.CaptureFixture[str], together: int = 1) -> None:
-    load = Load(store, together)
-    load.run(SECONDS)
-    with capsys.disabled():
-        print(f"\n{THREADS} threads, {SECONDS:g} s: {dict(load.done)}")
-    assert load.wrong == []
-    assert store.stats().damaged == 0
-    assert load.is_varied()
-
-
 @pytest.mark.parametrize(
-    ("kind", "together"), rotating([("memory", 1), ("disk", 1), ("tiered", 3)], core=[("tiered", 3)])
+    ("kind", "together"),
+    [
+        *rotating([("memory", 1), ("disk", 1), ("tiered", 3)], core=[("tiered", 3)]),
+        pytest.param("redis", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_sixteen_threads(kind: str, together: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Blocks in files of their own, or as many as `together` in one."""
-    store: KVStore = MemoryStore(BOUND // 4)  # it counts records without their headers
-    if kind != "memory":
-        disk = DiskStore(tmp_path, max_bytes=BOUND, durable=False)
-        store = disk if kind == "disk" else TieredStore(MemoryStore(BOUND // 8), disk)
-    with store:
-        check(store, capsys, together)
-
-
-@pytest.mark.slow
-def test_sixteen_threads_on_a_server(capsys: pytest.CaptureFixture[str]) -> None:
-    with redis_server() as server, open_store(f"{server.url}?max_bytes={BOUND}") as store:
-        check(store, capsys)
+    with ExitStack() as stack:
+        store: KVStore = MemoryStore(BOUND // 4)  # it counts records without their headers
+        if kind == "redis":
+            store = open_store(f"{stack.enter_context(redis_server()).url}?max_bytes={BOUND}")
+        elif kind != "memory":
+            disk = DiskStore(tmp_path, max_bytes=BOUND, durable=False)
+            store = disk if kind == "disk" else TieredStore(MemoryStore(BOUND // 8), disk)
+        stack.enter_context(store)
+        load = Load(store, together)
+        load.run(SECONDS)
+        with capsys.disabled():
+            print(f"\n{THREADS} threads, {SECONDS:g} s: {dict(load.done)}")
+        assert load.wrong == [] and load.is_varied()
+        assert store.stats().damaged == 0

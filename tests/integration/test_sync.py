@@ -389,9 +389,6 @@ def test_documents_that_change_while_they_are_computed(pair: tuple[BlendEngine, 
     check(two, {"c": text_of(6, 20)} | ({"a": text_of(7, 20), "b": ""} if then == "edited" else {}), then)
 
 
-# ---- the command ----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return runner(capsys, "sync", "--model", str(shallow()))
