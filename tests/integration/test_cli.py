@@ -406,14 +406,7 @@ def test_demo(run: Run) -> None:
     pytest.importorskip("matplotlib")
     shown = run("demo", "--questions", 1, "--keep", "kept", "--plot", "a.svg")
     assert shown.code == 0
-    parts = (
-        "full recompute",
-        "prefix caching",
-        "full reuse",
-        "HKVD, gradual, r = 0.15",
-        "/7 ",
-        "r = 1 is full prefill",
-    )
+    parts = ("full recompute", "prefix caching", "full reuse", "HKVD, gradual, r = 0.15", "r = 1 is full prefill", "/7")
     assert all(part in shown.out for part in parts), shown.out
     assert "<svg" in Path("a.svg").read_text()
     assert run("store", "stat", "kept/store", "--json").json["chunks"] == 3
