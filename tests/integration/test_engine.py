@@ -385,18 +385,13 @@ def test_passages_that_a_template_changes_are_stored_once_and_found_in_every_pro
         }
         assert report.changed_contents == changed.get(name, 0)
     assert engine.flush(SOON) and len(list(engine.store.manifests())) == stored
-
-
-def test_passages_that_were_warmed_are_found_in_a_chat_whose_template_trims_them(
-    loaded: BlendEngine, monkeypatch: pytest.MonkeyPatch, open_engine: Open
-) -> None:
-    monkeypatch.setattr(loaded.tokenizer, "chat_template", TEMPLATES["trims"])
-    engine = open_engine()
-    engine.warm(SPACED)
-    for passages in (SPACED, SPACED[::-1], SPACED[1:]):
-        report = engine.chat([{"role": "user", "content": "Who?"}], passages, max_new_tokens=1).report
-        assert report.missed_tokens == 0
-        assert report.loaded_tokens >= sum(len(engine.builder.encode(p.text)) - 4 for p in passages)
+    if name == "trims":  # and passages that were warmed are found
+        warmed = open_engine()
+        warmed.warm(SPACED)
+        for passages in (SPACED, SPACED[::-1], SPACED[1:]):
+            report = warmed.chat([{"role": "user", "content": "Who?"}], passages, max_new_tokens=1).report
+            assert report.missed_tokens == 0
+            assert report.loaded_tokens >= sum(len(warmed.builder.encode(p.text)) - 4 for p in passages)
 
 
 SNIPPETS = ["The dog", "\n\n", "ÿ" * 15, "你好世界", "😀", "\ue000\U000f0000\U0010fffd", "\ufffd", "déjà </s> vu"]

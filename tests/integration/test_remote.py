@@ -46,6 +46,12 @@ FOUR = SamplingParams(max_new_tokens=4, ignore_eos=True)
 
 
 @pytest.fixture
+def server() -> Iterator[RedisServer]:
+    with redis_server() as running:
+        yield running
+
+
+@pytest.fixture
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breaker, "PAUSE_S", 0.0)
     monkeypatch.setattr(keeper, "PAUSE_S", 0.0)
@@ -55,8 +61,10 @@ def keys_of(server: RedisServer, pattern: str) -> list[bytes]:
     return sorted(client.Redis(port=server.port).keys(pattern))
 
 
-@pytest.mark.parametrize("codec", ["raw", "int8"])
-@pytest.mark.parametrize(("tier", "family"), [("redis", "gemma3_text"), ("s3", "gpt_oss")])
+@pytest.mark.parametrize(
+    ("tier", "family", "codec"),
+    [(*kind, codec) for kind in (("redis", "gemma3_text"), ("s3", "gpt_oss")) for codec in ("raw", "int8", "int4")],
+)
 def test_a_blend_is_the_same_as_from_memory_which_takes_over_in_front(
     tier: str, family: str, codec: str, request: pytest.FixtureRequest, keys: None
 ) -> None:

@@ -7,7 +7,6 @@ import math
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -235,26 +234,19 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_full_queue_is_429_with_retry_after(slowly: None) -> None:
-    with running(ServeSettings(limits=Limits(active=1, waiting=1), drain_s=0.1)) as url:
+    with running(ServeSettings(limits=Limits(active=1, waiting=1), drain_s=0.1)) as url, ThreadPoolExecutor(4) as pool:
         endless = {"model": "nano", "prompt": "Read", "max_tokens": 4000, "ignore_eos": True, "stream": True}
         with httpx.Client(timeout=60) as http, http.stream("POST", f"{url}/v1/completions", json=endless) as first:
             lines = first.iter_lines()  # kept: a generator that is dropped closes the stream
             next(lines)
-            found: list[httpx.Response] = []
             short = endless | {"stream": False, "max_tokens": 1}
-
-            def post() -> None:
-                found.append(httpx.post(f"{url}/v1/completions", json=short, timeout=60))
-
-            threads = [threading.Thread(target=post) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            wait_until(lambda: len(found) >= 3)
-            assert [answer.status_code for answer in found] == [429] * 3
-            assert all(int(answer.headers["Retry-After"]) >= 1 for answer in found)
-        for thread in threads:  # the one that streamed has gone: the one that waits is answered
-            thread.join(60)
-        assert sorted(answer.status_code for answer in found) == [200, 429, 429, 429]
+            posted = [pool.submit(httpx.post, f"{url}/v1/completions", json=short, timeout=60) for _ in range(4)]
+            wait_until(lambda: sum(each.done() for each in posted) >= 3)
+            refused = [each.result() for each in posted if each.done()]
+            assert [answer.status_code for answer in refused] == [429] * 3
+            assert all(int(answer.headers["Retry-After"]) >= 1 for answer in refused)
+        # the one that streamed has gone: the one that waits is answered
+        assert sorted(each.result(60).status_code for each in posted) == [200, 429, 429, 429]
 
 
 def test_a_client_that_leaves_is_not_answered_any_more(url: str, slowly: None) -> None:

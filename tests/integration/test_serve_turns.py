@@ -166,17 +166,14 @@ def test_a_post_that_a_drain_cuts_is_told_so(monkeypatch: pytest.MonkeyPatch) ->
         return warm(engine, *given, **options)
 
     monkeypatch.setattr(BlendEngine, "warm", slowly)
-    chunks, found = [{"text": words(600)} for _ in range(60)], list[httpx.Response]()
-    with running(ServeSettings(drain_s=0.5), model=shallow()) as url:
-        client = threading.Thread(
-            target=lambda: found.append(httpx.post(f"{url}/v1/chunks", json={"chunks": chunks}, timeout=300))
-        )
-        client.start()
-        while not httpx.get(f"{url}/v1/chunks", timeout=300).json()["data"]:
-            time.sleep(0.05)
-    client.join(60)
-    assert [answer.status_code for answer in found] == [503]
-    assert found[0].json()["error"]["code"] == "shutting_down"
+    chunks = {"chunks": [{"text": words(600)} for _ in range(60)]}
+    with ThreadPoolExecutor(1) as pool:
+        with running(ServeSettings(drain_s=0.5), model=shallow()) as url:
+            post = pool.submit(httpx.post, f"{url}/v1/chunks", json=chunks, timeout=300)
+            while not httpx.get(f"{url}/v1/chunks", timeout=300).json()["data"]:
+                time.sleep(0.05)
+        answer = post.result(60)
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "shutting_down"
 
 
 WAITING = PARSERS + 6
