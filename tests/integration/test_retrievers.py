@@ -336,35 +336,33 @@ def fresh_url() -> Iterator[str]:
         yield address
 
 
+def run_example(name: str, library: str, url: str) -> str:
+    """What it prints; skips the test where its library is not installed."""
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--url", url]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
 @pytest.mark.parametrize(
     "name, library",
     rotating([OPENAI, ("serve_langchain", "langchain_openai"), ("serve_llamaindex", "llama_index")], core=[OPENAI]),
 )
 def test_an_example_stores_passages_and_then_reuses_them(fresh_url: str, name: str, library: str) -> None:
-    if importlib.util.find_spec(library) is None:
-        pytest.skip(f"{library} is not installed")
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--fresh_url", fresh_url]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 0, ended.stderr
-    first, before, second, after = ended.stdout.splitlines()
+    out = run_example(name, library, fresh_url)
+    first, before, second, after = out.splitlines()
     assert first.startswith("Luden") and second.startswith("Luden")
     loaded = [re.search(r"from the store {'\w+': (\d+)|(\d+) tokens from the store", each) for each in (before, after)]
     counts = [0 if each is None else int(each[1] or each[2]) for each in loaded]
-    assert counts[0] == 0 < counts[1], ended.stdout  # the first answer stores, the second reuses
+    assert counts[0] == 0 < counts[1], out  # the first answer stores, the second reuses
     assert len(httpx.get(f"{fresh_url}/v1/chunks").json()["data"]) >= 2  # both passages, each a chunk of its own
 
 
-@pytest.mark.parametrize(
-    "name, library",
-    rotating([(f"retriever_{name}", module) for name, module in RETRIEVERS]),
-)
+@pytest.mark.parametrize(("name", "library"), rotating([(f"retriever_{name}", module) for name, module in RETRIEVERS]))
 def test_an_example_of_a_retriever_answers_whether_its_passages_are_stored_or_not(
     fresh_url: str, name: str, library: str
 ) -> None:
-    if importlib.util.find_spec(library) is None:
-        pytest.skip(f"{library} is not installed")
     for _ in range(2):
-        command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--fresh_url", fresh_url]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-        assert ended.returncode == 0, ended.stderr
-        assert "Luden" in ended.stdout.split()
+        assert "Luden" in run_example(name, library, fresh_url).split()
