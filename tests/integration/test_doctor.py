@@ -189,16 +189,13 @@ def test_on_random_weights_nothing_but_full_recompute_passes(engine: BlendEngine
     candidates = [*grid(3, ["hkvd", "none"], [0.05, 0.3]), EXACT]
     found = run_gate(engine, rows(24), candidates, LOW)
     assert found.verdict == "passed"
-    assert found.chosen is not None
-    assert found.chosen.candidate == EXACT
-    assert found.chosen.found is not None
-    assert found.chosen.found.kl < 1e-6
+    assert found.chosen is not None and found.chosen.candidate == EXACT
+    assert found.chosen.found is not None and found.chosen.found.kl < 1e-6
     assert found.chosen.found.equal_answers == 1
     assert (found.search_rows, found.confirm_rows, found.attempts) == (12, 12, 3)
     measured = {tried.candidate.name: tried.found for tried in found.searched}
     reuse, hkvd = measured["none"], measured["hkvd@1 r=0.3"]
-    assert reuse is not None
-    assert hkvd is not None
+    assert reuse is not None and hkvd is not None
     assert reuse.kl > hkvd.kl > 1e-3
     assert [t.found.compute for t in found.searched if t.found] == sorted(m.compute for m in measured.values() if m)
 
@@ -208,8 +205,7 @@ def test_no_candidate_passes(engine: BlendEngine) -> None:
     assert (found.verdict, found.chosen, found.confirmed) == ("none passes", None, [])
     for tried in found.searched:
         assert tried.stopped
-        assert tried.found is not None
-        assert tried.found.rows == gate.STOP_AFTER
+        assert tried.found is not None and tried.found.rows == gate.STOP_AFTER
     profile = profile_of(engine, found)
     assert not profile.blend
     assert profile.config().make_selector() == AllRows()
@@ -220,8 +216,7 @@ def test_too_few_rows(engine: BlendEngine, built: Path) -> None:
     # Too few rows are all searched and nothing is confirmed
     found = run_gate(engine, rows(7), [EXACT], Bar(answer_tokens=3))
     assert (found.verdict, found.search_rows, found.confirm_rows, found.confirmed) == ("too few rows", 7, 0, [])
-    assert found.searched[0].found is not None
-    assert found.searched[0].found.agreement == 1
+    assert found.searched[0].found is not None and found.searched[0].found.agreement == 1
     assert not found.searched[0].passes
     with pytest.raises(InvalidInputError, match="598 are needed"):
         profile_of(engine, found)
@@ -281,8 +276,7 @@ def test_a_failed_attempt_is_followed_by_the_next_dearer(engine: BlendEngine, mo
     failed, chosen = found.confirmed
     assert (failed.passes, failed.stopped, chosen.passes) == (False, True, True)
     assert found.attempts == 2
-    assert chosen.found is not None
-    assert chosen.found.bound == pytest.approx(0.025 ** (1 / 8))
+    assert chosen.found is not None and chosen.found.bound == pytest.approx(0.025 ** (1 / 8))
 
 
 def test_agreement_alone_does_not_pass_where_f1_falls(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,8 +285,7 @@ def test_agreement_alone_does_not_pass_where_f1_falls(engine: BlendEngine, monke
     bar = Bar(threshold=0.6, answer_tokens=3, scorer=WordF1())
     found = run_gate(engine, rows(16, answers=("lamp",)), [EXACT], bar)
     assert found.verdict == "none passes"
-    assert found.searched[0].found is not None
-    assert found.searched[0].found.f1_difference == -1
+    assert found.searched[0].found is not None and found.searched[0].found.f1_difference == -1
     assert run_gate(engine, rows(16), [EXACT], bar).verdict == "passed", "without gold answers F1 is not asked for"
 
 
@@ -320,8 +313,7 @@ def test_rows_of_the_same_passages_stay_on_one_side_and_count_once(
     assert len(set(confirmed)) == 6
     assert not set(searched) & set(confirmed)
     assert found.attempts == 1, "36 rows, but 6 independent ones to confirm on"
-    assert found.chosen is not None
-    assert found.chosen.found is not None
+    assert found.chosen is not None and found.chosen.found is not None
     assert found.chosen.found.bound == pytest.approx(0.05 ** (1 / 6))
     assert check(engine, asked, AllRows(), LOW)[1].rows == 12
 
@@ -337,8 +329,7 @@ def test_what_computes_as_much_as_full_recompute_never_passes(
     monkeypatch.setattr(gate, "compare", dear)
     found = run_gate(engine, rows(24), [EXACT], LOW)
     assert (found.verdict, found.confirmed) == ("none passes", [])
-    assert found.searched[0].found is not None
-    assert found.searched[0].found.agreement == 1
+    assert found.searched[0].found is not None and found.searched[0].found.agreement == 1
 
 
 def test_a_chosen_setting_is_checked_on_fresh_data(engine: BlendEngine) -> None:
