@@ -302,15 +302,6 @@ def test_a_password_is_not_shown_and_a_wrong_one_is_reported() -> None:
             check_whole(store)
 
 
-@needs_redis
-@pytest.mark.may_fail("store write", "background work", "list of chunks")
-def test_questions_are_answered_without_the_server_from_the_start(no_pause: None) -> None:
-    server = RedisServer()  # never started
-    model = tiny_model("llama")
-    with open_store(f"{server.url}?timeout=0.3") as store, open_engine(model, [], store=store) as engine:
-        assert engine.generate(RAG, FOUR).token_ids == greedy(model, RAG, 4)
-
-
 def test_threads_that_come_first_share_a_client(server: RedisServer) -> None:
     objects, opened = redis_objects.RedisObjects(server.url, prefix="first"), list[object]()
     together = threading.Barrier(8)
@@ -394,11 +385,12 @@ def silent() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-@needs_bucket
-@pytest.mark.may_fail("block lost", "list of chunks", "store write")
-def test_a_bucket_that_times_out_costs_a_recompute_and_no_answer(keys: None, silent: str) -> None:
+@pytest.mark.may_fail("block lost", "list of chunks", "store write", "background work")
+@pytest.mark.parametrize("tier", [pytest.param("redis", marks=needs_redis), pytest.param("s3", marks=needs_bucket)])
+def test_a_server_that_never_answers_costs_a_recompute_and_no_answer(tier: str, keys: None, silent: str) -> None:
     model = tiny_model("llama")
-    url = f"s3://{BUCKET}/silent?endpoint={silent}&region=us-east-1&timeout=0.3"
+    never_started, bucket_url = RedisServer().url, f"s3://{BUCKET}/silent?endpoint={silent}&region=us-east-1"
+    url = f"{never_started}?timeout=0.3" if tier == "redis" else f"{bucket_url}&timeout=0.3"
     with open_store(url) as store, open_engine(model, [], store=store, capture=True) as engine:
         started = time.monotonic()
         for _ in range(3):

@@ -20,7 +20,6 @@ from cacheblend.engines.hf.tickets import (
     DoneEvent,
     Event,
     Limits,
-    QueueFullError,
     Ticket,
     TokenEvent,
     TooLateError,
@@ -132,17 +131,6 @@ def slow(engine: BlendEngine, schedule: Schedule, monkeypatch: pytest.MonkeyPatc
     made.go_on.set()  # before its scheduler is closed
 
 
-def test_a_full_queue_reports_when_to_retry(slow: Slow, schedule: Schedule) -> None:
-    scheduler = schedule(Limits(active=1, waiting=2))
-    first = slow.begin(scheduler)
-    others = [submit(scheduler, RAG) for _ in range(2)]
-    with pytest.raises(QueueFullError, match="2 requests wait") as raised:
-        submit(scheduler, RAG)
-    assert raised.value.retry_after_s >= 1
-    slow.go_on.set()
-    assert all(listener.wait().error is None for listener in (first, *others))
-
-
 def test_cancelled_and_expired_requests_end_without_delaying_others(slow: Slow, schedule: Schedule) -> None:
     scheduler = schedule(Limits(active=1))
     first, cancelled = slow.begin(scheduler), Listener()
@@ -154,20 +142,6 @@ def test_cancelled_and_expired_requests_end_without_delaying_others(slow: Slow, 
     assert cancelled.wait().report is None and not cancelled.tokens
     assert isinstance(late.wait().error, TooLateError)
     assert last.wait().error is None
-
-
-def test_a_request_cancelled_during_decoding_ends(schedule: Schedule) -> None:
-    scheduler, listener = schedule(), Listener()
-    ticket: list[Ticket] = []
-
-    def on_event(event: Event) -> None:
-        listener(event)
-        if isinstance(event, TokenEvent) and ticket:
-            ticket[0].cancel()
-
-    ticket.append(scheduler.submit(Ask(RAG, ENDLESS), on_event))
-    listener.wait()
-    assert scheduler.active == 0
 
 
 def test_an_error_ends_only_its_own_request(
@@ -247,16 +221,6 @@ def test_a_request_for_more_answers_than_the_limit_runs_alone(schedule: Schedule
     listeners = [submit(scheduler, RAG, choices=choices) for choices in (1, 3, 1)]
     assert [listener.wait().error for listener in listeners] == [None] * 3
     assert [len(listener.tokens) for listener in listeners] == [1, 3, 1]
-
-
-def test_closing_waits_for_running_requests_and_ends_the_rest(schedule: Schedule) -> None:
-    scheduler = schedule(Limits(active=1))
-    done, endless = submit(scheduler, RAG), submit(scheduler, RAG, ENDLESS)
-    scheduler.close(timeout=3)
-    assert done.wait().error is None
-    assert isinstance(endless.wait().error, ClosedError)
-    with pytest.raises(ClosedError):
-        submit(scheduler, RAG)
 
 
 @pytest.mark.parametrize("is_idle", [True, False])

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -160,30 +159,6 @@ def test_what_openais_fields_ask_for_is_done(url: str) -> None:
             ask(url, **{name: value})
 
 
-def test_documents_are_chunks_and_so_are_spans_of_token_ids(url: str) -> None:
-    asked = [{"role": "user", "content": QUESTION}]
-    documents = [{"title": f"note {n}", "text": text} for n, text in enumerate(PASSAGES)]
-    report = extras(ask(url, messages=asked, max_tokens=2, extra_body={"documents": documents}))
-    assert sum(report["hit_tokens"].values()) + report["missed_tokens"] > 0
-    wait_until(lambda: len(httpx.get(f"{url}/v1/chunks").json()["data"]) >= len(set(PASSAGES)))
-    with BlendEngine.from_pretrained(model_path(), store="memory") as engine:
-        assert engine.builder is not None
-        ids, spans = engine.builder.encode("Read this. "), []
-        for passage in PASSAGES[:2]:
-            inside = engine.builder.encode(passage)
-            spans.append([len(ids), len(ids) + len(inside)])
-            ids += inside
-        ids += engine.builder.encode(QUESTION)
-    options: dict[str, Any] = {"model": "nano", "max_tokens": 4, "temperature": 0}
-    body = {"cacheblend": {"chunks": spans}}
-    answer = client(url).completions.create(prompt=ids, logprobs=2, extra_body=body, **options)
-    assert answer.usage is not None and answer.usage.prompt_tokens >= len(ids)
-    assert answer.choices[0].logprobs is not None
-    assert len(answer.choices[0].logprobs.tokens or []) == answer.usage.completion_tokens
-    text = client(url).completions.create(prompt="Who has the boot?", stream=True, **options)
-    assert "".join(event.choices[0].text for event in text if event.choices) is not None
-
-
 def test_chunks_are_stored_listed_pinned_used_and_deleted() -> None:
     with running(ServeSettings(chunk_tokens=16)) as url:
         texts = [{"text": text, "title": f"note {n}"} for n, text in enumerate(PASSAGES)]
@@ -279,20 +254,6 @@ def test_many_requests_that_store_delay_no_other() -> None:
         assert asked.usage is not None
         assert not all(each.done() for each in stored)
         assert {each.result().status_code for each in stored} <= {200, 429}
-
-
-@pytest.mark.may_fail("store write", "block lost")
-def test_a_store_that_is_gone_costs_no_answer(tmp_path: Path) -> None:
-    import shutil
-
-    with running(ServeSettings(chunk_tokens=16), f"file://{tmp_path}/store") as url:
-        before = ask(url, extra_body={"cacheblend": {"mode": "full"}}).choices[0].message.content
-        with suppress(OSError):  # it is being written to
-            shutil.rmtree(tmp_path / "store")
-        shutil.rmtree(tmp_path / "store", ignore_errors=True)
-        after = ask(url)
-        assert after.choices[0].message.content == before
-        assert httpx.get(f"{url}/metrics").status_code == 200
 
 
 @pytest.mark.parametrize(

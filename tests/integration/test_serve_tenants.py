@@ -5,8 +5,6 @@ Documents of a server are stored by id, edited, listed in pages, dropped; each k
 import json
 import math
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,10 +26,10 @@ from cacheblend.serve.settings import ServeSettings
 from cacheblend.serve.tenants import Tenants
 from cacheblend.store import DiskStore
 from cacheblend.store.base import SMALL_FILE_BYTES
-from campaign import rotating, share
+from campaign import share
 from openai_asking import PASSAGES, ask, extras, messages
 from random_words import text_of
-from serving import connected, free_port, is_ready, keys_of, running, shallow
+from serving import connected, keys_of, running, shallow
 
 TRIES = max(30, share(100))
 WORDS = ["boot", "lamp", "rope", "coin", "drum", "flag", "glove", "helmet", "jar", "kite", "lock", "map"]
@@ -392,37 +390,3 @@ def test_a_post_whose_client_goes_is_completed_by_the_next(http: httpx.Client) -
     assert done["documents"] == 80 and done["missing_documents"] == 0
     again = put(http, documents)
     assert again["kept"] == 80 and again["computed_tokens"] == 0
-
-
-@pytest.mark.parametrize("share", rotating([0.05, 0.5]))
-def test_a_server_that_is_killed_leaves_a_store_that_the_next_post_completes(tmp_path: Path, share: float) -> None:
-    folder, port = tmp_path / "store", free_port()
-    documents = {str(number): text_of(number, 60) for number in range(60)}
-    body = {"documents": [{"id": name, "text": text} for name, text in documents.items()]}
-    arguments = ["serve", "-m", str(shallow()), "--port", str(port), "--store", str(folder)]
-    command = [sys.executable, "-c", "from cacheblend.cli import main; main()", *arguments]
-    url = f"http://127.0.0.1:{port}"
-    with (
-        ThreadPoolExecutor(1) as pool,
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server,
-    ):
-        try:
-            while not is_ready(url):
-                assert server.poll() is None
-                time.sleep(0.1)
-            post = pool.submit(httpx.post, f"{url}/v1/documents", json=body, timeout=600)
-            while not post.done() and len(list((folder / "blocks").rglob("*.safetensors"))) < share * len(documents):
-                time.sleep(0.002)
-        finally:
-            server.kill()
-        with pytest.raises(httpx.TransportError):  # it was killed in the middle
-            post.result(60)
-    with DiskStore(folder) as store:
-        assert store.verify() == [] and store.stats().blocks > 0
-    with running(ServeSettings(), str(folder), model=shallow()) as url, httpx.Client(base_url=url, timeout=600) as http:
-        done = put(http, documents)
-        assert done["documents"] == 60 and done["missing_documents"] == done["damaged"] == 0
-        assert 0 < done["computed_tokens"] < done["tokens"]
-        again = put(http, documents)
-        assert again["kept"] == 60 and again["computed_tokens"] == 0
-        assert all(each["held"] for each in pages(http, "/v1/documents", 100))

@@ -17,7 +17,7 @@ import pytest
 
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.grammar import CompiledGrammar, Grammar, Grammars
-from cacheblend.engines.hf.tickets import Limits, QueueFullError, TooLateError
+from cacheblend.engines.hf.tickets import Limits, TooLateError
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.fair_queue import FairQueue
 from cacheblend.serve.settings import ServeSettings
@@ -74,24 +74,6 @@ def sliced(log: list[str], name: str, count: int) -> Callable[[], Any]:
         return
 
     return work
-
-
-def test_the_queue_is_bounded_and_who_has_most_gives_way() -> None:
-    async def go() -> None:
-        queue, end = FairQueue(1, 3), time.monotonic() + 60
-        log: list[str] = []
-        many = [asyncio.create_task(queue.run("a", sliced(log, str(n), 3), end)) for n in range(4)]
-        await asyncio.sleep(0)
-        with pytest.raises(QueueFullError):
-            await queue.run("a", sliced(log, "too many", 1), end)
-        await queue.run("b", sliced(log, "b", 1), end)
-        ended = await asyncio.gather(*many, return_exceptions=True)
-        assert [isinstance(each, QueueFullError) for each in ended] == [False, False, False, True]
-        assert "too many" not in log and "3" not in log and queue.waiting == 0
-        assert await queue.run("a", lambda: 7, end) == 7  # all places are free again
-        queue.close()
-
-    asyncio.run(go())
 
 
 @pytest.mark.parametrize("seed", range(5))

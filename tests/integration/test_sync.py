@@ -142,18 +142,6 @@ def test_a_chunk_stays_until_all_its_documents_are_gone_while_it_is_pinned_and_u
     check(shared, long, tenant)
 
 
-def test_collections_and_tenants_with_equal_ids_are_apart(shared: BlendEngine) -> None:
-    one, other = ({"same": text_of(seed, 12)} for seed in (2, 3))
-    sync(shared, one, tenant="t1")
-    sync(shared, other, tenant="t2")
-    sync(shared, other, tenant="t1", collection="second")
-    assert sync(shared, {}, tenant="t2").dropped == 1
-    assert {each.collection for each in records(shared, "t1")} == {"documents", "second"}
-    assert sync(shared, one, tenant="t1").kept == 1
-    assert sync(shared, {}, tenant="t1", collection="second").dropped == 1
-    check(shared, one, "t1")
-
-
 def test_documents_in_any_form_and_what_is_refused_before_anything_is_dropped(shared: BlendEngine) -> None:
     bodies = {name: text_of(name, 12) for name in "abcd"}
     given: list[Any] = [
