@@ -11,6 +11,7 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.serve.settings import ServeSettings
 from cacheblend.store import KVStore
+from command_line import Run, runner
 from serving import running, shallow
 from small_llama import BLOCK, Open, build_llama
 
@@ -37,16 +38,22 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
-@pytest.fixture(scope="module")
-def loaded(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
-    """An engine loaded once; the tests' engines use its model and tokenizer."""
+@pytest.fixture(scope="module", autouse=True)
+def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One thread, as models this small are not faster with more, and a cache folder of the module's own."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a model this small is not faster with more threads, and slower on a busy machine
+    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        with BlendEngine.from_pretrained(built) as engine:
-            yield engine
+        yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def loaded(built: Path) -> Iterator[BlendEngine]:
+    """An engine loaded once; the tests' engines use its model and tokenizer."""
+    with BlendEngine.from_pretrained(built) as engine:
+        yield engine
 
 
 @pytest.fixture
@@ -63,3 +70,10 @@ def open_engine(loaded: BlendEngine) -> Iterator[Open]:
     yield open_one
     for engine in opened:
         engine.close()
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the command line in this process."""
+    monkeypatch.setenv("COLUMNS", "120")
+    return runner(capsys)

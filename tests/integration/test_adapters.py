@@ -131,8 +131,6 @@ def test_a_served_request_ends_with_the_adapter_that_it_began_with(model: Any) -
     assert tokens == wanted
 
 
-# ---- adapters that another thread switches in the middle of a request, a warm or a capture --------------------------
-
 TOLERANCE = 1e-5
 
 

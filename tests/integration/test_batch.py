@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -273,18 +274,11 @@ def test_a_batch_stores_its_passages_and_closing_the_engine_meanwhile_keeps_what
 
 
 def test_batches_and_single_requests_of_several_threads(engine: BlendEngine, alone: list[list[int]]) -> None:
-    found: dict[int, list[list[int]]] = {}
-
-    def batch(number: int) -> None:
-        found[number] = [answer.token_ids for answer in engine.generate_batch(PROMPTS, PARAMS, concurrency=3)]
-
-    threads = [threading.Thread(target=batch, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    assert [engine.generate(prompt, PARAMS).token_ids for prompt in PROMPTS] == alone
-    for thread in threads:
-        thread.join(60)
-    assert found == {0: alone, 1: alone}
+    with ThreadPoolExecutor(2) as pool:
+        batches = [pool.submit(engine.generate_batch, PROMPTS, PARAMS, concurrency=3) for _ in range(2)]
+        assert [engine.generate(prompt, PARAMS).token_ids for prompt in PROMPTS] == alone
+        for batch in batches:
+            assert [answer.token_ids for answer in batch.result(60)] == alone
     assert engine.background._requests == 0
 
 

@@ -1,28 +1,83 @@
-"""The command line on a tiny model in a folder: `warm`, `ask`, `doctor`, `store`; text that would steer a terminal."""
+"""The command line on a tiny model in a folder: `warm`, `ask`, `doctor`, `store`, `bench`, `demo`; text that would
+steer a terminal; and how many files a reader passes on the way of one call, as docs/structure.md says."""
 
 import errno
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+import cacheblend
+import cacheblend.engines.hf.doctor
+import cacheblend.engines.settings  # imported before it is traced
+from cacheblend.bench.ttft import table
 from cacheblend.cli import ask
+from cacheblend.cli.doctor import QualityOptions, doctor
+from cacheblend.cli.options import DeviceOptions, ModelOrShape, QuestionOptions
+from cacheblend.core.load.loader import LayerLoader
+from cacheblend.core.plan.blocks import LayerShape
+from cacheblend.core.plan.planner import Planner
+from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.core.report import BlendReport
+from cacheblend.engines.hf import BlendEngine, Passage
 from cacheblend.engines.hf.request import Answer, Delta
 from cacheblend.engines.settings import BlendSettings
-from cli_passages import PASSAGES, data, model, run, store
+from cacheblend.store import DiskStore
 from command_line import Run
+from lab.nano.data import record, write
+from lab.nano.scenes import Style
+from store_blocks import ROOT, make_block
+from tiny_folder import TinyShape, build_tiny
 
-ROOT = Path(__file__).parents[2]
+PASSAGES = [
+    "The lighthouse was lit in 1871 and its keepers wrote down the weather.",
+    "Mussels grow on ropes, and the harvest stops when algae are found.",
+    "A clock that shows the tide needs a wheel for the moon.",
+]
 
 
-# ---- help -------------------------------------------------------------------------------------------------
+def build_model(folder: Path) -> Path:
+    """Writes a tiny model to a folder, and returns it."""
+    shape = TinyShape(layers=3, width=64, mlp_width=96, heads=4, kv_heads=2, vocab_size=400, context_length=512)
+    build_tiny(folder, PASSAGES, shape)
+    return folder
+
+
+def write_rows(file: Path) -> Path:
+    """Writes one row with all passages to a file, and returns it."""
+    rows = [{"ctxs": [{"title": "", "text": text} for text in PASSAGES], "question": "When was it lit?"}]
+    file.write_text(json.dumps(rows))
+    return file
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model(tmp_path_factory.mktemp("cli") / "tiny-llama")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "rows.json")
+
+
+@pytest.fixture
+def store(run: Run, model: Path, data: Path, tmp_path: Path) -> Path:
+    """A store with the three passages."""
+    folder = tmp_path / "store"
+    assert run("warm", "-m", model, "-s", folder, "-d", data).code == 0
+    return folder
 
 
 @pytest.mark.parametrize("program", ["cacheblend", "lab"])
@@ -34,7 +89,9 @@ def test_help_is_quick_and_imports_nothing_heavy(program: str) -> None:
         "except SystemExit: pass\n"
         "print(time.process_time(), sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
+    )
     cpu_seconds, heavy = done.stdout.splitlines()[-1].split(" ", 1)
     assert heavy == "[]"
     assert float(cpu_seconds) < 0.6  # 0.15 on an idle machine
@@ -45,9 +102,6 @@ def test_version_and_a_group_without_a_command_which_shows_its_help_and_is_no_su
     for arguments in ([], ["store"], ["bench"], ["keys"]):
         result = run(*arguments)
         assert result.code == 2 and "Usage" in result.out
-
-
-# ---- warm, ask --------------------------------------------------------------------------------------------
 
 
 def test_warm_stores_each_passage_once(run: Run, model: Path, data: Path, tmp_path: Path) -> None:
@@ -140,32 +194,7 @@ def test_passages_from_files(run: Run, model: Path, tmp_path: Path) -> None:
     assert by_file["token_ids"] == by_text["token_ids"]
 
 
-def test_as_a_process(model: Path, data: Path, tmp_path: Path) -> None:
-    program = [sys.executable, "-c", "from cacheblend.cli import main; main()"]
-    options = ["-m", str(model), "-s", str(tmp_path / "s"), "-d", str(data), "--json"]
-    warmed = subprocess.run([*program, "warm", *options], capture_output=True, text=True, check=True)
-    assert json.loads(warmed.stdout)["stored"] == 3
-
-
-def test_doctor(run: Run, model: Path, tmp_path: Path) -> None:
-    shown = run("doctor", "--model", model)
-    assert shown.code == 0
-    assert "half pairing, 16 of 16 dims" in shown.out
-    assert "yes, this model can be blended" in shown.out
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    (tmp_path / "model.safetensors").write_text("")
-    refused = run("doctor", "--model", tmp_path, "--json")
-    assert refused.code == 1
-    assert refused.json["blendable"] is False
-
-
-__all__ = ["data", "model", "run", "store"]  # fixtures
-
-
-# ---- store ------------------------------------------------------------------------------------------------
-
-
-def test_store_ls_and_stat(run: Run, store: Path) -> None:
+def test_store_ls_stat_pin_unpin_prune_rm(run: Run, store: Path) -> None:
     chunks = run("store", "ls", store, "--json").json["chunks"]
     assert [chunk["label"] for chunk in sorted(chunks, key=lambda c: c["label"])] == [f"rows #0.{i}" for i in range(3)]
     assert all(chunk["blocks_held"] == chunk["blocks"] == 1 and not chunk["pinned"] for chunk in chunks)
@@ -176,8 +205,7 @@ def test_store_ls_and_stat(run: Run, store: Path) -> None:
     assert "tiny-llama" in shown.out
     assert "3 chunks, 4 blocks" in run("store", "stat", store).out
 
-
-def test_store_pin_unpin_prune_rm(run: Run, store: Path) -> None:
+    # then pinned, pruned, removed
     chunk = run("store", "ls", store, "--json").json["chunks"][0]
     assert run("store", "pin", store, chunk["chunk"][:10], "--json").json == {"pinned": [chunk["chunk"]]}
     assert run("store", "prune", store, "--max-bytes", "1KiB", "--json").json["blocks"] == 1
@@ -234,9 +262,6 @@ def test_looking_at_a_store_makes_none_and_a_file_that_is_none_is_named(run: Run
         assert result.code == 2
         assert f"the store in {store} cannot be read" in result.err
         assert "Is a directory" in result.err
-
-
-# ---- text from outside ------------------------------------------------------------------------------------
 
 
 TITLES = ["Mercury [disambiguation]", "x [/b]", "[red]all[/red] :smile:"]
@@ -297,3 +322,228 @@ def test_an_answer_is_printed_to_the_letter(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == "".join(pieces) + "\n"
     ask._show(answer, 3, BlendSettings(), as_json=False)
     assert "fallback: a block of [/x] [y] was lost" in capsys.readouterr().err
+
+
+def test_bench_ttft(run: Run, tmp_path: Path) -> None:
+    command = ("bench", "ttft", "--shape", "tiny", "--chunks", 2, "--chunk-tokens", 16, "--question-tokens", 4)
+    result = run(*command, "--runs", 1, "--ratio", 0.5, "--ratio", 0.1, "--json-file", tmp_path / "r.json")
+    assert result.code == 0
+    arms = json.loads((tmp_path / "r.json").read_text())["arms"]
+    assert [(arm["arm"], arm["ratio"]) for arm in arms if arm["arm"] == "blend"] == [("blend", 0.5), ("blend", 0.1)]
+    assert "blend" in result.out
+
+
+TINY = ("bench", "ttft", "--shape", "tiny", "--chunks", 2, "--chunk-tokens", 8, "--question-tokens", 2, "--runs", 1)
+
+
+def test_a_sweep_is_drawn(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("cacheblend.bench.ttft.SWEEPS", {"chunks": (1, 2), "ratio": (0.1, 0.9)})
+    few = (*TINY, "--arms", "full,blend")
+    result = run(*few, "--sweep", "chunks")
+    assert "the curves are in bench-ttft-chunks.png" in result.err
+    assert Path("bench-ttft-chunks.png").stat().st_size > 1000
+    assert "1 x 8" in result.out
+    assert "2 x 8" in result.out
+    found = run(*few, "--sweep", "ratio", "-r", 0, "-r", 0.5, "-r", 1, "--plot", "x.svg", "--json")
+    assert [arm["ratio"] for arm in found.json["arms"] if arm["arm"] == "blend"] == [0, 0.5, 1]
+    assert "<svg" in Path("x.svg").read_text()
+    found = run(*few, "--sweep", "ratio", "-r", 0.3, "--json")
+    assert [arm["ratio"] for arm in found.json["arms"] if arm["arm"] == "blend"] == [0.1, 0.9]
+
+
+def test_a_sweep_without_matplotlib(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("cacheblend.bench.ttft.SWEEPS", {"chunks": (1,)})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = run(*TINY, "--arms", "full", "--sweep", "chunks")
+    assert result.code == 0
+    assert "pip install 'cacheblend[plot]'" in result.err
+    assert "1 x 8" in result.out
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_point_of_a_sweep_is_checked_before_one_is_measured(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend.bench.ttft.SWEEPS", {"chunk-tokens": (8, 40_000)})
+    monkeypatch.setattr("cacheblend.bench.ttft._measure", lambda *_: pytest.fail("measured"))
+    result = run(*TINY, "--sweep", "chunk-tokens")
+    assert result.code == 2
+    assert "80034 tokens" in result.err
+    assert "32768" in result.err
+
+
+@pytest.mark.parametrize("seconds", [0.0123, 9.9996, 12.3456, 99.999, 1234.56])
+def test_the_bench_table_fits_80_columns(seconds: float) -> None:
+    arms = [
+        {"arm": name, "ratio": 0.123457 if name == "blend" else None, "store": "memory", "speedup_vs_full": 123.456}
+        | {"ttft_s": {"median": seconds, "min": seconds, "max": seconds}, "load_s": seconds}
+        | {"loaded_tokens": 131072, "recomputed_tokens": 131072}
+        for name in ("full", "prefix", "reuse", "blend", "miss")
+    ]
+    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
+    console.print(table({"model": "m [/b] [i]", "prompt": {"chunks": 1024, "chunk_tokens": 131072}, "arms": arms}))
+    text = console.export_text()
+    assert "…" not in text
+    assert "m [/b] [i]" in text
+    assert re.search("TTFT, s +min +max +gain +load, s +loaded +again", text)
+    assert re.search(r"blend 0.123457 +memory .* 123\.46 .* 131072 +131072", text)
+    assert "again: recomputed" in text
+
+
+@pytest.fixture
+def small_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A demo of few and short passages, in a folder of its own."""
+    file = tmp_path / "demo.jsonl"
+    write(file, [record(1, 2, 0, Style(3, 60, dense=1.0, hard=0.4, chains=0.9))])
+    monkeypatch.setattr("cacheblend.evaluation.demo.DATA", file)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+
+@pytest.mark.usefixtures("small_demo")
+def test_demo(run: Run) -> None:
+    pytest.importorskip("matplotlib")
+    shown = run("demo", "--questions", 1, "--keep", "kept", "--plot", "a.svg")
+    assert shown.code == 0
+    parts = ("full recompute", "prefix caching", "full reuse", "HKVD, gradual, r = 0.15", "r = 1 is full prefill", "/7")
+    assert all(part in shown.out for part in parts), shown.out
+    assert "<svg" in Path("a.svg").read_text()
+    assert run("store", "stat", "kept/store", "--json").json["chunks"] == 3
+    rows = [json.loads(line) for line in Path("kept/questions.jsonl").read_text().splitlines()]
+    assert len(rows) == 7
+    asked = next(line for line in shown.out.splitlines() if line.startswith("  cacheblend ask "))
+    again = run(*shlex.split(asked)[1:], "--json").json
+    assert again["report"]["hit_tokens"]["disk"] > 100
+    assert again["report"]["missed_tokens"] == 0
+
+
+@pytest.mark.usefixtures("small_demo")
+def test_demo_as_json(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = run("demo", "-n", 1, "--ratio", 0.4, "--json")
+    found = result.json
+    assert "pip install 'cacheblend[plot]'" in result.err
+    assert found["plot"] is None
+    assert not list(Path().iterdir())
+    assert all(invariant["holds"] for invariant in found["invariants"])
+    assert [method["kind"] for method in found["methods"]][:3] == ["full", "prefix", "reuse"]
+    hkvd = found["methods"][-1]
+    assert hkvd["title"] == "HKVD, one check, r = 0.4"
+    assert 0.35 < hkvd["recomputed"] < 0.45
+    for number, method in enumerate(found["methods"]):  # its figures are those of its answers
+        cells = [(row["category"], row["cells"][number], row["answers"]) for row in found["evaluation"]["cells"]]
+        right = {category: [cell["answer"] in answers] for category, cell, answers in cells}
+        assert method["right"] == right
+    assert len(found["passages"]) == 3
+    assert sorted(found["questions"][0]["order"]) == [1, 2, 3]
+    assert run("demo", "-n", 1, "--ratio", 0.4, "--json").json["questions"] == found["questions"]
+
+
+@pytest.mark.usefixtures("small_demo")
+def test_a_slow_demo_asks_one_question_of_each_category(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend.evaluation.demo.BUDGET_S", 0.0)
+    shown = run("demo", "-n", 2)
+    assert shown.code == 0
+    assert "asked 7 of 14 questions" in shown.err
+    assert "/7 " in shown.out
+    assert "3. 7 questions" in shown.out
+
+
+REPOSITORY = Path(__file__).parents[2]
+_PACKAGE = Path(cacheblend.__file__).parent
+_GUARD = "engines/hf/ambient.py"
+"""Stands around each entry point, and is no step."""
+
+
+def walk(call: Callable[[], Any], *, unseen: str = "", seen_from: tuple[str, ...] = ()) -> list[str]:
+    """The package's files that a call enters, each time another one than before; what it starts on other threads is not
+    traced. Files whose names begin with `unseen` are no steps; of calls those count that `seen_from` make, if given."""
+    entered: list[str] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        name = _file_of(frame)
+        if event != "call" or not name or name == _GUARD or (unseen and name.startswith(unseen)):
+            return
+        caller = frame.f_back
+        while seen_from and caller is not None and _file_of(caller) in ("", _GUARD):
+            caller = caller.f_back
+        if not seen_from or caller is None or _file_of(caller) in seen_from:
+            entered.append(name)
+
+    def traced() -> None:
+        sys.setprofile(note)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(traced).result()
+    return [name for name, _ in groupby(entered)]
+
+
+def _file_of(frame: FrameType) -> str:
+    path = Path(frame.f_code.co_filename)
+    return path.relative_to(_PACKAGE).as_posix() if path.is_relative_to(_PACKAGE) else ""
+
+
+def test_the_read_of_a_layer_from_a_folder(tmp_path: Path) -> None:
+    block, entered = make_block(1, tokens=8, shapes=[LayerShape(2, 8)] * 4), list[str]()
+    with DiskStore(tmp_path / "s") as store:
+        store.write(block)
+        plan = Planner(ROOT, block_size=8).plan(Prompt.of([text([1, 2]), chunk(block.token_ids), text([3])]), store)
+        read = store.read_layers
+
+        def traced_read(*asked: Any) -> Any:
+            answers: list[Any] = []
+            entered.extend(walk(lambda: answers.append(read(*asked)), unseen="core/kernels/"))
+            return answers[0]
+
+        with LayerLoader(plan, store, block.layout, [None] * 4, read_ahead=0) as loader:
+            store.read_layers = traced_read  # type: ignore[method-assign]
+            loader.layer(0)
+    assert list(dict.fromkeys(entered)) == [
+        "store/disk/store.py",
+        "store/disk/block_files.py",
+        "store/base.py",
+        "core/load/staging_buffers.py",
+        "store/format/block_file.py",
+    ], entered
+    assert len(entered) <= 8, entered
+
+
+def test_generate_enters_no_file_twice_but_the_prefill() -> None:
+    engine_file, prefill = "engines/hf/engine.py", "core/fuse/prefill.py"
+    passages = [Passage("The red scarf lies in the box. " * 3), Passage("Ann has the key of the barn. " * 3)]
+    with BlendEngine.from_pretrained("nano", store="memory") as engine:
+        engine.warm(passages)
+        prompt = ["Answer. ", *reversed(passages), "Who has the key?"]
+        engine.generate(prompt, max_new_tokens=1)  # what is imported and measured at the first request
+        steps = walk(lambda: engine.generate(prompt, max_new_tokens=1), seen_from=(engine_file,))
+    assert [step for step, _ in groupby(step for step in steps if step not in (engine_file, prefill))] == [
+        "engines/hf/sampling.py",
+        "engines/tokens/builder.py",
+        "engines/tokens/detokenizer.py",
+        "engines/hf/prompts.py",
+        "engines/hf/grammar.py",
+        "engines/hf/background.py",
+        "engines/hf/state.py",
+        "engines/hf/prefiller.py",
+        "engines/hf/request.py",
+    ]
+
+
+def test_doctor_enters_each_file_that_examines_once(tmp_path: Path) -> None:
+    model, doctors = build_model(tmp_path / "tiny-llama"), ("cli/doctor.py", "engines/hf/doctor.py")
+    terminal = ("cli/options.py", "cli/models.py", "cli/output.py")  # what reads options and prints is no step
+    options = ModelOrShape(model), DeviceOptions(device="cpu"), QuestionOptions(), QualityOptions()
+    steps = walk(lambda: doctor(*options, json=True), unseen="core/", seen_from=doctors)
+    assert [step for step, _ in groupby(step for step in steps if step not in (*doctors, *terminal))] == [
+        "engines/checkpoint.py",
+        "engines/hf/model_loader.py",
+        "engines/hf/survey.py",
+        "engines/tokens/builder.py",
+        "engines/hf/live_check.py",
+        "engines/settings.py",
+    ]

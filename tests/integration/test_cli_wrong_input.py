@@ -93,32 +93,15 @@ def test_a_wrong_invocation_is_one_line(
     assert not list((tmp_path / "here").iterdir())
 
 
-@pytest.mark.parametrize(
-    "line",
-    rotating(
-        [
-            "ask -m {model} -s gs://x -q ?",
-            "serve -m {model} --port {busy}",
-            "bench ttft --threads 0",
-            "store ls {tmp}/a",
-        ],
-        core=["store ls {tmp}/a"],
-    ),
-)
+IN_A_PROCESS = ["ask -m {model} -s gs://x -q ?", "serve -m {model} --port {busy}", "bench ttft --threads 0"]
+
+
+@pytest.mark.parametrize("line", rotating([*IN_A_PROCESS, "store ls {tmp}/a"], core=["store ls {tmp}/a"]))
 def test_the_same_in_a_process(places: dict[str, str], tmp_path: Path, line: str) -> None:
     program = [sys.executable, "-c", "from cacheblend.cli import main; main()"]
     arguments = filled(line.split(" "), places, tmp_path)
     done = subprocess.run([*program, *arguments], capture_output=True, text=True, cwd=tmp_path)
     check(done.returncode, done.stdout, done.stderr)
-
-
-def test_a_bucket_without_credentials_names_the_keys(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("obstore")
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    result = run("store", "ls", "s3://bucket/kv?timeout=0.3")
-    check(result.code, result.out, result.err)
-    assert "AWS_ACCESS_KEY_ID" in result.err and "169.254" not in result.err
 
 
 def test_a_port_of_zero_is_told_as_the_one_that_was_taken(
@@ -190,9 +173,6 @@ def test_errors_as_json(run: Run, tmp_path: Path) -> None:
     assert result.err == ""
 
 
-# ---- addresses --------------------------------------------------------------------------------------------
-
-
 def test_a_port_that_another_server_took_meanwhile_is_an_error_before_any_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,9 +195,6 @@ def test_a_host_of_several_addresses_is_served_at_each(monkeypatch: pytest.Monke
     assert [address for address, _ in names] == ["127.0.0.1", "127.0.0.2"]
     assert len({port for _, port in names}) == 1
     assert all(bound.fileno() == -1 for bound in sockets)
-
-
-# ---- at random ----------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=share(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -1,22 +1,32 @@
-"""An engine on a tiny llama: answers as of transformers, whatever its store and its folder; what it stores."""
+"""An engine on a tiny llama: answers as of transformers, whatever its store and its folder; what it stores.
 
+What an answer says is what the tokenizer makes of all its tokens, up to a stop text, and it ends for that reason."""
+
+import random
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaForCausalLM
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, StoreError, StoreReadOnlyError
+from cacheblend.core.fuse.question import rows_to_ask
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block
 from cacheblend.core.plan.prompt import Prompt, chunk, text
+from cacheblend.core.select.question_selectors import Query
 from cacheblend.core.select.selectors import NoRows
-from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
+from cacheblend.engines.hf import Answer, BlendEngine, Passage, SamplingParams
+from cacheblend.engines.hf import prompts as prompts_module
+from cacheblend.engines.hf.sampling import Sampler
 from cacheblend.store import MemoryStore
+from parity.scenes import Recorded
 from small_llama import (
     BLOCK,
     CONTEXT,
@@ -33,8 +43,8 @@ from small_llama import (
     plain,
     wait_until,
 )
-
-# ---- answers ----------------------------------------------------------------------------------------------
+from tiny_folder import TinyShape, build_tiny
+from tokenizers_for_tests import byte_level, sentencepiece
 
 
 @pytest.mark.parametrize("warmed", [False, True])
@@ -128,9 +138,6 @@ def test_the_context_limits_prompt_and_answer(open_engine: Open) -> None:
         assert answer.token_ids == plain(engine, Prompt.of([text(ids[: CONTEXT - left])]), tokens)
 
 
-# ---- stores, models, folders -------------------------------------------------------------------------------
-
-
 def test_a_second_engine_hits_the_chunks_of_the_first_on_disk(
     built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,9 +225,6 @@ def test_folders_that_lack_something(built: Path, tmp_path: Path) -> None:
         assert engine.generate(Prompt.of([text([5, 6, 7])]), GREEDY).token_ids
 
 
-# ---- warm -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("together", [1, 4096], ids=["one by one", "in a batch"])
 def test_warm_stores_the_kv_of_a_plain_prefill(open_engine: Open, together: int) -> None:
     engine = open_engine(capture_batch_tokens=together)
@@ -278,9 +282,6 @@ def test_invalid_chunks_are_refused_by_warm(open_engine: Open, chunks: list[Any]
     with pytest.raises(InvalidInputError, match=message):
         engine.warm(chunks)
     assert engine.store.stats().blocks == 0
-
-
-# ---- capture ----------------------------------------------------------------------------------------------
 
 
 def test_a_miss_is_captured_and_then_hit(open_engine: Open) -> None:
@@ -348,8 +349,6 @@ def test_background_work_waits_for_the_end_of_a_request(open_engine: Open) -> No
     assert {manifest.label for manifest in stepped.store.manifests()} == {"fox", "stored", "who"}
 
 
-# ---- passages in a chat whose template changes them ---------------------------------------------------------------
-
 TEMPLATES = {
     "trims": "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}</s>{% endfor %}",
     "documents": "{{ bos_token }}{% for d in documents %}{{ loop.index }}: {{ d.title }} {{ d.text }}; {% endfor %}"
@@ -386,15 +385,130 @@ def test_passages_that_a_template_changes_are_stored_once_and_found_in_every_pro
         }
         assert report.changed_contents == changed.get(name, 0)
     assert engine.flush(SOON) and len(list(engine.store.manifests())) == stored
+    if name == "trims":  # and passages that were warmed are found
+        warmed = open_engine()
+        warmed.warm(SPACED)
+        for passages in (SPACED, SPACED[::-1], SPACED[1:]):
+            report = warmed.chat([{"role": "user", "content": "Who?"}], passages, max_new_tokens=1).report
+            assert report.missed_tokens == 0
+            assert report.loaded_tokens >= sum(len(warmed.builder.encode(p.text)) - 4 for p in passages)
 
 
-def test_passages_that_were_warmed_are_found_in_a_chat_whose_template_trims_them(
-    loaded: BlendEngine, monkeypatch: pytest.MonkeyPatch, open_engine: Open
-) -> None:
-    monkeypatch.setattr(loaded.tokenizer, "chat_template", TEMPLATES["trims"])
-    engine = open_engine()
-    engine.warm(SPACED)
-    for passages in (SPACED, SPACED[::-1], SPACED[1:]):
-        report = engine.chat([{"role": "user", "content": "Who?"}], passages, max_new_tokens=1).report
-        assert report.missed_tokens == 0
-        assert report.loaded_tokens >= sum(len(engine.builder.encode(p.text)) - 4 for p in passages)
+SNIPPETS = ["The dog", "\n\n", "ÿ" * 15, "你好世界", "😀", "\ue000\U000f0000\U0010fffd", "\ufffd", "déjà </s> vu"]
+TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
+    "sentencepiece": sentencepiece,
+    "metaspace": lambda: sentencepiece(dummy_prefix="metaspace"),
+    "byte_level": byte_level,
+}
+
+
+def drawn(draw: random.Random, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Ids of texts, cut anywhere; ids of any kind."""
+    ids: list[int] = []
+    for _ in range(draw.randint(1, 4)):
+        if draw.random() < 0.8:
+            ids += tokenizer(draw.choice(SNIPPETS), add_special_tokens=False)["input_ids"]
+            ids = ids[: len(ids) - draw.choice([0, 0, 0, 1, 2])]
+        else:
+            ids += draw.choices(range(len(tokenizer)), k=draw.randint(1, 6))
+    return ids or [5]
+
+
+def check(tokenizer: PreTrainedTokenizerFast, answer: Answer, ids: list[int], stops: tuple[str, ...]) -> None:
+    text = tokenizer.decode(answer.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    found = [text.index(stop) for stop in stops if stop in text]
+    assert answer.finish_reason == ("stop" if found else "length")
+    assert answer.text == text[: min(found, default=len(text))]
+    assert answer.token_ids == ids[: len(answer.token_ids)]
+    assert found or answer.token_ids == ids
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_an_answers_text_is_that_of_its_tokens(name: str, loaded: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, tokenizer = random.Random(name), TOKENIZERS[name]()
+    ids: list[int] = []
+    sample = Sampler.sample
+
+    def forced(self: Sampler) -> int:
+        self.logits = torch.full_like(self.logits, -1e9)
+        self.logits[ids[self.count]] = 0.0
+        return sample(self)
+
+    monkeypatch.setattr(Sampler, "sample", forced)
+    with BlendEngine(loaded.model, tokenizer, store=MemoryStore(), fingerprint="tiny") as engine:
+        for number in range(12):
+            ids[:] = drawn(draw, tokenizer) if number else tokenizer("ÿ" * 15, add_special_tokens=False)["input_ids"]
+            text = tokenizer.decode(ids, skip_special_tokens=True)
+            at = draw.randrange(len(text) + 1)
+            cases = [(), (text[at : at + 3],), ("ÿ" * 9,), (text[-1:], "never"), (text[-20:],)]
+            stops = tuple(stop for stop in (draw.choice(cases) if number else ("ÿ" * 9,)) if stop)
+            params = SamplingParams(max_new_tokens=len(ids), ignore_eos=True, stop=stops)
+            check(tokenizer, engine.generate("Who?", params), ids, stops)
+            check(tokenizer, engine.generate_batch(["Who?"], params)[0], ids, stops)
+            *deltas, last = engine.stream("Who?", params)
+            assert last.answer is not None and all(delta.answer is None for delta in deltas)
+            assert "".join(delta.text for delta in (*deltas, last)) == last.answer.text
+            check(tokenizer, last.answer, ids, stops)
+
+
+TEXTS = ["The lighthouse was lit in 1871. Its keepers wrote. Nobody read it!", "Mussels grow on ropes. Do they?\nYes"]
+SENTENCES = [["The lighthouse was lit in 1871.", " Its keepers wrote.", " Nobody read it!"]]
+SENTENCES += [["Mussels grow on ropes.", " Do they?\n", "Yes"]]
+ASKED = ["Answer. ", *(Passage(text) for text in TEXTS), " When was it lit?"]
+SHAPE = TinyShape(layers=3, width=64, mlp_width=96, heads=4, kv_heads=2, vocab_size=400, context_length=512)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("selectors") / "tiny-llama"
+    build_tiny(path, TEXTS, SHAPE)
+    return path
+
+
+def open_tiny(folder: Path, **settings: object) -> BlendEngine:
+    config = BlendConfig(capture=False, **settings)  # type: ignore[arg-type]
+    engine = BlendEngine.from_pretrained(folder, store="memory", config=config)
+    engine.warm(TEXTS)
+    return engine
+
+
+def test_sentences_are_those_of_the_text(folder: Path) -> None:
+    recorded = Recorded(Query(0.3))
+    with open_tiny(folder) as engine:
+        prompt = engine.prompt(ASKED)
+        engine.prefill(prompt, selector=recorded)
+        (asked,) = recorded.asked
+        assert asked.sentences is not None
+        texts: dict[int, list[int]] = {}
+        for position, sentence in zip(asked.positions.tolist(), asked.sentences.tolist(), strict=True):
+            texts.setdefault(sentence, []).append(int(prompt.token_ids[position]))
+        assert [engine.builder.decode(ids) for ids in texts.values()] == [s for part in SENTENCES for s in part]
+
+
+@pytest.mark.parametrize("selector", ["query", "hybrid"])
+def test_the_report_names_what_the_question_cost(folder: Path, selector: str) -> None:
+    with open_tiny(folder, selector=selector, recompute_ratio=0.2) as engine:
+        answer = engine.generate(ASKED, SamplingParams(max_new_tokens=2, ignore_eos=True))
+        question = len(engine.prompt(ASKED).segments[-1])
+        report = answer.report
+    assert len(answer.token_ids) == 2
+    assert report.question_row_layers == SHAPE.layers * min(question, rows_to_ask(report.prompt_tokens))
+    assert report.recomputed_tokens == round(0.2 * report.hit_tokens["memory"])
+    assert report.question_row_layers < report.row_layers < SHAPE.layers * report.prompt_tokens
+    assert report.to_dict()["question_row_layers"] == report.question_row_layers
+
+
+def test_the_vocabulary_is_read_at_opening_and_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    find = prompts_module.find_sentence_end_ids
+    monkeypatch.setattr(prompts_module, "find_sentence_end_ids", lambda t: calls.append(t) or find(t))
+    with open_tiny(folder, selector="hkvd") as engine:
+        engine.prefill(engine.prompt(ASKED))
+        assert calls == []  # nobody asks
+        engine.prefill(engine.prompt(ASKED), selector=Query(0.2))
+        engine.prefill(engine.prompt(ASKED), selector=Query(0.2))
+        assert len(calls) == 1
+    with open_tiny(folder, selector="query") as engine:
+        assert len(calls) == 2
+        engine.prefill(engine.prompt(ASKED))
+        assert len(calls) == 2

@@ -3,7 +3,6 @@
 import logging
 import os
 import random
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from cacheblend.core.errors import InvalidInputError, ModelChangedError
 from cacheblend.engines import fingerprint
 from cacheblend.engines.folders import model_folder
 from cacheblend.engines.hf import BlendEngine, model_loader
-from cacheblend.engines.hf.doctor import diagnose
 from cacheblend.nano import model_path
 from small_llama import PARTS, PASSAGES
 
@@ -54,9 +52,6 @@ def edit(folder: Path, **changes: torch.Tensor | None) -> None:
     held = load_file(file) | {name.replace("__", "."): value for name, value in changes.items() if value is not None}
     gone = [name.replace("__", ".") for name, value in changes.items() if value is None]
     save_file({name: value.clone() for name, value in held.items() if name not in gone}, file, {"format": "pt"})
-
-
-# ---- replaced ---------------------------------------------------------------------------------------------
 
 
 def test_nothing_of_a_model_that_was_replaced_is_served(folder: Path, tmp_path: Path) -> None:
@@ -110,38 +105,12 @@ def test_files_that_change_while_they_are_opened_are_refused(folder: Path, monke
         BlendEngine.from_pretrained(folder)
 
 
-# ---- incomplete: see also test_model_folders, test_checkpoint ---------------------------------------------
-
-
 def test_tensors_that_are_not_used_are_a_warning_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     edit(folder, **{f"extra__{i}": torch.ones(3) for i in range(5)})
     with caplog.at_level(logging.WARNING, "cacheblend"), BlendEngine.from_pretrained(folder, store="memory"):
         pass
     [line] = [record.getMessage() for record in caplog.records if record.name.startswith("cacheblend")]
     assert line.endswith("does not use: extra.0, extra.1, extra.2 and 2 more tensors")
-
-
-def test_a_file_that_is_cut_off_is_refused_by_the_engine_and_doctor(folder: Path) -> None:
-    file, message = folder / "model.safetensors", r"model\.safetensors is cut off: it has \d+ of \d+ bytes"
-    file.write_bytes(file.read_bytes()[:-50])
-    with pytest.raises(InvalidInputError, match=message):
-        BlendEngine.from_pretrained(folder)
-    assert re.search(message, diagnose(folder).reason)
-
-
-def test_a_damaged_file_of_pytorch_is_one_sentence(folder: Path) -> None:
-    held = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    torch.save(held, folder / "pytorch_model.bin")
-    with BlendEngine.from_pretrained(folder, store="memory") as engine:
-        assert error_of(engine)[0] < 1e-5
-    (folder / "pytorch_model.bin").write_bytes(b"no weights at all")
-    with pytest.raises(InvalidInputError, match="cannot be loaded: ") as raised:
-        BlendEngine.from_pretrained(folder)
-    assert "\n" not in str(raised.value)
-
-
-# ---- options and names ------------------------------------------------------------------------------------
 
 
 def test_load_options_that_leave_the_weights_alone_keep_names_and_profile() -> None:
@@ -243,9 +212,6 @@ def test_a_name_that_is_not_there_says_how_to_get_it(name: str, message: str, tm
         model_folder(name)
     with pytest.raises(InvalidInputError, match=f"hf download {name} --cache-dir .*hub`|is no folder; a model is"):
         BlendEngine.from_pretrained(name, cache_dir=tmp_path / "hub")
-
-
-# ---- written to after opening -----------------------------------------------------------------------------
 
 
 def train(model: Any, at: int) -> None:

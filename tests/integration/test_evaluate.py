@@ -66,9 +66,6 @@ def engine(model: Path) -> Iterator[BlendEngine]:
         yield engine
 
 
-# ---- methods --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def found(engine: BlendEngine) -> Evaluation:
     methods = make_methods(KINDS, selectors=["hkvd", "all"], ratios=[0.3], check_layers=[(1,)])
@@ -229,9 +226,6 @@ def test_an_answer_ends_and_is_skipped_alone(engine: BlendEngine, found: Evaluat
 # ---- prompts, the room that they need in the store, what cannot be asked --------------------------------------------
 
 
-# ---- what stands in front of the passages, and room in the store ----------------------------------------------
-
-
 def test_text_in_front_of_passages_is_exact_and_they_are_stored_behind_it(model: Path) -> None:
     # A system prompt is an exact prefix of every row
     template = Template(system="You answer questions from passages, and you do so in very few words.")
@@ -263,9 +257,6 @@ def test_a_small_store_is_filled_again_and_again(model: Path) -> None:
         found = evaluate(engine, rows, make_methods(["full", "reuse"]), settings=Settings(max_tokens=1))
         assert store.stats().evictions > 0
     assert {cell.missed_tokens for cell in cells_of(found, "reuse")} == {0}
-
-
-# ---- prompts ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("system", [None, "Be brief. {question}"])
@@ -340,9 +331,6 @@ def test_settings_and_methods_that_cannot_be(engine: BlendEngine) -> None:
         evaluate(engine, ROWS, make_methods(["blend"], check_layers=[(3,)]))
     with pytest.raises(InvalidInputError, match="two methods have the same name: full"):
         evaluate(engine, ROWS, make_methods(["full"]) * 2)
-
-
-# ---- runs that are killed and go on, and what makes a run another one -----------------------------------------------
 
 
 KILLED = """
@@ -437,9 +425,6 @@ def test_the_digest_is_of_source_and_names(tmp_path: Path, monkeypatch: pytest.M
         file.unlink()
     provenance.code_digest.cache_clear()
     assert len(found) == 3
-
-
-# ---- the command ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -24,9 +24,9 @@ from cacheblend.store.remote.bucket import BucketObjects
 from cacheblend.store.remote.store import RemoteStore
 from families import tiny_model
 from faults import Faults
-from moto_bucket import BUCKET, bucket, needs_bucket
+from moto_bucket import BUCKET, bucket
 from parity.scenes import RAG, assert_as_reference, assert_same, greedy, open_engine, run
-from redis_server import needs_redis, redis_server
+from redis_server import redis_server
 from reference import Reference, blend, plain_kv
 
 SELECTOR = Head(0.3)  # reads all layers
@@ -111,14 +111,7 @@ def in_bucket(path: Path, stack: ExitStack) -> Tier:
     )
 
 
-@pytest.fixture(
-    params=[
-        on_disk,
-        pytest.param(in_redis, marks=needs_redis),
-        pytest.param(in_bucket, marks=needs_bucket),
-    ],
-    ids=["disk", "redis", "s3"],
-)
+@pytest.fixture(params=[on_disk, in_redis, in_bucket], ids=["disk", "redis", "s3"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
     with ExitStack() as stack:
         yield request.param(tmp_path, stack)
@@ -210,7 +203,6 @@ def check_all_recomputed(engine: BlendEngine) -> str:
 
 
 @pytest.mark.may_fail("block lost", "list of chunks", "store write")
-@needs_redis
 @pytest.mark.parametrize("comes_back", [False, True])
 @pytest.mark.parametrize("read_ahead", [0, 2])
 @pytest.mark.parametrize("dies", [1, 2, 3])
@@ -270,7 +262,6 @@ class Between:
 
 
 @pytest.mark.may_fail("block lost")
-@needs_bucket
 @pytest.mark.parametrize("read_ahead", [0, 2])
 @pytest.mark.parametrize("falls", [1, 3])
 def test_a_bucket_that_times_out_in_mid_request(falls: int, read_ahead: int, tmp_path: Path, faults: Faults) -> None:

@@ -62,9 +62,6 @@ def refused(folder: Path, **options: Any) -> str:
     return str(raised.value)
 
 
-# ---- forms of weights ---------------------------------------------------------------------------------------
-
-
 def parts_of(held: Tensors, count: int) -> list[Tensors]:
     names = sorted(held)
     return [{name: held[name].contiguous() for name in names[i::count]} for i in range(count)]
@@ -268,9 +265,6 @@ def write_gguf(gguf: Any, file: Path, config: dict[str, Any], held: Tensors) -> 
     out.close()
 
 
-# ---- where weights are put --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("device_map", [{"": "cpu"}, "auto", "cpu", torch.device("cpu")], ids=str)
 def test_a_real_device_map_keeps_name_and_profile(device_map: Any) -> None:
     pytest.importorskip("accelerate")
@@ -305,9 +299,6 @@ def test_a_model_without_its_weights_is_refused() -> None:
         model = LlamaForCausalLM(config)
     with pytest.raises(InvalidInputError, match=r"and \d+ more tensors would be on no device .* on one device"):
         model_loader.read_weights(Opens(model), Path("m"), "auto")
-
-
-# ---- adapters beside ------------------------------------------------------------------------------------------
 
 
 def test_an_adapter_beside_the_weights_needs_no_other_model(
@@ -367,8 +358,6 @@ def test_peft_folders(built: Path, tensors: Tensors, tmp_path: Path) -> None:
     one_safetensors(embedded, without(UP)(tensors))
     assert f"{UP} missing" in refused(embedded)
 
-
-# ---- code beside the weights ------------------------------------------------------------------------------
 
 CODE = {
     "configuration_own.py": """

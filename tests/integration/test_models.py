@@ -1,17 +1,20 @@
-"""Models that an engine opens, or refuses with the reason, as `doctor` does: those that read images beside text, which
-are blended for prompts of text; other kinds; models in a state, or of a size, that cannot be blended."""
+"""Models that an engine opens, or refuses with the reason, as `doctor` does; latent attention; the one that ships."""
 
+import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fastapi.testclient import TestClient
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoTokenizer,
     CLIPConfig,
     CLIPModel,
     LlamaConfig,
@@ -21,22 +24,25 @@ from transformers import (
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
 from cacheblend.core.plan.prompt import chunk
-from cacheblend.engines.hf import BlendEngine, SamplingParams
+from cacheblend.core.select.selectors import AllRows, NoRows, Selector
+from cacheblend.data import QuestionRow
+from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
+from cacheblend.engines.hf.baselines import finish, fused
 from cacheblend.engines.hf.doctor import diagnose
-from families import ALTERNATING, SMALL, VOCAB
+from cacheblend.evaluation.templates import Template
+from cacheblend.nano import model_path
+from cacheblend.serve.app import create_app
+from cacheblend.serve.settings import ServeSettings
+from command_line import Run
+from families import ALTERNATING, GROUPED_MOE, LATENT, SMALL, VOCAB
+from lab.nano.questions import Prompts, draw_questions
+from lab.nano.tokenizer import MAX_POSITIONS, build_tokenizer
 from parity.scenes import QUESTION, RAG, A, B, C, assert_close, assert_same, greedy, open_engine, random_ids
 from reference import plain_kv
+from tokenizers_for_tests import CORPUS, sentencepiece
 
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,  # as many as the language model has
-    "depth": 4,
-    "num_attention_heads": 2,
-    "num_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
+VISION = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_heads": 2}
+VISION |= {"image_size": 28, "patch_size": 14, "num_hidden_layers": 4, "depth": 4}  # as many as the language model has
 MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}}
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llava": ({}, {}),
@@ -118,9 +124,6 @@ def test_the_default_config_of_gemma4_is_refused_with_the_field_that_decides(tmp
         BlendEngine(AutoModelForCausalLM.from_config(config).eval())
 
 
-# ---- state and size -----------------------------------------------------------------------------------------
-
-
 def tiny(layers: int = 3) -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**{**SMALL, "num_hidden_layers": layers, "attention_dropout": 0.3})).eval()
@@ -179,3 +182,138 @@ def test_a_model_of_one_layer_works_with_selectors_that_check_no_layer() -> None
         full = engine.prefill(RAG, mode="full")
         everything = engine.prefill(RAG, selector=engine.settings.selector(1.0))
         torch.testing.assert_close(everything.logits, full.logits, atol=1e-5, rtol=1e-4)
+
+
+def config_of(model_type: str, **changes: Any) -> Any:
+    return AutoConfig.for_model(model_type, **{**SMALL, **LATENT, **GROUPED_MOE, **changes})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, tokenizer = tmp_path_factory.mktemp("models") / "latent", sentencepiece()
+    tokenizer.save_pretrained(path)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of("deepseek_v3", vocab_size=len(tokenizer)))
+    for parameter in model.parameters():
+        parameter.data *= 3 if parameter.dim() > 1 else 1
+    model.save_pretrained(path)
+    return path
+
+
+def messages(*passages: str) -> list[dict[str, Any]]:
+    parts = [{"type": "text", "text": text} for text in (*passages, "Who wrote it?")]
+    return [{"role": "user", "content": parts}]
+
+
+PASSAGES = [f"{number}. {' '.join(CORPUS[number:] + CORPUS[:number])}" for number in range(3)]
+
+
+def test_doctor_says_what_is_kept_and_refuses_sparse_attention_by_name(run: Run, folder: Path, tmp_path: Path) -> None:
+    result = run("doctor", "--model", folder)
+    words = " ".join(result.out.split())
+    assert result.code == 0, result.out + result.err
+    assert "4 layers: a latent of 16 and a rotated key part of 8, float32: 384 bytes a token" in words
+    assert "4 layers keep latents, 18.8% of their keys and values expanded" in words
+    assert "half pairing, 8 of 24 dims" in words
+    # the weights of the other one are not read
+    config_of("deepseek_v32").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"never read")
+    result = run("doctor", "--model", tmp_path)
+    words = " ".join((result.out + result.err).split())
+    assert result.code != 0
+    assert "deepseek_v32 attends sparsely: an indexer selects the 2048 tokens" in words
+    assert "serve it without blending" in words
+
+
+def test_plan_counts_the_bytes_of_latents(run: Run, tmp_path: Path) -> None:
+    """DeepSeek-V3's shape, from its config.json alone."""
+    AutoConfig.for_model("deepseek_v3", dtype="bfloat16").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"never read")
+    result = run("plan", "--model", tmp_path, "--prefill-s", "3", "--json")
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["bytes_per_token"] == 61 * (512 + 64) * 2
+
+
+def ask(web: TestClient, *passages: str, **extra: Any) -> dict[str, Any]:
+    body = {"model": "latent", "messages": messages(*passages), "max_tokens": 6, "temperature": 0, "cacheblend": extra}
+    answer = web.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+@pytest.mark.parametrize("codec", ["raw", "int4"])
+def test_a_server_blends_what_an_earlier_one_stored(folder: Path, tmp_path: Path, codec: str) -> None:
+    """Several requests at once; then, in another process's place, the same store in another order of passages."""
+    config = BlendConfig(codec=codec, block_size=16)
+    for round_ in range(2):
+        with BlendEngine.from_pretrained(folder, store=tmp_path / "store", config=config) as engine:
+            engine.name = "latent"
+            with TestClient(create_app(engine, ServeSettings(chunk_tokens=16))) as web:
+                order = PASSAGES if round_ == 0 else PASSAGES[::-1]
+                with ThreadPoolExecutor(3) as pool:
+                    answers = list(
+                        pool.map(lambda _, order=order, web=web: ask(web, *order, recompute_ratio=1.0), range(3))
+                    )
+                full = ask(web, *order, mode="full")["choices"][0]["message"]["content"]
+                assert {each["choices"][0]["message"]["content"] for each in answers} == {full}
+                if round_:
+                    assert all(each["cacheblend"]["missed_tokens"] == 0 for each in answers)
+                    blended = ask(web, *order, recompute_ratio=0.2)["cacheblend"]
+                    assert 0 < blended["recomputed_tokens"] < sum(blended["hit_tokens"].values())
+                    body = {"model": "latent", "messages": messages(*order), "max_tokens": 2}
+                    wrong = web.post("/v1/chat/completions", json={**body, "cacheblend": {"recompute_ratio": 2}})
+                    assert wrong.status_code == 400
+                assert engine.flush(timeout=60)
+
+
+SHORT = Prompts(passages=(4, 6), tokens=(64, 96))
+ROWS = 12
+SEED = 70
+
+
+@pytest.fixture(scope="module")
+def engine() -> BlendEngine:
+    return BlendEngine.from_pretrained(model_path(), store="memory", device="cpu")
+
+
+def right(engine: BlendEngine, row: QuestionRow, selector: Selector) -> bool:
+    prompt = Template().layout.prompt(engine, [Passage(text.text) for text in row.passages], row.question)
+    engine.warm(prompt.chunks)
+    answer, _ = finish(engine, prompt, fused(engine, prompt, selector), SamplingParams(max_new_tokens=8))
+    return answer == row.answers[0]
+
+
+def test_transformers_opens_it_without_this_package() -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_path())
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    assert model.dtype == torch.bfloat16
+    assert model.config.num_hidden_layers >= 12 and model.config.max_position_embeddings == MAX_POSITIONS
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "The boot belongs to Alban.\n\nWho has the boot?"}],
+        add_generation_prompt=True,
+        return_dict=False,
+        return_tensors="pt",
+    )
+    found = model.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :]
+    assert found[-1] == tokenizer.eos_token_id
+    assert tokenizer.backend_tokenizer.get_vocab() == build_tokenizer().get_vocab(), "the one that training uses"
+    files = {file.name: file.stat().st_size for file in model_path().iterdir()}
+    assert {"README.md", "blend-profile.json", "model.safetensors"} <= set(files) and sum(files.values()) < 16_000_000
+
+
+@pytest.mark.parametrize(
+    ("how", "category", "least", "most"),
+    [
+        *(("full recompute", each, 0.75, 1) for each in ("direct", "local", "cross", "chain", "unanswerable")),
+        *(("full reuse", each, 0.75, 1) for each in ("direct", "local")),
+        *(("full reuse", each, 0, 0.25) for each in ("cross", "cross-hard", "chain")),  # they need two passages
+        *(("its profile", each, 0.7, 1) for each in ("cross", "chain")),
+    ],
+)
+def test_it_answers_as_its_card_says(engine: BlendEngine, how: str, category: str, least: float, most: float) -> None:
+    assert engine.settings.profile is not None
+    selectors = {"full recompute": AllRows(), "full reuse": NoRows(), "its profile": engine.settings.selector()}
+    rows = draw_questions(SEED, ROWS, [category], SHORT)
+    assert least <= sum(right(engine, row, selectors[how]) for row in rows) / len(rows) <= most

@@ -1,10 +1,5 @@
-"""The page: what someone sees who tries it, at every width, in light and dark, by keyboard and for screen readers.
-
-Situations: the first click of somebody who knows nothing; examples one after the other; the same notes in another
-order; another selector and ratio; passages moved by mouse and by keyboard, written, edited, deleted; nothing to ask
-about; a page of a model that is not the one that ships; a keyed server; Enter twice, and a click on top; a stream that
-is cut in the middle, or ends with an error event; a server that is gone before or between answers; answers that are no
-JSON; a library that cannot be loaded; results older than the prompt; a question that is stopped.
+"""The page: what someone sees who tries it, at every width, in light and dark, by keyboard and for screen readers; and
+what goes wrong: streams that are cut, a server that is gone, a library that cannot be loaded, results that are old.
 
 `CACHEBLEND_SCREENSHOTS=docs/results` writes pictures of the page there. Skipped where there is no browser."""
 
@@ -124,7 +119,7 @@ def notes(*numbers: int) -> list[str]:
     return [f"Note {number}" for number in numbers]
 
 
-def test_one_click_shows_that_full_reuse_is_wrong_and_blending_right(page: Any) -> None:
+def test_one_click_shows_that_full_reuse_is_wrong_and_blending_right_and_why(page: Any) -> None:
     assert "nano" in page.locator("#model").inner_text()
     assert "290 words" in page.locator("#about-examples").inner_text()
     assert "often right" in page.locator("#about-examples").inner_text()  # the examples were chosen, and it says so
@@ -141,8 +136,7 @@ def test_one_click_shows_that_full_reuse_is_wrong_and_blending_right(page: Any) 
     why = page.locator("#verdict").inner_text()
     assert "Note 2 (“The sword passed to Pagon.”) and Note 3 (“The bowl now belongs to him.”)" in why
 
-
-def test_the_map_marks_what_was_recomputed_and_what_the_answer_needs(page: Any) -> None:
+    # the map marks what was recomputed, and what the answer needs
     for source in ("loaded", "recomputed", "fresh", "prefix"):
         assert page.locator(f"#why .tokens .{source}").count() > 0
     opened = page.locator("#why details[open]")
@@ -159,8 +153,7 @@ def test_the_map_marks_what_was_recomputed_and_what_the_answer_needs(page: Any) 
     assert parts == ["Beginning of the prompt", *notes(1, 2, 3, 4, 5, 6), "Question"]
     assert "darker" not in page.locator("body").inner_text()
 
-
-def test_the_same_notes_in_another_order_have_another_answer(page: Any) -> None:
+    # the same notes in another order have another answer
     ask_example(page, 1)
     assert answers(page)["full"] == answers(page)["blend"] == "Moaln" != answers(page)["reuse"]
     changes = page.locator("#verdict").inner_text()
@@ -307,9 +300,6 @@ def test_a_model_that_does_not_ship_is_promised_nothing(opened: tuple[Any, str])
     assert marks["reuse"] == "not as full recompute" and "right" not in page.locator(".headline").inner_text()
     assert "The answer's words stand in Note 2" in page.locator("#verdict").inner_text()
     page.close()
-
-
-# ---- when something goes wrong ------------------------------------------------------------------------------
 
 
 def counting(page: Any, path: str) -> list[str]:
@@ -470,8 +460,6 @@ def test_a_server_with_keys_asks_for_one(opened: tuple[Any, str]) -> None:
         assert answers(page)["blend"] == "Pagon"
         page.close()
 
-
-# ---- how it looks, and without a mouse --------------------------------------------------------------------------
 
 HEIGHTS = {390: 1540, 768: 1240, 1400: 1640}
 """By width: of a picture, from the top of a wide page, or of a narrow one where a click on an example brings it."""

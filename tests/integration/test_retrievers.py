@@ -1,15 +1,11 @@
-"""Retrievers' adapters, each against the real package, with a running server.
+"""Retrievers' adapters, each against the real package, with a running server; and the examples, as readers run them.
 
-Situations: passages indexed and retrieved; one twice in a request, equal texts under two ids; one edited between being
-indexed and retrieved; nothing retrieved; no id; a huge one, a tiny one, odd letters; a retriever that raises, and its
-`ainvoke`; a server that is down, has keys, or holds another collection with the same ids; entries deleted from Chroma,
-or all of them by mistake; a library that is not installed. Without a server: what others answer at its address (a wrong
-url, where everything is a 404; a page of a proxy; JSON that is not the server's; a server that is busy), and an id, a
-salt or a key that cannot be sent.
-"""
+Without a server: what others answer at its address, and an id, a salt or a key that cannot be sent."""
 
 import asyncio
+import importlib.util
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -25,6 +21,7 @@ from cacheblend.engines.documents import Document
 from cacheblend.retrievers import DocumentServer, DocumentServerError, text_id
 from cacheblend.serve.keys import KeyRing, add_key, read_keys
 from cacheblend.serve.settings import ServeSettings
+from campaign import rotating
 from serving import free_port, running
 
 QUESTION = "Who has the boot?"
@@ -276,9 +273,6 @@ def test_a_library_that_is_not_installed_is_named(module: str, library: str) -> 
     assert f"pip install 'cacheblend[{module}]'" in ended.stderr.splitlines()[-1]
 
 
-# ---- what others answer -----------------------------------------------------------------------------------
-
-
 CALLS: list[Callable[[DocumentServer], Any]] = [
     lambda server: server.put([Document("a", "text")]),
     lambda server: server.ids(),
@@ -329,3 +323,46 @@ def test_a_document_that_is_not_there_is_no_error_and_what_cannot_be_sent_is_ref
         with pytest.raises(InvalidInputError) as refused:
             DocumentServer(**wrong)
         assert wrong.get("key", "-----") not in str(refused.value)
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+OPENAI = "serve_openai", "openai"
+RETRIEVERS = [("langchain", "langchain_openai"), ("llamaindex", "llama_index"), ("chroma", "chromadb")]
+
+
+@pytest.fixture
+def fresh_url() -> Iterator[str]:
+    with running(ServeSettings()) as address:
+        yield address
+
+
+def run_example(name: str, library: str, url: str) -> str:
+    """What it prints; skips the test where its library is not installed."""
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--url", url]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.parametrize(
+    "name, library",
+    rotating([OPENAI, ("serve_langchain", "langchain_openai"), ("serve_llamaindex", "llama_index")], core=[OPENAI]),
+)
+def test_an_example_stores_passages_and_then_reuses_them(fresh_url: str, name: str, library: str) -> None:
+    out = run_example(name, library, fresh_url)
+    first, before, second, after = out.splitlines()
+    assert first.startswith("Luden") and second.startswith("Luden")
+    loaded = [re.search(r"from the store {'\w+': (\d+)|(\d+) tokens from the store", each) for each in (before, after)]
+    counts = [0 if each is None else int(each[1] or each[2]) for each in loaded]
+    assert counts[0] == 0 < counts[1], out  # the first answer stores, the second reuses
+    assert len(httpx.get(f"{fresh_url}/v1/chunks").json()["data"]) >= 2  # both passages, each a chunk of its own
+
+
+@pytest.mark.parametrize(("name", "library"), rotating([(f"retriever_{name}", module) for name, module in RETRIEVERS]))
+def test_an_example_of_a_retriever_answers_whether_its_passages_are_stored_or_not(
+    fresh_url: str, name: str, library: str
+) -> None:
+    for _ in range(2):
+        assert "Luden" in run_example(name, library, fresh_url).split()

@@ -20,13 +20,12 @@ from cacheblend.engines.hf.tickets import (
     DoneEvent,
     Event,
     Limits,
-    QueueFullError,
     Ticket,
     TokenEvent,
     TooLateError,
 )
 from families import tiny_model
-from parity.scenes import QUESTION, RAG, SYSTEM, UNSEEN, A, B, C, greedy, open_engine
+from parity.scenes import QUESTION, RAG, SYSTEM, UNSEEN, A, B, C, open_engine
 
 PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
 ENDLESS = SamplingParams(max_new_tokens=100_000, ignore_eos=True)
@@ -92,15 +91,6 @@ def test_concurrent_answers_equal_single_answers(engine: BlendEngine, schedule: 
     assert all(r is not None and 0 < r.ttft_s <= r.total_s and r.generated_tokens == 6 for r in reports)
 
 
-@pytest.mark.parametrize(("mode", "loaded"), [("full", 0), ("prefix", 0), ("reuse", 115)])
-def test_modes_load_and_recompute_what_they_say(schedule: Schedule, mode: str, loaded: int) -> None:
-    listener = submit(schedule(), RAG, mode=mode)
-    report = listener.wait().report
-    assert report is not None and (report.hit_tokens["memory"], report.recomputed_tokens) == (loaded, 0)
-    if not loaded:
-        assert listener.tokens[0] == greedy(tiny_model("llama"), RAG, 6)
-
-
 def test_each_choice_has_its_own_seed_and_tokens_their_log_probabilities(schedule: Schedule) -> None:
     params = SamplingParams(max_new_tokens=6, temperature=3.0, seed=7, ignore_eos=True)
     scheduler = schedule()
@@ -141,17 +131,6 @@ def slow(engine: BlendEngine, schedule: Schedule, monkeypatch: pytest.MonkeyPatc
     made.go_on.set()  # before its scheduler is closed
 
 
-def test_a_full_queue_reports_when_to_retry(slow: Slow, schedule: Schedule) -> None:
-    scheduler = schedule(Limits(active=1, waiting=2))
-    first = slow.begin(scheduler)
-    others = [submit(scheduler, RAG) for _ in range(2)]
-    with pytest.raises(QueueFullError, match="2 requests wait") as raised:
-        submit(scheduler, RAG)
-    assert raised.value.retry_after_s >= 1
-    slow.go_on.set()
-    assert all(listener.wait().error is None for listener in (first, *others))
-
-
 def test_cancelled_and_expired_requests_end_without_delaying_others(slow: Slow, schedule: Schedule) -> None:
     scheduler = schedule(Limits(active=1))
     first, cancelled = slow.begin(scheduler), Listener()
@@ -163,20 +142,6 @@ def test_cancelled_and_expired_requests_end_without_delaying_others(slow: Slow, 
     assert cancelled.wait().report is None and not cancelled.tokens
     assert isinstance(late.wait().error, TooLateError)
     assert last.wait().error is None
-
-
-def test_a_request_cancelled_during_decoding_ends(schedule: Schedule) -> None:
-    scheduler, listener = schedule(), Listener()
-    ticket: list[Ticket] = []
-
-    def on_event(event: Event) -> None:
-        listener(event)
-        if isinstance(event, TokenEvent) and ticket:
-            ticket[0].cancel()
-
-    ticket.append(scheduler.submit(Ask(RAG, ENDLESS), on_event))
-    listener.wait()
-    assert scheduler.active == 0
 
 
 def test_an_error_ends_only_its_own_request(
@@ -256,16 +221,6 @@ def test_a_request_for_more_answers_than_the_limit_runs_alone(schedule: Schedule
     listeners = [submit(scheduler, RAG, choices=choices) for choices in (1, 3, 1)]
     assert [listener.wait().error for listener in listeners] == [None] * 3
     assert [len(listener.tokens) for listener in listeners] == [1, 3, 1]
-
-
-def test_closing_waits_for_running_requests_and_ends_the_rest(schedule: Schedule) -> None:
-    scheduler = schedule(Limits(active=1))
-    done, endless = submit(scheduler, RAG), submit(scheduler, RAG, ENDLESS)
-    scheduler.close(timeout=3)
-    assert done.wait().error is None
-    assert isinstance(endless.wait().error, ClosedError)
-    with pytest.raises(ClosedError):
-        submit(scheduler, RAG)
 
 
 @pytest.mark.parametrize("is_idle", [True, False])

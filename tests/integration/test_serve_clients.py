@@ -1,9 +1,6 @@
 """The benchmarks that people point at servers, against this one, at tiny size; each where it is installed.
 
-`.ci/clients` installs them in environments of their own and names their programs: GUIDELLM, AIPERF, VLLM. Situations:
-texts and chats and Responses, streamed; answers of a given length; a tokenizer of the client's own; a model that the
-client finds by itself.
-"""
+`.ci/clients` installs them in environments of their own and names their programs: GUIDELLM, AIPERF, VLLM."""
 
 import json
 import os

@@ -1,11 +1,12 @@
-"""What the server refuses: names, methods, fields, spans, texts and bodies that are wrong or too long.
-
-And what its figures and log lines say of its store and errors."""
+"""What the server refuses: names, methods, fields, spans, texts and bodies that are wrong or too long; connections that
+only hold a place. And what its figures and log lines say of its store and errors."""
 
 import contextlib
 import json
+import socket
 import time
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +31,11 @@ def url(shallow_url: str) -> str:
     return shallow_url
 
 
-# ---- names, headers and methods -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("host", "status"),
     [
-        ("localhost:8000", 200),
-        ("127.0.0.1", 200),
-        ("[::1]:80", 200),
-        ("server.example:8000", 200),
-        ("SERVER.example.", 200),
-        ("evil.example", 403),
-        ("localhost.evil.example", 403),
-        ("127.0.0.1.evil.example", 403),
+        *((name, 200) for name in ("localhost:8000", "127.0.0.1", "[::1]:80", "server.example:1", "SERVER.example.")),
+        *((name, 403) for name in ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example")),
     ],
 )
 def test_only_names_of_the_server_are_answered(url: str, host: str, status: int) -> None:
@@ -54,27 +46,30 @@ def test_only_names_of_the_server_are_answered(url: str, host: str, status: int)
         assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
 
 
-def test_a_probe_without_a_host_is_answered_and_an_empty_host_is_not(url: str) -> None:
-    for head, status in ((b"HTTP/1.0", b"200"), (b"HTTP/1.0\r\nHost: ", b"403")):
-        with connected(url) as client:
-            client.sendall(b"GET /health " + head + b"\r\n\r\n")
-            assert client.recv(64).split()[1] == status
-
-
-def test_head_is_get_without_a_body(url: str) -> None:
+def test_methods_queries_hosts_models_and_routes(url: str) -> None:
+    """HEAD is GET without a body."""
     for path in ("/health", "/ready", "/v1/models", "/metrics", "/"):
         got, head = httpx.get(url + path), httpx.head(url + path)
         assert (head.status_code, head.content) == (got.status_code, b"") == (200, b"")
         assert head.headers["content-type"] == got.headers["content-type"]
 
-
-def test_a_wrong_method_is_told_the_right_ones_and_a_wrong_query_its_name(url: str) -> None:
+    # a wrong method is told the right ones, a wrong query its name
     answer = httpx.options(f"{url}/v1/chunks")
     assert answer.status_code == 405 and answer.headers["allow"]
     assert httpx.get(f"{url}/v1/chunks?limit=0").json()["error"]["param"] == "limit"
 
+    # a probe without a host is answered, and an empty host is not
+    for version, status in ((b"HTTP/1.0", b"200"), (b"HTTP/1.0\r\nHost: ", b"403")):
+        with connected(url) as client:
+            client.sendall(b"GET /health " + version + b"\r\n\r\n")
+            assert client.recv(64).split()[1] == status
 
-# ---- figures ------------------------------------------------------------------------------------------------
+    # another route, another model, and no JSON
+    assert httpx.get(f"{url}/v1/nothing").json()["error"]["type"] == "not_found_error"
+    with pytest.raises(openai.NotFoundError, match="no model"):
+        ask(url, model="gpt-4")
+    broken = httpx.post(f"{url}/v1/chat/completions", content=b"{", headers=JSON)
+    assert broken.status_code == 400 and broken.json()["error"]["message"]
 
 
 def test_figures_and_readiness_say_whether_the_store_answers(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,9 +143,6 @@ def test_log_lines_have_a_time_and_the_requests_id(
 JSON = {"Content-Type": "application/json"}
 
 
-# ---- requests -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -176,14 +168,6 @@ def test_what_is_wrong_is_said_in_openais_form(url: str, change: dict[str, Any],
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error" and message in f"{error['param']} {error['message']}"
-
-
-def test_another_model_another_route_and_no_json(url: str) -> None:
-    assert httpx.get(f"{url}/v1/nothing").json()["error"]["type"] == "not_found_error"
-    with pytest.raises(openai.NotFoundError, match="no model"):
-        ask(url, model="gpt-4")
-    broken = httpx.post(f"{url}/v1/chat/completions", content=b"{", headers=JSON)
-    assert broken.status_code == 400 and broken.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -230,12 +214,16 @@ def test_text_that_is_not_valid_unicode(url: str, path: str, body: dict[str, Any
     assert error["param"] == param and "surrogate" in error["message"], answer.text
 
 
-def test_a_surrogate_pair_is_a_character_and_bytes_of_half_of_one_are_none(url: str) -> None:
+def test_a_surrogate_pair_is_a_character_half_of_one_is_none_and_long_text_is_counted(url: str) -> None:
     """These are not UTF-8, yet Python's JSON parser reads them."""
     for written, status in ((rb"\ud83d\ude00", 200), (b"bad \xed\xa0\x80 x", 400)):
         body = b'{"prompt": "' + written + b'", "max_tokens": 1}'
         answer = httpx.post(f"{url}/v1/completions", content=body, headers=JSON)
         assert answer.status_code == status and ("surrogate" in answer.text) == (status == 400), answer.text
+
+    # text that is long for its tokens is counted until it is too much
+    answer = httpx.post(f"{url}/v1/completions", json={"prompt": "lamp " * 4000}, timeout=60)
+    assert answer.status_code == 400 and "2,048" in answer.json()["error"]["message"].replace("2048", "2,048")
 
 
 def test_bodies_that_are_too_long() -> None:
@@ -244,9 +232,6 @@ def test_bodies_that_are_too_long() -> None:
         pieces = httpx.post(f"{url}/v1/completions", content=(b"x" * 100 for _ in range(30)))
         assert announced.status_code == pieces.status_code == 413
         assert httpx.get(f"{url}/health").status_code == 200
-
-
-# ---- long texts: early, within bounded memory and time ----
 
 
 @pytest.mark.parametrize("size", [100_000, 2_000_000, 15_600_000])
@@ -293,11 +278,6 @@ def test_a_long_text_beside_the_messages_is_refused_before_it_is_tokenised(
     for path in ("/v1/chat/completions", "/tokenize"):
         answer = httpx.post(url + path, json={"messages": [message], **more}, timeout=60)
         assert answer.status_code in (400, 413) and answer.json()["error"]["code"] == "too_long", (path, answer.text)
-
-
-def test_text_that_is_long_for_its_tokens_is_counted_until_it_is_too_much(url: str) -> None:
-    answer = httpx.post(f"{url}/v1/completions", json={"prompt": "lamp " * 4000}, timeout=60)
-    assert answer.status_code == 400 and "2,048" in answer.json()["error"]["message"].replace("2048", "2,048")
 
 
 @pytest.mark.parametrize(
@@ -364,3 +344,128 @@ def test_a_long_text_with_commas_is_looked_at_in_a_moment(piece: bytes) -> None:
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+WITHIN_S = 0.4
+HANG_S = 300.0
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+LONG = {"prompt": "The boot was sold to Luden.", "max_tokens": 150, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[str]:
+    with running(ServeSettings(headers_s=WITHIN_S, body_s=WITHIN_S, drain_s=1), model=shallow()) as address:
+        yield address
+
+
+def opened(hasty: str) -> socket.socket:
+    return connected(hasty, HANG_S)
+
+
+def post(body: bytes, length: int | None = None) -> bytes:
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: {length or len(body)}\r\n"
+    return f"{head}Content-Type: application/json\r\n\r\n".encode() + body
+
+
+def until_closed(client: socket.socket) -> bytes:
+    """What the server sends until it closes the connection."""
+    read = b""
+    with contextlib.suppress(ConnectionError):
+        while part := client.recv(1 << 16):
+            read += part
+    return read
+
+
+@pytest.mark.parametrize(
+    ("sent", "answers"),
+    [
+        (b"", []),
+        (b"GET /hea", [408]),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX: ", [408]),
+        (GET, [200]),  # and nothing more
+        (GET * 3, [200, 200, 200]),
+        (post(b'{"prompt"', 100), [408]),
+        (post(b"x", 10**9), [413]),  # the rest is not waited for
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", [400]),  # TLS
+    ],
+)
+def test_a_connection_is_closed_on_which_nothing_more_comes(hasty: str, sent: bytes, answers: list[int]) -> None:
+    with opened(hasty) as client:
+        client.sendall(sent)
+        read = until_closed(client)
+        found = [int(part[:3]) for part in read.split(b"HTTP/1.1 ")[1:]]
+        assert found == answers, read
+
+
+@pytest.mark.parametrize("start", [b"GET /health HTTP/1.1\r\nX: ", post(b'{"prompt": "', 10**6), post(b"x", 10**9)])
+def test_byte_by_byte_is_not_more_time(hasty: str, start: bytes) -> None:
+    with opened(hasty) as client, contextlib.suppress(ConnectionError):
+        client.sendall(start)
+        end = time.monotonic() + HANG_S
+        while time.monotonic() < end:
+            client.sendall(b"x")
+            time.sleep(0.02)
+        pytest.fail("the server still reads")
+
+
+def test_answers_that_are_not_read_are_not_kept(hasty: str) -> None:
+    """Much more than the sockets hold, so that the server waits for its client."""
+    with opened(hasty) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000)
+        with contextlib.suppress(ConnectionError):
+            while True:  # a connection that is cut is told at the second try
+                time.sleep(WITHIN_S / 4)
+                client.send(b"x")
+        assert until_closed(client).count(b"HTTP/1.1 200") < 1000
+
+
+def test_a_long_request_is_not_cut_and_many_that_wait_leave_no_connection_behind(hasty: str) -> None:
+    with opened(hasty) as client:
+        client.sendall(GET)
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        client.sendall(b"GET /hea")
+        assert until_closed(client).partition(b"HTTP/1.1 ")[2].startswith(b"408")
+    with httpx.stream("POST", f"{hasty}/v1/completions", json=LONG | {"stream": True}, timeout=HANG_S) as stream:
+        assert [line for line in stream.iter_lines() if line][-1] == "data: [DONE]"
+    with httpx.Client(base_url=hasty, timeout=HANG_S) as http:
+        for _ in range(3):
+            assert http.post("/v1/completions", json=LONG).status_code == 200
+
+    # many that wait leave no connection behind
+    with contextlib.ExitStack() as closing:
+        clients = [closing.enter_context(opened(hasty)) for _ in range(200)]
+        for number, client in enumerate(clients):
+            client.sendall((GET + post(b"{}", 50))[:number])
+        assert httpx.get(f"{hasty}/health", timeout=HANG_S).status_code == 200
+        for client in clients:
+            until_closed(client)
+
+    # there are no websockets
+    lines = ("Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Key: eA==", "Sec-WebSocket-Version: 13")
+    with opened(hasty) as client:
+        client.sendall("\r\n".join(["GET /v1/models HTTP/1.1", "Host: evil.example", *lines, "", ""]).encode())
+        assert b"101 Switching" not in until_closed(client)
+
+
+def test_one_connection_too_many_ends_the_one_that_waited_longest_or_is_told_why() -> None:
+    with running(ServeSettings(connections=3, drain_s=1), model=shallow()) as url, contextlib.ExitStack() as closing:
+        first, *others = [closing.enter_context(opened(url)) for _ in range(3)]
+        httpx.get(f"{url}/health", timeout=HANG_S).raise_for_status()  # the fourth
+        assert until_closed(first).startswith(b"HTTP/1.1 503")
+        for client in others:
+            client.sendall(GET)
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+
+    # where all have requests, the next one is told why
+    with running(ServeSettings(connections=2, drain_s=1), model=shallow()) as url, contextlib.ExitStack() as closing:
+        for _ in range(2):
+            client = closing.enter_context(opened(url))
+            client.sendall(post(b"", 100).replace(b"Host: here", b"Host: here\r\nExpect: 100-continue"))
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 100")  # the server waits for the body
+        answer = httpx.get(f"{url}/health", timeout=HANG_S)
+        assert answer.status_code == 503 and answer.headers["retry-after"]
+        assert answer.json()["error"]["code"] == "too_many_connections"
+    with running(ServeSettings(connections=2, drain_s=1), model=shallow()) as url:
+        for _ in range(5):  # places are given back
+            assert httpx.get(f"{url}/health", timeout=HANG_S).status_code == 200

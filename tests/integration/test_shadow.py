@@ -1,16 +1,10 @@
-"""The shadow check on an engine: what is compared, and that nothing in it harms a request.
-
-Situations: answers of one token, sampled, penalised, cancelled, failed, of several choices, with a ratio or mode of
-their own; a check that fails in its first layer, in its last, or for want of memory; an engine that closes, or whose
-adapters are switched, while one is under way; two engines; an engine that is never idle; a full queue. On the model
-that ships: a profile far too lean for questions across passages, an ample one, a change of traffic, the server's page.
-"""
+"""The shadow check on an engine, and on a server: what is compared, and that nothing in it harms a request."""
 
 import copy
 import queue
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,7 +15,7 @@ from fastapi.testclient import TestClient
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt
-from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
+from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.baselines import agreement, full_recompute
 from cacheblend.engines.hf.scheduler import Scheduler
 from cacheblend.engines.hf.shadow_check import MOST_WAITING, ShadowCheck, WatchedAnswer
@@ -35,8 +29,7 @@ from cacheblend.serve.keys import KeyRing, add_key, read_keys
 from cacheblend.serve.settings import ServeSettings
 from fake_adapters import add_adapter, set_adapter
 from families import tiny_model
-from lab.nano.questions import Prompts, draw_questions
-from lab.suite.suite import SETTINGS
+from lab.nano.questions import draw_questions
 from parity.scenes import QUESTION, RAG, SYSTEM, A, B, C, open_engine
 
 GREEDY = SamplingParams(max_new_tokens=5, ignore_eos=True)
@@ -87,9 +80,6 @@ def wanted(model: Any, prompt: Prompt, answer: list[int]) -> list[int]:
         logits = model(input_ids=ids).logits[0, len(prompt) - 1 :]
     likeliest: list[int] = logits.argmax(-1).tolist()
     return likeliest
-
-
-# ---- what is compared -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -184,9 +174,6 @@ def test_requests_with_a_ratio_or_selector_of_their_own_cancelled_ones_and_sever
     assert set(made.figures().dropped) <= {"no answer"}
 
 
-# ---- the floor ------------------------------------------------------------------------------------------------
-
-
 def test_the_ratio_in_force_is_in_the_report_up_to_full_recompute_and_back(engine: BlendEngine) -> None:
     made, check = watched(engine, floor=0.5)
     ratio, ratios = engine.config.recompute_ratio, []
@@ -208,9 +195,6 @@ def test_the_ratio_in_force_is_in_the_report_up_to_full_recompute_and_back(engin
         if made.is_full:
             engine.generate(RAG, SamplingParams(max_new_tokens=1))
     assert made.step == 3 and made.figures().lowered == 1
-
-
-# ---- what may go wrong ----------------------------------------------------------------------------------------
 
 
 class BrokenError(RuntimeError):
@@ -324,9 +308,6 @@ def test_two_engines_in_one_process_know_nothing_of_each_other() -> None:
             watch(one, ShadowSettings(0.5))
 
 
-# ---- when it is computed --------------------------------------------------------------------------------------
-
-
 def test_an_idle_engine_compares_by_itself_and_flush_and_captures_do_not_wait_for_it(engine: BlendEngine) -> None:
     made = watch(engine, ShadowSettings(1.0), seed=0)
     check = engine.shadow
@@ -402,70 +383,7 @@ def test_whatever_happens_every_drawn_answer_is_compared_dropped_or_waits(seed: 
             assert sum(counts(made)) + check.waiting == drawn
 
 
-# ---- the model that ships --------------------------------------------------------------------------------------
-
-FLOOR = 0.7
 RATIO = read_profile(model_path() / PROFILE_NAME).selection.recompute_ratio
-SMALL = Prompts(passages=(3, 4), tokens=(48, 80))
-SHORT = SamplingParams(max_new_tokens=2)
-LEAN = {"selector": "hkvd", "recompute_ratio": 0.06, "check_layers": (1,)}
-AMPLE = {"selector": "hybrid", "recompute_ratio": 0.12, "check_layers": (4,), "early_ratio": 0.4, "question_words": 1.0}
-"""For questions across passages; without hops it does not follow a chain of two."""
-
-
-def prompts(engine: BlendEngine, category: str, count: int) -> list[Prompt]:
-    """Questions of a category, their passages stored."""
-    found = []
-    for row in draw_questions(50, count, [category], SMALL):
-        passages = [Passage(text.text, text.title) for text in row.passages]
-        found.append(engine.prompt(SETTINGS.template.layout.parts(engine, passages, row.question)))
-    engine.warm([segment for prompt in found for segment in prompt.chunks])
-    return found
-
-
-def ask(engine: BlendEngine, asked: Sequence[Prompt]) -> None:
-    """One after the other, each compared before the next."""
-    for prompt in asked:
-        engine.generate(prompt, SHORT)
-        while engine.shadow is not None and engine.shadow.waiting:
-            if not engine.background.advance_idle():
-                time.sleep(0.001)
-
-
-def opened(config: dict[str, Any] | None = None) -> tuple[BlendEngine, ShadowWatch]:
-    engine = BlendEngine.from_pretrained(model_path(), store="memory", config=config)
-    return engine, watch(engine, ShadowSettings(1.0, FLOOR), seed=0)
-
-
-@pytest.mark.slow
-def test_a_lean_ratio_is_raised_until_agreement_holds() -> None:
-    engine, made = opened(LEAN)
-    with engine:
-        asked = prompts(engine, "cross-hard", 24)
-        for _ in range(12):
-            ask(engine, asked)
-            holds = [each for each in made.history() if each.bound >= FLOOR]
-            if holds:
-                break
-        lean = [each for each in made.history() if each.ratio == LEAN["recompute_ratio"]]
-        assert lean[-1].agreement < FLOOR and all(each.bound < FLOOR for each in lean)
-        assert holds and holds[0].agreement > FLOOR and holds[0].ratio is not None
-        assert made.figures().raised >= 2 and holds[0].ratio > 2 * LEAN["recompute_ratio"]
-
-
-@pytest.mark.slow
-def test_an_ample_one_stays_and_a_change_of_traffic_moves_it() -> None:
-    engine, made = opened(AMPLE)
-    with engine:
-        ask(engine, prompts(engine, "cross-hard", 12) + prompts(engine, "direct", 12))
-        assert made.step == 0 and made.history()[-1].agreement > 0.9
-        chains = prompts(engine, "chain2", 20)
-        ask(engine, chains)
-        assert made.step >= 1 and made.ratio is not None and made.ratio >= 0.18
-        engine.close()
-
-
-# ---- the server -----------------------------------------------------------------------------------------------
 
 
 def chat(web: TestClient, key: str, **extras: Any) -> dict[str, Any]:

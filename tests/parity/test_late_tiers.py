@@ -25,7 +25,7 @@ from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event
 from cacheblend.serve.metrics import StoreWatch
 from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore
 from families import tiny_model
-from integration.test_controller_engine import cost_model_file
+from integration.test_controller import cost_model_file
 from parity.scenes import RAG, A, B, C, Outcome, assert_as_reference, open_engine, run
 from parity.test_lost_blocks import TOLERANCE
 from reference import blend

@@ -26,7 +26,7 @@ PROMPT = torch.arange(10, 30)
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [  # see also tests/integration/test_wrong_uses
+    [  # see also tests/integration/test_engine_api
         ({"temperature": math.inf}, "temperature .*at least 0.*inf"),
         ({"repetition_penalty": 0.0}, r"repetition_penalty must be in 0.01\.\.100, got 0.0"),
         ({"repetition_penalty": math.nan}, "repetition_penalty must be in .*nan"),
