@@ -13,8 +13,7 @@ from cacheblend.core.cost.cost_model import CostModel, TierSpeed
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.cost_model import controller_of, read_cost_model, write_cost_model
 from cacheblend.engines.hf import BlendEngine, SamplingParams
-from cacheblend.engines.hf.scheduler import Scheduler
-from cacheblend.engines.hf.tickets import Ask, DoneEvent, Limits
+from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Limits, Scheduler
 from cacheblend.store import MemoryStore, TieredStore
 from cacheblend.store.combined import CascadeStore
 from command_line import runner

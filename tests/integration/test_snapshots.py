@@ -18,8 +18,7 @@ from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.core.select.selectors import AllRows
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.recurrent import SnapshotFormat
-from cacheblend.engines.hf.scheduler import Scheduler
-from cacheblend.engines.hf.tickets import Limits
+from cacheblend.engines.hf.scheduler import Limits, Scheduler
 from cacheblend.store import KVStore, MemoryStore, TieredStore, open_store
 from cacheblend.store.format.block_file import decode_header, header_bytes
 from families import tiny_model
