@@ -12,7 +12,7 @@ import torch
 from cacheblend.core.load.capture import ChunkJob, manifest_of
 from cacheblend.core.names import as_token_ids
 from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
-from cacheblend.engines.identity import ModelIdentity
+from cacheblend.engines.fingerprint import ModelIdentity
 from cacheblend.engines.settings import BlendSettings
 from cacheblend.engines.shadow import ShadowWatch
 from cacheblend.engines.vllm.config import ConnectorConfig

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.engines.hf.configs import expected_layout
+from cacheblend.engines.hf.model_loader import expected_layout
 from cacheblend.engines.provenance import stamp
 from lab.bench import AdvanceStage, silent
 from lab.servers.clients import saturate

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.engines import processor
+from cacheblend.engines import provenance
 from cacheblend.engines.hf.shapes import build_shape
 from cacheblend.engines.provenance import stamp
 from lab.servers.processes import START_S, answers, count_failed, free_port, running
@@ -205,7 +205,7 @@ def dtype_of(name: str) -> str:
     """
     if name != "auto":
         return name
-    return "bfloat16" if torch.cuda.is_available() or processor.multiplies_bf16() else "float32"
+    return "bfloat16" if torch.cuda.is_available() or provenance.multiplies_bf16() else "float32"
 
 
 def check_installed() -> None:

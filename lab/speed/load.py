@@ -25,7 +25,7 @@ from cacheblend.core.names import root_name
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
 from cacheblend.core.plan.codec import CODECS
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.engines.hf.configs import expected_layout
+from cacheblend.engines.hf.model_loader import expected_layout
 from cacheblend.engines.hf.shapes import shape_config
 from cacheblend.engines.provenance import stamp
 from cacheblend.store import KVStore, open_store

@@ -10,11 +10,10 @@ if TYPE_CHECKING:
     from cacheblend.core.errors import CacheBlendError, InvalidInputError
     from cacheblend.core.plan.prompt import Prompt
     from cacheblend.engines.documents import Document
-    from cacheblend.engines.hf.batch import BatchError
     from cacheblend.engines.hf.document_sync import DocumentSync
     from cacheblend.engines.hf.engine import BlendEngine
     from cacheblend.engines.hf.grammar import Grammar
-    from cacheblend.engines.hf.request import Answer
+    from cacheblend.engines.hf.request import Answer, BatchError
     from cacheblend.engines.hf.sampling import SamplingParams
     from cacheblend.engines.tokens.passage import Passage
     from cacheblend.store.open import open_store

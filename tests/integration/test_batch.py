@@ -13,7 +13,7 @@ import pytest
 from cacheblend.core.errors import CacheBlendError, InvalidInputError, PromptTooLongError
 from cacheblend.core.fuse.batching import PrefillBatcher
 from cacheblend.engines.hf import BatchError, BlendEngine, Passage, SamplingParams
-from cacheblend.engines.hf import batch as batch_module
+from cacheblend.engines.hf import request as batch_module
 from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.prefiller import HfPrefill
 from cacheblend.engines.hf.prompts import PromptLike

@@ -24,8 +24,7 @@ from cacheblend.core.select.selectors import AllRows
 from cacheblend.engines.cost_model import controller_of, read_cost_model, write_cost_model
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.recurrent import SnapshotFormat
-from cacheblend.engines.hf.scheduler import Scheduler
-from cacheblend.engines.hf.tickets import Ask, DoneEvent, Limits
+from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Limits, Scheduler
 from cacheblend.store import KVStore, MemoryStore, TieredStore, open_store
 from cacheblend.store.combined import CascadeStore
 from cacheblend.store.format.block_file import decode_header, header_bytes

@@ -18,9 +18,8 @@ from cacheblend.core.errors import CacheBlendError, InvalidInputError
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.engines.documents import Document
 from cacheblend.engines.hf import Answer, BlendEngine, DocumentSync, Grammar, Passage, SamplingParams
-from cacheblend.engines.hf.scheduler import Scheduler
+from cacheblend.engines.hf.scheduler import Limits, Scheduler
 from cacheblend.engines.hf.shadow_start import watch
-from cacheblend.engines.hf.tickets import Limits
 from cacheblend.engines.shadow import ShadowSettings
 from cacheblend.engines.tokens.chunker import Cutting
 from cacheblend.nano import model_path

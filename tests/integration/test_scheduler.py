@@ -13,13 +13,13 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.sampling import Sampler
-from cacheblend.engines.hf.scheduler import Scheduler
-from cacheblend.engines.hf.tickets import (
+from cacheblend.engines.hf.scheduler import (
     Ask,
     ClosedError,
     DoneEvent,
     Event,
     Limits,
+    Scheduler,
     Ticket,
     TokenEvent,
     TooLateError,

@@ -20,7 +20,7 @@ from fastapi.testclient import TestClient
 
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.decode import compute_logits
-from cacheblend.engines.hf.tickets import Limits
+from cacheblend.engines.hf.scheduler import Limits
 from cacheblend.nano import model_path
 from cacheblend.serve.app import create_app
 from cacheblend.serve.settings import ServeSettings

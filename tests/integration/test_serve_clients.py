@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cacheblend.engines.hf.tickets import Limits
+from cacheblend.engines.hf.scheduler import Limits
 from cacheblend.nano import model_path
 from cacheblend.serve.settings import ServeSettings
 from campaign import rotating

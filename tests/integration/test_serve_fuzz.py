@@ -19,7 +19,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from cacheblend.engines.hf.tickets import Limits
+from cacheblend.engines.hf.scheduler import Limits
 from cacheblend.serve.settings import ServeSettings
 from campaign import SEED, share
 from serving import connected, running, shallow

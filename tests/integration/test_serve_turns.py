@@ -17,7 +17,7 @@ import pytest
 
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.grammar import CompiledGrammar, Grammar, Grammars
-from cacheblend.engines.hf.tickets import Limits, TooLateError
+from cacheblend.engines.hf.scheduler import Limits, TooLateError
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.fair_queue import FairQueue
 from cacheblend.serve.settings import ServeSettings

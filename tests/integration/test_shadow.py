@@ -17,10 +17,9 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.baselines import agreement, full_recompute
-from cacheblend.engines.hf.scheduler import Scheduler
+from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Event, Limits, Scheduler
 from cacheblend.engines.hf.shadow_check import MOST_WAITING, ShadowCheck, WatchedAnswer
 from cacheblend.engines.hf.shadow_start import watch
-from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event, Limits
 from cacheblend.engines.settings import PROFILE_NAME, read_profile
 from cacheblend.engines.shadow import ANSWER_TOKENS, Compared, Labels, ShadowSettings, ShadowWatch
 from cacheblend.nano import model_path

@@ -14,7 +14,7 @@ import torch
 
 from cacheblend.cli.bench import RoundOptions
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.engines import processor, provenance
+from cacheblend.engines import provenance
 from lab.bench import figure_lines, median_interval
 from lab.faults import children, engine, injection, trials
 from lab.faults.engine import Engine, found_in, is_same
@@ -75,7 +75,7 @@ def test_figures_are_printed_and_servers_opened_apart() -> None:
 def test_nobody_is_measured_in_a_dtype_that_the_processor_emulates_unless_asked_for(
     asked: str, multiplies: bool, cuda: bool, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processor, "multiplies_bf16", lambda: multiplies)
+    monkeypatch.setattr(provenance, "multiplies_bf16", lambda: multiplies)
     monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
     assert dtype_of(asked) == found
 
@@ -95,10 +95,10 @@ def test_products_that_are_converted_to_float32_and_back_are_not_taken_for_fast_
     machine: str, extensions: set[str], onednn: bool, found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("platform.machine", lambda: machine)
-    monkeypatch.setattr(processor, "extensions", lambda: extensions)
+    monkeypatch.setattr(provenance, "extensions", lambda: extensions)
     monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: True)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn, raising=False)
-    assert processor.multiplies_bf16() is found
+    assert provenance.multiplies_bf16() is found
 
 
 def test_a_result_names_the_instructions_that_decide_how_fast_a_processor_computes(
@@ -109,7 +109,7 @@ def test_a_result_names_the_instructions_that_decide_how_fast_a_processor_comput
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True, raising=False)
     assert provenance.machine()["instructions"] == "AVX512 BF16 AMX"
     monkeypatch.delattr("torch.cpu._is_amx_tile_supported")
-    assert processor.instructions() == "AVX512 BF16"
+    assert provenance.instructions() == "AVX512 BF16"
 
 
 class Asked:

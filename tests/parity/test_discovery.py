@@ -27,8 +27,7 @@ from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines.chunk_index import ChunkListing
 from cacheblend.engines.discovery import Discovery
 from cacheblend.engines.hf import BlendEngine, SamplingParams
-from cacheblend.engines.hf.scheduler import Scheduler
-from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event, Limits
+from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Event, Limits, Scheduler
 from cacheblend.store import MemoryStore
 from cacheblend.store.documents import DocumentRecord
 from families import VOCAB, tiny_model

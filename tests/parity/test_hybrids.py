@@ -22,8 +22,7 @@ from cacheblend.core.select.question_selectors import Query
 from cacheblend.core.select.selectors import AllRows, Gradual, Head, Hkvd, Late, NoRows, RandomRows
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.baselines import finish, full_recompute, fused, prefix_caching
-from cacheblend.engines.hf.caches import kv_of_cache, whole_cache
-from cacheblend.engines.hf.recurrent import LayerKinds
+from cacheblend.engines.hf.recurrent import LayerKinds, kv_of_cache, whole_cache
 from cacheblend.engines.hf.survey import survey_model
 from campaign import rotating
 from families import HYBRID, tiny_model

@@ -20,8 +20,7 @@ from cacheblend.engines.hf import BlendEngine, SamplingParams, prefiller, warmup
 from cacheblend.engines.hf import engine as engine_module
 from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.prefiller import Pace
-from cacheblend.engines.hf.scheduler import Scheduler
-from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event
+from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Event, Scheduler
 from cacheblend.serve.metrics import StoreWatch
 from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore
 from families import tiny_model

@@ -16,8 +16,7 @@ from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines import keeper
 from cacheblend.engines.hf import BlendEngine, SamplingParams
-from cacheblend.engines.hf.scheduler import Scheduler
-from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event, Limits, TokenEvent
+from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Event, Limits, Scheduler, TokenEvent
 from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore
 from campaign import seeds
 from fake_adapters import add_adapter, disable, set_adapter

@@ -12,10 +12,9 @@ from torch import nn
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.adapters import adapted_layers, digest_of
-from cacheblend.engines.fingerprint import fingerprint_model, with_adapters
+from cacheblend.engines.fingerprint import ModelIdentity, fingerprint_model, with_adapters
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.adapter_watch import AdapterWatch
-from cacheblend.engines.identity import ModelIdentity
 from fake_adapters import add_adapter, disable, layers, merge, set_adapter, unload, unmerge
 from families import tiny_model
 from parity.scenes import RAG, A, B, C, open_engine

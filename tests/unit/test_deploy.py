@@ -23,7 +23,7 @@ import yaml
 
 from cacheblend.cli import app
 from cacheblend.core.report import BlendReport
-from cacheblend.engines.hf.configs import expected_layout
+from cacheblend.engines.hf.model_loader import expected_layout
 from cacheblend.engines.hf.shadow_check import ShadowCheck
 from cacheblend.engines.hf.shapes import SHAPES, shape_config
 from cacheblend.engines.shadow import Compared, Labels, ShadowSettings, ShadowWatch

@@ -18,8 +18,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.names import root_name
 from cacheblend.core.plan.planner import Anchor
 from cacheblend.engines import fingerprint
-from cacheblend.engines.fingerprint import fingerprint_folder, fingerprint_model
-from cacheblend.engines.identity import ModelIdentity
+from cacheblend.engines.fingerprint import ModelIdentity, fingerprint_folder, fingerprint_model
 
 CONFIG = {
     "model_type": "llama",

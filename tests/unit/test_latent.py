@@ -13,8 +13,8 @@ from cacheblend.core.kernels.latent import attended, halves, joined, parts
 from cacheblend.core.kernels.operations import attend_last, attend_rows
 from cacheblend.core.kernels.rope import KeyRotation, reposition_keys, turn_by
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.engines.hf.configs import expected_layout
 from cacheblend.engines.hf.latent import LatentTap, attend_absorbed, latent_shape
+from cacheblend.engines.hf.model_loader import expected_layout
 from families import BLENDABLE, LATENT, SMALL, tiny_model
 from parity.scenes import RAG, open_engine
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from cacheblend.engines.hf.norms import run_norms_in_one_call
+from cacheblend.engines.hf.view import run_norms_in_one_call
 from families import tiny_model
 
 

@@ -5,6 +5,7 @@ in a step, behind everything else; its share of the load while there is nothing 
 """
 
 import hashlib
+import math
 import random
 import zlib
 from itertools import pairwise
@@ -14,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from cacheblend.engines.shadow import ANSWER_TOKENS, MOST_WAITING, Compared, Labels, ShadowSettings, ShadowWatch
 from cacheblend.engines.vllm.jobs import BlendOutcome, CheckJob, StepJobs, StepReport
-from cacheblend.engines.vllm.metrics import BlendStats, Counts
+from cacheblend.engines.vllm.metrics import BlendPromMetrics, BlendStats, Counts, joined
 from cacheblend.engines.vllm.scheduler import shadow_answers
 from cacheblend.engines.vllm.scheduler.load_control import LoadChoice
 from cacheblend.engines.vllm.worker import shadow_prefills
@@ -583,3 +585,37 @@ def test_time_is_charged_only_where_somebody_may_wait(worker: Any) -> None:
     assert worker.side.checks.take_ended()[1] > 0
     worker.side.step(StepJobs())
     assert worker.side.checks.take_ended()[1] == 0
+
+
+def test_in_vllm_counts_are_added_present_values_replaced_and_observations_observed() -> None:
+    registry = CollectorRegistry()
+
+    def of(kind: type) -> object:
+        return lambda **options: kind(**options, registry=registry)
+
+    extra = {"store": "memory", "shadow": 0.1}
+    transfer = SimpleNamespace(kv_connector="CacheBlendConnector", kv_connector_extra_config=extra)
+    kinds: dict[Any, Any] = {kind: of(kind) for kind in (Counter, Gauge, Histogram)}
+    config: Any = SimpleNamespace(kv_transfer_config=transfer)
+    made = BlendPromMetrics(config, kinds, ["model_name", "engine"], {0: ["m", "0"]})
+    text = joined("ab12", "hkvd", "engine")
+    for _ in range(2):
+        made.observe({"shadow": {text: 1}})
+        made.observe({"shadow_tokens": {joined(text, "yes"): 15, joined(text, "no"): 1}})
+        made.observe({"shadow_kl": {text: [0.02, 5.0]}})
+        made.observe({"shadow_agreement": {joined(text, "answer"): 0.9}})
+        made.observe({"shadow_ratio": {"": 0.15}})
+    made.observe({"shadow_agreement": {joined(text, "answer"): math.nan}})  # the window has begun anew
+    whose = {"model_name": "m", "engine": "0", "tenant": "ab12", "selector": "hkvd", "settings": "engine"}
+    value = registry.get_sample_value
+    assert value("vllm:cacheblend_shadow_total", whose) == 2
+    assert value("vllm:cacheblend_shadow_tokens_total", whose | {"agreed": "yes"}) == 30
+    assert value("vllm:cacheblend_shadow_kl_sum", whose) == 10.04
+    assert value("vllm:cacheblend_shadow_kl_bucket", whose | {"le": "0.03"}) == 2
+    assert math.isnan(value("vllm:cacheblend_shadow_agreement", whose | {"of": "answer"}) or 0)
+    assert value("vllm:cacheblend_shadow_ratio", {"model_name": "m", "engine": "0"}) == 0.15
+    made.observe({"fallbacks": {"a|b": 2}, "requests": {"": 3}, "unknown": {"": 1}})
+    engine = {"model_name": "m", "engine": "0"}
+    assert value("vllm:cacheblend_fallbacks_total", engine | {"reason": "a|b"}) == 2
+    assert value("vllm:cacheblend_requests_total", engine) == 3
+    assert value("vllm:cacheblend_prompt_tokens_total", engine) == 0  # shown from the start

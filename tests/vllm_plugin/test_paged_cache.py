@@ -20,11 +20,11 @@ from cacheblend.core.kernels import operations
 from cacheblend.core.kernels.attention import AttentionSpec, attend_rows
 from cacheblend.core.kernels.latent import halves
 from cacheblend.core.load.layer_kv import LayerKV
-from cacheblend.engines import processor
+from cacheblend.engines import provenance
 from cacheblend.engines.settings import BlendSettings
 from cacheblend.engines.vllm.internals import decoder, interface
 from cacheblend.engines.vllm.scheduler.options import RequestOptions
-from cacheblend.engines.vllm.worker import paged_attention
+from cacheblend.engines.vllm.worker import paged_kv
 from cacheblend.engines.vllm.worker.model import attention_of
 from cacheblend.engines.vllm.worker.paged_cache import NO_SLOT, PagedLayer, RequestBlocks
 from paged_scenes import KV_HEADS as HEADS
@@ -158,11 +158,11 @@ class Backend:
 def test_rows_are_attended_to_by_products_where_they_are_faster(
     step: int, rows: int, run_rows: float, longest: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paged_attention, "longest_runs", lambda dtype: longest)
+    monkeypatch.setattr(paged_kv, "longest_runs", lambda dtype: longest)
     monkeypatch.setattr(interface, "sequences_metadata", lambda *_: object())
     backend, spec = Backend(), AttentionSpec(0.3)
     blocks = RequestBlocks.of([1, 2], 0, rows, 300)
-    attention = paged_attention.PagedAttention([backend], None, blocks)  # type: ignore[list-item]
+    attention = paged_kv.PagedAttention([backend], None, blocks)  # type: ignore[list-item]
     positions = torch.arange(0, rows, step)
     query = torch.randn(4, len(positions), WIDTH)
     kv = LayerKV(torch.randn(HEADS, rows, WIDTH), torch.randn(HEADS, rows, WIDTH))
@@ -192,16 +192,16 @@ def test_rows_are_attended_to_by_products_where_they_are_faster(
 def test_the_processor_and_the_dtype_decide_where_products_are_faster(
     dtype: torch.dtype, extensions: set[str], found: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processor, "extensions", lambda: extensions)
-    assert paged_attention.longest_runs(dtype) == found
+    monkeypatch.setattr(provenance, "extensions", lambda: extensions)
+    assert paged_kv.longest_runs(dtype) == found
 
 
 def test_rows_of_a_held_prefix_are_attended_to_and_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefill that lost its prefix computes those rows again; their blocks may be other requests' too."""
-    monkeypatch.setattr(paged_attention, "longest_runs", lambda dtype: math.inf)
+    monkeypatch.setattr(paged_kv, "longest_runs", lambda dtype: math.inf)
     backend, rows, held = Backend(), 200, 50
     blocks = RequestBlocks.of([3, 4], held, rows, 100)
-    attention = paged_attention.PagedAttention([backend], None, blocks)  # type: ignore[list-item]
+    attention = paged_kv.PagedAttention([backend], None, blocks)  # type: ignore[list-item]
     kv = LayerKV(torch.randn(HEADS, rows, WIDTH), torch.randn(HEADS, rows, WIDTH))
     for tile in (torch.arange(100), torch.arange(100, 200)):
         attention(0, torch.randn(4, 100, WIDTH), kv, tile, AttentionSpec(0.3))

@@ -22,14 +22,12 @@ from torch import nn
 
 from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
 from cacheblend.engines.fingerprint import fingerprint_folder
-from cacheblend.engines.vllm.connector import CacheBlendConnector
-from cacheblend.engines.vllm.identity import identify
+from cacheblend.engines.vllm.connector import CacheBlendConnector, identify
 from cacheblend.engines.vllm.internals import decoder, weight_loader
-from cacheblend.engines.vllm.internals.attention_shim import AttentionShim
+from cacheblend.engines.vllm.internals.attention_shim import AttentionShim, latent_spec
 from cacheblend.engines.vllm.internals.decoder import computed_by
 from cacheblend.engines.vllm.internals.interface import metadata_builders, refused_speculation
 from cacheblend.engines.vllm.internals.kv_cache import check_caches, fp8_scales, is_fp8, plain_queries, refused_cache
-from cacheblend.engines.vllm.internals.latent_attention import latent_spec
 from cacheblend.engines.vllm.jobs import BlendOutcome, StepJobs, StepReport, Unblendable
 from cacheblend.engines.vllm.worker.model import BlendModel
 from cacheblend.engines.vllm.worker.worker import Worker

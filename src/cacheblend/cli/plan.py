@@ -111,7 +111,7 @@ def _layout(folder: Path, codec: str) -> "KVLayout":
     from transformers import AutoConfig
 
     from cacheblend.core.plan.codec import codec_of
-    from cacheblend.engines.hf.configs import expected_layout
+    from cacheblend.engines.hf.model_loader import expected_layout
 
     codec_of(codec)
     try:

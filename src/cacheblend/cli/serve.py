@@ -161,7 +161,7 @@ def _cannot_listen(host: str, port: int, error: Exception) -> InvalidInputError:
 
 
 def _settings(server: ServerOptions, bounds: BoundOptions) -> "ServeSettings":
-    from cacheblend.engines.hf.tickets import Limits
+    from cacheblend.engines.hf.scheduler import Limits
     from cacheblend.serve.settings import ServeSettings
     from cacheblend.store import parse_bytes
 

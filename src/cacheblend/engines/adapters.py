@@ -1,9 +1,7 @@
-"""A model's weights without the adapters (LoRA and others) that its layers hold, and digests of tensors.
-
-An adapted layer is told by its attributes, those of PEFT's layers: `active_adapters`, `disable_adapters`,
-`merged_adapters`, and `adapter_layer_names`, which names its containers of weights, one entry an adapter. Knows
-modules; PEFT itself need not be installed, and is not imported.
-"""
+"""A model's weights without the adapters (LoRA and others) that its layers hold, and digests of tensors. An adapted
+layer is told by its attributes, those of PEFT's layers: `active_adapters`, `disable_adapters`, `merged_adapters`, and
+`adapter_layer_names`, which names its containers of weights, one entry an adapter. Knows modules; PEFT itself need not
+be installed, and is not imported."""
 
 import hashlib
 import re
@@ -29,9 +27,7 @@ def base_name(layer: nn.Module) -> str:
 
 def base_tensors(model: nn.Module, *, keep: bool = False) -> dict[str, torch.Tensor]:
     """The model's parameters and buffers without those of adapters, by the names that they have without adapters.
-
-    `keep`: the very objects that the model holds, not detached ones.
-    """
+    `keep`: the very objects that the model holds, not detached ones."""
     tensors = {name: value for name, value in model.state_dict(keep_vars=keep).items() if torch.is_tensor(value)}
     for layer, module in adapted_layers(model):
         inside = f"{layer}." if layer else ""

@@ -75,7 +75,6 @@ def check_share(name: str, value: float) -> None:
 
 
 def _log_coefficients(successes: int, trials: int) -> npt.NDArray[np.float64]:
-    """Logarithms of the binomial coefficients of `successes`..`trials`."""
     logs = _log_factorials(1 << trials.bit_length())
     found: npt.NDArray[np.float64] = logs[trials] - logs[successes : trials + 1] - logs[: trials - successes + 1][::-1]
     return found
@@ -83,7 +82,6 @@ def _log_coefficients(successes: int, trials: int) -> npt.NDArray[np.float64]:
 
 @cache
 def _log_factorials(count: int) -> npt.NDArray[np.float64]:
-    """Logarithms of 0!..count!"""
     return np.array([math.lgamma(k + 1) for k in range(count + 1)])
 
 

@@ -18,10 +18,8 @@ from pathlib import Path
 from cacheblend.core.errors import InvalidInputError
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-SPOT_BYTES = 256
-"""Bytes that are read at each spot of a sample."""
-TENSOR_SPOTS, FILE_SPOTS = 4, 2048
-"""Spots of a tensor at most, and of a file together; every tensor has one, however many there are."""
+SPOT_BYTES = 256  # bytes that are read at each spot of a sample
+TENSOR_SPOTS, FILE_SPOTS = 4, 2048  # spots of a tensor at most, and of a file together; every tensor has one
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
@@ -52,15 +50,8 @@ def states_in(folder: Path) -> dict[str, State]:
 
 
 def loaded_files(folder: Path, variant: str | None = None, use_safetensors: bool | None = None) -> list[Path]:
-    """The files that the weights are loaded from.
-
-    Args:
-        folder: with config.json.
-        variant, use_safetensors: as transformers takes them.
-
-    Raises:
-        InvalidInputError: an index is damaged, or names a file that is not there.
-    """
+    """The files that the weights in a folder are loaded from, with transformers' options of these names. Raises
+    `InvalidInputError`: an index is damaged, or names a file that is not there."""
     suffix, names = f".{variant}" if variant else "", list[str]()
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         names = [str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["transformers_weights"])]
@@ -128,10 +119,8 @@ def check_files(folder: Path, variant: str | None = None, use_safetensors: bool 
 
 
 def sample_of(file: Path) -> str:
-    """SHA-256, hex, of a sample of a file's bytes: headers, and a few spots of every tensor. Raises `OSError`.
-
-    Reads at most `FILE_SPOTS` spots, or one of each tensor, and asks for all of them before it waits for the first.
-    """
+    """SHA-256, hex, of a sample of a file's bytes: headers, and a few spots of every tensor. Raises `OSError`. Reads at
+    most `FILE_SPOTS` spots, or one of each tensor, and asks for all of them before it waits for the first."""
     found = hashlib.sha256()
     descriptor = os.open(file, os.O_RDONLY)
     try:

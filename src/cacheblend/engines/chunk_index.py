@@ -42,20 +42,11 @@ class ListChanges:
 
 
 class ChunkListing:
-    """An index of a store's chunks for each root. Thread-safe.
-
-    Args:
-        store: its list is read.
-        anchor_ids: chunks with another anchor are ignored; None: no anchor is compared.
-        min_tokens: shorter runs are not matched.
-        refresh_s: the list is read again after so many seconds; 0: for each request, which waits for it.
-        fresh_s: a look-up waits at most so many seconds for a list that is due, as long as readings are that quick;
-            otherwise the previous list serves.
-        keeps_changes: record changes for `take_changes`.
-
-    Attributes:
-        has_read: the list has been read at least once.
-    """
+    """An index of a store's chunks for each root. Thread-safe. Chunks with another anchor are ignored (`anchor_ids`
+    None: none is compared), and runs shorter than `min_tokens` are not matched. The store's list is read again after
+    `refresh_s` seconds; 0: for each request, which waits for it. A look-up waits `fresh_s` at most for a list that is
+    due, as long as readings are that quick; otherwise the previous list serves. `keeps_changes`: record changes for
+    `take_changes`; `has_read`: the list has been read at least once."""
 
     def __init__(
         self,
@@ -221,7 +212,6 @@ class ChunkListing:
         self._pool.close()
 
     def _submit(self, what: Callable[..., None], *args: Any) -> Future[None] | None:
-        """Runs it in the thread; None if the list has been closed meanwhile."""
         try:
             return self._pool.submit(what, *args)
         except RuntimeError:

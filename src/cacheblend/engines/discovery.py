@@ -30,19 +30,13 @@ from cacheblend.engines.chunk_index import ChunkListing
 from cacheblend.store import KVStore
 from cacheblend.store.documents import DocumentRecord
 
-MOST_WANTED = 1024
-"""Runs that wait to be stored; those of least worth go."""
-
-MOST_BEHIND = 64
-"""Requests that wait to be watched; further ones are not, and counted."""
-
+MOST_WANTED = 1024  # runs that wait to be stored; those of least worth go
+MOST_BEHIND = 64  # requests that wait to be watched; further ones are not, and counted
 STUCK_S = 10.0
 """Seconds without a watched request after which the rest waits for the next one: a store hangs that is asked to take
 something off."""
 
-REFRESH_S = 30.0
-"""Seconds after which the store's list is read again: others may have stored chunks."""
-
+REFRESH_S = 30.0  # seconds after which the store's list is read again: others may have stored chunks
 Asker = TypeVar("Asker")
 logger = logging.getLogger("cacheblend.engine")
 
@@ -117,15 +111,9 @@ class Discovery(Generic[Asker]):
         asker: Asker,
         wanted: Callable[[], None] = lambda: None,
     ) -> None:
-        """Has a request taken note of, in a thread.
-
-        Args:
-            root: of its chunks.
-            prompt: with the chunks that were marked or found.
-            plan: with what was loaded; None: nothing was.
-            asker: kept with the runs that are to be stored because of it.
-            wanted: called if there are such; may use `take`.
-        """
+        """Has a request taken note of, in a thread: its prompt with the chunks that were marked or found, its plan with
+        what was loaded, None: nothing was. The asker is kept with the runs that are to be stored because of it; if
+        there are such, `wanted` is called, which may use `take`."""
         with self._lock:
             if self._behind >= MOST_BEHIND:
                 self._figures = replace(self._figures, unwatched=self._figures.unwatched + 1)
@@ -182,8 +170,6 @@ class Discovery(Generic[Asker]):
         self._pool.close()
         with self._lock:
             self._behind = 0
-
-    # ---- in the thread ----------------------------------------------------------------------------------
 
     def _watch(
         self,

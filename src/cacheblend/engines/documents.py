@@ -10,14 +10,9 @@ from cacheblend.engines.tokens.passage import Passage
 from cacheblend.store import KVStore
 from cacheblend.store.documents import DocumentRecord
 
-LONGEST_ID = 1024
-"""Characters of a document's id, or of a collection's name, at most."""
-
-COLLECTION = "documents"
-"""The collection of documents for which none is named."""
-
-MOST_DROPPED = 0.5
-"""Share of a collection's documents that is dropped without being asked: a source may be empty by mistake."""
+LONGEST_ID = 1024  # characters of a document's id, or of a collection's name, at most
+COLLECTION = "documents"  # the collection of documents for which none is named
+MOST_DROPPED = 0.5  # share of a collection's documents that is dropped unasked: a source may be empty by mistake
 
 
 @dataclass(frozen=True)
@@ -44,16 +39,9 @@ class Document:
 
     @staticmethod
     def of(value: object, where: str = "a document") -> "Document":
-        """A document of what callers have.
-
-        Args:
-            value: a document; a mapping with an ``id`` and what `Passage.of` takes; or another library's document that
-                has an `id` (LangChain) or a `node_id` (LlamaIndex), and what `Passage.of` takes.
-            where: names its place for messages.
-
-        Raises:
-            InvalidInputError: it is none of these, or has no id.
-        """
+        """A document of what callers have: one, a mapping with an ``id``, or another library's document that has an
+        `id` (LangChain) or a `node_id` (LlamaIndex), and what `Passage.of` takes. `where` names its place for messages.
+        Raises `InvalidInputError`: it is none of these, or has no id."""
         if isinstance(value, Document):
             return value
         names = ("id", "node_id", "id_")
@@ -68,8 +56,7 @@ class Document:
         return Document(document_id, passage.text, passage.title)
 
 
-DocumentLike = Document | Mapping[str, Any] | Any
-"""What `Document.of` makes a document of."""
+DocumentLike = Document | Mapping[str, Any] | Any  # what `Document.of` makes a document of
 
 
 def check_name(name: str, what: str) -> None:

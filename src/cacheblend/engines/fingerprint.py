@@ -1,4 +1,5 @@
-"""A model's fingerprint, from its files: the weights' bytes and the config fields that shape K and V.
+"""Which model an engine runs: its fingerprint, from the weights' bytes and the config fields that shape K and V, and
+what else the names of its stored blocks depend on.
 
 Every engine and process that opens the same folder gets the same fingerprint, and a different one after any change of a
 weight. Hashing gigabytes takes seconds, so the hash of each weight file is noted in the user's cache folder. A note is
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,9 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.config import AnchorKind, BlendConfig
+from cacheblend.core.errors import InvalidInputError, check_encodable
+from cacheblend.core.plan.planner import Anchor, Planner
 from cacheblend.engines.adapters import base_tensors, digest_of
 from cacheblend.engines.checkpoint import sample_of, state_of, weights_in
 
@@ -61,16 +65,9 @@ IRRELEVANT = frozenset(
 
 
 def fingerprint_folder(folder: Path, options: Mapping[str, Any] | None = None) -> str:
-    """Hex fingerprint of a model folder, as it is loaded with some options.
-
-    Args:
-        folder: with config.json and weights.
-        options: of loading, those that may change K and V (RoPE, window, quantisation), by name; None or empty: the
-            model is loaded as the folder has it.
-
-    Raises:
-        InvalidInputError: the folder has no config or no weights, or they are written to meanwhile.
-    """
+    """Hex fingerprint of a model folder, as it is loaded with some options, those that may change K and V (RoPE,
+    window, quantisation), by name. Raises `InvalidInputError`: the folder has no config or no weights, or they are
+    written to meanwhile."""
     config = folder / "config.json"
     options = options or {}
     files, chosen = weights_in(folder, options.get("variant"), options.get("use_safetensors"))
@@ -169,3 +166,39 @@ def _described(value: Any) -> Any:
     if isinstance(value, Mapping) and any(map(torch.is_tensor, value.values())):
         return sorted((name, _described(each)) for name, each in value.items())
     return value
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """A loaded model, as far as names of blocks need it: engines that agree on it share a store's contents."""
+
+    folder: Path | None  # the model's files; None for a model that was not loaded from a folder
+    fingerprint: str  # of the weights and of load options that change K and V (`fingerprint_folder`)
+    dtype: str  # of the KV cache, without ``torch.``: ``bfloat16``
+    bos_id: int | None  # the token that the tokenizer puts in front of a prompt; None: it puts none
+    name: str  # for people
+    adapters: str = ""  # digest of the adapters in effect (`AdapterWatch`); empty: none
+    has_exact_hits: bool = True  # see `Planner`
+    weights: str = ""  # fingerprint of the folder's files alone, however they are loaded; empty: nobody compares it
+
+    def anchor(self, rule: AnchorKind) -> Anchor:
+        """The anchor of chunks; ``auto`` is the BOS token where the tokenizer sets one, else nothing. Raises
+        `InvalidInputError`: the rule is ``bos`` and there is no BOS token."""
+        if rule == "auto":
+            rule = "none" if self.bos_id is None else "bos"
+        return Anchor(rule, self.bos_id)
+
+    def planner(self, config: BlendConfig, tenant: str = "") -> Planner:
+        """The planner for prompts of one tenant; no tenant finds blocks that another one stored. Raises
+        `InvalidInputError`: the configured anchor needs a BOS token that the model does not have, or the tenant's name
+        has a lone surrogate."""
+        check_encodable(tenant, f"the tenant {tenant!r}")
+        planner = Planner.of_model(
+            with_adapters(self.fingerprint, self.adapters),
+            self.dtype,
+            self.anchor(config.anchor),
+            config.block_size,
+            codec=config.codec,
+            salt=f"{config.salt}\x1f{tenant}" if tenant else config.salt,
+        )
+        return replace(planner, has_exact_hits=self.has_exact_hits)

@@ -1,28 +1,18 @@
-"""Where a model's files are: a folder, the model that ships, or a snapshot in the hub's cache on this machine.
-
-Looks at this machine only; nothing is downloaded.
-"""
+"""Where a model's files are: a folder, the model that ships, or a snapshot in the hub's cache on this machine. Looks at
+this machine only; nothing is downloaded."""
 
 import re
 from pathlib import Path
 
 from cacheblend.core.errors import InvalidInputError
 
-SHIPPED = "nano"
-"""Name of the model that ships, unless a folder has that name."""
+SHIPPED = "nano"  # name of the model that ships, unless a folder has that name
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]*[\w-]")
 
 
 def model_folder(model: str | Path, *, revision: str | None = None, cache_dir: str | Path | None = None) -> Path:
-    """The folder that a model's name stands for.
-
-    Args:
-        model: a folder, ``nano``, or a name on the hub, ``org/name``, of which this machine has a snapshot.
-        revision, cache_dir: of the snapshot, as for huggingface_hub.
-
-    Raises:
-        InvalidInputError: there is none; the message says how to get it.
-    """
+    """The folder that a model's name stands for: a folder, ``nano``, or a name on the hub, ``org/name``, of which this
+    machine has a snapshot. Raises `InvalidInputError`: there is none; the message says how to get it."""
     folder = Path(model)
     if folder.is_dir():
         return folder

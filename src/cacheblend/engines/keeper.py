@@ -12,9 +12,7 @@ from cacheblend.core.load.capture import CapturedChunk
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.store import KVStore
 
-PAUSE_S = 60
-"""Seconds without further attempts after a store could not take a chunk."""
-
+PAUSE_S = 60  # seconds without further attempts after a store could not take a chunk
 logger = logging.getLogger("cacheblend.engine")
 
 
@@ -30,11 +28,7 @@ class WarmReport:
 
 
 class ChunkKeeper:
-    """Keeps chunks in one store. Thread-safe.
-
-    Attributes:
-        listeners: called with each stored chunk, by the thread that stored it.
-    """
+    """Keeps chunks in one store. Thread-safe. `listeners` are called with each stored chunk, by the thread that did."""
 
     def __init__(self, store: KVStore) -> None:
         self._store = store
@@ -52,11 +46,9 @@ class ChunkKeeper:
         return all(entry is not None for entry in held) and self._store.has_manifest(manifest.chunk_id)
 
     def store(self, chunk: CapturedChunk) -> None:
-        """Writes a chunk's blocks, then its manifest, so that a listed chunk is complete.
-
-        The anchor's blocks, which stay when the chunk is deleted, are written apart: together they might share a file.
-        Raises `StoreError`: the store is full or cannot be written to; blocks written before stay.
-        """
+        """Writes a chunk's blocks, then its manifest, so that a listed chunk is complete. The anchor's blocks, which
+        stay when the chunk is deleted, are written apart: together they might share a file. Raises `StoreError`: the
+        store is full or cannot be written to; blocks written before stay."""
         own = set(chunk.manifest.block_names)
         for _, blocks in groupby(chunk.blocks, lambda block: block.name in own):
             self._store.write_all(list(blocks))

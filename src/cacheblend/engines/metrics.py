@@ -1,16 +1,11 @@
-"""Prometheus metrics that the server and vLLM's endpoint both show: their labels and what they count.
-
-A name gets the prefix ``cacheblend_`` in the server and ``vllm:cacheblend_`` in vLLM, whose own labels stand in front.
-Names, labels and texts are part of the interface.
-"""
+"""Prometheus metrics that the server and vLLM's endpoint both show: their labels and what they count. A name gets the
+prefix ``cacheblend_`` in the server and ``vllm:cacheblend_`` in vLLM, whose own labels stand in front. Names, labels
+and texts are part of the interface."""
 
 from collections.abc import Mapping
 
-Texts = Mapping[str, tuple[tuple[str, ...], str]]
-"""By name, labels and text."""
-
-WHOSE = ("tenant", "selector", "settings")
-"""Labels of checked answers: see `engines.shadow.watch.Labels`."""
+Texts = Mapping[str, tuple[tuple[str, ...], str]]  # by name, labels and text
+WHOSE = ("tenant", "selector", "settings")  # labels of checked answers: see `engines.shadow.watch.Labels`
 
 DISCOVERED: Texts = {
     "discovered_runs": ((), "Runs of text that were learnt from requests."),

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from cacheblend.engines import processor
-
 PACKAGES = ("cacheblend", "torch", "transformers", "safetensors", "tokenizers")
 
 
@@ -26,7 +24,7 @@ def machine() -> dict[str, Any]:
     """Processor, the instructions it offers, cores, memory in GiB, accelerator, threads."""
     return {
         "processor": _processor(),
-        "instructions": processor.instructions(),
+        "instructions": instructions(),
         "cores": torch.multiprocessing.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -44,12 +42,7 @@ def machine_line() -> str:
 
 @cache
 def code_digest(parts: Sequence[str], package: Path | None = None) -> str:
-    """Hash of a package's source, for an installed package as well as a checkout.
-
-    Args:
-        parts: files and folders inside the package; of a folder, all Python files.
-        package: its folder; None: this one's.
-    """
+    """Hash of a package's files (of a folder, all Python files), for an installed package as well as a checkout."""
     package = package or Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
     for part in parts:
@@ -72,10 +65,8 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, followed by ``+`` if files are changed; None outside a checkout.
-
-    ``CACHEBLEND_COMMIT`` names it where the files are a copy of a checkout's.
-    """
+    """The checkout's commit, followed by ``+`` if files are changed; None outside a checkout. ``CACHEBLEND_COMMIT``
+    names it where the files are a copy of a checkout's."""
     if named := os.environ.get("CACHEBLEND_COMMIT"):
         return named
     here = Path(__file__).resolve().parent
@@ -97,3 +88,30 @@ def _processor() -> str:
         return platform.processor()
     named = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     return f"{named.get('model name', platform.processor())} family {named.get('cpu family', '?')}"
+
+
+BF16, AMX = "BF16", "AMX"
+_X86 = {"x86_64", "AMD64"}
+_QUESTIONS = {BF16: "_is_avx512_bf16_supported", AMX: "_is_amx_tile_supported"}
+
+
+def extensions() -> set[str]:
+    """Those of `BF16` (AVX-512 products of bf16) and `AMX` (tiles) that this CPU has."""
+    return {name for name, question in _QUESTIONS.items() if getattr(torch.cpu, question, lambda: False)()}
+
+
+def instructions() -> str:
+    """``"AVX2"``, ``"AVX512 BF16"``, ``"AVX512 BF16 AMX"``, ..., for people."""
+    offered = extensions()
+    return " ".join([torch.backends.cpu.get_cpu_capability(), *(name for name in _QUESTIONS if name in offered)])
+
+
+def multiplies_bf16() -> bool:
+    """Whether this CPU has instructions for bf16 products; on others they take several times as long as in float32.
+
+    oneDNN answers yes for every x86 with AVX-512, where it converts to float32 and back; its answer counts elsewhere.
+    """
+    if platform.machine() in _X86:
+        return bool(extensions())
+    has_kernels = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return bool(has_kernels and torch.ops.mkldnn._is_mkldnn_bf16_supported())

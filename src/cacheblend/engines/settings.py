@@ -18,8 +18,7 @@ from cacheblend.core.select.selection import Selection, selection_fields
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.cost_model import load_cost_model
 
-PROFILE_NAME = "blend-profile.json"
-"""Name of a profile's file in a model's folder."""
+PROFILE_NAME = "blend-profile.json"  # name of a profile's file in a model's folder
 _OLD_PROFILE_NAME = "cacheblend.json"  # until version 0.1; also the name of a store's format file
 
 logger = logging.getLogger("cacheblend.engine")
@@ -40,13 +39,11 @@ class BlendSettings:
         return math.isinf(self.raised_by)
 
     def selector(self, ratio: float | None = None, name: str | None = None) -> Selector:
-        """The selector of a request that may name a ratio and a selector.
-
-        What is named blends even where the profile says not to blend. A selector that is not the one in use has its own
-        defaults, but for a recompute ratio that the caller configured: the fields of a profile were measured together,
-        and those of one selector say nothing of another's. Raises `InvalidInputError`: no selector has this name, it
-        needs more than a name, or a ratio outside 0..1.
-        """
+        """The selector of a request that may name a ratio and a selector. What is named blends even where the profile
+        says not to blend. A selector that is not the one in use has its own defaults, but for a recompute ratio that
+        the caller configured: the fields of a profile were measured together, and those of one selector say nothing of
+        another's. Raises `InvalidInputError`: no selector has this name, it needs more than a name, or a ratio outside
+        0..1."""
         if ratio is None and name is None:
             return (self.config if self.is_full else self.config.scaled(self.raised_by)).make_selector()
         forced = self.profile is not None and not self.profile.blend
@@ -68,18 +65,12 @@ def resolve_settings(
     fingerprint: str,
     file: str | Path | None = None,
 ) -> BlendSettings:
-    """The settings of an engine from the caller's configuration and the model's profile.
+    """The settings of an engine from the caller's configuration and the model's profile: the `file`, or the one in its
+    folder, if there is one.
 
-    Args:
-        config: a whole `BlendConfig` takes precedence over any profile, which is then not even read. A mapping of
-            fields, or None, overrides the profile's fields; if one of them is a field of `Selection`, the profile is
-            not used.
-        folder: the model's folder.
-        fingerprint: of the model's weights, as opened.
-        file: the profile; None: the one in the folder, if there is one.
-
-    Raises:
-        InvalidInputError: an unknown field or a wrong value, a damaged profile, or a `file` that would not be used.
+    A whole `BlendConfig` takes precedence over any profile, which is then not even read. A mapping of fields, or None,
+    overrides the profile's fields; if one of them is a field of `Selection`, the profile is not used. Raises
+    `InvalidInputError`: an unknown field or a wrong value, a damaged profile, or a `file` that would not be used.
     """
     overrides = {} if config is None or isinstance(config, BlendConfig) else dict(config)
     by_hand = isinstance(config, BlendConfig) or bool(selection_fields(overrides))

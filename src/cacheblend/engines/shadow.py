@@ -22,34 +22,23 @@ from cacheblend.engines.bounds import allowed_errors, check_share, lower_bound, 
 
 # ---- settings -----------------------------------------------------------------------------------------------
 
-WINDOW = 200
-"""Comparisons of a window where no floor asks for more."""
-
-ERRORS = 4
-"""Disagreements that a window of its own size forgives; with fewer, chance alone would raise a ratio often."""
-
+WINDOW = 200  # comparisons of a window where no floor asks for more
+ERRORS = 4  # disagreements that a window of its own size forgives; with fewer, chance alone would raise a ratio often
 MOST_WINDOW = 20_000
 
 
 @dataclass(frozen=True)
 class ShadowSettings:
-    """How answers are checked.
+    """How answers are checked. Raises `InvalidInputError`: a value outside its limits, or a window too small for the
+    floor."""
 
-    Attributes:
-        share: of the blended requests, drawn at random, that are computed once more in full; above 0, at most 1. While
-            an engine is never idle it is also the share of the time that this may take.
-        floor: least agreement with full prefill, between 0 and 1; None: the ratio stays as it is.
-        confidence: of the one-sided bounds.
-        window: comparisons that agreement is taken over; None: the fewest with which four disagreements reach the floor
-            (181 for 0.95), or 200 without one.
-
-    Raises:
-        InvalidInputError: a value outside its limits, or a window too small for the floor.
-    """
-
+    # of the blended requests, drawn at random, that are computed once more in full; above 0, at most 1. While an engine
+    # is never idle it is also the share of the time that this may take.
     share: float
-    floor: float | None = None
-    confidence: float = 0.95
+    floor: float | None = None  # least agreement with full prefill, between 0 and 1; None: the ratio stays as it is
+    confidence: float = 0.95  # of the one-sided bounds
+    # comparisons that agreement is taken over; None: the fewest with which four disagreements reach the floor (181 for
+    # 0.95), or 200 without one
     window: int | None = None
 
     def __post_init__(self) -> None:
@@ -95,11 +84,8 @@ class ShadowSettings:
 # answer, or one with a repetition penalty, says nothing by its tokens alone. After a difference the following tokens
 # are compared on what was answered.
 
-ANSWER_TOKENS = 16
-"""The most tokens of an answer that are compared."""
-
-MOST_KL = 100.0
-"""Nats; a distribution that is not finite counts as this far away."""
+ANSWER_TOKENS = 16  # the most tokens of an answer that are compared
+MOST_KL = 100.0  # nats; a distribution that is not finite counts as this far away
 
 
 @dataclass(frozen=True)
@@ -116,13 +102,9 @@ class Compared:
 
 
 def compare(first: torch.Tensor, likeliest: Sequence[int], full: torch.Tensor) -> Compared:
-    """Compares an answer with full prefill over the same tokens.
-
-    Args:
-        first: [vocab] logits that the answer's first token was drawn from.
-        likeliest: token ids, the likeliest at each of the answer's first n tokens.
-        full: [n, vocab] logits of full prefill at the prompt's last row and behind each answered token but the last.
-    """
+    """Compares an answer with full prefill over the same tokens: the [vocab] logits that its first token was drawn
+    from, and the ids that were `likeliest` at its first n tokens, with the [n, vocab] logits of full prefill at the
+    prompt's last row and behind each answered token but the last."""
     wanted = full.argmax(-1).tolist()
     return Compared(kl_divergence(full[0], first), tuple(a == b for a, b in zip(likeliest, wanted, strict=True)))
 
@@ -138,14 +120,9 @@ def kl_divergence(full: torch.Tensor, other: torch.Tensor) -> float:
 # ---- the floor ----------------------------------------------------------------------------------------------
 
 STEP = 1.5
-LEAST = 0.01
-"""A ratio from which so many steps lead to full recompute that answers would be wrong for long; 0 has none at all."""
-
-FULL_ABOVE = 2 / 3
-"""Ratios above it are full recompute: loading, and choosing rows, would cost more than the rows left."""
-
-MOST_WINDOWS = 16
-"""Windows that a step is kept at most before the next lower one is tried again."""
+LEAST = 0.01  # lower ratios are too many steps from full recompute to be raised; 0 has none at all
+FULL_ABOVE = 2 / 3  # ratios above it are full recompute: loading, and choosing rows, would cost more than the rows left
+MOST_WINDOWS = 16  # windows that a step is kept at most before the next lower one is tried again
 
 
 def factors_from(ratio: float | None) -> tuple[float, ...]:
@@ -181,15 +158,7 @@ class Floor:
     raised as soon as the window has more than e, also before it is full: however the rest turned out, it could not
     reach the floor. It is lowered a step after a full window that reaches it. The window begins anew with each change,
     since comparisons with another ratio do not tell of this one. Where a lowered ratio fails, the next attempt waits
-    for twice as many windows.
-
-    Args:
-        settings: its floor may be None: then no step is made.
-        steps: how many there are.
-
-    Attributes:
-        step: in force.
-        raised, lowered: how often so far.
+    for twice as many windows. Without a floor in the settings no step is made.
     """
 
     def __init__(self, settings: ShadowSettings, steps: int) -> None:
@@ -198,7 +167,7 @@ class Floor:
         self._windows: tuple[deque[bool], ...] = (deque(maxlen=rows), deque(maxlen=rows))
         self._since = 0  # comparisons since the last change
         self._wait, self._is_trial = 1, False
-        self.step = self.raised = self.lowered = 0
+        self.step = self.raised = self.lowered = 0  # in force; how often so far
 
     def worst(self) -> tuple[float, float, int]:
         """(agreement, its lower bound, comparisons) of the window with the lower agreement; 1, 0, 0 of empty ones."""
@@ -248,19 +217,11 @@ def rated(window: Sequence[bool] | deque[bool], confidence: float) -> tuple[floa
 
 # ---- figures ------------------------------------------------------------------------------------------------
 
-KL_BUCKETS = (1e-4, 1e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Nats, upper ends."""
-
-MOST_TENANTS = 100
-"""Tenants with figures of their own; further ones share those of `OTHERS`."""
-
+KL_BUCKETS = (1e-4, 1e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # nats, upper ends
+MOST_TENANTS = 100  # tenants with figures of their own; further ones share those of `OTHERS`
 OTHERS = "others"
-MOST_WAITING = 8
-"""Answers that wait to be compared; each holds its prompt's ids and one row of logits."""
-
-CLOSED, NO_ANSWER, QUEUE_FULL, FAILED = "closed", "no answer", "queue full", "failed"
-"""Why a drawn answer is not compared; engines have further reasons of their own."""
-
+MOST_WAITING = 8  # answers that wait to be compared; each holds its prompt's ids and one row of logits
+CLOSED, NO_ANSWER, QUEUE_FULL, FAILED = "closed", "no answer", "queue full", "failed"  # why none is compared
 MOST_MOMENTS = 512
 FIRST_TOKEN, ANSWER = "first_token", "answer"
 """What agreement is taken over: first tokens; or of each answer one of its first 16 tokens, drawn at random, so that
@@ -322,15 +283,9 @@ class ShadowFigures:
 
 
 class ShadowWatch:
-    """Figures, history and floor of one model's checked answers. May be used from several threads.
-
-    Args:
-        settings: of the check.
-        model: its name, for logs and labels.
-        ratio: the configured one; None: the selector has none.
-        on_change: called with the new factor of the ratio, infinite for full recompute; without the watch's lock.
-        seed: of everything that is drawn; None: another one each time.
-    """
+    """Figures, history and floor of one model's checked answers. May be used from several threads. `ratio` is the
+    configured one, None: the selector has none; `on_change` is called with its new factor, infinite for full recompute,
+    without the watch's lock; `seed` is of everything that is drawn, None: another one each time."""
 
     def __init__(
         self,
@@ -365,14 +320,9 @@ class ShadowWatch:
         return 1.0 if math.isinf(factor) else None if self._ratio is None else min(1.0, self._ratio * factor)
 
     def takes(self, loaded: int, recomputed: int, *, by_floor: bool = False) -> bool:
-        """Whether the answer to a prompt is compared: it is not exact, and was drawn.
-
-        Args:
-            loaded: its tokens whose KV is not exact in it.
-            recomputed: how many of these were recomputed.
-            by_floor: the floor had them computed instead of loaded: it agrees if it is drawn, without being compared.
-                Without that nothing would lead back from full recompute.
-        """
+        """Whether the answer to a prompt is compared: it is not exact, since of its `loaded` tokens, whose KV is not
+        exact in it, fewer were recomputed, and it was drawn. `by_floor`: the floor had them computed instead of loaded:
+        it agrees if it is drawn, without being compared; without that nothing would lead back from full recompute."""
         if by_floor and not loaded and self.is_full:
             with self._lock:
                 is_drawn = self._random.random() < self.settings.share
@@ -385,9 +335,7 @@ class ShadowWatch:
 
     def add(self, labels: Labels, compared: Compared, step: int | None) -> Labels:
         """Takes a comparison, and moves the ratio if it calls for that; returns the labels under which it is counted.
-
-        `step` is the floor's when the request was blended; None: the request had settings of its own.
-        """
+        `step` is the floor's when the request was blended; None: the request had settings of its own."""
         with self._lock:
             drawn = self._random.choice(compared.agreed)
             is_current = step is None or step == self._floor.step

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from cacheblend.core.errors import CacheBlendError, ModelChangedError, StoreError
 from cacheblend.core.failures import count_failure
-from cacheblend.engines.hf.tickets import ClosedError, QueueFullError, TooLateError
+from cacheblend.engines.hf.scheduler import ClosedError, QueueFullError, TooLateError
 from cacheblend.serve.log_lines import request_id
 
 logger = logging.getLogger("cacheblend.serve")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from inspect import isgenerator
 from typing import Any, TypeVar, cast
 
-from cacheblend.engines.hf.tickets import ClosedError, QueueFullError, TooLateError
+from cacheblend.engines.hf.scheduler import ClosedError, QueueFullError, TooLateError
 from cacheblend.serve.errors import ApiError
 
 T = TypeVar("T")

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.engines.hf.tickets import Limits
+from cacheblend.engines.hf.scheduler import Limits
 from cacheblend.engines.shadow import ShadowSettings
 from cacheblend.serve.keys import KeyRing
 from cacheblend.serve.tool_calls import AUTO, format_of

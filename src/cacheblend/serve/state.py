@@ -9,9 +9,8 @@ from fastapi import Depends, Request
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.background import run_apart
-from cacheblend.engines.hf.scheduler import Scheduler
+from cacheblend.engines.hf.scheduler import QueueFullError, Scheduler
 from cacheblend.engines.hf.shadow_start import watch
-from cacheblend.engines.hf.tickets import QueueFullError
 from cacheblend.engines.tokens.builder import PromptBuilder
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.fair_queue import FairQueue, Work

@@ -1,10 +1,9 @@
 """Blending inside Hugging Face transformers."""
 
-from cacheblend.engines.hf.batch import BatchError
 from cacheblend.engines.hf.document_sync import DocumentSync, SyncReport
 from cacheblend.engines.hf.engine import BlendEngine
 from cacheblend.engines.hf.grammar import Grammar
-from cacheblend.engines.hf.request import Answer, Delta, Request
+from cacheblend.engines.hf.request import Answer, BatchError, Delta, Request
 from cacheblend.engines.hf.sampling import SamplingParams
 from cacheblend.engines.keeper import WarmReport
 from cacheblend.engines.tokens import Passage

@@ -22,26 +22,55 @@ SAMPLED_TENSORS, SAMPLED_VALUES = 16, 4
 versions, and it writes to all layers."""
 
 
+class Adapted(NamedTuple):
+    """A frozen copy of the model with its active adapters, their digest, and a version unique to this change."""
+
+    model: PreTrainedModel
+    digest: str
+    version: int
+
+
 class AdapterWatch:
-    """Watches the adapters of one model. Call it from one thread at a time.
+    """Watches the adapters of one model, transformers' or PEFT's wrapper of one, and keeps an engine in step with them.
+    Thread-safe. A look compares each tensor's address and version (0.1 ms with 300), of adapters also names and scales,
+    and some values of some tensors, for writes that PyTorch does not count. `version` is raised by every change that
+    was seen."""
 
-    A look compares each tensor's address and version (0.1 ms with 300), of adapters also names and scales, and some
-    values of some tensors, for writes that PyTorch does not count.
-
-    Args:
-        model: a transformers model, or PEFT's wrapper of one.
-
-    Attributes:
-        version: raised by every change that was seen.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self.version = model, 0
+    def __init__(self, model: Any) -> None:
+        self._model, self.version, self._followed, self._lock = model, 0, 0, threading.RLock()
         self._bases: dict[str, nn.Module] = {}  # every layer that was ever adapted, without its adapters
         self._base_changed = self._weights_changed = False
         self._slots = _slots(model)
         self._read()
         self._merged = self._merged_layers()
+
+    def latest_version(self) -> int:
+        """Looks; a different number than last time means other adapters."""
+        with self._lock:
+            self.look()
+            return self.version
+
+    def has_changed(self) -> bool:
+        """Looks; whether there is a change that the engine does not know yet."""
+        return self.latest_version() != self._followed
+
+    def follow(self, renew: Callable[[Adapted], None]) -> None:
+        """Looks; after a change calls `renew` with the model as it is now, and again if that fails."""
+        with self._lock:
+            if self.latest_version() != self._followed:
+                adapted = self.adapted()
+                renew(adapted)
+                self._followed = adapted.version
+
+    def adapted(self) -> Adapted:
+        """The model as it is now."""
+        with self._lock:
+            model = frozen_copy(self._model)
+            while not self.describes(model):  # they were switched between the look and the copy
+                self.look(anew=True)
+                model = frozen_copy(self._model)
+            # Of the copy: so what it computes is named by what it is, however often the model is switched.
+            return Adapted(model, self.digest_of_copy(model), self.version)
 
     @property
     def digest(self) -> str:
@@ -135,59 +164,6 @@ class AdapterWatch:
         return found.hexdigest() if is_other else ""
 
 
-class Adapted(NamedTuple):
-    """A frozen copy of the model with its active adapters, their digest (`AdapterWatch`), and a version unique to this
-    change."""
-
-    model: PreTrainedModel
-    digest: str
-    version: int
-
-
-class AdapterFollower:
-    """Keeps an engine in step with its model's adapters. Thread-safe. `followed`: the version that the engine knows."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self._watch, self._lock = AdapterWatch(model), threading.Lock()
-        self.followed = self._watch.version
-
-    def version(self) -> int:
-        """Looks; a different number than last time means other adapters."""
-        with self._lock:
-            self._watch.look()
-            return self._watch.version
-
-    def has_changed(self) -> bool:
-        """Looks; whether there is a change that the engine does not know yet."""
-        return self.version() != self.followed
-
-    def adapted(self) -> Adapted:
-        """The model as it is now."""
-        with self._lock:
-            return self._adapted()
-
-    def follow(self, renew: Callable[[Adapted], None]) -> None:
-        """Looks; after a change calls `renew` with the model as it is now, and again if that fails."""
-        with self._lock:
-            self._watch.look()
-            if self._watch.version != self.followed:
-                adapted = self._adapted()
-                renew(adapted)
-                self.followed = adapted.version
-
-    def _adapted(self) -> Adapted:
-        model = frozen_copy(self._model)
-        while not self._watch.describes(model):  # they were switched between the look and the copy
-            self._watch.look(anew=True)
-            model = frozen_copy(self._model)
-        # Of the copy: so what it computes is named by what it is, however often the model is switched.
-        return Adapted(model, self._watch.digest_of_copy(model), self._watch.version)
-
-
-# ---- what is looked at --------------------------------------------------------------------------------------
-
-
 def precision_of(model: nn.Module) -> str:
     """``tf32`` or ``bf16`` if the model's float32 multiplications have a lower precision
     (`torch.set_float32_matmul_precision`), else an empty string."""
@@ -200,7 +176,6 @@ def precision_of(model: nn.Module) -> str:
 
 
 def _in_effect(layer: Any) -> list[str]:
-    """Names of the adapters that this layer computes with, in order."""
     merged = list(getattr(layer, "merged_adapters", ()))
     if merged:  # they stay in its weights, whichever are active
         return merged
@@ -298,7 +273,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _samples(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of some values of some of the tensors, spread over all of them."""
     parts = [part for tensor in tensors for part in plain_parts(tensor)]
     usable = [part.data for part in parts if _is_plain(part) and part.dtype in _SAMPLED_DTYPES and part.numel()]
     chosen = usable[:: -(-len(usable) // SAMPLED_TENSORS)] if usable else []

@@ -23,8 +23,7 @@ Guarded = TypeVar("Guarded", bound=Callable[..., Any])
 
 def without_ambient(entry: Guarded) -> Guarded:
     """An entry point that computes the same whatever its caller has set: a function, or a class, of which all public
-    methods and properties and the initialiser are. What yields one thing after another is so at each of them.
-    """
+    methods and properties and the initialiser are. What yields one thing after another is so at each of them."""
     if not inspect.isclass(entry):
         guarded: Guarded = _guard(entry)
         return guarded

@@ -23,14 +23,9 @@ from typing import Any, Protocol, TypeVar
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.failures import count_failure
 
-QUIET_S = 0.05
-"""Seconds without a request before idle work goes on: in the gaps of a steady stream it would slow each request."""
-
-CLOSE_S = 30.0
-"""Seconds that closing waits for what is under way, which a store that hangs may never end."""
-RETRY_S = 0.5
-"""Seconds after which `flush` tries again to start the thread, where the system had none."""
-
+QUIET_S = 0.05  # without a request before idle work goes on: in a steady stream it would slow each request
+CLOSE_S = 30.0  # seconds that closing waits for what is under way, which a store that hangs may never end
+RETRY_S = 0.5  # seconds after which `flush` tries again to start the thread, where the system had none
 Found = TypeVar("Found")
 logger = logging.getLogger("cacheblend.engine")
 
@@ -63,12 +58,7 @@ class IdleWork(Protocol):
 
 class Background:
     """A queue of small jobs, run between requests by one thread, which ends when no job may run. Of more than `limit`
-    waiting jobs the rest is dropped and counted.
-
-    Attributes:
-        idle_work: what is done when nothing else is; None: nothing. Whoever sets it calls `wake` when there is some.
-        holds_up_requests: the work that is being done is done in their thread.
-    """
+    waiting jobs the rest is dropped and counted."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._changed = limit, threading.Condition()
@@ -78,8 +68,8 @@ class Background:
         self._running: Hashable = None
         self._thread: threading.Thread | None = None
         self._quiet_since = time.monotonic()
-        self.idle_work: IdleWork | None = None
-        self.holds_up_requests = False
+        self.idle_work: IdleWork | None = None  # done when nothing else is; whoever sets it calls `wake` for some
+        self.holds_up_requests = False  # the work that is being done is done in their thread
         self.dropped = self.failed = 0
 
     @property
@@ -111,11 +101,9 @@ class Background:
             self._start()
 
     def submit(self, key: Hashable, job: Callable[[], Any], *, patient: bool = False) -> bool:
-        """Queues a job, unless one with the same key is waiting or running; False if it was dropped.
-
-        A patient job waits until there are no requests, however long that takes (see `catch_up`). Patient jobs take at
-        most a quarter of the queue: beyond that the oldest one is dropped.
-        """
+        """Queues a job, unless one with the same key is waiting or running; False if it was dropped. A patient job
+        waits until there are no requests, however long that takes (see `catch_up`). Patient jobs take at most a quarter
+        of the queue: beyond that the oldest one is dropped."""
         with self._changed:
             if key in self._jobs or (self._working and key == self._running):
                 return True
@@ -135,10 +123,8 @@ class Background:
 
     def catch_up(self, after_s: float) -> bool:
         """Runs one job in the calling thread that has waited at least `after_s` seconds, even during requests; False if
-        there is none. Patient jobs are not run.
-
-        For a caller that always has requests; called from the thread that computes them.
-        """
+        there is none. Patient jobs are not run. For a caller that always has requests; called from the thread that
+        computes them."""
         with self._changed:
             key = next((key for key, job in self._jobs.items() if not job.patient), None)
             if key is None or self._working or time.monotonic() - self._jobs[key].since < after_s:
@@ -148,10 +134,8 @@ class Background:
         return True
 
     def advance_idle(self) -> bool:
-        """Does a slice of idle work in the calling thread, even during requests; False if there is none.
-
-        For the same caller as `catch_up`, which sees to it that requests hardly notice.
-        """
+        """Does a slice of idle work in the calling thread, even during requests; False if there is none. For the same
+        caller as `catch_up`, which sees to it that requests hardly notice."""
         with self._changed:
             work = self.idle_work
             if self._working or self._closed or work is None or not work.has_work:

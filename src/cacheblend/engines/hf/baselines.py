@@ -1,8 +1,6 @@
-"""Methods that compute a first token, for benchmarks, `ask --compare` and `demo` to compare on the same prompt.
-
-Full recompute, prefix caching, and the fused path with any selector (full reuse, blend); and transformers' own decode
-loop.
-"""
+"""Methods that compute a first token, for benchmarks, `ask --compare` and `demo` to compare on the same prompt. Full
+recompute, prefix caching, and the fused path with any selector (full reuse, blend); and transformers' own decode
+loop."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -19,8 +17,7 @@ from cacheblend.core.report import BlendReport
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.ambient import without_ambient
-from cacheblend.engines.hf.caches import fill_cache
-from cacheblend.engines.hf.recurrent import States
+from cacheblend.engines.hf.recurrent import States, fill_cache
 from cacheblend.engines.hf.sampling import Sampler, SamplingParams
 from cacheblend.engines.shadow import kl_divergence
 from cacheblend.engines.tokens.detokenizer import TextStream
@@ -76,12 +73,10 @@ def full_recompute(engine: BlendEngine, prompt: Prompt) -> FirstToken:
 
 @without_ambient
 def prefix_caching(engine: BlendEngine, prompt: Prompt) -> FirstToken:
-    """Loads the leading blocks whose KV is exact and computes the rest without blending.
-
-    A prefix shorter than `SHORTEST_PREFIX` tokens (a BOS token, for example) is computed, as prefix caches do: with a
-    loaded prefix, transformers needs an attention mask, which costs more than so short a prefix saves. With recurrent
-    layers the fused path does it, which knows their states.
-    """
+    """Loads the leading blocks whose KV is exact and computes the rest without blending. A prefix shorter than
+    `SHORTEST_PREFIX` tokens (a BOS token, for example) is computed, as prefix caches do: with a loaded prefix,
+    transformers needs an attention mask, which costs more than so short a prefix saves. With recurrent layers the fused
+    path does it, which knows their states."""
     if engine.survey.kinds.states:
         return _first_token(engine.prefill(prompt, mode="prefix"))
     started = time.perf_counter()
@@ -121,10 +116,7 @@ def finish(
     seen: Callable[[int, torch.Tensor], None] | None = None,
 ) -> tuple[str, list[int]]:
     """Decodes the answer that follows a method's first logits on its engine and prompt: (text, token ids). Consumes its
-    KV.
-
-    `seen` is called after each token with its id and the logits [vocab] that it was sampled from.
-    """
+    KV. `seen` is called after each token with its id and the logits [vocab] that it was sampled from."""
     assert first.kv is not None
     ids = engine.ids_of(prompt)
     decoding = PlainDecoding(engine.model, first.kv, ids, first.logits, params, engine.eos_ids, first.states)
@@ -151,11 +143,9 @@ def _plain(engine: BlendEngine, prompt: Prompt, cache: DynamicCache, *, known: i
 
 @without_ambient
 class PlainDecoding:
-    """Decodes one sequence with transformers' own forward and cache, one token per `step`.
-
-    `kv` has one entry per layer, or is a filled transformers cache; a list is moved into such a cache after the first
-    token, and emptied. `states` are those of recurrent layers, beside a list. The others are as for `Sampler`.
-    """
+    """Decodes one sequence with transformers' own forward and cache, one token per `step`. `kv` has one entry per
+    layer, or is a filled transformers cache; a list is moved into such a cache after the first token, and emptied.
+    `states` are those of recurrent layers, beside a list. The others are as for `Sampler`."""
 
     def __init__(
         self,

@@ -17,16 +17,9 @@ _CHUNK = 256
 
 
 def calibrate(engine: BlendEngine, *, lengths: Sequence[int] = LENGTHS, rounds: int = 3) -> CostModel:
-    """Measures the cost model of the engine's model on its device, with the store that it will use later.
-
-    Args:
-        lengths: prompt lengths in tokens, ascending; lengths over the model's context are skipped.
-        rounds: measured rounds, after one warm-up; the median counts.
-
-    Raises:
-        InvalidInputError: fewer than two lengths fit the model's context.
-        StoreError: a tier cannot be written or read.
-    """
+    """Measures the cost model of the engine's model on its device, with the store that it will use later. `lengths` of
+    prompts in tokens, ascending, are skipped where the context is shorter; after one warm-up the median of `rounds`
+    counts. Raises `InvalidInputError`: fewer than two lengths fit; `StoreError`."""
     engine.survey.kinds.check_none("the cost model of the loading controller")
     limit = engine.survey.max_length
     fitting = [tokens for tokens in lengths if limit is None or tokens <= limit]
@@ -68,7 +61,6 @@ def _overhead(engine: BlendEngine, cost_model: CostModel, rng: random.Random, to
 
 
 def _seconds(engine: BlendEngine, prompt: Prompt, rounds: int) -> float:
-    """Median compute time, without planning and without waiting for loads."""
     times = [engine.prefill(prompt, ratio=None).report.compute_s for _ in range(rounds + 1)]
     return statistics.median(times[1:])
 

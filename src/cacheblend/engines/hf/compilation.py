@@ -26,17 +26,13 @@ _TOKENS = 64
 _TILES = (slice(0, 64), slice(0, 1), slice(63, 64), slice(3, 36), slice(14, 64))
 """Rows that the comparison computes: all, one alone, which is compiled by itself, and parts of a tensor."""
 
-_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}
-"""Of the largest number: steps of the type."""
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}  # of the largest number
 
 
 @torch.no_grad()
 def compile_layers(view: ModelView, device: torch.device, backend: str = "inductor") -> str:
     """Has the view run compiled layers, once they agree with the plain ones; the user's model is not compiled.
-
-    Returns:
-        Why the plain layers stay, which a warning says too; "" if the compiled ones serve.
-    """
+    Returns why the plain layers stay, which a warning says too; "" if the compiled ones serve."""
     plain = list(view.layers)
     try:
         apart: Any = torch.compiler.disable  # torch has no types for it
@@ -54,11 +50,9 @@ def compile_layers(view: ModelView, device: torch.device, backend: str = "induct
 def _difference(
     view: ModelView, plain: list[nn.Module], compiled: list[Callable[..., object]], device: torch.device
 ) -> str:
-    """What differs between the layers on noise, "" if nothing does; leaves the view with the compiled ones.
-
-    Each tile is computed with two attentions, to all rows and to half of them: what is compiled must not remember the
-    one that it has seen.
-    """
+    """What differs between the layers on noise, "" if nothing does; leaves the view with the compiled ones. Each tile
+    is computed with two attentions, to all rows and to half of them: what is compiled must not remember the one that it
+    has seen."""
     vocab = view.model.get_input_embeddings().num_embeddings
     ids = torch.randint(vocab, (_TOKENS,), generator=torch.Generator().manual_seed(0)).to(device)
     runner, rows = HfLayerRunner(view, ids, torch.arange(_TOKENS)), torch.arange(_TOKENS, device=device)

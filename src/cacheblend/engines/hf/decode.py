@@ -26,11 +26,8 @@ GROW_ROWS = 256  # rows added each time a KV cache is full
 
 
 class Decoding:
-    """The decoding state of one answer.
-
-    `kv` is the prompt's, one entry per layer, emptied layer by layer, so that no layer is held twice; `states` are of
-    recurrent layers behind the prompt, changed with each token.
-    """
+    """The decoding state of one answer. `kv` is the prompt's, one entry per layer, emptied layer by layer, so that no
+    layer is held twice; `states` are of recurrent layers behind the prompt, changed with each token."""
 
     def __init__(self, sampler: Sampler, kv: list[LayerKV], states: States | None = None) -> None:
         self.sampler, self._prompt_kv = sampler, dict(enumerate(kv))
@@ -44,9 +41,7 @@ class Decoding:
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, *, together: bool = False) -> LayerKV:
         """Writes the row at `position`, [kv_heads, head_dim] each; returns the layer's KV up to and including it.
-
-        `together`: a row's key and value lie next to each other, as latent attention wants them.
-        """
+        `together`: a row's key and value lie next to each other, as latent attention wants them."""
         if layer not in self._kv:
             self._kv[layer] = _grown(self._prompt_kv.pop(layer), self.position, together)
         elif self._kv[layer].keys.shape[1] == self.position:
@@ -96,8 +91,6 @@ def _forward(view: ModelView, answers: Sequence[Decoding]) -> torch.Tensor:
 
 
 def _attend(layer: int, answers: Sequence[Decoding]) -> Attend:
-    """Attention of one row of each answer over its own KV."""
-
     def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
         mixed = []
         for row, answer in enumerate(answers):

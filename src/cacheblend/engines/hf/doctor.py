@@ -1,8 +1,6 @@
-"""Examines whether a model can be blended: a model folder or a loaded model, by static checks and by live runs.
-
-Only collects and words the results; the survey and the live check do the examining. Never raises for a model that
-cannot be blended: it reports a failed check.
-"""
+"""Examines whether a model can be blended: a model folder or a loaded model, by static checks and by live runs. Only
+collects and words the results; the survey and the live check do the examining. Never raises for a model that cannot be
+blended: it reports a failed check."""
 
 import contextlib
 import json
@@ -35,17 +33,11 @@ class Check:
 
 @dataclass
 class Diagnosis:
-    """All checks of one model, in order; the list ends with the first failed check that makes later ones impossible.
+    """All checks of one model, in order; the list ends with the first failed check that makes later ones impossible."""
 
-    Attributes:
-        model: its name.
-        checks: in the order in which they were made.
-        fingerprint: of a folder's files, once it is opened.
-    """
-
-    model: str
-    checks: list[Check] = field(default_factory=list)
-    fingerprint: str = ""
+    model: str  # its name
+    checks: list[Check] = field(default_factory=list)  # in the order in which they were made
+    fingerprint: str = ""  # of a folder's files, once it is opened
 
     @property
     def blendable(self) -> bool:
@@ -74,16 +66,10 @@ def diagnose(
     device: str | torch.device | None = None,
     on_check: Callable[[str], None] = lambda name: None,
 ) -> Diagnosis:
-    """Examines a model.
-
-    Args:
-        model: a model folder, or a loaded transformers model, which is not changed.
-        tokenizer: of a loaded model; None skips the tokenizer checks.
-        name: display name; empty: the folder's name or the model's class.
-        dtype: to load a folder's weights in; ``auto`` keeps the stored one.
-        device: for a folder's weights; None takes CUDA if there is any.
-        on_check: called with what the live run, which may take minutes, has checked.
-    """
+    """Examines a model folder, or a loaded model, which is not changed, and of which `tokenizer` None skips the
+    tokenizer checks. `name`: for display; empty: the folder's or the model's class. `dtype` and `device` are for a
+    folder's weights; ``auto`` keeps the stored one, None takes CUDA if there is any. `on_check` is called with what the
+    live run, which may take minutes, has checked."""
     is_folder = isinstance(model, str | Path)
     found = Diagnosis(name or (Path(str(model)).resolve().name if is_folder else type(model).__name__))
     what = "files"
@@ -141,7 +127,6 @@ def _tokenizer_checks(tokenizer: Any) -> Iterator[Check]:
 
 
 def _survey_checks(model: PreTrainedModel, survey: Survey) -> Iterator[Check]:
-    """What the survey has found, in words."""
     layout, kinds, latents = survey.layout, survey.kinds, [latent for latent in survey.latents if latent is not None]
     layers, attend = survey.num_layers, len(kinds.kv_layers)
     parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6

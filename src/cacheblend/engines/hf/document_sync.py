@@ -39,9 +39,7 @@ if TYPE_CHECKING:
     from cacheblend.engines.hf.prompts import PromptLike
     from cacheblend.engines.hf.state import ModelState
 
-Progress = Callable[[int], None]
-"""Called with the number of documents done."""
-
+Progress = Callable[[int], None]  # called with the number of documents done
 ENCODED_AT_ONCE = 1 << 17
 """Characters of a part of a document that are tokenised together, which takes about a tenth of a second; a tokenizer
 keeps 400 bytes for each of its tokens."""
@@ -182,11 +180,8 @@ class DocumentSync:
 
     def steps(self, documents: Iterable[DocumentLike], tokens: int) -> Iterator[int | None]:
         """As `put`, in steps of about so many computed tokens, between which others may have their turn, a sync of the
-        same documents included.
-
-        Yields:
-            The number of documents done, behind each; None between two steps of computing, or of tokenising.
-        """
+        same documents included. Yields the number of documents done, behind each; None between two steps of computing,
+        or of tokenising."""
         seen: set[str] = set()
         for number, document in enumerate(each_document(documents), 1):
             if document.id in seen:
@@ -235,7 +230,6 @@ class DocumentSync:
     # ---- one batch --------------------------------------------------------------------------------------
 
     def _add(self, document: Document) -> Iterator[None]:
-        """Notes what is to be done for a document."""
         # Another digest means that the document has to be cut again.
         rules = f"1 {self._cutter.cutting.most} {self._cutter.cutting.least}"
         chain = self._planner.chain_of(self._anchor).hex()
@@ -342,7 +336,6 @@ class DocumentSync:
             self._drop(gone)
 
     def _release(self) -> None:
-        """Drops the stale chunks of records, except those of another document."""
         names, self._stale = self._stale, []
         if names and not self._dry_run:
             with self._store.documents.changing(self.root):
@@ -374,11 +367,8 @@ class DocumentSync:
         return [each for each in found if isinstance(each, DocumentRecord)]
 
     def _drop(self, chunks: list[Blocks], without: frozenset[BlockName] = frozenset()) -> None:
-        """Drops chunks that no document has, except those in `without`. Within `changing`.
-
-        Blocks that a document's chunk shares stay. A chunk that belongs to no document may lose a block that it shares,
-        and misses it then.
-        """
+        """Drops chunks that no document has, except those in `without`. Within `changing`. Blocks that a document's
+        chunk shares stay. A chunk that belongs to no document may lose a block that it shares, and misses it then."""
         if not chunks:
             return
         records = self._store.documents.all(self.root)

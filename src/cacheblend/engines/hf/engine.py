@@ -26,29 +26,21 @@ from cacheblend.core.plan.prompt import Prompt, Segment
 from cacheblend.core.select.selectors import Selector, check_ratio
 from cacheblend.engines.cost_model import controller_of, read_cost_model
 from cacheblend.engines.discovery import open_discovery
-from cacheblend.engines.fingerprint import fingerprint_model
+from cacheblend.engines.fingerprint import ModelIdentity, fingerprint_model
 from cacheblend.engines.folders import model_folder
-from cacheblend.engines.hf.adapter_watch import AdapterFollower
+from cacheblend.engines.hf.adapter_watch import AdapterWatch
 from cacheblend.engines.hf.ambient import without_ambient
 from cacheblend.engines.hf.background import CLOSE_S, Background
-from cacheblend.engines.hf.batch import answer_all, check_prompts
 from cacheblend.engines.hf.grammar import Grammars
 from cacheblend.engines.hf.model_loader import open_folder
 from cacheblend.engines.hf.prefiller import Mode, Prefiller
 from cacheblend.engines.hf.prompts import PassageLike, PromptLike, PromptReader
-from cacheblend.engines.hf.request import Answer, Delta, Request
-from cacheblend.engines.hf.sampling import (
-    SamplingOptions,
-    SamplingParams,
-    check_params,
-    sampling_of,
-)
-from cacheblend.engines.hf.scheduler import Scheduler
+from cacheblend.engines.hf.request import Answer, Delta, Request, answer_all, check_prompts
+from cacheblend.engines.hf.sampling import SamplingOptions, SamplingParams, check_params, sampling_of
+from cacheblend.engines.hf.scheduler import Ask, Limits, Scheduler
 from cacheblend.engines.hf.state import FollowedModel, ModelState
 from cacheblend.engines.hf.survey import survey_model
-from cacheblend.engines.hf.tickets import Ask, Limits
 from cacheblend.engines.hf.warmup import ChunkWarmer, Progress
-from cacheblend.engines.identity import ModelIdentity
 from cacheblend.engines.keeper import WarmReport
 from cacheblend.engines.settings import BlendSettings, check_settings, resolve_settings
 from cacheblend.engines.tokens import Message
@@ -98,7 +90,7 @@ class BlendEngine(FollowedModel):
         config = config if isinstance(config, BlendConfig) else BlendConfig.of({} if config is None else config)
         self.model, self.config, self.name = model, config.on(model.device.type), name
         self.settings = BlendSettings(self.config)
-        adapters = AdapterFollower(model)
+        adapters = AdapterWatch(model)
         adapted = adapters.adapted()
         survey = survey_model(adapted.model)
         _check_ids(bos_id, sentence_end_ids, survey.vocab_size)
@@ -360,7 +352,6 @@ class BlendEngine(FollowedModel):
             raise
 
     def _ask(self, prompt: PromptLike, params: SamplingParams, ratio: float | None) -> Ask:
-        """A request of what `start` and `generate_batch` take."""
         read = self.prompts.read(prompt, is_one=False)
         if params.stop and self.builder is None:
             raise InvalidInputError("without a tokenizer the engine cannot find stop texts; use stop_token_ids")
@@ -428,7 +419,6 @@ class BlendEngine(FollowedModel):
 
 
 def _check_model(model: object) -> None:
-    """Raises `InvalidInputError` unless it is a model of transformers, or one that stands for it, as PEFT's."""
     if not (isinstance(model, torch.nn.Module) and hasattr(model, "config")):
         way_out = ", or a folder's path to BlendEngine.from_pretrained" if isinstance(model, str | Path) else ""
         raise InvalidInputError(f"model must be a model of transformers (PreTrainedModel){way_out}, got {shown(model)}")

@@ -20,8 +20,7 @@ from transformers import LogitsProcessor
 from cacheblend.core.errors import InvalidInputError, check_encodable, check_type
 from cacheblend.engines.hf import grammar_trial
 
-MOST_BYTES = 1 << 16
-"""Of a grammar's text: 64 KiB compile in half a second, a MB in minutes."""
+MOST_BYTES = 1 << 16  # of a grammar's text: 64 KiB compile in half a second, a MB in minutes
 MOST_REPETITIONS = 10_000
 """Of a bounded repetition, those inside each other multiplied: matching (a{1,1000}){1,1000} slows down by the token."""
 Kind = Literal["json_object", "json_schema", "regex", "choice", "ebnf"]
@@ -136,8 +135,7 @@ def _literal(text: str) -> str:
 
 # ---- JSON schemas -------------------------------------------------------------------------------------------
 
-MOST_NESTED = 100
-"""Lists and objects inside each other: compiling 1,000 takes minutes."""
+MOST_NESTED = 100  # lists and objects inside each other: compiling 1,000 takes minutes
 _SAYS_NOTHING = ("$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly",
                  "writeOnly", "$defs", "definitions")  # fmt: skip
 """Keywords that allow and forbid nothing."""
@@ -152,18 +150,15 @@ _TYPES: Mapping[str, tuple[Any, frozenset[str]]] = {
     "null": (type(None), frozenset()),
 }
 """What each type is in Python, and the keywords that are held beside it."""
-_ALONE = ("$ref", "anyOf", "oneOf", "allOf", "const", "enum")
-"""Keywords beside which the library ignores every other."""
+_ALONE = ("$ref", "anyOf", "oneOf", "allOf", "const", "enum")  # keywords beside which the library ignores every other
 _FORMATS = ("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri",
             "uri-reference", "uri-template", "json-pointer", "relative-json-pointer")  # fmt: skip
 
 
 def _check_schema(schema: Any) -> None:
-    """Refuses a schema with keywords that the library would not hold.
-
-    It ignores what it does not know, and some of what it knows in other places. An answer by a part of a schema is not
-    what was asked for, so every other keyword is refused by name and place.
-    """
+    """Refuses a schema with keywords that the library would not hold. It ignores what it does not know, and some of
+    what it knows in other places. An answer by a part of a schema is not what was asked for, so every other keyword is
+    refused by name and place."""
     check_depth(schema)
     waiting = [("schema", schema)]
     while waiting:
@@ -248,20 +243,15 @@ def _is_of(value: Any, kind: str) -> bool:
 
 # ---- compiled for a tokenizer -------------------------------------------------------------------------------
 
-TRIAL_S = 5.0
-"""Computing seconds in which a grammar is compiled and tried; its bytes are `TRIAL_BYTES`."""
+TRIAL_S = 5.0  # computing seconds in which a grammar is compiled and tried; its bytes are `TRIAL_BYTES`
 TRIAL_BYTES = 2 << 30
-KEPT, KEPT_BYTES = 256, 256 << 20
-"""Compiled grammars that are kept, and their bytes."""
-FREE_S, TOKEN_S = 2.0, 0.02
-"""Computing seconds that an answer's masks may take: at once, and more for each token."""
+KEPT, KEPT_BYTES = 256, 256 << 20  # compiled grammars that are kept, and their bytes
+FREE_S, TOKEN_S = 2.0, 0.02  # computing seconds that an answer's masks may take: at once, and more for each token
 
 
 class GrammarMatcher(LogitsProcessor):  # type: ignore[misc, unused-ignore]
-    """Where one answer is in its grammar. `never`: [vocab] bool, tokens that no text has.
-
-    Raises `InvalidInputError` where no token is left, or the masks take too long and hold up other answers.
-    """
+    """Where one answer is in its grammar. `never`: [vocab] bool, tokens that no text has. Raises `InvalidInputError`
+    where no token is left, or the masks take too long and hold up other answers."""
 
     def __init__(self, compiled: Any, never: torch.Tensor) -> None:
         import xgrammar
@@ -325,9 +315,7 @@ class CompiledGrammar:
 
 class Grammars:
     """Compiles grammars, and keeps those used last. May be called from any thread; one compiles at a time.
-
-    `vocab_size`: width of the model's logits. `eos_ids` end an answer whose grammar is complete.
-    """
+    `vocab_size`: width of the model's logits. `eos_ids` end an answer whose grammar is complete."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_ids)
@@ -339,12 +327,9 @@ class Grammars:
         self._never = torch.zeros(0, dtype=torch.bool)
 
     def compile(self, grammar: Grammar | None) -> CompiledGrammar | None:
-        """A grammar for answers of this model; None for None. Takes up to `TRIAL_S` seconds of computing,
-        twice, and some more the first time.
-
-        Raises:
-            InvalidInputError: it is wrong, nothing satisfies it, it takes too long, or xgrammar is not installed.
-        """
+        """A grammar for answers of this model; None for None. Takes up to `TRIAL_S` seconds of computing, twice, and
+        some more the first time. Raises `InvalidInputError`: it is wrong, nothing satisfies it, it takes too long, or
+        xgrammar is not installed."""
         if grammar is None:
             return None
         if (found := self.find(grammar)) is not None:
@@ -381,7 +366,6 @@ class Grammars:
             self._trial = None
 
     def _open(self) -> None:
-        """Reads the vocabulary."""
         try:
             import xgrammar
         except ImportError:
@@ -411,8 +395,6 @@ class Grammars:
 
 
 class _Trial:
-    """The process of `grammar_trial`, which ends with this one."""
-
     def __init__(self, vocabulary: str) -> None:
         command = [sys.executable, "-P", str(Path(grammar_trial.__file__)), str(TRIAL_S), str(TRIAL_BYTES)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -18,12 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-STEPS = 256
-"""Tokens of an answer that are tried."""
-STEPS_S = 2.0
-"""Seconds of computing that they may take."""
-STUCK = 12
-"""How many times as long as it may compute a job may take: one that waits for ever does not compute."""
+STEPS = 256  # tokens of an answer that are tried
+STEPS_S = 2.0  # seconds of computing that they may take
+STUCK = 12  # how many times as long as it may compute a job may take: one that waits for ever does not compute
 
 
 def compile_source(compiler: Any, kind: str, text: str) -> Any:

@@ -1,9 +1,7 @@
-"""Latent attention (MLA) of transformers models: what their layers cache, and attention over it in the absorbed form.
-
-A layer makes of each row a latent (normalised) and one rotated key part, hands both to the cache, and expands what the
+"""Latent attention (MLA) of transformers models: what their layers cache, and attention over it in the absorbed form. A
+layer makes of each row a latent (normalised) and one rotated key part, hands both to the cache, and expands what the
 cache gives back to keys and values of every head (`expand_kv`). Here a `LatentTap` takes the cache's place and notes
-both, and attention is over the kept vectors themselves (`core.kernels.latent`): what was loaded is never expanded.
-"""
+both, and attention is over the kept vectors themselves (`core.kernels.latent`): what was loaded is never expanded."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +20,7 @@ from cacheblend.core.kernels.latent import UpProjection
 class LatentShape:
     """What a layer with latent attention keeps of a token: a latent of `rank` numbers and a rotated key part of
     `rotary_dim` (0: the layer has no positions); and how many numbers that is expanded to, in keys and values of all
-    heads.
-    """
+    heads."""
 
     rank: int
     rotary_dim: int
@@ -58,12 +55,9 @@ def latent_attention(layer: nn.Module) -> Any:
 def attend_absorbed(
     module: Any, query: torch.Tensor, tap: LatentTap, attend: Attend, spec: AttentionSpec
 ) -> torch.Tensor:
-    """A layer's attention in the absorbed form, [n, heads, value_dim].
-
-    `module` is the layer's attention; `query` is [heads, n, key_dim + rotary_dim], the rotated part last; `tap` has
-    what the layer caches of the same rows; `attend` is over the kept vectors. Raises `ModelNotBlendableError` if it
-    cached nothing.
-    """
+    """A layer's attention in the absorbed form, [n, heads, value_dim]. `module` is the layer's attention; `query` is
+    [heads, n, key_dim + rotary_dim], the rotated part last; `tap` has what the layer caches of the same rows; `attend`
+    is over the kept vectors. Raises `ModelNotBlendableError` if it cached nothing."""
     if tap.latent is None or tap.rotated is None:
         raise ModelNotBlendableError(f"{type(module).__name__} attends over latents without caching them")
     latent, rotated = tap.latent[0], tap.rotated[0]
@@ -73,11 +67,9 @@ def attend_absorbed(
 
 def up_projection(module: Any, latent: torch.Tensor, key_dim: int) -> UpProjection:
     """The matrices by which a layer's attention expands latents [1, n, rank] of the dtype and device that it computes
-    in; `key_dim` is that of a head's key without its rotated part.
-
-    Of a plain projection they are its own weights. Others (quantised, or with adapters) are asked what they make of
-    each dimension alone, once: modules of a view are copies, renewed when adapters are switched.
-    """
+    in; `key_dim` is that of a head's key without its rotated part. Of a plain projection they are its own weights.
+    Others (quantised, or with adapters) are asked what they make of each dimension alone, once: modules of a view are
+    copies, renewed when adapters are switched."""
     linear, rank = module.kv_b_proj, latent.shape[-1]
     if type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and linear.weight.dtype == latent.dtype:
         return UpProjection.of(linear.weight.view(-1, key_dim + int(module.v_head_dim), rank), key_dim)
@@ -91,11 +83,9 @@ def up_projection(module: Any, latent: torch.Tensor, key_dim: int) -> UpProjecti
 
 @torch.no_grad()
 def latent_shape(module: Any, like: torch.Tensor) -> LatentShape:
-    """The shape of a layer's attention module; `like` is of the dtype and on the device that it computes in.
-
-    Raises `ModelNotBlendableError` if it keeps an odd number of numbers, or its own expansion is found to be anything
-    but `up_projection` of latents.
-    """
+    """The shape of a layer's attention module; `like` is of the dtype and on the device that it computes in. Raises
+    `ModelNotBlendableError` if it keeps an odd number of numbers, or its own expansion is found to be anything but
+    `up_projection` of latents."""
     rank, rotary_dim, heads = int(module.kv_lora_rank), int(module.qk_rope_head_dim), int(module.num_heads)
     if (rank + rotary_dim) % 2:
         raise ModelNotBlendableError(
@@ -118,8 +108,7 @@ def latent_shape(module: Any, like: torch.Tensor) -> LatentShape:
 
 def check_caching(layer: nn.Module) -> None:
     """Refuses a layer that makes a latent and caches the keys and values that it is expanded to, as code that comes
-    with a model may; transformers' own caches the latent. Raises `ModelNotBlendableError`.
-    """
+    with a model may; transformers' own caches the latent. Raises `ModelNotBlendableError`."""
     for module in layer.modules():
         if rank := getattr(module, "kv_lora_rank", None):
             raise ModelNotBlendableError(

@@ -13,13 +13,10 @@ from cacheblend.core.kernels.upload import upload
 from cacheblend.engines.hf.recurrent import LayerState, States, copy_of
 from cacheblend.engines.hf.view import LayerCall, LayerMask, ModelView
 
-_KEPT_ROWS = 16
-"""Tiles of rows whose arguments are kept for the next layers."""
+_KEPT_ROWS = 16  # tiles of rows whose arguments are kept for the next layers
 
 
 class _ProjectedError(Exception):
-    """Raised to leave a layer's forward as soon as its keys and values are computed."""
-
     @classmethod
     def stop(cls, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
         raise cls(keys, values)
@@ -34,12 +31,9 @@ class OfRows:
 
 class HfLayerRunner:
     """Runs the layers for one prompt. Row i has the token `token_ids[i]` at `positions[i]`, [rows] int64 each, on the
-    model's device (positions may be elsewhere, which costs time).
-
-    `calls` has each layer's arguments, as the model's own forward passes them.
-    `states` are of recurrent layers in front of the first row; the runner goes on from them and changes them. Behind so
-    many rows as `cuts` has they are copied (`snapshots`); tiles end there.
-    """
+    model's device (positions may be elsewhere, which costs time). `calls` has each layer's arguments, as the model's
+    own forward passes them. `states` are of recurrent layers in front of the first row; the runner goes on from them
+    and changes them. Behind so many rows as `cuts` has they are copied (`snapshots`); tiles end there."""
 
     def __init__(
         self,
@@ -119,10 +113,8 @@ class HfLayerRunner:
         return self.view.close(hidden, self._token_ids, self._positions)
 
     def _of_rows(self, value: Any, rows: torch.Tensor) -> Any:
-        """The part of a layer's argument for these rows: tensors [1, rows, ...] are indexed, others kept.
-
-        Layers share arguments, and run the same rows again and again: parts are kept for some tiles of rows.
-        """
+        """The part of a layer's argument for these rows: tensors [1, rows, ...] are indexed, others kept. Layers share
+        arguments, and run the same rows again and again: parts are kept for some tiles of rows."""
         if isinstance(value, tuple):
             return tuple(self._of_rows(part, rows) for part in value)
         if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[:2] != (1, len(self._token_ids)):
@@ -149,10 +141,8 @@ def side_by_side(calls: Sequence[LayerCall], attend: Attend) -> LayerCall:
 
 
 def _answered(value: Any, attend: Attend) -> Any:
-    """An argument with this attention in its mask.
-
-    Not a function inside its caller: one that calls itself is a cycle, and would keep a prompt's KV cache alive.
-    """
+    """An argument with this attention in its mask. Not a function inside its caller: one that calls itself is a cycle,
+    and would keep a prompt's KV cache alive."""
     if isinstance(value, LayerMask):
         return replace(value, attend=attend)
     return tuple(_answered(part, attend) for part in value) if type(value) is tuple else value

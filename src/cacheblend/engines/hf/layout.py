@@ -20,22 +20,14 @@ class PromptLayout:
 
     Passages are chunks, everything else is plain text. In a chat, `system` is a message of its own and the rest is
     the user's message; in a plain prompt, a separator follows `system`.
-
-    Attributes:
-        system: system prompt; empty for none.
-        before: text in front of the passages.
-        heading: text in front of each passage; ``{number}`` counts from 1, ``{title}`` is the passage's title.
-        separator: text that follows each passage.
-        question: the last text; ``{question}`` is replaced by the question.
-        chat: whether to use the chat template; None: if the tokenizer has one.
     """
 
-    system: str = ""
-    before: str = ""
-    heading: str = ""
-    separator: str = SEPARATOR
-    question: str = "{question}"
-    chat: bool | None = None
+    system: str = ""  # system prompt; empty for none
+    before: str = ""  # text in front of the passages
+    heading: str = ""  # text in front of each passage; ``{number}`` counts from 1, ``{title}`` is the passage's title
+    separator: str = SEPARATOR  # text that follows each passage
+    question: str = "{question}"  # the last text; ``{question}`` is replaced by the question
+    chat: bool | None = None  # whether to use the chat template; None: if the tokenizer has one
 
     def is_chat(self, engine: BlendEngine) -> bool:
         """Whether prompts are built with the chat template."""

@@ -1,9 +1,7 @@
 """Checks on the loaded model that blending is exact where it must be: two exactness invariants, and re-positioning.
-
 Equal means equal up to rounding. In fp32 the bound is fixed. In half precision it depends on the model: the same prompt
 is also computed without blending in two parts, split at two different places. The difference between these results is
-the model's own noise; blending may differ from the plain computation by at most a few times that noise.
-"""
+the model's own noise; blending may differ from the plain computation by at most a few times that noise."""
 
 import statistics
 from collections.abc import Callable, Iterator
@@ -18,8 +16,8 @@ from cacheblend.core.kernels.rope import reposition_keys, turn_by
 from cacheblend.core.load.loader import LayerKV
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.core.select.selectors import AllRows, Hkvd, NoRows, Selector
-from cacheblend.engines.hf.caches import kv_of_cache, whole_cache
 from cacheblend.engines.hf.engine import BlendEngine
+from cacheblend.engines.hf.recurrent import kv_of_cache, whole_cache
 from cacheblend.engines.hf.survey import Survey
 from cacheblend.store import MemoryStore
 
@@ -30,8 +28,7 @@ FULL_PRECISION = (torch.float32, torch.float64)
 FULL_BOUND = 1e-4
 NOISE_FACTOR, LOWEST_HALF_BOUND, HIGHEST_HALF_BOUND = 5.0, 0.02, 0.25
 
-Outcome = tuple[str, bool, str]
-"""(what was checked, whether it passed, what was measured)."""
+Outcome = tuple[str, bool, str]  # (what was checked, whether it passed, what was measured)
 
 
 @dataclass
@@ -43,12 +40,7 @@ class Plain:
 
 
 class LiveCheck:
-    """Runs a few small prompts of random ids through a model, with and without blending, and compares.
-
-    Args:
-        model: a loaded model; not changed.
-        survey: survey of this model.
-    """
+    """Runs a few small prompts of random ids through a loaded model, with and without blending, and compares."""
 
     def __init__(self, model: PreTrainedModel, survey: Survey) -> None:
         self._model, self._survey = model, survey
@@ -78,8 +70,6 @@ class LiveCheck:
             except Exception as error:
                 ok, detail = False, f"failed: {' '.join(str(error).split())} ({type(error).__name__})"
             yield title, ok, detail
-
-    # ---- the checks -------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _repositioning(self) -> tuple[bool, str]:
@@ -117,10 +107,8 @@ class LiveCheck:
     def _invariant(
         self, chunks: list[Segment], prompts: list[Prompt], selector: Selector, *, loads: bool
     ) -> tuple[bool, str]:
-        """Compares blended and plain results of each prompt by their median distance; `loads`: chunks are loaded.
-
-        The median, because rounding alone may send a row of a mixture-of-experts model to another expert.
-        """
+        """Compares blended and plain results of each prompt by their median distance; `loads`: chunks are loaded. The
+        median, because rounding alone may send a row of a mixture-of-experts model to another expert."""
         config = BlendConfig(selector="all", capture=False)
         distances, noises = [], []
         with (
@@ -144,8 +132,6 @@ class LiveCheck:
         if self._is_half:
             allowed = min(max(LOWEST_HALF_BOUND, NOISE_FACTOR * noise), HIGHEST_HALF_BOUND)
         return distance <= allowed, f"off by {distance:.1e} (allowed {allowed:.1e}), {what}"
-
-    # ---- plain computations -----------------------------------------------------------------------------
 
     def _plain(self, ids: torch.Tensor, *, first: int = 0, split: int | None = None) -> Plain:
         """transformers' own forward of `ids` [n] at positions from `first` on; in two calls if `split` is given."""

@@ -2,7 +2,7 @@
 are read, where its config shows that."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,14 @@ from transformers import (
 )
 
 from cacheblend.core.errors import CacheBlendError, InvalidInputError, ModelNotBlendableError
+from cacheblend.core.kernels.rope import shift_limit
+from cacheblend.core.plan.blocks import KVLayout, LayerShape
 from cacheblend.engines.adapters import adapted_layers, base_tensors, plain_parts
 from cacheblend.engines.checkpoint import check_files, states_in
 from cacheblend.engines.fingerprint import file_digest, fingerprint_folder, with_own_code
 from cacheblend.engines.folders import name_of
-from cacheblend.engines.hf.configs import check_config
 
-REASON_LINES, REASON_CHARACTERS = 3, 400
-"""Most of a library's error message that `loading_reason` gives."""
+REASON_LINES, REASON_CHARACTERS = 3, 400  # most of a library's error message that `loading_reason` gives
 
 # How files are found, read and placed, and by which code: the same numbers come out.
 LEAVES_WEIGHTS = (
@@ -41,9 +41,7 @@ logger = logging.getLogger("cacheblend.engine")
 @dataclass(frozen=True)
 class OpenedModel:
     """A loaded model on its device, with its tokenizer (None if it was not requested) and its folder's name.
-
-    `fingerprint`: of the files, its own code if that was run, and load options that change K and V.
-    """
+    `fingerprint`: of the files, its own code if that was run, and load options that change K and V."""
 
     model: PreTrainedModel
     tokenizer: Any
@@ -97,11 +95,9 @@ def open_folder(
 
 
 def _changing(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that may change K and V: that override the config (RoPE, window), quantise, or bring weights.
-
-    An adapter beside the weights (`adapter_config.json`) is none: where PEFT is installed transformers puts it on the
-    model of the same folder, whatever base it names, and engines name what is in effect (`AdapterWatch`).
-    """
+    """The options that may change K and V: that override the config (RoPE, window), quantise, or bring weights. An
+    adapter beside the weights (`adapter_config.json`) is none: where PEFT is installed transformers puts it on the
+    model of the same folder, whatever base it names, and engines name what is in effect (`AdapterWatch`)."""
     changing = {name: value for name, value in options.items() if name not in LEAVES_WEIGHTS}
     if changing.get("use_safetensors") is not False:  # the default, said or not
         changing.pop("use_safetensors", None)
@@ -123,12 +119,10 @@ def read_config(folder: Path, **options: Any) -> PretrainedConfig:
 
 
 def class_of(config: PretrainedConfig) -> Any:
-    """The class of transformers that opens a model: of language models, or of those that read images beside text.
-
-    The latter are opened as a whole, and blended for prompts of text. The language model alone would have to be cut out
-    of the weights by names that differ from model to model. Raises `ModelNotBlendableError` if neither opens it, or its
-    config shows that it cannot be blended (`check_config`).
-    """
+    """The class of transformers that opens a model: of language models, or of those that read images beside text. The
+    latter are opened as a whole, and blended for prompts of text. The language model alone would have to be cut out of
+    the weights by names that differ from model to model. Raises `ModelNotBlendableError` if neither opens it, or its
+    config shows that it cannot be blended (`check_config`)."""
     check_config(config)
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (
         getattr(config, "auto_map", None) or ()
@@ -144,11 +138,8 @@ def class_of(config: PretrainedConfig) -> Any:
 
 def read_weights(opens: Any, folder: Path, dtype: str | torch.dtype, **options: Any) -> PreTrainedModel:
     """The loaded model, in evaluation mode, where transformers puts it; `opens` is of `class_of`, `options` are for
-    transformers' `from_pretrained`.
-
-    Raises:
-        InvalidInputError: the weights cannot be loaded, or not all of them are there, or on one device.
-    """
+    transformers' `from_pretrained`. Raises `InvalidInputError`: the weights cannot be loaded, or not all of them are
+    there, or on one device."""
     options["output_loading_info"] = True
     try:
         loaded = opens.from_pretrained(folder, dtype=dtype, **options)
@@ -178,11 +169,9 @@ def read_weights(opens: Any, folder: Path, dtype: str | torch.dtype, **options: 
 
 
 def _check_complete(model: PreTrainedModel, folder: Path, found: Mapping[str, Any]) -> None:
-    """Refuses a model of which parameters were not in the files: transformers gives them random numbers.
-
-    Tied parameters, and those that a model's class declares dispensable, are not among them. A buffer has its initial
-    values, which do not differ from one opening to the next.
-    """
+    """Refuses a model of which parameters were not in the files: transformers gives them random numbers. Tied
+    parameters, and those that a model's class declares dispensable, are not among them. A buffer has its initial
+    values, which do not differ from one opening to the next."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     lacking = {str(name) for name in found.get("missing_keys", ())}
     if any(True for _ in adapted_layers(model)):  # then transformers tells what was missing of the adapters alone
@@ -232,3 +221,53 @@ def loading_reason(error: Exception) -> str:
     lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
     reason = " ".join(lines[:REASON_LINES]) or type(error).__name__
     return reason if len(reason) <= REASON_CHARACTERS else f"{reason[:REASON_CHARACTERS]}..."
+
+
+def expected_layout(config: PretrainedConfig, dtype: torch.dtype | None = None) -> KVLayout:
+    """The KV layout by a config alone, for plans and measurements that load no model; `survey_model` finds the real
+    one. Assumes that all layers have the same shape. `dtype` None: that of the config, or fp32 if it has none. Raises
+    `AttributeError`: the config lacks the number of layers, heads or dimensions."""
+    config = config.get_text_config()
+    dtype = dtype or getattr(config, "dtype", None) or torch.float32
+    if rank := getattr(config, "kv_lora_rank", None):  # a latent and a rotated key part in halves, see `kernels.latent`
+        kept = int(rank) + int(getattr(config, "qk_rope_head_dim", None) or 0)
+        return KVLayout((LayerShape(1, -(-kept // 2)),) * int(config.num_hidden_layers), dtype)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return KVLayout((LayerShape(int(heads), int(width)),) * int(config.num_hidden_layers), dtype)
+
+
+def check_config(config: Any) -> None:
+    """Refuses models by config alone that would fail later with unclear errors. Raises `ModelNotBlendableError`: an
+    encoder-decoder model, attention to tokens that an indexer selects, inputs to each layer, layers that share KV, or a
+    RoPE that cannot be shifted."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelNotBlendableError(f"{config.model_type} is an encoder-decoder model; only decoders are blended")
+    text = config.get_text_config(decoder=True)
+    top, kinds = getattr(text, "index_topk", None), getattr(text, "layer_types", None)
+    if "indexed_attention" in (kinds or ()) or (top and not kinds):
+        raise ModelNotBlendableError(
+            f"{text.model_type} attends sparsely: an indexer selects the {top} tokens that "
+            "each row attends to (DeepSeek sparse attention), so a row's KV depends on a selection that stored KV does "
+            "not have; serve it without blending"
+        )
+    unsupported = {
+        "hidden_size_per_layer_input": "gives each layer an input of its own beside the hidden states",
+        "num_kv_shared_layers": "has layers that use the keys and values of others",
+    }
+    for name, found in unsupported.items():
+        if value := getattr(text, name, None):
+            raise ModelNotBlendableError(
+                f"{text.model_type} {found} ({name} = {value}), which blending does not support; "
+                f"models of {text.model_type} whose config.json has 0 there can be blended"
+            )
+    list(shift_limits(text))
+
+
+def shift_limits(config: Any) -> Iterator[int | None]:
+    """Shift limit of each RoPE in the config: one, or one per layer type."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    original = getattr(config, "original_max_position_embeddings", None)
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for rope in nested or [parameters]:
+        yield shift_limit({"original_max_position_embeddings": original, **rope})

@@ -38,10 +38,8 @@ from cacheblend.store import KVStore
 
 
 class SparseLoader(LayerLoader):
-    """A `LayerLoader` whose layers are numbered as the model's. Layers without attention have KV of no heads.
-
-    `layout` and `rotations` are those of the layers with attention, `first_reused_layer` is one of the model's.
-    """
+    """A `LayerLoader` whose layers are numbered as the model's. Layers without attention have KV of no heads. `layout`
+    and `rotations` are those of the layers with attention, `first_reused_layer` is one of the model's."""
 
     def __init__(
         self,
@@ -97,18 +95,10 @@ class Pace:
         return row_layers * self._seconds / self._row_layers if self._row_layers else None
 
 
-THREADS = 16
-"""That ask the store. When all hang in it, further prompts wait for one as long as their budget lasts."""
-
-CLOSE_S = 5.0
-"""Seconds that `close` waits for calls of the store that are under way."""
-
-UNMEASURED = "pace"
-"""The model's pace could not be measured; see `failures`."""
-
-PACE_ROWS = 256
-"""Rows by which the model's pace is measured before a prompt has been computed."""
-
+THREADS = 16  # that ask the store. When all hang in it, further prompts wait for one as long as their budget lasts
+CLOSE_S = 5.0  # seconds that `close` waits for calls of the store that are under way
+UNMEASURED = "pace"  # the model's pace could not be measured; see `failures`
+PACE_ROWS = 256  # rows by which the model's pace is measured before a prompt has been computed
 logger = logging.getLogger("cacheblend.engine")
 Mode = Literal["blend", "reuse", "prefix", "full"]
 """Which stored KV is used: all, with the selector's rows recomputed (``blend``); all, with no rows recomputed
@@ -132,11 +122,9 @@ class HfPrefill(BlendedPrefill):
 
 
 class Prefiller:
-    """Opens prefills on one model and one store.
-
-    A `controller` decides which stored blocks are loaded; None: all of them. `sentence_end_ids` is called if a selector
-    uses the question. `late_tiers` are those of the store that are passed over for a while.
-    """
+    """Opens prefills on one model and one store. A `controller` decides which stored blocks are loaded; None: all of
+    them. `sentence_end_ids` is called if a selector uses the question. `late_tiers` are those of the store that are
+    passed over for a while."""
 
     def __init__(
         self,
@@ -180,15 +168,8 @@ class Prefiller:
         *,
         raised: Callable[[float], Selector] | None = None,
     ) -> HfPrefill:
-        """Plans a prompt's prefill without starting it.
-
-        Args:
-            prompt: checked against the model's limits.
-            planner: the tenant's.
-            selector: chooses the loaded rows to recompute.
-            mode: see `Mode`.
-            raised: makes the selector for a higher ratio. If given, the loading controller (if any) decides.
-        """
+        """Plans the prefill of a checked prompt without starting it. `raised` makes the selector for a higher ratio; if
+        it is given, the loading controller (if any) decides."""
         started = time.perf_counter()
         budget = LoadBudget(
             self._config.load_timeout_s,
@@ -212,7 +193,6 @@ class Prefiller:
         return self._begin(plan, self._survey.fit_selector(chosen), options, started, named=chosen)
 
     def _look_up(self, prompt: Prompt, planner: Planner, budget: LoadBudget) -> BlendPlan:
-        """The plan of all that is stored, without tiers that are passed over."""
         source = BudgetedSource(self._store, budget, self._threads)
         plan = planner.plan(prompt, source)
         if source.is_late:  # who knows what is stored: nothing is captured
@@ -314,7 +294,6 @@ class Prefiller:
             self.controller.learn(decision, result.plan, compute_s, result.read_s)
 
     def _compute_s(self, tokens: int, planner: Planner) -> float:
-        """How long computing so many tokens of a prompt takes, as measured."""
         if self.controller is not None:
             return self.controller.cost_model.full_s(tokens)
         row_layers = tokens * self._survey.kinds.num_layers

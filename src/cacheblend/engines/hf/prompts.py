@@ -19,16 +19,9 @@ PromptLike = Prompt | str | Sequence[PassageLike] | Sequence[Message]
 
 
 class PromptReader:
-    """Makes prompts for one model, whose limits every prompt is checked against.
-
-    Args:
-        tokenizer: the model's; None: prompts and chunks are token ids only.
-        survey: of the model.
-        sentence_end_ids: ids of the tokens that end a sentence; None: the tokenizer says it.
-
-    Attributes:
-        builder: turns texts into token ids; None without a tokenizer.
-    """
+    """Makes prompts for one model, whose limits every prompt is checked against. Without a `tokenizer` prompts and
+    chunks are token ids only, and there is no `builder`, which turns texts into them. `sentence_end_ids`: None: the
+    tokenizer says it."""
 
     def __init__(self, tokenizer: Any, survey: Survey, sentence_end_ids: Sequence[int] | None = None) -> None:
         self.builder = None if tokenizer is None else PromptBuilder(tokenizer)
@@ -42,11 +35,8 @@ class PromptReader:
         return self._sentence_end_ids
 
     def read(self, parts: PromptLike, *, is_one: bool = True) -> Prompt:
-        """A prompt of `parts`, as `BlendEngine.prompt` takes them.
-
-        `is_one`: several texts without a passage are one prompt; False: they may as well be several prompts, and are
-        refused.
-        """
+        """A prompt of `parts`, as `BlendEngine.prompt` takes them. `is_one`: several texts without a passage are one
+        prompt; False: they may as well be several prompts, and are refused."""
         if not isinstance(parts, Prompt):
             builder = self._needed_builder()
             if _is_message(parts):
@@ -73,15 +63,10 @@ class PromptReader:
     def chat(self, messages: Sequence[Message], documents: Sequence[PassageLike] = (), **options: Any) -> Prompt:
         """A message list through the model's chat template; passages are content parts of type ``chunk``, or documents.
 
-        Args:
-            messages: ``{"role", "content"}`` each; the content is a text, or a list of parts, ``{"type": "text" or
-                "chunk", "text"}``, texts, or whatever else `Passage.of` takes.
-            documents: passages, in whatever form `Passage.of` takes; passed to the template, or, if it does not use
-                them, placed before the last user message.
-            **options: for the template, e.g. ``tools`` or ``enable_thinking``.
-
-        Raises:
-            InvalidInputError: as for `read`, or the template does not accept the messages.
+        A message is ``{"role", "content"}``; its content is a text, or a list of parts, ``{"type": "text" or "chunk",
+        "text"}``, texts, or whatever else `Passage.of` takes. Documents, in such a form too, go to the template, or, if
+        it does not use them, before the last user message; options are the template's, e.g. ``tools``. Raises as
+        `read`, or where the template does not accept the messages.
         """
         passages = [Passage.of(each, f"document {number}") for number, each in enumerate(_as_list(documents), 1)]
         return self.read(self._needed_builder().chat(_messages(messages), passages, **options))
@@ -118,7 +103,6 @@ def _as_list(values: Any) -> list[Any]:
 
 
 def _content(part: object, where: str) -> Content:
-    """A part of a prompt: plain text, or a passage."""
     if isinstance(part, str):
         return part
     if isinstance(part, Segment | int | np.integer) or hasattr(part, "dtype"):
@@ -133,7 +117,6 @@ def _is_message(part: object) -> bool:
 
 
 def _messages(messages: Any) -> list[Message]:
-    """Messages with contents that are texts, or parts ``{"type": "text" or "chunk", "text"}``."""
     wanted = 'messages are a list of {"role": ..., "content": ...}'
     if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
         raise InvalidInputError(f"{wanted}, got {shown(messages)}")
@@ -160,7 +143,6 @@ def _messages(messages: Any) -> list[Message]:
 
 
 def _content_part(part: object) -> object:
-    """A part as the prompt builder takes it, which refuses other ones."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     has_type = isinstance(part, Mapping) and "type" in part and "page_content" not in part

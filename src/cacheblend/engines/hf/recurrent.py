@@ -13,7 +13,8 @@ in one piece. A prefill goes on from a snapshot of the states, and leaves new on
     snapshot   |     |          | yes     |         |          |
     resumed    |------- loaded ---------->| computed, every row in every layer up to the last recurrent one
 
-Snapshots are looked for at the ends of the exact prefix's blocks, the deepest first.
+Snapshots are looked for at the ends of the exact prefix's blocks, the deepest first. Below also: transformers' caches
+of a whole prompt, from and to the form of the core's buffers.
 """
 
 import zlib
@@ -22,30 +23,28 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError, LoadTimeoutError
 from cacheblend.core.failures import LOST_BLOCK, count_failure
 from cacheblend.core.fuse.prefill import Recurrence
 from cacheblend.core.fuse.runner import LayerRunner
+from cacheblend.core.kernels import latent
+from cacheblend.core.load.loader import LayerKV
 from cacheblend.core.names import STATE_IDS, BlockName, state_name
 from cacheblend.core.plan.blocks import Block, BlockSource, KVLayout, LayerShape
 from cacheblend.core.plan.plan import BlendPlan, Source
 
-CACHE_ARGUMENTS = ("past_key_values", "cache_params")
-"""What transformers' layers call the cache that they are given."""
-
-SHORTEST = 16
-"""Tokens in front of a snapshot at least: fewer are computed sooner than a state is read."""
-STEP_ROWS = 16
-"""Rows computed together that one row by itself is taken to cost, where layers go on from a state row by row."""
+CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # what transformers' layers call the cache that they are given
+SHORTEST = 16  # tokens in front of a snapshot at least: fewer are computed sooner than a state is read
+STEP_ROWS = 16  # rows computed together that one row alone is taken to cost, where layers go row by row
 _DIGEST_BYTES = 4
 
-StateKey = tuple[str, int]
-"""Which state of a layer: ``conv`` or ``recurrent``, and its number."""
-LayerState = dict[StateKey, torch.Tensor]
-"""The states of one layer, [1, ...] each."""
-States = dict[int, LayerState]
-"""The states of a model's recurrent layers behind some row, by the layer's index."""
+StateKey = tuple[str, int]  # which state of a layer: ``conv`` or ``recurrent``, and its number
+LayerState = dict[StateKey, torch.Tensor]  # the states of one layer, [1, ...] each
+States = dict[int, LayerState]  # the states of a model's recurrent layers behind some row, by the layer's index
 
 
 def copy_of(states: States) -> States:
@@ -56,9 +55,7 @@ def copy_of(states: States) -> States:
 @dataclass
 class StateTap:
     """Takes the place of transformers' cache in a layer's call: hands out the layer's states, and takes new ones.
-
-    `state` is the layer's in front of the call's rows before the call, and behind them after it.
-    """
+    `state` is the layer's in front of the call's rows before the call, and behind them after it."""
 
     state: LayerState
 
@@ -128,18 +125,13 @@ def parts_of(state: LayerState) -> tuple[StatePart, ...]:
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """Which of a model's layers keep keys and values, which keep a state, and what follows for blending.
-
-    Attributes:
-        kv_layers: layers with attention, ascending.
-        states: what each recurrent layer keeps, by its index.
-        stepped: recurrent layers that go on from a state one row at a time only (transformers' Mamba-1 ignores it in
-            front of several rows).
-    """
+    """Which of a model's layers keep keys and values, which keep a state, and what follows for blending."""
 
     num_layers: int
-    kv_layers: tuple[int, ...]
-    states: Mapping[int, tuple[StatePart, ...]]
+    kv_layers: tuple[int, ...]  # layers with attention, ascending
+    states: Mapping[int, tuple[StatePart, ...]]  # what each recurrent layer keeps, by its index
+    # recurrent layers that go on from a state one row at a time only (transformers' Mamba-1 ignores it in front of
+    # several rows)
     stepped: frozenset[int] = frozenset()
 
     @property
@@ -231,8 +223,7 @@ def _digest(parts: Sequence[StatePart]) -> torch.Tensor:
 
 class PromptStates(NamedTuple):
     """What the recurrent layers keep of a prompt: behind its last row, and snapshots behind the rows up to a position,
-    by the name of the chain that ends there.
-    """
+    by the name of the chain that ends there."""
 
     last: States
     snapshots: dict[BlockName, States]
@@ -241,8 +232,7 @@ class PromptStates(NamedTuple):
 class Resuming(Recurrence):
     """One prefill's states: those that the pass goes on from, empty at the prompt's start, and why snapshots that were
     held could not be used (`lost`). `token_bytes` is the size of a token's KV in the store; `chunks`: stored chunks can
-    be exact prefixes.
-    """
+    be exact prefixes."""
 
     def __init__(
         self, kinds: LayerKinds, source: BlockSource, device: torch.device, token_bytes: int, *, chunks: bool
@@ -323,3 +313,61 @@ def snapshot_blocks(kinds: LayerKinds, states: PromptStates) -> list[Block]:
     """The snapshots of a prompt as blocks for the store."""
     layout = SnapshotFormat(kinds.states)
     return [layout.encode(name, snapshot) for name, snapshot in states.snapshots.items()]
+
+
+def rotary_dims(model: nn.Module) -> dict[int, int]:
+    """Numbers of the rotated key part of each layer of a model that attends over latents, by the layer's index."""
+    found: list[Any] = [module for module in model.modules() if hasattr(module, "expand_kv")]
+    return {int(module.layer_idx): int(module.qk_rope_head_dim) for module in found}
+
+
+def whole_cache(model: Any, kinds: LayerKinds) -> DynamicCache:
+    """An empty cache that keeps all tokens, also in layers with a sliding window."""
+    if not kinds.has_other_layers:
+        return DynamicCache()  # without a config it knows no windows
+    cache = DynamicCache(config=model.config)
+    cache.layers = [DynamicLayer() if type(each) is DynamicSlidingWindowLayer else each for each in cache.layers]
+    return cache
+
+
+def layers_with_states(model: Any) -> set[int]:
+    """The layers for which transformers' own cache keeps a state, as far as its config tells. In half precision a state
+    may be too small in a few rows of noise to be told from rounding."""
+    try:
+        layers = DynamicCache(config=model.config).layers
+    except Exception:  # of a config that it does not understand: such a model runs with a cache of its own
+        return set()
+    return {index for index, layer in enumerate(layers) if hasattr(layer, "update_recurrent_state")}
+
+
+def kv_of_cache(model: nn.Module, cache: DynamicCache, row: int = 0) -> list[LayerKV]:
+    """The KV of one sequence in transformers' cache, in the form of the core's buffers; of layers with attention. Where
+    a layer attends over latents, transformers has the latent in the place of keys, and the rotated part in that of
+    values."""
+    dims = rotary_dims(model)
+    kept = {
+        index: (layer.keys[row], layer.values[row])
+        for index, layer in enumerate(cache.layers)
+        if getattr(layer, "keys", None) is not None
+    }
+    return [
+        LayerKV(*(latent.halves(second, first) if index in dims else (first, second)))
+        for index, (first, second) in kept.items()
+    ]
+
+
+def fill_cache(model: Any, kv: list[LayerKV], states: States | None = None) -> DynamicCache:
+    """Moves a prompt's KV into a cache of transformers' model; empties `kv`, one entry per layer (of no heads where a
+    layer has no attention), so that no layer is held twice. `states` of recurrent layers are copied."""
+    cache, dims = DynamicCache(config=model.config), rotary_dims(model)
+    for layer in range(len(kv)):
+        first, second = kv.pop(0)
+        if layer in dims:
+            second, first = latent.parts(first, second, dims[layer])
+        if first.shape[0]:
+            cache.update(first[None], second[None], layer)
+    for layer, state in (states or {}).items():
+        for (kind, number), part in state.items():
+            update = cache.update_conv_state if kind == "conv" else cache.update_recurrent_state
+            update(part, layer, state_idx=number)
+    return cache

@@ -24,8 +24,7 @@ from transformers import (
 from cacheblend.core.errors import InvalidInputError, check_encodable, check_fields, shown
 from cacheblend.engines.hf.grammar import CompiledGrammar, Grammar, GrammarMatcher
 
-GREEDY_BELOW = 1e-5
-"""Lower temperatures decode greedily: logits divided by them would exceed float32's range."""
+GREEDY_BELOW = 1e-5  # lower temperatures decode greedily: logits divided by them would exceed float32's range
 
 
 @dataclass(frozen=True)
@@ -121,10 +120,8 @@ class SamplingParams:
     def processors(
         self, prompt_tokens: int, stop_ids: Sequence[int], matcher: GrammarMatcher | None = None
     ) -> LogitsProcessorList:
-        """Transformers' processors for these parameters, in its order: penalties, the grammar, then warpers.
-
-        `stop_ids` end the answer; `matcher` is of its grammar.
-        """
+        """Transformers' processors for these parameters, in its order: penalties, the grammar, then warpers. `stop_ids`
+        end the answer; `matcher` is of its grammar."""
         chosen: list[LogitsProcessor] = []
         if self.logit_bias:
             biases = {(token,): float(bias) for token, bias in self.logit_bias}
@@ -161,7 +158,6 @@ class CountPenalties(LogitsProcessor):  # type: ignore[misc, unused-ignore]
 
 
 def _as_tuples(values: object) -> object:
-    """Tuples of lists, and of lists in them."""
     return tuple(map(_as_tuples, values)) if isinstance(values, list | tuple) else values
 
 
@@ -188,10 +184,7 @@ class SamplingOptions(TypedDict, total=False):
 
 def sampling_of(params: SamplingParams | None, options: SamplingOptions) -> SamplingParams:
     """Sampling parameters from a `SamplingParams`, from single options (None: not given), or the defaults.
-
-    Raises:
-        InvalidInputError: both are given, an option is unknown, or a value is out of range.
-    """
+    Raises `InvalidInputError`: both are given, an option is unknown, or a value is out of range."""
     if params is not None and options:
         raise InvalidInputError(f"give sampling parameters or the options {', '.join(options)}, not both")
     if params is None:
@@ -201,29 +194,20 @@ def sampling_of(params: SamplingParams | None, options: SamplingOptions) -> Samp
             if name not in known:
                 raise InvalidInputError(f"unknown sampling option {name!r}; the options are {', '.join(known)}")
         params = SamplingParams(**given)
-    _warn_of_no_effect(check_params(params))
-    return params
-
-
-def _warn_of_no_effect(params: SamplingParams) -> None:
-    """Warns of options that narrow what is drawn, where nothing is drawn; Python shows it once for a line of code."""
-    narrowing = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    given = [f"{name}={getattr(params, name)}" for name, off in narrowing.items() if getattr(params, name) != off]
-    if given and params.greedy:
+    check_params(params)
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    narrowing = [f"{name}={getattr(params, name)}" for name in off if getattr(params, name) != off[name]]
+    if narrowing and params.greedy:  # nothing is drawn; Python shows it once for a line of code outside of this package
+        package, frame, level = __name__.partition(".")[0], inspect.currentframe(), 1
+        while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+            frame, level = frame.f_back, level + 1
         warnings.warn(
-            f"{' and '.join(given)} without effect: at temperature {params.temperature:g} the most likely token is "
+            f"{' and '.join(narrowing)} without effect: at temperature {params.temperature:g} the most likely token is "
             "taken; set temperature=1.0 to sample",
             UserWarning,
-            stacklevel=_callers_level(),
+            stacklevel=level,
         )
-
-
-def _callers_level() -> int:
-    """`stacklevel` of the line outside of this package that called it, seen from who asks."""
-    package, frame, level = __name__.partition(".")[0], inspect.currentframe(), 0
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
-        frame, level = frame.f_back, level + 1
-    return level
+    return params
 
 
 def check_params(params: object) -> SamplingParams:
@@ -239,19 +223,10 @@ def check_params(params: object) -> SamplingParams:
 
 
 class Sampler:
-    """Samples one answer's tokens, one at a time, from logits that the caller computes.
-
-    Args:
-        prompt_ids: [tokens] int64 on the model's device.
-        logits: [vocab] at the prompt's last position.
-        params: sampling parameters.
-        eos_ids: the model's.
-        grammar: the parameters' own, compiled.
-
-    Attributes:
-        logits: [vocab] for the next token; the caller sets it before each `sample` but the first.
-        finish_reason: ``stop`` or ``length`` after the last token, else None.
-    """
+    """Samples one answer's tokens, one at a time, from logits that the caller computes. `prompt_ids` are [tokens] int64
+    on the model's device; `logits` are [vocab] for the next token, at first those at the prompt's last position: the
+    caller sets them before each `sample` but the first. `grammar` is the parameters' own, compiled. `finish_reason`:
+    ``stop`` or ``length`` after the last token, else None."""
 
     def __init__(
         self,
@@ -277,7 +252,6 @@ class Sampler:
         self.finish_reason: str | None = None
 
     def __len__(self) -> int:
-        """Number of tokens in prompt and answer."""
         return self._ids.shape[1]
 
     @property

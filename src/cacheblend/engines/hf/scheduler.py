@@ -15,31 +15,155 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
-from cacheblend.core.errors import check_type
+from cacheblend.core.errors import CacheBlendError, check_fields, check_type
 from cacheblend.core.failures import count_failure
-from cacheblend.core.fuse.batching import PrefillBatcher
-from cacheblend.core.fuse.prefill import BlendedPrefill
-from cacheblend.engines.hf.decode import compute_logits
+from cacheblend.core.fuse.batching import LayerSteps, PrefillBatcher
+from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillResult
+from cacheblend.core.plan.prompt import Prompt
+from cacheblend.core.report import BlendReport
+from cacheblend.core.select.selectors import Selector
+from cacheblend.engines.hf.decode import Decoding, compute_logits
+from cacheblend.engines.hf.grammar import CompiledGrammar
 from cacheblend.engines.hf.layers import JoinedRows
+from cacheblend.engines.hf.prefiller import Mode
+from cacheblend.engines.hf.sampling import SamplingParams
+from cacheblend.engines.hf.shadow_check import Origin, WatchedAnswer
 from cacheblend.engines.hf.state import FollowedModel
-from cacheblend.engines.hf.tickets import (
-    Ask,
-    Choice,
-    ClosedError,
-    DoneEvent,
-    Event,
-    Limits,
-    QueueFullError,
-    Ticket,
-    TokenEvent,
-    TooLateError,
-)
 from cacheblend.engines.tokens.detokenizer import TextStream
+
+
+class QueueFullError(CacheBlendError):
+    """The queue is full; a place in it is likely to be free after `retry_after_s` seconds."""
+
+    def __init__(self, waiting: int, retry_after_s: float) -> None:
+        super().__init__(f"{waiting} requests wait, and the queue is full; retry in {retry_after_s:.0f} s")
+        self.retry_after_s = retry_after_s
+
+
+class TooLateError(CacheBlendError):
+    """A request's deadline passed before its answer was finished."""
+
+
+class ClosedError(CacheBlendError):
+    """The scheduler takes no more requests."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many requests run and wait at a time. Raises `InvalidInputError` for a value of the wrong type."""
+
+    active: int = 8  # answers in prefill or decoding; a request for more answers than this runs alone
+    waiting: int = 64  # requests in the queue
+    row_layers: int = 8192  # row-layers of prefill computed between two tokens of the running answers
+    # seconds that missed chunks wait for the engine to be idle; later, they are captured between rounds
+    catch_up_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request."""
+
+    prompt: Prompt  # the engine checks it
+    params: SamplingParams  # of each answer
+    choices: int = 1  # number of answers; with a seed, answer i uses the seed + i
+    # that of the parameters, compiled by the engine's `grammars`, which takes too long for the scheduler
+    grammar: CompiledGrammar | None = None
+    mode: Mode = "blend"  # this, ratio, selector and tenant: see `BlendEngine.open_prefill`
+    ratio: float | None = None
+    selector: Selector | None = None
+    deadline: float | None = None  # by `time.monotonic`; None: no deadline
+    logprobs: int | None = None  # number of most likely tokens reported with each token; None: no log-probabilities
+    tenant: str = ""
+    tenant_label: str = ""  # what the figures of the shadow check call the tenant; other tenants may see it
+    # also store the plain text in front of the first chunk, for prompts that start with the same text
+    keep_text: bool = True
+    shown: frozenset[int] = frozenset()  # special tokens that are part of the text; all others never are
+    # called after the first token with the number of missed chunk tokens, and later from another thread with those of
+    # text that recurs; returns whether to store them. Must not block.
+    may_keep: Callable[[int], bool] = lambda tokens: True
+
+    @property
+    def is_own(self) -> bool:
+        """It leaves everything that decides quality to the engine."""
+        return self.mode == "blend" and self.ratio is None and self.selector is None
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """A token of one choice, whose last event has a `finish_reason`."""
+
+    choice: int  # index of the choice, from 0
+    text: str  # new text that later tokens cannot change; may be empty
+    token_id: int | None = None  # None for an event after the last token that carries held-back text
+    logprob: float | None = None  # before any penalty or temperature; None if not requested
+    top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability) of the most likely tokens
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class DoneEvent:
+    """The last event of a request: its report, None if it failed before its first token, and why it failed."""
+
+    report: BlendReport | None
+    error: Exception | None = None
+
+
+Event = TokenEvent | DoneEvent
+
+
+@dataclass
+class Choice:
+    """One answer of a request; `finish_reason` is set once it has ended."""
+
+    decoding: Decoding
+    stream: TextStream
+    finish_reason: str | None = None
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request that was submitted."""
+
+    ask: Ask
+    # called with each event of the request, in the scheduler's thread; must not block
+    on_event: Callable[[Event], None]
+    submitted: float  # by `time.perf_counter`
+    cancelled: bool = False
+    is_admitted: bool = False  # the engine knows of the request, which has not ended
+    prefill: BlendedPrefill | None = None
+    choices: list[Choice] = field(default_factory=list)
+    report: BlendReport | None = None
+    to_store: PrefillResult | None = None
+    origin: Origin | None = None
+    watched: WatchedAnswer | None = None
+
+    def cancel(self) -> None:
+        """Cancels the request; the scheduler ends it before its next round."""
+        self.cancelled = True
+
+    @property
+    def layer(self) -> int:
+        """See `BatchJob`."""
+        return 0 if self.prefill is None else self.prefill.layer
+
+    @property
+    def active_rows(self) -> int:
+        """See `BatchJob`."""
+        return 0 if self.prefill is None else self.prefill.active_rows
+
+    def next_layer(self) -> LayerSteps:
+        """See `BatchJob`; requires an open prefill."""
+        assert self.prefill is not None
+        return self.prefill.next_layer()
+
 
 _LEAST_LOGPROB = -9999.0  # as in OpenAI's API: JSON has no infinity
 _CATCH_UP_SHARE = 0.1  # share of the time for missed chunks
@@ -47,14 +171,9 @@ logger = logging.getLogger("cacheblend.engine")
 
 
 class Scheduler:
-    """Serves requests until it is closed; close it before the engine.
-
-    Args:
-        engine: do not prefill on it elsewhere while the scheduler runs.
-        limits: how many requests run and wait.
-        has_thread: requests are served by a thread of its own; False: by whoever calls `run`, in whose thread all other
-            methods are called, too.
-    """
+    """Serves requests until it is closed; close it before the engine, on which nothing is prefilled elsewhere
+    meanwhile. `has_thread`: requests are served by a thread of its own; False: by whoever calls `run`, in whose thread
+    all other methods are called, too."""
 
     def __init__(self, engine: FollowedModel, limits: Limits | None = None, *, has_thread: bool = True) -> None:
         check_type(engine, FollowedModel, "engine", "a BlendEngine")
@@ -78,12 +197,8 @@ class Scheduler:
     # ---- from any thread ----------------------------------------------------------------------------------
 
     def submit(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
-        """Queues a request; its last event is a `DoneEvent`.
-
-        Raises:
-            QueueFullError: the queue is full.
-            ClosedError: the scheduler is closing or closed.
-        """
+        """Queues a request; its last event is a `DoneEvent`. Raises `QueueFullError`; `ClosedError`: the scheduler is
+        closing or closed."""
         with self._changed:
             if self._draining:
                 raise ClosedError("the server is shutting down")
@@ -213,7 +328,6 @@ class Scheduler:
             self._opening = None
 
     def _prefill(self) -> None:
-        """Runs up to `row_layers` of the open prefills; stops early when a prefill is done."""
         left = self._limits.row_layers
         if self.active > 1:
             for ticket in self._batcher:
@@ -253,7 +367,6 @@ class Scheduler:
             ticket.watched = engine.shadow.begin(result, ticket.origin)
 
     def _decode(self) -> None:
-        """Generates one token for every answer."""
         going = [(t, n, c) for t in self._answering for n, c in enumerate(t.choices) if c.finish_reason is None]
         if not going:
             return

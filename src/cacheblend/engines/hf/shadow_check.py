@@ -70,14 +70,8 @@ class WatchedAnswer:
 
 class ShadowCheck:
     """The shadow check of one engine. `begin` and `submit` may be called from several threads, `advance` from one at a
-    time.
-
-    Args:
-        watch: draws, and takes the results.
-        open_full: opens a full prefill of a prompt that keeps the logits of so many last rows.
-        version: of the model's adapters, as it is now.
-        wake: called when there is something to compute.
-    """
+    time. `open_full` opens a full prefill of a prompt that keeps the logits of so many last rows; `version` is of the
+    model's adapters, as they are now; `wake` is called when there is something to compute."""
 
     def __init__(
         self,
@@ -150,7 +144,12 @@ class ShadowCheck:
                 except StopIteration:
                     self._tile = None
             if self._prefill.done:
-                self._compare(self._prefill.result().logits)
+                watched, full = self._current, self._prefill.result().logits
+                if watched is not None and not self._is_stale(watched):  # adapters may have been switched meanwhile
+                    likeliest = torch.stack(watched.likeliest).tolist()
+                    compared = compare(watched.first, likeliest, full.reshape(len(likeliest), -1))
+                    self.watch.add(watched.labels, compared, watched.origin.step)
+                self._end()
         except Exception as error:
             logger.warning("a shadow check failed; its request is not affected", exc_info=True)
             self.watch.drop(FAILED)
@@ -177,14 +176,6 @@ class ShadowCheck:
             self._end()
         else:
             self._prefill = self._open_full(watched.forced(), len(watched.token_ids))
-
-    def _compare(self, full: torch.Tensor) -> None:
-        watched = self._current
-        if watched is not None and not self._is_stale(watched):  # adapters may have been switched meanwhile
-            likeliest = torch.stack(watched.likeliest).tolist()
-            compared = compare(watched.first, likeliest, full.reshape(len(likeliest), -1))
-            self.watch.add(watched.labels, compared, watched.origin.step)
-        self._end()
 
     def _end(self) -> None:
         done, self._prefill, self._current = self._prefill, None, None

@@ -43,6 +43,6 @@ def watch(engine: BlendEngine, settings: ShadowSettings, *, seed: int | None = N
         return engine.prefiller.open_full(prompt, engine.planner, last_rows)
 
     made = ShadowWatch(settings, engine.name, engine.settings.selector().share, raise_by, seed)
-    engine.shadow = ShadowCheck(made, open_full, engine.adapters.version, engine.background.wake)
+    engine.shadow = ShadowCheck(made, open_full, engine.adapters.latest_version, engine.background.wake)
     engine.background.idle_work = engine.shadow
     return made

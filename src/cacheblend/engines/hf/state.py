@@ -14,7 +14,8 @@ from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.chunk_index import ChunkListing
-from cacheblend.engines.hf.adapter_watch import Adapted, AdapterFollower
+from cacheblend.engines.fingerprint import ModelIdentity
+from cacheblend.engines.hf.adapter_watch import Adapted, AdapterWatch
 from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.decode import Decoding
 from cacheblend.engines.hf.grammar import CompiledGrammar
@@ -24,44 +25,30 @@ from cacheblend.engines.hf.sampling import Sampler, SamplingParams
 from cacheblend.engines.hf.shadow_check import Origin, ShadowCheck
 from cacheblend.engines.hf.survey import Survey, survey_model
 from cacheblend.engines.hf.view import ModelView
-from cacheblend.engines.identity import ModelIdentity
 from cacheblend.engines.settings import BlendSettings
 from cacheblend.engines.tokens import PromptBuilder
 
 
 @dataclass(frozen=True)
 class ModelState:
-    """A model with certain adapters in effect, and the names of what it computes.
+    """A model with certain adapters in effect, and the names of what it computes. It never changes: after a switch an
+    engine has another one. Who keeps one for as long as a request takes computes with the adapters by which its blocks
+    are named, whichever the model is switched to meanwhile."""
 
-    It never changes: after a switch an engine has another one. Who keeps one for as long as a request takes computes
-    with the adapters by which its blocks are named, whichever the model is switched to meanwhile.
-
-    Attributes:
-        adapted: a frozen copy of the caller's model, for plain forwards, and the version of its adapters.
-        survey: of that copy.
-        identity: what blocks are named by.
-        planner: of the tenant ``""``.
-        prefiller: opens prefills on the survey's view.
-        config: how to blend.
-    """
-
-    adapted: Adapted
-    survey: Survey
-    identity: ModelIdentity
-    planner: Planner
-    prefiller: Prefiller
-    config: BlendConfig
+    adapted: Adapted  # a frozen copy of the caller's model, for plain forwards, and the version of its adapters
+    survey: Survey  # of that copy
+    identity: ModelIdentity  # what blocks are named by
+    planner: Planner  # of the tenant ``""``
+    prefiller: Prefiller  # opens prefills on the survey's view
+    config: BlendConfig  # how to blend
 
     def planner_of(self, tenant: str) -> Planner:
         """The planner of a tenant; what one tenant stored no other finds."""
         return self.identity.planner(self.config, tenant) if tenant else self.planner
 
     def renewed(self, adapted: Adapted) -> "ModelState":
-        """The same model with other adapters or weights, which are surveyed anew.
-
-        Raises:
-            ModelChangedError: its KV has another dtype or shape.
-        """
+        """The same model with other adapters or weights, which are surveyed anew. Raises `ModelChangedError`: its KV
+        has another dtype or shape."""
         survey = survey_model(adapted.model)
         if survey.layout != self.survey.layout:
             raise ModelChangedError(
@@ -75,10 +62,8 @@ class ModelState:
 
 
 class FollowedModel:
-    """A model whose adapters may be switched at any time, and the parts of its engine that serve a request.
-
-    Safe to call from several threads. Attributes are set by the engine.
-    """
+    """A model whose adapters may be switched at any time, and the parts of its engine that serve a request. Safe to
+    call from several threads. Attributes are set by the engine."""
 
     config: BlendConfig
     settings: BlendSettings
@@ -87,7 +72,7 @@ class FollowedModel:
     builder: PromptBuilder | None
     background: Background
     shadow: ShadowCheck | None = None  # set by `shadow_start.watch`
-    adapters: AdapterFollower
+    adapters: AdapterWatch
     _state: ModelState
     _listing: ChunkListing | None
     _after_request: Callable[..., None]  # of `ChunkWarmer`
@@ -163,19 +148,10 @@ class FollowedModel:
         tenant: str = "",
         state: ModelState | None = None,
     ) -> HfPrefill:
-        """A prompt's prefill, planned and not begun; close it, or use `with`.
-
-        Args:
-            prompt: checked by `BlendEngine.prompt`.
-            ratio: overrides the configured recompute ratio.
-            selector: overrides the configured selector.
-            mode: see `Mode`.
-            tenant: whose chunks are used, see `planner_of`.
-            state: the model; None: as it is now (`follow`).
-
-        Raises:
-            InvalidInputError: an argument of the wrong type, or a ratio outside 0..1.
-        """
+        """The prefill of a prompt of `BlendEngine.prompt`, planned and not begun; close it, or use `with`. `ratio` and
+        `selector` override what is configured; `tenant`: whose chunks are used, see `planner_of`; `state`: the model;
+        None: as it is now (`follow`). Raises `InvalidInputError`: an argument of the wrong type, or a ratio outside
+        0..1."""
         check_type(prompt, Prompt, "prompt", "a Prompt, engine.prompt(parts)")
         if selector is not None and not callable(getattr(selector, "select", None)):
             raise InvalidInputError(
@@ -198,8 +174,6 @@ class FollowedModel:
         text: bool = True,
         may_keep: Callable[[int], bool] = lambda tokens: True,
     ) -> None:
-        """Queues what a prefill missed to be captured and stored; arguments as for `ChunkWarmer.after_request`.
-
-        Call it after the first token has been drawn.
-        """
+        """Queues what a prefill missed to be captured and stored; arguments as for `ChunkWarmer.after_request`. Call it
+        after the first token has been drawn."""
         self._after_request(self._state, tenant, result, text=text, may_keep=may_keep)

@@ -19,11 +19,10 @@ from cacheblend.core.kernels.operations import attend_rows
 from cacheblend.core.kernels.rope import KeyRotation, Pairing, reposition_keys, turn_by
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
 from cacheblend.core.select.selectors import Late, Selector
-from cacheblend.engines.hf.caches import layers_with_states
-from cacheblend.engines.hf.configs import check_config, shift_limits
 from cacheblend.engines.hf.latent import LatentShape, check_caching, latent_shape
 from cacheblend.engines.hf.layers import HfLayerRunner
-from cacheblend.engines.hf.recurrent import LayerKinds, LayerState, StatePart, parts_of
+from cacheblend.engines.hf.model_loader import check_config, shift_limits
+from cacheblend.engines.hf.recurrent import LayerKinds, LayerState, StatePart, layers_with_states, parts_of
 from cacheblend.engines.hf.view import LayerMask, ModelView
 
 ROWS = 5
@@ -35,35 +34,22 @@ IN_PARTS, IN_STEPS = ((0, 1), (1, 3), (3, ROWS)), ((0, 2), (2, 3), (3, 4), (4, R
 
 @dataclass(frozen=True)
 class Survey:
-    """What blending needs to know of a model that it supports.
+    """What blending needs to know of a model that it supports. Layout, rotations, windows, heads and latents are of the
+    layers with attention (`kinds.kv_layers`), in order; of most models that is every layer."""
 
-    Layout, rotations, windows, heads and latents are of the layers with attention (`kinds.kv_layers`), in order; of
-    most models that is every layer.
-
-    Attributes:
-        view: of the model, for single layers.
-        layout: of the KV cache.
-        rotations: None if the layer's keys carry no position (NoPE).
-        windows: sliding windows in tokens, None for full attention.
-        heads: query heads of each layer.
-        latents: what each layer with latent attention keeps; None for layers that keep keys and values of heads.
-        kinds: which of the model's layers have attention, and which keep a state.
-        length_limit: longest prompt in tokens whose keys can be shifted; None: only the context limits it. Longer
-            prompts use other RoPE frequencies at all positions, so KV of shorter prompts cannot be reused in them.
-        context_length: the model's context in tokens, None if its config has none.
-        vocab_size: token ids are 0..vocab_size - 1.
-    """
-
-    view: ModelView
-    layout: KVLayout
-    rotations: tuple[KeyRotation | None, ...]
-    windows: tuple[int | None, ...]
-    heads: tuple[int, ...]
+    view: ModelView  # of the model, for single layers
+    layout: KVLayout  # of the KV cache
+    rotations: tuple[KeyRotation | None, ...]  # None if the layer's keys carry no position (NoPE)
+    windows: tuple[int | None, ...]  # sliding windows in tokens, None for full attention
+    heads: tuple[int, ...]  # query heads of each layer
+    # what each layer with latent attention keeps; None for layers that keep keys and values of heads
     latents: tuple[LatentShape | None, ...]
-    kinds: LayerKinds
+    kinds: LayerKinds  # which of the model's layers have attention, and which keep a state
+    # longest prompt in tokens whose keys can be shifted; None: only the context limits it. Longer prompts use other
+    # RoPE frequencies at all positions, so KV of shorter prompts cannot be reused in them.
     length_limit: int | None
-    context_length: int | None
-    vocab_size: int
+    context_length: int | None  # the model's context in tokens, None if its config has none
+    vocab_size: int  # token ids are 0..vocab_size - 1
 
     @property
     def head_shapes(self) -> list[HeadShape]:
@@ -80,12 +66,9 @@ class Survey:
         return self.kinds.num_layers
 
     def fit_selector(self, selector: Selector) -> Selector:
-        """The selector for this model; behind recurrent layers its checks are made later (`Late`).
-
-        Raises:
-            InvalidInputError: it checks at a layer that the model does not have, compares keys or values alone where a
-                layer keeps one vector for both, or asks the question's rows where these need a state.
-        """
+        """The selector for this model; behind recurrent layers its checks are made later (`Late`). Raises
+        `InvalidInputError`: it checks at a layer that the model does not have, compares keys or values alone where a
+        layer keeps one vector for both, or asks the question's rows where these need a state."""
         if any(self.latents):
             check_latents(selector)
         selector = check_selector(selector, self.num_layers)
@@ -114,10 +97,8 @@ class Survey:
 
 @torch.no_grad()
 def survey_model(model: PreTrainedModel) -> Survey:
-    """Surveys a loaded model by running a few rows through each layer.
-
-    Raises `ModelNotBlendableError`, which says why, and `InvalidInputError` for a model in training mode.
-    """
+    """Surveys a loaded model by running a few rows through each layer. Raises `ModelNotBlendableError`, which says why,
+    and `InvalidInputError` for a model in training mode."""
     check_mode(model)
     config = model.config.get_text_config(decoder=True)
     check_config(model.config)
@@ -161,10 +142,8 @@ class AttentionLayer(NamedTuple):
 
 
 class Probe:
-    """Runs a few rows of noise through single layers, at positions from 0 on and at positions moved by `shifts`.
-
-    Notes in `states` what each recurrent layer keeps; those in `stepped` go on from it one row at a time only.
-    """
+    """Runs a few rows of noise through single layers, at positions from 0 on and at positions moved by `shifts`. Notes
+    in `states` what each recurrent layer keeps; those in `stepped` go on from it one row at a time only."""
 
     def __init__(self, model: PreTrainedModel, view: ModelView, shifts: Sequence[int]) -> None:
         self._view, self._shifts = view, shifts
@@ -253,11 +232,8 @@ class Probe:
         return f"layer {index} of {self._name} ({type(self._view.layers[index]).__name__})"
 
     def _heads(self, index: int) -> int | None:
-        """Query heads of a layer; None if it has no attention.
-
-        Checks that it calls transformers' attention interface at most once, and mixes rows nowhere else but in a state
-        that it can go on from.
-        """
+        """Query heads of a layer; None if it has no attention. Checks that it calls transformers' attention interface
+        at most once, and mixes rows nowhere else but in a state that it can go on from."""
         attended, out = self._run({}, index)
         is_plain = len(attended) == 1 and index not in self._stateful
         if is_plain and self._mixes_nowhere_else(index, attended, out):
@@ -289,7 +265,6 @@ class Probe:
         )
 
     def _run(self, state: LayerState, index: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """What the layer's attention gave, each time that it was called, and the layer's output."""
         attended: list[torch.Tensor] = []
 
         def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
@@ -327,11 +302,9 @@ class Probe:
     def _goes_on(
         self, index: int, parts: Sequence[tuple[int, int]], attended: list[torch.Tensor], out: torch.Tensor
     ) -> bool:
-        """Whether parts of the rows, each from the state behind the one before, give what all rows do.
-
-        A state may matter so little to a few rows of noise that ignoring it is not seen in them; but what ignores it
-        gives the very same numbers with another one.
-        """
+        """Whether parts of the rows, each from the state behind the one before, give what all rows do. A state may
+        matter so little to a few rows of noise that ignoring it is not seen in them; but what ignores it gives the very
+        same numbers with another one."""
         state, same = LayerState(), 0
         for start, stop in parts:
             rows = self._rows[start:stop]
@@ -377,7 +350,6 @@ class Probe:
 
 
 def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal up to rounding in every dimension, over all heads and rows."""
     error = (one.float() - other.float()).norm(dim=(0, 1))
     size = other.float().norm(dim=(0, 1)).max()
     return bool((error <= TOLERANCE * size + 1e-9).all())
@@ -395,10 +367,8 @@ def _holds_tensor(value: Any) -> bool:
 
 
 def check_mode(model: PreTrainedModel) -> None:
-    """Refuses a model in training mode: with dropout no two passes agree, and what is stored would be one of them.
-
-    It is not switched: the model is the caller's, who may be in the middle of training it. Raises `InvalidInputError`.
-    """
+    """Refuses a model in training mode: with dropout no two passes agree, and what is stored would be one of them. It
+    is not switched: the model is the caller's, who may be in the middle of training it. Raises `InvalidInputError`."""
     found = next((name for name, module in model.named_modules() if module.training and _is_random(module)), None)
     if model.training or found:
         raise InvalidInputError(

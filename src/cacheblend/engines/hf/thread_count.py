@@ -28,14 +28,10 @@ import torch
 logger = logging.getLogger(__name__)
 
 _CHOICES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-_PERIOD_S = 0.02
-"""Layers are looked at together until they have taken so long."""
-_BUSY, _QUIET = 0.75, 0.95
-"""Share of the time that the thread runs; in between nothing changes."""
-_TRIES_S = (0.25, 8.0)
-"""Quiet seconds on one thread before more are tried: the first time, and at most; each failure doubles them."""
-_SAID_AFTER_S = 5.0
-"""Busy seconds; weights that are read from a disk when they are first used take less."""
+_PERIOD_S = 0.02  # layers are looked at together until they have taken so long
+_BUSY, _QUIET = 0.75, 0.95  # share of the time that the thread runs; in between nothing changes
+_TRIES_S = (0.25, 8.0)  # quiet seconds before more threads are tried: at first, and at most; each failure doubles them
+_SAID_AFTER_S = 5.0  # busy seconds; weights that are read from a disk when they are first used take less
 _OWN_THREADS = torch.get_num_threads()
 
 
@@ -128,8 +124,7 @@ class _Threads:
 
 class _Libraries(NamedTuple):
     """What sets how many threads compute for the calling thread, in the libraries that torch has loaded: `openmp` takes
-    the number; `mkl` too, 0 for OpenMP's, and returns what was set before.
-    """
+    the number; `mkl` too, 0 for OpenMP's, and returns what was set before."""
 
     openmp: Callable[[int], object]
     mkl: Callable[[int], int]
@@ -137,7 +132,6 @@ class _Libraries(NamedTuple):
 
 @functools.cache
 def _libraries() -> _Libraries | None:
-    """None: they cannot be found."""
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
         with contextlib.suppress(OSError, AttributeError):
             library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))

@@ -10,11 +10,12 @@ import contextlib
 import copy
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
@@ -22,7 +23,6 @@ from cacheblend.core.errors import ModelNotBlendableError
 from cacheblend.core.fuse.runner import Attend
 from cacheblend.core.kernels.attention import AttentionSpec
 from cacheblend.engines.hf.latent import LatentTap, attend_absorbed, latent_attention
-from cacheblend.engines.hf.norms import run_norms_in_one_call
 from cacheblend.engines.hf.recurrent import CACHE_ARGUMENTS, LayerState, StateTap
 from cacheblend.engines.hf.thread_count import ThreadCount
 
@@ -33,11 +33,9 @@ WITHOUT_EFFECT = frozenset({"position_ids", "cache_position"})  # attention func
 
 @dataclass(frozen=True)
 class LayerMask:
-    """Takes the place of a layer's attention mask in transformers.
-
-    `window` is in tokens, None for full attention; `refusal` says why it cannot be blended. Until a layer is run there
-    is nothing that computes its attention (`attend`), or notes what latent attention caches (`tap`).
-    """
+    """Takes the place of a layer's attention mask in transformers. `window` is in tokens, None for full attention;
+    `refusal` says why it cannot be blended. Until a layer is run there is nothing that computes its attention
+    (`attend`), or notes what latent attention caches (`tap`)."""
 
     window: int | None = None
     refusal: str = ""
@@ -46,10 +44,8 @@ class LayerMask:
 
 
 def _make_mask(*, mask_function: Any, q_length: int, local_size: int | None = None, **_: Any) -> LayerMask:
-    """Mask factory for our attention: keeps only the window, creates no mask tensor.
-
-    Some models create masks that none of their layers use; so an unsupported mask is noted in it, not raised here.
-    """
+    """Mask factory for our attention: keeps only the window, creates no mask tensor. Some models create masks that none
+    of their layers use; so an unsupported mask is noted in it, not raised here."""
     zero, one = torch.tensor(0), torch.tensor(1)
     if q_length > 1 and bool(mask_function(zero, zero, zero, one)):
         return LayerMask(refusal="is not causal: a row attends to tokens that follow it")
@@ -113,10 +109,8 @@ class _Shell:
 
 
 class _Stub(nn.Module):
-    """Replaces a layer in shells; all attributes except `forward` are the layer's own.
-
-    Made once for all shells, which takes longer than a shell's whole forward; so that of the calling thread is asked.
-    """
+    """Replaces a layer in shells; all attributes except `forward` are the layer's own. Made once for all shells, which
+    takes longer than a shell's whole forward; so that of the calling thread is asked."""
 
     def __init__(self, layer: nn.Module, index: int, running: threading.local) -> None:
         super().__init__()
@@ -145,15 +139,8 @@ class _Stubs(nn.ModuleList):
 
 
 class ModelView:
-    """A view of a causal language model whose layers can be run one at a time.
-
-    Attributes:
-        latent: for each layer, its module that attends over latents; None where keys and values are cached per head.
-        recurrent: layers that keep a state, found by the survey; `stepped` go on from it one row at a time only.
-        threads: how many compute a layer.
-
-    Raises `ModelNotBlendableError` if its decoder layers cannot be found, or their forward is wrapped.
-    """
+    """A view of a causal language model whose layers can be run one at a time. Raises `ModelNotBlendableError` if its
+    decoder layers cannot be found, or their forward is wrapped."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.layers_path = _find_layers(model)
@@ -163,10 +150,11 @@ class ModelView:
             run_norms_in_one_call(self.layers)
         self._running = threading.local()  # has the shell of the forward that a thread runs
         self._stubs = _Stubs(_Stub(layer, i, self._running) for i, layer in enumerate(self.layers))
-        self.latent: Sequence[Any] = [latent_attention(layer) for layer in self.layers]
+        self.latent: Sequence[Any] = [latent_attention(layer) for layer in self.layers]  # None: per head
         self._called: Sequence[Callable[..., Any]] = self.layers
         self._layers_give_tuples = False
         self.threads = ThreadCount(is_following=model.device.type == "cpu")
+        # Layers that keep a state, set by the survey; those of `stepped` go on from it one row at a time only.
         self.recurrent = self.stepped = frozenset[int]()
 
     def run_as(self, layers: Sequence[Callable[..., Any]]) -> None:
@@ -175,10 +163,8 @@ class ModelView:
         self.threads.is_following = False  # what is compiled, is for a number of threads
 
     def open(self, token_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[LayerCall]]:
-        """Embeds the rows: the first layer's input [1, n, width], and the arguments of each layer.
-
-        `token_ids` and `positions`, in any order, are [n] int64 on the model's device.
-        """
+        """Embeds the rows: the first layer's input [1, n, width], and the arguments of each layer. `token_ids` and
+        `positions`, in any order, are [n] int64 on the model's device."""
         shell = _Shell(len(self.layers))
         with contextlib.suppress(_AllLayersSeenError):
             self._run(shell, token_ids[None], positions[None])
@@ -191,11 +177,9 @@ class ModelView:
     def run_layer(
         self, index: int, hidden: torch.Tensor, call: LayerCall, state: LayerState | None = None
     ) -> torch.Tensor:
-        """The layer's output [n, width] for hidden states [n, width] and the layer's arguments for these rows.
-
-        `state`: of a recurrent layer in front of the rows, which then are in order and without gaps; it is changed to
-        that behind them. None: the layer keeps none.
-        """
+        """The layer's output [n, width] for hidden states [n, width] and the layer's arguments for these rows. `state`:
+        of a recurrent layer in front of the rows, which then are in order and without gaps; it is changed to that
+        behind them. None: the layer keeps none."""
         if self.latent[index] is not None:  # a tap in the cache's place, which the attention knows too
             latent_tap = LatentTap()
             args = tuple(_with_tap(value, latent_tap) for value in call.args)
@@ -211,10 +195,8 @@ class ModelView:
         return output[0]
 
     def close(self, hidden: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits [n, vocab] by the model's own norm and head.
-
-        `hidden`: the last layer's output for the rows, [n, width]; `token_ids` and `positions` are theirs, [n] each.
-        """
+        """Logits [n, vocab] by the model's own norm and head. `hidden`: the last layer's output for the rows, [n,
+        width]; `token_ids` and `positions` are theirs, [n] each."""
         shell = _Shell(len(self.layers), (hidden[:, None],) if self._layers_give_tuples else hidden[:, None])
         with self.threads.layer():
             logits: torch.Tensor = self._run(shell, token_ids[:, None], positions[:, None]).logits[:, 0]
@@ -222,11 +204,9 @@ class ModelView:
 
     def _run(self, shell: _Shell, token_ids: torch.Tensor, positions: torch.Tensor) -> Any:
         """The model's output for ids and positions, [sequences, rows] each, with the shell's instead of the layers'.
-
         The mask says that no row is padding. Without one, transformers looks in the positions for sequences that are
         packed into one: rows at positions that are not consecutive would be masked from each other, and the host would
-        wait for the device once a mask.
-        """
+        wait for the device once a mask."""
         everything = torch.ones(token_ids.shape, dtype=torch.bool, device=token_ids.device)
         # Its own: what forwards note, no other call sees.
         model = _with_child(self.model, self.layers_path, self._stubs)
@@ -242,7 +222,6 @@ def _with_tap(value: Any, tap: LatentTap) -> Any:
 
 
 def _find_layers(model: PreTrainedModel) -> str:
-    """The module path of the list of decoder layers."""
     config = model.config.get_text_config(decoder=True)
     count = getattr(config, "num_hidden_layers", None)
     found: list[str] = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
@@ -272,11 +251,8 @@ def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _twin(module: Any, memo: dict[int, Any], attention: str | None) -> Any:
-    """Copies the module tree; parameters and buffers are shared.
-
-    With `attention`, configs are replaced by copies with that attention; `memo` is the one of `copy.deepcopy`: a config
-    that several modules hold is copied once.
-    """
+    """Copies the module tree; parameters and buffers are shared. With `attention`, configs are replaced by copies with
+    that attention; `memo` is the one of `copy.deepcopy`: a config that several modules hold is copied once."""
     twin = copy.copy(module)
     twin._modules = {
         name: None if child is None else _twin(child, memo, attention) for name, child in module._modules.items()
@@ -299,3 +275,76 @@ def _with_child(module: Any, path: str, child: nn.Module) -> Any:
     twin._modules = dict(module._modules)
     twin._modules[head] = _with_child(module._modules[head], rest, child) if rest else child
     return twin
+
+
+_ROWS = 16
+_EPSILONS = ("variance_epsilon", "eps", "epsilon")  # as models call what they add to the mean square
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+
+
+class _InOneCall:
+    """The forward of a norm, in front of its own class's: whatever else is asked of the module is as it was."""
+
+    weight: torch.Tensor
+    one_call_eps: float
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As the module's own."""
+        if args or kwargs or hidden_states.dtype != self.weight.dtype:
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+        return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.one_call_eps)
+
+
+@torch.no_grad()
+def run_norms_in_one_call(layers: Iterable[nn.Module]) -> int:
+    """Has the norms of some layers, which are the caller's own copies, run in one call; returns how many. On a GPU that
+    is one kernel where transformers starts eight, and a pass of few rows waits for its launches. A norm is taken only
+    if it computes, on noise, what PyTorch's `rms_norm` does, to the last step of the type."""
+    kinds: dict[tuple[Any, ...], type[nn.Module] | None] = {}
+    count = 0
+    for layer in layers:
+        for module in layer.modules():
+            kind, weight = type(module), module._parameters.get("weight")
+            known = [getattr(module, name) for name in _EPSILONS if isinstance(getattr(module, name, 0), float)]
+            eps = next(iter(known), None)
+            if not kind.__name__.endswith("RMSNorm") or weight is None or weight.dim() != 1 or eps is None:
+                continue
+            key = kind, weight.shape, weight.dtype, weight.device, *_settings_of(module)
+            if key not in kinds:
+                kinds[key] = type(kind.__name__, (_InOneCall, kind), {}) if _agrees(module, weight, eps) else None
+            if (wanted := kinds[key]) is not None:
+                module.__class__, module.one_call_eps = wanted, eps
+                count += 1
+    return count
+
+
+def _settings_of(module: nn.Module) -> Iterator[tuple[Any, ...]]:
+    """What a module computes with besides its class's code and its weight: modules for which this is equal compute the
+    same. An object that cannot be compared by its value is only equal to itself."""
+    for name, value in vars(module).items():
+        if name not in _OF_EVERY_MODULE:
+            parts = value if isinstance(value, tuple) else (value,)
+            plain = all(isinstance(part, bool | int | float | str | torch.dtype | None) for part in parts)
+            yield name, type(value), value if plain else id(value)
+    yield from ((name, id(held)) for name, held in module._buffers.items())
+    yield from ((name, id(held)) for name, held in module._modules.items())
+    yield from ((name, id(held)) for name, held in module._parameters.items() if name != "weight")
+
+
+def _agrees(module: nn.Module, weight: torch.Tensor, eps: float) -> bool:
+    """Whether a norm computes what `rms_norm` does, of any weight, on numbers of usual size and on small ones, which
+    `eps` is for."""
+    draw = torch.Generator().manual_seed(0)
+    noise = torch.randn(_ROWS, len(weight), generator=draw).to(weight)
+    noise[::2] *= eps**0.5
+    drawn = torch.randn(len(weight), generator=draw).to(weight)
+    probe = copy.copy(module)  # its containers are the module's own, and those of a model that others may run
+    probe._parameters = {**module._parameters, "weight": nn.Parameter(drawn, requires_grad=False)}
+    try:
+        own, other = probe(noise), F.rms_norm(noise, drawn.shape, drawn, eps)
+    except Exception:  # it wants other arguments
+        return False
+    if not isinstance(own, torch.Tensor) or (own.dtype, own.shape) != (other.dtype, other.shape):
+        return False
+    most = 2 * torch.finfo(own.dtype).eps * own.abs().float() + 1e-6
+    return bool(((own.float() - other.float()).abs() <= most).all())

@@ -25,11 +25,10 @@ from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, Segment, check_ids, chunk, text
 from cacheblend.engines.chunk_index import ChunkListing
 from cacheblend.engines.discovery import Discovery
-from cacheblend.engines.hf.adapter_watch import AdapterFollower
+from cacheblend.engines.hf.adapter_watch import AdapterWatch
 from cacheblend.engines.hf.background import CLOSE_S, Background
-from cacheblend.engines.hf.caches import kv_of_cache
 from cacheblend.engines.hf.prefiller import Prefiller
-from cacheblend.engines.hf.recurrent import SHORTEST, snapshot_blocks
+from cacheblend.engines.hf.recurrent import SHORTEST, kv_of_cache, snapshot_blocks
 from cacheblend.engines.hf.state import ModelState
 from cacheblend.engines.hf.survey import check_mode
 from cacheblend.engines.keeper import ChunkKeeper, WarmReport
@@ -38,22 +37,17 @@ from cacheblend.store import KVStore, WriteBehind
 Progress = Callable[[int, int], None]
 Answered = TypeVar("Answered")
 logger = logging.getLogger("cacheblend.engine")
-MOST_BEGUN = 1 << 16
-"""Names of blocks that are remembered to see whether prompts begin alike."""
-STORE_S = 10.0
-"""Seconds that background work waits for the store where requests wait for it, and for blocks to be promoted."""
-HOLD_UP_TOKENS = 2048
-"""A longer chunk is captured only while there are no requests."""
+MOST_BEGUN = 1 << 16  # names of blocks that are remembered to see whether prompts begin alike
+STORE_S = 10.0  # that background work waits for the store where requests wait for it, and for promoted blocks
+HOLD_UP_TOKENS = 2048  # a longer chunk is captured only while there are no requests
 
 
 @torch.no_grad()
 def compute_chunks(
     model: PreTrainedModel, jobs: Sequence[ChunkJob], planner: Planner, model_name: str
 ) -> Iterator[CapturedChunk]:
-    """One batched plain forward of the jobs, padded on the right.
-
-    Attention is causal, so padding behind a job does not change its rows and needs no mask.
-    """
+    """One batched plain forward of the jobs, padded on the right. Attention is causal, so padding behind a job does not
+    change its rows and needs no mask."""
     longest = max(len(job) for job in jobs)
     ids = torch.zeros(len(jobs), longest, dtype=torch.int64)
     for row, job in enumerate(jobs):
@@ -68,9 +62,7 @@ def compute_chunks(
 @torch.no_grad()
 def compute_with_states(prefiller: Prefiller, job: ChunkJob, planner: Planner, model_name: str) -> CapturedChunk:
     """A job's full prefill, layer by layer: a state behind padding would be another one, so jobs share no forward.
-
-    Snapshots of recurrent layers follow its blocks; compressed chunks have none, since they are no exact prefix.
-    """
+    Snapshots of recurrent layers follow its blocks; compressed chunks have none, since they are no exact prefix."""
     prompt = Prompt.of([*(text(part.tolist()) for part in job.anchor), chunk(job.token_ids.tolist())])
     with prefiller.open_alone(prompt, planner) as prefill:
         while not prefill.advance():
@@ -90,12 +82,10 @@ class Asker(NamedTuple):
 
 
 class ChunkWarmer:
-    """Computes chunks alone, each with its anchor in front of it, and stores them.
-
-    `model` is the caller's, whose mode is looked at before anything is computed; KV computed while its adapters change
-    is not stored. Stored chunks are added to `listing`; None: nothing is found in plain text. `discovery` learns text
-    that recurs; None: nothing is learnt.
-    """
+    """Computes chunks alone, each with its anchor in front of it, and stores them. `model` is the caller's, whose mode
+    is looked at before anything is computed; KV computed while its adapters change is not stored. Stored chunks are
+    added to `listing`; None: nothing is found in plain text. `discovery` learns text that recurs; None: nothing is
+    learnt."""
 
     def __init__(
         self,
@@ -104,7 +94,7 @@ class ChunkWarmer:
         config: BlendConfig,
         background: Background,
         name: str,
-        adapters: AdapterFollower,
+        adapters: AdapterWatch,
         listing: ChunkListing | None = None,
         discovery: Discovery[Asker] | None = None,
     ) -> None:
@@ -164,13 +154,10 @@ class ChunkWarmer:
         may_keep: Callable[[int], bool] = lambda tokens: True,
     ) -> None:
         """After a request: writes its exact blocks as they are, and queues its missed chunks to be computed alone, as
-        the text that recurs in it.
-
-        Blocks that the loading controller left out because they are slow to load are promoted to a faster tier, since
-        they are in use. `state` is of the model, now. `text`: also write the exact blocks of plain text at the prompt's
-        start. `may_keep` is called with the tokens of missed chunks, at once, or of a run that recurs, later and in
-        another thread; returns whether to store them.
-        """
+        the text that recurs in it. Blocks that the loading controller left out because they are slow to load are
+        promoted to a faster tier, since they are in use. `state` is of the model, now. `text`: also write the exact
+        blocks of plain text at the prompt's start. `may_keep` is called with the tokens of missed chunks, at once, or
+        of a run that recurs, later and in another thread; returns whether to store them."""
         if result.slow:
             self._background.submit(result.slow, partial(self._promote, sorted(result.slow)), patient=True)
         if not self._config.capture or self.keeper.is_paused:
@@ -227,7 +214,6 @@ class ChunkWarmer:
 
     @property
     def _is_awaited(self) -> bool:
-        """The store has not answered earlier background work, which was given up: no more of it is begun."""
         return self._asked is not None and not self._asked[0].done()
 
     @property
@@ -237,10 +223,7 @@ class ChunkWarmer:
 
     def _ask_store(self, call: Callable[[], Answered]) -> Answered:
         """Has the store called in a thread that may hang. Where requests wait, its answer is waited for `STORE_S`.
-
-        Raises:
-            StoreError: it does not answer in time; later work is left out until it does.
-        """
+        Raises `StoreError`: it does not answer in time; later work is left out until it does."""
         asked = self._store_thread.submit(call)
         self._asked = asked, time.monotonic()
         try:
@@ -251,7 +234,6 @@ class ChunkWarmer:
             raise StoreUnreachableError(f"the store has not answered background work for {STORE_S:g} s") from None
 
     def _promote(self, names: Sequence[BlockName]) -> None:
-        """Has blocks copied to a faster tier; goes on beside other work where that takes longer."""
         if not self._is_awaited:
             asked = self._store_thread.submit(partial(self._store.promote, names))
             self._asked = asked, time.monotonic()
@@ -262,8 +244,7 @@ class ChunkWarmer:
         self, state: ModelState, planner: Planner, job: ChunkJob, may_keep: Callable[[int], bool] | None = None
     ) -> bool | None:
         """Computes and keeps a chunk; False: the store holds it by now. None: it is not kept, for the store cannot take
-        chunks now, `may_keep` forbids it, or the adapters were switched.
-        """
+        chunks now, `may_keep` forbids it, or the adapters were switched."""
         if self.keeper.is_paused or self._is_awaited:
             return None
         if self._ask_store(partial(self._is_held, job, state, planner)):
@@ -277,10 +258,7 @@ class ChunkWarmer:
             return None
         return self._ask_store(partial(self.keeper.keep, captured)) or None
 
-    # ---- text that recurs -------------------------------------------------------------------------------
-
     def _queue_discovered(self, discovery: Discovery[Asker]) -> None:
-        """Has the runs of most worth computed, of short and of long ones one at a time."""
         for is_long in (False, True):
             with self._lock:
                 if is_long in self._queued:
@@ -291,7 +269,6 @@ class ChunkWarmer:
                 self._queued.discard(is_long)
 
     def _keep_discovered(self, discovery: Discovery[Asker], is_long: bool) -> None:
-        """Computes and keeps a run, and queues the next one."""
         with self._lock:
             self._queued.discard(is_long)
         wanted = discovery.take(lambda run: (len(run) > HOLD_UP_TOKENS) == is_long)
@@ -307,8 +284,7 @@ class ChunkWarmer:
 
     def _compute(self, jobs: Sequence[ChunkJob], state: ModelState, planner: Planner) -> list[CapturedChunk]:
         """The chunks' KV, with the adapters that the planner names: by one padded forward of the model, or by prefills
-        of their own, which note recurrent layers' states. Raises `ModelChangedError` if the adapters have changed.
-        """
+        of their own, which note recurrent layers' states. Raises `ModelChangedError` if the adapters have changed."""
         check_mode(self._model)
         captured: list[CapturedChunk] = []
         if self._is_current(state) and state.survey.kinds.has_other_layers:
@@ -334,7 +310,7 @@ class ChunkWarmer:
         return found is not None
 
     def _is_current(self, state: ModelState) -> bool:
-        return self._adapters.version() == state.adapted.version
+        return self._adapters.latest_version() == state.adapted.version
 
 
 def _batches(jobs: Sequence[ChunkJob], tokens: int) -> Iterator[list[ChunkJob]]:

@@ -13,9 +13,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import lru_cache, partial
 from itertools import chain, pairwise, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from cacheblend.core.errors import InvalidInputError, check_encodable
 from cacheblend.core.names import join_ids
@@ -32,28 +32,102 @@ from cacheblend.engines.tokens.chat import (
     TemplateSource,
 )
 from cacheblend.engines.tokens.detokenizer import Detokenizer
-from cacheblend.engines.tokens.encoder import Encoded, TextEncoder
 from cacheblend.engines.tokens.passage import Passage
 
-_THOUGHT = re.compile(r"think|thought|reason", re.IGNORECASE)
-"""In what a model writes around its thoughts, which are part of its earlier answers."""
-_CHANNEL = re.compile(r"think|thought|reason|channel", re.IGNORECASE)
-"""In what thoughts may begin or end with, where a template looks for it."""
+_SHORT = 2048  # characters of a text that is tokenised in a millisecond or two
+
+
+class Encoded(NamedTuple):
+    """Tokens of a text."""
+
+    ids: list[int]  # [tokens]
+    offsets: list[tuple[int, int]]  # [tokens] first character of each, and the one behind its last
+
+    def moved(self, by: int) -> "Encoded":
+        """The same tokens in a text with so many characters in front."""
+        return self if not by else Encoded(self.ids, [(start + by, stop + by) for start, stop in self.offsets])
+
+    @staticmethod
+    def joined(parts: "Sequence[Encoded]") -> "Encoded":
+        """The tokens of all parts in a row."""
+        return Encoded([i for part in parts for i in part.ids], [o for part in parts for o in part.offsets])
+
+
+class TextEncoder:
+    """Encodes texts, without the tokens that a tokenizer sets around a whole prompt; added tokens in `guarded` are not
+    parsed."""
+
+    def __init__(self, spec: dict[str, Any], guarded: Set[int] = frozenset()) -> None:
+        kept = [token for token in spec["added_tokens"] if token["id"] not in guarded]
+        spec = spec | {"added_tokens": kept, "post_processor": None, "truncation": None, "padding": None}
+        self._first = Tokenizer.from_str(json.dumps(spec))
+        plain = _without_dummy_prefix(spec)
+        self._rest = self._first if plain == spec else Tokenizer.from_str(json.dumps(plain))
+        # Without the guarded ones in front of it an added token may get another number here.
+        numbers = {self._first.token_to_id(token["content"]): int(token["id"]) for token in kept}
+        self._numbers = {here: there for here, there in numbers.items() if here != there}
+        self._added = frozenset(numbers)
+
+    def whole(self, text: str) -> Encoded:
+        """Tokens of a text that a prompt begins with."""
+        encoding = _encoded(self._first, text)
+        return self._renumbered(encoding.ids, encoding.offsets)
+
+    def continued(self, text: str) -> Encoded:
+        """Tokens of a text with others in front of it: SentencePiece sets no space there, but behind added tokens."""
+        encoding = _encoded(self._rest, text)
+        if self._rest is self._first or self._added.isdisjoint(encoding.ids):
+            return self._renumbered(encoding.ids, encoding.offsets)
+        head = next(at for at, number in enumerate(encoding.ids) if number in self._added)
+        start = encoding.offsets[head][0]
+        spaced = _encoded(self._first, text)
+        tail = next((at for at, (first, _) in enumerate(spaced.offsets) if first >= start), len(spaced.offsets))
+        ids = [*encoding.ids[:head], *spaced.ids[tail:]]
+        return self._renumbered(ids, [*encoding.offsets[:head], *spaced.offsets[tail:]])
+
+    def count(self, text: str) -> int:
+        """Tokens of a text."""
+        return len(_encoded(self._rest, text))
+
+    def _renumbered(self, ids: list[int], offsets: list[tuple[int, int]]) -> Encoded:
+        return Encoded([self._numbers.get(i, i) for i in ids] if self._numbers else ids, offsets)
+
+
+def _encoded(tokenizer: Tokenizer, text: str) -> Encoding:
+    """The text's tokens. Of a batch, tokenizers lets go of the interpreter's lock while it works; of a single text it
+    does not, and a long one would hold up all other threads for seconds."""
+    if len(text) <= _SHORT:
+        return tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.encode_batch([text], add_special_tokens=False)[0]
+
+
+def _without_dummy_prefix(spec: dict[str, Any]) -> dict[str, Any]:
+    """A tokenizer's specification without the space that SentencePiece models put in front of a text."""
+
+    def strip(node: Any) -> Any:
+        if not isinstance(node, dict):
+            return node
+        if node.get("type") == "Sequence":
+            for key in ("normalizers", "pretokenizers"):
+                if key in node:
+                    node = node | {key: [kept for kept in map(strip, node[key]) if kept is not None]}
+        if node.get("type") == "Metaspace":
+            return node | {"prepend_scheme": "never"}
+        if node.get("type") == "ByteLevel" and node.get("add_prefix_space"):
+            return node | {"add_prefix_space": False}
+        return None if node.get("type") == "Prepend" else node
+
+    return spec | {"normalizer": strip(spec["normalizer"]), "pre_tokenizer": strip(spec["pre_tokenizer"])}
+
+
+_THOUGHT = re.compile(r"think|thought|reason", re.IGNORECASE)  # what models write around their thoughts
+_CHANNEL = re.compile(r"think|thought|reason|channel", re.IGNORECASE)  # what thoughts may begin or end with
 
 
 class PromptBuilder:
-    """Makes prompts of texts, for one tokenizer.
-
-    Args:
-        tokenizer: a transformers tokenizer with a ``tokenizers`` backend.
-
-    Attributes:
-        longest_token: characters of the vocabulary's longest token; of a byte-level vocabulary, bytes.
-        bos_id: the BOS token, if the tokenizer or its chat template sets it in front of a text; else None.
-
-    Raises:
-        InvalidInputError: it has no such backend.
-    """
+    """Makes prompts of texts, for one tokenizer of transformers with a ``tokenizers`` backend; raises
+    `InvalidInputError` if it has none. `longest_token`: characters of the vocabulary's longest token, of a byte-level
+    one bytes; `bos_id`: the BOS token, if the tokenizer or its chat template sets it in front of a text; else None."""
 
     def __init__(self, tokenizer: Any) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -93,12 +167,10 @@ class PromptBuilder:
         self.bos_id: int | None = int(bos) if is_first else None
 
     def prompt(self, parts: Iterable[Content]) -> Prompt:
-        """A prompt of strings, which are parsed as the tokenizer parses them, and `Passage`s, which are chunks.
-
-        The special tokens that the tokenizer sets around a text are around it; where the chat template alone sets BOS,
-        a prompt with passages begins with it, as their anchors do. A string instead of parts is a prompt of that text.
-        Raises `InvalidInputError`: an empty prompt, a passage without a token, or a text with a lone surrogate.
-        """
+        """A prompt of strings, which are parsed as the tokenizer parses them, and `Passage`s, which are chunks. The
+        special tokens that the tokenizer sets around a text are around it; where the chat template alone sets BOS, a
+        prompt with passages begins with it, as their anchors do. A string instead of parts is a prompt of that text.
+        Raises `InvalidInputError`: an empty prompt, a passage without a token, or a text with a lone surrogate."""
         segments = list[Segment]()
         for number, part in enumerate([parts] if isinstance(parts, str) else parts, 1):
             where = f"part {number} of the prompt"
@@ -126,16 +198,10 @@ class PromptBuilder:
     def chat(self, messages: Sequence[Message], documents: Sequence[Passage] = (), **options: Any) -> Prompt:
         """A message list rendered by the model's chat template; special tokens are parsed in the template's text alone.
 
-        Args:
-            messages: content parts of type ``chunk`` are chunks, as far as the template uses them.
-            documents: passages for the template; if it has no place for them, they start the last user message.
-            **options: for the template, e.g. ``tools`` or ``enable_thinking``.
-
-        Returns:
-            The prompt, which says how many contents the template changed.
-
-        Raises:
-            InvalidInputError: no chat template, no message, the template refuses them, or a text has a lone surrogate.
+        Content parts of type ``chunk`` are chunks, as far as the template uses them; documents for which it has no
+        place start the last user message; options are the template's, e.g. ``tools``. The prompt says how many contents
+        the template changed. Raises `InvalidInputError`: no chat template, no message, the template refuses them, or a
+        text has a lone surrogate.
         """
         if not messages:
             raise InvalidInputError("the message list is empty; it needs at least one message")
@@ -154,17 +220,10 @@ class PromptBuilder:
         return Prompt.of(segments, rendered.changed, None if is_same else front)
 
     def encode_in_frame(self, text: str, frame: str) -> list[int]:
-        """Ids that a passage has inside a larger text, as in a server that tokenises whole prompts.
-
-        Tokens that belong to the frame in part are left out: they change with the text around the passage.
-
-        Args:
-            text: the passage.
-            frame: the text around the passage, with ``{passage}`` in its place.
-
-        Raises:
-            InvalidInputError: the frame has no ``{passage}``, or more than one; or a text has a lone surrogate.
-        """
+        """Ids that a passage has inside a larger text, as in a server that tokenises whole prompts: the frame, with
+        ``{passage}`` in its place. Tokens that belong to the frame in part are left out: they change with the text
+        around the passage. Raises `InvalidInputError`: the frame has no ``{passage}``, or more than one; or a text has
+        a lone surrogate."""
         around = frame.split("{passage}")
         if len(around) != 2:
             raise InvalidInputError(f"a frame has one {{passage}} in it, got {frame!r}")
@@ -235,7 +294,6 @@ class PromptBuilder:
     # ---- what a template rendered -----------------------------------------------------------------------
 
     def _encode_rendered(self, rendered: Rendered) -> Encoded:
-        """The tokenizer's tokens of the text; contents in which it would find special tokens are encoded apart."""
         apart: set[tuple[int, int]] = set()
         for start, stop in rendered.guarded:
             apart |= {(start, stop), *((place.start, place.stop) for place in rendered.places_in(start, stop))}
@@ -332,18 +390,14 @@ class PromptBuilder:
         return {number for number in candidates if added[number] in self._source.texts} | (candidates & {*rendered})
 
     def _try(self, messages: list[Message]) -> str:
-        """What the template renders; empty where it refuses the messages."""
         try:
             return self._render(messages, [], {})
         except InvalidInputError:
             return ""
 
 
-_FRONTS = 16
-"""Texts in front of passages whose tokens are kept: system prompts come again and again."""
-
-_LETTER = "a"
-"""What most passages begin like, as far as the tokens in front of them go."""
+_FRONTS = 16  # texts in front of passages whose tokens are kept: system prompts come again and again
+_LETTER = "a"  # what most passages begin like, as far as the tokens in front of them go
 
 _PROBES: list[list[Message]] = [
     [{"role": "user", "content": "a"}],
@@ -353,7 +407,6 @@ _PROBES: list[list[Message]] = [
 
 
 def _check(content: Content, where: str) -> None:
-    """Raises `InvalidInputError` for a lone surrogate, or a passage without text."""
     if isinstance(content, Passage):
         check_encodable(content.title, f"{where}: the title")
         check_encodable(content.text, f"{where}: the text")
@@ -364,7 +417,6 @@ def _check(content: Content, where: str) -> None:
 
 
 def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The spans in order; those that overlap are one."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
         if merged and start < merged[-1][1]:

@@ -31,15 +31,11 @@ from cacheblend.engines.tokens.passage import Passage
 Content = str | Passage
 Message = dict[str, Any]
 """``{"role": ..., "content": ...}``; content is a string, or parts ``{"type": "text" | "chunk", "text": ...}``."""
-Render = Callable[[list[Message], list["TemplateDocument"], dict[str, Any]], str]
-"""What a template makes of messages, documents and options."""
-
+Render = Callable[[list[Message], list["TemplateDocument"], dict[str, Any]], str]  # of messages, documents, options
 _PRIVATE = re.compile("[\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
 """Letters for private use: those of them that a conversation does not have stand in for others."""
-_ESCAPE = re.compile(r"\\u(db[89a-f][0-9a-f])\\u(d[c-f][0-9a-f]{2})")
-"""One of these letters as JSON writes it in ASCII."""
-_PYTHON_ESCAPE = re.compile(r"\\U(000f[0-9a-f]{4}|0010[0-9a-f]{4})")
-"""The same as Python's `repr` writes it: templates print tools as they are."""
+_ESCAPE = re.compile(r"\\u(db[89a-f][0-9a-f])\\u(d[c-f][0-9a-f]{2})")  # one of these letters as JSON writes it in ASCII
+_PYTHON_ESCAPE = re.compile(r"\\U(000f[0-9a-f]{4}|0010[0-9a-f]{4})")  # as Python's `repr` does
 _HALVES = re.compile(r"^\s*\\u(?P<low>d[c-f][0-9a-f]{2})|\\u(?P<high>db[89a-f][0-9a-f])\s*$")
 """A half of that at an end of a text, to which another text may bring the other half."""
 _UNSUITED = frozenset("\"'`\\/&<>{}[]()|")  # no marks: templates escape them, or look for them
@@ -104,15 +100,10 @@ class TemplateSource:
 
 
 class Guard:
-    """Special tokens that no text of a conversation may become.
-
-    Args:
-        texts: of the special tokens and the template's own markers.
-        thoughts: what a model writes around its thoughts (``</think>``): templates look for it in earlier answers,
-            where it stays as it is.
-        words: what a template looks up, or compares with: texts beside contents that are one of these stay as they are,
-            unless a special token is that word in brackets (``<tool_call>``), which a template may write around it.
-    """
+    """Special tokens that no text of a conversation may become: `texts`, of the tokens and the template's own markers.
+    What a model writes around its `thoughts` (``</think>``) stays as it is in earlier answers, where templates look for
+    it. So do texts beside contents that are one of the `words` that a template looks up, or compares with, unless a
+    special token is that word in brackets (``<tool_call>``), which a template may write around it."""
 
     def __init__(self, texts: Iterable[str], thoughts: Iterable[str] = (), words: Iterable[str] = ()) -> None:
         texts = self.texts = frozenset(texts)
@@ -174,16 +165,13 @@ class Rendered:
 
 
 class _Field(NamedTuple):
-    """Contents as one text."""
-
     text: str
     guarded: str  # with other letters for special tokens
     left: list[tuple[int, int]]  # (start, stop) of thought markers, which stay as they are
     contents: list[tuple[int, int, int]]  # (number, start, stop) of each
 
 
-_Letter = tuple[bool, str]
-"""A letter of contents (True), or of the texts beside them: roles, titles, names, tools."""
+_Letter = tuple[bool, str]  # a letter of contents (True), or of the texts beside them: roles, titles, names, tools
 
 
 class _Trace(NamedTuple):
@@ -378,13 +366,11 @@ class Conversation:
             return None
 
     def _same(self, traced: str | None, guarded: str) -> str | None:
-        """The text with traces if it is the other one but for these."""
         return traced if traced is not None and self._letters.without_traces(traced) == guarded else None
 
     # ---- what it made of it -----------------------------------------------------------------------------
 
     def _own(self, text: str, traced: str) -> Iterator[tuple[int, int]]:
-        """Where special tokens are of which no letter is the conversation's."""
         found = (found.span() for found in self._guard.pattern.finditer(text))
         return ((start, stop) for start, stop in found if text[start:stop] == traced[start:stop])
 
@@ -417,7 +403,6 @@ class Conversation:
                 yield Place(start - before, stop + 1 + behind_it, number)
 
     def _places_by_text(self, text: str) -> Iterator[Place]:
-        """The contents by their texts: as they are, trimmed, or as JSON."""
         at = 0
         for number, content in enumerate(map(_text, self.contents)):
             trimmed = content.strip()
@@ -547,7 +532,6 @@ class _StandIns:
 
 
 def _of_escape(high: str, low: str) -> str:
-    """The letter of two surrogates in hexadecimal digits."""
     return chr(0x10000 + ((int(high, 16) - 0xD800) << 10) + int(low, 16) - 0xDC00)
 
 
@@ -572,7 +556,6 @@ def _prefix_tree(texts: Sequence[str]) -> str:
 
 
 def _first_suited(guarded: str, text: str, places: Sequence[int], read: Set[str], traced: Set[str]) -> int | None:
-    """The first of the places whose letter can be marked: a letter or digit if there is one."""
     other = None
     for at in places:
         if text[at] in read or text[at].isspace():
@@ -585,7 +568,6 @@ def _first_suited(guarded: str, text: str, places: Sequence[int], read: Set[str]
 
 
 def _common(one: str, other: str) -> int:
-    """How many characters two texts begin alike with."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -609,7 +591,6 @@ def strings_in(value: Any) -> Iterator[str]:
 
 
 def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """A JSON value with all of its texts changed, keys included."""
     top = [value]
     waiting: list[tuple[Any, Any]] = [(top, 0)]  # no recursion: it may be nested deeply
     while waiting:

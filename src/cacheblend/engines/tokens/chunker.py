@@ -17,9 +17,7 @@ import numpy.typing as npt
 from cacheblend.core.errors import InvalidInputError, check_fields
 from cacheblend.core.names import TokenIds
 
-WINDOW = 8
-"""Tokens in front of a cut that its hash covers."""
-
+WINDOW = 8  # tokens in front of a cut that its hash covers
 STOPS = tuple(".?!\n\r\u3002\uff0e\uff61\uff1f\uff01\u2026\u061f\u06d4\u0964")  # including CJK, Arabic, Urdu and Hindi
 AFTER_A_STOP = " \t\"'\u201d\u2019\u00bb\u300d\u300f)]*_"  # may follow a stop inside its token
 
@@ -31,18 +29,11 @@ _U64 = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Cutting:
-    """How documents are cut. Two documents that are cut alike share the chunks of what they have in common.
+    """How documents are cut. Two documents that are cut alike share the chunks of what they have in common. Raises
+    `InvalidInputError`: one is no whole number, `most` is not at least twice `least`, or `least` is below 1."""
 
-    Attributes:
-        most: tokens of a chunk, at most.
-        least: tokens of a chunk of a longer document, at least.
-
-    Raises:
-        InvalidInputError: one is no whole number, `most` is not at least twice `least`, or `least` is below 1.
-    """
-
-    most: int = 512
-    least: int = 64
+    most: int = 512  # tokens of a chunk, at most
+    least: int = 64  # tokens of a chunk of a longer document, at least
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -53,14 +44,9 @@ class Cutting:
             )
 
     def cut(self, ids: TokenIds, sentence_end_ids: npt.NDArray[Any] | None = None) -> list[TokenIds]:
-        """The chunks of a document, in order; together they are all of its tokens.
-
-        Takes time proportional to the tokens, times the number of halvings.
-
-        Args:
-            ids: of the document, [tokens].
-            sentence_end_ids: ids of the tokens that end a sentence, [n]; None or none in reach: cut at any token.
-        """
+        """The chunks of a document, in order; together they are all of its tokens. Takes time proportional to the
+        tokens, times the number of halvings. Without the ids of tokens that end a sentence, [n], and where none is in
+        reach, it is cut at any token."""
         if len(ids) <= self.most:
             return [ids] if len(ids) else []
         hashes = _hashes(ids)

@@ -6,8 +6,7 @@ text  ... | returned  tail   of an id may depend on the one in front of it
 
 from collections.abc import Callable, Sequence
 
-_RUN = 16
-"""Ids that are decoded again with each new one, beside the context, unless nothing of them is settled."""
+_RUN = 16  # ids that are decoded again with each new one, beside the context, unless nothing of them is settled
 _INCOMPLETE = "\ufffd"
 _LONGEST_CHARACTER = 4  # bytes
 
@@ -22,15 +21,9 @@ class Detokenizer:
     Text is returned as soon as no later id can change it. Two kinds may change: the bytes at the end that are not a
     whole character yet, which are one replacement character, and a run of byte tokens (``<0x0A>``), which one invalid
     byte makes undecodable as a whole. While such a run goes on for more than `_RUN` ids, it is decoded each time that
-    its length has doubled.
-
-    Args:
-        decode: text of ids. That of an id depends on the ids next to it only.
-        is_skipped: whether `decode` leaves an id out.
-        is_byte: whether an id is a byte token, of a tokenizer that decodes a run of them together.
-
-    Attributes:
-        tail: what the ids so far decode to behind the text that was returned. Out of date in a long run of byte tokens.
+    its length has doubled. What `decode` makes of an id depends on the ids next to it only; `is_skipped`: it leaves the
+    id out; `is_byte`: of a tokenizer that decodes a run of byte tokens together. `tail` is what the ids so far decode
+    to behind the text that was returned; out of date in a long run of byte tokens.
     """
 
     def __init__(
@@ -72,12 +65,10 @@ class Detokenizer:
         return certain
 
     def _begin_run(self) -> bool:
-        """Begins a new run behind the last ids that have a text in front of the tail; False: there are none.
-
-        A first id loses its leading space in many tokenizers, so that one without a text is no context. One that begins
-        inside of a character is: what follows a whole character is decoded alike, and what follows as many bytes as a
-        character can have.
-        """
+        """Begins a new run behind the last ids that have a text in front of the tail; False: there are none. A first id
+        loses its leading space in many tokenizers, so that one without a text is no context. One that begins inside of
+        a character is: what follows a whole character is decoded alike, and what follows as many bytes as a character
+        can have."""
         ids, size = [*self._context, *self._run], 1
         while size < 2 * len(ids):
             context = ids[-size:]
@@ -95,8 +86,7 @@ class Detokenizer:
 
 class TextStream:
     """Streams the text of an answer without incomplete characters and without parts of a stop text, which ends it
-    (`stopped`). Without a detokenizer answers have none.
-    """
+    (`stopped`). Without a detokenizer answers have none."""
 
     def __init__(self, detokenizer: Detokenizer | None, stop: Sequence[str] = ()) -> None:
         self._detokenizer, self._stop = detokenizer, stop
@@ -127,7 +117,6 @@ class TextStream:
         return self._send(final=True)
 
     def _send(self, final: bool) -> str:
-        """Sends what is settled. A stop text cannot begin in what was sent before."""
         seen = self._held + self._tail
         found = [at for at in map(seen.find, self._stop) if at >= 0]
         if found:

@@ -6,7 +6,7 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "CacheBlendConnector",
 
 scheduler process: connector -> scheduler (chunks, plans, claims), capture_queue (missed chunks)
 worker processes:  connector -> worker (load, fuse, write, capture), capture_writer (stores captured chunks)
-                   model, layers: vLLM's own decoder layers; paged_cache, paged_attention: its KV cache
+                   model, layers: vLLM's own decoder layers; paged_cache, paged_kv: its KV cache
 jobs: messages between the two; internals: every use of vLLM's internals
 """
 

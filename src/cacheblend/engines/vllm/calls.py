@@ -87,7 +87,6 @@ class VllmLayerCall:
     def __call__(
         self, positions: torch.Tensor, hidden: torch.Tensor, inputs: Sequence[torch.Tensor] = ()
     ) -> torch.Tensor:
-        """The hidden state [n, width] behind the layer; may write over `hidden`."""
         leaves = list(self.leaves)
         for at in self.positions:
             at.put(leaves, positions)
@@ -170,7 +169,6 @@ def _first_state(
 
 
 def _rows_at(what: str, leaves: Sequence[Any], rows: int) -> dict[int, RowsAt]:
-    """The tensors of rows, by place."""
     found = {}
     for place, leaf in enumerate(leaves):
         shape = list(leaf.shape) if isinstance(leaf, torch.Tensor) else []

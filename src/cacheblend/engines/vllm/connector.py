@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend.core.errors import CacheBlendError, InvalidInputError, ModelNotBlendableError
 from cacheblend.core.fuse.prefill import check_latents
+from cacheblend.engines.fingerprint import ModelIdentity, fingerprint_folder, loaded_with
+from cacheblend.engines.folders import name_of
 from cacheblend.engines.settings import resolve_settings
 from cacheblend.engines.shadow import ShadowWatch
-from cacheblend.engines.tokens import find_sentence_end_ids
+from cacheblend.engines.tokens import PromptBuilder, find_sentence_end_ids
 from cacheblend.engines.vllm import versions
 from cacheblend.engines.vllm.config import read_config
-from cacheblend.engines.vllm.identity import identify, open_tokenizer
 from cacheblend.engines.vllm.internals import decoder, interface, prefix_cache, weight_loader
+from cacheblend.engines.vllm.internals.kv_cache import float32_precision, is_fp8
+from cacheblend.engines.vllm.internals.weight_loader import files_of
 from cacheblend.engines.vllm.jobs import CaptureJob, StepJobs, StepReport, Unblendable
 from cacheblend.engines.vllm.metrics import BlendPromMetrics, BlendStats
 from cacheblend.engines.vllm.reasons import OTHER_WEIGHTS
@@ -25,6 +28,51 @@ from cacheblend.engines.vllm.worker.model import BlendModel
 from cacheblend.engines.vllm.worker.paged_cache import LayerGroups
 from cacheblend.engines.vllm.worker.worker import IdleWorker, Worker
 from cacheblend.engines.vllm.workspace import gib, workspace_of
+
+# Formats of which vLLM takes every weight from the model's folder.
+_PLAIN_READERS = ("auto", "bitsandbytes", "gguf", "hf", "mistral", "npcache", "pt", "safetensors", "sharded_state")
+_FAST_READERS = ("fastsafetensors", "instanttensor", "runai_streamer", "runai_streamer_sharded")
+OF_FOLDER = frozenset([*_PLAIN_READERS, *_FAST_READERS])
+
+
+def identify(config: Any, tokenizer: Any) -> ModelIdentity:
+    """The identity of the model in vLLM's configuration. Raises InvalidInputError: its files cannot be found."""
+    model, load = config.model_config, config.load_config
+    folder = files_of(config)
+    stored = getattr(model.hf_config, "quantization_config", None)
+    options = {
+        "hf_overrides": model.hf_overrides or None,
+        # transformers orders the rotated numbers of DeepSeek-V3 otherwise than vLLM
+        "latents": "vllm" if model.use_mla else None,
+        "quantization": None if stored else model.quantization,  # the folder's own is part of its config.json
+        "float32": float32_precision(model.dtype),
+    }
+    if load.load_format not in OF_FOLDER:  # random weights, a plug-in's
+        options["weights"] = (str(load.load_format), repr(load.model_loader_extra_config))
+    weights = fingerprint_folder(folder)
+    return ModelIdentity(
+        folder=folder,
+        fingerprint=loaded_with(weights, {name: value for name, value in options.items() if value}),
+        dtype=str(model.dtype).removeprefix("torch."),
+        bos_id=None if tokenizer is None else PromptBuilder(tokenizer).bos_id,
+        name=name_of(folder),
+        has_exact_hits=not is_fp8(config.cache_config, model.hf_config),
+        weights=weights,
+    )
+
+
+def open_tokenizer(config: Any) -> Any:
+    """transformers' tokenizer of the model in vLLM's configuration; None if vLLM skips it or it cannot be opened."""
+    from transformers import AutoTokenizer
+
+    model = config.model_config
+    if model.skip_tokenizer_init:
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(model.tokenizer)
+    except Exception:
+        return None
+
 
 logger = logging.getLogger("vllm.cacheblend")  # which vLLM shows
 
@@ -176,7 +224,6 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
         return () if self._scheduling is None else self._scheduling.take_events()
 
     def reset_cache(self) -> bool:
-        """vLLM's weights have changed."""
         if self._scheduling is not None:
             self._scheduling.reset()
         return True

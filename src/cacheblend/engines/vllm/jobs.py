@@ -33,20 +33,17 @@ class Adapter:
 
 @dataclass(frozen=True, eq=False)
 class BlendJob:
-    """A prompt whose KV the workers write to the paged cache.
-
-    Attributes:
-        block_ids: of the paged cache, in the order of the prompt, for each group of KV cache; the null block where a
-            window has passed.
-        held_ids: as `block_ids`, of the local tokens: where they lie for the rows right behind them, which may see
-            more than the prompt's last one. None: in `block_ids`.
-    """
+    """A prompt whose KV the workers write to the paged cache."""
 
     request_id: str
     plan: BlendPlan  # of the prompt without its last token
     selector: Selector
     local_tokens: int  # leading ones, that vLLM's own prefix cache holds already
+    # of the paged cache, in the order of the prompt, for each group of KV cache; the null block where a window has
+    # passed
     block_ids: list[list[int]]
+    # as `block_ids`, of the local tokens: where they lie for the rows right behind them, which may see more than the
+    # prompt's last one. None: in `block_ids`.
     held_ids: list[list[int]] | None = None
     adapter: Adapter | None = None
     load_s: float | None = None  # that it may wait for the store, see `BlendConfig.load_timeout_s`
@@ -76,20 +73,17 @@ class CheckJob:
 
 @dataclass(frozen=True)
 class BlendOutcome:
-    """How a `BlendJob` ended.
-
-    Attributes:
-        hit_tokens: of the prompt, by source: `vllm` (its own prefix cache), `prefix` (exact hits of the store), a tier.
-        read_s: seconds of reading, by tier; of a tier that was too slow, the seconds for which it was waited for.
-    """
+    """How a `BlendJob` ended."""
 
     failure: str = ""  # why vLLM has to compute the prompt itself
+    # of the prompt, by source: `vllm` (its own prefix cache), `prefix` (exact hits of the store), a tier
     hit_tokens: Mapping[str, int] = field(default_factory=dict)
     recomputed_tokens: int = 0  # loaded ones, after the last selection
     row_layers: int = 0  # that were computed, all passes included
     prefill_share: float = 0.0  # of a full prefill's computing
     seconds: float = 0.0  # from the job's first layer to its last, other work between them included
     compute_s: float | None = None  # None: something else was computed meanwhile
+    # seconds of reading, by tier; of a tier that was too slow, the seconds for which it was waited for
     read_s: Mapping[str, float] = field(default_factory=dict)
 
 

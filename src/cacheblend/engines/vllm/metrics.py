@@ -3,13 +3,13 @@
 import threading
 from typing import Any
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge, Histogram
 
 from cacheblend.core.failures import count_failure
 from cacheblend.core.fuse.prefill import PrefillResult
 from cacheblend.engines.discovery import DiscoveryFigures
-from cacheblend.engines.metrics import DISCOVERED
-from cacheblend.engines.vllm import shadow_metrics
+from cacheblend.engines.metrics import DISCOVERED, SHADOW_COUNTERS, SHADOW_GAUGES, SHADOW_KL, WHOSE, Texts
+from cacheblend.engines.shadow import KL_BUCKETS
 from cacheblend.engines.vllm.config import read_config
 from cacheblend.engines.vllm.internals.decoder import connector_settings
 from cacheblend.engines.vllm.internals.interface import KVConnectorPromMetrics, KVConnectorStats, VllmConfig
@@ -17,6 +17,36 @@ from cacheblend.engines.vllm.jobs import BlendOutcome
 from cacheblend.engines.vllm.reasons import DECISIONS, LOST_BLOCK, NOT_WRITTEN
 
 HIT_TOKENS, FALLBACKS, NOT_BLENDED = "hit_tokens", "fallbacks", "not_blended"
+COMPARED, TOKENS, KL, DROPPED, CHANGES = "shadow", "shadow_tokens", "shadow_kl", "shadow_dropped", "shadow_changes"
+AGREEMENT, BOUND, RATIO, WAITING = "shadow_agreement", "shadow_agreement_bound", "shadow_ratio", "shadow_waiting"
+
+_PLAIN: Texts = {
+    "requests": ((), "Requests whose prompts were blended."),
+    "prompt_tokens": ((), "Tokens of blended prompts."),
+    "recomputed_tokens": ((), "Loaded tokens that were recomputed after the last selection."),
+    "row_layers": ((), "Rows times layers that blending computed."),
+    "captured_tokens": ((), "Tokens of missed chunks that were computed alone and stored."),
+    **DISCOVERED,
+    "load_seconds": ((), "Seconds of reading stored KV and copying it to the device."),
+    "wait_seconds": ((), "Seconds that blending waited for stored KV."),
+    "blend_seconds": ((), "Seconds from the first layer of a blended prompt to its last."),
+}
+_LABELLED: Texts = {
+    HIT_TOKENS: (("source",), "Tokens of blended prompts whose KV was reused."),
+    NOT_BLENDED: (("reason",), "Requests that vLLM computed, by why they were not blended."),
+    FALLBACKS: (("reason",), "Times that stored KV could not be reused or missed chunks could not be stored."),
+}
+_GAUGES: Texts = {
+    **SHADOW_GAUGES,
+    AGREEMENT: ((*WHOSE, "of"), "Agreement with full prefill in the window; not a number: nothing was compared yet."),
+    WAITING: ((), "Answers that were drawn and are not compared yet."),
+}
+REPLACED = frozenset(_GAUGES)  # of these the last values count; of all others the sums
+
+
+def joined(*labels: str) -> str:
+    """Labels as one string, as vLLM transports them."""
+    return "|".join(labels)
 
 
 class Counts:
@@ -55,7 +85,6 @@ class Counts:
         return now
 
     def add_blend(self, outcome: BlendOutcome, result: PrefillResult) -> None:
-        """Counts a prompt that was provided."""
         for source, count in outcome.hit_tokens.items():
             self.add(HIT_TOKENS, count, source)
         self.add("requests", 1)
@@ -83,13 +112,12 @@ class BlendStats(KVConnectorStats):
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> "BlendStats":
-        """The sum of two steps, of which `other` is the later one."""
-        joined = dict(self.data)
+        whole = dict(self.data)
         for name, value in other.data.items():
-            mine = {} if name in shadow_metrics.REPLACED else joined.get(name, {})
+            mine = {} if name in REPLACED else whole.get(name, {})
             summed = {label: mine[label] + count if label in mine else count for label, count in value.items()}
-            joined[name] = joined.get(name, {}) | summed
-        return BlendStats(data=joined)
+            whole[name] = whole.get(name, {}) | summed
+        return BlendStats(data=whole)
 
     def reduce(self) -> dict[str, int | float]:
         """All counts by one name each, for the log line."""
@@ -104,26 +132,10 @@ class BlendStats(KVConnectorStats):
         return not self.data
 
 
-_PLAIN = {
-    "requests": "Requests whose prompts were blended.",
-    "prompt_tokens": "Tokens of blended prompts.",
-    "recomputed_tokens": "Loaded tokens that were recomputed after the last selection.",
-    "row_layers": "Rows times layers that blending computed.",
-    "captured_tokens": "Tokens of missed chunks that were computed alone and stored.",
-    **{name: words for name, (_, words) in DISCOVERED.items()},
-    "load_seconds": "Seconds of reading stored KV and copying it to the device.",
-    "wait_seconds": "Seconds that blending waited for stored KV.",
-    "blend_seconds": "Seconds from the first layer of a blended prompt to its last.",
-}
-_LABELLED = {
-    HIT_TOKENS: ("source", "Tokens of blended prompts whose KV was reused."),
-    NOT_BLENDED: ("reason", "Requests that vLLM computed, by why they were not blended."),
-    FALLBACKS: ("reason", "Times that stored KV could not be reused or missed chunks could not be stored."),
-}
-
-
 class BlendPromMetrics(KVConnectorPromMetrics):
-    """The Prometheus counters `vllm:cacheblend_*`."""
+    """The Prometheus metrics `vllm:cacheblend_*`, of vLLM's own kinds: what has come since the last time is added to
+    counters and a histogram, gauges are set. Those of the shadow check are there where it is on. Names and labels are
+    part of the interface; vLLM's own labels, model and engine, stand in front."""
 
     def __init__(
         self,
@@ -133,27 +145,33 @@ class BlendPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        known: dict[str, tuple[list[str], str]] = {name: ([], words) for name, words in _PLAIN.items()}
-        known |= {name: ([label], words) for name, (label, words) in _LABELLED.items()}
-        self._counters = {
-            name: metric_types[Counter](
-                name=f"vllm:cacheblend_{name}", documentation=words, labelnames=[*labelnames, *labels]
-            )
-            for name, (labels, words) in known.items()
-        }
+
+        def make(kind: Any, name: str, labels: tuple[str, ...], words: str, **options: Any) -> Any:
+            named = {"name": f"vllm:cacheblend_{name}", "documentation": words, "labelnames": [*labelnames, *labels]}
+            return metric_types[kind](**named, **options)
+
         settings = connector_settings(vllm_config)
         is_checked = settings is not None and read_config(settings).shadow_settings is not None
-        self._shadow = shadow_metrics.ShadowPromMetrics(metric_types, labelnames) if is_checked else None
+        counters = {**_PLAIN, **_LABELLED, **(SHADOW_COUNTERS if is_checked else {})}
+        self._metrics = {name: make(Counter, name, *what) for name, what in counters.items()}
+        if is_checked:
+            for name, what in _GAUGES.items():
+                self._metrics[name] = make(Gauge, name, *what, multiprocess_mode="mostrecent")
+            self._metrics[KL] = make(Histogram, KL, WHOSE, SHADOW_KL, buckets=list(KL_BUCKETS))
         self._engines = per_engine_labelvalues
         for values in per_engine_labelvalues.values():
             for name in _PLAIN:
-                self._counters[name].labels(*values).inc(0)  # shown from the start
+                self._metrics[name].labels(*values).inc(0)  # shown from the start
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        values = self._engines[engine_idx]
         for name, found in transfer_stats_data.items():
-            if name in self._counters:
-                for label, count in found.items():
-                    self._counters[name].labels(*values, *([label] if name in _LABELLED else [])).inc(count)
-            elif self._shadow is not None and name in shadow_metrics.NAMES:
-                self._shadow.observe(name, found, list(values))
+            for text, value in found.items() if name in self._metrics else ():
+                own = (text,) if name in _LABELLED else text.split("|") if text else ()  # a reason may have any letter
+                metric = self._metrics[name].labels(*self._engines[engine_idx], *own)
+                if name in REPLACED:
+                    metric.set(value)
+                elif name == KL:
+                    for each in value:
+                        metric.observe(each)
+                else:
+                    metric.inc(value)

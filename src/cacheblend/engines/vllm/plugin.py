@@ -1,8 +1,6 @@
-"""The entry point `vllm.general_plugins`: runs in each of vLLM's processes before a model is built.
-
-It runs wherever this package is installed beside vLLM, whether or not the connector is used, and on any version: so
-what a version lacks is no error here.
-"""
+"""The entry point `vllm.general_plugins`: runs in each of vLLM's processes before a model is built. It runs wherever
+this package is installed beside vLLM, whether or not the connector is used, and on any version: so what a version lacks
+is no error here."""
 
 import logging
 

@@ -1,7 +1,5 @@
-"""Why stored KV was not reused, or missed chunks were not stored: reasons of `fallbacks`. Imports no vLLM.
-
-An error that nobody expected has its type's name as the reason.
-"""
+"""Why stored KV was not reused, or missed chunks were not stored: reasons of `fallbacks`. Imports no vLLM. An error
+that nobody expected has its type's name as the reason."""
 
 from collections.abc import Mapping
 

@@ -36,16 +36,9 @@ def check_device(url: str, device: str) -> None:
 
 
 def shared_store(url: str, engine: str, *, is_one_process: bool, looks_up: bool) -> KVStore:
-    """The store of one side of an engine; both sides get the same object if they share a process.
-
-    Args:
-        engine: names the engine among those of this process.
-        looks_up: of the scheduler's side; False: of a rank, whose device is the current one.
-
-    Raises:
-        InvalidInputError: a store in memory, with processes that would each have a store of their own; there is no
-            GPU; or as `device_bytes`.
-    """
+    """The store of one side of an engine; both sides get the same object if they share a process. `looks_up`: of the
+    scheduler's side; False: of a rank, whose device is the current one. Raises InvalidInputError: a store in memory,
+    with processes that would each have a store of their own; there is no GPU; or as `device_bytes`."""
     front, place = _parts(url)
     if isinstance(place, MemoryPlace) and not is_one_process:
         raise InvalidInputError(
@@ -63,7 +56,6 @@ def shared_store(url: str, engine: str, *, is_one_process: bool, looks_up: bool)
 
 
 def _parts(url: str) -> tuple[DevicePlace | None, StorePlace]:
-    """The device tier, if there is one, and what lies behind it."""
     place = parse_store_url(url)
     front = place.front if isinstance(place, TieredPlace) else place
     if not isinstance(front, DevicePlace):

@@ -1,8 +1,6 @@
-"""Which versions of vLLM the connector starts on: those that all of its tests ran on.
-
-vLLM's connector interface and scheduler change between minor versions without being announced: on a version whose tests
-did not run, answers may be wrong without an error.
-"""
+"""Which versions of vLLM the connector starts on: those that all of its tests ran on. vLLM's connector interface and
+scheduler change between minor versions without being announced: on a version whose tests did not run, answers may be
+wrong without an error."""
 
 import logging
 import re
@@ -11,9 +9,7 @@ from contextlib import contextmanager
 
 from cacheblend.core.errors import InvalidInputError
 
-TESTED = ("0.31", "0.32")
-"""Minor versions, any patch level of which is accepted. docs/vllm.md says what was run on which."""
-
+TESTED = ("0.31", "0.32")  # minor versions, with any patch level; docs/vllm.md says what was run on which
 logger = logging.getLogger("cacheblend.vllm")
 
 

@@ -10,7 +10,7 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.load.capture import ChunkJob, manifest_of
 from cacheblend.core.plan.prompt import chunk
-from cacheblend.engines.identity import ModelIdentity
+from cacheblend.engines.fingerprint import ModelIdentity
 from cacheblend.engines.keeper import ChunkKeeper, WarmReport
 from cacheblend.engines.tokens import PromptBuilder
 from cacheblend.store import open_store
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 Encode = Callable[[PromptBuilder], Sequence[tuple[str, list[int]]]]
 """From the model's tokenizer to (title, token ids) of each passage."""
 
-BATCH = 16
-"""Passages between two calls of `progress`."""
+BATCH = 16  # passages between two calls of `progress`
 
 
 def warm_with_vllm(
@@ -34,17 +33,10 @@ def warm_with_vllm(
     progress: Callable[[int, int], None] | None = None,
     **engine_options: Any,
 ) -> WarmReport:
-    """Stores the KV of passages, each computed alone by vLLM's own layers, with its anchor in front of it.
-
-    Args:
-        store: URL of a folder.
-        settings: fields of `BlendConfig`: anchor, block size, codec, salt.
-        progress: called with (passages done, passages in all).
-        **engine_options: for `vllm.LLM`: dtype, tensor_parallel_size, ...
-
-    Raises:
-        InvalidInputError: vLLM is not installed, or a passage is empty.
-    """
+    """Stores the KV of passages, each computed alone by vLLM's own layers, with its anchor in front of it. `store` is
+    the URL of a folder; `settings` are fields of `BlendConfig` (anchor, block size, codec, salt); `progress` is called
+    with (passages done, passages in all); the rest is for `vllm.LLM`. Raises InvalidInputError: vLLM is not installed,
+    or a passage is empty."""
     started = time.perf_counter()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     try:

@@ -9,12 +9,8 @@ READ_AHEAD = 8  # layers
 """As many as the embedded engine: a store answers unevenly, and short prompts' layers are small. Those of long prompts
 are bounded by `READ_AHEAD_BYTES`, so that the workspace hardly grows with it."""
 
-READ_AHEAD_BYTES = 128 << 20
-"""Of each prompt's layers that are loaded ahead, but always one layer: eight prompts at once take 1 GiB."""
-
-HELD_COPIES = 4
-"""Copies of held rows while they are read from the paged cache: blocks, in one order, rows, the record."""
-
+READ_AHEAD_BYTES = 128 << 20  # of each prompt's layers loaded ahead, but always one: eight prompts take 1 GiB
+HELD_COPIES = 4  # copies of held rows while they are read from the paged cache: blocks, in one order, rows, the record
 _MASKS = 5 << 26  # a mask of 64 Mi numbers of 2 bytes, at most as large before it is repeated, and booleans
 _PROGRAMS = 512  # of the attention kernel that share rows: less than two for each of a GPU's processors
 _SLOTS = 128  # rows times query heads that a program computes
@@ -42,14 +38,11 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Bytes at most, by what they are for.
-
-    Attributes:
-        layers: a layer's records as stored, and those that are read ahead; without pages also as many buffers of the
-            prompt's length; and what waiting prompts read ahead.
-    """
+    """Bytes at most, by what they are for."""
 
     hidden: int  # states of all rows of a prompt and of those that wait, and the copy of the rows that are kept
+    # a layer's records as stored, and those that are read ahead; without pages also as many buffers of the prompt's
+    # length; and what waiting prompts read ahead
     layers: int
     held: int  # copies of what vLLM's own cache holds of a prompt; none with pages
     tile: int  # a layer's intermediate results for the rows that go through it at once

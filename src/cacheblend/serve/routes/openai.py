@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from cacheblend.core.report import BlendReport
-from cacheblend.engines.hf.tickets import Ask, TokenEvent
+from cacheblend.engines.hf.scheduler import Ask, TokenEvent
 from cacheblend.engines.tokens.chat import strings_in
 from cacheblend.serve.admission import RunningRequest, check_model, started, unless_disconnected
 from cacheblend.serve.errors import ApiError, api_error

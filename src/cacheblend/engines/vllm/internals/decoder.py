@@ -17,9 +17,8 @@ from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.engines.vllm import stores
 from cacheblend.engines.vllm.calls import RecordedCall
 from cacheblend.engines.vllm.config import read_config
-from cacheblend.engines.vllm.internals.attention_shim import AttentionShim
+from cacheblend.engines.vllm.internals.attention_shim import AttentionShim, is_latent
 from cacheblend.engines.vllm.internals.kv_cache import is_fp8, plain_queries
-from cacheblend.engines.vllm.internals.latent_attention import is_latent
 from cacheblend.engines.vllm.workspace import ModelSizes
 
 
@@ -79,11 +78,9 @@ def attention_layers(config: VllmConfig) -> dict[str, Any]:
 
 def text_decoder(model: nn.Module, config: VllmConfig) -> nn.Module:
     """What computes prompts of text: of a multimodal model, the language model in it; else the model. Raises
-    ModelNotBlendableError: vLLM does not say which module it is.
-
-    The multimodal model itself keeps what it made of the images of the present engine step (Qwen3-VL's features for
-    the first layers, ERNIE's mask of image tokens) until its next forward, which must not be one of ours.
-    """
+    ModelNotBlendableError: vLLM does not say which module it is. The multimodal model itself keeps what it made of the
+    images of the present engine step (Qwen3-VL's features for the first layers, ERNIE's mask of image tokens) until its
+    next forward, which must not be one of ours."""
     if not config.model_config.is_multimodal_model:
         return model
     try:

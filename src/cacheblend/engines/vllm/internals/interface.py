@@ -16,8 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from cacheblend.core.plan.blocks import ChunkManifest, KVLayout, LayerShape
+from cacheblend.engines.vllm.internals.attention_shim import is_latent, write_latents
 from cacheblend.engines.vllm.internals.kv_cache import is_fp8, refused_cache
-from cacheblend.engines.vllm.internals.latent_attention import is_latent, write_latents
 
 __all__ = [
     "KVConnectorBase_V1",
@@ -30,8 +30,7 @@ __all__ = [
     "VllmConfig",
 ]
 
-EVENT_MEDIUM = "CACHEBLEND"
-"""The medium of the events about chunks in the store."""
+EVENT_MEDIUM = "CACHEBLEND"  # the medium of the events about chunks in the store
 
 
 def connector_of_worker() -> Any:
@@ -48,9 +47,6 @@ def is_one_process(config: VllmConfig) -> bool:
 
 def tp_rank() -> int:
     return int(get_tensor_model_parallel_rank())
-
-
-# ---- vLLM's paged KV cache ----------------------------------------------------------------------------------
 
 
 def write_paged(layer: Any, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
@@ -82,13 +78,10 @@ def metadata_builders(config: VllmConfig, layers: Sequence[Any], kv_cache_config
 def sequences_metadata(
     builder: Any, first_rows: torch.Tensor, lengths: torch.Tensor, block_ids: torch.Tensor, slots: torch.Tensor
 ) -> Any:
-    """Metadata of sequences that share their blocks; the query rows of each sequence are its last rows.
-
-    Args:
-        first_rows: [sequences + 1] int32 on the CPU, the rows of sequence i are first_rows[i] .. first_rows[i + 1] - 1.
-        lengths: [sequences] int32 on the CPU, each including its last row.
-        block_ids, slots: [blocks] int32 and [rows] int64 on the cache's device.
-    """
+    """Metadata of sequences that share their blocks; the query rows of each sequence are its last rows. On the CPU:
+    `first_rows`, [sequences + 1] int32, the rows of sequence i are first_rows[i] .. first_rows[i + 1] - 1, and
+    `lengths`, [sequences] int32, each including its last row. `block_ids` and `slots` are [blocks] int32 and [rows]
+    int64 on the cache's device."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     device, count = block_ids.device, len(lengths)
@@ -113,9 +106,6 @@ def attend_paged(
     output = torch.empty_like(query)
     layer.impl.forward(layer, query, keys, values, layer.kv_cache, metadata, output)
     return output
-
-
-# ---- requests -----------------------------------------------------------------------------------------------
 
 
 def sliding_window(config: VllmConfig) -> int | None:
@@ -174,11 +164,7 @@ def publishes_events(config: VllmConfig) -> bool:
     return bool(events is not None and events.enable_kv_cache_events)
 
 
-# ---- refused configurations ---------------------------------------------------------------------------------
-
-
-SPECULATION = ("ngram", "eagle", "draft_model")
-"""Ways to speculate that blending was tested with."""
+SPECULATION = ("ngram", "eagle", "draft_model")  # ways to speculate that blending was tested with
 
 
 def refused_speculation(speculative: Any) -> str:

@@ -1,9 +1,6 @@
-"""Every use of vLLM's internals that concerns the type of numbers in its KV cache.
-
-vLLM's FP8 caches hold bytes (uint8); backends see them as one of torch's float8 types. Numbers are divided by a layer's
-scale when they are written, and multiplied by it when they are read; there is one for keys and one for values, from the
-checkpoint, else 1.
-"""
+"""Every use of vLLM's internals that concerns the type of numbers in its KV cache. vLLM's FP8 caches hold bytes
+(uint8); backends see them as one of torch's float8 types. Numbers are divided by a layer's scale when they are written,
+and multiplied by it when they are read; there is one for keys and one for values, from the checkpoint, else 1."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,12 +10,8 @@ import torch
 
 from cacheblend.core.errors import ModelNotBlendableError
 
-PLAIN_TYPES = ("auto", "bfloat16", "float16")
-"""Types of a KV cache that keeps numbers as they are."""
-
-FP8_TYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")
-"""Types with one scale for a layer's keys and one for its values."""
-
+PLAIN_TYPES = ("auto", "bfloat16", "float16")  # types of a KV cache that keeps numbers as they are
+FP8_TYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")  # types with one scale for a layer's keys and one for its values
 _WAY_OUT = "--kv-cache-dtype bfloat16 makes another one"
 
 
@@ -91,7 +84,6 @@ def plain_queries(layers: Sequence[Any]) -> Iterator[None]:
 
 
 def _schemes(hf_config: Any) -> Iterator[tuple[str, Any]]:
-    """What a checkpoint says of its KV cache, by the name under which it does."""
     stored = getattr(hf_config, "quantization_config", None) or {}
     inner = stored.get("quantization") if isinstance(stored, dict) else None
     for each in (stored, inner or {}):

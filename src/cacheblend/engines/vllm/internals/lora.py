@@ -1,10 +1,7 @@
-"""Every use of vLLM's internals that concerns LoRA adapters.
-
-vLLM's LoRA layers read from a shared object, the punica wrapper, which adapter each row of a call has. The model runner
-sets it for the batch of its step, which may go on after ours: so our calls bring a wrapper of their own, and vLLM's is
-never written to. Weights lie in slots that all requests share; an adapter comes into one when vLLM schedules a request
-of it, or here.
-"""
+"""Every use of vLLM's internals that concerns LoRA adapters. vLLM's LoRA layers read from a shared object, the punica
+wrapper, which adapter each row of a call has. The model runner sets it for the batch of its step, which may go on after
+ours: so our calls bring a wrapper of their own, and vLLM's is never written to. Weights lie in slots that all requests
+share; an adapter comes into one when vLLM schedules a request of it, or here."""
 
 import hashlib
 import weakref
@@ -35,10 +32,7 @@ class LoadedAdapters:
         self._digests: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._loader: Any = None
 
-    # ---- rows -------------------------------------------------------------------------------------------
-
     def modules_of(self, part: nn.Module) -> list[Any]:
-        """The LoRA layers inside a part of the model."""
         inside = {id(module) for module in part.modules()}
         return [module for module in self._manager.modules.values() if id(module) in inside]
 
@@ -69,8 +63,6 @@ class LoadedAdapters:
         finally:
             for module, wrapper in zip(modules, before, strict=True):
                 module.set_mapping(wrapper)
-
-    # ---- slots ------------------------------------------------------------------------------------------
 
     def batch(self) -> set[int]:
         """The adapters of the rows that vLLM computes in its present step, or computed in its last one."""
@@ -149,7 +141,6 @@ class LoadedAdapters:
 
 
 def _described(value: Any) -> str:
-    """A setting, or what tensors hold, also inside lists."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)} {digest_of(value)}"
     if isinstance(value, list | tuple):

@@ -15,14 +15,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from cacheblend.engines.vllm.internals.interface import has_images
 
-NULL_BLOCK = 0
-"""vLLM's block that belongs to no request, and stands in tables for rows that a window has passed."""
-
+NULL_BLOCK = 0  # vLLM's block that belongs to no request, and stands in tables for rows that a window has passed
 HAS_GROUPS = hasattr(base.KVConnectorBase_V1, "bind_kv_cache_manager")
 """vLLM tells a connector what its groups hold (since 0.32). Before, its hybrid manager stays off."""
 
-_KINDS = {"FullAttentionSpec": False, "SlidingWindowSpec": True}
-"""Kinds of groups that may stand side by side, and whether they have a window."""
+_KINDS = {"FullAttentionSpec": False, "SlidingWindowSpec": True}  # of groups side by side; have they a window?
 
 
 SupportsHMA: Any = base.SupportsHMA if HAS_GROUPS else type("NoGroups", (), {})
@@ -117,12 +114,9 @@ class PrefixCache:
 
     def keep(self, request: Any, stop: int, tables: Sequence[Sequence[int]]) -> list[list[int]]:
         """The blocks that vLLM holds of the rows in front of `stop`, a multiple of the block size, as far as later rows
-        see them, for each group.
-
-        A window that ends far behind `stop` has passed the blocks that rows right behind it need: they are not in the
-        request's own table. They are then kept from being used otherwise, until `let_go`. The null block stands for
-        those that no later row sees, and for those that are gone already.
-        """
+        see them, for each group. A window that ends far behind `stop` has passed the blocks that rows right behind it
+        need: they are not in the request's own table. They are then kept from being used otherwise, until `let_go`. The
+        null block stands for those that no later row sees, and for those that are gone already."""
         count = -(-stop // self._block_size)
         found, kept = [], []
         for group, (window, table) in enumerate(zip(self._windows, tables, strict=True)):

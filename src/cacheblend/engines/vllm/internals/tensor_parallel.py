@@ -1,8 +1,5 @@
-"""vLLM's tensor-parallel group.
-
-Written for vLLM 0.31 and 0.32, in which the layers' collectives end in the methods `COLLECTIVES` of the group, called
-directly or by the custom operations `torch.ops.vllm.*`.
-"""
+"""vLLM's tensor-parallel group. Written for vLLM 0.31 and 0.32, in which the layers' collectives end in the methods
+`COLLECTIVES` of the group, called directly or by the custom operations `torch.ops.vllm.*`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Finds the model that vLLM loads, which vLLM does not pass to a connector, and takes memory for blending meanwhile.
-
-PyTorch tells whenever a module becomes part of another one. So nothing of vLLM's is replaced, and no model is named.
-"""
+PyTorch tells whenever a module becomes part of another one. So nothing of vLLM's is replaced, and no model is named."""
 
 import contextlib
 import weakref

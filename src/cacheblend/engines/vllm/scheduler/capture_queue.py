@@ -16,20 +16,14 @@ from cacheblend.engines.vllm.jobs import CaptureJob
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.reasons import QUEUE_FULL, TOO_LARGE
 
-STUCK_S = 10.0
-"""Seconds without a finished chunk after which the rest waits for the next request."""
-
+STUCK_S = 10.0  # seconds without a finished chunk after which the rest waits for the next request
 _REMEMBERED = 1024  # finished chunks that requests which missed them meanwhile do not queue again
 
 
 class CaptureQueue:
-    """Missed chunks of one engine, from the request that missed them until the workers have stored them.
-
-    Args:
-        limit: chunks that may be queued or computed at once; more are dropped and counted.
-        most_tokens: of anchors and chunks that the workers have at once; a longer chunk is dropped and counted. 0:
-            unbounded.
-    """
+    """Missed chunks of one engine, from the request that missed them until the workers have stored them. At most
+    `limit` are queued or computed at once, and the workers have `most_tokens` of anchors and chunks (0: unbounded);
+    more chunks, and longer ones, are dropped and counted."""
 
     def __init__(self, limit: int, most_tokens: int, counts: Counts) -> None:
         self._limit, self._most_tokens, self._counts = limit, most_tokens, counts
@@ -61,13 +55,11 @@ class CaptureQueue:
         return not self._queued and len(self._sent) <= 1
 
     def end_request(self, request_id: str) -> None:
-        """Queues what a request has missed."""
         _, jobs, missed_at = self._waiting.pop(request_id, (None, (), 0.0))
         for job in jobs:
             self.add(job, missed_at)
 
     def take(self) -> list[CaptureJob]:
-        """Chunks to be sent to the workers in this step."""
         started = [name for name, (request, *_) in self._waiting.items() if request.num_output_tokens > 0]
         for request_id in started:
             self.end_request(request_id)
@@ -101,7 +93,6 @@ class CaptureQueue:
         return found
 
     def clear(self) -> None:
-        """Drops what has not been sent to the workers."""
         self._unfinished.difference_update(chunk_id for chunk_id, _ in self._queued)
         self._waiting.clear()
         self._queued.clear()

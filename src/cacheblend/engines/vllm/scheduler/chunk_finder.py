@@ -1,7 +1,5 @@
-"""Finds a request's chunks and plans it: what needs no store at once, the rest in a thread.
-
-options, token ids -> spans, or runs that the list knows -> look-up: plan, missed chunks, what is loaded
-"""
+"""Finds a request's chunks and plans it: what needs no store at once, the rest in a thread. options, token ids ->
+spans, or runs that the list knows -> look-up: plan, missed chunks, what is loaded"""
 
 import logging
 import math
@@ -24,28 +22,23 @@ from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.plan.recurrence import Run
 from cacheblend.engines.chunk_index import ChunkListing, ListChanges
 from cacheblend.engines.discovery import Discovery, DiscoveryFigures
-from cacheblend.engines.identity import ModelIdentity
+from cacheblend.engines.fingerprint import ModelIdentity
 from cacheblend.engines.settings import BlendSettings
 from cacheblend.engines.vllm.config import ConnectorConfig
 from cacheblend.engines.vllm.jobs import Adapter, BlendOutcome, CaptureJob
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.reasons import SLOW_STORE
 from cacheblend.engines.vllm.scheduler.adapters import named
-from cacheblend.engines.vllm.scheduler.block_names import salt_of
 from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue
 from cacheblend.engines.vllm.scheduler.load_control import LoadControl
 from cacheblend.engines.vllm.scheduler.options import RequestOptions, named_chunks
-from cacheblend.engines.vllm.scheduler.tracked_requests import NOTHING_STORED, FoundChunks, LookUp, Tracked
+from cacheblend.engines.vllm.scheduler.tracked_requests import NOTHING_STORED, FoundChunks, LookUp, Tracked, salt_of
 from cacheblend.store import KVStore
 
-LONG_PROMPT = 1024
-"""Tokens from which on contents are matched in a thread: that takes milliseconds."""
-
+LONG_PROMPT = 1024  # tokens from which on contents are matched in a thread: that takes milliseconds
 THREADS = 8  # of look-ups
 
-FRESH_S = 0.25
-"""Seconds that a look-up waits at most for a list that is due."""
-
+FRESH_S = 0.25  # seconds that a look-up waits at most for a list that is due
 _MOST_PLANNERS = 4096  # kept; one more is made in microseconds
 logger = logging.getLogger("cacheblend.vllm")
 
@@ -75,12 +68,8 @@ class TenantPlanners:
 
 
 class ChunkFinder:
-    """Finds the chunks of one engine's requests.
-
-    Args:
-        control: decides what is loaded; None: all that is stored.
-        keeps_events: `take_changes` will be called.
-    """
+    """Finds the chunks of one engine's requests. `control` decides what is loaded, None: all that is stored;
+    `keeps_events`: `take_changes` will be called."""
 
     def __init__(
         self,
@@ -168,7 +157,6 @@ class ChunkFinder:
 
     @property
     def is_discovering(self) -> bool:
-        """A request is being watched, or a run waits to be captured."""
         return self._discovery is not None and self._discovery.has_work
 
     def list_captured(self, captured: Sequence[CaptureJob]) -> None:
@@ -181,7 +169,6 @@ class ChunkFinder:
             self._control.learn(plan, outcome)
 
     def reset(self) -> None:
-        """Finds nothing any more of what is stored now."""
         self._planners.renew()
         if self._listing is not None:
             self._listing.withdraw()
@@ -193,14 +180,11 @@ class ChunkFinder:
         return ListChanges() if self._listing is None else self._listing.take_changes(most)
 
     def close(self) -> None:
-        """Ends the threads; waits for nothing."""
         self._pool.close()
         if self._discovery is not None:
             self._discovery.close()
         if self._listing is not None:
             self._listing.close()
-
-    # ---- in a thread ------------------------------------------------------------------------------------
 
     def _look_up(
         self,
@@ -211,7 +195,6 @@ class ChunkFinder:
         settings: BlendSettings,
         adapter: Adapter | None,
     ) -> FoundChunks | None:
-        """The request's plan; None if it has no chunks."""
         if prompt is None:
             assert self._listing is not None
             self._listing.update()

@@ -25,9 +25,7 @@ from cacheblend.engines.cost_model import make_controller, read_cost_model
 if TYPE_CHECKING:
     from cacheblend.engines.vllm.jobs import BlendOutcome
 
-RATIO_STEP = 0.05
-"""Ratios above the one in force are multiples of this more, so that blended blocks of few ratios are cached."""
-
+RATIO_STEP = 0.05  # raised ratios are multiples of it more, so that blended blocks of few ratios are cached
 _LENGTHS = (256, 4096)  # tokens between which a prefill's time is a line, where only its pace is known
 _STORED = (Source.PREFIX, Source.LOADED)
 
@@ -55,12 +53,8 @@ def open_load_control(
 
 
 class LoadControl:
-    """Decides what is loaded, and learns. May be used from several threads.
-
-    Args:
-        bytes_per_token: of a stored token, over all layers and heads.
-        cost_model: to start from; None: nothing is known.
-    """
+    """Decides what is loaded, and learns. May be used from several threads. `bytes_per_token`: of a stored token, over
+    all layers and heads; `cost_model`: to start from, None: nothing is known."""
 
     def __init__(
         self, config: BlendConfig, layers: int, bytes_per_token: float, cost_model: CostModel | None = None
@@ -70,18 +64,13 @@ class LoadControl:
 
     @property
     def cost_model(self) -> CostModel | None:
-        """None: how long computing takes is not known."""
         with self._lock:
             return None if self._controller is None else self._controller.cost_model
 
     def decide(self, plan: BlendPlan, in_force: float | None = None, *, raises: bool = True) -> LoadChoice:
-        """Which stored blocks of a plan are loaded.
-
-        Args:
-            in_force: ratio of the request, which the floor of the shadow check may have raised, or its client chosen;
-                None: the configured one.
-            raises: the ratio may be raised; False where the request has a ratio or selector of its own.
-        """
+        """Which stored blocks of a plan are loaded. `in_force`: ratio of the request, which the floor of the shadow
+        check may have raised, or its client chosen; None: the configured one. `raises`: the ratio may be raised: the
+        request has none, and no selector, of its own."""
         with self._lock:
             controller = self._controller
             if controller is None or not _reads(plan):
@@ -134,7 +123,6 @@ class LoadControl:
 
 
 def _reads(plan: BlendPlan) -> bool:
-    """Whether anything is read from the store."""
     return any(span.source in _STORED and span.tier for span in plan.spans)
 
 

@@ -19,17 +19,12 @@ from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.settings import BlendSettings
 
-KEY = "cacheblend"
-"""The key of this project's object in a request's and an answer's `kv_transfer_params`."""
-
+KEY = "cacheblend"  # the key of this project's object in a request's and an answer's `kv_transfer_params`
 Mode = Literal["blend", "prefix", "full"]
 """What is reused: all that is stored; only what is exact in this prompt; nothing from the store."""
 
-Span = tuple[int, int]
-"""[start, stop) of a prompt's tokens."""
-
-MOST_SPANS = 2048
-"""Chunks that a client may name: they are checked in the engine's thread."""
+Span = tuple[int, int]  # [start, stop) of a prompt's tokens
+MOST_SPANS = 2048  # chunks that a client may name: they are checked in the engine's thread
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from cacheblend.engines.vllm.jobs import BlendJob, StepJobs, StepReport
 from cacheblend.engines.vllm.metrics import NOT_BLENDED, Counts
 from cacheblend.engines.vllm.reasons import BAD_SPANS, OTHER_WEIGHTS, SLOW_STORE, UNREADABLE
 from cacheblend.engines.vllm.scheduler.adapters import AdapterUnusableError, RequestAdapters
-from cacheblend.engines.vllm.scheduler.block_names import ComingBlocks, blended_before
 from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue, tokens_within
 from cacheblend.engines.vllm.scheduler.chunk_finder import ChunkFinder
 from cacheblend.engines.vllm.scheduler.options import read_options
@@ -41,24 +40,18 @@ from cacheblend.engines.vllm.scheduler.tracked_requests import (
     OTHER_CONNECTOR,
     SHARED,
     SLOWER_TO_LOAD,
+    ComingBlocks,
     LookUp,
     Tracked,
+    blended_before,
 )
 
 logger = logging.getLogger("cacheblend.vllm")
 
-MOST_OUTSTANDING = 8
-"""Requests that hold blocks while the workers fill them: more would take memory without being faster."""
-
-PAUSE_S = 10.0
-"""Seconds in which nothing is blended after the workers waited too long for the store: the next would wait as well."""
-
-SETTLING_S = 0.005
-"""Seconds of an engine step in which blocks are renamed; requests whose look-ups ended at the same time wait a step."""
-
-MOST_EVENTS = 64
-"""Chunks announced in an engine step: a list that is read for the first time may have a hundred thousand."""
-
+MOST_OUTSTANDING = 8  # requests whose blocks the workers fill: more would take memory without being faster
+PAUSE_S = 10.0  # in which nothing is blended after the workers waited too long for the store
+SETTLING_S = 0.005  # of a step in which blocks are renamed; look-ups that ended at the same time wait a step
+MOST_EVENTS = 64  # chunks announced in a step: a list that is read first may have a hundred thousand
 IDLE_WAIT_S = 0.01
 """Seconds after its begin that a look-up is waited for while no request is computed. Most end by then, and a request
 that comes to an idle engine is computed in its first step: a step more is a message more, for which vLLM spins.
@@ -217,7 +210,6 @@ class Scheduling:
 
     @property
     def _why_paused(self) -> str:
-        """Why nothing is blended now; empty: something is."""
         until, reason = self._paused
         return reason if time.monotonic() < until else ""
 
@@ -320,11 +312,9 @@ class Scheduling:
         return interface.events_of(changes.added, changes.removed, self._settings.config.block_size)
 
     def close(self) -> None:
-        """Ends the threads; waits for nothing."""
         self._finder.close()
 
     def _guarded(self, request: Any, tracked: Tracked, what: Callable[[Any, Tracked], None]) -> None:
-        """Does something for a request; whatever fails disables blending for this request only."""
         where = f"request {request.request_id} is not blended"
         try:
             what(request, tracked)

@@ -16,16 +16,14 @@ from typing import Any
 
 from cacheblend.core.names import as_token_ids
 from cacheblend.engines.shadow import ANSWER_TOKENS, MOST_WAITING, NO_ANSWER, QUEUE_FULL, Labels, ShadowWatch
-from cacheblend.engines.vllm import shadow_metrics as names
+from cacheblend.engines.vllm import metrics as names
 from cacheblend.engines.vllm.internals import interface
 from cacheblend.engines.vllm.jobs import Adapter, CheckJob, StepJobs, StepReport
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.reasons import RESET
 from cacheblend.engines.vllm.scheduler.tracked_requests import BEYOND_WINDOW, Tracked
 
-IDLE_S = 10.0
-"""Seconds without a request in which the check keeps vLLM stepping: it waits for that before it pauses or ends."""
-
+IDLE_S = 10.0  # without a request in which the check keeps vLLM stepping, before it pauses or ends
 PREEMPTED = "preempted"
 
 
@@ -42,14 +40,9 @@ class Drawn:
 
 
 class AnswerDraws:
-    """The checks of one engine.
-
-    Args:
-        watch: draws, and takes the results; None: nothing is checked.
-        counts: get the figures.
-        window: rows of a sliding window; a longer prompt with its answer is not compared, since vLLM frees blocks that
-            the window has passed. None: there is no window.
-    """
+    """The checks of one engine. The watch draws, and takes the results; None: nothing is checked. `window`: rows of a
+    sliding window, if there is one; a longer prompt with its answer is not compared, since vLLM frees blocks that the
+    window has passed."""
 
     def __init__(self, watch: ShadowWatch | None, counts: Counts, window: int | None = None) -> None:
         self.watch, self._counts, self._window = watch, counts, window
@@ -69,11 +62,8 @@ class AnswerDraws:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is something to compute, and vLLM has not been idle for long."""
         waits = bool(self._open or self._held or self._released)
         return waits and time.monotonic() - self._request_at < IDLE_S
-
-    # ---- a request --------------------------------------------------------------------------------------
 
     def begin(self, tracked: Tracked) -> None:
         """Called when a request's prompt has been provided: draws, once for each request."""
@@ -123,7 +113,6 @@ class AnswerDraws:
         return True
 
     def reset(self) -> None:
-        """Drops all checks: the weights have changed."""
         dropped = len(self._drawn) + len(self._held)
         for job in self._held:
             self._released.append(job.request_id)
@@ -135,8 +124,6 @@ class AnswerDraws:
         if self.watch is not None:
             self.watch.begin_anew()
             self._show()
-
-    # ---- a step -----------------------------------------------------------------------------------------
 
     def fill(self, jobs: StepJobs, *, has_requests: bool) -> None:
         if self.watch is None:
@@ -190,8 +177,6 @@ class AnswerDraws:
         prompt_ids = as_token_ids(request.prompt_token_ids)
         where = drawn.block_ids, is_held, drawn.adapter
         return CheckJob(self._number, request.request_id, prompt_ids, token_ids, *where)
-
-    # ---- figures ----------------------------------------------------------------------------------------
 
     def _drop(self, reason: str) -> None:
         assert self.watch is not None

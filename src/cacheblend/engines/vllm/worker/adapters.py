@@ -44,7 +44,6 @@ class WorkerAdapters:
         self._since: dict[int, float] = {}
 
     def begin_step(self, requests: Sequence[Any], *, is_idle: bool) -> None:
-        """Looks at the adapters that requests have come for."""
         if self._loaded is None:
             return
         self._kept = set() if is_idle else self._loaded.batch() - {NO_ADAPTER}

@@ -24,9 +24,7 @@ from cacheblend.engines.vllm.worker.model import BlendModel
 from cacheblend.engines.vllm.worker.ranks import Ranks
 from cacheblend.store import KVStore
 
-CLOSE_S = 5.0
-"""Seconds that `close` waits for the chunk that is being written."""
-
+CLOSE_S = 5.0  # seconds that `close` waits for the chunk that is being written
 logger = logging.getLogger("cacheblend.vllm")
 
 
@@ -79,7 +77,6 @@ class CaptureWriter:
             self._done += 1
 
     def drop(self) -> None:
-        """Does not store the chunks that wait for being written."""
         waiting = [chunk for chunk in self._unfinished if not chunk.done()]
         self._unfinished = [chunk for chunk in waiting if not chunk.cancel()]
         for _ in range(len(waiting) - len(self._unfinished)):
@@ -110,7 +107,6 @@ class CaptureWriter:
 
     @torch.inference_mode()
     def _on_host(self, job: CaptureJob, kv: list[LayerKV], computed: Any) -> CapturedChunk:
-        """The chunk's blocks, after the event at which its KV is computed; empties `kv`."""
         try:
             with self._staging.stream():
                 self._staging.wait(computed, [part for layer in kv for part in layer])

@@ -44,16 +44,11 @@ class _VllmProjectedError(Exception):
 
 
 class VllmLayerRunner:
-    """The layer runner of one prompt: row i is the token `token_ids[i]` at `positions[i]`.
-
-    Many of vLLM's layers pass on two tensors, a layer's output and the residual sum of all before it, since a kernel
-    adds them and normalises in one go. The hidden state here is their sum, half as large, which every layer takes as
-    the first one does: without a residual. In bf16 the norm then reads the rounded sum. See `calls.HiddenForm`.
-
-    Args:
-        token_ids, positions: [rows] int64 on the model's device.
-        adapter: of all rows, in a slot when they are computed; `NO_ADAPTER`: none.
-    """
+    """The layer runner of one prompt: row i is the token `token_ids[i]` at `positions[i]`. Many of vLLM's layers pass
+    on two tensors, a layer's output and the residual sum of all before it, since a kernel adds them and normalises in
+    one go. The hidden state here is their sum, half as large, which every layer takes as the first one does: without a
+    residual. In bf16 the norm then reads the rounded sum. See `calls.HiddenForm`. Ids and positions are [rows] int64 on
+    the model's device; `adapter` is of all rows, in a slot when they are computed."""
 
     def __init__(
         self, model: DecoderModel, token_ids: torch.Tensor, positions: torch.Tensor, adapter: int = NO_ADAPTER

@@ -14,15 +14,8 @@ from cacheblend.core.kernels.attention import AttentionSpec, HeadShape
 from cacheblend.core.kernels.operations import attend_rows
 from cacheblend.core.kernels.rope import KeyRotation, reposition_keys, turn_by
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
-from cacheblend.engines.vllm.calls import (
-    FORMS,
-    RecordedCall,
-    VllmLayerCall,
-    hidden_after,
-    hidden_before,
-    learn_calls,
-)
-from cacheblend.engines.vllm.internals import decoder, interface, kv_cache, latent_attention, lora, weight_loader
+from cacheblend.engines.vllm.calls import FORMS, RecordedCall, VllmLayerCall, hidden_after, hidden_before, learn_calls
+from cacheblend.engines.vllm.internals import attention_shim, decoder, interface, kv_cache, lora, weight_loader
 from cacheblend.engines.vllm.internals.attention_shim import NO_ADAPTER, AttentionAnswer, AttentionShim
 from cacheblend.engines.vllm.worker.layers import VllmLayerRunner
 
@@ -40,11 +33,11 @@ class LayerAttention:
 def attention_of(layer: Any, tolerance: float) -> LayerAttention:
     """Of one of vLLM's attention modules; `tolerance`: of sums in another order, as a share. Raises
     ModelNotBlendableError: it attends in a way that is not blended."""
-    if latent_attention.is_latent(layer):
-        spec, width = latent_attention.latent_spec(layer), latent_attention.kept_width(layer)
-        latent_attention.check_expansion(layer, tolerance)
+    if attention_shim.is_latent(layer):
+        spec, width = attention_shim.latent_spec(layer), attention_shim.kept_width(layer)
+        attention_shim.check_expansion(layer, tolerance)
         heads = HeadShape(int(layer.num_heads), 1, width, spec.window, is_latent=True)
-        return LayerAttention(latent_attention.LatentShim(layer), spec, LayerShape(1, heads.placed_dim), heads)
+        return LayerAttention(attention_shim.LatentShim(layer), spec, LayerShape(1, heads.placed_dim), heads)
     spec = decoder.attention_spec(layer)
     kept = LayerShape(int(layer.num_kv_heads), int(layer.head_size))
     heads = HeadShape(int(layer.num_heads), kept.kv_heads, kept.head_dim, spec.window)
@@ -53,13 +46,10 @@ def attention_of(layer: Any, tolerance: float) -> LayerAttention:
 
 _PROBE_ROWS, _PROBE_SHIFT = 11, 37
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-_QUANTISED_TOLERANCE = 5e-2
-"""Of models that may quantise activations: a sum in another order puts some on the other side of a step."""
+_QUANTISED_TOLERANCE = 5e-2  # where activations are quantised: a sum in another order crosses steps
 
 
 class _EmbeddedError(Exception):
-    """Leaves a forward in front of the first layer."""
-
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__()
         self.hidden = hidden
@@ -185,8 +175,6 @@ class BlendModel:
                 yield
         finally:
             shim.answer = None
-
-    # ---- checks -----------------------------------------------------------------------------------------
 
     def _learn(self) -> None:
         """How the layers are called, and how their keys turn; refuses the model also for whatever its own code raises,

@@ -30,9 +30,7 @@ from cacheblend.engines.vllm.internals.kv_cache import fp8_scales
 from cacheblend.engines.vllm.internals.prefix_cache import NULL_BLOCK, first_seen
 from cacheblend.engines.vllm.jobs import BlendJob
 
-NO_SLOT = -1
-"""vLLM's slot of a row that must not be written."""
-
+NO_SLOT = -1  # vLLM's slot of a row that must not be written
 _DIGIT = 128  # bf16 holds whole numbers up to 256
 _FLOAT8_DIGIT = 8  # both types of eight bits hold them
 _ABOVE = 65 / 64
@@ -51,17 +49,13 @@ class CacheLayout:
 
 @dataclass(frozen=True)
 class RequestBlocks:
-    """The blocks of one request in one group, on the cache's device; sent there once.
+    """The blocks of one request in one group, on the cache's device; sent there once."""
 
-    Attributes:
-        table: [n] int64 blocks, in the order of the prompt.
-        slots: [rows] int64 of all rows, block * block size + place in the block; `NO_SLOT` in front of `first`.
-        first: the rows in front of it lie in blocks that other requests may share, or a sliding window has passed them,
-            and they are never written.
-    """
-
-    table: torch.Tensor
+    table: torch.Tensor  # [n] int64 blocks, in the order of the prompt
+    # [rows] int64 of all rows, block * block size + place in the block; `NO_SLOT` in front of `first`
     slots: torch.Tensor
+    # the rows in front of it lie in blocks that other requests may share, or a sliding window has passed them, and they
+    # are never written
     first: int
     block_size: int
 
@@ -160,7 +154,6 @@ class PagedLayer:
 
     @property
     def _number_type(self) -> torch.dtype:
-        """Of what is written, before a backend rounds it to eight bits."""
         return self._dtype if self._dtype is not None and self.is_fp8 else self._cache.dtype
 
     def _find_layout(self) -> CacheLayout:
@@ -198,7 +191,6 @@ class PagedLayer:
         )
 
     def _probe(self, record: torch.Tensor, block_dim: int, kind: torch.dtype | None) -> torch.Tensor:
-        """The null block, flattened, in fp32 and without scales, after whole numbers were written to it as a record."""
         scales = fp8_scales(self._attention)
         if scales is not None:
             record = record * (_ABOVE * torch.tensor(scales, device=record.device)[:, None, None])
@@ -242,13 +234,8 @@ class GroupRows:
 
 
 class RequestRows:
-    """Where the rows of one request lie.
-
-    Attributes:
-        groups: in each group of layers.
-        is_held: vLLM holds leading rows, and all of them that later rows see can be read.
-        is_whole: see `GroupRows`, in all groups.
-    """
+    """Where the rows of one request lie, in each group of layers. `is_held`: vLLM holds leading rows, and all of them
+    that later rows see can be read; `is_whole`: see `GroupRows`, in all groups."""
 
     def __init__(self, job: BlendJob, groups: LayerGroups, block_size: int, device: torch.device) -> None:
         first, self._of_layer = job.local_tokens, groups.of_layer

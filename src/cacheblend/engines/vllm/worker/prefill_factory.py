@@ -27,15 +27,12 @@ from cacheblend.engines.vllm.internals.attention_shim import NO_ADAPTER
 from cacheblend.engines.vllm.jobs import BlendJob, CaptureJob, CheckJob
 from cacheblend.engines.vllm.worker.layers import CheckRunner, VllmLayerRunner
 from cacheblend.engines.vllm.worker.model import BlendModel
-from cacheblend.engines.vllm.worker.paged_attention import PagedAttention
 from cacheblend.engines.vllm.worker.paged_cache import LayerGroups, PagedLayer, RequestRows
-from cacheblend.engines.vllm.worker.paged_kv import PagedKV, open_pages
+from cacheblend.engines.vllm.worker.paged_kv import PagedAttention, PagedKV, open_pages
 from cacheblend.engines.vllm.worker.ranks import FINE, LOST, Ranks
 from cacheblend.engines.vllm.workspace import READ_AHEAD, READ_AHEAD_BYTES
 
-READ_THREADS = 16
-"""A prompt reads in one of them; when all hang in the store, further prompts wait for one, and fall back."""
-
+READ_THREADS = 16  # a prompt reads in one; when all hang in the store, further prompts wait, and fall back
 SentenceEnds = Callable[[], npt.NDArray[np.int64] | None]
 
 
@@ -165,10 +162,8 @@ class Opener:
 
     def read_answer(self, job: CheckJob) -> torch.Tensor:
         """[n, vocab] logits that an answer's tokens were drawn from: its rows over the prompt's KV in the paged cache.
-
         The rows' own KV is computed again, since blocks behind the prompt are not named. Empty on ranks that do not
-        sample.
-        """
+        sample."""
         first, model = len(job.prompt_ids) - 1, self._model
         ids = torch.tensor([int(job.prompt_ids[-1]), *job.token_ids[:-1]]).to(model.device)
         rows = torch.arange(len(ids), device=model.device)

@@ -58,11 +58,9 @@ class AnswerChecks:
 
     def step(self, jobs: StepJobs, *, has_time: bool) -> int:
         """Reads, opens or computes a little in an engine step; returns the rows of a layer that it computed. Never
-        raises.
-
-        Beside requests a tile is computed whether they have left time (`has_time`) or not: `may_check` comes as rarely
-        as its share of the time demands, and under a load that never leaves any nothing would be compared otherwise.
-        """
+        raises. Beside requests a tile is computed whether they have left time (`has_time`) or not: `may_check` comes as
+        rarely as its share of the time demands, and under a load that never leaves any nothing would be compared
+        otherwise."""
         self._read.update(jobs.released)
         goes_on = jobs.may_check and (has_time or not jobs.is_check_free)
         if jobs.check is None and not (goes_on and (self._waiting or self._under_way)):
@@ -77,7 +75,6 @@ class AnswerChecks:
         return rows
 
     def take_read(self) -> set[str]:
-        """Ended requests whose blocks are no longer needed."""
         read, self._read = self._read, set()
         return read
 

@@ -22,12 +22,8 @@ from cacheblend.core.load.loader import LayerKV
 from cacheblend.engines.vllm.jobs import Adapter, BlendJob, BlendOutcome, CaptureJob
 from cacheblend.engines.vllm.worker.ranks import Ranks
 
-PATIENCE_S = 0.005
-"""Seconds that an engine step waits for reads in all, and that it waits for one read: longer ones are passed over."""
-
-IDLE_S = 0.05
-"""The same in a step in which vLLM computes nothing."""
-
+PATIENCE_S = 0.005  # that a step waits for reads in all, and for one read: longer ones are passed over
+IDLE_S = 0.05  # the same in a step in which vLLM computes nothing
 READY, WAITING, SLOW, LATE, BROKEN = range(5)
 logger = logging.getLogger("cacheblend.vllm")
 
@@ -132,7 +128,6 @@ class Readiness:
 
 
 def _begin_read(task: Task) -> "Future[Any] | int":
-    """The read that the task waits for, or its state."""
     assert task.prefill is not None
     try:
         read = task.prefill.awaited

@@ -94,11 +94,7 @@ class IdleWorker(Outbox):
     """The worker of a model that cannot be blended, or is not the one that blocks are named by: gives all jobs back.
 
     Inside a `MultiConnector` vLLM passes the scheduler's side the handshake of one connector only, so that it may not
-    learn of the refusal; a prompt that nobody provides would never be answered.
-
-    Args:
-        reason: why nothing is blended.
-        label: the same, as it is counted.
+    learn of the refusal; a prompt that nobody provides would never be answered. `label` is the reason as it is counted.
     """
 
     is_follower = False
@@ -126,17 +122,11 @@ class IdleWorker(Outbox):
 
 
 class Worker(Outbox):
-    """The worker side of one rank.
-
-    Args:
-        selector: the configured one; requests may have others.
-        budget: row-layers computed in an engine step, up to a tile more; `IDLE_TIMES` as many if vLLM computes nothing.
-        groups: of the model's KV cache; None: there is one.
-        builders: of attention metadata for the backend's own kernel (`PagedAttention`), for each group; None: attend by
-            `core.kernels`.
-        sentence_end_ids: see `PrefillOptions`; asked for when a selector needs them.
-        group: the ranks that compute together; None: vLLM's tensor-parallel group.
-    """
+    """The worker side of one rank. `budget` is in row-layers of an engine step, up to a tile more, and `IDLE_TIMES` as
+    large if vLLM computes nothing. `groups` are of the model's KV cache, None: there is one; `builders` of attention
+    metadata for the backend's own kernel (`PagedAttention`), for each group, None: attend by `core.kernels`.
+    `sentence_end_ids` is asked when a selector needs them (`PrefillOptions`). `group`: the ranks that compute together;
+    None: vLLM's tensor-parallel group."""
 
     def __init__(
         self,
@@ -207,7 +197,6 @@ class Worker(Outbox):
             self._capture_writer.wait(WRITER_S)
 
     def capture(self, jobs: Sequence[CaptureJob]) -> None:
-        """Computes chunks and stores them before it returns."""
         self.step(StepJobs(capture=list(jobs), is_idle=True))
         while self._captures:
             self.step(StepJobs(is_idle=True))
@@ -286,7 +275,6 @@ class Worker(Outbox):
         return []
 
     def _advance(self, tasks: Sequence[Task], left: int) -> int:
-        """Opens the task, or computes the next layer of the batch as far as the budget lasts; returns what it took."""
         started, rows = time.perf_counter(), sum(task.active_rows for task in tasks)
         if tasks[0].prefill is None:
             self._attempt(tasks[0], self._start)
@@ -296,8 +284,15 @@ class Worker(Outbox):
             task.busy_s += time.perf_counter() - started
             # A device goes on with vLLM's own work while the host is here.
             task.is_alone &= len(tasks) == 1 and (self._is_idle or self._model.device.type == "cpu")
-            if task.prefill is not None and task.prefill.done and self._attempt(task, self._finish):
-                self._complete(task)
+            if task.prefill is None or not task.prefill.done or not self._attempt(task, self._finish):
+                continue
+            job, kv = task.job, task.kv  # from here on nothing fails on one rank only
+            self._forget(task)
+            if isinstance(job, CaptureJob):
+                self._capture_writer.write(job, kv)
+            elif task.ended is not None:
+                self.counts.add_blend(*task.ended)
+                self._end(job.request_id, task.ended[0])
         return max(rows, 1)
 
     def _compute(self, tasks: Sequence[Task], most_rows: int) -> int:
@@ -317,7 +312,6 @@ class Worker(Outbox):
         return rows
 
     def _attempt(self, task: Task, what: Callable[[Task], None]) -> bool:
-        """Does something with a task that may fail; whether it succeeded."""
         try:
             with self._ranks.section():
                 what(task)
@@ -358,18 +352,7 @@ class Worker(Outbox):
         )
         task.ended = outcome, result
 
-    def _complete(self, task: Task) -> None:
-        """Hands over a finished task; nothing here fails on one rank only."""
-        job, kv = task.job, task.kv
-        self._forget(task)
-        if isinstance(job, CaptureJob):
-            self._capture_writer.write(job, kv)
-        elif task.ended is not None:
-            self.counts.add_blend(*task.ended)
-            self._end(job.request_id, task.ended[0])
-
     def _fail(self, task: Task, error: Exception) -> None:
-        """Disables blending for this request only: vLLM computes it, whatever the error was."""
         if isinstance(error, RankFailedError | AdapterChangedError):
             logger.warning("blending failed; vLLM computes this request: %s", error)
             self._give_up(task, error.reason)
