@@ -570,10 +570,10 @@ def test_combined_stores_ask_each_of_their_stores_once_and_none_behind_one_that_
         assert planned(store, prompt) == CHUNKS * 18
         assert [each.sent for each in far] == [2, 2]
     nearest, farther = Counting(), Counting()
-    with CascadeStore([nearest, farther]) as store:
-        names = names_in(fill(store))
+    with CascadeStore([nearest, farther]) as cascade:
+        names = names_in(fill(cascade))
         nearest.finds, farther.finds = [], []
-        assert all(store.find(names))
+        assert all(cascade.find(names))
         assert nearest.finds == [len(names)] and farther.finds == []
 
 
