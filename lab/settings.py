@@ -25,7 +25,6 @@ ReplayedTrace = Annotated[Path, option(..., "Folder of a RAGPulse trace.", "--tr
 
 
 def seeded(text: str = "Seed of all that is drawn.") -> Any:
-    """The option ``--seed``."""
     return option(0, text, least=0, most=MOST_SEED, panel=HOW)
 
 
@@ -40,7 +39,6 @@ class PromptShape:
 
     @property
     def tokens(self) -> int:
-        """Length of a prompt."""
         return self.plain_tokens + self.chunks * self.chunk_tokens + self.question_tokens
 
 
@@ -55,7 +53,6 @@ class ModelSettings(ModelOrShape):
 
     @property
     def called(self) -> str:
-        """What a result names it."""
         return str(self.model or self.shape)
 
     @property

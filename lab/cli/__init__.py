@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from cacheblend.cli.bench import ttft
 from cacheblend.cli.help import App
 from cacheblend.cli.program import run_program
-from lab.cli import cuda, evaluation, inspect, paper, servers, speed, suite
+from lab.cli import cuda, evaluation, paper, servers, speed, suite
 
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Prefill": (ttft, speed.memory, speed.controller, speed.core, cuda.cuda, speed.peers),
@@ -13,7 +13,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Servers": (servers.serve, servers.routing, servers.agent),
     "Answers": (
         *(speed.codecs, speed.random_shapes, suite.suite, paper.paper),
-        *(evaluation.evaluate, inspect.inspect, evaluation.train),
+        *(evaluation.evaluate, evaluation.inspect, evaluation.train),
     ),
 }
 """By the panel of the help that shows them."""

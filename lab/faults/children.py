@@ -46,27 +46,30 @@ class Watched:
     is_complete: bool = False
 
     def total(self, key: str) -> int:
-        """The sum of a count over trials."""
         return sum(int(line.get(key, 0)) for line in self.lines)
 
     @property
+    def done(self) -> int:
+        """Trials; of a campaign that counts faults, those that met one."""
+        return sum(int(line.get("met", 1)) for line in self.lines)
+
+    @property
     def failed(self) -> Counter[str]:
-        """What failed in the trials, by reason."""
         return sum((Counter(line.get("failed", {})) for line in self.lines), Counter[str]())
 
     def described(self, *, injects: bool = True) -> dict[str, Any]:
-        """What is written beside the counts. `injects`: a blend that fails is not remarkable."""
+        """What is written beside the counts: the first trials in which something went wrong, among others.
+
+        `injects`: a blend that fails is not remarkable.
+        """
+        keys = ("wrong", "hung", "polluted", "left", *(() if injects else ("failed",)))
+        remarkable = [line for line in self.lines if any(line.get(key) for key in keys)] + self.lost
         return {
             "trials": len(self.lines),
             "is_complete": self.is_complete,
-            "remarkable": self.remarkable(injects=injects)[:20],
+            "remarkable": remarkable[:20],
             "words": self.words,
         }
-
-    def remarkable(self, *, injects: bool = True) -> list[dict[str, Any]]:
-        """Trials in which something went wrong."""
-        keys = ("wrong", "hung", "polluted", "left", *(() if injects else ("failed",)))
-        return [line for line in self.lines if any(line.get(key) for key in keys)] + self.lost
 
 
 def watch(
@@ -83,7 +86,7 @@ def watch(
     for number in range(restarts + 1):
         begun: dict[str, Any] | None = None
         first = 1 + max((int(line["begin"]) for line in found.lost), default=-1)
-        met = found.total("met") if job["campaign"] == "faults" else 0
+        met = found.done if job["campaign"] == "faults" else 0
         one = {**job, "first": first, "count": job.get("count", 0) - met, "folder": f"{job['folder']}-{number}"}
         with _Child(folder / f"{label}-{number}", one) as child:
             for line in child.lines():
@@ -95,7 +98,7 @@ def watch(
                     begun = None
                     found.lines.append(line)
                     if on_line is not None:
-                        on_line(found.total("met") if job["campaign"] == "faults" else len(found.lines))
+                        on_line(found.done)
         if found.is_complete:
             return found
         found.words = child.words()
@@ -159,7 +162,6 @@ class _Child:
                     time.sleep(0.05)
 
     def words(self) -> str:
-        """The last of what it printed."""
         return self._said.read_text(errors="replace")[-3000:]
 
 

@@ -1,8 +1,9 @@
-"""One vLLM engine in this process, stepped by hand; what it answers, counts and keeps.
+"""One vLLM engine in this process, stepped by hand: its tiny model, prompts, and what it answers, counts and keeps.
 
 Knows vLLM's public classes and the few attributes that lead from them to the connector.
 """
 
+import random
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,9 +11,75 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from lab import checkout
 from lab.faults import injection
+from lab.servers.vllm_server import connector
+
+LAYERS = 6
+_IDS = range(20, 1000)
+
+
+def make_model(folder: Path) -> Path:
+    """Saves a model with random weights, whose tokens depend on far context; `folder` again."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    shape = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=192,
+        intermediate_size=320,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=8192,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    torch.manual_seed(77)
+    model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+    for label, weight in model.named_parameters():
+        if weight.dim() == 2:
+            scale = 0.6 if "embed" in label or "lm_head" in label else weight.shape[1] ** -0.5
+            torch.nn.init.normal_(weight, 0, 2 * scale if "q_proj" in label or "k_proj" in label else scale)
+    model.save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Asked:
+    ids: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+
+
+class Texts:
+    """Random token ids, and prompts of passages that recur."""
+
+    def __init__(self, seed: int, passages: int = 6, fewest: int = 64, most: int = 140) -> None:
+        self.rng = random.Random(seed)
+        self.passages = [self.ids(self.rng.randint(fewest, most)) for _ in range(passages)]
+
+    def ids(self, tokens: int) -> tuple[int, ...]:
+        return tuple(self.rng.choices(_IDS, k=tokens))
+
+    def asked(self, front: Sequence[int], passages: int, question: int = 12) -> Asked:
+        """Plain text, some of the passages in random order, a question."""
+        return joined(front, self.rng.sample(self.passages, passages), self.ids(question))
+
+    def all_passages(self) -> Asked:
+        """A prompt of every passage, which fills a store."""
+        return joined(self.ids(9), self.passages, self.ids(9))
+
+
+def joined(front: Sequence[int], passages: Sequence[Sequence[int]], question: Sequence[int]) -> Asked:
+    ids, spans = list(front), []
+    for passage in passages:
+        spans.append((len(ids), len(ids) + len(passage)))
+        ids += passage
+    return Asked((*ids, *question), tuple(spans))
+
 
 Answer = dict[str, Any]
 """`tokens` of the answer, and `logprobs` of the likeliest tokens, a mapping for each token."""
@@ -27,11 +94,6 @@ PATIENT_S = 60.0
 """Seconds that a look-up may take where every request has to be blended."""
 
 _EXTENSION = f"{injection.__name__}.{injection.Faults.__name__}"
-_CONNECTOR = {
-    "kv_connector": "CacheBlendConnector",
-    "kv_connector_module_path": "cacheblend.engines.vllm",
-    "kv_role": "kv_both",
-}
 
 
 def environment(ranks: int = 1) -> dict[str, str]:
@@ -99,17 +161,11 @@ class Engine:
         if extra is not None:
             # What is measured may be a version that is to be claimed after this; and a tiny model computes faster than
             # anything is loaded, so that the controller would have nothing blended.
-            allowed = {"allow_untested_version": True, "controller": False, **extra}
-            mine = {**_CONNECTOR, "kv_connector_extra_config": allowed}
-            if beside is None:
-                settings["kv_transfer_config"] = {**mine, "kv_load_failure_policy": "recompute"}
-            else:
-                settings["kv_transfer_config"] = {
-                    "kv_connector": "MultiConnector",
-                    "kv_role": "kv_both",
-                    "kv_load_failure_policy": "recompute",
-                    "kv_connector_extra_config": {"connectors": [beside, mine]},
-                }
+            mine = connector({"allow_untested_version": True, "controller": False, **extra})
+            if beside is not None:
+                both = {"connectors": [beside, mine]}
+                mine = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": both}
+            settings["kv_transfer_config"] = {**mine, "kv_load_failure_policy": "recompute"}
         self._llm = LLM(model=str(model), **(settings | options))
         self._engine: Any = self._llm.llm_engine
         self.beside = 0
@@ -146,15 +202,10 @@ class Engine:
     @contextmanager
     def patient(self) -> Iterator[None]:
         """Inside, requests wait for look-ups however long a busy machine takes for them."""
-        finder = self.mine._scheduling._finder
-        kept, finder._timeout_s = finder._timeout_s, PATIENT_S
-        try:
+        with patch.object(self.mine._scheduling._finder, "_timeout_s", PATIENT_S):
             yield
-        finally:
-            finder._timeout_s = kept
 
     def count_blends_beside(self) -> None:
-        """From now on `beside` counts."""
         scheduling = self.mine._scheduling
         real = scheduling.take_jobs
 
@@ -166,7 +217,6 @@ class Engine:
         scheduling.take_jobs = counted
 
     def abort(self, name: str) -> None:
-        """The client of a request went away."""
         self._engine.abort_request([name])
 
     def step(self) -> dict[str, Answer]:
@@ -175,7 +225,6 @@ class Engine:
 
     @property
     def is_busy(self) -> bool:
-        """Requests have not ended."""
         return bool(self._engine.has_unfinished_requests())
 
     def ask(self, requests: Iterable[Request]) -> dict[str, Answer]:
@@ -210,7 +259,6 @@ class Engine:
 
     @property
     def scheduler(self) -> Any:
-        """vLLM's scheduler."""
         return self._engine.engine_core.engine_core.scheduler
 
     @property
@@ -245,7 +293,6 @@ class Engine:
 
     @property
     def has_worker_processes(self) -> bool:
-        """The workers are not in this process."""
         config = self._engine.vllm_config.parallel_config
         return bool(config.distributed_executor_backend != "uni")
 

@@ -103,7 +103,6 @@ class Faults:
             arm(fault)
 
     def cacheblend_disarm(self) -> int:
-        """See `disarm`."""
         return disarm()
 
     def cacheblend_scramble(self, seed: int) -> None:
@@ -141,8 +140,10 @@ def _faulty(place: str, real: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **options: Any) -> Any:
         met = _met(place)
         if met is not None:
-            if met.get("sleep_s"):
-                _wait(met["sleep_s"], bool(met.get("until_disarmed")))
+            if met.get("until_disarmed"):
+                _released.wait(met["sleep_s"])
+            elif met.get("sleep_s"):
+                time.sleep(met["sleep_s"])
             if met.get("error"):
                 raise _error(met["error"], place)
         return real(*args, **options)
@@ -165,13 +166,6 @@ def _met(place: str) -> dict[str, Any] | None:
                 _fired += 1
                 return fault
     return None
-
-
-def _wait(seconds: float, until_disarmed: bool) -> None:
-    if until_disarmed:
-        _released.wait(seconds)
-    else:
-        time.sleep(seconds)
 
 
 def _error(name: str, place: str) -> Exception:

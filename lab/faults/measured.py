@@ -8,11 +8,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-from lab.faults.engine import PATIENT_S, Engine, Request
-from lab.faults.prompts import LAYERS, Texts, joined
+from lab.faults.engine import LAYERS, PATIENT_S, Engine, Request, Texts, joined
 
 READ_S = 1.0
 """How long a slow store takes to read a layer."""
@@ -108,14 +109,9 @@ def counted_lookups() -> Iterator[Counter[str]]:
         return call
 
     names = ("find", "held", "has_manifest", "manifests", "listing_stamp", "pinned")
-    real = {name: getattr(DiskStore, name) for name in names}
-    for name, method in real.items():
-        setattr(DiskStore, name, counting(name, method))
-    try:
+    wrapped: dict[str, Any] = {name: counting(name, getattr(DiskStore, name)) for name in names}
+    with patch.multiple(DiskStore, **wrapped):
         yield found
-    finally:
-        for name, method in real.items():
-            setattr(DiskStore, name, method)
 
 
 def equal(engine: Engine, seed: int) -> dict[str, Any]:
@@ -129,10 +125,12 @@ def equal(engine: Engine, seed: int) -> dict[str, Any]:
     """
     texts = Texts(seed, fewest=150, most=200)
     _fill(engine, texts)
+    asked = [joined(texts.ids(40), texts.passages, texts.ids(12)) for _ in range(3)]
+    one, copied, answers = (Request(f"equal-{n}", each.ids, each.spans, 1) for n, each in enumerate(asked))
     found = {
-        "one": _row_layers(engine, [_request("one", texts)]),
-        "equal requests": _row_layers(engine, _copies(_request("equal", texts), EQUAL)),
-        "answers": _row_layers(engine, [_request("answers", texts, choices=EQUAL)]),
+        "one": _row_layers(engine, [one]),
+        "equal requests": _row_layers(engine, [replace(copied, name=f"copy-{n}") for n in range(EQUAL)]),
+        "answers": _row_layers(engine, [replace(answers, choices=EQUAL)]),
     }
     most = max(found["equal requests"], found["answers"])
     return {"equal_prompts": most / found["one"], "row_layers": found}
@@ -141,37 +139,17 @@ def equal(engine: Engine, seed: int) -> dict[str, Any]:
 def _row_layers(engine: Engine, requests: Sequence[Request]) -> float:
     engine.forget()
     before = engine.counters().get("row_layers", 0.0)
-    with _scheduled(engine) as tokens:
-        engine.ask(requests)
-    blended = engine.counters().get("row_layers", 0.0) - before
-    return blended + LAYERS * sum(max(0, count - _BLOCK_SIZE) for count in tokens.values())
-
-
-@contextmanager
-def _scheduled(engine: Engine) -> Iterator[Counter[str]]:
-    """Tokens that vLLM computes itself, by request."""
-    scheduler, found = engine.scheduler, Counter[str]()
-    real = scheduler.schedule
+    own, real = Counter[str](), engine.scheduler.schedule  # tokens that vLLM computes itself, by request
 
     def schedule(*args: Any, **options: Any) -> Any:
         output = real(*args, **options)
-        found.update(output.num_scheduled_tokens)
+        own.update(output.num_scheduled_tokens)
         return output
 
-    scheduler.schedule = schedule
-    try:
-        yield found
-    finally:
-        scheduler.schedule = real
-
-
-def _request(name: str, texts: Texts, choices: int = 1) -> Request:
-    asked = joined(texts.ids(40), texts.passages, texts.ids(12))
-    return Request(name, asked.ids, asked.spans, 1, choices=choices)
-
-
-def _copies(request: Request, count: int) -> list[Request]:
-    return [Request(f"{request.name}-{n}", request.ids, request.spans, request.tokens) for n in range(count)]
+    with patch.object(engine.scheduler, "schedule", schedule):
+        engine.ask(requests)
+    blended = engine.counters().get("row_layers", 0.0) - before
+    return blended + LAYERS * sum(max(0, count - _BLOCK_SIZE) for count in own.values())
 
 
 def _fill(engine: Engine, texts: Texts) -> None:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lab.faults.engine import PATIENT_S, Answer, Engine, Request, is_same
-from lab.faults.prompts import Asked, Texts, joined
+from lab.faults.engine import PATIENT_S, Answer, Engine, Request, Texts, is_same, joined
 
 BLOCKS = 160
 """Of the KV cache: enough for the largest scene, and few enough to be filled with random numbers quickly."""
@@ -36,6 +35,9 @@ class Setting:
     plain_tokens: int = 3
     is_beside_another: bool = False
     budget_row_layers: int | None = None
+
+    def scenes(self, seed: int, count: int) -> "list[Scene]":
+        return draw(seed, count, self.engine["block_size"], plain_tokens=self.plain_tokens)
 
 
 SETTINGS = {
@@ -113,10 +115,12 @@ def _scene(texts: Texts, number: int, block_size: int, plain_tokens: int) -> Sce
         *(_arrival(texts, f"plain-{number}-{i}", ids, (), plain_tokens) for i, ids in enumerate(plain)),
     ]
     rng.shuffle(arrivals)
-    later = [
-        Request(f"later-{number}-{i}", ids) for i, ids in enumerate(_could_be_polluted(texts, front, more, blended))
-    ]
-    return Scene(tuple(arrivals), tuple(later))
+    # Plain requests over the texts of the scene, which could be polluted: their front, and prompts cut anywhere.
+    later = [(*front, *more, *texts.ids(8)), (*front, *texts.ids(5))]
+    for one in blended:
+        cut = rng.randint(len(front), len(one.ids))
+        later += [one.ids, (*one.ids[:cut], *texts.ids(3))]
+    return Scene(tuple(arrivals), tuple(Request(f"later-{number}-{i}", ids) for i, ids in enumerate(later)))
 
 
 def _arrival(
@@ -128,18 +132,6 @@ def _arrival(
     return Arrival(Request(name, tuple(ids), spans, tokens), step, aborted, is_plain=spans == ())
 
 
-def _could_be_polluted(
-    texts: Texts, front: Sequence[int], more: Sequence[int], blended: Sequence[Asked]
-) -> list[tuple[int, ...]]:
-    """Prompts of plain requests over the texts of a scene: their front, and prompts cut anywhere."""
-    rng = texts.rng
-    found = [(*front, *more, *texts.ids(8)), (*front, *texts.ids(5))]
-    for one in blended:
-        cut = rng.randint(len(front), len(one.ids))
-        found += [one.ids, (*one.ids[:cut], *texts.ids(3))]
-    return found
-
-
 def plain_twins(scenes: Sequence[Scene]) -> list[Request]:
     """All requests of the scenes as plain ones: what a vLLM without the plug-in is asked."""
     return [replace(request, spans=()) for scene in scenes for request in scene.requests]
@@ -148,15 +140,10 @@ def plain_twins(scenes: Sequence[Scene]) -> list[Request]:
 # ---- the campaign -------------------------------------------------------------------------------------------
 
 
-def scenes_of(setting: Setting, seed: int, count: int) -> list[Scene]:
-    """The scenes of an engine."""
-    return draw(seed, count, setting.engine["block_size"], plain_tokens=setting.plain_tokens)
-
-
 def right_answers(model: Path, settings: Sequence[Setting], seed: int, count: int) -> dict[str, Answer]:
     """What vLLM without the plug-in answers, by request; `key_of` names requests of several settings."""
     engine = Engine(model, None, enable_prefix_caching=False)
-    twins = {key_of(r): r for s in settings for r in plain_twins(scenes_of(s, seed, count))}
+    twins = {key_of(r): r for s in settings for r in plain_twins(s.scenes(seed, count))}
     asked = [replace(request, name=str(number)) for number, request in enumerate(twins.values())]
     answers = engine.ask(asked)
     return {key: answers[str(number)] for number, key in enumerate(twins)}
@@ -196,7 +183,7 @@ def play(
     fill = Texts(seed).all_passages()
     engine.fill(fill.ids, fill.spans)
     engine.count_blends_beside()
-    for number, scene in enumerate(scenes_of(setting, seed, count)):
+    for number, scene in enumerate(setting.scenes(seed, count)):
         if number < first:
             continue
         yield {"begin": number}

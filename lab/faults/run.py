@@ -6,9 +6,8 @@ Runs the programs of `lab.faults` in child processes, one engine each. Imports n
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from cacheblend.engines.provenance import stamp
 from lab.bench import AdvanceStage, silent
 from lab.faults import pollution, trials
 from lab.faults.children import Watched, watch
+from lab.faults.engine import make_model
 from lab.faults.measured import MEASURES
-from lab.faults.prompts import make_model
 from lab.servers.vllm_server import check_installed, version_of_vllm
 
 STAGES = (*MEASURES, "pollution", "faults")
@@ -101,9 +100,6 @@ def _figures(found: dict[str, dict[str, Any]]) -> dict[str, float]:
     return figures
 
 
-# ---- campaigns ----------------------------------------------------------------------------------------------
-
-
 def _measured(
     model: Path, folder: Path, settings: Settings, measures: Sequence[str], advance: AdvanceStage
 ) -> dict[str, dict[str, Any]]:
@@ -125,58 +121,58 @@ def _measured(
 def _pollution(model: Path, folder: Path, settings: Settings, advance: AdvanceStage) -> dict[str, Any]:
     names = settings.chosen(list(pollution.SETTINGS))
     chosen = [pollution.SETTINGS[name] for name in names]
-    count = _scenes_needed(chosen, settings)
+    wanted = 2 * settings.tried  # plain answers are compared in all, at least
+    most = 1 + wanted // len(chosen)  # each scene compares some
+    scenes = ([s.compared for s in each.scenes(settings.seed, most)] for each in chosen)
+    totals = accumulate(sum(each) for each in zip(*scenes, strict=True))
+    count = next(count for count, total in enumerate(totals, 1) if total >= wanted)
     job = {"model": str(model), "seed": settings.seed, "count": count}
     asked = {**job, "campaign": "right answers", "folder": "", "settings": names}
     right = watch(folder, asked, "right answers", restarts=0)
     if not right.is_complete:
         raise InvalidInputError(f"vLLM without the plug-in did not answer:\n{right.words}")
     (folder / "right.json").write_text(json.dumps(right.lines[0]["answers"]))
-    found: dict[str, Watched] = {}
-    for place, name in enumerate(names):
-        child = {**job, "campaign": "pollution", "setting": name, "right": str(folder / "right.json")}
-        child["folder"] = str(folder / f"store-{place}")
-        told = partial(_tell, advance, "pollution", sum(len(each.lines) for each in found.values()), count * len(names))
-        found[name] = watch(folder, child, name, on_line=told)
-    result = _summary(found, ("tried", "polluted", "wrong", "blended", "beside"), injects=False)
-    return {**result, "failed": dict(sum((each.failed for each in found.values()), Counter[str]()))}
-
-
-def _scenes_needed(chosen: Sequence[pollution.Setting], settings: Settings) -> int:
-    """Scenes of each engine, so that enough plain answers are compared in all."""
-    wanted = 2 * settings.tried
-    most = 1 + wanted // len(chosen)  # each scene compares some
-    compared = zip(
-        *([s.compared for s in pollution.scenes_of(each, settings.seed, most)] for each in chosen), strict=True
-    )
-    totals = accumulate(sum(each) for each in compared)
-    return next(count for count, total in enumerate(totals, 1) if total >= wanted)
+    jobs = {name: {**job, "right": str(folder / "right.json")} for name in names}
+    keys = ("tried", "polluted", "wrong", "blended", "beside")
+    found, result = _watched("pollution", jobs, folder, count * len(names), keys, advance)
+    return {**result, "failed": dict(sum((each.failed for each in found), Counter[str]()))}
 
 
 def _faults(model: Path, folder: Path, settings: Settings, advance: AdvanceStage) -> dict[str, Any]:
     names = settings.chosen(list(trials.SETTINGS))
     shares = sum(trials.SETTINGS[name].share for name in names)
-    found: dict[str, Watched] = {}
-    for place, name in enumerate(names):
+    jobs = {}
+    for name in names:
         setting = trials.SETTINGS[name]
         count = -int(-settings.tried * setting.share / shares // 1)
-        child: dict[str, Any] = {"campaign": "faults", "model": str(model), "folder": str(folder / f"faults-{place}")}
-        child |= {"setting": name, "seed": settings.seed, "count": count, "ranks": setting.ranks}
-        told = partial(_tell, advance, "faults", sum(each.total("met") for each in found.values()), settings.tried)
-        found[name] = watch(folder, child, name, on_line=told)
-    result = _summary(found, ("met", "wrong", "left"))
-    lost = sum(each.ended + each.hung for each in found.values())  # these trials wrote nothing
+        jobs[name] = {"model": str(model), "seed": settings.seed, "count": count, "ranks": setting.ranks}
+    found, result = _watched("faults", jobs, folder, settings.tried, ("met", "wrong", "left"), advance)
+    lost = sum(each.ended + each.hung for each in found)  # these trials wrote nothing
     return {"tried": result.pop("met") + lost, **result}
 
 
-def _tell(advance: AdvanceStage, campaign: str, before: int, total: int, done: int) -> None:
-    advance(campaign, min(total, before + done), total)
+def _watched(
+    campaign: str,
+    jobs: Mapping[str, dict[str, Any]],
+    folder: Path,
+    total: int,
+    keys: Sequence[str],
+    advance: AdvanceStage,
+) -> tuple[list[Watched], dict[str, Any]]:
+    """The engines of a campaign, by the names of their settings, one after the other; counts of all and of each."""
+    found: dict[str, Watched] = {}
+    counts: dict[str, dict[str, int]] = {}
+    for place, (name, job) in enumerate(jobs.items()):
+        before = sum(each.done for each in found.values())
 
+        def told(done: int, before: int = before) -> None:
+            advance(campaign, min(total, before + done), total)
 
-def _summary(found: dict[str, Watched], keys: Sequence[str], *, injects: bool = True) -> dict[str, Any]:
-    counts = {name: {key: each.total(key) for key in keys} for name, each in found.items()}
-    for name, each in found.items():
+        child = {**job, "campaign": campaign, "setting": name, "folder": str(folder / f"{campaign}-{place}")}
+        found[name] = each = watch(folder, child, name, on_line=told)
+        counts[name] = {key: each.total(key) for key in keys}
         counts[name] |= {"ended": each.ended, "hung": each.hung + each.total("hung")}
     totals = {key: sum(each[key] for each in counts.values()) for key in (*keys, "ended", "hung")}
+    injects = campaign not in QUIET
     engines = {name: {**counts[name], **each.described(injects=injects)} for name, each in found.items()}
-    return {**totals, "engines": engines}
+    return list(found.values()), {**totals, "engines": engines}

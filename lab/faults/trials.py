@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.faults import injection
-from lab.faults.engine import Answer, Engine, Request, is_same
-from lab.faults.prompts import Asked, Texts, joined
+from lab.faults.engine import Answer, Asked, Engine, Request, Texts, is_same, joined
 
 LONGEST_STEP_S = 15.0
 """An engine step that takes longer hangs; so does a request that has not ended after `LONGEST_REQUEST_S`."""
@@ -70,6 +69,21 @@ class Trial:
     what: str = ""
     longest_step_s: float = 0.0
     is_hung: bool = False
+
+    def draw_requests(self, pool: list[tuple[Asked, list[Answer]]], number: int) -> None:
+        """Requests for some of the prompts, the same one several times now and then; some of them are plain."""
+        rng, most = self.rng, self.setting.most_requests
+        chosen = rng.choices(pool, k=rng.randint(max(1, most // 3), most))
+        for place, (asked, right) in enumerate(chosen):
+            name, spans = f"{MARK}{number}-{place}", rng.choice([None, asked.spans, asked.spans])
+            if place and rng.random() < 0.25:
+                spans, right = (), right[:1]
+            self.requests.append(Request(name, asked.ids, spans, self.setting.answer_tokens))
+            self.right[name] = right
+        self.engine.scramble(number)
+        if rng.random() < 0.5:  # vLLM holds what stands in front of the first passage
+            first = chosen[0][0]
+            self.engine.ask([Request(f"{MARK}{number}-front", (*first.ids[: first.spans[0][0]], 7), (), 1)])
 
     def play(self, *, on_step: Callable[[int], None] | None = None) -> dict[str, Answer]:
         """Steps until all requests have ended; `on_step` is called in front of each step with its number."""
@@ -274,6 +288,7 @@ def restore(kept: Path, store: Path) -> None:
 # ---- the campaign -------------------------------------------------------------------------------------------
 
 _CHECK_LEFT_EVERY = 10
+"""Trials after which it is looked what ended requests left behind: blocks of the KV cache, names in the connector."""
 _FEW_BLOCKS = {"num_gpu_blocks_override": 44, "max_model_len": 1024}
 _TWO_RANKS = {"tensor_parallel_size": 2}
 SETTINGS = {
@@ -305,11 +320,16 @@ def run(model: Path, store: Path, name: str, seed: int, count: int, first: int) 
         rng = random.Random(f"{seed} {number}")
         kind = rng.choices(list(setting.kinds), list(setting.kinds.values()))[0]
         yield {"begin": number, "kind": kind}
-        trial = _trial_of(engine, store, setting, texts, rng, list(zip(pool, right, strict=True)), number)
+        trial = Trial(engine, store, setting, texts, rng, [], {})
+        trial.draw_requests(list(zip(pool, right, strict=True)), number)
         result = {"trial": number, "kind": kind, **_tried(trial, kind)}
         restore(kept, store)
         if number % _CHECK_LEFT_EVERY == 0:
-            result |= _left(engine)
+            for _ in range(3):
+                engine.step()
+            used, held = engine.used_blocks(), engine.leftovers([MARK])
+            if used or held:
+                result |= {"left": used + len(held), "leftovers": [f"{used} blocks", *held[:5]]}
         met += result["met"]
         number += 1
         yield result
@@ -342,31 +362,6 @@ def _loaded_tokens(engine: Engine) -> float:
     return sum(value for name, value in engine.counters().items() if name.startswith("hit_tokens"))
 
 
-def _trial_of(
-    engine: Engine,
-    store: Path,
-    setting: Setting,
-    texts: Texts,
-    rng: random.Random,
-    pool: list[tuple[Asked, list[Answer]]],
-    number: int,
-) -> Trial:
-    """Requests for some of the prompts, the same one several times now and then; some of them are plain."""
-    trial = Trial(engine, store, setting, texts, rng, [], {})
-    chosen = rng.choices(pool, k=rng.randint(max(1, setting.most_requests // 3), setting.most_requests))
-    for place, (asked, right) in enumerate(chosen):
-        name, spans = f"{MARK}{number}-{place}", rng.choice([None, asked.spans, asked.spans])
-        if place and rng.random() < 0.25:
-            spans, right = (), right[:1]
-        trial.requests.append(Request(name, asked.ids, spans, setting.answer_tokens))
-        trial.right[name] = right
-    engine.scramble(number)
-    if rng.random() < 0.5:  # vLLM holds what stands in front of the first passage
-        first = chosen[0][0]
-        engine.ask([Request(f"{MARK}{number}-front", (*first.ids[: first.spans[0][0]], 7), (), 1)])
-    return trial
-
-
 def _tried(trial: Trial, kind: str) -> dict[str, Any]:
     answers = KINDS[kind](trial)
     trial.engine.settle()
@@ -384,11 +379,3 @@ def _tried(trial: Trial, kind: str) -> dict[str, Any]:
         "hung": int(trial.is_hung or any(name not in answers for name in stayed)),
         "longest_step_s": round(trial.longest_step_s, 3),
     }
-
-
-def _left(engine: Engine) -> dict[str, Any]:
-    """What ended requests left behind: blocks of the KV cache, names in the connector."""
-    for _ in range(3):
-        engine.step()
-    used, held = engine.used_blocks(), engine.leftovers([MARK])
-    return {"left": used + len(held), "leftovers": [f"{used} blocks", *held[:5]]} if used or held else {}

@@ -45,7 +45,6 @@ class Rows:
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
         return self.query.shape[0] // self.keys.shape[0]
 
     @cached_property
@@ -60,7 +59,6 @@ class Rows:
 
     @property
     def rows_first(self) -> torch.Tensor:
-        """The query as [rows, heads, head_dim]."""
         return self.query.transpose(0, 1).contiguous()
 
 

@@ -63,7 +63,6 @@ DRY = Sizes(length=256, rows=40, heads=4, kv_heads=2, head_dim=32, block=64, dty
 
 @torch.no_grad()
 def measure(bench: Bench) -> Found:
-    """See `run.PARTS`."""
     sizes = DRY if bench.dry_run else Sizes()
     torch.manual_seed(0)
     served = serve(bench.device, sizes.dtype)
@@ -133,8 +132,11 @@ def _by_copy(bench: Bench, sizes: Sizes, nbytes: int, taken_s: float) -> dict[st
 
 def measure_attention(bench: Bench, sizes: Sizes) -> Found:
     """Every way by the rows' layout, and causal attention of a whole, shorter prompt with as many FLOPs."""
-    found: Found = {}
-    for layout, positions in _layouts(sizes).items():
+    draw, found = torch.Generator().manual_seed(0), Found()
+    scattered = torch.randperm(sizes.length, generator=draw)[: sizes.rows].sort().values
+    starts = RUN * torch.randperm(sizes.length // RUN, generator=draw)[: -(-sizes.rows // RUN)].sort().values
+    runs = (starts[:, None] + torch.arange(RUN)).flatten()[: sizes.rows]
+    for layout, positions in {"scattered": scattered, f"runs of {RUN}": runs}.items():  # ascending
         bench.progress(f"kernels: attention, {layout}")
         flops = 4.0 * sizes.heads * sizes.head_dim * float((positions + 1).sum())
         flash = _flash(bench, sizes, flops)
@@ -155,15 +157,6 @@ def measure_attention(bench: Bench, sizes: Sizes) -> Found:
         del rows, expected, query, keys, values
         free(bench.device)
     return found
-
-
-def _layouts(sizes: Sizes) -> dict[str, torch.Tensor]:
-    """Ascending positions [rows] of each layout."""
-    draw = torch.Generator().manual_seed(0)
-    scattered = torch.randperm(sizes.length, generator=draw)[: sizes.rows].sort().values
-    starts = RUN * torch.randperm(sizes.length // RUN, generator=draw)[: -(-sizes.rows // RUN)].sort().values
-    runs = (starts[:, None] + torch.arange(RUN)).flatten()[: sizes.rows]
-    return {"scattered": scattered, f"runs of {RUN}": runs}
 
 
 def _measure_way(

@@ -28,7 +28,6 @@ def points_of(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def failures(result: dict[str, Any]) -> dict[str, str]:
-    """What went wrong, by part."""
     return {name: found["error"] for name, found in result["parts"].items() if "error" in found}
 
 
@@ -65,7 +64,6 @@ def _figures(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
 
 
 def page(result: dict[str, Any]) -> str:
-    """The whole result in Markdown."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     parts = [
         f"# CUDA: {title(result)}",
@@ -124,17 +122,15 @@ def _kernels(found: dict[str, Any]) -> list[str]:
         parts.append(markdown_table(("bytes moved",), ("us", "GB/s", "of a copy"), rows))
     for layout, of in found.get("attention", {}).items():
         columns = ("attention by",), ("ms", "once a pass, ms", "TFLOP/s", "of flash attention")
-        ways = [_way(*each) for each in of["ways"].items()]
+        ways: list[tuple[str, ...]] = []
+        for name, way in of["ways"].items():
+            cells = [f"skipped: {way.get('skipped')}", "", "", ""]
+            if "skipped" not in way:
+                cells = [f"{1e3 * way['s']:.3f}", f"{1e3 * way['setup_s']:.2f}"]
+                cells += [f"{way['flops_per_s'] / 1e12:.1f}", f"{way['of_flash']:.2f}"]
+            ways.append((f"**{name}**" if name == OURS else name, *cells))
         parts += [f"Attention of rows, {layout}:", markdown_table(*columns, ways)]
     return parts
-
-
-def _way(name: str, found: dict[str, Any]) -> tuple[str, ...]:
-    name = f"**{name}**" if name == OURS else name
-    if "skipped" in found:
-        return name, f"skipped: {found['skipped']}", "", "", ""
-    times = f"{1e3 * found['s']:.3f}", f"{1e3 * found['setup_s']:.2f}"
-    return name, *times, f"{found['flops_per_s'] / 1e12:.1f}", f"{found['of_flash']:.2f}"
 
 
 # ---- pictures -----------------------------------------------------------------------------------------------

@@ -129,8 +129,6 @@ def run(
 
 
 class Run:
-    """One run, and its result so far."""
-
     def __init__(self, until: float, dry_run: bool, progress: Progress, save: Callable[[Result], None]) -> None:
         self._begun, self._until, self._dry_run = time.monotonic(), until, dry_run
         self._progress, self._save = progress, save

@@ -39,11 +39,7 @@ class _Traced(MemoryStore):
         self.reads: list[tuple[float, float]] = []
 
     def read_layers(
-        self,
-        names: Any,
-        layers: range,
-        heads: slice | None = None,
-        memory: RecordMemory | None = None,
+        self, names: Any, layers: range, heads: slice | None = None, memory: RecordMemory | None = None
     ) -> list[list[torch.Tensor] | BlockLostError]:
         started = time.perf_counter()
         try:
@@ -56,21 +52,15 @@ class _Traced(MemoryStore):
 def measure(bench: Bench) -> dict[str, Any]:
     """See `run.PARTS`: `slices` of a pass of 16,384 tokens, and what share of each lane the pass took."""
     bench.progress("timeline")
-    settings = (
-        TtftSettings(shape="tiny", chunks=4, chunk_tokens=64)
-        if bench.dry_run
-        else TtftSettings(shape="llama-3.1-8b", chunks=32)
-    )
+    settings = TtftSettings(shape="llama-3.1-8b", chunks=32)
+    if bench.dry_run:
+        settings = TtftSettings(shape="tiny", chunks=4, chunk_tokens=64)
     draw = random.Random(0)
     model = build_shape(settings.shape or "", device=str(bench.device))
     is_cuda = bench.device.type == "cuda"
     store = _Traced(PageLocked() if is_cuda else HERE)
-    with (
-        store,
-        BlendEngine(
-            model, None, store=store, config=BlendConfig(capture=False), fingerprint="bench", name="bench"
-        ) as engine,
-    ):
+    config = BlendConfig(capture=False)
+    with store, BlendEngine(model, store=store, config=config, fingerprint="bench", name="bench") as engine:
         chunks = open_chunks(settings, engine, draw)
         engine.warm(chunks)
         prompts = [draw_prompt(settings, chunks, engine.survey.vocab_size, draw) for _ in range(3)]
@@ -88,7 +78,8 @@ def measure(bench: Bench) -> dict[str, Any]:
     reads = [(start - begun, end - begun) for start, end in store.reads]
     found = slices_of(seen.events() or [], reads, is_cuda=is_cuda)
     last = max((each.end_s for each in found), default=0.0)
-    busy = {lane: _covered([each for each in found if each.lane == lane]) for lane in LANES}
+    covered = _joined(found, 0.0)  # slices in which at least one of a lane is under way
+    busy = {lane: sum(each.end_s - each.start_s for each in covered if each.lane == lane) for lane in LANES}
     return {
         "tokens": settings.prompt_tokens,
         "seconds": last,
@@ -131,8 +122,3 @@ def _joined(slices: list[Slice], gap_s: float = 2e-5) -> list[Slice]:
         else:
             joined.append(each)
     return joined
-
-
-def _covered(slices: list[Slice]) -> float:
-    """Seconds in which at least one of them is under way."""
-    return sum(each.end_s - each.start_s for each in _joined(slices, 0.0))

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -24,7 +23,6 @@ from transformers import PreTrainedModel
 from cacheblend.bench.ttft import Arm, TtftSettings, draw_prompt, open_chunks, summary, timed
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import full_recompute, fused
 from cacheblend.engines.hf.compilation import compile_layers
@@ -138,7 +136,6 @@ def open_engines(model: PreTrainedModel, device: torch.device, *, compiled: bool
 
 
 def measure(bench: Bench) -> Found:
-    """See `run.PARTS`."""
     return _measure(DRY if bench.dry_run else POINTS, "ttft", bench)
 
 
@@ -203,7 +200,13 @@ def _measure_point(point: Point, name: str, engines: Engines, found: Found, benc
         prompt = draw_prompt(settings, chunks, engines.first.survey.vocab_size, draw)
         for arm in list(arms):
             try:
-                _time(arm, prompt, engines.model, point.tokens, counts=run > 0)
+                with arm.around():
+                    seconds, report = timed(arm, prompt, engines.model)
+                if report is not None and report.loaded_tokens < point.tokens:
+                    raise _NotLoadedError(f"its store had {report.loaded_tokens} of {point.tokens} tokens")
+                if run:
+                    arm.seconds.append(seconds)
+                    arm.reports += [report] if report else []
             except Exception as error:
                 _drop([arm], arms, name, error, found, bench)
         longest = max(longest if run > 1 else 0.0, time.monotonic() - begun)  # kernels are compiled in the first
@@ -212,16 +215,6 @@ def _measure_point(point: Point, name: str, engines: Engines, found: Found, benc
 
 class _NotLoadedError(Exception):
     """A store did not hold what it was given, so that its arm would measure something else."""
-
-
-def _time(arm: TimedArm, prompt: Prompt, model: PreTrainedModel, tokens: int, *, counts: bool) -> None:
-    with arm.around():
-        seconds, report = timed(arm, prompt, model)
-    if report is not None and report.loaded_tokens < tokens:
-        raise _NotLoadedError(f"its store had {report.loaded_tokens} of {tokens} tokens")
-    if counts:
-        arm.seconds.append(seconds)
-        arm.reports += [report] if report else []
 
 
 def _drop(
@@ -237,9 +230,6 @@ def _drop(
             found["error"] = "\n".join([*found.get("error", "").splitlines(), f"{name}, {arm.label}:", *lines])
     error.__traceback__ = None  # its frames hold tensors
     free(bench.device)
-
-
-# ---- engines and arms ----------------------------------------------------------------------------------------------
 
 
 def _arms(engines: Engines) -> list[TimedArm]:
@@ -292,9 +282,6 @@ def _cold(engines: Engines) -> Iterator[None]:
     yield
 
 
-# ---- results ------------------------------------------------------------------------------------------------
-
-
 def _add(point: Point, arms: list[TimedArm], engines: Engines, found: Found) -> None:
     measured = [arm for arm in arms if arm.seconds]
     full = [arm for arm in measured if arm.name.startswith("full")]
@@ -308,17 +295,12 @@ def _add(point: Point, arms: list[TimedArm], engines: Engines, found: Found) -> 
     is_checked = all(is_cached(file) is not None for file in engines.files()[:1])
     facts = {"shape": point.shape, "tokens": point.tokens, "cold_is_checked": is_checked}
     found["points"].append(facts | {"arms": summaries})
-    found["figures"] |= _figures(point, summaries)
-
-
-def _figures(point: Point, arms: list[dict[str, Any]]) -> dict[str, float]:
-    """Those of a point with a key, from page-locked memory."""
-    blends = {arm["ratio"]: arm for arm in arms if arm["store"] == STORES[0] and arm["speedup_vs_full"] is not None}
-    figures = {}
+    # Figures are those of a point with a key, from page-locked memory.
+    timed_by_full = [each for each in summaries if each["speedup_vs_full"] is not None]
+    blends, figures = {each["ratio"]: each for each in timed_by_full if each["store"] == STORES[0]}, found["figures"]
     if point.key and 0.15 in blends:
         figures[f"ttft_speedup_{point.key}"] = float(blends[0.15]["speedup_vs_full"])
         if point.key == "16k":
             figures["of_limit_16k"] = figures["ttft_speedup_16k"] / blends[0.15]["row_layer_limit"]
     if point.key == "16k" and 0.05 in blends:
         figures["ttft_speedup_16k_r05"] = float(blends[0.05]["speedup_vs_full"])
-    return figures

@@ -4,14 +4,17 @@
 twice, the second time with explicit attention weights for every row.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from math import inf, nan
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
+from rich.table import Table
 
 from cacheblend.core.errors import InvalidInputError, PromptTooLongError
 from cacheblend.core.plan.prompt import Prompt
@@ -20,10 +23,12 @@ from cacheblend.data import QuestionRow
 from cacheblend.engines.hf import BlendEngine, Passage
 from cacheblend.evaluation.bootstrap import Values, bootstrap_means
 from cacheblend.evaluation.methods import Fused, Method
+from cacheblend.evaluation.plots import whole_numbers
 from cacheblend.evaluation.records import folder_name
+from cacheblend.evaluation.report import Figure, method_table, number_text
 from cacheblend.evaluation.runner import Settings
 from lab import checkout
-from lab.bench import Advance, silent
+from lab.bench import Advance, picture, silent
 from lab.inspection.deviation import (
     attention_deviation_by_layer,
     kv_deviation_by_layer,
@@ -95,7 +100,7 @@ def measure_deviations(
     with checkout.Kept(None if folder is None else folder / folder_name("deviations", config), config) as kept:
         for done, (number, k, prompt) in enumerate(prompts, start=1):
             measure = partial(prompt_deviations, engine, prompt, selectors)
-            plain = kept.get(f"row {number}, {k} passages", lambda: _plain(measure()))  # noqa: B023
+            plain = kept.get(f"row {number}, {k} passages", lambda: {n: _lists(of) for n, of in measure().items()})  # noqa: B023
             found[k].append({name: np.array(of, dtype=np.float64) for name, of in plain.items()})
             advance(done, len(prompts))
     return Deviations(count, found)
@@ -164,9 +169,6 @@ def by_layer(
     }
 
 
-# ---- inside -------------------------------------------------------------------------------------------------
-
-
 def _prompts(
     engine: BlendEngine, rows: Sequence[QuestionRow], settings: Settings, top_k: int | None
 ) -> Iterator[tuple[int, Prompt]]:
@@ -191,16 +193,121 @@ def _mean(values: Values) -> Values:
 
 def _figure(ends: Values) -> dict[str, Any]:
     """From [3 (mean, low, high), layers + 1], where the last column is the mean over layers."""
-    plain = [[None if np.isnan(value) else float(value) for value in line] for line in ends]
+    plain = _lists(ends)
     keys = ("mean", "low", "high")
     layers = {key: line[:-1] for key, line in zip(keys, plain, strict=True)}
     return layers | {"over_layers": {key: line[-1] for key, line in zip(keys, plain, strict=True)}}
 
 
-CODE = tuple(f"inspection/{name}.py" for name in ("deviations", "deviation", "observation", "parts"))
+CODE = tuple(f"inspection/{name}.py" for name in ("deviations", "deviation", "observation"))
 """The code whose results are kept: what other code measured is measured again."""
 
 
-def _plain(methods: Mapping[str, Values]) -> dict[str, Any]:
-    """Nested lists with None in place of NaN, for JSON."""
-    return {name: [[None if np.isnan(v) else v for v in line] for line in of.tolist()] for name, of in methods.items()}
+def _lists(values: Values) -> list[list[float | None]]:
+    """For JSON, with None in place of NaN."""
+    return [[None if np.isnan(value) else value for value in line] for line in values.tolist()]
+
+
+def table(summary: dict[str, Any]) -> Table:
+    """A line for each method of which deviation was measured."""
+    measured = [method for method in summary["methods"] if method.get("deviation")]
+    counts = sorted({method["deviation"]["rows"] for method in measured})
+
+    def mean(measure: str) -> Callable[[Figure], str]:
+        return lambda method: number_text(method["deviation"][measure]["over_layers"]["mean"], ".3f")
+
+    def largest(measure: str) -> Callable[[Figure], str]:
+        def text(method: Figure) -> str:
+            known = [(v, layer) for layer, v in enumerate(method["deviation"][measure]["mean"]) if v is not None]
+            return "{:.3f}, {:>2}".format(*max(known)) if known else ""
+
+        return text
+
+    return method_table(
+        f"Deviation from full recompute, {' or '.join(map(str, counts))} rows",
+        summary | {"methods": measured},
+        {
+            "KV": mean("kv"),
+            "KV at most": largest("kv"),
+            "attention": mean("attention"),
+            "at most": largest("attention"),
+        },
+        "KV of the loaded tokens; the question's attention to its context; both relative to full recompute: "
+        "mean over layers, and the largest value with its layer; 0 is exact",
+    )
+
+
+def notes(summary: dict[str, Any]) -> list[str]:
+    """Rows that were asked for and not measured, and why."""
+    lines = []
+    for at in summary.get("deviation", {"prompts": []})["prompts"]:
+        of = "" if at["top_k"] is None else f" with {at['top_k']} passages"
+        taken = at["rows"] + at["nothing_loaded"]
+        if taken < summary["deviation"]["asked"]:
+            lines.append(f"deviation: {summary['deviation']['asked']} rows were requested, {taken}{of} are available")
+        if at["nothing_loaded"]:
+            lines.append(
+                f"deviation: in {at['nothing_loaded']} of {taken} rows{of} nothing is loaded at a new position, so "
+                "there is nothing to measure"
+            )
+    return lines
+
+
+FILE = "deviation.png"
+MOST_METHODS = 8
+COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:pink", "navy", "goldenrod")
+REUSE = "tab:red"
+PANELS = {
+    "kv": ("KV of the loaded tokens", "KV deviation / norm in full recompute"),
+    "attention": ("The question's attention to its context", "attention deviation / norm in full recompute"),
+}
+
+
+def draw_deviation(summary: dict[str, Any], folder: Path, *, data: str = "") -> list[Path]:
+    """Draws `FILE` for the largest `top_k` and the first `MOST_METHODS` methods; no file without deviations.
+
+    KV is on the left, the question's attention on the right. `data`: its name, for the title.
+    """
+    measured = [method for method in summary["methods"] if method.get("deviation")]
+    if not measured:
+        return []
+    widest = max((method["top_k"] for method in measured), key=lambda k: inf if k is None else k)
+    methods, file = [method for method in measured if method["top_k"] == widest], folder / FILE
+    with picture(file, columns=len(PANELS), width=5.5, height=5.4) as panels:
+        for axes, measure in zip(panels, PANELS, strict=True):
+            _panel(axes, measure, methods[:MOST_METHODS])
+        figure = panels[0].figure
+        figure.suptitle(_title(summary, methods, data), x=0.01, ha="left", fontsize=12, parse_math=False)
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=3, fontsize=9)
+    return [file]
+
+
+def _panel(axes: Any, measure: str, methods: Sequence[dict[str, Any]]) -> None:
+    colours = iter(COLOURS)
+    for method in methods:
+        colour = REUSE if method["kind"] == "reuse" else next(colours)
+        of = {
+            key: [nan if v is None else v for v in method["deviation"][measure][key]] for key in ("mean", "low", "high")
+        }
+        layers = range(len(of["mean"]))
+        order = 3 if method["kind"] == "reuse" else 2  # above the lines of random rows, which may coincide with it
+        style = {"markersize": 3, "linewidth": 1.6, "color": colour, "zorder": order}
+        axes.plot(layers, of["mean"], "o-", **style, label=method["method"])
+        axes.fill_between(layers, of["low"], of["high"], color=colour, alpha=0.12, linewidth=0)
+    title, label = PANELS[measure]
+    axes.set(xlabel="layer", ylabel=label, ylim=(0, None))
+    axes.set_title(title)
+    whole_numbers(axes.xaxis)
+
+
+def _title(summary: dict[str, Any], methods: Sequence[dict[str, Any]], data: str) -> str:
+    k = methods[0]["top_k"]
+    parts = [
+        f"Deviation of {summary['model']} from full recompute through loaded KV",
+        data,
+        f"{methods[0]['deviation']['rows']} rows",
+        "" if k is None else f"{k} passages",
+        f"{summary['bootstrap']['level']:.0%} intervals (bootstrap)",
+        "" if len(methods) <= MOST_METHODS else f"{MOST_METHODS} of {len(methods)} methods",
+    ]
+    return fill(", ".join(filter(None, parts)), 110)

@@ -15,17 +15,30 @@ DIGITS = 5  # significant digits
 
 def summary(of: Inspection, layers: Sequence[int] | None = None) -> dict[str, Any]:
     """The figures of these layers, as shown on the terminal. Undefined values are None."""
+    methods, compared = _methods(of), {"reuse": of.reuse, "blend": of.blend}
+    means = {name: of.mean_deviation(method) for name, method in compared.items()}
+    cross = {name: of.cross_chunk(method) for name, method in methods.items()}
+    top, following = of.top_share(), of.next_correlation()
+    by_layer = [
+        {
+            "layer": layer,
+            "mean_deviation": {name: mean[layer] for name, mean in means.items()},
+            "top_share": top[layer],
+            "correlation_with_next": following[layer],
+            "attention_deviation": {name: method.attention_deviation[layer] for name, method in compared.items()},
+            "cross_chunk_attention": {name: values[layer] for name, values in cross.items()},
+        }
+        for layer in (range(of.num_layers) if layers is None else layers)
+    ]
     return {
         "model": of.model,
         "selector": of.selector,
         "prompt_tokens": len(of.tokens),
         "loaded_tokens": len(of.candidates),
         "recomputed_tokens": len(of.recomputed),
-        "compute": _plain({name: method.compute for name, method in _methods(of).items()}),
-        "first_token": {
-            name: _plain(method.agreement.to_dict()) for name, method in _methods(of).items() if method is not of.full
-        },
-        "layers": _by_layer(of, layers),
+        "compute": _plain({name: method.compute for name, method in methods.items()}),
+        "first_token": {name: _plain(method.agreement.to_dict()) for name, method in compared.items()},
+        "layers": [_plain(each) for each in by_layer],
         "attention_deviation_by_ratio": {
             name: [_point(point) for point in points] for name, points in of.curves.items()
         },
@@ -44,42 +57,16 @@ def numbers(of: Inspection) -> dict[str, Any]:
         "parts": [{"label": part.label, "is_chunk": part.is_chunk, "runs": list(part.runs)} for part in of.parts],
         "recomputed": of.recomputed.tolist(),
         "kv_norm": _plain(of.kv_norm),
-        "kv_deviation": {
-            name: _plain(method.kv_deviation) for name, method in _methods(of).items() if method is not of.full
-        },
+        "kv_deviation": {"reuse": _plain(of.reuse.kv_deviation), "blend": _plain(of.blend.kv_deviation)},
         "rank_correlation": _plain(of.correlation),
         "attention": {name: _plain(method.attention) for name, method in _methods(of).items()},
     }
 
 
-def _by_layer(of: Inspection, layers: Sequence[int] | None) -> list[dict[str, Any]]:
-    means = {name: of.mean_deviation(method) for name, method in _methods(of).items()}
-    cross = {name: of.cross_chunk(method) for name, method in _methods(of).items()}
-    top, following = of.top_share(), of.next_correlation()
-    return [
-        {
-            "layer": layer,
-            "mean_deviation": _plain({name: means[name][layer] for name in ("reuse", "blend")}),
-            "top_share": _plain(top[layer]),
-            "correlation_with_next": _plain(following[layer]),
-            "attention_deviation": _plain(
-                {name: _methods(of)[name].attention_deviation[layer] for name in ("reuse", "blend")}
-            ),
-            "cross_chunk_attention": _plain({name: values[layer] for name, values in cross.items()}),
-        }
-        for layer in (range(of.num_layers) if layers is None else layers)
-    ]
-
-
 def _point(point: CurvePoint) -> dict[str, Any]:
     deviation = point.attention_deviation
     mean = float(np.nanmean(deviation)) if np.isfinite(deviation).any() else math.nan
-    return {
-        "ratio": point.ratio,
-        "compute": _plain(point.compute),
-        "mean": _plain(mean),
-        "by_layer": _plain(deviation),
-    }
+    return {"ratio": point.ratio, **_plain({"compute": point.compute, "mean": mean, "by_layer": deviation})}
 
 
 def _methods(of: Inspection) -> dict[str, MethodView]:

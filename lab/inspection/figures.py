@@ -1,6 +1,7 @@
 """The figures of an inspection, one file each. Needs matplotlib."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +49,22 @@ def _kv_deviation(of: Inspection, layers: list[int]) -> Any:
     top = of.scale(layers)
     for axes, values in ((upper, reuse), (lower, blend)):
         image = axes.imshow(values, aspect="auto", cmap="magma", vmin=0, vmax=top, interpolation="nearest")
-        _layer_ticks(axes, layers)
+        step = max(1, round(len(layers) / 8))
+        axes.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
+        axes.set_ylabel("layer")
         axes.grid(False)
         for border in {edge for part in of.parts if part.is_chunk for run in part.runs for edge in run}:
             axes.axvline(border - 0.5, color="white", linewidth=0.9, alpha=0.8)
     share = 100 * len(of.recomputed) / len(of.candidates)
     upper.set_title("Full reuse: deviation of each token's loaded KV from full recompute (black: exact)", pad=22)
     lower.set_title(f"Blend: remaining deviation when {share:.0f} % of the loaded tokens are recomputed (blue, below)")
-    _chunk_labels(upper, of)
+    for number, part in enumerate((part for part in of.parts if part.is_chunk), start=1):
+        start, stop = part.runs[0]
+        width = int(130 * (stop - start) / len(of.tokens))  # characters that fit above the chunk's tokens
+        fitting = [text for text in (label_of(part.label), f"chunk {number}", str(number)) if len(text) <= width]
+        if fitting:
+            place = {"transform": upper.get_xaxis_transform(), "ha": "center", "va": "bottom"}
+            upper.text((start + stop) / 2, 1.02, fitting[0], fontsize=9, **place)
     strip.vlines(of.recomputed, 0, 1, color=COLOURS["blend"], linewidth=max(0.4, 600 / len(of.tokens)))
     strip.set(ylim=(0, 1), yticks=[], xlabel="token of the prompt")
     strip.grid(False)
@@ -123,23 +132,6 @@ def _rank_correlation(of: Inspection, layers: list[int]) -> Any:
     return figure
 
 
-def _chunk_labels(axes: Any, of: Inspection) -> None:
-    """Labels above the tokens, shortened to the width of their chunk."""
-    for number, part in enumerate((part for part in of.parts if part.is_chunk), start=1):
-        start, stop = part.runs[0]
-        width = int(130 * (stop - start) / len(of.tokens))  # characters
-        fitting = [text for text in (label_of(part.label), f"chunk {number}", str(number)) if len(text) <= width]
-        if fitting:
-            place = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom"}
-            axes.text((start + stop) / 2, 1.02, fitting[0], fontsize=9, **place)
-
-
-def _layer_ticks(axes: Any, layers: list[int]) -> None:
-    step = max(1, round(len(layers) / 8))
-    axes.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
-    axes.set_ylabel("layer")
-
-
 def methods_of(of: Inspection) -> dict[str, MethodView]:
     """The methods by their names in figures."""
     return {"full recompute": of.full, "full reuse": of.reuse, "blend": of.blend}
@@ -189,7 +181,8 @@ def attention_by_layer(of: Inspection, layers: list[int]) -> Any:
     axes = figure.subplots()
     name, points = next(iter(of.curves.items()), ("", []))
     drawn = of.reuse.attention_deviation, of.blend.attention_deviation
-    inner = [p for p in points if p.ratio < 1 and not any(_same(p.attention_deviation, values) for values in drawn)]
+    close = partial(np.allclose, rtol=1e-3, atol=1e-4, equal_nan=True)
+    inner = [p for p in points if p.ratio < 1 and not any(close(p.attention_deviation, values) for values in drawn)]
     _plot_method(axes, of, layers, "full reuse")
     for place, point in enumerate(inner):
         colour = colormaps["viridis"](0.15 + 0.75 * place / max(1, len(inner) - 1))
@@ -201,10 +194,6 @@ def attention_by_layer(of: Inspection, layers: list[int]) -> Any:
     axes.set_title("Deviation of the question's attention to the context from full recompute")
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     return figure
-
-
-def _same(first: Array, second: Array) -> bool:
-    return bool(np.allclose(first, second, rtol=1e-3, atol=1e-4, equal_nan=True))
 
 
 def _plot_method(axes: Any, of: Inspection, layers: list[int], name: str) -> None:

@@ -30,8 +30,16 @@ from lab.inspection.deviation import (
     relative_deviation,
     spearman_matrix,
 )
-from lab.inspection.observation import Observation, alone_mass, observe_full, observe_fused
-from lab.inspection.parts import Part, part_of_row, parts_of, token_texts
+from lab.inspection.observation import (
+    Observation,
+    Part,
+    alone_mass,
+    observe_full,
+    observe_fused,
+    part_of_row,
+    parts_of,
+    token_texts,
+)
 
 TOP_SHARE = 0.15
 LOWEST_SCALE = 0.05  # smallest end of the colour scale: deviation below it may be rounding
@@ -105,7 +113,6 @@ class Inspection:
 
     @property
     def part(self) -> npt.NDArray[np.int64]:
-        """[tokens] index of each token's part."""
         return part_of_row(self.parts, len(self.tokens))
 
     @property
@@ -215,6 +222,8 @@ def inspect_prompt(
     alone = counted(alone_mass(engine, plan))
     reuse = counted(_view(full, observe_fused(engine, prompt, NoRows()), alone))
     blend = counted(_view(full, observe_fused(engine, prompt, selector), alone))
+    correlation = spearman_matrix(reuse.kv_deviation[:, plan.candidate_rows])
+    correlation[0], correlation[:, 0] = np.nan, np.nan  # layer 0 deviates by rounding only
     return Inspection(
         model=engine.name or type(engine.model).__name__,
         selector=repr(selector),
@@ -226,7 +235,7 @@ def inspect_prompt(
         full=_view(full, full, alone),
         reuse=reuse,
         blend=blend,
-        correlation=_correlation(reuse.kv_deviation[:, plan.candidate_rows]),
+        correlation=correlation,
         curves={
             name: [counted(_point(engine, full, ratio, points[ratio])) for ratio in sorted(points)]
             for name, points in curves.items()
@@ -246,29 +255,19 @@ def ratio_curves(config: BlendConfig, ratios: tuple[float, ...] = RATIOS) -> Cur
 
 
 def _view(full: Observation, seen: Observation, alone: npt.NDArray[np.float32]) -> MethodView:
+    mass = np.where(np.isnan(seen.mass), alone, seen.mass)  # rows not computed count as when they were stored
+    mass = np.where(np.isnan(mass), full.mass, mass)  # an exact prefix
+    parts = parts_of(seen.plan.prompt)
+    part = part_of_row(parts, mass.shape[1])
+    pooled = [mass[:, part == i].mean(axis=1, dtype=np.float64) for i in range(len(parts))]
     return MethodView(
         kv_deviation=kv_deviation_by_layer(full.kv, seen.kv),
-        attention=_pooled(full, seen, alone),
+        attention=np.stack(pooled, axis=1),
         attention_deviation=attention_deviation_by_layer(full.forward, seen.forward),
         agreement=agreement(seen.logits, full.logits),
         computed=seen.computed,
         compute=seen.compute,
     )
-
-
-def _pooled(full: Observation, seen: Observation, alone: npt.NDArray[np.float32]) -> Array:
-    """[layers, parts, parts] mean over the rows of each part; rows not computed count as when they were stored."""
-    mass = np.where(np.isnan(seen.mass), alone, seen.mass)
-    mass = np.where(np.isnan(mass), full.mass, mass)  # an exact prefix
-    parts = parts_of(seen.plan.prompt)
-    part = part_of_row(parts, mass.shape[1])
-    return np.stack([mass[:, part == i].mean(axis=1, dtype=np.float64) for i in range(len(parts))], axis=1)
-
-
-def _correlation(deviation: Array) -> Array:
-    correlation = spearman_matrix(deviation)
-    correlation[0], correlation[:, 0] = np.nan, np.nan  # layer 0 deviates by rounding only
-    return correlation
 
 
 def _point(engine: BlendEngine, full: Observation, ratio: float, selector: Selector) -> CurvePoint:

@@ -4,7 +4,10 @@ Slow, for figures only: attention weights are computed explicitly, for one layer
 own layers run, so scaling, soft-cap, sinks and windows are those of the model.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +23,92 @@ from cacheblend.core.select.selectors import Recorded, Selector
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.evaluation.compute import ComputeScale
-from lab.inspection.parts import context_length, part_of_row, parts_of
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows that are aggregated in tables and figures.
+
+    Attributes:
+        label: a name for people: ``"chunk 2: title"``, ``"front"``, ``"between"``, ``"question"``.
+        is_chunk: whether the part is a chunk; otherwise it is plain text.
+        runs: half-open intervals of positions; only ``between`` has several.
+    """
+
+    label: str
+    is_chunk: bool
+    runs: tuple[tuple[int, int], ...]
+
+    def __len__(self) -> int:
+        return sum(stop - start for start, stop in self.runs)
+
+
+def parts_of(prompt: Prompt) -> list[Part]:
+    """The parts of the prompt that are not empty; all text between chunks is one part."""
+    stops = list(accumulate(len(segment) for segment in prompt.segments))
+    chunks = [i for i, segment in enumerate(prompt.segments) if segment.is_chunk]
+    first, last = (chunks[0], chunks[-1]) if chunks else (len(stops), len(stops))
+    front, between, question = (list[tuple[int, int]]() for _ in range(3))
+    of_chunks: list[Part] = []
+    for index, segment in enumerate(prompt.segments):
+        run = (stops[index] - len(segment), stops[index])
+        if segment.is_chunk:
+            title = f": {segment.label}" if segment.label else ""
+            of_chunks.append(Part(f"chunk {len(of_chunks) + 1}{title}", True, (run,)))
+        else:
+            (front if index < first else between if index < last else question).append(run)
+    texts = [Part(label, False, tuple(runs)) for label, runs in (("between", between), ("question", question)) if runs]
+    first_token = list[Part]()  # a separate one (BOS) is a part of its own: it receives far more attention than others
+    if len(front) > 1 and front[0] == (0, 1):
+        first_token, front = [Part("first token", False, (front[0],))], front[1:]
+    return [*first_token, *([Part("front", False, tuple(front))] if front else []), *of_chunks, *texts]
+
+
+def part_of_row(parts: list[Part], length: int) -> npt.NDArray[np.int64]:
+    """[length] index of the part of each row; -1 outside of all parts."""
+    part = np.full(length, -1, dtype=np.int64)
+    for index, found in enumerate(parts):
+        for start, stop in found.runs:
+            part[start:stop] = index
+    return part
+
+
+def context_length(prompt: Prompt) -> int:
+    """Number of rows preceding the question; at least one row follows them."""
+    stops = list(accumulate(len(segment) for segment in prompt.segments))
+    chunk_stops = [stop for stop, segment in zip(stops, prompt.segments, strict=True) if segment.is_chunk]
+    return min(max(chunk_stops, default=0), len(prompt) - 1)
+
+
+LONGEST_CHARACTER = 8  # most tokens joined to one character; a character has up to four bytes
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """One text per token, special ones included; joined, they are the decoded prompt. No tokenizer: ids as ``[17]``.
+
+    A character of several tokens is the text of the last of them; the others are empty.
+    """
+    if tokenizer is None:
+        return [f"[{token}]" for token in ids]
+    texts: list[str] = []
+    before: list[int] = []  # decoding depends on the preceding tokens
+    held: list[int] = []
+    for token in ids:
+        held.append(token)
+        new = _decode(tokenizer, before + held)[len(_decode(tokenizer, before)) :]
+        if new.endswith("\ufffd") and len(held) < LONGEST_CHARACTER and len(texts) + 1 < len(ids):
+            texts.append("")
+        else:
+            texts.append(new)
+            before, held = held, []
+    return texts
+
+
+def _decode(tokenizer: Any, ids: list[int]) -> str:
+    # Cleaning up spaces would change preceding text.
+    decoded: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return decoded
+
 
 SCORES_AT_ONCE = 1 << 24  # over all heads: 64 MB in fp32
 LAST_ROWS = 16  # most rows of the question whose attention is kept per layer
@@ -66,8 +154,10 @@ def observe_fused(engine: BlendEngine, prompt: Prompt, selector: Selector) -> Ob
     result = engine.prefill(prompt, selector=recorder)
     computed = np.zeros((_layers(engine), len(result.plan)), dtype=np.bool_)
     computed[:, result.plan.prefix_length :] = True
-    for layer, dropped in _dropped(recorder).items():  # after a restart there may be fewer candidates
-        computed[layer:, np.intersect1d(dropped, result.plan.candidate_rows)] = False
+    selections = zip(recorder.asked, recorder.keeps, strict=True)
+    dropped = {asked.layer or 0: asked.positions[~keep].cpu().numpy() for asked, keep in selections}
+    for layer, positions in dropped.items():  # after a restart there may be fewer candidates
+        computed[layer:, np.intersect1d(positions, result.plan.candidate_rows)] = False
     compute = ComputeScale.of(engine).share(result.report.row_layers, result.report.projected_rows, len(result.plan))
     return _observe(engine, result.plan, computed, result.kv, compute)
 
@@ -95,12 +185,6 @@ def alone_mass(engine: BlendEngine, plan: BlendPlan) -> npt.NDArray[np.float32]:
         _run(engine, ids, 0, observer, np.ones((_layers(engine), len(ids)), dtype=np.bool_))
         mass[:, start:stop] = observer.mass[:, anchor:]
     return mass
-
-
-def _dropped(recorder: Recorded) -> dict[int, npt.NDArray[np.int64]]:
-    """Positions that the selector dropped, by layer."""
-    selections = zip(recorder.asked, recorder.keeps, strict=True)
-    return {asked.layer or 0: asked.positions[~keep].cpu().numpy() for asked, keep in selections}
 
 
 class _Observer:

@@ -22,7 +22,6 @@ ORDERS_TRIED, SCENES_TRIED = 40, 10
 
 
 def draw_notes() -> list[str]:
-    """The notes of the page."""
     return draw_scene(random.Random(NOTES_SEED), NOTES_STYLE).texts()
 
 
@@ -41,8 +40,13 @@ def draw_demo(seed: int, rounds: int = ROUNDS, further: int = 0, style: Style = 
             rows.append(row)
         else:
             if tried >= SCENES_TRIED or len({row.question for row in rows}) == len(rows):
-                return rows + _draw_further(scene, rng, rows, further)
-    raise AssertionError("not reached")
+                break
+    for category in list(CATEGORIES) * further:
+        row = None
+        while row is None:  # there was one of each category before
+            row = _draw_row(scene, rng, category, rows)
+        rows.append(row)
+    return rows
 
 
 def record(seed: int, rounds: int = ROUNDS, further: int = FURTHER, style: Style = STYLE) -> dict[str, Any]:
@@ -62,7 +66,6 @@ def record(seed: int, rounds: int = ROUNDS, further: int = FURTHER, style: Style
 
 
 def write(file: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Writes a line for each seed."""
     file.write_text("".join(f"{json.dumps(each)}\n" for each in records), encoding="utf-8")
 
 
@@ -71,16 +74,6 @@ def main() -> None:
     NOTES.write_text(json.dumps(draw_notes(), indent=1) + "\n", encoding="utf-8")
     write(DATA, [record(seed) for seed in SEEDS])
     print(f"wrote {NOTES} and {DATA}")
-
-
-def _draw_further(scene: Scene, rng: random.Random, rows: Sequence[QuestionRow], rounds: int) -> list[QuestionRow]:
-    drawn = list(rows)
-    for category in list(CATEGORIES) * rounds:
-        row = None
-        while row is None:  # there was one of each category before
-            row = _draw_row(scene, rng, category, drawn)
-        drawn.append(row)
-    return drawn[len(rows) :]
 
 
 def _draw_row(scene: Scene, rng: random.Random, category: str, rows: Sequence[QuestionRow]) -> QuestionRow | None:

@@ -81,19 +81,15 @@ class Encoder:
         for sentence in passage:
             knows = sentence.knows | _repeated_at_full_stop(sentence)
             for at, word in enumerate(sentence.words):
-                if at in knows:
-                    self._add_probes(example, word, *knows[at], far)
+                thing, owner = knows.get(at, ("", ""))
+                if thing and thing != word:
+                    example.probes.append((Probe.THING, len(example.ids), self.word(thing)))
+                if owner and owner != word:
+                    chain = Probe.LONG_CHAIN if thing in far else Probe.CHAIN
+                    probe = chain if thing != word and word in lexicon.OBJECTS else Probe.PRONOUN
+                    example.probes.append((probe, len(example.ids), self.word(owner)))
                 self._add(example, self.word(word, first), "text", gap if first else 0)
                 first = False
-
-    def _add_probes(self, example: Example, word: str, thing: str, owner: str, far: frozenset[str]) -> None:
-        here = len(example.ids)
-        if thing and thing != word:
-            example.probes.append((Probe.THING, here, self.word(thing)))
-        if owner and owner != word:
-            chain = Probe.LONG_CHAIN if thing in far else Probe.CHAIN
-            probe = chain if thing != word and word in lexicon.OBJECTS else Probe.PRONOUN
-            example.probes.append((probe, here, self.word(owner)))
 
     def _turn(self, example: Example, question: Question) -> None:
         for at, word in enumerate(question.words):
@@ -157,7 +153,6 @@ class Batch:
     probes: dict[Probe, torch.Tensor]
 
     def to(self, device: torch.device) -> "Batch":
-        """A copy on another device."""
         probes = {probe: where.to(device) for probe, where in self.probes.items()}
         return Batch(self.ids.to(device), self.labels.to(device), self.positions.to(device), probes)
 
@@ -178,7 +173,6 @@ def draw_batch(encoder: Encoder, rng: random.Random, stage: Stage, progress: flo
 
 
 def draw_example(encoder: Encoder, rng: random.Random, stage: Stage, style: Style, questions: int) -> Example:
-    """Draws one scene with its questions."""
     scene = draw_scene(rng, style)
     asked = draw_questions(scene, rng, questions, stage.weights)
     system = rng.random() < stage.system

@@ -84,12 +84,10 @@ class Tally:
         self.right[name][1] += len(right)
 
     def add_answers(self, right: torch.Tensor, labels: torch.Tensor) -> None:
-        """Counts answer tokens by their label."""
         for label in sorted(set(labels.tolist())):
             self.add(LABELS[label], right[labels == label])
 
     def add_loss(self, answers: torch.Tensor, text: torch.Tensor) -> None:
-        """Adds the losses of one step."""
         self.losses.append((answers.detach(), text.detach()))
 
     def summary(self) -> dict[str, float]:

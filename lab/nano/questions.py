@@ -30,7 +30,6 @@ class Prompts:
     longest: int = 1900
 
     def style(self, rng: random.Random) -> Style:
-        """Draws the style of one prompt."""
         count = rng.randint(*self.passages)
         shortest, longest = self.tokens
         tokens = min(round(shortest * (longest / shortest) ** rng.random()), self.longest // count)
@@ -71,7 +70,6 @@ def draw_questions(
 
 
 def main() -> None:
-    """Entry point of the command."""
     parser = argparse.ArgumentParser(prog="python -m lab.nano.questions", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="a .jsonl file")
     parser.add_argument("--seed", type=int, default=50, help="default: 50; seeds of the suite are refused")

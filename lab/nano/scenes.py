@@ -236,7 +236,11 @@ def _comparisons(scene: Scene, rng: random.Random) -> list[Question]:
         if others:
             pair = [one, rng.choice(others)]
             rng.shuffle(pair)
-            found.append(_same_owner(pair[0], pair[1]))
+            first, second = pair
+            words = ("Do", "the", first.thing, "and", "the", second.thing, "have", "the", "same", "owner", "?")
+            answer = (first.owner, "and", second.owner, ":", "yes" if same else "no")
+            owners = {first.thing: first.owner, second.thing: second.owner}
+            found.append(Question(words, answer, "comparison", owners))
     return found
 
 
@@ -247,28 +251,12 @@ def _lists(scene: Scene, rng: random.Random) -> list[Question]:
     for one in rng.sample(across, min(len(across), 12)):
         others = [other for other in across if other.passage != one.passage and other.owner != one.owner]
         if others:
-            found.append(_who_has_both(one, rng.choice(others)))
+            other = rng.choice(others)
+            words = ("Who", "has", "the", one.thing, "and", "the", other.thing, "?")
+            owners = {one.thing: one.owner, other.thing: other.owner}
+            found.append(Question(words, (one.owner, "and", other.owner), "list", owners))
     return found
 
 
 def _who_has(thing: str, owner: str, category: str) -> Question:
     return Question(("Who", "has", "the", thing, "?"), (owner,), category, {thing: owner})
-
-
-def _who_has_both(one: Fact, other: Fact) -> Question:
-    return Question(
-        ("Who", "has", "the", one.thing, "and", "the", other.thing, "?"),
-        (one.owner, "and", other.owner),
-        "list",
-        {one.thing: one.owner, other.thing: other.owner},
-    )
-
-
-def _same_owner(one: Fact, other: Fact) -> Question:
-    verdict = "yes" if one.owner == other.owner else "no"
-    return Question(
-        ("Do", "the", one.thing, "and", "the", other.thing, "have", "the", "same", "owner", "?"),
-        (one.owner, "and", other.owner, ":", verdict),
-        "comparison",
-        {one.thing: one.owner, other.thing: other.owner},
-    )

@@ -1,6 +1,5 @@
 """The model's tokenizer: byte-level BPE, which takes any text; every word of `lexicon` is one token."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,8 @@ def build_tokenizer() -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_corpus(), trainer)
+    words = sorted(lexicon.words())  # at the start of a passage or an answer, and inside
+    tokenizer.train_from_iterator([*(text for word in words for text in (word, f" {word}")), SEPARATOR], trainer)
     return tokenizer
 
 
@@ -61,10 +61,3 @@ def save_tokenizer(folder: Path) -> Any:
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
     return tokenizer
-
-
-def _corpus() -> Iterator[str]:
-    for word in sorted(lexicon.words()):
-        yield word  # at the start of a passage or an answer
-        yield f" {word}"
-    yield SEPARATOR

@@ -59,8 +59,10 @@ class Trainer:
         self._attend_for(learning=True)
 
     def run(self) -> None:
-        """Runs the remaining stages, then writes the model's files; raises `TrainingFailedError`."""
-        self._resume()
+        """Runs the remaining stages, then writes the model in bf16 and the plot; raises `TrainingFailedError`."""
+        if (self.out / "checkpoint.pt").exists():
+            self._load("checkpoint")
+            print(f"resuming at stage {self.stage + 1} of {len(self.recipe.stages)}, step {self.step}", flush=True)
         self._since = time.perf_counter()
         while self.stage < len(self.recipe.stages):
             stage = self.recipe.stages[self.stage]
@@ -74,7 +76,14 @@ class Trainer:
             else:
                 self._restart(stage)
             self._save("checkpoint")
-        self._export()
+        model = self.trained.model.to(torch.bfloat16)
+        model.generation_config.max_new_tokens = None
+        model.save_pretrained(self.out / "model")
+        if find_spec("matplotlib") is None:
+            print("no plot: pip install matplotlib", file=sys.stderr)
+        else:
+            plot_losses(self.history, self.out / "loss.png")
+        print(f"{self.seconds / 60:.1f} minutes; the model is in {self.out / 'model'}", flush=True)
 
     def _run_stage(self, stage: Stage) -> None:
         tally, saved = Tally(), time.perf_counter()
@@ -179,22 +188,6 @@ class Trainer:
         self.rng.setstate(state["rng"])
         self.stage, self.step, self.added, self.restarts, self.seconds = state["at"]
         self.history = state["history"]
-
-    def _resume(self) -> None:
-        if (self.out / "checkpoint.pt").exists():
-            self._load("checkpoint")
-            print(f"resuming at stage {self.stage + 1} of {len(self.recipe.stages)}, step {self.step}", flush=True)
-
-    def _export(self) -> None:
-        """Writes the model in bf16 for transformers, and the plot of its losses."""
-        model = self.trained.model.to(torch.bfloat16)
-        model.generation_config.max_new_tokens = None
-        model.save_pretrained(self.out / "model")
-        if find_spec("matplotlib") is None:
-            print("no plot: pip install matplotlib", file=sys.stderr)
-        else:
-            plot_losses(self.history, self.out / "loss.png")
-        print(f"{self.seconds / 60:.1f} minutes; the model is in {self.out / 'model'}", flush=True)
 
 
 def plot_losses(history: list[dict[str, Any]], path: Path) -> None:

@@ -1,25 +1,98 @@
-"""What all parts of the evaluation share: the engine, the rows, what is compared, where results are kept."""
+"""What all parts of the evaluation share: methods compared, engine, rows, where results are kept, points of figures.
+
+A family of methods has the same name and colour in all figures.
+"""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import CacheBlendError, InvalidInputError
-from cacheblend.core.select.selectors import check_ratio
+from cacheblend.core.select.selectors import Gradual, Hkvd, NoRows, Selector, check_ratio
 from cacheblend.data import QuestionRow
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.evaluation import Evaluation, Settings, evaluate
-from cacheblend.evaluation.methods import Method
-from cacheblend.evaluation.records import folder_name
+from cacheblend.evaluation.bootstrap import bootstrap_means
+from cacheblend.evaluation.methods import FullRecompute, Fused, Label, Method, PrefixCaching
+from cacheblend.evaluation.records import Cell, folder_name
 from cacheblend.evaluation.runner import Case, describe
-from cacheblend.evaluation.scorers import Scorer
+from cacheblend.evaluation.scorers import Scorer, best
 from lab import checkout
 from lab.bench import AdvanceStage, silent
 
+FULL, PREFIX, REUSE, BLEND, GRADUAL, ONE_CHECK = "full", "prefix", "reuse", "blend", "gradual", "one check"
+TITLES = {
+    FULL: "full recompute",
+    PREFIX: "prefix caching",
+    REUSE: "full reuse",
+    BLEND: "blend",
+    GRADUAL: "HKVD, gradual (paper)",
+    ONE_CHECK: "HKVD, one check (authors' code)",
+}
+"""Names of the families, in their order in legends and tables."""
+RATIOS = {GRADUAL: 0.15, ONE_CHECK: 0.16}
+"""The paper's recompute ratio, and that of the authors' code."""
+
+
+def methods(engine: BlendEngine) -> list[Method]:
+    """One method of each family; ``blend`` has the model's own settings."""
+    return [
+        FullRecompute(Label(TITLES[FULL], FULL, FULL)),
+        PrefixCaching(Label(TITLES[PREFIX], PREFIX, PREFIX)),
+        Fused(Label(TITLES[REUSE], REUSE, REUSE), NoRows()),
+        *blends(engine),
+    ]
+
+
+def blends(engine: BlendEngine) -> list[Fused]:
+    """The blends among `methods`."""
+    own = engine.settings.config
+    ratio = own.recompute_ratio if _has_ratio(own) else None
+    return [
+        Fused(Label(TITLES[BLEND], BLEND, BLEND, own.selector, ratio), engine.settings.selector()),
+        *(_hkvd(family, RATIOS[family], TITLES[family]) for family in (GRADUAL, ONE_CHECK)),
+    ]
+
+
+def at_ratios(engine: BlendEngine, ratios: tuple[float, ...]) -> list[Method]:
+    """Every blend at each ratio, except those among `methods`; the model's own settings only if they have a ratio."""
+    own = engine.settings.config
+    found: list[Method] = []
+    for ratio in dict.fromkeys(ratios):
+        if _has_ratio(own) and ratio != own.recompute_ratio:
+            label = Label(f"{TITLES[BLEND]}, r = {ratio:g}", BLEND, BLEND, own.selector, ratio)
+            found.append(Fused(label, own.make_selector(ratio)))
+        for family, usual in RATIOS.items():
+            if ratio != usual:
+                found.append(_hkvd(family, ratio, f"{TITLES[family]}, r = {ratio:g}"))
+    return found
+
+
+def own_is(engine: BlendEngine) -> str:
+    """The family that the model's own settings are the same as; empty if they are none of the others."""
+    own = engine.settings.selector()
+    return next((family for family, ratio in RATIOS.items() if _selector(family, ratio) == own), "")
+
+
+def _hkvd(family: str, ratio: float, name: str) -> Fused:
+    return Fused(Label(name, BLEND, family, "hkvd", ratio), _selector(family, ratio))
+
+
+def _selector(family: str, ratio: float) -> Selector:
+    return Gradual(ratio) if family == GRADUAL else Hkvd((1,), (ratio,), "v")
+
+
+def _has_ratio(own: BlendConfig) -> bool:
+    return own.make_selector(0.0) != own.make_selector(1.0)
+
+
 CODE = (
-    *(f"paper/{name}.py" for name in ("compared", "side_by_side", "device")),
+    *(f"paper/{name}.py" for name in ("context", "side_by_side", "device")),
     "servers/clients.py",
 )
 """The source files that affect measurements which are no rows of an evaluation."""
@@ -62,8 +135,6 @@ class Sweeps:
 
 @dataclass(frozen=True)
 class DataSet:
-    """Questions of one file."""
-
     name: str
     rows: Sequence[QuestionRow]
     bad: Sequence[str] = ()
@@ -155,3 +226,99 @@ class Part:
     measure: Callable[[Context], dict[str, Any]]
     draw: Callable[[dict[str, Any], str, Path], None]
     columns: Mapping[str, Callable[[dict[str, Any]], str]]
+
+
+ALL = ""
+"""The data set's name in points over all sets."""
+AGREEMENT = "top_1"
+"""The measure without gold answers: the first token is the one that full recompute finds most likely."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """An answer of one method, by family and name, to one row of a data set; None: there is none, or it is unknown.
+
+    Attributes:
+        x: the point of the sweep.
+        scores: by scorer; empty without gold answers.
+        agrees: first token as full recompute's.
+        compute: share of a full prefill.
+        recomputed: share of the loaded tokens.
+    """
+
+    data: str
+    method: tuple[str, str]
+    ratio: float | None
+    x: float | None
+    ttft_s: float
+    scores: dict[str, float]
+    agrees: float | None
+    compute: float | None = None
+    recomputed: float | None = None
+
+
+def of_evaluation(
+    found: Evaluation, scorers: Sequence[Scorer], x: Callable[[Cell], float | None] = lambda cell: None
+) -> list[Answered]:
+    """The answers of an evaluation whose categories are data sets; `x` gives a cell's point of the sweep."""
+    labels = {label.name: label for label in found.methods}
+    answers = []
+    for row in found.rows:
+        for cell in row.cells:
+            if cell.skipped:
+                continue
+            label = labels[cell.method]
+            answers.append(
+                Answered(
+                    row.category,
+                    (label.family, label.name),
+                    label.ratio,
+                    x(cell),
+                    cell.ttft_s,
+                    score(scorers, cell.answer, row.answers),
+                    None if cell.top_1 is None else float(cell.top_1),
+                    cell.total_compute,
+                    cell.recomputed_tokens / cell.loaded_tokens if cell.loaded_tokens else None,
+                )
+            )
+    return answers
+
+
+def score(scorers: Sequence[Scorer], answer: str, golds: Sequence[str]) -> dict[str, float]:
+    """The best score over several gold answers, by scorer; empty without gold answers."""
+    return {scorer.name: best(scorer, answer, golds) for scorer in scorers} if golds else {}
+
+
+def points(answers: Iterable[Answered], *, by_data: bool = False) -> list[dict[str, Any]]:
+    """Means over rows, ready for JSON, in the order of the answers: over all data sets, or for each.
+
+    Returns:
+        For each method and point ``{"data", "family", "method", "ratio", "x", "rows", "ttft_s", "compute",
+        "recomputed", "quality"}``; ``ttft_s`` is ``{"median", "low", "high"}`` (quartiles), ``quality`` has for each
+        scorer and for `AGREEMENT` ``{"mean", "low", "high", "n"}`` (95 % bootstrap interval) if there is any.
+    """
+    groups: dict[tuple[str, tuple[str, str], float | None, float | None], list[Answered]] = {}
+    for each in answers:
+        groups.setdefault((each.data if by_data else ALL, each.method, each.ratio, each.x), []).append(each)
+    found = []
+    for (data, method, ratio, x), group in groups.items():
+        low, median, high = np.percentile([each.ttft_s for each in group], [25, 50, 75])
+        names = dict.fromkeys(name for each in group for name in each.scores)
+        quality = {name: _mean([each.scores[name] for each in group if name in each.scores]) for name in names}
+        agrees = [each.agrees for each in group if each.agrees is not None]
+        point: dict[str, Any] = {"data": data, "family": method[0], "method": method[1], "ratio": ratio, "x": x}
+        point |= {"rows": len(group), "ttft_s": {"median": float(median), "low": float(low), "high": float(high)}}
+        point["compute"] = _plain_mean([each.compute for each in group])
+        point["recomputed"] = _plain_mean([each.recomputed for each in group])
+        found.append(point | {"quality": quality | ({AGREEMENT: _mean(agrees)} if agrees else {})})
+    return found
+
+
+def _mean(values: Sequence[float]) -> dict[str, Any]:
+    found = bootstrap_means(np.array(values, dtype=float)[:, None])
+    return {"mean": float(found.mean[0]), "low": float(found.low[0]), "high": float(found.high[0]), "n": len(values)}
+
+
+def _plain_mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

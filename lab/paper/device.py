@@ -23,9 +23,19 @@ from cacheblend.evaluation.runner import Case, make_cases
 from cacheblend.store import KVStore, open_store
 from cacheblend.store.speed import measure as measure_speed
 from lab.paper import drawing
-from lab.paper.compared import BLEND, FULL, REUSE, TITLES, methods
-from lab.paper.context import Context, LeftOutError, Part
-from lab.paper.points import Answered, of_evaluation, points
+from lab.paper.context import (
+    BLEND,
+    FULL,
+    REUSE,
+    TITLES,
+    Answered,
+    Context,
+    LeftOutError,
+    Part,
+    methods,
+    of_evaluation,
+    points,
+)
 from lab.paper.quality import facts, skipped_rows
 from lab.speed.throttle import ThrottledStore
 
@@ -71,7 +81,9 @@ def measure(context: Context) -> dict[str, Any]:
     with context.kept("device", {"slowness": context.sweeps.slowness}, cases) as kept:
         tokens = int(median(len(case.longest) for case in cases))
         plain = CostModel.from_dict(kept.get("cost model", lambda: _cost_model(context, cases)))
-        devices = _devices(context, plain.full_s(tokens) / tokens)
+        bytes_per_s = context.engine.stored_layout.block_bytes(TOKENS) / TOKENS / (plain.full_s(tokens) / tokens)
+        emulated = [Device(f"{each:g} x prefill", bytes_per_s / each) for each in sorted(set(context.sweeps.slowness))]
+        devices = [Device("memory"), Device("disk"), *emulated]  # from fast to slow
         speeds: dict[str, float] = {}
         for x, device in enumerate(devices):
             with _engine_on(context, device) as engine:
@@ -100,14 +112,6 @@ def _cost_model(context: Context, cases: list[Case]) -> dict[str, Any]:
     longest = max(len(case.longest) for case in cases)
     with _engine_on(context, Device("memory")) as engine:
         return calibrate(engine, lengths=sorted({max(1, longest // 4), longest}), rounds=3).to_dict()
-
-
-def _devices(context: Context, prefill_s: float) -> list[Device]:
-    """From fast to slow; `prefill_s` is the time of a full prefill for each token."""
-    per_token = context.engine.stored_layout.block_bytes(TOKENS) / TOKENS
-    slowness = sorted(set(context.sweeps.slowness))
-    emulated = [Device(f"{each:g} x prefill", per_token / (each * prefill_s)) for each in slowness]
-    return [Device("memory"), Device("disk"), *emulated]
 
 
 @contextmanager
@@ -160,10 +164,5 @@ def _rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.2g} GB/s" if bytes_per_s >= 1e8 else f"{bytes_per_s / 1e6:.2g} MB/s"
 
 
-PART = Part(
-    "device",
-    "Storage device, with the loading controller",
-    measure,
-    draw,
-    {"device": lambda point: point["device"]},
-)
+COLUMNS = {"device": lambda point: str(point["device"])}
+PART = Part("device", "Storage device, with the loading controller", measure, draw, COLUMNS)

@@ -7,8 +7,7 @@ from typing import Any
 
 from cacheblend.evaluation.plots import STYLE, new_figure
 from cacheblend.evaluation.report import TITLES as SCORES
-from lab.paper.compared import BLEND, FULL, GRADUAL, ONE_CHECK, PREFIX, REUSE, TITLES
-from lab.paper.points import AGREEMENT
+from lab.paper.context import AGREEMENT, BLEND, FULL, GRADUAL, ONE_CHECK, PREFIX, REUSE, TITLES
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish.
 COLOURS = {
@@ -42,7 +41,6 @@ def quality(measure: str) -> Value:
 
 
 def ttft(point: Point) -> tuple[float, float, float]:
-    """Seconds: median and quartiles."""
     found = point["ttft_s"]
     return found["median"], found["low"], found["high"]
 
@@ -63,7 +61,6 @@ def measure_of(points: Sequence[Point]) -> str:
 
 
 def quality_label(measure: str) -> str:
-    """Of an axis."""
     known = "first token as full recompute's" if measure == AGREEMENT else SCORES.get(measure, measure)
     return f"{known}, % (95 % interval)"
 
@@ -84,7 +81,11 @@ def sheet(title: str, panels: int, path: Path) -> Iterator[list[Any]]:
         handles: dict[str, Any] = {}
         for each in axes[:panels]:
             handles |= dict(zip(*reversed(each.get_legend_handles_labels()), strict=True))
-            each.set_ylim(*_room(each))
+            low, high = each.get_ylim()  # no marker is cut off; other linear axes than of per cent begin at 0
+            if "%" in each.get_ylabel():
+                each.set_ylim(max(low, -3.0), min(high, 103.0))
+            elif each.get_yscale() != "log":
+                each.set_ylim(0.0, 1.08 * each.dataLim.y1)
         order = sorted(handles, key=lambda name: [*TITLES.values(), name].index(name))
         figure.legend([handles[name] for name in order], order, loc="outside lower center", ncols=3, fontsize=9)
         figure.savefig(path)
@@ -166,11 +167,3 @@ def _draw(
         label=TITLES[family],
         **style,
     )
-
-
-def _room(axes: Any) -> tuple[float, float]:
-    """Limits of y within which no marker is cut off; per cent end at 0 and 100, other linear axes begin at 0."""
-    low, high = axes.get_ylim()
-    if "%" in axes.get_ylabel():
-        return max(low, -3.0), min(high, 103.0)
-    return (low, high) if axes.get_yscale() == "log" else (0.0, 1.08 * axes.dataLim.y1)

@@ -11,9 +11,19 @@ from cacheblend.data.split import SHORTEST, split_text
 from cacheblend.evaluation import Evaluation
 from cacheblend.evaluation.runner import make_cases
 from lab.paper import drawing
-from lab.paper.compared import PREFIX, TITLES, at_ratios, methods, own_is
-from lab.paper.context import Context, LeftOutError, Part
-from lab.paper.points import Answered, of_evaluation, points
+from lab.paper.context import (
+    PREFIX,
+    TITLES,
+    Answered,
+    Context,
+    LeftOutError,
+    Part,
+    at_ratios,
+    methods,
+    of_evaluation,
+    own_is,
+    points,
+)
 
 
 def answer_all(context: Context, part: str) -> Evaluation:
@@ -52,7 +62,6 @@ def measure_quality(context: Context) -> dict[str, Any]:
 
 
 def draw_quality(result: dict[str, Any], title: str, path: Path) -> None:
-    """A panel for each data set."""
     names = list(dict.fromkeys(point["data"] for point in result["points"]))
     with drawing.sheet(title, len(names), path) as panels:
         for axes, name in zip(panels, names, strict=True):
@@ -69,7 +78,6 @@ def draw_quality(result: dict[str, Any], title: str, path: Path) -> None:
 
 
 def measure_ratio(context: Context) -> dict[str, Any]:
-    """All answers, by ratio."""
     found = answer_all(context, "ratio")
     answers = of_evaluation(found, context.scorers)
     return {"points": points(answers), "notes": skipped_rows(found), **facts([found])}
@@ -136,8 +144,12 @@ def measure_length(context: Context) -> dict[str, Any]:
     answers, evaluations, notes = list[Answered](), list[Evaluation](), list[str]()
     lengths = sorted({length for length in context.sweeps.chunk_lengths if length >= SHORTEST})
     for number, length in enumerate(lengths):
-        rows = cut_anew(context, length)
-        if reason := _why_not(context, rows):
+        rows, reason = cut_anew(context, length), ""
+        if mean(len(row.passages) > 1 for row in rows) < 0.5:
+            reason = "most rows are then one passage, and nothing is blended"
+        elif mean(bool(case.prompts) for case in make_cases(context.engine, context.settings, rows)) < 0.5:
+            reason = f"most prompts exceed the context of {context.engine.survey.max_length}"
+        if reason:
             notes.append(f"passages of {length} tokens: left out, {reason}")
             continue
         place, name = (number, len(lengths)), f"chunk-length-{length}"
@@ -161,16 +173,6 @@ def cut_anew(context: Context, tokens: int) -> list[QuestionRow]:
         return replace(row, passages=tuple(Text(part, "") for part in parts))
 
     return [cut(row) for row in context.some_rows]
-
-
-def _why_not(context: Context, rows: Sequence[QuestionRow]) -> str:
-    """Why a point is left out; empty if it is not."""
-    if mean(len(row.passages) > 1 for row in rows) < 0.5:
-        return "most rows are then one passage, and nothing is blended"
-    cases = make_cases(context.engine, context.settings, rows)
-    if mean(bool(case.prompts) for case in cases) < 0.5:
-        return f"most prompts exceed the context of {context.engine.survey.max_length}"
-    return ""
 
 
 def _x(point: dict[str, Any]) -> str:

@@ -22,8 +22,7 @@ from cacheblend.evaluation.runner import describe
 from cacheblend.evaluation.scorers import Scorer
 from lab.bench import AdvanceStage, markdown_table, silent
 from lab.paper import device, quality, side_by_side
-from lab.paper.context import Context, DataSet, LeftOutError, Part, Sweeps
-from lab.paper.points import AGREEMENT
+from lab.paper.context import AGREEMENT, Context, DataSet, LeftOutError, Part, Sweeps
 
 PARTS = (
     *(quality.QUALITY, quality.RATIO, quality.NUMBER, quality.LENGTH),

@@ -21,9 +21,7 @@ from cacheblend.evaluation.runner import Case, groups_that_fit, make_cases, stor
 from lab.bench import silent
 from lab.checkout import Kept
 from lab.paper import drawing
-from lab.paper.compared import BLEND, FULL, PREFIX, REUSE, methods
-from lab.paper.context import Context, LeftOutError, Part
-from lab.paper.points import Answered, points, score
+from lab.paper.context import BLEND, FULL, PREFIX, REUSE, Answered, Context, LeftOutError, Part, methods, points, score
 from lab.servers.clients import poisson_times
 
 SERVED = (FULL, PREFIX, BLEND)
@@ -70,7 +68,6 @@ class Measured:
         self._context, self._kept, self._cases, self._is_stored = context, kept, cases, False
 
     def get(self, key: str, measure: Callable[[], Any]) -> Any:
-        """The measurement of this key."""
         if not self._is_stored and not self._kept.has(key):
             store_passages(self._context.engine, self._cases, silent)
             self._is_stored = True

@@ -23,7 +23,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.data import read_passages
 from cacheblend.engines.provenance import stamp
 from lab.bench import Advance, draw_curves, picture, silent
-from lab.servers.embedded_server import ChatClient, chatting
+from lab.servers.embedded_server import chatting
 from lab.servers.vllm_server import folder_of
 from lab.settings import Agent, Sizes
 
@@ -93,24 +93,22 @@ def tool_results(path: Path, tokenizer: Tokenizer, sizes: Sizes) -> list[str]:
 
 def conversations(results: Sequence[str], sizes: Sizes, seed: int) -> list[list[Turn]]:
     """The turns of each session, of such `tool_results`; the seed is of what is read, and of orders."""
-    rng = random.Random(seed)
-    return [_session(number, results, sizes, rng) for number in range(1, sizes.sessions + 1)]
-
-
-def _session(session: int, results: Sequence[str], sizes: Sizes, rng: random.Random) -> list[Turn]:
-    turns, read, order, notes = list[Turn](), list[int](), list[int](), list[str]()
-    for number in range(1, sizes.turns + 1):
-        unread = [index for index in range(len(results)) if index not in read]
-        new = rng.sample(unread, min(len(unread), sizes.first_reads if number == 1 else sizes.reads))
-        read = [*read, *new][-sizes.kept :]  # by age
-        order = [index for index in [*order, *new] if index in read]
-        if number > 1 and rng.random() < sizes.reorder:
-            rng.shuffle(order)
-        task = f"Task {session}: compare what the results say, step by step."
-        question = f"Turn {number} of task {session}: what follows from these {len(order)} results?"
-        turns.append(Turn(session, number, tuple(notes), tuple(results[index] for index in order), task, question))
-        notes.append(f"Note {number} of task {session}: " + results[new[0]][:NOTE_CHARACTERS])
-    return turns
+    rng, sessions = random.Random(seed), list[list[Turn]]()
+    for session in range(1, sizes.sessions + 1):
+        turns, read, order, notes = list[Turn](), list[int](), list[int](), list[str]()
+        for number in range(1, sizes.turns + 1):
+            unread = [index for index in range(len(results)) if index not in read]
+            new = rng.sample(unread, min(len(unread), sizes.first_reads if number == 1 else sizes.reads))
+            read = [*read, *new][-sizes.kept :]  # by age
+            order = [index for index in [*order, *new] if index in read]
+            if number > 1 and rng.random() < sizes.reorder:
+                rng.shuffle(order)
+            task = f"Task {session}: compare what the results say, step by step."
+            question = f"Turn {number} of task {session}: what follows from these {len(order)} results?"
+            turns.append(Turn(session, number, tuple(notes), tuple(results[index] for index in order), task, question))
+            notes.append(f"Note {number} of task {session}: " + results[new[0]][:NOTE_CHARACTERS])
+        sessions.append(turns)
+    return sessions
 
 
 # ---- the comparison -----------------------------------------------------------------------------------------
@@ -148,7 +146,11 @@ def run(what: Agent, sizes: Sizes, advance: Advance = silent) -> dict[str, Any]:
             for arm in (*ARMS[number % len(ARMS) :], *ARMS[: number % len(ARMS)]):
                 with clients[arm].alone([clients[other] for other in ARMS if other != arm]):
                     for turn in session:
-                        asked[arm].append(_ask(clients[arm], arm, turn, what.pause))
+                        got = clients[arm].ask(turn.messages(MARKS[arm]), ANSWER_TOKENS)
+                        time.sleep(what.pause)
+                        facts: dict[str, Any] = {"session": turn.session, "turn": turn.number, "ttft_s": got.ttft_s}
+                        facts |= {"prompt_tokens": got.prompt_tokens, "hit_tokens": got.hit_tokens}
+                        asked[arm].append(facts)
                         advance(sum(map(len, asked.values())), total)
         learnt = clients[DISCOVERED].metrics("cacheblend_discov")
     name = what.model.name if what.model else what.shape
@@ -170,19 +172,6 @@ def run(what: Agent, sizes: Sizes, advance: Advance = silent) -> dict[str, Any]:
             "marks": MARKS,
         },
         **stamp(),
-    }
-
-
-def _ask(client: ChatClient, arm: str, turn: Turn, pause_s: float) -> dict[str, Any]:
-    """One request and the pause behind it."""
-    got = client.ask(turn.messages(MARKS[arm]), ANSWER_TOKENS)
-    time.sleep(pause_s)
-    return {
-        "session": turn.session,
-        "turn": turn.number,
-        "ttft_s": got.ttft_s,
-        "prompt_tokens": got.prompt_tokens,
-        "hit_tokens": got.hit_tokens,
     }
 
 

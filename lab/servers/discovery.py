@@ -26,7 +26,7 @@ from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.warmup import Asker
 from cacheblend.store import MemoryStore
 from lab.bench import silent
-from lab.servers.prompts import LAST_ID
+from lab.servers.clients import LAST_ID
 
 STORE_BYTES = 4 << 30
 ROOT = root_name("watched", "float32")

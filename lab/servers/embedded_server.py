@@ -51,7 +51,6 @@ class Client:
                     yield came, event
 
     def metric_lines(self) -> list[str]:
-        """The server's metrics as it gives them."""
         text: str = self._http.get("/metrics").text
         return text.splitlines()
 
@@ -103,7 +102,6 @@ class IdClient(Client):
         self._ratio = ratio
 
     def ask(self, asked: Asked, tokens: int, mode: str) -> Got:
-        """Sends one request, see `stream`."""
         first, report, settings = 0.0, dict[str, Any](), {"mode": mode, "recompute_ratio": self._ratio}
         if asked.spans is not None:
             settings["chunks"] = asked.spans
@@ -167,7 +165,6 @@ class ChatClient(Client):
     """Streams chat completions; sends no field that OpenAI does not have."""
 
     def ask(self, messages: Sequence[dict[str, Any]], tokens: int) -> Answered:
-        """Sends one request, see `stream`."""
         first, text, report = 0.0, "", dict[str, Any]()
         for came, event in self.stream("/v1/chat/completions", messages=messages, max_tokens=tokens):
             report = event.get("cacheblend") or report

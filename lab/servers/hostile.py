@@ -37,7 +37,9 @@ def run(model: str, rounds: int, seed: int, advance: AdvanceStage) -> dict[str, 
     stalls: dict[str, list[float]] = {stage: [] for stage in STAGES}
     words = [word for text in draw_questions(seed, 1)[0].passages for word in text.text.split()]
     with serving(model, "memory://?max_bytes=16MiB") as (url, _):
-        _use(url, words, rng)
+        _longest_gap(url)  # so that what the server fills by itself is full: its store, its caches of kernels
+        chunks = [{"text": " ".join(rng.choices(words, k=100))} for _ in range(WARM_CHUNKS)]
+        _post(f"{url}/v1/chunks", {"chunks": chunks}).close()
         before = _resident_bytes(url)
         most = dict.fromkeys(STAGES, before)
         for stage in STAGES:
@@ -73,13 +75,6 @@ def run(model: str, rounds: int, seed: int, advance: AdvanceStage) -> dict[str, 
         },
         **stamp(),
     }
-
-
-def _use(url: str, words: list[str], rng: random.Random) -> None:
-    """Uses the server as others do, so that what it fills by itself is full: its store, its caches of kernels."""
-    _longest_gap(url)
-    chunks = [{"text": " ".join(rng.choices(words, k=100))} for _ in range(WARM_CHUNKS)]
-    _post(f"{url}/v1/chunks", {"chunks": chunks}).close()
 
 
 def _post(url: str, body: dict[str, Any]) -> Any:

@@ -118,6 +118,5 @@ def failed_in(metrics: Iterable[str]) -> Counter[str]:
 
 
 def count_failed(metrics: Iterable[str]) -> None:
-    """Counts it in this process."""
     for reason, count in failed_in(metrics).items():
         count_failure(reason, count)

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 
 from cacheblend.core.errors import InvalidInputError
 from lab.bench import AdvanceStage, draw_curves, picture
-from lab.servers.clients import ask_at, poisson_times
-from lab.servers.prompts import random_ids
+from lab.servers.clients import ask_at, poisson_times, random_ids
 
 REQUESTS = "0_trace.jsonl"
 LENGTHS = {
@@ -54,12 +53,10 @@ class TraceRequest:
 
 
 def tokens_of(texts: Iterable[TraceText]) -> int:
-    """Tokens of all texts."""
     return sum(text.tokens for text in texts)
 
 
 def read_trace(folder: Path) -> list[TraceRequest]:
-    """The requests in order of arrival."""
     lengths: dict[int, int] = {}
     for file in LENGTHS.values():
         for line, row in _rows(folder / file):
@@ -145,7 +142,6 @@ class Sample:
         return [passage.token_ids() for passage in sorted(self.stored, key=lambda passage: passage.id)]
 
     def held_tokens(self, request: TraceRequest) -> int:
-        """Stored tokens of a request."""
         return tokens_of(p for p in request.passages if p in self.stored)
 
     def lengths(self, tokens: Sequence[int], layers: int, ratio: float) -> dict[str, Any]:

@@ -26,10 +26,9 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.hf.model_loader import expected_layout
 from cacheblend.engines.provenance import stamp
 from lab.bench import AdvanceStage, silent
-from lab.servers.clients import saturate
+from lab.servers.clients import Prompts, saturate
 from lab.servers.embedded_server import Asked, completing
 from lab.servers.processes import free_port, running
-from lab.servers.prompts import Prompts
 from lab.servers.vllm_server import folder_of
 from lab.settings import Routing
 
@@ -122,10 +121,6 @@ class _Arm:
         self.ttft_s += found["ttft_s"]
         self.seconds += found["seconds"]
 
-    def forget(self) -> None:
-        """Drops what came of requests so far: they were to fill memory."""
-        self.hits, self.ttft_s, self.seconds = [], [], 0.0
-
     def result(self) -> dict[str, Any]:
         names = sorted({name for each in self.hits for name in each})
         loaded = {name: sum(each.get(name, 0) for each in self.hits) for name in names}
@@ -149,7 +144,7 @@ def _measure(
         rng.shuffle(first)
         for arm in arms.values():
             arm.ask(topics, first, 1)
-            arm.forget()
+            arm.hits, arm.ttft_s, arm.seconds = [], [], 0.0  # these were to fill memory
         advance(WARM, 1, 1)
         asked = [rng.randrange(what.topics) for _ in range(what.requests)]
         for number, at in enumerate(range(0, what.requests, TURN)):
@@ -167,10 +162,10 @@ def _redis() -> Iterator[str]:
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]
-        with running(command, os.environ, lambda: _listens(port)):
+
+        def listens() -> bool:
+            with socket.socket() as probe:
+                return probe.connect_ex(("127.0.0.1", port)) == 0
+
+        with running(command, os.environ, listens):
             yield f"redis://127.0.0.1:{port}/0"
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -20,10 +20,9 @@ from typing import Any
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.provenance import stamp
 from lab.bench import AdvanceStage, alternating, silent
-from lab.servers.clients import WITH, WITHOUT, Arm, saturate, shadow_overhead
+from lab.servers.clients import LAST_ID, WITH, WITHOUT, Arm, Prompts, saturate, shadow_overhead
 from lab.servers.discovery import learn_in_order, watch_ms
 from lab.servers.embedded_server import Asked, IdClient, completing
-from lab.servers.prompts import LAST_ID, Prompts
 from lab.servers.replay import (
     ANSWER_TOKENS,
     FILL,

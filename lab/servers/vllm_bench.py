@@ -14,8 +14,7 @@ from typing import Any
 
 from cacheblend.cli.bench import RoundOptions
 from lab.bench import Advance, alternating, median_interval, silent
-from lab.servers.clients import WITH, WITHOUT, Arm, shadow_overhead
-from lab.servers.prompts import Prompts
+from lab.servers.clients import WITH, WITHOUT, Arm, Prompts, shadow_overhead
 from lab.servers.vllm_server import Pair, Server, Streamed
 from lab.settings import PromptShape
 
@@ -68,9 +67,17 @@ def latency(pair: Pair, shape: PromptShape, rounds: RoundOptions, advance: Advan
     prompts = Prompts(shape, rounds.seed)
 
     def gaps_of(server: Server, _: None) -> list[float]:
-        ids, _spans = prompts.draw()
+        """Gaps between a request's tokens from the arrival of another request to that one's first token."""
+        (asked, _spans), found = prompts.draw(), Streamed()
         time.sleep(QUIET_S)
-        return _gaps_beside(server, prompts.ids(64), ids)
+        decoding, started = prompts.ids(64), time.perf_counter()
+        thread = threading.Thread(target=lambda: found.times.extend(server.ask(decoding, DECODED, []).times))
+        thread.start()
+        time.sleep(1.0)
+        came = time.perf_counter() - started
+        first = came + server.ask(asked, 1).ttft_s
+        thread.join()
+        return [b - a for a, b in pairwise(found.times) if b >= came and a <= first]
 
     with pair.serving(shape.tokens + DECODED + 64) as (plain, blend):
         _fill(blend, prompts, shape)
@@ -129,19 +136,6 @@ def _settle(server: Server) -> None:
     while time.monotonic() < end and server.shown("shadow_waiting") > 0:
         time.sleep(0.2)
     time.sleep(QUIET_S)
-
-
-def _gaps_beside(server: Server, decoding: list[int], asked: list[int]) -> list[float]:
-    """Gaps between a request's tokens from the arrival of another request to that one's first token."""
-    found = Streamed()
-    started = time.perf_counter()
-    thread = threading.Thread(target=lambda: found.times.extend(server.ask(decoding, DECODED, []).times))
-    thread.start()
-    time.sleep(1.0)
-    came = time.perf_counter() - started
-    first = came + server.ask(asked, 1).ttft_s
-    thread.join()
-    return [b - a for a, b in pairwise(found.times) if b >= came and a <= first]
 
 
 def _fill(server: Server, prompts: Prompts, shape: PromptShape) -> None:

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from lab.bench import AdvanceStage, silent
-from lab.servers.clients import saturate
+from lab.servers.clients import random_ids, saturate
 from lab.servers.discovery import learn_in_order
-from lab.servers.prompts import random_ids
 from lab.servers.replay import (
     ANSWER_TOKENS,
     FILL,
@@ -65,12 +64,23 @@ def run(pair: Pair, what: Replay, advance: AdvanceStage = silent) -> dict[str, A
     with pair.serving(longest + ANSWER_TOKENS + 64) as (plain, blend):
         servers = {"vllm": plain, "blend": blend}
         _fill(blend, sample.passages, advance)
-        for form, whole in forms.items():
-            result[form] = _saturate_both(servers, sample, what, pair, form, whole, advance)
+        for form, whole in forms.items():  # one server after the other, at saturation
+
+            def prompts(requests: Sequence[TraceRequest], name: str, *, whole: bool = whole) -> list[list[int]]:
+                return [prompt(r, own_ids(what.seed, f"{name} {n}"), whole=whole) for n, r in enumerate(requests)]
+
+            asked, warm = prompts(sample.requests, form), prompts(sample.before[-WARM_REQUESTS:], f"{form} before")
+            found = sample.lengths([len(ids) for ids in asked], int(pair.config.num_hidden_layers), pair.ratio)
+            for name, server in servers.items():
+                saturate(partial(_ask, server), warm, what.clients)
+                told = partial(advance, f"{name}, {form}")
+                found[name] = saturate(partial(_ask, server), asked, what.clients, told)
+            found["speedup"] = found["blend"]["requests_per_s"] / found["vllm"]["requests_per_s"]
+            result[form] = found
 
         def late(name: str, share: float) -> list[list[int]]:
-            asked = enumerate(sample.requests[:RATE_REQUESTS])
-            return [prompt(request, own_ids(what.seed, f"{name} {share} {number}")) for number, request in asked]
+            first = enumerate(sample.requests[:RATE_REQUESTS])
+            return [prompt(request, own_ids(what.seed, f"{name} {share} {number}")) for number, request in first]
 
         saturation = result["passages"]["blend"]["requests_per_s"]
         arms = {name: partial(_ask, server) for name, server in servers.items()}
@@ -86,29 +96,6 @@ def run(pair: Pair, what: Replay, advance: AdvanceStage = silent) -> dict[str, A
     settings |= {"trace": what.trace.name, "rates": shares, "rate_requests": RATE_REQUESTS, "with_whole": what.whole}
     settings |= {"own_tokens": OWN_TOKENS, "answer_tokens": ANSWER_TOKENS}
     return {"figures": figures, **result, "counters": counters, "replay": settings, **pair.facts()}
-
-
-def _saturate_both(
-    servers: Mapping[str, Server],
-    sample: Sample,
-    what: Replay,
-    pair: Pair,
-    form: str,
-    whole: bool,
-    advance: AdvanceStage,
-) -> dict[str, Any]:
-    """One server after the other, at saturation."""
-
-    def prompts(requests: Sequence[TraceRequest], name: str) -> list[list[int]]:
-        return [prompt(r, own_ids(what.seed, f"{name} {n}"), whole=whole) for n, r in enumerate(requests)]
-
-    asked, warm = prompts(sample.requests, form), prompts(sample.before[-WARM_REQUESTS:], f"{form} before")
-    found = sample.lengths([len(ids) for ids in asked], int(pair.config.num_hidden_layers), pair.ratio)
-    for name, server in servers.items():
-        saturate(partial(_ask, server), warm, what.clients)
-        found[name] = saturate(partial(_ask, server), asked, what.clients, partial(advance, f"{name}, {form}"))
-    found["speedup"] = found["blend"]["requests_per_s"] / found["vllm"]["requests_per_s"]
-    return found
 
 
 def _ask(server: Server, ids: list[int]) -> float:

@@ -88,7 +88,6 @@ class Server:
         return answers(f"{self.url}/health")
 
     def metric_lines(self) -> list[str]:
-        """The server's metrics as it gives them."""
         with urllib.request.urlopen(f"{self.url}/metrics") as response:
             lines: list[str] = response.read().decode().splitlines()
         return lines
@@ -226,12 +225,11 @@ def serving(settings: ServerSettings) -> Iterator[Server]:
 
 
 def environment() -> dict[str, str]:
-    """Environment variables of a server: this process's, and on a machine without a GPU what vLLM needs there."""
+    """Of a server: this process's variables, and on a machine without a GPU what vLLM needs there."""
     return {**os.environ} if torch.cuda.is_available() else {**_CPU, **os.environ}
 
 
 def command_of(settings: ServerSettings, port: int) -> list[str]:
-    """The command that starts a server."""
     # As `vllm serve` does, which asks for the package's version by a name that the CPU build does not have.
     arguments = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(settings.model)]
     arguments += ["--served-model-name", NAME, "--port", str(port)]
@@ -239,14 +237,14 @@ def command_of(settings: ServerSettings, port: int) -> list[str]:
     arguments += ["--max-num-batched-tokens", str(settings.max_num_batched_tokens), "--enable-prefix-caching"]
     arguments += settings.options
     if settings.extra is not None:
-        config = {
-            "kv_connector": "CacheBlendConnector",
-            "kv_connector_module_path": "cacheblend.engines.vllm",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": settings.extra,
-        }
-        arguments += ["--kv-transfer-config", json.dumps(config)]
+        arguments += ["--kv-transfer-config", json.dumps(connector(settings.extra))]
     return arguments
+
+
+def connector(extra: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's `kv_transfer_config` for the plug-in with these settings."""
+    where = {"kv_connector": "CacheBlendConnector", "kv_connector_module_path": "cacheblend.engines.vllm"}
+    return {**where, "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 @contextmanager

@@ -97,7 +97,6 @@ def _measure(engines: dict[str, BlendEngine], rows: Sequence[QuestionRow], advan
 
 
 def table(result: dict[str, Any]) -> Table:
-    """The shares for people."""
     rows = result["arms"]
     return plain_table(
         f"{rows[0]['questions']} questions; full recompute is right in {result['full_right']:.1f} %",

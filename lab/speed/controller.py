@@ -13,7 +13,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -62,7 +62,7 @@ def run(settings: TtftSettings, lengths: tuple[int, ...], advance: Advance = sil
             point = replace(settings, chunks=chunks)
             prompts = devices.fill(point)
             for slowness, behind_memory in product(SLOWNESS, (False, True)):
-                cells.append(_cell_at(devices, profile, point, slowness, behind_memory, prompts))
+                cells.append(_cell(devices, profile, point, slowness, behind_memory, prompts))
                 advance(len(cells), 2 * len(lengths) * len(SLOWNESS))
     worst = max(cell["over_best"] for cell in cells)
     slow = max(cell["over_full"] for cell in cells if cell["load_over_prefill"] > 1 and not cell["behind_memory"])
@@ -75,6 +75,15 @@ def run(settings: TtftSettings, lengths: tuple[int, ...], advance: Advance = sil
     }
 
 
+class _Filled(MemoryStore):
+    """Memory that accepts no more blocks once it is `full`."""
+
+    full = False
+
+    def write(self, block: Block) -> bool:
+        return not self.full and super().write(block)
+
+
 @dataclass
 class _Devices:
     """Memory, a throttled device, and engines on them.
@@ -85,7 +94,7 @@ class _Devices:
         engine: on both.
     """
 
-    near: "_Filled"
+    near: _Filled
     far: ThrottledStore
     in_memory: BlendEngine
     on_device: BlendEngine
@@ -109,18 +118,13 @@ def _open_devices(model: Any, tokenizer: Any, settings: TtftSettings) -> Iterato
     with ExitStack() as stack:
         near = _Filled(max_bytes=64 << 30)
         far = ThrottledStore(_UNTHROTTLED, max_bytes=64 << 30)
-        both = CascadeStore([near, far])
-        stack.enter_context(both)
-        engines = (
-            stack.enter_context(
-                BlendEngine(model, tokenizer, store=store, config=config, fingerprint="bench", name="bench")
-            )
-            for store in (near, far, both)
-        )
-        yield _Devices(near, far, *engines)
+        both = stack.enter_context(CascadeStore([near, far]))
+        options: dict[str, Any] = {"config": config, "fingerprint": "bench", "name": "bench"}
+        engines = (BlendEngine(model, tokenizer, store=store, **options) for store in (near, far, both))
+        yield _Devices(near, far, *(stack.enter_context(engine) for engine in engines))
 
 
-def _cell_at(
+def _cell(
     devices: _Devices,
     profile: CostModel,
     point: TtftSettings,
@@ -128,7 +132,7 @@ def _cell_at(
     behind_memory: bool,
     prompts: Callable[[], Prompt],
 ) -> dict[str, Any]:
-    """Throttles the device, then measures the controller against the fixed choices."""
+    """Throttles the device, then measures the controller against the fixed choices, alternating."""
     context = point.chunks * point.chunk_tokens
     nbytes = devices.engine.stored_layout.block_bytes(256) / 256 * context
     devices.far.bytes_per_s = nbytes / (slowness * profile.full_s(context))
@@ -140,54 +144,32 @@ def _cell_at(
     fixed = {f"memory r={ratio}": (devices.in_memory, ratio) for ratio in ratios if behind_memory}
     if slowness * (point.chunks // 2 / point.chunks if behind_memory else 1.0) < NOT_RUN_FROM:
         fixed |= {f"all r={ratio}": (decider, ratio) for ratio in ratios}
-    cell = {
-        "tokens": context,
-        "load_over_prefill": slowness,
-        "behind_memory": behind_memory,
-        "bytes_per_s": devices.far.bytes_per_s,
-    }
-    return cell | _cell(decider, known, fixed, prompts, point.runs)
-
-
-class _Filled(MemoryStore):
-    """Memory that accepts no more blocks once it is `full`."""
-
-    full = False
-
-    def write(self, block: Block) -> bool:
-        return not self.full and super().write(block)
-
-
-def _cell(
-    engine: BlendEngine,
-    profile: CostModel,
-    fixed: Mapping[str, tuple[BlendEngine, float]],
-    prompts: Callable[[], Prompt],
-    runs: int,
-) -> dict[str, Any]:
-    """One device and length: times of all arms, alternating."""
-    controller = controller_of(profile, engine.config, engine.stored_layout)
+    controller = controller_of(known, decider.config, decider.stored_layout)
     reasons = []
 
     def seconds(name: str, _: None) -> float:
         prompt = prompts()
-        engine.prefiller.controller = controller if name == "controller" else None
+        decider.prefiller.controller = controller if name == "controller" else None
         started = time.perf_counter()
         if name == "full":
-            full_recompute(engine, prompt)
+            full_recompute(decider, prompt)
         elif name == "controller":
-            reasons.append(engine.prefill(prompt).report.decision)
+            reasons.append(decider.prefill(prompt).report.decision)
         else:
             by, ratio = fixed[name]
             by.prefill(prompt, ratio=ratio)
         return time.perf_counter() - started
 
     asked = {name: partial(seconds, name) for name in ("controller", "full", *fixed)}
-    arms = alternating(asked, lambda: None, runs, swaps=False)
-    engine.prefiller.controller = None
+    arms = alternating(asked, lambda: None, point.runs, swaps=False)
+    decider.prefiller.controller = None
     medians = {name: statistics.median(times) for name, times in arms.items()}
     best = min(seconds for name, seconds in medians.items() if name != "controller")
     return {
+        "tokens": context,
+        "load_over_prefill": slowness,
+        "behind_memory": behind_memory,
+        "bytes_per_s": devices.far.bytes_per_s,
         "seconds": arms,
         "over_best": medians["controller"] / best,
         "over_full": medians["controller"] / medians["full"],
@@ -196,9 +178,9 @@ def _cell(
 
 
 def table(result: dict[str, Any]) -> str:
-    """A line for each cell."""
-    head = f"{'tokens':>7}{'load/prefill':>14}{'memory':>8}{'controller':>12}{'best fixed':>12}{'full':>9}  over best"
-    lines = [head]
+    lines = [
+        f"{'tokens':>7}{'load/prefill':>14}{'memory':>8}{'controller':>12}{'best fixed':>12}{'full':>9}  over best"
+    ]
     for cell in result["cells"]:
         medians = {name: statistics.median(times) for name, times in cell["seconds"].items()}
         best = min((seconds, name) for name, seconds in medians.items() if name != "controller")

@@ -29,7 +29,6 @@ class Figure:
 
     @property
     def reached(self) -> bool:
-        """Whether the value keeps to its bar."""
         return self.value >= self.bar if self.at_least else self.value <= self.bar
 
 
@@ -57,7 +56,6 @@ def run(settings: ttft.TtftSettings, advance: Advance = silent) -> dict[str, Any
 
 
 def figures(raw: dict[str, Any]) -> list[Figure]:
-    """The figures of raw results."""
     main = raw["8x512"]
     full = _median(_arm(main, "full", store=None))
     blend = _arm(main, "blend", 0.15)

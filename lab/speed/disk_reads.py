@@ -48,7 +48,12 @@ def measure(layout: KVLayout, chunks: int, chunk_tokens: int, folder: Path | Non
         stack.enter_context(store)
         names, nbytes = fill(store, layout, chunks, chunk_tokens)
         plain = path / "plain"
-        _write_plain(plain, nbytes)
+        part = os.urandom(1 << 20)
+        with plain.open("wb") as file:
+            for _ in range(-(-nbytes // len(part))):
+                file.write(part)
+            file.truncate(nbytes)
+            os.fsync(file.fileno())
         files = [plain, *(Path(store.file_of(name)) for name in names)]
         record = layout.block_bytes(BLOCK) // len(layout.layers)
         places = len({file.stat().st_ino for file in files[1:]})
@@ -58,8 +63,7 @@ def measure(layout: KVLayout, chunks: int, chunk_tokens: int, folder: Path | Non
             if is_direct and not _can_be_direct(plain):
                 result[way] = None
                 continue
-            reader = DiskStore(path / "store", max_bytes=None, direct=is_direct)
-            stack.enter_context(reader)
+            reader = stack.enter_context(DiskStore(path / "store", max_bytes=None, direct=is_direct))
             reader.find(names)
 
             def timed(read: Callable[[], float], dropped: Sequence[Path]) -> float:
@@ -127,15 +131,6 @@ def read_by_layer(
     for lease in leases:
         lease.release()
     return taken
-
-
-def _write_plain(path: Path, nbytes: int) -> None:
-    part = os.urandom(1 << 20)
-    with path.open("wb") as file:
-        for _ in range(-(-nbytes // len(part))):
-            file.write(part)
-        file.truncate(nbytes)
-        os.fsync(file.fileno())
 
 
 def _read_plain(path: Path, *, direct: bool) -> float:

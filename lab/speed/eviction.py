@@ -95,7 +95,6 @@ def _hits(policy: str, uses: Sequence[BlockName], capacity: int) -> int:
 
 
 def table(result: dict[str, Any]) -> str:
-    """A line for each size."""
     names = list(result["hit_rate"])
     lines = ["size    " + "".join(f"{name:>9}" for name in names)]
     for at, share in enumerate(result["shares"]):

@@ -13,7 +13,6 @@ import random
 import statistics
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.model_loader import expected_layout
 from cacheblend.engines.hf.shapes import shape_config
 from cacheblend.engines.provenance import stamp
-from cacheblend.store import KVStore, open_store
+from cacheblend.store import open_store
 from cacheblend.store.format.block_file import encode_block
 from lab.bench import Advance, silent
 from lab.speed import disk_reads
@@ -38,6 +37,7 @@ from lab.speed.throttle import ThrottledStore
 DISK_FIGURES = ("disk_read_share", "cold_read_share", "direct_read_share")
 """Names of the figures of `disk_reads.WAYS`."""
 MOST_BYTES = 64 << 30
+READ_AHEAD = BlendConfig().read_ahead
 
 
 @torch.no_grad()
@@ -59,7 +59,7 @@ def run(
         "pipeline": pipeline,
         "kv": {"shape": kv_shape or name, "record_bytes": layout.block_bytes(BLOCK) // len(layout.layers)},
         "disk": disk_reads.measure(layout, prompt.chunks, prompt.chunk_tokens, folder, prompt.runs),
-        "codec_bytes": {codec: _codec_bytes(codec) for codec in CODECS},
+        "codec_bytes": {codec: _block_bytes(codec) / _block_bytes("raw") for codec in CODECS},
     }
     advance(2, 3)
     for way, figure in zip(disk_reads.WAYS, DISK_FIGURES, strict=True):
@@ -73,16 +73,16 @@ def run(
     return {"figures": figures, **result, **stamp()}
 
 
-# ---- the pipeline -------------------------------------------------------------------------------------------
-
-
 def _pipeline(prompt: TtftSettings, model: Any, tokenizer: Any) -> tuple[dict[str, Any], KVLayout]:
     """TTFT where loading takes as long as computing: three ways, alternating, each with its own throughput."""
     draw = random.Random(prompt.seed)
     with ExitStack() as stack:
         slow = ThrottledStore(1e15, max_bytes=MOST_BYTES)
         stack.enter_context(slow)
-        ahead, serial = (stack.enter_context(_engine(model, tokenizer, slow, n)) for n in (BlendConfig().read_ahead, 0))
+        configs = (BlendConfig(capture=False, read_ahead=n, load_timeout_s=math.inf) for n in (READ_AHEAD, 0))
+        options: dict[str, Any] = {"store": slow, "fingerprint": "bench", "name": "bench"}
+        engines = (BlendEngine(model, tokenizer, config=config, **options) for config in configs)
+        ahead, serial = (stack.enter_context(engine) for engine in engines)
         chunks = open_chunks(prompt, ahead, draw)
         ahead.warm(chunks)
         layout = ahead.survey.layout
@@ -117,14 +117,6 @@ def _pipeline(prompt: TtftSettings, model: Any, tokenizer: Any) -> tuple[dict[st
     }, layout
 
 
-def _engine(model: Any, tokenizer: Any, store: KVStore, read_ahead: int) -> BlendEngine:
-    config = BlendConfig(capture=False, read_ahead=read_ahead, load_timeout_s=math.inf)
-    return BlendEngine(model, tokenizer, store=store, config=config, fingerprint="bench", name="bench")
-
-
-# ---- Redis -----------------------------------------------------------------------------------------
-
-
 def _redis(layout: KVLayout, prompt: TtftSettings, url: str) -> dict[str, Any]:
     """A request's blocks by layer, and the same values by pipelines of plain GETs."""
     import redis
@@ -157,11 +149,7 @@ def _redis(layout: KVLayout, prompt: TtftSettings, url: str) -> dict[str, Any]:
     }
 
 
-def _codec_bytes(codec: str) -> float:
-    """Bytes of a block's file relative to the same block in bf16, heads of 64."""
-    raw = KVLayout((LayerShape(2, 64),) * 24, torch.bfloat16)
-    sizes = []
-    for layout in (replace(raw, codec=codec), raw):
-        parts = encode_block(random_block(layout, 0, BLOCK, root_name("bench", "codec")))
-        sizes.append(sum(len(part) for part in parts))
-    return sizes[0] / sizes[1]
+def _block_bytes(codec: str) -> int:
+    """Of a block's file, of bf16 with heads of 64."""
+    layout = KVLayout((LayerShape(2, 64),) * 24, torch.bfloat16, codec=codec)
+    return sum(map(len, encode_block(random_block(layout, 0, BLOCK, root_name("bench", "codec")))))

@@ -55,7 +55,6 @@ def run(settings: TtftSettings, advance: Advance = silent) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> Table:
-    """The result for people."""
     found = result["peak_bytes"] | {"KV cache": result["kv_bytes"]}
     return plain_table(
         f"Peak resident memory, {result['model']}, {result['prompt_tokens']} tokens",

@@ -64,7 +64,6 @@ class Request:
 
     @property
     def prompt(self) -> Prompt:
-        """With the passages as chunks."""
         return Prompt.of([self.head, *self.passages, self.question])
 
     def ordered(self, order: Sequence[int]) -> "Request":
@@ -339,7 +338,6 @@ def _row(got: First, full: First, request: Request) -> dict[str, Any]:
 
 
 def _figures(rows: list[dict[str, Any]], full: list[dict[str, Any]]) -> dict[str, float]:
-    """Medians over the requests."""
     ttft, plain = (statistics.median(row["ttft_s"] for row in found) for found in (rows, full))
     return {
         "reused": sum(row["reused"] for row in rows) / sum(row["tokens"] for row in rows),

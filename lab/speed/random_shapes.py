@@ -45,7 +45,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def run(what: RandomShapes, advance: Advance = silent) -> dict[str, Any]:
-    """Measures every selector on every prompt."""
     if what.dtype not in DTYPES:
         raise InvalidInputError(f"no dtype is called {what.dtype!r}; there are {', '.join(DTYPES)}")
     model = build_shape(what.shape, dtype=DTYPES[what.dtype], seed=what.seed)
@@ -55,7 +54,15 @@ def run(what: RandomShapes, advance: Advance = silent) -> dict[str, Any]:
                 parameter.mul_(what.gain)
     config = BlendConfig(capture=False)
     with BlendEngine(model, None, store=MemoryStore(), config=config, fingerprint="bench", name=what.shape) as engine:
-        prompts = _draw_prompts(what, engine.survey.vocab_size)
+        draw, vocab = random.Random(what.seed), engine.survey.vocab_size
+
+        def ids(count: int, part: Callable[[list[int]], Segment]) -> Segment:
+            return part([draw.randrange(vocab) for _ in range(count)])
+
+        prompts = []  # each has its own chunks; plain text precedes them, so that none is an exact prefix
+        for _ in range(what.prompts):
+            plain, *chunks = ids(what.plain_tokens, text), *(ids(what.chunk_tokens, chunk) for _ in range(what.chunks))
+            prompts.append(Prompt.of([plain, *chunks, ids(what.question_tokens, text)]))
         engine.prompt(prompts[0])
         found = _measure(engine, prompts, what.seed, advance)
     return {
@@ -73,25 +80,6 @@ def run(what: RandomShapes, advance: Advance = silent) -> dict[str, Any]:
         "arms": found,
         **stamp(),
     }
-
-
-def _draw_prompts(what: RandomShapes, vocab: int) -> list[Prompt]:
-    """Prompts of random ids, each with its own chunks; plain text precedes them, so that none is an exact prefix."""
-    draw = random.Random(what.seed)
-
-    def ids(count: int, part: Callable[[list[int]], Segment]) -> Segment:
-        return part([draw.randrange(vocab) for _ in range(count)])
-
-    return [
-        Prompt.of(
-            [
-                ids(what.plain_tokens, text),
-                *(ids(what.chunk_tokens, chunk) for _ in range(what.chunks)),
-                ids(what.question_tokens, text),
-            ]
-        )
-        for _ in range(what.prompts)
-    ]
 
 
 def _measure(engine: BlendEngine, prompts: list[Prompt], seed: int, advance: Advance) -> list[dict[str, Any]]:
@@ -116,7 +104,6 @@ def _measure(engine: BlendEngine, prompts: list[Prompt], seed: int, advance: Adv
 
 
 def table(result: dict[str, Any]) -> Table:
-    """A line for each selector."""
     facts = result["prompt"]
     close = {"compute": "{agreement[compute]:.1%}", "1st": "{agreement[agreement]:.0%}", "KL": "{agreement[kl]:.2g}"}
     far = {name: f"{{deviation[{name.lower()}][over_layers][mean]:.3g}}" for name in ("KV", "attention")}

@@ -36,7 +36,8 @@ def run(
 ) -> dict[str, Any]:
     """Stores documents of so many tokens in an empty store, edits each (all kinds equally often), synchronises them.
 
-    ``figures`` has ``sync_recomputed``: tokens computed after the edits, by those of a full re-index.
+    ``figures`` has ``sync_recomputed``: tokens computed after the edits, by those of a full re-index; ``by_edit`` the
+    share of its document's tokens that each kind of edit changes, by how the documents are cut.
     """
     pool = [sentence for passage in read_passages(data) for sentence in _SENTENCE.split(passage.text) if sentence]
     pool = list(dict.fromkeys(pool))
@@ -52,9 +53,15 @@ def run(
         reports.append(sync.finish())
         advance(number, len(passes))
     first, again, unchanged, full = reports
+    cut, by_edit = Cutter.of(engine, cutting, 0), dict[str, list[float]]()
+    for before, after, kind in zip(texts, edited, edits, strict=True):
+        held = {piece.tobytes() for piece in cut_whole(cut, Document("before", " ".join(before)))}
+        pieces = cut_whole(cut, Document("after", " ".join(after)))
+        new = sum(len(piece) for piece in pieces if piece.tobytes() not in held)
+        by_edit.setdefault(" ".join(kind), []).append(new / sum(map(len, pieces)))
     return {
         "figures": {"sync_recomputed": again.computed_tokens / full.computed_tokens},
-        "by_edit": _by_edit(engine, texts, edited, edits, cutting),
+        "by_edit": {kind: sum(each) / len(each) for kind, each in by_edit.items()},
         "documents": documents,
         "document_tokens": full.tokens / documents,
         "cutting": asdict(cutting),
@@ -90,24 +97,6 @@ def _edit(text: list[str], how: str, where: str, other: str) -> list[str]:
     if how == "inserted" and where == "end":
         at = stop = len(text)
     return [*text[:at], *([] if how == "deleted" else [other]), *text[stop:]]
-
-
-def _by_edit(
-    engine: BlendEngine,
-    texts: list[list[str]],
-    edited: list[list[str]],
-    edits: list[tuple[str, str]],
-    cutting: Cutting,
-) -> dict[str, float]:
-    """The share of its document's tokens that each kind of edit changes, by how the documents are cut."""
-    cut = Cutter.of(engine, cutting, 0)
-    shares: dict[str, list[float]] = {}
-    for before, after, kind in zip(texts, edited, edits, strict=True):
-        held = {piece.tobytes() for piece in cut_whole(cut, Document("before", " ".join(before)))}
-        pieces = cut_whole(cut, Document("after", " ".join(after)))
-        new = sum(len(piece) for piece in pieces if piece.tobytes() not in held)
-        shares.setdefault(" ".join(kind), []).append(new / sum(map(len, pieces)))
-    return {kind: sum(each) / len(each) for kind, each in shares.items()}
 
 
 def cut_whole(cutter: Cutter, document: Document) -> list[TokenIds]:

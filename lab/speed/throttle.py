@@ -41,17 +41,14 @@ class ThrottledStore(MemoryStore):
 
     @property
     def tier_names(self) -> tuple[str, ...]:
-        """The name that was given."""
         return (self._tier,)
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
-        """Entries name the tier that was given."""
         return [entry and replace(entry, tier=self._tier) for entry in super().find(names)]
 
     def read_layers(
         self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
     ) -> list[list[torch.Tensor] | BlockLostError]:
-        """Returns when the slow device would have."""
         read = super().read_layers(names, layers, heads, memory)
         size = sum(record.nbytes for each in read if not isinstance(each, BlockLostError) for record in each)
         with self._device:

@@ -66,7 +66,21 @@ def figures(rows: Sequence[RowResult], gate: dict[str, Any] | None = None, *, se
         "high", "n"}``, where ``at`` is ``least`` or ``most``; also ``category`` if the figure is that of the worst
         category, and ``reason`` if the value is None.
     """
-    found = _estimates(_Cells(rows, seed))
+    cells = _Cells(rows, seed)
+    found = {
+        "full_min": _worst(min, ("direct", "local", "cross"), lambda name: cells.score("full", name)),
+        "full_hard_chain_min": _worst(min, HARD, lambda name: cells.score("full", name)),
+        "full_comparison": cells.score("full", "comparison"),
+        "reuse_control_loss": _worst(max, CONTROLS, lambda name: cells.lead("full", "reuse", name)),
+        "reuse_cross_loss": cells.lead("full", "reuse", "cross"),
+        "blend_compute": cells.compute(BLEND),
+        "random_compute": cells.compute(RANDOM_ROWS),
+        "blend_loss": cells.lead("full", BLEND, *CATEGORIES),
+        "blend_worst_loss": _worst(max, CATEGORIES, lambda name: cells.lead("full", BLEND, name)),
+        "blend_over_random": cells.lead(BLEND, RANDOM_ROWS, *ACROSS),
+        "lean_compute": cells.compute(LEAN_BLEND),
+        "lean_loss": cells.lead("full", LEAN_BLEND, *CATEGORIES),
+    }
     gate = gate or {"reason": NOT_RUN}
     values: dict[str, float | bool | None] = {key: one.value if one else None for key, one in found.items()}
     values["gate_holds"] = gate.get("holds")
@@ -105,9 +119,6 @@ def at_equal_compute(summary: dict[str, Any], shares: Sequence[float] = EQUAL_SH
     return found
 
 
-# ---- inside -------------------------------------------------------------------------------------------------
-
-
 class _Cells:
     """Cells by category and method, and estimates from them."""
 
@@ -116,7 +127,6 @@ class _Cells:
         self._cells = [{cell.method: cell for cell in row.cells if not cell.skipped} for row in rows]
 
     def score(self, method: str, category: str) -> Estimate | None:
-        """Exact match of a method in a category."""
         return self._mean([method], lambda row, cells: _exact(row, cells[0]), (category,))
 
     def lead(self, first: str, second: str, *categories: str) -> Estimate | None:
@@ -140,23 +150,6 @@ class _Cells:
             return None
         means = bootstrap_means(np.array(values)[:, None], seed=self._seed)
         return Estimate(float(means.mean[0]), float(means.low[0]), float(means.high[0]), len(values))
-
-
-def _estimates(cells: _Cells) -> dict[str, Estimate | None]:
-    return {
-        "full_min": _worst(min, ("direct", "local", "cross"), lambda name: cells.score("full", name)),
-        "full_hard_chain_min": _worst(min, HARD, lambda name: cells.score("full", name)),
-        "full_comparison": cells.score("full", "comparison"),
-        "reuse_control_loss": _worst(max, CONTROLS, lambda name: cells.lead("full", "reuse", name)),
-        "reuse_cross_loss": cells.lead("full", "reuse", "cross"),
-        "blend_compute": cells.compute(BLEND),
-        "random_compute": cells.compute(RANDOM_ROWS),
-        "blend_loss": cells.lead("full", BLEND, *CATEGORIES),
-        "blend_worst_loss": _worst(max, CATEGORIES, lambda name: cells.lead("full", BLEND, name)),
-        "blend_over_random": cells.lead(BLEND, RANDOM_ROWS, *ACROSS),
-        "lean_compute": cells.compute(LEAN_BLEND),
-        "lean_loss": cells.lead("full", LEAN_BLEND, *CATEGORIES),
-    }
 
 
 def _worst(

@@ -45,7 +45,6 @@ def answer(config: dict[str, object] | None, traffic: list[tuple[str, int]]) -> 
 
 
 def draw(found: dict[str, list[Moment]], path: str) -> None:
-    """A panel for each engine."""
     with picture(Path(path), lines=len(found), width=9, height=3.2) as panels:
         for panel, (title, moments) in zip(panels, found.items(), strict=True):
             panel.plot([each.agreement for each in moments], color="tab:blue", label="agreement with full prefill")

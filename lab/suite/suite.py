@@ -81,7 +81,6 @@ class Suite:
 
     @property
     def sweep_per_category(self) -> int:
-        """Questions of each category in the sweep."""
         return max(1, round(0.3 * self.per_category))
 
     @property
@@ -92,8 +91,6 @@ class Suite:
 
 @dataclass(frozen=True)
 class MainPlan:
-    """The methods of the main part."""
-
     methods: list[Method]
     config: dict[str, Any]
 
@@ -178,12 +175,14 @@ def run_sweep(engine: BlendEngine, suite: Suite, out: Path, advance: AdvanceStag
 
 def sweep_methods() -> list[Method]:
     """Full recompute, full reuse, each selector at several ratios, and what was tried with hops (`ABLATIONS`)."""
+    tried = [changed for ablation in ABLATIONS.values() for changed in ablation]
+    following = [named("query", FOLLOWING | changed) for changed in ({}, *tried)]
     return [
         *make_methods(("full", "reuse")),
         *make_methods(("blend",), selectors=["hkvd"], ratios=SWEEP_RATIOS, check_layers=[None, (1,), (2,)]),
         *make_methods(("blend",), selectors=["hkvd:measure=v"], ratios=SWEEP_RATIOS, check_layers=[(1,)]),
         *make_methods(("blend",), selectors=["query", f"query:{WORDS}"], ratios=[*SWEEP_RATIOS, 0.2]),
-        *make_methods(("blend",), selectors=_following(), ratios=HOP_RATIOS),
+        *make_methods(("blend",), selectors=following, ratios=HOP_RATIOS),
         *make_methods(("blend",), selectors=["hybrid"], ratios=SWEEP_RATIOS, check_layers=[(2,), (4,)]),
         *make_methods(
             ("blend",),
@@ -195,38 +194,27 @@ def sweep_methods() -> list[Method]:
     ]
 
 
-def _following() -> list[str]:
-    tried = [changed for ablation in ABLATIONS.values() for changed in ablation]
-    return [named("query", FOLLOWING | changed) for changed in ({}, *tried)]
-
-
 def lean_selector() -> Selector:
     """What the shipped model's lean profile selects."""
     return read_profile(model_path() / LEAN_PROFILE_NAME).selection.make_selector()
 
 
 def finished_seeds(folder: Path) -> dict[int, list[RowResult]]:
-    """Rows by seed, for every seed in the folder of a main part that is complete."""
+    """Rows by seed, for every seed in the folder of a main part that is complete; others may be written just now."""
     found = {}
     for path in sorted(folder.glob("seed-*")):
         named = re.fullmatch(r"seed-(\d+)-[0-9a-f]{12}", path.name)
-        rows = _finished(path) if named else None
-        if named and rows is not None:
-            found[int(named[1])] = rows
+        if not named or not (path / CONFIG).is_file() or not (path / ROWS).is_file():
+            continue
+        try:
+            wanted = json.loads((path / CONFIG).read_text(encoding="utf-8"))["rows"]
+            lines = (path / ROWS).read_bytes().split(b"\n")[:-1]
+            rows = {row.number: row for row in (RowResult.of_dict(json.loads(line)) for line in lines)}
+        except (ValueError, TypeError, KeyError) as error:
+            raise InvalidInputError(f"{path}: damaged ({error}); run that seed again, or delete the folder") from error
+        if len(rows) == wanted:
+            found[int(named[1])] = [rows[number] for number in sorted(rows)]
     return found
-
-
-def _finished(folder: Path) -> list[RowResult] | None:
-    """All rows of a run's folder, which another process may be writing; None while rows are missing."""
-    if not (folder / CONFIG).is_file() or not (folder / ROWS).is_file():
-        return None
-    try:
-        wanted = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["rows"]
-        lines = (folder / ROWS).read_bytes().split(b"\n")[:-1]
-        rows = {row.number: row for row in (RowResult.of_dict(json.loads(line)) for line in lines)}
-    except (ValueError, TypeError, KeyError) as error:
-        raise InvalidInputError(f"{folder}: damaged ({error}); run that seed again, or delete the folder") from error
-    return [rows[number] for number in sorted(rows)] if len(rows) == wanted else None
 
 
 def _fused(name: str, selector: Selector, family: str) -> Method:

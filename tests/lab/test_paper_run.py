@@ -28,9 +28,7 @@ from lab.checkout import Kept
 from lab.cli import main
 from lab.nano.questions import Prompts, draw_questions
 from lab.paper import drawing, quality, run
-from lab.paper.compared import TITLES
-from lab.paper.context import Context, DataSet, LeftOutError, Sweeps
-from lab.paper.points import AGREEMENT, ALL, Answered, points, score
+from lab.paper.context import AGREEMENT, ALL, TITLES, Answered, Context, DataSet, LeftOutError, Sweeps, points, score
 from tiny_folder import TinyShape, build_tiny
 
 TINY = Sweeps(

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from campaign import share
+from lab.faults.engine import make_model
 from lab.faults.injection import PLACES
-from lab.faults.prompts import make_model
 from lab.faults.run import Settings, run
 from poison import HISTORIES, TOLERANCE, Tally
 from tiny_folder import train_tokenizer
