@@ -50,39 +50,26 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class TtftSettings:
-    """One benchmark.
+    """One benchmark."""
 
-    Attributes:
-        model: a model folder; or `shape`: random weights of a known shape.
-        data: real passages (JSON as the CacheBlend authors' inputs, JSON lines, or text); None: random tokens.
-        chunks, chunk_tokens, question_tokens, plain_tokens: the prompt.
-        selection: how the blend arms select rows.
-        ratios: each is measured as its own blend arm; that of `selection` with its own check layers' ratios.
-        profile: name under which the first blend arm's gain is among the figures.
-        arms: of `ARMS`; ``miss`` is blend with nothing stored.
-        stores: ``memory``, ``disk`` (without memory in front); arms that load run on each.
-        runs: measured rounds, after one warm-up.
-        threads: of torch; None keeps torch's own number.
-        seed: of weights, tokens and orders.
-        sweep: one of `SWEEPS`: runs the benchmark at each of its values; several `ratios` replace those of the sweep.
-    """
-
-    model: str | None = None
+    model: str | None = None  # a model folder; or `shape`: random weights of a known shape
     shape: str | None = None
-    data: str | None = None
+    data: str | None = None  # real passages (`read_passages`); None: random tokens
     chunks: int = 8
     chunk_tokens: int = 512
     question_tokens: int = 32
     plain_tokens: int = 32
-    selection: Selection = field(default_factory=Selection)
+    selection: Selection = field(default_factory=Selection)  # how the blend arms select rows
     ratios: tuple[float, ...] = (0.15,)
-    profile: str | None = None
-    arms: tuple[str, ...] = ("full", "prefix", "reuse", "blend")
-    stores: tuple[str, ...] = ("memory",)
-    runs: int = 5
-    threads: int | None = None
-    seed: int = 0
+    """Each is measured as its own blend arm; that of `selection` with its own check layers' ratios."""
+    profile: str | None = None  # name under which the first blend arm's gain is among the figures
+    arms: tuple[str, ...] = ("full", "prefix", "reuse", "blend")  # ``miss`` is blend with nothing stored
+    stores: tuple[str, ...] = ("memory",)  # or ``disk``, without memory in front; arms that load run on each
+    runs: int = 5  # measured, after one warm-up
+    threads: int | None = None  # of torch; None keeps torch's own number
+    seed: int = 0  # of weights, tokens and orders
     sweep: str | None = None
+    """One of `SWEEPS`: runs the benchmark at each of its values; several `ratios` replace those of the sweep."""
 
     def __post_init__(self) -> None:
         check_choice(self.model, self.shape)
@@ -227,10 +214,7 @@ def draw_prompt(settings: TtftSettings, chunks: list[Segment], vocab: int, draw:
 def read_chunks(path: Path, engine: BlendEngine, count: int, tokens: int) -> list[Segment]:
     """`count` different chunks of exactly `tokens` tokens, passages joined where one is too short.
 
-    Without a tokenizer each word becomes one id; equal words get equal ids.
-
-    Raises:
-        InvalidInputError: the file cannot be read, or has too little text.
+    Without a tokenizer each word becomes one id; equal words get equal ids. Raises `InvalidInputError`.
     """
     chunks: list[Segment] = []
     ids: list[int] = []

@@ -29,11 +29,11 @@ class _Help:
 
 
 class Command(_Help, TyperCommand):
-    """A command whose help is written by `write_help`."""
+    """A command with this help."""
 
 
 class CommandGroup(_Help, TyperGroup):
-    """A group of commands whose help is written by `write_help`."""
+    """A group of commands with this help."""
 
 
 class App(typer.Typer):

@@ -38,31 +38,18 @@ class Unreadable:
 
 
 class DocumentSource(Protocol):
-    """A source of documents.
+    """A source of documents."""
 
-    Attributes:
-        ids: of all documents, in order.
-        skipped: files that are not documents, as ``"3 files *.pdf"``.
-    """
-
-    ids: dict[str, None]
-    skipped: list[str]
+    ids: dict[str, None]  # of all documents, in order
+    skipped: list[str]  # files that are not documents, as ``"3 files *.pdf"``
 
     def documents(self) -> Iterator[Document | Unreadable]:
         """Reads the documents, in the order of `ids`."""
-        ...
 
 
 def read_documents(source: str, stream: IO[bytes] | None = None) -> DocumentSource:
-    """The documents of a source, their ids read and checked.
-
-    Args:
-        source: a folder, a file, or ``-`` for the stream.
-        stream: what ``-`` means.
-
-    Raises:
-        InvalidInputError: there is no such source, two documents have one id, or a line is no document.
-    """
+    """The documents of a folder, a file, or for ``-`` the stream; their ids are read and checked. Raises
+    `InvalidInputError`: there is no such source, two documents have one id, or a line is no document."""
     path = Path(source)
     if source == "-" and stream is not None:
         # A copy that can be read twice: in memory, or in a file where it is long.
@@ -110,7 +97,6 @@ class FolderSource:
         self.skipped = [f"{count} {what}" for what, count in sorted(others.items()) if count]
 
     def documents(self) -> Iterator[Document | Unreadable]:
-        """See `DocumentSource`."""
         for name in self.ids:
             try:
                 document: Document | Unreadable = Document(name, read_text(self.folder / name))
@@ -137,7 +123,6 @@ class LinesSource:
             self.ids[document.id] = None
 
     def documents(self) -> Iterator[Document | Unreadable]:
-        """See `DocumentSource`."""
         for _, document in self._read():
             if document.id in self.ids:  # else it came after the ids were read: the next sync has it
                 yield document

@@ -70,17 +70,10 @@ class BadRowError(InvalidInputError):
 
 
 def read_questions(path: Path, form: str = "auto", *, bad: list[str] | None = None) -> list[QuestionRow]:
-    """Reads all rows of a file.
+    """Reads all rows of a file; the form ``auto`` is detected from the fields of the first row that can be used.
 
-    Args:
-        path: file with a JSON list, or JSON lines.
-        form: one of `FORMATS`; ``auto`` detects it from the fields of the first row that can be used.
-        bad: the reasons for rows that cannot be used are added to this list, and these rows left out; None: the first
-            one is an error.
-
-    Raises:
-        BadRowError: a row has another form or is empty.
-        InvalidInputError: the file cannot be read, or has no rows that can be used.
+    `bad` gets the reasons for rows that cannot be used, which are left out; None: the first one is a `BadRowError`.
+    Raises `InvalidInputError`: the file cannot be read, or has no rows that can be used.
     """
     if form not in FORMATS:
         raise InvalidInputError(f"there is no format {form!r}; choose from {', '.join(FORMATS)}")

@@ -29,15 +29,8 @@ def split_contexts(rows: Sequence[QuestionRow], count: CountTokens, tokens: int)
 def split_text(text: str, count: CountTokens, tokens: int) -> list[str]:
     """Passages of at most `tokens` tokens, each with as many whole sentences as fit, stripped of white space.
 
-    A sentence that is too long is cut between words, and a word that is too long between characters.
-
-    Args:
-        text: text that is not blank.
-        count: counts the tokens of a text.
-        tokens: most tokens of a passage.
-
-    Raises:
-        InvalidInputError: `tokens` is below `SHORTEST`.
+    A sentence that is too long is cut between words, and a word that is too long between characters. `count`: of a
+    text's tokens. Raises `InvalidInputError` if `tokens` is below `SHORTEST`.
     """
     if tokens < SHORTEST:
         raise InvalidInputError(f"a passage must allow at least {SHORTEST} tokens, got {tokens}")

@@ -15,58 +15,33 @@ from cacheblend.evaluation.methods import Asked, Fused, Label, Outcome
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt with one selector, compared with full recompute.
+    """One prompt with one selector, compared with full recompute."""
 
-    Attributes:
-        top_1: the most likely first token is the same.
-        kl: KL(full || other) of the first token, in nats.
-        equal_tokens: share of the greedy answer's tokens before the first difference; None if none was generated.
-        equal_answer: the greedy answers are the same; None if none was generated.
-        compute: as a share of a full prefill, see `ComputeScale`.
-        ttft_s, full_ttft_s: seconds to the first logits, of this prefill and of full recompute.
-        score, full_score: scores of both answers; None without gold answers.
-    """
-
-    top_1: bool
-    kl: float
-    equal_tokens: float | None
-    equal_answer: bool | None
-    compute: float
+    top_1: bool  # the most likely first token is the same
+    kl: float  # KL(full || other) of the first token, in nats
+    equal_tokens: float | None  # share of the greedy answer's before the first difference; None: none was generated
+    equal_answer: bool | None  # the greedy answers are the same; None: none was generated
+    compute: float  # as a share of a full prefill, see `ComputeScale`
     ttft_s: float
     full_ttft_s: float
-    score: float | None = None
+    score: float | None = None  # of both answers; None without gold answers
     full_score: float | None = None
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Figures of many samples.
-
-    Attributes:
-        rows: number of samples.
-        agreed: number of samples with the same first token.
-        agreement: their share.
-        bound: one-sided lower bound of the agreement (Clopper-Pearson).
-        kl: mean KL, in nats.
-        equal_tokens: mean share of the greedy answer before the first difference; None if none was generated.
-        equal_answers: share of answers that are the same; None if none was generated.
-        compute: mean compute as a share of a full prefill.
-        ttft_ratio: median of TTFT of full recompute / TTFT.
-        f1_rows: number of samples with gold answers; if 0, the next three are None.
-        f1, f1_difference: mean score, and mean difference to that of full recompute.
-        f1_bound: one-sided lower bound of that difference (paired bootstrap).
-    """
+    """Figures of many samples."""
 
     rows: int
-    agreed: int
-    agreement: float
-    bound: float
-    kl: float
-    equal_tokens: float | None
-    equal_answers: float | None
-    compute: float
-    ttft_ratio: float
-    f1_rows: int = 0
+    agreed: int  # samples with the same first token
+    agreement: float  # their share
+    bound: float  # one-sided lower bound of the agreement (Clopper-Pearson)
+    kl: float  # mean, in nats
+    equal_tokens: float | None  # mean share of the greedy answer before the first difference; None: none was generated
+    equal_answers: float | None  # share of answers that are the same; None: none was generated
+    compute: float  # mean, as a share of a full prefill
+    ttft_ratio: float  # median of TTFT of full recompute / TTFT
+    f1_rows: int = 0  # samples with gold answers; if 0, the next three are None
     f1: float | None = None
     f1_difference: float | None = None
     f1_bound: float | None = None
@@ -106,16 +81,7 @@ def equal_share(ids: Sequence[int], full: Sequence[int]) -> float:
 
 
 def summarise(samples: Sequence[Sample], confidence: float = 0.95, seed: int = 0) -> Summary:
-    """Means and bounds over the samples of one selector.
-
-    Args:
-        samples: at least one sample.
-        confidence: of the one-sided bounds.
-        seed: seed of the bootstrap.
-
-    Raises:
-        InvalidInputError: there are no samples.
-    """
+    """Means and one-sided bounds over the samples, at least one, of one selector; `seed`: of the bootstrap."""
     agreed = sum(sample.top_1 for sample in samples)
     tokens = [sample.equal_tokens for sample in samples if sample.equal_tokens is not None]
     answers = [sample.equal_answer for sample in samples if sample.equal_answer is not None]

@@ -16,30 +16,19 @@ RESAMPLES = 10_000  # of a bound
 
 @dataclass(frozen=True)
 class Means:
-    """Means of columns with intervals.
-
-    Attributes:
-        mean: [columns]; NaN if a column has no value.
-        low, high: [columns] ends of the percentile interval.
-        count: [columns] number of values.
-    """
+    """Means of columns with percentile intervals, each [columns]; a column without a value has NaN."""
 
     mean: Values
     low: Values
     high: Values
-    count: npt.NDArray[np.int64]
+    count: npt.NDArray[np.int64]  # of values
 
 
 def bootstrap_means(values: Values, *, resamples: int = 2000, level: float = 0.95, seed: int = 0) -> Means:
     """Means of columns with percentile intervals; every draw of rows applies to all columns.
 
-    So a column that holds the difference of two others has the paired interval.
-
-    Args:
-        values: [rows, columns]; NaN where a row has no value.
-        resamples: number of draws.
-        level: level of the two-sided interval.
-        seed: seed of the draws.
+    So a column that holds the difference of two others has the paired interval. `values`: [rows, columns]; NaN where a
+    row has no value.
     """
     there = ~np.isnan(values)
     filled = np.where(there, values, 0.0)
@@ -56,16 +45,8 @@ def bootstrap_means(values: Values, *, resamples: int = 2000, level: float = 0.9
 
 
 def mean_lower_bound(values: Sequence[float] | npt.NDArray[np.float64], confidence: float, seed: int = 0) -> float:
-    """One-sided lower bound of a mean (percentile bootstrap).
-
-    Args:
-        values: one per row; for paired methods, their differences.
-        confidence: of the one-sided bound.
-        seed: of the resampling.
-
-    Raises:
-        InvalidInputError: there are no values.
-    """
+    """One-sided lower bound of a mean (percentile bootstrap); of paired methods give the rows' differences. Raises
+    `InvalidInputError` if there are no values."""
     check_share("confidence", confidence)
     found = np.asarray(values, dtype=np.float64)
     if found.size == 0:

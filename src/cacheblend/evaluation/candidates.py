@@ -32,15 +32,10 @@ WITHOUT_RATIO = {"all": 1.0, "none": 0.0}
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting to try.
+    """A setting to try."""
 
-    Attributes:
-        name: name of the setting, for people.
-        settings: the fields of `Selection` that affect quality.
-    """
-
-    name: str
-    settings: Mapping[str, Any]
+    name: str  # for people
+    settings: Mapping[str, Any]  # the fields of `Selection` that affect quality
 
     def selector(self) -> Selector:
         """The selector with these settings."""

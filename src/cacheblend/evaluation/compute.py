@@ -7,16 +7,12 @@ from cacheblend.engines.hf import BlendEngine
 
 @dataclass(frozen=True)
 class ComputeScale:
-    """Converts counts of rows and layers to shares of a full prefill.
+    """Converts counts of rows and layers to shares of a full prefill."""
 
-    Attributes:
-        layers: number of layers of the model.
-        projection: cost of a row that only passes a layer's query, key and value projections, as a share of a row that
-            passes the whole layer; by parameters, mean over the layers with attention.
-    """
-
-    layers: int
+    layers: int  # of the model
     projection: float
+    """Cost of a row that only passes a layer's query, key and value projections, as a share of a row that passes the
+    whole layer; by parameters, mean over the layers with attention."""
 
     @staticmethod
     def of(engine: BlendEngine) -> "ComputeScale":

@@ -44,11 +44,8 @@ programs."""
 
 
 def demo_questions(seed: int, per_category: int = 4) -> list[QuestionRow]:
-    """Questions over the same passages, each over an order of its own; the `CATEGORIES` take turns.
-
-    Raises:
-        InvalidInputError: no such seed, or `per_category` below 1 or above what there is.
-    """
+    """Questions over the same passages, each over an order of its own; the `CATEGORIES` take turns. Raises
+    `InvalidInputError`: no such seed, or `per_category` below 1 or above what there is."""
     drawn = {each["seed"]: each for each in map(json.loads, DATA.read_text(encoding="utf-8").splitlines())}
     if seed not in drawn:
         raise InvalidInputError(f"the demo has questions of the seeds {min(drawn)} to {max(drawn)}, not {seed}")
@@ -98,17 +95,10 @@ def _example(row: QuestionRow, rows: Sequence[QuestionRow]) -> dict[str, Any]:
 
 
 def run_demo(engine: BlendEngine, rows: Sequence[QuestionRow], ratio: float, progress: Progress) -> dict[str, Any]:
-    """Stores the passages, answers all questions by all methods, and checks the exactness invariants.
+    """Stores the passages, answers the questions begun within `BUDGET_S` by all methods, checks the invariants.
 
-    Args:
-        engine: engine with the shipped model; it must not capture missed chunks.
-        rows: see `demo_questions`.
-        ratio: recompute ratio of the blends by HKVD.
-        progress: see `evaluate`.
-
-    Returns:
-        The results, in the form in which they are written to JSON; ``evaluation`` is that of `with_cells`. Of the rows
-        those that were begun within `BUDGET_S`.
+    The engine has the shipped model and captures no missed chunks; `ratio`: of the blends by HKVD. Returns the results
+    in the form in which they are written to JSON; ``evaluation`` is that of `with_cells`.
     """
     passages = [Passage(each.text, each.title) for each in sorted(rows[0].passages, key=lambda each: each.title)]
     warmed = engine.warm(passages, progress=partial(progress, "warming"))
@@ -190,8 +180,6 @@ def by_difference(evaluation: dict[str, Any]) -> list[int]:
     return [row["number"] for row in sorted(evaluation["cells"], key=rank)]
 
 
-# ---- the picture ----------------------------------------------------------------------------------------------
-
 # Okabe and Ito's colours, which colour-blind readers can distinguish.
 COLOURS = {"full": "#3b3b3b", "prefix": "#8c8c8c", "reuse": "#d55e00", "blend": "#0072b2"}
 COLOURS |= {"gradual": "#56b4e9", "one check": "#009e73"}
@@ -203,10 +191,7 @@ DOTS_PER_LINE = 4
 def draw_demo_plot(methods: Sequence[dict[str, Any]], file: Path, *, title: str, remark: str) -> None:
     """Writes a dot for every answer, and times to first token, in the format of the file's ending. Needs matplotlib.
 
-    Args:
-        methods: see `method_figures`; one row each, full recompute first.
-        file: its folder must exist.
-        title, remark: texts above and below.
+    `methods`: see `method_figures`; a row each, full recompute first. `title` stands above, `remark` below.
     """
     import matplotlib
 

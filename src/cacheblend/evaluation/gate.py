@@ -64,23 +64,14 @@ class GateRow:
 
 @dataclass(frozen=True)
 class Bar:
-    """Requirements on a setting.
+    """Requirements on a setting."""
 
-    Attributes:
-        threshold: required agreement of first tokens with full recompute.
-        confidence: confidence of the one-sided bounds.
-        f1_margin: how far mean F1 may be below that of full recompute.
-        answer_tokens: most tokens of the greedy answers.
-        stop: texts that end them.
-        scorer: scores answers against gold answers; None ignores gold answers.
-    """
-
-    threshold: float = 0.99
-    confidence: float = 0.95
-    f1_margin: float = 0.01
-    answer_tokens: int = 16
-    stop: tuple[str, ...] = ()
-    scorer: Scorer | None = None
+    threshold: float = 0.99  # required agreement of first tokens with full recompute
+    confidence: float = 0.95  # of the one-sided bounds
+    f1_margin: float = 0.01  # how far mean F1 may be below that of full recompute
+    answer_tokens: int = 16  # most tokens of the greedy answers
+    stop: tuple[str, ...] = ()  # texts that end them
+    scorer: Scorer | None = None  # scores answers against gold answers; None ignores gold answers
 
     def __post_init__(self) -> None:
         check_share("threshold", self.threshold)
@@ -112,36 +103,22 @@ class Bar:
 
 @dataclass
 class Skipped:
-    """Numbers of rows that were left out.
+    """Numbers of rows that were left out."""
 
-    Attributes:
-        too_long: prompts that exceed the model's context.
-        repeated: rows with the same token ids as an earlier row.
-        nothing_to_blend: rows where all loaded tokens are an exact prefix, so that every setting agrees.
-        same_passages: rows of the confirmation with the same passages as another row of the confirmation.
-    """
-
-    too_long: int = 0
-    repeated: int = 0
-    nothing_to_blend: int = 0
-    same_passages: int = 0
+    too_long: int = 0  # prompts that exceed the model's context
+    repeated: int = 0  # rows with the same token ids as an earlier row
+    nothing_to_blend: int = 0  # rows where all loaded tokens are an exact prefix, so that every setting agrees
+    same_passages: int = 0  # rows of the confirmation with the same passages as another row of the confirmation
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate measured on one part of the rows.
-
-    Attributes:
-        candidate: the candidate.
-        found: its figures on the rows measured; None if there were none.
-        passes: it reached the bar of this part.
-        stopped: stopped early, because it could no longer reach the bar.
-    """
+    """A candidate measured on one part of the rows."""
 
     candidate: Candidate
-    found: Summary | None
-    passes: bool
-    stopped: bool
+    found: Summary | None  # its figures on the rows measured; None if there were none
+    passes: bool  # it reached the bar of this part
+    stopped: bool  # stopped early, because it could no longer reach the bar
 
     def to_dict(self) -> dict[str, Any]:
         """As a dict for JSON."""
@@ -151,29 +128,17 @@ class Tried:
 
 @dataclass
 class GateResult:
-    """The result of the gate.
-
-    Attributes:
-        bar: the requirements.
-        verdict: whether a setting passed, or whether there were too few rows to decide.
-        searched: all candidates on the first part of the rows, by compute; not evidence, see above.
-        confirmed: the attempts on the second part of the rows, in order.
-        chosen: the attempt that passed.
-        search_rows, confirm_rows: number of rows of the two parts.
-        passage_sets: number of passage sets of both parts, see `gate_run`.
-        attempts: the most attempts allowed.
-        skipped: numbers of rows that were left out.
-    """
+    """The result of the gate."""
 
     bar: Bar
-    verdict: Verdict
-    searched: list[Tried]
-    confirmed: list[Tried]
-    chosen: Tried | None
+    verdict: Verdict  # whether a setting passed, or whether there were too few rows to decide
+    searched: list[Tried]  # all candidates on the first part of the rows, by compute; not evidence, see above
+    confirmed: list[Tried]  # the attempts on the second part of the rows, in order
+    chosen: Tried | None  # the attempt that passed
     search_rows: int
     confirm_rows: int
-    passage_sets: int
-    attempts: int
+    passage_sets: int  # of both parts
+    attempts: int  # the most allowed
     skipped: Skipped = field(default_factory=Skipped)
 
     def to_dict(self) -> dict[str, Any]:
@@ -258,15 +223,7 @@ def check(
     progress: Progress | None = None,
 ) -> tuple[bool, Summary]:
     """Whether a setting reaches the bar on rows that were not used to choose it: one test, one row per passage set.
-
-    Args:
-        engine, rows, progress: as for `run_gate`.
-        selector: the selector to test.
-        bar: the requirements; None takes the defaults.
-
-    Raises:
-        InvalidInputError: as for `run_gate`.
-    """
+    Arguments and errors as for `run_gate`."""
     bar = bar or Bar()
     sets, skipped = prepare(engine, rows, seed=0)
     prompts = one_of_each(sets, skipped)
@@ -299,16 +256,8 @@ def promising(searched: Sequence[Tried], bar: Bar) -> list[Tried]:
 
 
 def profile_of(engine: BlendEngine, result: GateResult, data: Path | None = None) -> Profile:
-    """The model's profile: the chosen setting, or that the model is not to be blended.
-
-    Args:
-        engine: the engine that the gate ran on.
-        result: result of the gate.
-        data: file of the rows; None if there is none.
-
-    Raises:
-        InvalidInputError: there were too few rows to decide.
-    """
+    """The model's profile: the chosen setting, or that the model is not to be blended; `data`: the rows' file. Raises
+    `InvalidInputError` if there were too few rows to decide."""
     if result.verdict == "too few rows":
         raise InvalidInputError(
             f"{result.passage_sets} rows with different passages cannot show an agreement of "
@@ -335,9 +284,6 @@ def profile_of(engine: BlendEngine, result: GateResult, data: Path | None = None
         versions={"cacheblend": __version__} | {name: version(name) for name in ("torch", "transformers")},
     )
     return Profile(engine.fingerprint, settings, measured)
-
-
-# ---- rows and measurements ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -26,71 +26,44 @@ PROFILE = "profile"
 
 @dataclass(frozen=True)
 class Label:
-    """Name and settings of a method, for reports.
+    """Name and settings of a method, for reports."""
 
-    Attributes:
-        name: unique within a run.
-        kind: ``full``, ``prefix``, ``reuse``, ``blend``, ``map-reduce`` or ``map-rerank``.
-        family: the same for methods that differ only in their ratio; plots draw a family as one curve.
-        selector: as requested; empty if the method selects nothing.
-        ratio: recompute ratio after the last check layer; None if the method has none.
-        check_layers: check layers of the selector.
-    """
-
-    name: str
-    kind: str
-    family: str
-    selector: str = ""
-    ratio: float | None = None
-    check_layers: tuple[int, ...] = ()
+    name: str  # unique within a run
+    kind: str  # of `METHODS`
+    family: str  # the same for methods that differ only in their ratio; plots draw a family as one curve
+    selector: str = ""  # as requested; empty if the method selects nothing
+    ratio: float | None = None  # after the last check layer; None if the method has none
+    check_layers: tuple[int, ...] = ()  # of the selector
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A question to answer from passages.
+    """A question to answer from passages."""
 
-    Attributes:
-        engine: holds the passages in its store.
-        template: layout of the prompts.
-        question: as in the data.
-        passages: in order.
-        prompt: made of all passages; fits the model's context.
-        max_tokens: most tokens of each answer; 0: only its first token's logits are computed.
-    """
-
-    engine: BlendEngine
+    engine: BlendEngine  # holds the passages in its store
     template: Template
     question: str
     passages: Sequence[Passage]
-    prompt: Prompt
-    max_tokens: int
+    prompt: Prompt  # made of all passages; fits the model's context
+    max_tokens: int  # most of each answer; 0: only its first token's logits are computed
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The answer of a method, and its cost.
-
-    Attributes:
-        text, token_ids: the answer.
-        ttft_s: seconds until the first token of the answer can be sampled; map methods include their earlier prompts.
-        total_s: seconds until the last token of the answer.
-        prompt_tokens: tokens of all prompts that were processed.
-        row_layers, projected_rows: work until the first token, see `BlendReport`.
-        loaded_tokens, recomputed_tokens, missed_tokens: tokens of the passages, see `BlendReport`.
-        logits: [vocab] of the first token; None if the method's prompt differs from that of the other methods.
-    """
+    """The answer of a method, and its cost; rows and tokens as in `BlendReport`."""
 
     text: str
     token_ids: list[int]
-    ttft_s: float
-    total_s: float
-    prompt_tokens: int
+    ttft_s: float  # until the first token can be sampled; map methods include their earlier prompts
+    total_s: float  # until the last token of the answer
+    prompt_tokens: int  # of all prompts that were processed
     row_layers: int
     projected_rows: int = 0
     loaded_tokens: int = 0
     recomputed_tokens: int = 0
     missed_tokens: int = 0
     logits: torch.Tensor | None = field(default=None, repr=False, compare=False)
+    """[vocab] of the first token; None if the method's prompt differs from that of the other methods."""
 
 
 class Method(Protocol):
@@ -99,19 +72,12 @@ class Method(Protocol):
     @property
     def label(self) -> Label:
         """Its name and settings."""
-        ...
 
     def check(self, layers: int) -> None:
         """Raises `InvalidInputError` if the method does not work with a model of this many layers."""
-        ...
 
     def answer(self, asked: Asked) -> Outcome:
-        """Answers the question; returns answer and cost.
-
-        Raises:
-            PromptTooLongError: a prompt that the method itself makes exceeds the model's context.
-        """
-        ...
+        """Answer and cost. Raises `PromptTooLongError` for a prompt of its own that exceeds the model's context."""
 
 
 class _AnyModel:
@@ -126,7 +92,6 @@ class FullRecompute(_AnyModel):
     label: Label = Label("full", "full", "full")
 
     def answer(self, asked: Asked) -> Outcome:
-        """See `Method`."""
         return answer_by(asked, partial(full_recompute, asked.engine, asked.prompt))
 
 
@@ -137,7 +102,6 @@ class PrefixCaching(_AnyModel):
     label: Label = Label("prefix", "prefix", "prefix")
 
     def answer(self, asked: Asked) -> Outcome:
-        """See `Method`."""
         return answer_by(asked, partial(prefix_caching, asked.engine, asked.prompt))
 
 
@@ -149,11 +113,9 @@ class Fused:
     selector: Selector
 
     def check(self, layers: int) -> None:
-        """See `Method`."""
         check_selector(self.selector, layers)
 
     def answer(self, asked: Asked) -> Outcome:
-        """See `Method`."""
         return answer_by(asked, partial(fused, asked.engine, asked.prompt, self.selector))
 
 
@@ -164,7 +126,6 @@ class MapReduce(_AnyModel):
     label: Label = Label("map-reduce", "map-reduce", "map-reduce")
 
     def answer(self, asked: Asked) -> Outcome:
-        """See `Method`."""
         started = time.perf_counter()
         parts = _ask_alone(asked)
         text = asked.template.reduce_text([part.text for part in parts], asked.question)
@@ -190,11 +151,10 @@ class MapRerank(_AnyModel):
     label: Label = Label("map-rerank", "map-rerank", "map-rerank")
 
     def answer(self, asked: Asked) -> Outcome:
-        """See `Method`. The best answer is known only after all of them, so its first and last token come together."""
         started = time.perf_counter()
         parts = _ask_alone(asked)
         best = max(parts, key=lambda part: part.mean_log_probability)
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - started  # the best is known only behind all: first and last token together
         layers = asked.engine.survey.num_layers
         return Outcome(
             text=best.text,

@@ -54,14 +54,9 @@ _AXES: tuple[tuple[str, str, Callable[[dict[str, Any]], float | None]], ...] = (
 
 
 def draw(summary: dict[str, Any], folder: Path, *, data: str = "") -> list[Path]:
-    """Draws a file for each quality and axis with data, ``<quality>-<axis>.png``.
+    """Draws a file for each quality and axis with data into the folder, ``<quality>-<axis>.png``; `data`: for titles.
 
     Qualities are the scorers with scores; without any, the agreement of the first token with full recompute.
-
-    Args:
-        summary: result of `summarise`.
-        folder: existing folder for the files.
-        data: name of the data, for titles.
     """
     import matplotlib
 
@@ -138,8 +133,6 @@ class _Sheet:
                 self._curve(axes, family, curve, [method["chunks"] for method in curve])
         axes.set_xlim(left=0)
         return self._save(figure, axes, file)
-
-    # ---- inside -----------------------------------------------------------------------------------------
 
     def _figure(self, method: dict[str, Any]) -> dict[str, Any] | None:
         if self._quality == AGREEMENT and method["kind"] == "full" and method["rows"]:

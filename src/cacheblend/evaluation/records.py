@@ -25,25 +25,12 @@ _RENAMED = {"arm": "method"}  # keys of cells in files of earlier versions
 
 @dataclass(frozen=True)
 class Cell:
-    """One row answered by one method.
-
-    Attributes:
-        method: name of the method.
-        top_k: most passages retrieved; None: all of the row.
-        chunks: passages in the prompt.
-        skipped: reason why the method gave no answer; if not empty, the remaining fields are meaningless.
-        answer, token_ids: the answer.
-        ttft_s, total_s: seconds to the first and to the last token.
-        prompt_tokens, row_layers, projected_rows, loaded_tokens, recomputed_tokens, missed_tokens: see `Outcome`.
-        total_compute: compute as a share of a full prefill of the row's prompt.
-        top_1: the most likely first token is that of full recompute; None if they cannot be compared.
-        kl: KL(full || method) of the first token, in nats; None if they cannot be compared.
-    """
+    """One row answered by one method; figures as in `Outcome`."""
 
     method: str
-    top_k: int | None
-    chunks: int
-    skipped: str = ""
+    top_k: int | None  # most passages retrieved; None: all of the row
+    chunks: int  # passages in the prompt
+    skipped: str = ""  # why the method gave no answer; if not empty, the remaining fields are meaningless
     answer: str = ""
     token_ids: list[int] = field(default_factory=list)
     ttft_s: float = 0.0
@@ -54,30 +41,23 @@ class Cell:
     loaded_tokens: int = 0
     recomputed_tokens: int = 0
     missed_tokens: int = 0
-    total_compute: float = 0.0
-    top_1: bool | None = None
-    kl: float | None = None
+    total_compute: float = 0.0  # as a share of a full prefill of the row's prompt
+    top_1: bool | None = None  # the likeliest first token is full recompute's; None if they cannot be compared
+    kl: float | None = None  # KL(full || method) of the first token, in nats; None if they cannot be compared
 
 
 @dataclass(frozen=True)
 class RowResult:
-    """One row answered by all methods.
+    """One row answered by all methods."""
 
-    Attributes:
-        number: index of the row, from 0.
-        id, category, answers: as in the data.
-        cells: one for each method and `top_k`.
-        too_long: prompts skipped because they exceed the model's context: (`top_k`, reason).
-        machine: machine and number of threads that the times were measured on.
-    """
-
-    number: int
+    number: int  # index of the row, from 0
     id: str
     category: str
     answers: list[str]
-    cells: list[Cell]
+    cells: list[Cell]  # one for each method and `top_k`
     too_long: list[tuple[int | None, str]] = field(default_factory=list)
-    machine: str = ""
+    """Prompts skipped because they exceed the model's context: (`top_k`, reason)."""
+    machine: str = ""  # and number of threads, that the times were measured on
 
     @staticmethod
     def of_dict(fields: dict[str, Any]) -> "RowResult":
@@ -90,18 +70,9 @@ class RowResult:
 class LineLog(Generic[T]):
     """Results in a folder's file of JSON lines, each written as soon as it is added. Close it, or use `with`.
 
-    Args:
-        folder: created if missing; None keeps the results in memory.
-        config: the config of the run.
-        parse: makes a result of a line's JSON.
-
-    Attributes:
-        folder: as given.
-        items: the results that were in the file.
-        torn: the process that wrote the file was killed while it wrote the last line, which is dropped.
-
-    Raises:
-        InvalidInputError: a line in the folder is damaged, or another process writes to it.
+    `folder` is created if missing; None keeps the results in memory. `parse` makes a result of a line's JSON; `items`
+    are those that were in the file. `torn`: the process that wrote the file was killed while it wrote the last line,
+    which is dropped. Raises `InvalidInputError`: a line is damaged, or another process writes to the folder.
     """
 
     def __init__(self, folder: Path | None, config: Mapping[str, Any], parse: Callable[[Any], T]) -> None:

@@ -1,9 +1,4 @@
-"""Runs an evaluation: stores all passages once, then answers every row with all methods and records the row.
-
-engine = BlendEngine.from_pretrained("path/to/model")
-found = evaluate(engine, read_questions(path), make_methods(ratios=[0.05, 0.15, 0.3]), out=Path("evaluations"))
-print(summarise(found, make_scorers(["f1"])))
-"""
+"""Runs an evaluation: stores all passages once, then answers every row with all methods and records the row."""
 
 import hashlib
 import json
@@ -190,9 +185,6 @@ def describe(
     return plain
 
 
-# ---- before the first row -----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Case:
     """A row with its prompts by `top_k`, and the reasons for those that are skipped."""
@@ -205,7 +197,6 @@ class Case:
 
     @property
     def longest(self) -> Prompt:
-        """The longest of the prompts."""
         return max(self.prompts.values(), key=len)
 
 
@@ -214,14 +205,7 @@ def make_cases(
 ) -> list[Case]:
     """The rows' prompts; those that exceed the model's context are left out of a case, with the reason.
 
-    Args:
-        engine: that will be asked.
-        settings: layout and numbers of passages.
-        rows: see `evaluate`.
-        bad: gets the reasons for rows that make no valid prompt, which are left out; None: the first one is an error.
-
-    Raises:
-        BadRowError: a row that makes no valid prompt.
+    `bad` gets the reasons for rows that make no valid prompt, which are left out; None: the first is a `BadRowError`.
     """
     cases, layout = [], settings.template.layout
     for number, row in enumerate(rows):
@@ -250,11 +234,7 @@ def make_cases(
 def usable_rows(
     engine: BlendEngine, settings: Settings, rows: Sequence[QuestionRow], bad: list[str]
 ) -> list[QuestionRow]:
-    """The rows that make valid prompts; arguments as for `make_cases`.
-
-    Raises:
-        InvalidInputError: there are none.
-    """
+    """The rows that make valid prompts, arguments as for `make_cases`; raises `InvalidInputError` if there are none."""
     usable = [case.row for case in make_cases(engine, settings, rows, bad)]
     if rows and not usable:
         raise InvalidInputError(f"none of the {len(rows)} rows can be used; the first: {bad[-len(rows)]}")
@@ -291,9 +271,6 @@ def store_passages(engine: BlendEngine, group: Sequence[Case], progress: Progres
         with engine.start(prompts[0], SamplingParams(max_new_tokens=1)) as request:
             request.step()
         engine.flush()
-
-
-# ---- a row --------------------------------------------------------------------------------------------------
 
 
 def _run(

@@ -21,11 +21,9 @@ class Scorer(Hashable, Protocol):
     @property
     def name(self) -> str:
         """The name, for options and reports."""
-        ...
 
     def score(self, answer: str, gold: str) -> float:
         """Score of an answer against one gold answer, 0..1."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,6 @@ class ExactMatch:
     name: str = "em"
 
     def score(self, answer: str, gold: str) -> float:
-        """See `Scorer`."""
         return float(normalise(answer) == normalise(gold))
 
 
@@ -46,7 +43,6 @@ class WordF1:
     name: str = "f1"
 
     def score(self, answer: str, gold: str) -> float:
-        """See `Scorer`."""
         return _f1(normalise(answer).split(), normalise(gold).split())
 
 
@@ -55,16 +51,12 @@ class TokenF1:
     """F1 over the token ids of the normalised texts, as the CacheBlend authors compute it.
 
     Only the first line of the answer counts; if it begins with yes or no, it is reduced to that word.
-
-    Attributes:
-        encode: gives the token ids of a text, without special tokens.
     """
 
-    encode: Encode
+    encode: Encode  # gives the token ids of a text, without special tokens
     name: str = "f1-tokens"
 
     def score(self, answer: str, gold: str) -> float:
-        """See `Scorer`."""
         line = answer.lstrip("\n").split("\n")[0].strip()
         if line.startswith(("Yes", "yes")):
             line = "yes"
@@ -81,7 +73,6 @@ class RougeL:
     name: str = "rouge-l"
 
     def score(self, answer: str, gold: str) -> float:
-        """See `Scorer`."""
         return float(self.rouge.score(gold, answer)["rougeL"].fmeasure)
 
 

@@ -23,26 +23,18 @@ _ALLOWED = {
 
 @dataclass(frozen=True)
 class Template:
-    """Layout of the prompts of an evaluation; extends the fields of `PromptLayout`.
-
-    Attributes:
-        system, before, heading, separator, question, chat: see `PromptLayout`.
-        map_question: last text of a prompt with a single passage; empty: the same as `question`.
-        reduce_answer: form of each joined answer, with ``{number}`` and ``{answer}``.
-        reduce_question: last text of the prompt over the joined ``{answers}``.
-        stop: texts that end an answer.
-    """
+    """Layout of the prompts of an evaluation; extends the fields of `PromptLayout`."""
 
     system: str = ""
     before: str = ""
     heading: str = ""
     separator: str = SEPARATOR
     question: str = "{question}"
-    map_question: str = ""
-    reduce_answer: str = "{answer}\n"
-    reduce_question: str = "{answers}\n{question}"
+    map_question: str = ""  # last text of a prompt with a single passage; empty: the same as `question`
+    reduce_answer: str = "{answer}\n"  # form of each joined answer, with ``{number}`` and ``{answer}``
+    reduce_question: str = "{answers}\n{question}"  # last text of the prompt over the joined ``{answers}``
     chat: bool | None = None
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()  # texts that end an answer
 
     @property
     def layout(self) -> PromptLayout:
@@ -70,15 +62,8 @@ class Template:
 
 
 def read_template(name: str = DEFAULT, path: Path | None = None) -> Template:
-    """Reads a template from a file, or from the shipped ones.
-
-    Args:
-        name: name of the template.
-        path: a TOML file with one table per template; None: the shipped templates.
-
-    Raises:
-        InvalidInputError: the file cannot be read, it has no such template, or the template has an invalid field.
-    """
+    """Reads a template from a TOML file with one table per template; None: from the shipped ones. Raises
+    `InvalidInputError`: the file cannot be read, has no such template, or the template has an invalid field."""
     where = "the shipped templates" if path is None else str(path)
     try:
         text = (files("cacheblend.evaluation") / "templates.toml" if path is None else path).read_text("utf-8")

@@ -22,19 +22,12 @@ NOTES = Path(str(files("cacheblend.nano"))) / "notes.json"
 
 @dataclass(frozen=True)
 class Example:
-    """A question about notes in an order.
+    """A question about notes in an order."""
 
-    Attributes:
-        title: a few words for people.
-        about: what it shows, in a sentence.
-        question: as the model is asked.
-        order: indices of the `notes`.
-    """
-
-    title: str
-    about: str
+    title: str  # a few words for people
+    about: str  # what it shows, in a sentence
     question: str
-    order: tuple[int, ...]
+    order: tuple[int, ...]  # indices of the `notes`
 
 
 _DRAWN = (0, 1, 2, 3, 4, 5)
@@ -76,15 +69,10 @@ def notes() -> tuple[str, ...]:
 
 
 def answer_of(question: str, texts: Sequence[str]) -> ExampleAnswer | None:
-    """What is right, by the rules of the language that the model knows.
+    """What is right, by the rules of the language that the model knows; the texts are passages in the prompt's order.
 
-    Args:
-        question: "Who has the boot?", "Who has the boot and the bell?", or "Do the boot and the bell have the same
-            owner?".
-        texts: the passages, in the order of the prompt.
-
-    Returns:
-        None if a text or the question is not in that language, or if its rules leave the answer open.
+    The question is "Who has the boot?", "Who has the boot and the bell?", or "Do the boot and the bell have the same
+    owner?". None if a text or the question is not in that language, or if its rules leave the answer open.
     """
     things = _things_in(question)
     if not things:

@@ -19,32 +19,21 @@ CHAINED_TO |= {"chain2": "chain3"}
 
 @dataclass(frozen=True)
 class Fact:
-    """The owner of a thing, and where it is stated.
+    """The owner of a thing, and where it is stated."""
 
-    Attributes:
-        thing: a word of `lexicon.OBJECTS`.
-        owner: a name, or ``unknown``.
-        category: of the question for the thing; ``local-hard`` is not asked in evaluations.
-        passage: index of the passage that states it.
-    """
-
-    thing: str
-    owner: str
-    category: str
-    passage: int
+    thing: str  # a word of `lexicon.OBJECTS`
+    owner: str  # a name, or ``unknown``
+    category: str  # of the question for the thing; ``local-hard`` is not asked in evaluations
+    passage: int  # index of the passage that states it
 
 
 @dataclass
 class Sentence:
-    """One sentence.
+    """One sentence."""
 
-    Attributes:
-        words: in order, the full stop included.
-        knows: index of a word -> (thing, owner), the fact known from that word on; either may be empty.
-    """
-
-    words: list[str]
+    words: list[str]  # in order, the full stop included
     knows: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """Index of a word -> (thing, owner), the fact known from that word on; either may be empty."""
 
 
 @dataclass
@@ -68,8 +57,6 @@ def spell(words: Iterable[str]) -> str:
     return text
 
 
-# ---- reading ------------------------------------------------------------------------------------------------
-
 UNASKED = "unasked"
 """Category of a thing whose sentence refers to another thing with an owner that is unknown or stated later.
 The generator draws no such sentence. The thing counts as mentioned, but has no owner and is not asked for."""
@@ -80,16 +67,10 @@ Known = dict[int, tuple[str, str]]
 
 
 def read_scene(passages: Sequence[Sequence[Sentence]]) -> Scene:
-    """The scene formed by these passages in this order.
+    """The scene formed by these passages in this order; only the words of their sentences are read.
 
     In the order of the generator the result equals the drawn scene, except that `unmentioned` holds all things without
-    a sentence of their own instead of four.
-
-    Args:
-        passages: their sentences; only the words are read.
-
-    Raises:
-        InvalidInputError: a sentence that is not of this language.
+    a sentence of their own instead of four. Raises `InvalidInputError`: a sentence that is not of this language.
     """
     return _Reader().read(passages)
 

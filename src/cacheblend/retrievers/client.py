@@ -219,7 +219,6 @@ class PassageIndex:
         return self._server().put(map(self.document_of, passages))
 
     async def aindex(self, passages: Iterable[Any]) -> IndexReport:
-        """See `index`."""
         return await asyncio.to_thread(self.index, passages)
 
     def remove(self, ids: Iterable[str]) -> int:
@@ -227,7 +226,6 @@ class PassageIndex:
         return self._server().drop(ids)
 
     async def aremove(self, ids: Iterable[str]) -> int:
-        """See `remove`."""
         return await asyncio.to_thread(self.remove, ids)
 
     def _server(self) -> DocumentServer:

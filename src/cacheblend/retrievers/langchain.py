@@ -40,7 +40,6 @@ class PassageRetriever(PassageIndex, BaseRetriever):
 
     @staticmethod
     def document_of(passage: Document) -> StoredDocument:
-        """See `PassageIndex`."""
         text = _text(passage)
         return StoredDocument(passage.id or text_id(text), text, _title(passage))
 

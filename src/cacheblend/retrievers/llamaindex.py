@@ -40,7 +40,6 @@ class PassagePostprocessor(PassageIndex, BaseNodePostprocessor):
 
     @staticmethod
     def document_of(passage: BaseNode) -> StoredDocument:
-        """See `PassageIndex`."""
         return StoredDocument(passage.node_id, _text(passage))
 
     def _postprocess_nodes(

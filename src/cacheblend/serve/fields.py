@@ -121,13 +121,10 @@ def check_fields(
     refused: Mapping[str, Refused] = REFUSED,
     accepted: Mapping[str, str] = ACCEPTED,
 ) -> None:
-    """Raises `ApiError`, with what to do, for a field of a body that nothing would come of.
+    """Raises `ApiError`, with what to do, for a field of a client's body that nothing would come of.
 
-    Args:
-        body: as the client sent it.
-        known: fields of the request's schema.
-        refused: those that are not, whether the schema has them or not.
-        accepted: those that say nothing about the answer.
+    `known` are the schema's fields, `accepted` say nothing about the answer, `refused` go whether the schema has them
+    or not.
     """
     if not isinstance(body, dict):
         return

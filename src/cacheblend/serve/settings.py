@@ -14,36 +14,28 @@ from cacheblend.serve.tool_calls import AUTO, format_of
 class ServeSettings:
     """Limits and features of a server; raises `InvalidInputError` for a value that is out of range.
 
-    What the options of `cacheblend serve` have, too, is called as there (`ServerOptions`, `BoundOptions`). Besides:
-
-    Attributes:
-        keys, metrics_keys: empty: no key is needed, and /metrics has none of its own.
-        limits: numbers of active and waiting requests.
-        max_body_bytes: bytes of a request's body.
-        max_chunks: chunks of a prompt.
-        max_choices: largest ``n``.
-        hosts: names of the server, where no key is needed; None: the header ``Host`` is not checked.
+    What the options of `cacheblend serve` have, too, is called as there (`ServerOptions`, `BoundOptions`).
     """
 
-    keys: KeyRing = field(default_factory=KeyRing)
+    keys: KeyRing = field(default_factory=KeyRing)  # empty: no key is needed
     chunk_tokens: int = 64
-    limits: Limits = field(default_factory=Limits)
-    max_body_bytes: int = 16 << 20
+    limits: Limits = field(default_factory=Limits)  # numbers of active and waiting requests
+    max_body_bytes: int = 16 << 20  # of a request
     connections: int = 1000
     headers_s: float = 30.0
     body_s: float = 60.0
     max_prompt_tokens: int | None = None
-    max_chunks: int = 512
-    max_choices: int = 8
+    max_chunks: int = 512  # of a prompt
+    max_choices: int = 8  # largest ``n``
     max_tokens: int = 512
     timeout_s: float = 600.0
     drain_s: float = 30.0
     store_bytes: int | None = None
     pin_bytes: int | None = None
     playground: bool = True
-    hosts: tuple[str, ...] | None = None
+    hosts: tuple[str, ...] | None = None  # the server's names, where no key is needed; None: ``Host`` is not checked
     ready_needs_store: bool = False
-    metrics_keys: KeyRing = field(default_factory=KeyRing)
+    metrics_keys: KeyRing = field(default_factory=KeyRing)  # empty: /metrics has none of its own
     shadow: float = 0.0
     shadow_floor: float | None = None
     tool_call_parser: str = AUTO

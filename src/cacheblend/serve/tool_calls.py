@@ -235,9 +235,7 @@ CHOICES = (AUTO, *FORMATS, NONE)
 def format_of(choice: str, chat_template: Any) -> Format | None:
     """The format that calls are read in; None: they are not read. Raises `InvalidInputError` for an unknown choice.
 
-    Args:
-        choice: one of `CHOICES`; ``auto``: the one that the template has, as far as it is known.
-        chat_template: of the tokenizer: a text, several by name, or None.
+    ``auto`` is the one that the tokenizer's template has, as far as it is known: a text, several by name, or None.
     """
     if choice not in CHOICES:
         raise InvalidInputError(f"there is no tool call parser {choice!r}; there are {', '.join(CHOICES)}")
