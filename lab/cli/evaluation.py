@@ -58,7 +58,7 @@ def evaluate(
 
 
 class Deviation:
-    """Deviations on `count` rows of the methods that load KV at new positions; see `Further`."""
+    """Deviations on `count` rows of the methods that load KV at new positions; see `run_evaluation`."""
 
     def __init__(self, count: int, *, quiet: bool) -> None:
         self._count, self._quiet = count, quiet

@@ -105,12 +105,12 @@ class Arm:
 
 
 def run(settings: TtftSettings, on_progress: Progress | None = None) -> dict[str, Any]:
-    """Runs the benchmark and returns the result as it is written to JSON.
-
-    Raises:
-        InvalidInputError: a prompt is longer than the model's context, or the data too short for it.
-    """
-    with _threads(settings.threads):
+    """Runs the benchmark; the result as it is written to JSON. Raises `InvalidInputError`: a prompt is longer than the
+    model's context, or the data too short for it."""
+    before = torch.get_num_threads()
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    try:
         model, tokenizer, name = open_model(settings)
         with _engine(model, tokenizer, "memory") as engine:  # the limits of all points, before any is measured
             for point in _points(settings):
@@ -139,7 +139,9 @@ def run(settings: TtftSettings, on_progress: Progress | None = None) -> dict[str
                 "points": [{"prompt": _prompt_facts(point), "arms": summary} for point, summary in points],
             }
             result["arms"] = [arm for _, summary in points for arm in summary]
-    return result
+        return result
+    finally:
+        torch.set_num_threads(before)
 
 
 def _points(settings: TtftSettings) -> list[TtftSettings]:
@@ -169,7 +171,21 @@ def _measure(settings: TtftSettings, model: PreTrainedModel, tokenizer: Any, on_
         for engine in engines.values():
             engine.warm(chunks)
         empty = stack.enter_context(_engine(model, tokenizer, "memory"))
-        arms = _arms(settings, engines, empty)
+        selection, arms = settings.selection, list[Arm]()
+        for name in settings.arms:
+            if name == "full":
+                arms.append(Arm(name, partial(full_recompute, empty)))
+            elif name == "miss":
+                arms.append(Arm(name, partial(fused, empty, selector=empty.config.make_selector())))
+            elif name == "prefix":
+                arms += [Arm(name, partial(prefix_caching, engine), store=store) for store, engine in engines.items()]
+            elif name == "reuse":
+                for store, engine in engines.items():
+                    arms.append(Arm(name, partial(fused, engine, selector=NoRows()), 0.0, store))
+            else:
+                for (store, engine), ratio in product(engines.items(), settings.ratios):
+                    chosen = selection.make_selector(None if ratio == selection.final_ratio else ratio)
+                    arms.append(Arm(name, partial(fused, engine, selector=chosen), ratio, store))
         for round_ in range(settings.runs + 1):
             prompt = draw_prompt(settings, chunks, empty.survey.vocab_size, draw)
             for arm in arms:
@@ -236,37 +252,16 @@ def _random_ids(vocab: int, count: int, draw: random.Random) -> list[int]:
     return [draw.randrange(vocab) for _ in range(count)]
 
 
-def _arms(settings: TtftSettings, engines: dict[str, BlendEngine], empty: BlendEngine) -> list[Arm]:
-    selection, arms = settings.selection, list[Arm]()
-    for name in settings.arms:
-        if name == "full":
-            arms.append(Arm(name, partial(full_recompute, empty)))
-        elif name == "miss":
-            arms.append(Arm(name, partial(fused, empty, selector=empty.config.make_selector())))
-        elif name == "prefix":
-            arms += [Arm(name, partial(prefix_caching, engine), store=store) for store, engine in engines.items()]
-        elif name == "reuse":
-            for store, engine in engines.items():
-                arms.append(Arm(name, partial(fused, engine, selector=NoRows()), 0.0, store))
-        else:
-            for (store, engine), ratio in product(engines.items(), settings.ratios):
-                chosen = selection.make_selector(None if ratio == selection.final_ratio else ratio)
-                arms.append(Arm(name, partial(fused, engine, selector=chosen), ratio, store))
-    return arms
-
-
 def timed(arm: Arm, prompt: Prompt, model: PreTrainedModel) -> tuple[float, BlendReport | None]:
     """Seconds of one method until the device is done, and its report."""
-    _synchronize(model)
+    is_cuda = model.device.type == "cuda"
+    if is_cuda:
+        torch.cuda.synchronize(model.device)
     started = time.perf_counter()
     report = arm.run(prompt).report
-    _synchronize(model)
-    return time.perf_counter() - started, report
-
-
-def _synchronize(model: PreTrainedModel) -> None:
-    if model.device.type == "cuda":
+    if is_cuda:
         torch.cuda.synchronize(model.device)
+    return time.perf_counter() - started, report
 
 
 def summary(arm: Arm, arms: list[Arm]) -> dict[str, Any]:
@@ -296,20 +291,6 @@ def _prompt_facts(settings: TtftSettings) -> dict[str, Any]:
         "question_tokens": settings.question_tokens,
         "data": Path(settings.data).name if settings.data else None,
     }
-
-
-@contextmanager
-def _threads(threads: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if threads is not None:
-        torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-# ---- for people ---------------------------------------------------------------------------------------------
 
 
 def table(result: dict[str, Any]) -> Table:

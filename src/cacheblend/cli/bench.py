@@ -3,9 +3,7 @@
 The options that the lab's commands share with it stand here, too.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -127,17 +125,6 @@ def selection_of(options: SelectionOptions) -> tuple["Selection", tuple[float, .
     return chosen_by, ratios or (chosen_by.final_ratio,), "lean" if name == "lean" else "profile"
 
 
-def in_rounds(measure: Callable[[Callable[[int, int, str], None]], dict[str, Any]], quiet: bool) -> dict[str, Any]:
-    """Runs a benchmark that reports (rounds done, rounds in all, what is measured), with a bar."""
-    with output.progress("measuring", "rounds", quiet=quiet) as advance:
-        result = measure(lambda done, total, _: advance(done, total))
-        advance(1, 1)
-    return result
-
-
-# ---- the command -------------------------------------------------------------------------------------------
-
-
 @app.command("ttft")
 def ttft(
     model: ModelOrShape,
@@ -191,7 +178,9 @@ def ttft(
     )
     from cacheblend.bench import ttft as bench
 
-    found = in_rounds(partial(bench.run, settings), result.json)
+    with output.progress("measuring", "rounds", quiet=result.json) as advance:
+        found = bench.run(settings, lambda done, total, _: advance(done, total))
+        advance(1, 1)
     result.show(bench.table(found), found)
     if curves is not None:
         bench.plot(found, curves)

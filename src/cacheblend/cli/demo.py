@@ -46,7 +46,16 @@ def demo(
 
     Runs on the small model that ships, so nothing is downloaded; takes about half a minute on two CPU cores.
     """
-    picture = _prepare(plot, keep)
+    picture = output.picture_file(plot) if output.can_draw() else None
+    if picture is None:
+        output.say(f"no picture is drawn, that needs matplotlib: {output.INSTALL_PLOT}")
+    try:
+        if keep is not None:
+            keep.mkdir(parents=True)
+            shutil.copytree(model_path(), keep / "model")
+    except OSError as error:
+        reason = "it exists already; name a new one" if isinstance(error, FileExistsError) else error.strerror
+        raise InvalidInputError(f"--keep {keep}: the folder cannot be made: {reason}") from error
 
     from cacheblend.core.profile import quality_settings
     from cacheblend.data.questions import question_lines
@@ -82,21 +91,6 @@ def demo(
         )
     example = find_example([rows[number] for number in by_difference(result["evaluation"])])
     _show(result, example, about, keep)
-
-
-def _prepare(plot: Path, keep: Path | None) -> Path | None:
-    """Checks options and copies the model for --keep; returns the file of the picture, None without matplotlib."""
-    picture = output.picture_file(plot) if output.can_draw() else None
-    if picture is None:
-        output.say(f"no picture is drawn, that needs matplotlib: {output.INSTALL_PLOT}")
-    try:
-        if keep is not None:
-            keep.mkdir(parents=True)
-            shutil.copytree(model_path(), keep / "model")
-    except OSError as error:
-        reason = "it exists already; name a new one" if isinstance(error, FileExistsError) else error.strerror
-        raise InvalidInputError(f"--keep {keep}: the folder cannot be made: {reason}") from error
-    return picture
 
 
 def _show(result: dict[str, Any], example: dict[str, Any], about: str, keep: Path | None) -> None:

@@ -58,15 +58,50 @@ def doctor(
     agree with full recompute, and write it as the model's profile. Exit code 1: no setting was shown to.
     """
     chosen = model.chosen()
-    if gate.quality:
-        if chosen.model is None or questions.file is None:
-            raise InvalidInputError("--quality needs a model folder (--model) and questions with passages (--data)")
-        is_good = _find_setting(chosen.model, questions.file, device, questions, gate, anchor, store.store, json)
-    elif questions.data:
-        raise InvalidInputError("--data is for the quality gate; add --quality")
+    if not gate.quality:
+        if questions.data:
+            raise InvalidInputError("--data is for the quality gate; add --quality")
+        if not _examine(chosen, device, json):
+            raise typer.Exit(1)
+        return
+    if chosen.model is None or questions.file is None:
+        raise InvalidInputError("--quality needs a model folder (--model) and questions with passages (--data)")
+
+    from cacheblend.core.config import BlendConfig
+    from cacheblend.engines.hf import Passage
+    from cacheblend.engines.settings import PROFILE_NAME, check_writable, layers_of, write_profile
+    from cacheblend.evaluation.candidates import grid
+    from cacheblend.evaluation.gate import Bar, GateRow, profile_of, run_gate
+    from cacheblend.evaluation.scorers import WordF1
+
+    folder, file = chosen.model, questions.file
+    profile = None if gate.dry_run else gate.profile or folder / PROFILE_NAME
+    bar = Bar(threshold=gate.threshold, confidence=gate.confidence, answer_tokens=gate.max_tokens)
+    settings = questions.settings(None, gate.max_tokens)
+    bar = replace(bar, stop=settings.template.stop, scorer=WordF1())
+    asked, bad = questions.read(file)
+    if profile is not None:
+        check_writable(profile)
+    config = BlendConfig(capture=False, anchor=cast("AnchorKind", anchor), load_timeout_s=models.PATIENT_S)
+    tried = gate.selector or (), gate.ratio or ()
+    layers = layers_of(folder)
+    if layers is not None:
+        grid(layers, *tried)  # refuses unknown selectors before the model is opened
+    with models.open_engine(folder, store.store, config, device, quiet=json) as engine:
+        candidates, rows = grid(engine.survey.num_layers, *tried), []
+        for row in questions.split(engine, asked, settings, bad):
+            passages = [Passage(text.text, text.title) for text in row.passages]
+            rows.append(GateRow(settings.template.layout.parts(engine, passages, row.question), row.answers))
+        with output.progress("asking", "rows", quiet=json) as advance:
+            result = run_gate(engine, rows, candidates, bar, seed=gate.seed, progress=advance)
+        written = profile if result.verdict != "too few rows" else None
+        if written is not None:
+            write_profile(written, profile_of(engine, result, file))
+    if json:
+        output.print_json(result.to_dict() | {"profile": None if written is None else str(written), "bad_rows": bad})
     else:
-        is_good = _examine(chosen, device, json)
-    if not is_good:
+        _show(result, folder, written, bad)
+    if result.verdict != "passed":
         raise typer.Exit(1)
 
 
@@ -116,53 +151,6 @@ def _examine(model: options.ModelOrShape, device: options.DeviceOptions, as_json
     return found.blendable
 
 
-def _find_setting(
-    model: Path,
-    file: Path,
-    device: options.DeviceOptions,
-    questions: options.QuestionOptions,
-    gate: QualityOptions,
-    anchor: str,
-    store: str,
-    as_json: bool,
-) -> bool:
-    """Runs the gate, prints what it found, writes the profile. True if a setting passed."""
-    from cacheblend.core.config import BlendConfig
-    from cacheblend.engines.hf import Passage
-    from cacheblend.engines.settings import PROFILE_NAME, check_writable, layers_of, write_profile
-    from cacheblend.evaluation.candidates import grid
-    from cacheblend.evaluation.gate import Bar, GateRow, profile_of, run_gate
-    from cacheblend.evaluation.scorers import WordF1
-
-    profile = None if gate.dry_run else gate.profile or model / PROFILE_NAME
-    bar = Bar(threshold=gate.threshold, confidence=gate.confidence, answer_tokens=gate.max_tokens)
-    settings = questions.settings(None, gate.max_tokens)
-    bar = replace(bar, stop=settings.template.stop, scorer=WordF1())
-    asked, bad = questions.read(file)
-    if profile is not None:
-        check_writable(profile)
-    config = BlendConfig(capture=False, anchor=cast("AnchorKind", anchor), load_timeout_s=models.PATIENT_S)
-    chosen = gate.selector or (), gate.ratio or ()
-    layers = layers_of(model)
-    if layers is not None:
-        grid(layers, *chosen)  # refuses unknown selectors before the model is opened
-    with models.open_engine(model, store, config, device, quiet=as_json) as engine:
-        candidates, rows = grid(engine.survey.num_layers, *chosen), []
-        for row in questions.split(engine, asked, settings, bad):
-            passages = [Passage(text.text, text.title) for text in row.passages]
-            rows.append(GateRow(settings.template.layout.parts(engine, passages, row.question), row.answers))
-        with output.progress("asking", "rows", quiet=as_json) as advance:
-            result = run_gate(engine, rows, candidates, bar, seed=gate.seed, progress=advance)
-        written = profile if result.verdict != "too few rows" else None
-        if written is not None:
-            write_profile(written, profile_of(engine, result, file))
-    if as_json:
-        output.print_json(result.to_dict() | {"profile": None if written is None else str(written), "bad_rows": bad})
-    else:
-        _show(result, model, written, bad)
-    return result.verdict == "passed"
-
-
 def _show(result: "GateResult", model: Path, written: Path | None, bad: list[str]) -> None:
     out, bar = output.console(), result.bar
     if bad:
@@ -171,9 +159,38 @@ def _show(result: "GateResult", model: Path, written: Path | None, bad: list[str
     if result.confirmed:
         part = f", each held to {100 * bar.part(result.attempts).confidence:.3g} %" if result.attempts > 1 else ""
         out.print(_table(f"confirmation: on fresh rows{part}", result.confirmed, bar))
-    for line in _notes(result):
+    skipped, chosen = result.skipped, result.chosen
+    counts = (
+        (skipped.too_long, "are longer than the model's context"),
+        (skipped.repeated, "repeat an earlier one"),
+        (skipped.nothing_to_blend, "have nothing to blend"),
+        (skipped.same_passages, "have the passages of another row of the confirmation"),
+    )
+    notes = [f"{count} rows {why}, and were left out" for count, why in counts if count]
+    labelled = max((one.found.f1_rows for one in result.confirmed if one.found), default=0)
+    if 0 < labelled < bar.needed_f1_rows:
+        notes.append(
+            f"{labelled} confirmed rows have gold answers: the F1 bound decides with them, but with fewer than "
+            f"{bar.needed_f1_rows} a rare, large loss may not have occurred at all"
+        )
+    wanted = f"{100 * bar.threshold:g} % agreement of first tokens with full recompute, at {100 * bar.confidence:g} %"
+    if chosen is not None and chosen.found is not None:
+        verdict = f"{chosen.candidate.name}: {output.share_text(chosen.found.compute, 1)} of the compute holds {wanted}"
+        if chosen.found.ttft_ratio <= 1:
+            notes.append(
+                f"on this machine the chosen setting is not faster than full recompute ({chosen.found.ttft_ratio:.2f} "
+                "x its speed to the first token): it saves compute, not time"
+            )
+    elif result.verdict == "too few rows":
+        verdict = (
+            f"too few rows to decide: {result.passage_sets} rows have different passages, {wanted} needs "
+            f"{2 * bar.needed_rows} without an error (half to search, half to confirm); nothing was confirmed"
+        )
+    else:
+        verdict = f"no setting was shown to hold {wanted}: this model is not blended unless a request asks for it"
+    for line in notes:
         out.print(f"note: {line}", style="yellow", soft_wrap=True)
-    out.print(_verdict(result), style="bold green" if result.chosen else "bold red", soft_wrap=True)
+    out.print(verdict, style="bold green" if chosen else "bold red", soft_wrap=True)
     if written is not None:
         out.print(f"profile written to {written}", soft_wrap=True)
     elif result.verdict != "too few rows":
@@ -214,41 +231,3 @@ def _table(title: str, tried: list["Tried"], bar: "Bar") -> Table:
             style="green" if one.passes else "",
         )
     return table
-
-
-def _notes(result: "GateResult") -> list[str]:
-    """What limits the verdict."""
-    skipped, bar = result.skipped, result.bar
-    counts = (
-        (skipped.too_long, "are longer than the model's context"),
-        (skipped.repeated, "repeat an earlier one"),
-        (skipped.nothing_to_blend, "have nothing to blend"),
-        (skipped.same_passages, "have the passages of another row of the confirmation"),
-    )
-    lines = [f"{count} rows {why}, and were left out" for count, why in counts if count]
-    labelled = max((one.found.f1_rows for one in result.confirmed if one.found), default=0)
-    if 0 < labelled < bar.needed_f1_rows:
-        lines.append(
-            f"{labelled} confirmed rows have gold answers: the F1 bound decides with them, but with fewer than "
-            f"{bar.needed_f1_rows} a rare, large loss may not have occurred at all"
-        )
-    chosen = result.chosen.found if result.chosen else None
-    if chosen is not None and chosen.ttft_ratio <= 1:
-        lines.append(
-            f"on this machine the chosen setting is not faster than full recompute ({chosen.ttft_ratio:.2f} x its "
-            "speed to the first token): it saves compute, not time"
-        )
-    return lines
-
-
-def _verdict(result: "GateResult") -> str:
-    bar, chosen = result.bar, result.chosen
-    wanted = f"{100 * bar.threshold:g} % agreement of first tokens with full recompute, at {100 * bar.confidence:g} %"
-    if chosen is not None and chosen.found is not None:
-        return f"{chosen.candidate.name}: {output.share_text(chosen.found.compute, 1)} of the compute holds {wanted}"
-    if result.verdict == "too few rows":
-        return (
-            f"too few rows to decide: {result.passage_sets} rows have different passages, {wanted} needs "
-            f"{2 * bar.needed_rows} without an error (half to search, half to confirm); nothing was confirmed"
-        )
-    return f"no setting was shown to hold {wanted}: this model is not blended unless a request asks for it"

@@ -5,17 +5,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from cacheblend.cli import options, output
 from cacheblend.cli.models import PATIENT_S, needed_model, open_engine
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.folders import model_folder
-
-if TYPE_CHECKING:
-    from cacheblend.data import QuestionRow
-    from cacheblend.engines.hf import BlendEngine
-    from cacheblend.evaluation import Evaluation, Method, Settings
 
 
 @dataclass(frozen=True)
@@ -67,30 +62,6 @@ def evaluate(
     run_evaluation(questions, method, device, what, to, store)
 
 
-class Further(Protocol):
-    """What is measured beside the answers of an evaluation."""
-
-    def check(self, methods: "list[Method]") -> None:
-        """Raises `InvalidInputError` for methods of which it measures nothing; before the model is opened."""
-
-    def measure(
-        self,
-        engine: "BlendEngine",
-        rows: "list[QuestionRow]",
-        methods: "list[Method]",
-        settings: "Settings",
-        found: "Evaluation",
-        summary: dict[str, Any],
-    ) -> dict[str, Any]:
-        """The summary with what it measured."""
-
-    def draw(self, summary: dict[str, Any], folder: Path, data: str) -> list[Path]:
-        """Draws it into the folder; the pictures."""
-
-    def show(self, summary: dict[str, Any]) -> None:
-        """Prints its tables on stdout and its notes on stderr, behind those of the answers."""
-
-
 def run_evaluation(
     questions: options.QuestionOptions,
     method: options.MethodOptions,
@@ -98,9 +69,11 @@ def run_evaluation(
     what: EvaluateOptions,
     to: Destination,
     store: options.StoreOptions,
-    further: Further | None = None,
+    further: Any = None,
 ) -> None:
-    """What `evaluate` does; `further` is measured beside the answers."""
+    """What `evaluate` does. `further` is measured beside the answers: it checks the methods before the model is opened,
+    adds what it measured to the summary, draws that into the folder, and shows its tables and notes behind the others.
+    """
     output.check_outputs(to.json_file)
     output.check_folder("--out", to.folder)
     file = questions.file

@@ -15,7 +15,6 @@ from cacheblend.engines.folders import model_folder
 
 if TYPE_CHECKING:
     from cacheblend.core.cost.devices import DeviceCost
-    from cacheblend.core.plan.blocks import KVLayout
 
 DEVICES = "memory:20:3 nvme:3:0.1 ssd:0.5:0.08 disk:0.15:0.02 bucket:0.1:0.023"
 RATIOS = (0.05, 0.15, 0.3, 0.5, 1.0)
@@ -60,7 +59,18 @@ def plan(
     for each in offered:
         if not math.isfinite(each.bytes_per_s + each.price):
             raise InvalidInputError(f"--device {each.name}: throughput and price must be finite numbers")
-    layout = _layout(model_folder(model.model), codec)
+    folder = model_folder(model.model)
+
+    from transformers import AutoConfig
+
+    from cacheblend.core.plan.codec import codec_of
+    from cacheblend.engines.hf.model_loader import expected_layout
+
+    codec_of(codec)
+    try:
+        layout = replace(expected_layout(AutoConfig.from_pretrained(folder)), codec=codec)
+    except (OSError, ValueError, AttributeError) as error:
+        raise InvalidInputError(f"{folder}: config.json does not say what the KV cache looks like: {error}") from error
     a_token, layers = layout.block_bytes(256) / 256, len(layout.layers)
     sizes = {"context_bytes": a_token * context, "stored_bytes": a_token * stored_tokens}
     placed = place(offered, prefill_s=seconds, layers=layers, floor=ratio, **sizes)
@@ -104,21 +114,6 @@ def plan(
         out.print(f"{best.device.name} is the cheapest device that hides its loading behind recomputing")
     else:
         out.print(f"none hides its loading; {best.device.name} is the fastest")
-
-
-def _layout(folder: Path, codec: str) -> "KVLayout":
-    """Layout of a model's KV cache, from its config.json alone."""
-    from transformers import AutoConfig
-
-    from cacheblend.core.plan.codec import codec_of
-    from cacheblend.engines.hf.model_loader import expected_layout
-
-    codec_of(codec)
-    try:
-        layout = expected_layout(AutoConfig.from_pretrained(folder))
-    except (OSError, ValueError, AttributeError) as error:
-        raise InvalidInputError(f"{folder}: config.json does not say what the KV cache looks like: {error}") from error
-    return replace(layout, codec=codec)
 
 
 def _table(placed: "list[DeviceCost]", best: "DeviceCost | None", stored_tokens: float) -> Table:

@@ -13,10 +13,7 @@ from cacheblend.cli.option_groups import option
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cacheblend.data import DocumentSource
     from cacheblend.engines.documents import Document
-    from cacheblend.engines.hf import SyncReport
-
 
 TOO_SMALL = "the store is too small for all of them; raise max_bytes"
 
@@ -78,33 +75,30 @@ def sync(
         extra = {"failed": failed, "skipped": found.skipped, "other_models": others, "dry_run": dry_run}
         output.print_json({"documents": report.documents} | asdict(report) | extra | {"store": lasting})
     else:
-        _show(report, found, failed, others, dry_run)
+        out, would = output.console(), "would be " if dry_run else ""
+        out.print(
+            f"{report.kept} documents kept, {report.added} {would}added, {report.changed} {would}changed, "
+            f"{report.restored} {would}restored, {report.dropped} {would}dropped"
+        )
+        out.print(
+            f"{report.computed_tokens} of {report.tokens} tokens {would}computed, in {report.computed_chunks} of "
+            f"{report.chunks} chunks; {report.dropped_chunks} chunks dropped; {output.seconds_text(report.seconds)}"
+        )
+        missing, unread = report.missing_documents, f"{len(failed)} documents could not be read, what is stored of them"
+        notes: list[tuple[Any, str]] = [
+            (report.pinned_chunks, f"{report.pinned_chunks} chunks of no document stay, since they are pinned"),
+            (report.empty, f"without any text: {_some(report.empty)}"),
+            (found.skipped, f"not read: {_some(found.skipped)}"),
+            (others, f"{others} documents of other models, settings or salts are left as they are"),
+            (report.damaged, f"damaged records: {_some(report.damaged)}"),
+            (missing, f"{missing} documents are not held completely: {TOO_SMALL}"),
+            (failed, f"{unread} stays: {_some(failed.values())}"),
+        ]
+        for is_so, note in notes:
+            if is_so:
+                out.print(output.visible(note), style="yellow", soft_wrap=True)
     if failed:
         raise typer.Exit(1)
-
-
-def _show(report: "SyncReport", source: "DocumentSource", failed: dict[str, str], others: int, dry_run: bool) -> None:
-    out, would = output.console(), "would be " if dry_run else ""
-    out.print(
-        f"{report.kept} documents kept, {report.added} {would}added, {report.changed} {would}changed, "
-        f"{report.restored} {would}restored, {report.dropped} {would}dropped"
-    )
-    out.print(
-        f"{report.computed_tokens} of {report.tokens} tokens {would}computed, in {report.computed_chunks} of "
-        f"{report.chunks} chunks; {report.dropped_chunks} chunks dropped; {output.seconds_text(report.seconds)}"
-    )
-    notes: list[tuple[Any, str]] = [
-        (report.pinned_chunks, f"{report.pinned_chunks} chunks of no document stay, since they are pinned"),
-        (report.empty, f"without any text: {_some(report.empty)}"),
-        (source.skipped, f"not read: {_some(source.skipped)}"),
-        (others, f"{others} documents of other models, settings or salts are left as they are"),
-        (report.damaged, f"damaged records: {_some(report.damaged)}"),
-        (report.missing_documents, f"{report.missing_documents} documents are not held completely: {TOO_SMALL}"),
-        (failed, f"{len(failed)} documents could not be read, what is stored of them stays: {_some(failed.values())}"),
-    ]
-    for is_so, note in notes:
-        if is_so:
-            out.print(output.visible(note), style="yellow", soft_wrap=True)
 
 
 def _some(texts: Any) -> str:

@@ -84,7 +84,14 @@ def read_questions(path: Path, form: str = "auto", *, bad: list[str] | None = No
             row = as_object(item, where)
             if not row:
                 raise InvalidInputError(f"{where}: the row is empty; remove it")
-            form = _detect(row, where) if form == "auto" else form
+            if form == "auto":
+                form = next((name for name, (_, passages, *_) in _FIELDS.items() if passages in row), form)
+            if form == "auto":
+                _refuse_other_names(row, dict.fromkeys(_OTHER_PASSAGES, "passages"), where)
+                raise InvalidInputError(
+                    f"{where}: a row needs 'passages' (this project's format), 'ctxs' (the CacheBlend authors') or "
+                    f"'context' (LongBench's); found {', '.join(map(repr, row))}"
+                )
             rows.append(_question_row(row, form, where, number))
         except InvalidInputError as error:
             if bad is None:
@@ -131,20 +138,6 @@ def question_lines(rows: Sequence[QuestionRow]) -> Iterator[str]:
         passages = [{"title": passage.title, "text": passage.text} for passage in row.passages]
         about = {"id": row.id, "category": row.category, "question": row.question}
         yield json.dumps({**about, "answers": list(row.answers), "passages": passages})
-
-
-# ---- rows of each form --------------------------------------------------------------------------------------
-
-
-def _detect(item: dict[str, Any], where: str) -> str:
-    for form, (_, passages, *_) in _FIELDS.items():
-        if passages in item:
-            return form
-    _refuse_other_names(item, dict.fromkeys(_OTHER_PASSAGES, "passages"), where)
-    raise InvalidInputError(
-        f"{where}: a row needs 'passages' (this project's format), 'ctxs' (the CacheBlend authors') or 'context' "
-        f"(LongBench's); found {', '.join(map(repr, item))}"
-    )
 
 
 def _question_row(item: dict[str, Any], form: str, where: str, number: int) -> QuestionRow:

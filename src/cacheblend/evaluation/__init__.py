@@ -1,16 +1,14 @@
 """Quality of blending on a user's own data: methods, scorers, confidence intervals, reports."""
 
 from cacheblend.core.select.selection import SelectorChoice
-from cacheblend.evaluation.methods import METHODS, Asked, Fused, Label, Method, Outcome, make_methods
+from cacheblend.evaluation.methods import Asked, Fused, Label, Method, Outcome, make_methods
 from cacheblend.evaluation.records import Cell, RowResult
 from cacheblend.evaluation.runner import Evaluation, Settings, evaluate, usable_rows
-from cacheblend.evaluation.scorers import SCORERS, Scorer, make_scorers
+from cacheblend.evaluation.scorers import make_scorers
 from cacheblend.evaluation.summary import summarise, with_cells
 from cacheblend.evaluation.templates import Template, read_template
 
 __all__ = [
-    "METHODS",
-    "SCORERS",
     "Asked",
     "Cell",
     "Evaluation",
@@ -19,7 +17,6 @@ __all__ = [
     "Method",
     "Outcome",
     "RowResult",
-    "Scorer",
     "SelectorChoice",
     "Settings",
     "Template",

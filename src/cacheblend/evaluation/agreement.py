@@ -2,8 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.bounds import lower_bound
@@ -43,12 +42,8 @@ class Summary:
     ttft_ratio: float  # median of TTFT of full recompute / TTFT
     f1_rows: int = 0  # samples with gold answers; if 0, the next three are None
     f1: float | None = None
-    f1_difference: float | None = None
-    f1_bound: float | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """As a dict for JSON."""
-        return asdict(self)
+    f1_difference: float | None = None  # mean, to full recompute
+    f1_bound: float | None = None  # one-sided lower bound of that difference (paired bootstrap)
 
 
 def compare(

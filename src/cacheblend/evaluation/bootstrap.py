@@ -1,6 +1,6 @@
 """Bootstrap intervals of means: rows are drawn with replacement, the same rows for all columns."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,11 +33,16 @@ def bootstrap_means(values: Values, *, resamples: int = 2000, level: float = 0.9
     there = ~np.isnan(values)
     filled = np.where(there, values, 0.0)
     count = there.sum(axis=0)
+    generator, rows, parts = np.random.default_rng(seed), len(values), list[Values]()
+    size = max(1, BLOCK // rows)
     with np.errstate(invalid="ignore"):
         mean = filled.sum(axis=0) / count
-        drawn = np.concatenate(
-            [(weights @ filled) / (weights @ there) for weights in _draws(len(values), resamples, seed)]
-        )
+        for start in range(0, resamples, size):
+            draws = min(size, resamples - start)
+            cells = generator.integers(rows, size=(draws, rows)) + np.arange(draws)[:, None] * rows
+            weights = np.bincount(cells.ravel(), minlength=draws * rows).reshape(draws, rows).astype(np.float64)
+            parts.append((weights @ filled) / (weights @ there))  # by draw, how often each row is drawn
+        drawn = np.concatenate(parts)
     ends = np.full((2, values.shape[1]), np.nan)
     known = count > 0
     ends[:, known] = np.nanpercentile(drawn[:, known], [50 - 50 * level, 50 + 50 * level], axis=0)
@@ -53,13 +58,3 @@ def mean_lower_bound(values: Sequence[float] | npt.NDArray[np.float64], confiden
         raise InvalidInputError("a mean needs at least one value")
     means = bootstrap_means(found[:, None], resamples=RESAMPLES, level=2 * confidence - 1, seed=seed)
     return float(means.low[0])
-
-
-def _draws(rows: int, resamples: int, seed: int) -> Iterator[Values]:
-    """How often each row is drawn, in batches of [resamples in the batch, rows]."""
-    generator = np.random.default_rng(seed)
-    size = max(1, BLOCK // rows)
-    for start in range(0, resamples, size):
-        draws = min(size, resamples - start)
-        cells = generator.integers(rows, size=(draws, rows)) + np.arange(draws)[:, None] * rows
-        yield np.bincount(cells.ravel(), minlength=draws * rows).reshape(draws, rows).astype(np.float64)

@@ -58,6 +58,8 @@ def grid(layers: int, selectors: Sequence[str] = (), ratios: Sequence[float] = (
         check_ratio(ratio)
     names = selectors or SELECTORS
     found = [c for name in names for c in _of_selector(name, tuple(ratios or RATIOS), layers)]
+    for each in found:
+        each.selector()  # refuses invalid settings
     if not found:
         raise InvalidInputError(f"a model of {layers} layers has too few for the check layers of {', '.join(names)}")
     return sorted(found, key=lambda candidate: expected_compute(candidate, layers))
@@ -84,31 +86,20 @@ def _of_selector(text: str, ratios: tuple[float, ...], layers: int) -> Iterator[
     base = dict(choice.settings)
     kind = base["selector"]
     if kind in WITHOUT_RATIO:
-        yield _candidate(choice.text, base)
+        yield Candidate(choice.text, base)
         return
     for ratio in ratios:
         name, own = f"{choice.text} r={ratio:g}", base | {"recompute_ratio": ratio}
         if kind == "hkvd":
             for check in (check for check in HKVD_CHECKS if check < layers):
-                yield _candidate(name.replace("hkvd", f"hkvd@{check}", 1), own | {"check_layers": (check,)})
+                yield Candidate(name.replace("hkvd", f"hkvd@{check}", 1), own | {"check_layers": (check,)})
         elif kind == NARROWING:
             checks = layers // 6, layers // 4, layers // 3
             if 0 < checks[0] < checks[1] < checks[2]:
-                yield _candidate(name, _narrowing(checks, layers, ratio) | base | {"selector": "hybrid"})
+                lasting = [end - start for start, end in zip((0, *checks), (*checks, layers), strict=True)]
+                early, *shares = scaled_shares(NARROWING_SHARES, lasting, ratio)
+                own = FOLLOWING | {"head_rows": 24, "hops": 3, "hop_spans": 3, "recompute_ratio": shares[-1]}
+                own |= {"check_layers": checks, "ratios": tuple(shares), "early_ratio": early}
+                yield Candidate(name, own | base | {"selector": "hybrid"})
         elif kind != "gradual" or layers > 1:
-            yield _candidate(name, own | {"selector": "hkvd" if kind == "gradual" else kind})
-
-
-def _narrowing(checks: tuple[int, int, int], layers: int, mean: float) -> dict[str, Any]:
-    lasting = [end - start for start, end in zip((0, *checks), (*checks, layers), strict=True)]
-    early, *ratios = scaled_shares(NARROWING_SHARES, lasting, mean)
-    following = FOLLOWING | {"head_rows": 24, "hops": 3, "hop_spans": 3}
-    shares = {"check_layers": checks, "ratios": tuple(ratios), "early_ratio": early}
-    return following | shares | {"recompute_ratio": ratios[-1]}
-
-
-def _candidate(name: str, settings: dict[str, Any]) -> Candidate:
-    """A candidate whose settings are valid."""
-    candidate = Candidate(name, settings)
-    candidate.selector()
-    return candidate
+            yield Candidate(name, own | {"selector": "hkvd" if kind == "gradual" else kind})

@@ -122,7 +122,7 @@ class Tried:
 
     def to_dict(self) -> dict[str, Any]:
         """As a dict for JSON."""
-        measured = None if self.found is None else self.found.to_dict()
+        measured = None if self.found is None else asdict(self.found)
         return asdict(self.candidate) | {"passes": self.passes, "stopped": self.stopped, "measured": measured}
 
 
@@ -383,7 +383,12 @@ def prepare(engine: BlendEngine, rows: Sequence[GateRow], seed: int) -> tuple[li
         except PromptTooLongError:
             skipped.too_long += 1
             continue
-        if not _has_loaded_rows(engine, prompt):
+        # Without chunks no row is loaded; a lone one directly behind its anchor is an exact prefix.
+        front = [segment.token_ids for segment in takewhile(lambda segment: not segment.is_chunk, prompt.segments)]
+        is_prefix = len(prompt.chunks) == 1 and np.array_equal(
+            join_ids(front), join_ids(engine.planner.anchor.segments(prompt))
+        )
+        if not prompt.chunks or is_prefix:
             skipped.nothing_to_blend += 1
             continue
         key = prompt.token_ids.tobytes()
@@ -413,11 +418,3 @@ def nothing_left(skipped: Skipped) -> str:
         f"there is no usable row: {skipped.too_long} exceed the model's context, "
         f"{skipped.nothing_to_blend} have nothing to blend; give other data"
     )
-
-
-def _has_loaded_rows(engine: BlendEngine, prompt: Prompt) -> bool:
-    """Whether stored chunks leave rows to select from: a lone chunk directly after its anchor is an exact prefix."""
-    if len(prompt.chunks) != 1:
-        return bool(prompt.chunks)
-    front = [segment.token_ids for segment in takewhile(lambda segment: not segment.is_chunk, prompt.segments)]
-    return not np.array_equal(join_ids(front), join_ids(engine.planner.anchor.segments(prompt)))

@@ -82,7 +82,7 @@ class Method(Protocol):
 
 class _AnyModel:
     def check(self, layers: int) -> None:
-        """See `Method`."""
+        pass
 
 
 @dataclass(frozen=True)
@@ -134,14 +134,9 @@ class MapReduce(_AnyModel):
         ttft_s = time.perf_counter() - started
         last = _decode(asked, prompt, first)
         layers = asked.engine.survey.num_layers
-        return Outcome(
-            text=last.text,
-            token_ids=last.token_ids,
-            ttft_s=ttft_s,
-            total_s=time.perf_counter() - started,
-            prompt_tokens=len(prompt) + sum(part.prompt_tokens for part in parts),
-            row_layers=first.row_layers + sum(part.rows for part in parts) * layers,
-        )
+        tokens = len(prompt) + sum(part.prompt_tokens for part in parts)
+        row_layers = first.row_layers + sum(part.rows for part in parts) * layers
+        return Outcome(last.text, last.token_ids, ttft_s, time.perf_counter() - started, tokens, row_layers)
 
 
 @dataclass(frozen=True)
@@ -156,17 +151,8 @@ class MapRerank(_AnyModel):
         best = max(parts, key=lambda part: part.mean_log_probability)
         seconds = time.perf_counter() - started  # the best is known only behind all: first and last token together
         layers = asked.engine.survey.num_layers
-        return Outcome(
-            text=best.text,
-            token_ids=best.token_ids,
-            ttft_s=seconds,
-            total_s=seconds,
-            prompt_tokens=sum(part.prompt_tokens for part in parts),
-            row_layers=sum(part.rows for part in parts) * layers,
-        )
-
-
-# ---- from names -----------------------------------------------------------------------------------------------
+        tokens, row_layers = sum(part.prompt_tokens for part in parts), sum(part.rows for part in parts) * layers
+        return Outcome(best.text, best.token_ids, seconds, seconds, tokens, row_layers)
 
 
 def make_methods(
@@ -236,24 +222,19 @@ def _blends(
                 if len(decreasing) not in (1, len(layers or (1,))):
                     continue
                 selector = choice.selector(decreasing, layers)
-                if selector not in seen:
-                    seen.append(selector)
-                    methods.append(Fused(_label(choice, decreasing, layers, selector), selector))
+                if selector in seen:
+                    continue
+                seen.append(selector)
+                # A selector that is the same at r = 0 and r = 1 has no ratio.
+                has_ratio = choice.selector((0.0,), layers) != choice.selector((1.0,), layers)
+                at = " @" + ",".join(map(str, selector.check_layers)) if selector.check_layers else ""
+                if isinstance(selector, Gradual):
+                    at = " gradual"  # where it checks depends on the model
+                family, ratio = f"{choice.text}{at}", decreasing[-1] if has_ratio else None
+                name = f"blend {family}" + (" r=" + ",".join(f"{r:g}" for r in decreasing) if has_ratio else "")
+                label = Label(name, "blend", family, choice.text, ratio, selector.check_layers)
+                methods.append(Fused(label, selector))
     return methods
-
-
-def _label(choice: SelectorChoice, decreasing: Ratios, layers: tuple[int, ...] | None, selector: Selector) -> Label:
-    # A selector that is the same at r = 0 and r = 1 has no ratio.
-    has_ratio = choice.selector((0.0,), layers) != choice.selector((1.0,), layers)
-    at = " @" + ",".join(map(str, selector.check_layers)) if selector.check_layers else ""
-    if isinstance(selector, Gradual):
-        at = " gradual"  # where it checks depends on the model
-    family = f"{choice.text}{at}"
-    name = f"blend {family}" + (" r=" + ",".join(f"{r:g}" for r in decreasing) if has_ratio else "")
-    return Label(name, "blend", family, choice.text, decreasing[-1] if has_ratio else None, selector.check_layers)
-
-
-# ---- answers ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

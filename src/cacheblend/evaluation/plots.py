@@ -43,14 +43,14 @@ def whole_numbers(axis: Any) -> None:
     axis.get_major_locator().set_params(integer=True)
 
 
-_AXES: tuple[tuple[str, str, Callable[[dict[str, Any]], float | None]], ...] = (
-    ("ttft", "time to first token, s (median)", lambda method: method["ttft_s"]["median"]),
-    (
-        *("compute", "total compute, % of a full prefill"),
+_AXES: dict[str, tuple[str, Callable[[dict[str, Any]], float | None]]] = {
+    "ttft": ("time to first token, s (median)", lambda method: method["ttft_s"]["median"]),
+    "compute": (
+        "total compute, % of a full prefill",
         lambda method: None if method["total_compute"] is None else 100 * method["total_compute"],
     ),
-)
-"""What may be on the x axis: key, label, value."""
+}
+"""What may be on the x axis: label, value."""
 
 
 def draw(summary: dict[str, Any], folder: Path, *, data: str = "") -> list[Path]:
@@ -71,7 +71,7 @@ def draw(summary: dict[str, Any], folder: Path, *, data: str = "") -> list[Path]
                 continue
             if any(method["ratio"] is not None and method["kind"] == "blend" for method in sheet.largest):
                 files.append(sheet.over_ratio(folder / f"{quality}-ratio.png"))
-            files += [sheet.over(*axis, folder / f"{quality}-{axis[0]}.png") for axis in _AXES]
+            files += [sheet.over(*axis, folder / f"{quality}-{key}.png") for key, axis in _AXES.items()]
             if len({method["top_k"] for method in summary["methods"]}) > 1:
                 files.append(sheet.over_chunks(folder / f"{quality}-chunks.png"))
     return files
@@ -102,10 +102,12 @@ class _Sheet:
             if curve:
                 self._curve(axes, family, curve, [100 * method["ratio"] for method in curve])
             elif methods and methods[0]["kind"] != "prefix":  # same answers as full recompute
-                self._across(axes, family, methods[0])
+                mean, low, high = self._percents(methods[0])
+                axes.axhline(mean, color=self._colours[family], linestyle="--", linewidth=1.5, label=family)
+                axes.axhspan(low, high, color=self._colours[family], alpha=0.08, linewidth=0)
         return self._save(figure, axes, file)
 
-    def over(self, key: str, label: str, value: Callable[[dict[str, Any]], float | None], file: Path) -> Path:
+    def over(self, label: str, value: Callable[[dict[str, Any]], float | None], file: Path) -> Path:
         """Every method as a point; the points of a family joined by increasing ratio."""
         figure, axes = self._open(label, self._passages())
         for family in self._families:
@@ -162,6 +164,10 @@ class _Sheet:
         """Points joined by increasing ratio; with equal ratios by increasing x."""
         order = sorted(range(len(methods)), key=lambda i: (methods[i]["ratio"] or 0, xs[i]))
         figures = [self._percents(methods[i]) for i in order]
+        ratios = sorted(
+            {100 * method["ratio"] for method in methods if method["ratio"] is not None and method["kind"] == "blend"}
+        )
+        several = f"{ratios[0]:g} to {ratios[-1]:g}" if len(ratios) > 4 else ", ".join(f"{ratio:g}" for ratio in ratios)
         axes.errorbar(
             [xs[i] for i in order],
             [mean for mean, _, _ in figures],
@@ -172,29 +178,13 @@ class _Sheet:
             linewidth=1.5,
             elinewidth=1,
             capsize=3,
-            label=self._legend(family, methods),
+            label=f"{family}\nr = {several} %" if ratios else family,
         )
-
-    def _across(self, axes: Any, family: str, method: dict[str, Any]) -> None:
-        mean, low, high = self._percents(method)
-        colour = self._colours[family]
-        axes.axhline(mean, color=colour, linestyle="--", linewidth=1.5, label=family)
-        axes.axhspan(low, high, color=colour, alpha=0.08, linewidth=0)
 
     def _percents(self, method: dict[str, Any]) -> tuple[float, float, float]:
         figure = self._figure(method)
         assert figure is not None
         return 100 * figure["mean"], 100 * figure["low"], 100 * figure["high"]
-
-    def _legend(self, family: str, methods: Methods) -> str:
-        ratios = sorted(
-            {100 * method["ratio"] for method in methods if method["ratio"] is not None and method["kind"] == "blend"}
-        )
-        if not ratios:
-            return family
-        if len(ratios) > 4:
-            return f"{family}\nr = {ratios[0]:g} to {ratios[-1]:g} %"
-        return f"{family}\nr = {', '.join(f'{ratio:g}' for ratio in ratios)} %"
 
     def _save(self, figure: Any, axes: Any, file: Path) -> Path:
         low, high = axes.get_ylim()

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -94,7 +95,7 @@ def make_scorers(names: Sequence[str], encode: Encode) -> list[Scorer]:
         "em": ExactMatch,
         "f1": WordF1,
         "f1-tokens": lambda: TokenF1(encode),
-        "rouge-l": _rouge,
+        "rouge-l": lambda: RougeL(import_module("rouge_score.rouge_scorer").RougeScorer(["rougeL"], use_stemmer=True)),
     }
     return [makers[name]() for name in dict.fromkeys(names)]
 
@@ -130,9 +131,3 @@ def _f1(found: Sequence[Hashable], wanted: Sequence[Hashable]) -> float:
         return float(not found and not wanted)
     same = sum((Counter(found) & Counter(wanted)).values())
     return 2 * same / (len(found) + len(wanted))
-
-
-def _rouge() -> Scorer:
-    from rouge_score.rouge_scorer import RougeScorer
-
-    return RougeL(RougeScorer(["rougeL"], use_stemmer=True))

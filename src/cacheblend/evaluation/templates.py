@@ -3,10 +3,9 @@
 import re
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.hf.layout import SEPARATOR, PromptLayout, fill
@@ -44,8 +43,7 @@ class Template:
     @property
     def map_layout(self) -> PromptLayout:
         """Layout of a prompt with a single passage."""
-        question = self.map_question or self.question
-        return PromptLayout(self.system, self.before, self.heading, self.separator, question, self.chat)
+        return replace(self.layout, question=self.map_question or self.question)
 
     @property
     def reduce_layout(self) -> PromptLayout:
@@ -75,11 +73,8 @@ def read_template(name: str = DEFAULT, path: Path | None = None) -> Template:
     if not isinstance(found.get(name), dict):
         names = ", ".join(key for key, value in found.items() if isinstance(value, dict))
         raise InvalidInputError(f"{where}: there is no template [{name}]; the file has {names or 'none'}")
-    return _template(found[name], f"{where}, [{name}]")
-
-
-def _template(table: dict[str, Any], where: str) -> Template:
-    known = {field.name: field for field in fields(Template)}
+    table, where = found[name], f"{where}, [{name}]"
+    known = [field.name for field in fields(Template)]
     for key, value in table.items():
         if key not in known:
             raise InvalidInputError(f"{where}: there is no field {key!r}; fields are {', '.join(known)}")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.nano import lexicon
-from cacheblend.nano.language import UNASKED, Scene, Sentence, read_scene
+from cacheblend.nano.language import UNASKED, Sentence, read_scene
 
 NOTES = Path(str(files("cacheblend.nano"))) / "notes.json"
 """The texts of the notes, drawn by the lab's `nano.data`."""
@@ -74,8 +74,11 @@ def answer_of(question: str, texts: Sequence[str]) -> ExampleAnswer | None:
     The question is "Who has the boot?", "Who has the boot and the bell?", or "Do the boot and the bell have the same
     owner?". None if a text or the question is not in that language, or if its rules leave the answer open.
     """
-    things = _things_in(question)
-    if not things:
+    asked = question.strip().removesuffix("?").split()
+    things = [word for word in asked if word in lexicon.OBJECTS]
+    named = " and ".join(f"the {thing}" for thing in things)
+    known = [f"Who has {named}", f"Do {named} have the same owner"][: len(things)]
+    if len(things) not in (1, 2) or " ".join(asked) not in known:
         return None
     try:
         scene = read_scene([[Sentence(words) for words, _, _ in _sentences(text)] for text in texts])
@@ -87,20 +90,15 @@ def answer_of(question: str, texts: Sequence[str]) -> ExampleAnswer | None:
     owners = [facts[thing].owner if thing in facts else lexicon.UNKNOWN for thing in things]
     if len(owners) > 1 and lexicon.UNKNOWN in owners:
         return None  # the model was never asked such a question
-    lines = list(_lines(scene, texts))
+    lines = list[_Line]()
+    for number, (passage, written) in enumerate(zip(scene.passages, texts, strict=True)):
+        for sentence, (words, start, stop) in zip(passage, _sentences(written), strict=True):
+            thing, owner = next((each for each in sentence.knows.values() if each[0]), ("", ""))
+            lines.append(_Line(ExamplePlace(number, start, stop), words, thing, owner))
     text = " and ".join(owners)
     if question.startswith("Do "):
         text += ": yes" if owners[0] == owners[1] else ": no"
     return ExampleAnswer(text, tuple(sorted({place for thing in things for place in _needed(lines, thing)})))
-
-
-def _things_in(question: str) -> list[str]:
-    """The things asked for; empty if it is no question that the model knows."""
-    words = question.strip().removesuffix("?").split()
-    things = [word for word in words if word in lexicon.OBJECTS]
-    asked = " and ".join(f"the {thing}" for thing in things)
-    known = [f"Who has {asked}", f"Do {asked} have the same owner"][: len(things)]
-    return things if len(things) in (1, 2) and " ".join(words) in known else []
 
 
 def _sentences(text: str) -> Iterator[tuple[list[str], int, int]]:
@@ -108,13 +106,6 @@ def _sentences(text: str) -> Iterator[tuple[list[str], int, int]]:
     for found in re.finditer(r"[^.\s][^.]*(\.|$)", text):
         words = found.group().rstrip(".").split()
         yield [*words, "."], found.start(), found.end()
-
-
-def _lines(scene: Scene, texts: Sequence[str]) -> Iterator[_Line]:
-    for number, (passage, text) in enumerate(zip(scene.passages, texts, strict=True)):
-        for sentence, (words, start, stop) in zip(passage, _sentences(text), strict=True):
-            thing, owner = next((each for each in sentence.knows.values() if each[0]), ("", ""))
-            yield _Line(ExamplePlace(number, start, stop), words, thing, owner)
 
 
 def _needed(lines: Sequence[_Line], thing: str) -> list[ExamplePlace]:

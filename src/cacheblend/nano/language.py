@@ -100,7 +100,9 @@ class _Reader:
         if tuple(words[:-1]) in _FILLERS:
             known = {}
         elif len(words) > 2 and words[0] in lexicon.ADVERBS:
-            known = self._deed(words)
+            known = {} if words[1] in lexicon.KIND_OF else None  # "Later Vaden sat down."
+            if known is not None:
+                self._record_name(words[1])
         elif len(words) > 2 and words[0] == "The" and words[1] in lexicon.OBJECTS:
             known = self._given(words) or self._beside(words)
         else:
@@ -108,13 +110,6 @@ class _Reader:
         if known is None:
             raise InvalidInputError(f"{spell(words)!r} is no sentence of the model's language")
         return known
-
-    def _deed(self, words: Sequence[str]) -> Known | None:
-        """ "Later Vaden sat down." """
-        if words[1] not in lexicon.KIND_OF:
-            return None
-        self._record_name(words[1])
-        return {}
 
     def _given(self, words: Sequence[str]) -> Known | None:
         """ "The boot belongs to Vaden." or "The boot belongs to him again." """

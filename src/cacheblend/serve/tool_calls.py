@@ -189,34 +189,32 @@ def _mistral(held: HeldText, at: int) -> Scan[FoundCalls]:
 def _pythonic(held: HeldText, at: int) -> Scan[FoundCalls]:
     begin = yield from skip(held, at)
     end = yield from bracketed(held, begin, "[", "\"'")
+    calls: list[Call] = []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of backslashes
             body = ast.parse(held.text[begin:end], mode="eval").body
-        calls = [_python_call(node, end) for node in (body.elts if isinstance(body, ast.List) else [])]
+        for node in body.elts if isinstance(body, ast.List) else []:
+            if not isinstance(node, ast.Call) or node.args:
+                raise NoCallError(end)
+            arguments = {}
+            for keyword in node.keywords:
+                if keyword.arg is None or keyword.arg in arguments:
+                    raise NoCallError(end)
+                arguments[keyword.arg] = ast.literal_eval(keyword.value)
+            name, parts = node.func, list[str]()
+            while isinstance(name, ast.Attribute):
+                parts.append(name.attr)
+                name = name.value
+            if not isinstance(name, ast.Name):
+                raise NoCallError(end)
+            calls.append(Call(".".join([name.id, *reversed(parts)]), _dumped(arguments, end)))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         raise NoCallError(end) from None
     if not calls:
         raise NoCallError(end)
     stop = yield from _closed(held, end, "<|python_end|>")
     return calls, end if stop is None else stop
-
-
-def _python_call(node: ast.expr, end: int) -> Call:
-    if not isinstance(node, ast.Call) or node.args:
-        raise NoCallError(end)
-    arguments = {}
-    for keyword in node.keywords:
-        if keyword.arg is None or keyword.arg in arguments:
-            raise NoCallError(end)
-        arguments[keyword.arg] = ast.literal_eval(keyword.value)
-    name, parts = node.func, list[str]()
-    while isinstance(name, ast.Attribute):
-        parts.append(name.attr)
-        name = name.value
-    if not isinstance(name, ast.Name):
-        raise NoCallError(end)
-    return Call(".".join([name.id, *reversed(parts)]), _dumped(arguments, end))
 
 
 FORMATS: Mapping[str, Format] = {
