@@ -42,21 +42,15 @@ def make_wheel(folder: Path, *names: str) -> Path:
     return wheel
 
 
-def test_the_readme_is_short():
+def test_the_readme_is_short_its_code_parses_and_links_of_pages_lead_to_files() -> None:
     assert len(README.read_text().splitlines()) <= 150
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_to_files(page):
-    missing = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
-    assert missing == []
-
-
-def test_the_readme_shows_code_that_parses():
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.S)
     assert blocks
     for block in blocks:
         ast.parse(block)
+    for page in PAGES:
+        missing = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
+        assert missing == [], page
 
 
 def test_a_wheel_has_the_package_alone_with_its_type_marker(tmp_path):
@@ -68,14 +62,19 @@ def test_a_wheel_has_the_package_alone_with_its_type_marker(tmp_path):
     assert complaints(make_wheel(tmp_path, "cacheblend/__init__.py")) == ["cacheblend/py.typed: missing"]
 
 
-def test_each_name_is_that_of_its_module() -> None:
+def test_each_name_is_that_of_its_module_and_loads_no_torch_until_it_is_used() -> None:
     found = {name: getattr(cacheblend, name) for name in cacheblend.__all__ if name != "__version__"}
     for name, value in found.items():
         assert getattr(importlib.import_module(value.__module__), name) is value
     assert set(cacheblend.__all__) <= set(dir(cacheblend))
-
-
-def test_importing_loads_no_torch_until_a_name_is_used() -> None:
+    with pytest.raises(AttributeError, match="module 'cacheblend' has no attribute 'BlendEngin'"):
+        _ = cacheblend.BlendEngin  # type: ignore[attr-defined]
+    with pytest.raises(ImportError, match="BlendEngin"):
+        exec("from cacheblend import BlendEngin")
+    names: dict[str, object] = {}
+    exec("from cacheblend import *", names)
+    assert set(cacheblend.__all__) <= set(names)
+    # importing loads no torch until a name is used
     code = (
         "import sys, cacheblend; assert 'torch' not in sys.modules and 'numpy' not in sys.modules;"
         "cacheblend.__version__, dir(cacheblend); assert not [m for m in sys.modules if m.startswith('cacheblend.')];"
@@ -87,20 +86,7 @@ def test_importing_loads_no_torch_until_a_name_is_used() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'cacheblend' has no attribute 'BlendEngin'"):
-        _ = cacheblend.BlendEngin  # type: ignore[attr-defined]
-    with pytest.raises(ImportError, match="BlendEngin"):
-        exec("from cacheblend import BlendEngin")
-
-
-def test_stars_import_what_is_listed() -> None:
-    names: dict[str, object] = {}
-    exec("from cacheblend import *", names)
-    assert set(cacheblend.__all__) <= set(names)
-
-
-def test_the_page_names_every_folder_and_fits_on_a_screen_and_a_half() -> None:
+def test_pages_name_every_folder_and_modules_and_classes_have_names_of_their_own() -> None:
     page = (ROOT / "docs/structure.md").read_text(encoding="utf-8")
     tree = page.split("## Folders")[1].split("```")[1].split("\nlab/")[0]
     named = sorted(re.findall(r"(?:^ +|\()(\w+)/", tree, re.MULTILINE))
@@ -110,28 +96,17 @@ def test_the_page_names_every_folder_and_fits_on_a_screen_and_a_half() -> None:
     assert len(page.splitlines()) <= 90
     for file in re.findall(r"`([\w/]+\.py)`", page):
         assert (package / file).is_file(), file
-
-
-def test_the_page_names_every_folder_of_the_lab_and_its_readme_every_command() -> None:
+    # the lab's folders, and its README's commands
     tree = (ROOT / "docs/structure.md").read_text(encoding="utf-8").split("\nlab/")[1].split("\ntests/")[0]
     folders = [path.parent.name for path in (ROOT / "lab").glob("*/__init__.py")]
     assert sorted(re.findall(r"(\w+)/", tree.split("\n", 1)[1])) == sorted(folders)
     readme = (ROOT / "lab/README.md").read_text(encoding="utf-8")
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     assert [name for name in commands if f"`{name}" not in readme] == []
-
-
-TERMS = {"batching", "sampling"}
-"""Of the field; any other module is named by a noun."""
-
-
-def test_no_module_is_named_by_a_gerund() -> None:
+    # modules are no gerunds, and a class name means one thing in the package
     stems = {path.stem for path in (ROOT / "src/cacheblend").rglob("*.py")}
-    assert {stem for stem in stems if stem.endswith("ing")} <= TERMS
-
-
-def test_a_class_name_means_one_thing() -> None:
-    """In the package; the lab and the tests have their own."""
+    assert {stem for stem in stems if stem.endswith("ing")} <= {"batching", "sampling"}, "not of the field"
+    # in the package; the lab and the tests have classes of their own
     found = Counter(
         node.name
         for path in (ROOT / "src/cacheblend").rglob("*.py")

@@ -1,9 +1,12 @@
-"""Plans: invariants that hold for any prompt over any store, and the cases that shaped them."""
+"""Prompts, names of blocks, and plans: what holds for any prompt over any store, and the cases that shaped them."""
 
+import hashlib
+import itertools
 import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import chain, groupby, pairwise
+from itertools import chain, groupby
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,13 +14,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import CacheBlendError, InvalidInputError
 from cacheblend.core.fuse.question import rows_to_ask
-from cacheblend.core.names import BlockName, TokenIds, as_token_ids, block_name, chain_names, root_name, split_blocks
+from cacheblend.core.names import (
+    BlockName,
+    TokenIds,
+    as_token_ids,
+    block_name,
+    chain_names,
+    join_ids,
+    root_name,
+    split_blocks,
+)
 from cacheblend.core.plan.blocks import BlockEntry, EmptySource, KVLayout, LayerShape
 from cacheblend.core.plan.plan import BlendPlan, Source, Span
 from cacheblend.core.plan.planner import Anchor, Planner, cut_bos
-from cacheblend.core.plan.prompt import Prompt, Segment, chunk, part_of, text
+from cacheblend.core.plan.prompt import Prompt, Segment, check_ids, chunk, part_of, text
 from campaign import share
 
 ROOT = root_name("model", "float32")
@@ -220,7 +232,7 @@ def test_the_plan_without_lost_blocks(made: tuple[Planner, FakeSource, BlendPlan
     check_publishing(nothing)
 
 
-def test_a_chunks_names_do_not_depend_on_where_it_stands() -> None:
+def test_a_chunks_names_depend_on_its_anchor_alone_which_is_bos_or_the_text_in_front() -> None:
     planner = Planner(ROOT, Anchor("bos", BOS), block_size=4)
     passage = chunk(range(10, 21))
     fronts = [[], [text([BOS])], [text([BOS, 5])], [text([5]), chunk([6, 7])], [chunk(range(9))], [passage]]
@@ -231,9 +243,6 @@ def test_a_chunks_names_do_not_depend_on_where_it_stands() -> None:
     assert len(names) == 1
     planner = Planner(ROOT, Anchor("system"))  # but on the system in front of it, where that is the anchor
     assert len({planner.plan(Prompt.of([text([i]), chunk([8])]), EMPTY).spans[1].name for i in range(5)}) == 5
-
-
-def test_a_chunk_directly_behind_its_anchor_is_an_exact_prefix() -> None:
     for anchor, front in [
         (Anchor(), []),
         (Anchor("bos", BOS), [text([BOS])]),
@@ -247,6 +256,23 @@ def test_a_chunk_directly_behind_its_anchor_is_an_exact_prefix() -> None:
         assert {s.source for s in again.spans[:-1]} == {Source.PREFIX}
         assert again.prefix_length == len(prompt) - 1
         assert again.publishable == []
+    planner = Planner(ROOT, Anchor("bos", BOS), block_size=8)  # bos alone, wherever the text was cut
+    joined = planner.plan(Prompt.of([text([BOS, 5, 6]), chunk([7])]), EMPTY)
+    apart = planner.plan(Prompt.of([text([BOS]), text([5, 6]), chunk([7])]), EMPTY)
+    assert [s.name for s in joined.spans] == [s.name for s in apart.spans]
+    assert joined.spans[1].parent == joined.anchor_name == planner.chain_of([as_token_ids([BOS])])
+    for prompt in (Prompt.of([chunk([BOS, 5])]), Prompt.of([text([BOS])]), Prompt.of([text([5, BOS])])):
+        assert cut_bos(prompt, BOS) is prompt
+    assert cut_bos(joined.prompt, None) is joined.prompt
+    with pytest.raises(InvalidInputError, match="BOS token; use 'none' or 'system'"):
+        Anchor("bos")
+    anchor = Anchor("system", BOS)
+    system = [text([BOS, 5, 6]), text([7])]
+    with_chunk = anchor.segments(Prompt.of([*system, chunk([8]), text([9]), chunk([4])]))
+    assert [ids.tolist() for ids in with_chunk] == [[BOS], [5, 6], [7]]
+    alone = anchor.segments(Prompt.of(system))  # what `warm(..., system=...)` is given
+    assert [ids.tolist() for ids in alone] == [[BOS], [5, 6], [7]]
+    assert anchor.segments(Prompt.of([chunk([8]), text([9])])) == []
 
 
 def test_beside_a_cache_that_rounds_nothing_held_is_exact() -> None:
@@ -265,68 +291,6 @@ def test_beside_a_cache_that_rounds_nothing_held_is_exact() -> None:
         assert {s.source for s in plan.exact_only().spans} == {Source.TEXT, Source.MISS}
 
 
-def test_the_last_row_is_computed_even_if_it_is_held() -> None:
-    planner = Planner(ROOT, block_size=4)
-    prompt = Prompt.of([chunk(range(8)), chunk(range(20, 28))])
-    empty = planner.plan(prompt, EMPTY)
-    own = {s.name: tokens_of(empty, s) for s in empty.spans}
-    plan = planner.plan(prompt, FakeSource(own))
-    assert [s.source for s in plan.spans] == [Source.PREFIX] * 2 + [Source.LOADED] * 2
-    assert plan.prefix_length == 8
-    assert plan.candidate_rows.tolist() == [8, 9, 10, 11, 12, 13, 14]
-    every = planner.plan(prompt, FakeSource(all_names(planner, empty)))
-    assert {s.source for s in every.spans} == {Source.PREFIX}
-    assert every.prefix_length == 15
-    assert len(every.candidate_rows) == 0
-
-
-def test_a_collision_is_a_miss_and_ends_the_prefix() -> None:
-    planner = Planner(ROOT, block_size=4)
-    prompt = Prompt.of([chunk(range(12)), text([3])])
-    empty = planner.plan(prompt, EMPTY)
-    held = all_names(planner, empty)
-    held[empty.spans[1].name] = as_token_ids([0, 0, 0, 0])
-    plan = planner.plan(prompt, FakeSource(held))
-    assert [s.source for s in plan.spans] == [Source.PREFIX, Source.MISS, Source.LOADED, Source.TEXT]
-    assert plan.spans[2].start - plan.spans[2].stored_start == 0
-
-
-def test_bos_alone_starts_the_chain_wherever_the_text_was_cut() -> None:
-    planner = Planner(ROOT, Anchor("bos", BOS), block_size=8)
-    joined = planner.plan(Prompt.of([text([BOS, 5, 6]), chunk([7])]), EMPTY)
-    apart = planner.plan(Prompt.of([text([BOS]), text([5, 6]), chunk([7])]), EMPTY)
-    assert [s.name for s in joined.spans] == [s.name for s in apart.spans]
-    assert joined.spans[1].parent == joined.anchor_name == planner.chain_of([as_token_ids([BOS])])
-    for prompt in (Prompt.of([chunk([BOS, 5])]), Prompt.of([text([BOS])]), Prompt.of([text([5, BOS])])):
-        assert cut_bos(prompt, BOS) is prompt
-    assert cut_bos(joined.prompt, None) is joined.prompt
-
-
-def test_the_system_anchor_is_the_text_in_front_of_the_first_chunk_and_bos_needs_its_id() -> None:
-    with pytest.raises(InvalidInputError, match="BOS token; use 'none' or 'system'"):
-        Anchor("bos")
-    anchor = Anchor("system", BOS)
-    system = [text([BOS, 5, 6]), text([7])]
-    with_chunk = anchor.segments(Prompt.of([*system, chunk([8]), text([9]), chunk([4])]))
-    assert [ids.tolist() for ids in with_chunk] == [[BOS], [5, 6], [7]]
-    alone = anchor.segments(Prompt.of(system))  # what `warm(..., system=...)` is given
-    assert [ids.tolist() for ids in alone] == [[BOS], [5, 6], [7]]
-    assert anchor.segments(Prompt.of([chunk([8]), text([9])])) == []
-
-
-def test_a_long_prompt_of_many_chunks() -> None:
-    planner = Planner(ROOT, Anchor("bos", BOS))
-    rng = np.random.default_rng(0)
-    chunks = [chunk(rng.integers(2, 50_000, 512)) for _ in range(62)]
-    prompt = Prompt.of([text([BOS]), *chunks, chunks[0], chunks[1], text(range(2, 34))])
-    held = planner.plan(prompt, EMPTY)
-    plan = planner.plan(prompt, FakeSource({s.name: tokens_of(held, s) for s in held.spans[1:-1:2]}))
-    assert len(plan) == 1 + 64 * 512 + 32
-    assert {len(s) for s in plan.spans} == {1, 256, 32}
-    assert len(plan.candidate_rows) == 64 * 256 - 256 * (plan.spans[1].source is Source.PREFIX)
-    assert all(a.stop == b.start for a, b in pairwise(plan.spans))
-
-
 @pytest.mark.parametrize("codec", ["raw", "int8", "fp8", "int4"])
 def test_the_bytes_of_a_block_are_those_of_its_records_whenever_they_are_asked(codec: str) -> None:
     layout = KVLayout((LayerShape(3, 16), LayerShape(1, 64)), torch.bfloat16, codec)
@@ -339,7 +303,7 @@ def test_the_bytes_of_a_block_are_those_of_its_records_whenever_they_are_asked(c
 
 @settings(max_examples=80)
 @given(st.data())
-def test_a_part_of_a_chunk_is_counted_under_the_whole_ones_name(data: st.DataObject) -> None:
+def test_parts_of_chunks_count_under_the_whole_ones_name_and_last_ones_are_stored_whole(data: st.DataObject) -> None:
     """Whichever of its blocks the prompt has, and as what engines make of the plan."""
     planner = Planner(ROOT, Anchor("bos", BOS), data.draw(st.integers(1, 9)))
     ids = as_token_ids(data.draw(st.lists(st.integers(2, 5), min_size=2, max_size=30)))
@@ -356,11 +320,7 @@ def test_a_part_of_a_chunk_is_counted_under_the_whole_ones_name(data: st.DataObj
     stop = data.draw(st.integers(1, 2 + tokens))
     rest = {names[at // planner.block_size] for at in range(offset + max(0, stop - 2), offset + tokens)}
     assert plan.with_resident(stop).held_chunks() == ({names[-1]: rest <= held.keys()} if rest else {})
-
-
-@settings(max_examples=80)
-@given(st.data())
-def test_a_last_chunk_without_its_last_row_is_stored_whole(data: st.DataObject) -> None:
+    # the last chunk of a prompt without its last row
     planner = Planner(ROOT, Anchor("bos", BOS), data.draw(st.integers(1, 9)))
     ids = data.draw(st.lists(st.integers(2, 5), min_size=1, max_size=30))
     plan = planner.plan(Prompt.of([text([BOS, 6]), chunk(ids)]), EMPTY)
@@ -368,9 +328,6 @@ def test_a_last_chunk_without_its_last_row_is_stored_whole(data: st.DataObject) 
     assert without.prompt.token_ids.tolist() == [BOS, 6, *ids[:-1]]
     assert [c.token_ids.tolist() for c in without.missed_chunks()] == ([ids] if len(ids) > 1 else [])
     assert without.held_chunks() == (dict.fromkeys(plan.held_chunks(), False) if len(ids) > 1 else {})
-
-
-# ---- the question's rows ----------------------------------------------------------------------------------
 
 
 segment_lists = st.lists(st.tuples(st.booleans(), st.integers(1, 9)), min_size=1, max_size=6)
@@ -397,3 +354,98 @@ def test_question_rows(segments: list[tuple[bool, int]], held: set[int], limit: 
     if behind < len(plan):
         assert rows[0] >= behind and len(rows) == min(limit, len(plan) - rows[0])
     assert [rows_to_ask(tokens) for tokens in (10, 59, 60, 2000)] == [2, 2, 3, 100]  # a twentieth of the prompt
+
+
+def test_segments_keep_their_order_and_empty_or_long_prompts_and_foreign_ids_are_refused() -> None:
+    prompt = Prompt.of([text([]), text([1]), chunk([2, 3], "title"), text([]), chunk([2, 3]), text([4])])
+    assert prompt.token_ids.tolist() == [1, 2, 3, 2, 3, 4]
+    assert prompt.token_ids.dtype == np.dtype("<u4")
+    assert len(prompt) == 6
+    assert [s.is_chunk for s in prompt.segments] == [False, True, True, False]
+    assert [s.label for s in prompt.chunks] == ["title", ""]
+    for segments in ([], [text([])]):
+        with pytest.raises(InvalidInputError, match="prompt is empty; it needs at least one token"):
+            Prompt.of(segments)
+    with pytest.raises(InvalidInputError, match="chunk has no tokens; leave empty passages out"):
+        chunk([])
+    prompt = Prompt.of([text([1, 2]), chunk([9, 3])])
+    prompt.check(vocab_size=10, max_length=4)
+    with pytest.raises(InvalidInputError, match=r"token id 9 at index 2.*0\.\.8.*another model's tokenizer"):
+        prompt.check(vocab_size=9, max_length=None)
+    with pytest.raises(InvalidInputError, match=r"4 tokens.*context 3; use fewer or shorter chunks"):
+        prompt.check(vocab_size=10, max_length=3)
+    check_ids(as_token_ids([]), 0, "nothing")
+    assert issubclass(InvalidInputError, ValueError) and issubclass(InvalidInputError, CacheBlendError)
+
+
+ids_lists = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+
+
+@given(ids_lists)
+def test_ids_are_little_endian_uint32_whatever_they_came_in(ids: list[int]) -> None:
+    forms = [ids, np.array(ids, dtype="i8"), np.array(ids, dtype=">u4"), torch.tensor(ids, dtype=torch.int64)]
+    for form in forms:
+        got = as_token_ids(form)
+        assert got.dtype == np.dtype("<u4")
+        assert got.flags["C_CONTIGUOUS"]
+        assert got.tolist() == ids
+    assert as_token_ids(np.arange(10)[::2]).tobytes() == as_token_ids([0, 2, 4, 6, 8]).tobytes()  # a strided view
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        ([1, -1], OverflowError, r"0\.\.4294967295, got -1\.\.1"),
+        ([2**32], OverflowError, r"0\.\.4294967295, got 4294967296"),
+        ([2**70], TypeError, "integers, not object"),
+        ([1.5], TypeError, "integers, not float64"),
+        ([float("nan")], TypeError, "integers, not float64"),
+        ([True], TypeError, "integers, not bool"),
+        (["1"], TypeError, "integers, not <U1"),
+        ([None], TypeError, "integers, not object"),
+        ([[1], [2, 3]], ValueError, "inhomogeneous"),
+        ([[1, 2], [3, 4]], TypeError, r"one list.*shape \(2, 2\)"),
+        (7, TypeError, "one list"),
+    ],
+)
+def test_what_is_no_list_of_ids_is_refused(ids: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        as_token_ids(ids)
+    for make in (text, chunk):
+        with pytest.raises(InvalidInputError, match=f"token ids.*{message}"):
+            make(ids)
+
+
+@given(st.lists(ids_lists, max_size=5), st.integers(1, 50))
+def test_blocks_are_full_but_the_last_and_chains_follow(texts: list[list[int]], size: int) -> None:
+    for ids in texts:
+        blocks = split_blocks(as_token_ids(ids), size)
+        assert join_ids(blocks).tolist() == ids
+        assert all(len(block) == size for block in blocks[:-1])
+        assert all(1 <= len(block) <= size for block in blocks)
+    parent, expected, arrays = root_name("f", "bfloat16"), [], [as_token_ids(ids) for ids in texts if ids]
+    for array in arrays:
+        parent = hashlib.sha256(parent + np.array(array, dtype="<u4").tobytes()).digest()
+        expected.append(parent)
+    assert chain_names(root_name("f", "bfloat16"), arrays) == expected
+
+
+def test_names_depend_on_every_token_in_front_and_roots_of_different_parts_never_meet() -> None:
+    root = root_name("f", "bfloat16")
+    block = as_token_ids([7, 8])
+    names = {
+        block_name(root, block),
+        *chain_names(root, [as_token_ids([1]), block]),
+        *chain_names(root, [as_token_ids([2]), block]),
+        *chain_names(root_name("g", "bfloat16"), [block]),
+    }
+    assert len(names) == 6
+    assert all(len(name) == 32 for name in names)
+    # parts whose concatenations are equal give different names, because lengths are hashed, too
+    words = ["", "a", "b", "ab", "ba", "aab", "\0", "\0\0\0\1a", "ü"]
+    tuples = list(itertools.product(words, repeat=3))
+    roots = {root_name(fingerprint, dtype, salt=salt) for fingerprint, dtype, salt in tuples}
+    assert len(roots) == len(tuples)
+    parts = [{}, {"codec": "int8"}, {"salt": "int8"}, {"codec": "int8", "salt": "raw"}, {"salt": "raw"}]
+    assert len({root_name("f", "bfloat16", **part) for part in parts}) == len(parts)
+    assert root_name("f", "bfloat16") == root_name("f", "bfloat16", "raw", "")

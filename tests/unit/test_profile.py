@@ -38,11 +38,7 @@ def write(path: Path, **changes: Any) -> Path:
     return path
 
 
-# ---- the file ---------------------------------------------------------------------------------------------
-
-
-def test_round_trip(tmp_path: Path) -> None:
-    # Round trip
+def test_round_trip_and_which_settings_decide_quality(tmp_path: Path) -> None:
     file = tmp_path / PROFILE_NAME
     write_profile(file, PROFILE)
     assert read_profile(file) == PROFILE
@@ -65,6 +61,34 @@ def test_round_trip(tmp_path: Path) -> None:
     check_writable(tmp_path / "new")
     assert {child.name for child in tmp_path.iterdir()} == {PROFILE_NAME, "p"}
     assert read_profile(tmp_path / "p") == PROFILE
+    # Every field either decides quality or does not
+    quality = [field.name for field in fields(Selection)]
+    everything = {field.name: getattr(BlendConfig(), field.name) for field in fields(BlendConfig)}
+    assert list(selection_fields(everything)) == quality == list(everything)[: len(quality)]
+    assert {"selector", "recompute_ratio", "check_layers", "ratios", "measure", "threshold"} <= set(quality)
+    assert not {"anchor", "block_size", "codec", "salt", "cost_model"} & set(quality)
+    # A profile cannot set how an engine runs
+    with pytest.raises(InvalidInputError, match="a profile cannot set 'salt'"):
+        Profile("f1", {"salt": "x"})
+    # Quality settings are those that differ
+    assert quality_settings(BlendConfig(salt="x")) == {"selector": "hkvd"}
+    assert quality_settings(BlendConfig(**SETTINGS)) == SETTINGS
+    # An unknown field is named
+    with pytest.raises(InvalidInputError, match="no field 'ratio'"):
+        resolve_settings({"ratio": 0.3}, Path(), "f1")
+    # one of the first format was measured when hkvd without check layers had one check
+    for settings, wanted in (
+        ({"selector": "hkvd", "recompute_ratio": 0.2}, Hkvd((1,), (0.2,))),
+        ({"recompute_ratio": 0.2}, Hkvd((1,), (0.2,))),
+        ({"selector": "hkvd", "check_layers": [2]}, Hkvd((2,), (0.15,))),
+        ({"selector": "query"}, Query(0.15)),
+    ):
+        data = Profile("f1", {}).to_dict() | {"settings": settings}
+        first = Profile.from_dict(data | {"format": 1}, "p")
+        assert first.selection.make_selector() == wanted
+        assert Profile.from_dict(first.to_dict(), "p").selection.make_selector() == wanted, "written again"
+    second = Profile.from_dict(Profile("f1", {"selector": "hkvd"}).to_dict(), "p")
+    assert second.selection.make_selector() == Gradual(0.15)
 
 
 @pytest.mark.parametrize(
@@ -104,15 +128,12 @@ def test_names_the_file_and_the_field(tmp_path: Path, changes: dict[str, Any], m
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '"x"', "{}"])
-def test_refuses_a_damaged_file(tmp_path: Path, text: str) -> None:
-    file = tmp_path / PROFILE_NAME
-    file.write_text(text)
-    with pytest.raises(InvalidInputError, match=PROFILE_NAME.replace(".", r"\.")):
-        read_profile(file)
+def test_files_that_are_damaged_or_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("{", "[]", '"x"', "{}"):
+        (tmp_path / PROFILE_NAME).write_text(text)
+        with pytest.raises(InvalidInputError, match=PROFILE_NAME.replace(".", r"\.")):
+            read_profile(tmp_path / PROFILE_NAME)
 
-
-def test_says_that_a_folder_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Path, *_: Any, **__: Any) -> int:
         raise PermissionError(13, "Permission denied", str(self))
 
@@ -120,43 +141,6 @@ def test_says_that_a_folder_cannot_be_written_to(tmp_path: Path, monkeypatch: py
     for act in (lambda: check_writable(tmp_path / "p"), lambda: write_profile(tmp_path / "p", PROFILE)):
         with pytest.raises(InvalidInputError, match="Permission denied; name another place with --profile"):
             act()
-
-
-# ---- settings ---------------------------------------------------------------------------------------------
-
-
-def test_which_settings_decide_quality() -> None:
-    # Every field either decides quality or does not
-    quality = [field.name for field in fields(Selection)]
-    everything = {field.name: getattr(BlendConfig(), field.name) for field in fields(BlendConfig)}
-    assert list(selection_fields(everything)) == quality == list(everything)[: len(quality)]
-    assert {"selector", "recompute_ratio", "check_layers", "ratios", "measure", "threshold"} <= set(quality)
-    assert not {"anchor", "block_size", "codec", "salt", "cost_model"} & set(quality)
-    # A profile cannot set how an engine runs
-    with pytest.raises(InvalidInputError, match="a profile cannot set 'salt'"):
-        Profile("f1", {"salt": "x"})
-    # Quality settings are those that differ
-    assert quality_settings(BlendConfig(salt="x")) == {"selector": "hkvd"}
-    assert quality_settings(BlendConfig(**SETTINGS)) == SETTINGS
-    # An unknown field is named
-    with pytest.raises(InvalidInputError, match="no field 'ratio'"):
-        resolve_settings({"ratio": 0.3}, Path(), "f1")
-
-
-def test_a_whole_configuration_wins_over_a_damaged_profile(tmp_path: Path) -> None:
-    (tmp_path / PROFILE_NAME).write_text("{")
-    assert resolve_settings(BlendConfig(), tmp_path, "f1").config == BlendConfig()
-    with pytest.raises(InvalidInputError, match="damaged"):
-        resolve_settings(None, tmp_path, "f1")
-
-
-def test_a_profile_of_other_weights_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write(tmp_path / PROFILE_NAME)
-    found = resolve_settings(None, tmp_path, "f2")
-    assert (found.config, found.profile) == (BlendConfig(), None)
-    assert "other weights" in found.source
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert str(tmp_path / PROFILE_NAME) in caplog.text
 
 
 def test_a_profile_that_says_not_to_blend(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -167,10 +151,7 @@ def test_a_profile_that_says_not_to_blend(tmp_path: Path, caplog: pytest.LogCapt
     assert len(caplog.records) == 1
     assert "nothing is blended" in caplog.text
     assert resolve_settings({"recompute_ratio": 0.3}, tmp_path, "f1").selector() == Gradual(0.3)
-
-
-def test_a_selector_that_a_request_names_has_its_own_defaults_unless_it_is_the_one_in_use(tmp_path: Path) -> None:
-    """The fields of a profile were measured together: a hybrid's check layers and shares say nothing of hkvd's."""
+    # the fields of a profile were measured together: a hybrid's check layers and shares say nothing of hkvd's
     own = {"selector": "hybrid", "check_layers": [2, 3], "ratios": [0.3, 0.02], "early_ratio": 0.5, "head_rows": 24}
     write_profile(tmp_path / PROFILE_NAME, Profile("f1", own, MEASURED))
     found = resolve_settings(None, tmp_path, "f1")
@@ -185,33 +166,7 @@ def test_a_selector_that_a_request_names_has_its_own_defaults_unless_it_is_the_o
     assert resolve_settings(None, tmp_path, "f1").selector(name="hkvd") == Gradual(0.15)
 
 
-def test_a_profile_of_the_first_format_keeps_its_one_check() -> None:
-    """It was measured when hkvd without check layers had one check."""
-    for settings, wanted in (
-        ({"selector": "hkvd", "recompute_ratio": 0.2}, Hkvd((1,), (0.2,))),
-        ({"recompute_ratio": 0.2}, Hkvd((1,), (0.2,))),
-        ({"selector": "hkvd", "check_layers": [2]}, Hkvd((2,), (0.15,))),
-        ({"selector": "query"}, Query(0.15)),
-    ):
-        data = Profile("f1", {}).to_dict() | {"settings": settings}
-        first = Profile.from_dict(data | {"format": 1}, "p")
-        assert first.selection.make_selector() == wanted
-        assert Profile.from_dict(first.to_dict(), "p").selection.make_selector() == wanted, "written again"
-    second = Profile.from_dict(Profile("f1", {"selector": "hkvd"}).to_dict(), "p")
-    assert second.selection.make_selector() == Gradual(0.15)
-
-
-def test_a_profile_elsewhere(tmp_path: Path) -> None:
-    elsewhere = write(tmp_path / "other.json")
-    assert resolve_settings(None, tmp_path / "model", "f1", elsewhere).profile == PROFILE
-    with pytest.raises(InvalidInputError, match="cannot be read"):
-        resolve_settings(None, tmp_path, "f1", tmp_path / "none.json")
-    for config in (BlendConfig(), {"selector": "none"}):
-        with pytest.raises(InvalidInputError, match="would not be used"):
-            resolve_settings(config, tmp_path, "f1", elsewhere)
-
-
-def test_whose_settings_an_engine_has(tmp_path: Path) -> None:
+def test_whose_settings_an_engine_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # No profile means the defaults
     found = resolve_settings(None, tmp_path, "f1")
     assert (found.config, found.profile) == (BlendConfig(), None)
@@ -230,3 +185,21 @@ def test_whose_settings_an_engine_has(tmp_path: Path) -> None:
     assert found.config == BlendConfig(recompute_ratio=0.3)
     assert found.profile is None
     assert PROFILE.config(recompute_ratio=0.3) == found.config
+    (tmp_path / PROFILE_NAME).write_text("{")  # beside a whole configuration
+    assert resolve_settings(BlendConfig(), tmp_path, "f1").config == BlendConfig()
+    with pytest.raises(InvalidInputError, match="damaged"):
+        resolve_settings(None, tmp_path, "f1")
+    caplog.clear()
+    write(tmp_path / PROFILE_NAME)  # of other weights
+    found = resolve_settings(None, tmp_path, "f2")
+    assert (found.config, found.profile) == (BlendConfig(), None)
+    assert "other weights" in found.source
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert str(tmp_path / PROFILE_NAME) in caplog.text
+    elsewhere = write(tmp_path / "other.json")  # elsewhere
+    assert resolve_settings(None, tmp_path / "model", "f1", elsewhere).profile == PROFILE
+    with pytest.raises(InvalidInputError, match="cannot be read"):
+        resolve_settings(None, tmp_path, "f1", tmp_path / "none.json")
+    for config in (BlendConfig(), {"selector": "none"}):
+        with pytest.raises(InvalidInputError, match="would not be used"):
+            resolve_settings(config, tmp_path, "f1", elsewhere)

@@ -1,9 +1,5 @@
-"""Text that recurs: stored chunks are found in prompts by their ids, and runs are learnt from requests; both against an
-oracle that compares every place with every place.
-
-Situations: passages in other orders; a run that the next request cuts in two; a common beginning; marked chunks; equal
-requests; other tenants with the same text; a text that repeats itself; prompts shorter than a run, and longer than all
-that is watched; so many prompts that old ones go; so many runs that some go.
+"""Text that recurs: stored chunks are found in prompts by their ids, and runs are learnt from requests; both against
+an oracle that compares every place with every place.
 """
 
 from collections import Counter
@@ -17,17 +13,10 @@ from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.names import TokenIds, block_name, root_name
+from cacheblend.core.plan import recurrence
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.chunk_matches import SHORTEST, WINDOW, ChunkIndex, equal_around, repeats, window_hashes
-from cacheblend.core.plan.recurrence import (
-    HALF_LIFE,
-    MOST_COPIES,
-    Interval,
-    Recurrences,
-    Run,
-    pieces_of,
-    winnowed,
-)
+from cacheblend.core.plan.recurrence import Interval, Recurrences, Run, pieces_of, winnowed
 from campaign import share
 
 ROOT, OTHER = root_name("a model", "float32"), root_name("a model", "float32", salt="another tenant")
@@ -73,7 +62,7 @@ def behind_the_beginning(ours: TokenIds, theirs: TokenIds) -> list[Interval]:
     return [(start, stop) for start, stop in clipped if stop - start >= 64]
 
 
-def test_boundaries_are_where_requests_differ() -> None:
+def test_boundaries_are_where_requests_differ_and_pieces_cut_where_something_begins_or_ends() -> None:
     watch = Recurrences()
     assert not watch.see(ROOT, joined(A, B, C)).new
     assert ids_of(watch.see(ROOT, joined(B, D, A)).new) == texts(A, B)
@@ -103,9 +92,17 @@ def test_boundaries_are_where_requests_differ() -> None:
     assert ids_of(told.new) == texts(A, B) == ids_of(watch.runs), "a run is split when its halves recur separately"
     assert ids_of(told.split) == texts(joined(A, B))
     assert ids_of(watch.see(ROOT, joined(B, x, A)).seen) == texts(A, B)
+    assert pieces_of([(0, 300)], [], 64) == [(0, 300)]  # pieces
+    assert pieces_of([(0, 300), (100, 300)], [], 64) == [(0, 100), (100, 300)]
+    assert pieces_of([(0, 300), (10, 290)], [], 64) == [(0, 300)]  # ends too short for pieces of their own
+    assert pieces_of([(0, 300)], [(100, 150)], 64) == [(0, 100), (150, 300)]
+    assert pieces_of([(0, 300)], [(60, 240)], 64) == []
+    assert pieces_of([(0, 100), (100, 200)], [], 64) == [(0, 100), (100, 200)]
+    assert pieces_of([(0, 100), (90, 130)], [], 64) == [(0, 100)]  # no request has both
+    assert pieces_of([(0, 100), (90, 200)], [], 64) == [(0, 100), (100, 200)]
 
 
-def test_another_root_learns_nothing_and_learns_its_own() -> None:
+def test_roots_learn_their_own_of_prompts_that_can_tell_and_the_most_useful_are_kept() -> None:
     watch = Recurrences()
     watch.see(ROOT, joined(A, B))
     assert not watch.see(OTHER, joined(B, A)).new
@@ -114,19 +111,14 @@ def test_another_root_learns_nothing_and_learns_its_own() -> None:
     watch.forget(OTHER)
     assert not watch.runs and watch.watched_tokens == len(A) + len(B)
     assert ids_of(watch.see(ROOT, joined(B, C)).new) == texts(B)
-
-
-def test_a_text_that_repeats_itself_stands_in_one_request_only() -> None:
-    watch = Recurrences()
+    watch = Recurrences()  # a text that repeats itself
     assert not watch.see(ROOT, joined(A, B, A, B, A)).new
     assert not watch.see(ROOT, np.zeros(5000, "<u4")).new
     found = watch.see(ROOT, joined(draw(7, 10), np.zeros(3000, "<u4"))).new
     assert [len(run) for run in found] == [3000]
-    assert len(winnowed(np.zeros(100_000, "<u4"), ROOT, 33)[0]) == MOST_COPIES  # one token costs no more than others
-
-
-def test_prompts_of_a_length_that_can_tell_are_watched_and_those_last_useful_kept() -> None:
-    watch = Recurrences(watch_tokens=400)
+    costs = len(winnowed(np.zeros(100_000, "<u4"), ROOT, 33)[0])
+    assert costs == recurrence.MOST_COPIES, "one token costs no more than others"
+    watch = Recurrences(watch_tokens=400)  # prompts of a length that can tell are watched, and those last useful kept
     watch.see(ROOT, A[:63])
     watch.see(ROOT, draw(5, 500))
     assert watch.watched_tokens == 0 and not watch.see(ROOT, A[:0]).new
@@ -143,10 +135,7 @@ def test_prompts_of_a_length_that_can_tell_are_watched_and_those_last_useful_kep
     for shortest, watched in ((62, 1000), (64, 63)):
         with pytest.raises(InvalidInputError, match=str(shortest)):
             Recurrences(shortest, watched)
-
-
-def test_of_too_many_runs_those_of_least_worth_go() -> None:
-    watch = Recurrences(watch_tokens=2000)
+    watch = Recurrences(watch_tokens=2000)  # of too many runs those of least worth go
     kept, forgotten = draw(99, 300), list[Run]()
     for seed in range(20):
         passage = draw(seed, 250)
@@ -160,21 +149,28 @@ def test_of_too_many_runs_those_of_least_worth_go() -> None:
     run = Run(b"", ROOT, A)  # type: ignore[arg-type]
     run.see(10, times=2)
     assert run.worth(10) == 2 * len(A)
-    assert run.worth(10 + HALF_LIFE) == pytest.approx(len(A))
-    run.see(10 + HALF_LIFE)
-    assert run.decayed(10 + HALF_LIFE) == pytest.approx(2.0) and run.sightings == 3
+    assert run.worth(10 + recurrence.HALF_LIFE) == pytest.approx(len(A))
+    run.see(10 + recurrence.HALF_LIFE)
+    assert run.decayed(10 + recurrence.HALF_LIFE) == pytest.approx(2.0) and run.sightings == 3
 
 
-@given(seed=st.integers(0, 2**31), tokens=st.integers(0, 400), vocabulary=st.integers(1, 50))
-def test_a_run_long_enough_has_a_fingerprint_wherever_it_stands(seed: int, tokens: int, vocabulary: int) -> None:
+@given(st.integers(0, 2**31), st.integers(0, 400), st.integers(1, 50), st.integers(-40, 40))
+def test_runs_have_fingerprints_and_are_extended(seed: int, tokens: int, vocabulary: int, shift: int) -> None:
     span, text = 33, draw(seed, tokens, vocabulary)
     hashes, at = winnowed(text, ROOT, span)
-    assert max(Counter(hashes.tolist()).values(), default=0) <= MOST_COPIES
+    assert max(Counter(hashes.tolist()).values(), default=0) <= recurrence.MOST_COPIES
     kept = {tuple(text[place : place + WINDOW].tolist()) for place in at.tolist()}
     for start in range(len(text) - WINDOW - span + 2):
         assert any(tuple(text[start + n : start + n + WINDOW].tolist()) in kept for n in range(span))
         assert set(winnowed(text[start : start + WINDOW + span - 1], ROOT, span)[0].tolist()) & set(hashes.tolist())
     assert not set(hashes.tolist()) & set(winnowed(text, OTHER, span)[0].tolist())
+    ours = draw(seed, 120, 2)  # a run is extended as far as it goes
+    theirs = np.roll(ours, shift)
+    here = int(np.random.default_rng(seed).integers(0, 120))
+    place = (here + shift) % 120
+    start, stop = equal_around(ours, here, theirs, place)
+    expected = [(a, b) for a, b, _ in runs_in(ours, theirs, 1) if a <= here < b and a - start == 0]
+    assert (start, stop) in expected
 
 
 @st.composite
@@ -221,31 +217,6 @@ def test_all_that_recurs_is_learnt_and_nothing_else(history: list[tuple[bool, To
             assert all(edges[1::2] - edges[::2] < 64)
 
 
-@given(seed=st.integers(0, 2**31), shift=st.integers(-40, 40))
-def test_a_run_is_extended_as_far_as_it_goes(seed: int, shift: int) -> None:
-    ours = draw(seed, 120, 2)
-    theirs = np.roll(ours, shift)
-    here = int(np.random.default_rng(seed).integers(0, 120))
-    place = (here + shift) % 120
-    start, stop = equal_around(ours, here, theirs, place)
-    expected = [(a, b) for a, b, _ in runs_in(ours, theirs, 1) if a <= here < b and a - start == 0]
-    assert (start, stop) in expected
-
-
-def test_pieces_are_cut_where_something_begins_or_ends() -> None:
-    assert pieces_of([(0, 300)], [], 64) == [(0, 300)]
-    assert pieces_of([(0, 300), (100, 300)], [], 64) == [(0, 100), (100, 300)]
-    assert pieces_of([(0, 300), (10, 290)], [], 64) == [(0, 300)]  # ends too short for pieces of their own
-    assert pieces_of([(0, 300)], [(100, 150)], 64) == [(0, 100), (150, 300)]
-    assert pieces_of([(0, 300)], [(60, 240)], 64) == []
-    assert pieces_of([(0, 100), (100, 200)], [], 64) == [(0, 100), (100, 200)]
-    assert pieces_of([(0, 100), (90, 130)], [], 64) == [(0, 100)]  # no request has both
-    assert pieces_of([(0, 100), (90, 200)], [], 64) == [(0, 100), (100, 200)]
-
-
-# ---- stored chunks in a prompt -------------------------------------------------------------------------------
-
-
 def stored(ids: TokenIds) -> ChunkManifest:
     name = block_name(ROOT, ids)
     return ChunkManifest(name, ROOT, np.empty(0, "<u4"), ids, (name,))
@@ -261,7 +232,7 @@ def found(index: ChunkIndex, *parts: TokenIds) -> list[tuple[int, int, int]]:
     return [(match.start, match.stop, match.offset) for match in index.match(np.concatenate(parts))]
 
 
-def test_what_is_found_of_a_prompt() -> None:
+def test_what_is_found_of_a_prompt_and_of_chunks_that_were_removed() -> None:
     a, b, question, chunk = draw(1, 200), draw(2, 130), draw(3, 20), draw(1, 300)
     whole = found(index_of(a, b), question, b, a, question, a)
     assert whole == [(20, 150, 0), (150, 350, 0), (370, 570, 0)], "whole chunks in any order, and twice"
@@ -275,10 +246,7 @@ def test_what_is_found_of_a_prompt() -> None:
     assert found(index_of(text[:100], text[:250], text[200:]), text) == [(0, 250, 0), (250, 400, 50)]
     for least, runs in ((100, []), (99, [(5, 104, 50)])):  # shorter runs than asked for are no matches
         assert found(index_of(chunk, min_tokens=least), draw(2, 5), chunk[50:149], draw(3, 5)) == runs
-
-
-def test_removed_chunks_are_found_no_more_and_may_come_back() -> None:
-    a, b = draw(1, 100), draw(2, 100)
+    a, b = draw(1, 100), draw(2, 100)  # removed chunks
     index = index_of(a, b)
     index.remove([stored(a).chunk_id, stored(draw(9, 80)).chunk_id])
     assert found(index, a, b) == [(100, 200, 0)] and len(index) == 1
@@ -289,10 +257,7 @@ def test_removed_chunks_are_found_no_more_and_may_come_back() -> None:
     index = index_of(*chunks)
     index.remove(stored(chunk).chunk_id for chunk in chunks[:-2])
     assert found(index, *chunks[-4:]) == [(128, 192, 0), (192, 256, 0)]
-
-
-def test_texts_shorter_than_a_window_match_nothing() -> None:
-    assert index_of(draw(1, 10)).match(draw(1, 10)) == []
+    assert index_of(draw(1, 10)).match(draw(1, 10)) == []  # shorter than a window
     assert len(window_hashes(draw(1, WINDOW - 1))) == 0 and len(window_hashes(draw(1, WINDOW))) == 1
     with pytest.raises(InvalidInputError, match=f"at least {SHORTEST} tokens.*min_tokens=40"):  # they may be missed
         ChunkIndex(40)

@@ -1,9 +1,10 @@
-"""Selectors: how many rows, which, and when they decide; those that ask the question: budgets, whole spans, and
-rankings that meet."""
+"""Selectors: how many rows, which, and when they decide; those that ask the question: budgets, whole spans, rankings
+that meet, and cues from token ids.
+"""
 
 import math
-from dataclasses import FrozenInstanceError
-from itertools import pairwise
+from dataclasses import FrozenInstanceError, replace
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -12,30 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.select.question_selectors import (
-    SPAN_WITHOUT_SENTENCES,
-    Hybrid,
-    Pool,
-    Query,
-    ranks_by_attention,
-)
-from cacheblend.core.select.selectors import (
-    AllRows,
-    Candidates,
-    FoundSpan,
-    Gradual,
-    Head,
-    Hkvd,
-    NoRows,
-    RandomRows,
-    Recorded,
-    Selector,
-    Threshold,
-    row_count,
-)
-from selections import masked
+from cacheblend.core.plan.prompt import Prompt, chunk, text
+from cacheblend.core.select import selectors
+from cacheblend.core.select.question_selectors import SPAN_WITHOUT_SENTENCES, Hybrid, Pool, Query, ranks_by_attention
+from cacheblend.core.select.selectors import AllRows, Candidates, Gradual, Head, Hkvd, NoRows, RandomRows, Selector
+from cacheblend.core.select.text_cues import LONGEST_SENTENCE, repeated_words, sentence_indices, shared_words
 
-EVERY = [Hkvd(), Threshold(0.5), Head(0.5), RandomRows(0.5), AllRows(), NoRows(), Query(0.5), Hybrid()]
+
+def masked(selector: Selector, candidates: Candidates) -> torch.Tensor:
+    """Boolean [n]: the candidates that stay active."""
+    return selectors.as_mask(selector.select(candidates), len(candidates.positions))
+
+
+EVERY = [Hkvd(), selectors.Threshold(0.5), Head(0.5), RandomRows(0.5), AllRows(), NoRows(), Query(0.5), Hybrid()]
 shares = st.floats(0, 1)
 deviations = st.lists(st.sampled_from([0.0, 0.5, 1.0, 1e30]) | st.floats(0, 100, width=32), max_size=40)
 
@@ -73,14 +63,16 @@ def test_every_selector_fills_the_protocol(selector: Selector, rows: int) -> Non
         selector.measure = "k"  # type: ignore[misc]
 
 
-@given(deviations, shares)
-def test_hkvd_keeps_the_highest_and_as_many_as_the_share_comes_to(deviation: list[float], ratio: float) -> None:
+@given(deviations, shares, st.floats(0, 100, width=32))
+def test_hkvd_keeps_a_share_and_threshold_what_exceeds_it(deviation: list[float], ratio: float, bound: float) -> None:
     keep = masked(Hkvd(ratios=(ratio,)), candidates(deviation))
     assert int(keep.sum()) == round(ratio * len(deviation))
     kept = [d for d, k in zip(deviation, keep.tolist(), strict=True) if k]
     dropped = [d for d, k in zip(deviation, keep.tolist(), strict=True) if not k]
     assert not kept or not dropped or min(kept) >= max(dropped)
     assert int(masked(Hkvd(ratios=(0.3,)), candidates([1.0] * 10)).sum()) == 3  # ties do not change the count
+    keep = masked(selectors.Threshold(bound), candidates(deviation))
+    assert keep.tolist() == [d > bound for d in deviation]
 
 
 @given(deviations.filter(lambda d: len(d) > 4), st.lists(shares, min_size=2, max_size=3))
@@ -96,21 +88,12 @@ def test_gradual_ratios_refer_to_all_candidates(deviation: list[float], ratios: 
     assert masked(Hkvd((1, 2), (0.5, 0.5)), candidates([1.0, 2.0], layer=2, total=10)).all()  # no more than are left
 
 
-@given(deviations, st.floats(0, 100, width=32))
-def test_threshold_keeps_what_exceeds_the_bound(deviation: list[float], bound: float) -> None:
-    keep = masked(Threshold(bound), candidates(deviation))
-    assert keep.tolist() == [d > bound for d in deviation]
-
-
-def test_head_spends_its_rows_evenly_over_the_chunks() -> None:
+def test_head_rows_are_even_random_ones_the_seeds_and_a_record_tells_the_ratio_asked_for() -> None:
     asked = candidates([0.0] * 24, layer=None, chunk=8)
     keep = masked(Head(0.25), asked)
     assert asked.chunk_offsets[keep].tolist() == [0, 1] * 3
     keep = masked(Head(7 / 24), asked)  # one more than even: the first chunk's
     assert asked.chunk_offsets[keep].tolist() == [0, 1, 2, 0, 1, 0, 1]
-
-
-def test_random_rows_are_the_same_for_the_same_seed() -> None:
     asked = candidates([0.0] * 50, layer=None)
     one, same, other = (masked(RandomRows(0.5, seed), asked) for seed in (7, 7, 8))
     assert torch.equal(one, same)
@@ -121,38 +104,29 @@ def test_random_rows_are_the_same_for_the_same_seed() -> None:
     torch.manual_seed(1)
     RandomRows(0.5).select(asked)
     assert torch.equal(torch.rand(3), expected)  # the global generator is left alone
+    recorded = selectors.Recorded(Gradual(0.2))  # a record of gradual filtering
+    of_model = recorded.of_model(3)
+    assert (recorded.name, recorded.share) == (Gradual(0.2).name, 0.2)
+    assert of_model.check_layers == (1, 2)
+    of_model.select(candidates([3.0, 1.0, 2.0, 0.0], layer=1))
+    recorded.inner = Head(0.5)
+    assert recorded.of_model(3).check_layers == ()
+    assert len(recorded.asked) == 1
 
 
-@pytest.mark.parametrize(
-    ("selector", "message"),
-    [
-        *((each, "decides at check layers") for each in (Hkvd(), Threshold(1.0))),
-        *((each, "question's attention") for each in (Query(0.5), Hybrid())),
-        (Gradual(0.15), "of_model"),
-    ],
-)
-def test_a_selector_that_lacks_what_it_decides_by_says_so(selector: Selector, message: str) -> None:
-    with pytest.raises(InvalidInputError, match=message):
-        selector.select(Candidates(torch.arange(3), torch.arange(3), 3))
-
-
-@pytest.mark.parametrize("kind", [Head, RandomRows, Gradual])
-@pytest.mark.parametrize("ratio", [-0.5, 1.5, math.nan])
-def test_a_share_lies_in_0_to_1(kind: type[Head] | type[RandomRows] | type[Gradual], ratio: float) -> None:
-    with pytest.raises(InvalidInputError, match=rf"0\.\.1, got {ratio}"):
-        kind(ratio)
+def test_what_a_selector_lacks_and_a_share_outside_of_0_to_1_are_said() -> None:
+    by_layers, by_question = (Hkvd(), selectors.Threshold(1.0)), (Query(0.5), Hybrid())
+    gradual = (Gradual(0.15),)
+    lacking = {"decides at check layers": by_layers, "question's attention": by_question, "of_model": gradual}
+    for message, each in lacking.items():
+        for selector in each:
+            with pytest.raises(InvalidInputError, match=message):
+                selector.select(Candidates(torch.arange(3), torch.arange(3), 3))
+    for kind, ratio in product((Head, RandomRows, Gradual), (-0.5, 1.5, math.nan)):
+        with pytest.raises(InvalidInputError, match=rf"0\.\.1, got {ratio}"):
+            kind(ratio)
     with pytest.raises(InvalidInputError, match=r"early share 0.2 is below .* ratio 0.3"):
         Hybrid((1,), (0.3,), early=0.2)
-
-
-@given(shares, st.integers(0, 10**6))
-def test_row_count_is_within_the_rows(ratio: float, total: int) -> None:
-    count = row_count(ratio, total)
-    assert 0 <= count <= total
-    assert abs(count - ratio * total) <= 0.5
-
-
-# ---- gradual filtering ------------------------------------------------------------------------------------
 
 
 @given(ratio=shares, layers=st.integers(2, 100))
@@ -170,20 +144,6 @@ def test_gradual_filtering_costs_what_one_check_with_its_ratio_costs(ratio: floa
     assert Gradual(1.0).of_model(layers) == AllRows()  # checks nothing
     none = Gradual(0.0, "v").of_model(layers)
     assert isinstance(none, Hkvd) and set(none.ratios) == {0.0} and none.of_model(layers) == none
-
-
-def test_a_record_of_gradual_filtering_tells_the_ratio_that_was_asked_for() -> None:
-    recorded = Recorded(Gradual(0.2))
-    of_model = recorded.of_model(3)
-    assert (recorded.name, recorded.share) == (Gradual(0.2).name, 0.2)
-    assert of_model.check_layers == (1, 2)
-    of_model.select(candidates([3.0, 1.0, 2.0, 0.0], layer=1))
-    recorded.inner = Head(0.5)
-    assert recorded.of_model(3).check_layers == ()
-    assert len(recorded.asked) == 1
-
-
-# ---- selectors that ask the question ----------------------------------------------------------------------
 
 
 pools = st.sampled_from(["sentence", 1, 2, 5, 100])
@@ -221,43 +181,22 @@ def spans_of(candidates: Candidates, pool: Pool) -> list[tuple[int, ...]]:
     return [(segment, offset // tokens) for segment, offset in rows]
 
 
-@given(asked(), pools, st.integers(0, 9))
-def test_the_spans_found_are_those_of_highest_attention(candidates: Candidates, pool: Pool, count: int) -> None:
+@given(asked(), pools, st.integers(0, 9), shares, st.integers(0, 3))
+def test_spans_of_highest_attention_take_the_budget(
+    candidates: Candidates, pool: Pool, count: int, ratio: float, lead: int
+) -> None:
     best: dict[tuple[int, ...], list[float]] = {}
     assert candidates.attention is not None
     for span, attention in zip(spans_of(candidates, pool), candidates.attention.tolist(), strict=True):
         best.setdefault(span, []).append(attention)
     spans, first = [], 0
     for attentions in best.values():
-        spans.append(FoundSpan(first, first + len(attentions), max(attentions)))
+        spans.append(selectors.FoundSpan(first, first + len(attentions), max(attentions)))
         first += len(attentions)
     expected = [span for span in sorted(spans, key=lambda span: -span.attention)[:count] if span.attention > 0]
     for selector in (Query(0.5, pool=pool, hops=1), Hybrid(pool=pool, hops=1)):
         assert selector.found_spans(candidates, count) == expected
-
-
-def test_what_hops_found_counts_where_it_is_more() -> None:
-    candidates = Candidates(
-        positions=torch.arange(4),
-        chunk_offsets=torch.arange(4),
-        total=4,
-        attention=torch.tensor([0.4, 0.1, 0.0, 0.0]),
-        hops=torch.tensor([0.2, 0.5, 0.0, 0.1]),
-        hop_words=torch.tensor([0.0, 0.0, 0.9, 0.0]),
-        segments=torch.zeros(4, dtype=torch.int64),
-    )
-    assert ranks_by_attention(candidates, 1).tolist() == [1, 0, 3, 2]
-    assert ranks_by_attention(candidates, 1, words=0.5).tolist() == [2, 0, 1, 3]
-    assert Query(0.5, pool=1, lead=0, words=1.0, hops=1).found_spans(candidates, 2)[0][:2] == (2, 3)
-
-
-leads = st.integers(0, 3)
-
-
-@given(asked(), shares, pools, leads)
-def test_query_spends_its_budget_on_spans_taken_whole_in_order_and_one_in_part(
-    candidates: Candidates, ratio: float, pool: Pool, lead: int
-) -> None:
+    # the budget is spent on spans taken whole, in order, and one in part
     keep = masked(Query(ratio, pool=pool, lead=lead), candidates).tolist()
     assert sum(keep) == min(round(ratio * candidates.total), len(candidates.positions))
     assert candidates.attention is not None
@@ -276,6 +215,61 @@ def test_query_spends_its_budget_on_spans_taken_whole_in_order_and_one_in_part(
     for span in partly:
         kept = [attention[row] for row in members[span] if keep[row]]
         assert min(kept) >= max(attention[row] for row in members[span] if not keep[row])
+    ranks = ranks_by_attention(candidates, pool).tolist()  # ranks are a permutation and keep spans together
+    assert sorted(ranks) == list(range(len(ranks)))
+    in_order = [span for _, span in sorted(zip(ranks, spans_of(candidates, pool), strict=True))]
+    changes = sum(a != b for a, b in pairwise(in_order))
+    assert changes == max(0, len(set(in_order)) - 1)
+
+
+def test_spans_are_found_by_hops_with_the_sentence_in_front_heads_of_chunks_and_rare_words() -> None:
+    candidates = Candidates(
+        positions=torch.arange(4),
+        chunk_offsets=torch.arange(4),
+        total=4,
+        attention=torch.tensor([0.4, 0.1, 0.0, 0.0]),
+        hops=torch.tensor([0.2, 0.5, 0.0, 0.1]),
+        hop_words=torch.tensor([0.0, 0.0, 0.9, 0.0]),
+        segments=torch.zeros(4, dtype=torch.int64),
+    )
+    assert ranks_by_attention(candidates, 1).tolist() == [1, 0, 3, 2]
+    assert ranks_by_attention(candidates, 1, words=0.5).tolist() == [2, 0, 1, 3]
+    assert Query(0.5, pool=1, lead=0, words=1.0, hops=1).found_spans(candidates, 2)[0][:2] == (2, 3)
+    attention = torch.tensor([0.0, 0.0, 0.1, 0.9, 0.0, 0.0, 0.5, 0.0])  # the sentence in front
+    found = Candidates(
+        positions=torch.arange(8),
+        chunk_offsets=torch.arange(8) % 4,
+        total=8,
+        attention=attention,
+        segments=torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
+        sentences=torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]),
+    )
+    assert masked(Query(0.5, lead=1), found).tolist() == [True] * 4 + [False] * 4
+    assert masked(Query(0.5, lead=0), found).tolist() == [False, False, True, True, False, False, True, True]
+    # heads of chunks count half as much as what was found in them
+    found = Candidates(
+        positions=torch.arange(8),
+        chunk_offsets=torch.tensor([0, 1, 2, 3, 0, 1, 2, 3]),
+        total=8,
+        attention=torch.tensor([0.0, 0.1, 0.0, 0.9, 0.2, 0.3, 0.0, 0.0]),
+        segments=torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
+    )
+    assert torch.argsort(ranks_by_attention(found, 1)).tolist() == [3, 5, 4, 1, 0, 2, 6, 7]
+    # of the first chunk 0 and 1 count 0.45, of the second 4 counts its own 0.2, which is more than half of 0.3
+    assert torch.argsort(ranks_by_attention(found, 1, head_rows=2)).tolist() == [3, 1, 0, 5, 4, 2, 6, 7]
+    assert masked(Query(0.375, pool=1, lead=0, head_rows=2), found).tolist() == [True, True, False, True] + [False] * 4
+    assert masked(Query(0.5, pool=1, lead=0, head_rows=10**12), found).tolist() == [True] * 4 + [False] * 4
+    # a rare word selects its whole span
+    candidates = Candidates(
+        positions=torch.arange(8),
+        chunk_offsets=torch.arange(8),
+        total=8,
+        attention=torch.tensor([0.3, 0, 0, 0, 0.1, 0, 0, 0.2]),
+        words=torch.tensor([0.0, 0, 0, 0, 0, 1.0, 0, 0.1]),
+        segments=torch.zeros(8, dtype=torch.int64),
+    )
+    assert masked(Query(0.5, pool=4), candidates).tolist() == [True] * 4 + [False] * 4
+    assert masked(Query(0.5, pool=4, lead=0, words=0.5), candidates).tolist() == [False] * 4 + [True] * 4
 
 
 def attention_of_spans(
@@ -296,46 +290,8 @@ def attention_of_spans(
     }
 
 
-def test_the_sentence_in_front_is_taken_too() -> None:
-    attention = torch.tensor([0.0, 0.0, 0.1, 0.9, 0.0, 0.0, 0.5, 0.0])
-    found = Candidates(
-        positions=torch.arange(8),
-        chunk_offsets=torch.arange(8) % 4,
-        total=8,
-        attention=attention,
-        segments=torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
-        sentences=torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]),
-    )
-    assert masked(Query(0.5, lead=1), found).tolist() == [True] * 4 + [False] * 4
-    assert masked(Query(0.5, lead=0), found).tolist() == [False, False, True, True, False, False, True, True]
-
-
-def test_heads_of_chunks_count_half_as_much_as_what_was_found_in_them() -> None:
-    found = Candidates(
-        positions=torch.arange(8),
-        chunk_offsets=torch.tensor([0, 1, 2, 3, 0, 1, 2, 3]),
-        total=8,
-        attention=torch.tensor([0.0, 0.1, 0.0, 0.9, 0.2, 0.3, 0.0, 0.0]),
-        segments=torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
-    )
-    assert torch.argsort(ranks_by_attention(found, 1)).tolist() == [3, 5, 4, 1, 0, 2, 6, 7]
-    # of the first chunk 0 and 1 count 0.45, of the second 4 counts its own 0.2, which is more than half of 0.3
-    assert torch.argsort(ranks_by_attention(found, 1, head_rows=2)).tolist() == [3, 1, 0, 5, 4, 2, 6, 7]
-    assert masked(Query(0.375, pool=1, lead=0, head_rows=2), found).tolist() == [True, True, False, True] + [False] * 4
-    assert masked(Query(0.5, pool=1, lead=0, head_rows=10**12), found).tolist() == [True] * 4 + [False] * 4
-
-
-@given(asked(), pools)
-def test_ranks_are_a_permutation_and_keep_spans_together(candidates: Candidates, pool: Pool) -> None:
-    ranks = ranks_by_attention(candidates, pool).tolist()
-    assert sorted(ranks) == list(range(len(ranks)))
-    in_order = [span for _, span in sorted(zip(ranks, spans_of(candidates, pool), strict=True))]
-    changes = sum(a != b for a, b in pairwise(in_order))
-    assert changes == max(0, len(set(in_order)) - 1)
-
-
 @given(asked(layer=2), shares, pools)
-def test_either_keeps_the_top_of_both_rankings(candidates: Candidates, ratio: float, pool: Pool) -> None:
+def test_hybrid_keeps_the_top_of_both_rankings(candidates: Candidates, ratio: float, pool: Pool) -> None:
     assert candidates.deviation is not None
     keep = masked(Hybrid((2,), (ratio,), early=1.0, rank="either", pool=pool), candidates)
     n = len(candidates.positions)
@@ -347,24 +303,50 @@ def test_either_keeps_the_top_of_both_rankings(candidates: Candidates, ratio: fl
         assert keep[order[: count // 2]].all()
     top = set(by_deviation[:count].tolist()) | set(by_attention[:count].tolist())
     assert set(keep.nonzero()[:, 0].tolist()) <= top
-
-
-@given(asked(layer=1), shares)
-def test_by_deviation_alone_hybrid_is_hkvd(candidates: Candidates, ratio: float) -> None:
-    assert candidates.deviation is not None
-    keep = masked(Hybrid((1,), (ratio,), early=1.0, rank="deviation"), candidates)
-    hkvd = masked(Hkvd((1,), (ratio,)), candidates)
+    # by deviation alone it is hkvd
+    keep = masked(Hybrid((2,), (ratio,), early=1.0, rank="deviation"), candidates)
+    hkvd = masked(Hkvd((2,), (ratio,)), candidates)
     assert candidates.deviation[keep].sort().values.tolist() == candidates.deviation[hkvd].sort().values.tolist()
-
-
-@given(asked(), shares, pools)
-def test_hybrids_early_share_is_querys(candidates: Candidates, early: float, pool: Pool) -> None:
-    keep = masked(Hybrid((1,), (0.0,), early=early, pool=pool), candidates)
-    assert torch.equal(keep, masked(Query(early, pool=pool), candidates))
-
-
-@given(asked())
-def test_everything_is_everything(candidates: Candidates) -> None:
-    for selector in (Query(1.0), Hybrid((1,), (1.0,), 1.0), AllRows()):
+    candidates = replace(candidates, layer=None, deviation=None)  # at the start its share is query's
+    keep = masked(Hybrid((1,), (0.0,), early=ratio, pool=pool), candidates)
+    assert torch.equal(keep, masked(Query(ratio, pool=pool), candidates))
+    for selector in (Query(1.0), Hybrid((1,), (1.0,), 1.0), AllRows()):  # everything is everything
         assert masked(selector, candidates).all()
     assert not masked(NoRows(), candidates).any()
+
+
+STOP, MARK = 1, 2
+
+
+def test_words_weigh_more_the_rarer_they_are_and_sentences_end_with_their_segment() -> None:
+    for ids, question, weights in (
+        ([5, 6, 5, 7, 8, 5, 6], [5, 6], [0.5, 1.0, 0.5, 0.0, 0.0, 0.0, 0.0]),
+        ([5, 6, 7, 6, 5], [3], [0.0, 1.0, 0.0, 0.0, 0.0]),  # only the question's rows count as the question
+        ([5, 5, 6], [0, 1, 2], [0.0, 0.0, 0.0]),  # a question at the start gives no weights
+    ):
+        assert shared_words(np.array(ids, dtype="<u4"), np.array(question)).tolist() == weights
+    ids = np.array([5, 6, 5, 7, 5, 8, 6, 5], dtype="<u4")
+    assert repeated_words(ids, np.array([1, 2]), 6).tolist() == [0.5, 0, 0, 0, 0.5, 0, 0, 0]
+    assert repeated_words(ids, np.array([0, 1, 2, 3, 4, 5]), 6).tolist() == [0] * 8
+    assert repeated_words(ids, np.array([3]), 6).tolist() == [0] * 8
+    # sentences end after a run of stops and with their segment
+    prompt = Prompt.of([text([5, 6, STOP, 7]), chunk([8, STOP, MARK, STOP, 9]), chunk([STOP, 5, 5]), text([5])])
+    found = sentence_indices(prompt, np.array([STOP, MARK]))
+    assert found.tolist() == [0, 0, 0, 1, 2, 2, 2, 2, 3, 4, 5, 5, 6]
+    # Without stops a sentence is a segment, cut at the longest.
+    prompt = Prompt.of([chunk([5] * (2 * LONGEST_SENTENCE + 3)), chunk([5] * LONGEST_SENTENCE)])
+    found = sentence_indices(prompt, np.array([], dtype=np.int64))
+    assert np.bincount(found).tolist() == [LONGEST_SENTENCE, LONGEST_SENTENCE, 3, LONGEST_SENTENCE]
+
+
+@given(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=150), min_size=1, max_size=4))
+def test_sentences_lie_in_segments_and_in_bounds(segments: list[list[int]]) -> None:
+    prompt = Prompt.of([chunk(ids) for ids in segments])
+    found = sentence_indices(prompt, np.array([STOP, MARK]))
+    assert found[0] == 0 and set(np.diff(found)) <= {0, 1}
+    assert np.bincount(found).max() <= LONGEST_SENTENCE
+    segment = np.repeat(np.arange(len(segments)), [len(ids) for ids in segments])
+    assert all(len(set(segment[found == i])) == 1 for i in range(found[-1] + 1))
+    for i in range(len(prompt) - 1):  # a stop ends its sentence unless another stop follows
+        stops = prompt.token_ids[i] <= MARK, prompt.token_ids[i + 1] <= MARK
+        assert found[i + 1] > found[i] or stops != (True, False)

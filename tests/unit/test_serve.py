@@ -1,8 +1,5 @@
-"""Parts of the server: settings out of range, pages of a list, fields that nothing would come of, freed memory.
-
-No field of OpenAI's own types and of vLLM's requests is dropped silently. Situations: a client of another server, which
-sends what that one knows; a client library that sends defaults of its own; a typing error in a field's name; a field
-whose value asks for what is done anyway."""
+"""Parts of the server: settings out of range, pages of a list, fields of OpenAI's types and vLLM's requests, of which
+none is dropped silently, and freed memory."""
 
 import asyncio
 import ctypes
@@ -132,21 +129,15 @@ def test_values_that_ask_for_what_is_done_anyway_are_taken(name: str) -> None:
         check_fields({name: {"another": "value"}}, ("n", "max_tokens"), REFUSED_RESPONSES)
 
 
-@pytest.mark.parametrize("options", [{"include_usag": True}, {"include_obfuscation": True}, {"include_usage": "odd"}])
-def test_options_of_a_stream_are_not_silent_either(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
-        ChatRequest.model_validate({**CHAT, "stream_options": options})
+def test_unknown_fields_are_named_and_the_page_says_what_becomes_of_the_others() -> None:
+    for options in ({"include_usag": True}, {"include_obfuscation": True}, {"include_usage": "odd"}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            ChatRequest.model_validate({**CHAT, "stream_options": options})
     StreamOptions.model_validate({"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False})
-
-
-def test_true_is_not_one() -> None:
     check_fields({"best_of": 1, "echo": False, "priority": 0}, ())
     for name, value in (("best_of", True), ("echo", 0), ("priority", False)):
         with pytest.raises(ApiError, match=name):
             check_fields({name: value}, ())
-
-
-def test_a_typing_error_is_named_with_what_was_meant() -> None:
     with pytest.raises(ApiError, match="no field 'temprature'; did you mean temperature"):
         ChatRequest.model_validate({**CHAT, "temprature": 0.5})
     with pytest.raises(ApiError, match="there is no field"):
@@ -154,10 +145,14 @@ def test_a_typing_error_is_named_with_what_was_meant() -> None:
     with pytest.raises(ApiError) as error:
         ChatRequest.model_validate({**CHAT, "\ud800": 1})
     assert error.value.response().status_code == 400
-
-
-def test_the_page_says_of_every_field_what_becomes_of_it() -> None:
-    spec = importlib.util.spec_from_file_location("_fields", PAGE.parent / "_fields.py")
+    for where in ("cacheblend", "response_format", "stream_options"):  # of many the first is named
+        with pytest.raises(ValidationError, match="there is no field 'k0'") as told:
+            ChatRequest.model_validate({**CHAT, where: {f"k{number}": 0 for number in range(1000)}})
+        assert told.value.error_count() == 1
+    with pytest.raises(ValidationError, match="at most 1024") as told:
+        ChatRequest.model_validate({**CHAT, "logit_bias": {f"k{number}": "x" for number in range(1025)}})
+    assert told.value.error_count() == 1
+    spec = importlib.util.spec_from_file_location("_fields", PAGE.parent / "_fields.py")  # the page
     assert spec is not None and spec.loader is not None
     fields = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fields)
@@ -167,20 +162,13 @@ def test_the_page_says_of_every_field_what_becomes_of_it() -> None:
         assert f"| `{name}` |" in page, name
 
 
-@pytest.mark.parametrize("where", ["cacheblend", "response_format", "stream_options"])
-def test_many_unknown_fields_are_refused_by_the_first(where: str) -> None:
-    body = {"messages": [{"role": "user", "content": "x"}], where: {f"k{number}": 0 for number in range(1000)}}
-    with pytest.raises(ValidationError, match="there is no field 'k0'") as told:
-        ChatRequest.model_validate(body)
-    assert told.value.error_count() == 1
-    body = {"messages": body["messages"], "logit_bias": {f"k{number}": "x" for number in range(1025)}}
-    with pytest.raises(ValidationError, match="at most 1024") as told:
-        ChatRequest.model_validate(body)
-    assert told.value.error_count() == 1
-
-
-def test_the_heap_is_trimmed_now_and_then_until_the_server_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    trims: list[int] = []
+def test_the_heap_is_trimmed_and_an_administrators_bounds_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    trim = memory.heap_trimmer()
+    assert trim is None or trim() in (0, 1)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    assert memory.heap_trimmer() is None
+    asyncio.run(asyncio.wait_for(memory.trim_heap_periodically(), 30))
+    trims: list[int] = []  # until the server stops
     monkeypatch.setattr(memory, "heap_trimmer", lambda: lambda: trims.append(1))
 
     async def serve() -> None:
@@ -192,18 +180,7 @@ def test_the_heap_is_trimmed_now_and_then_until_the_server_stops(monkeypatch: py
             await task
 
     asyncio.run(asyncio.wait_for(serve(), 30))
-
-
-def test_without_glibc_nothing_is_done_and_with_it_the_heap_is_trimmed(monkeypatch: pytest.MonkeyPatch) -> None:
-    trim = memory.heap_trimmer()
-    assert trim is None or trim() in (0, 1)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    assert memory.heap_trimmer() is None
-    asyncio.run(asyncio.wait_for(memory.trim_heap_periodically(), 30))
-
-
-def test_an_administrators_own_bounds_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in CACHES:
+    for name in CACHES:  # an administrator's own bounds
         monkeypatch.setenv(name, "7")
     memory.keep_few_kernels()
     assert [os.environ[name] for name in CACHES] == ["7", "7"]

@@ -1,8 +1,4 @@
-"""What the shadow check concludes from comparisons: windows, bounds, labels, and the steps of the floor.
-
-Situations: comparisons made with a ratio that is no longer in force; requests with a ratio of their own; more tenants
-than labels; logits that are not finite; nothing compared yet; traffic that changes; chance alone.
-"""
+"""What the shadow check concludes from comparisons: windows, bounds, labels, and the steps of the floor."""
 
 import logging
 import math
@@ -18,24 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.select.selection import Selection
+from cacheblend.engines import shadow
 from cacheblend.engines.bounds import allowed_errors, lower_bound
 from cacheblend.engines.hf.shadow_check import ShadowCheck
 from cacheblend.engines.settings import BlendSettings
-from cacheblend.engines.shadow import (
-    FULL_ABOVE,
-    MOST_KL,
-    MOST_TENANTS,
-    MOST_WINDOWS,
-    OTHERS,
-    Compared,
-    Floor,
-    Labels,
-    ShadowSettings,
-    ShadowWatch,
-    compare,
-    factors_from,
-    kl_divergence,
-)
+from cacheblend.engines.shadow import Compared, Floor, Labels, ShadowSettings, ShadowWatch, compare, factors_from
 from cacheblend.serve.metrics import Metrics
 from cacheblend.store import MemoryStore
 from campaign import share
@@ -46,9 +29,6 @@ MINE = Labels("a", "hybrid")
 
 def watch(floor: float | None = 0.8, ratio: float | None = 0.12, **others: object) -> ShadowWatch:
     return ShadowWatch(ShadowSettings(1.0, floor, **others), "m", ratio, seed=1)  # type: ignore[arg-type]
-
-
-# ---- comparison ---------------------------------------------------------------------------------------------
 
 
 def test_a_comparison_is_the_divergence_of_the_first_token_and_who_is_likeliest() -> None:
@@ -62,13 +42,11 @@ def test_a_comparison_is_the_divergence_of_the_first_token_and_who_is_likeliest(
     # Logits that are not finite are far away, and poison no sum.
     for bad in (math.nan, math.inf):
         broken = torch.full((5,), bad)
-        assert kl_divergence(torch.randn(5), broken) == MOST_KL == kl_divergence(broken, torch.randn(5))
+        far = [shadow.kl_divergence(*pair) for pair in ((torch.randn(5), broken), (broken, torch.randn(5)))]
+        assert far == [shadow.MOST_KL] * 2
     barred = torch.tensor([0.0, 1.0, -math.inf])  # a token that a model never gives
-    assert kl_divergence(barred, barred) == 0.0
-    assert kl_divergence(torch.tensor([0.0, 0.0]), torch.tensor([0.0, -math.inf])) == MOST_KL
-
-
-# ---- settings and steps -------------------------------------------------------------------------------------
+    assert shadow.kl_divergence(barred, barred) == 0.0
+    assert shadow.kl_divergence(torch.tensor([0.0, 0.0]), torch.tensor([0.0, -math.inf])) == shadow.MOST_KL
 
 
 @pytest.mark.parametrize(
@@ -91,23 +69,8 @@ def test_settings_that_cannot_hold_are_refused_with_the_way_out(given: dict[str,
         assert allowed_errors(ShadowSettings(0.1, floor).rows, floor, 0.95) == 4
 
 
-@given(st.floats(0, 1))
-def test_steps_rise_by_half_and_end_in_full_recompute(ratio: float) -> None:
-    factors = factors_from(ratio)
-    assert factors[0] == 1.0
-    if ratio >= 1:
-        assert factors == (1.0,)
-        return
-    assert math.isinf(factors[-1])
-    assert all(b == pytest.approx(1.5 * a) for a, b in pairwise(factors[:-1]))
-    assert all(ratio * factor <= FULL_ABOVE for factor in factors[1:-1])
-    assert len(factors) == 2 or ratio * factors[-2] * 1.5 > FULL_ABOVE
-    # A selector without a ratio goes to full recompute at once.
-    assert factors_from(None) == (1.0, math.inf) == factors_from(0.0) == factors_from(0.009)
-
-
 @given(st.floats(0.01, 1), st.sampled_from(["hkvd", "hybrid", "query", "head", "random"]), st.floats(1, 20))
-def test_raised_settings_are_settings_and_recompute_more(ratio: float, selector: str, factor: float) -> None:
+def test_raised_settings_recompute_more_in_steps(ratio: float, selector: str, factor: float) -> None:
     layers = (1, 3)
     schedule = (min(1.0, 2 * ratio), ratio)
     base = Selection(recompute_ratio=ratio, selector=selector, check_layers=layers, ratios=schedule)
@@ -119,9 +82,17 @@ def test_raised_settings_are_settings_and_recompute_more(ratio: float, selector:
     assert raised.selector(0.05).share == 0.05
     assert raised.at_least(0.2).share == pytest.approx(0.3)
     assert raised.at_least(0.5).share == 0.5
-
-
-# ---- the floor ----------------------------------------------------------------------------------------------
+    factors = factors_from(ratio)  # steps rise by half and end in full recompute
+    assert factors[0] == 1.0
+    if ratio >= 1:
+        assert factors == (1.0,)
+        return
+    assert math.isinf(factors[-1])
+    assert all(b == pytest.approx(1.5 * a) for a, b in pairwise(factors[:-1]))
+    assert all(ratio * factor <= shadow.FULL_ABOVE for factor in factors[1:-1])
+    assert len(factors) == 2 or ratio * factors[-2] * 1.5 > shadow.FULL_ABOVE
+    # A selector without a ratio goes to full recompute at once.
+    assert factors_from(None) == (1.0, math.inf) == factors_from(0.0) == factors_from(0.009)
 
 
 def slow_floor(settings: ShadowSettings, steps: int, told: Sequence[tuple[bool, bool]]) -> list[int]:
@@ -135,7 +106,7 @@ def slow_floor(settings: ShadowSettings, steps: int, told: Sequence[tuple[bool, 
         agreed = [sum(each[i] for each in window) + (rows - len(window)) for i in (0, 1)]
         is_lost = any(lower_bound(count, rows, settings.confidence) < settings.floor for count in agreed)
         if is_lost and step < steps - 1:
-            step, since, wait, is_trial = step + 1, 0, (min(2 * wait, MOST_WINDOWS) if is_trial else 1), False
+            step, since, wait, is_trial = step + 1, 0, (min(2 * wait, shadow.MOST_WINDOWS) if is_trial else 1), False
         elif not is_lost:
             if is_trial and since >= rows:
                 is_trial, wait = False, 1
@@ -175,41 +146,19 @@ def run(made: ShadowWatch, rates: Sequence[float], count: int, rng: random.Rando
     return steps
 
 
-def test_a_lean_ratio_is_raised_until_agreement_holds_an_ample_one_stays_and_traffic_moves_it() -> None:
-    made, rng = watch(0.9), random.Random(3)
-    steps = run(made, [0.5, 0.7, 0.999, 1, 1], 4000, rng)
-    held = [sum(step == each for step in steps) for each in range(5)]
-    assert held[2] > 0.8 * len(steps)  # the rest are attempts at lower ones, which fail soon
-    assert set(run(watch(0.9), [0.998] * 5, 4000, rng)) == {0}
-
-    made, rng = watch(0.8), random.Random(4)
-    run(made, [1.0] * 6, 200, rng)
-    assert made.step == 0
-    run(made, [0.4, 0.9999, 1, 1, 1, 1], 60, rng)
-    assert made.step >= 1
-    run(made, [1.0] * 6, 20 * made.settings.rows, rng)
-    assert made.step == 0
-
+def test_a_watch_raises_to_full_recompute_and_tells_each_change(caplog: pytest.LogCaptureFixture) -> None:
     made = watch(None)
     run(made, [0.0], 300, random.Random(0))
     assert made.step == 0 and made.history()[-1].agreement == 0.0 and made.history()[-1].rows == 200
-
-
-def test_where_nothing_blended_agrees_everything_is_recomputed_and_attempts_become_rare() -> None:
-    made, rng = watch(0.8), random.Random(5)
+    made, rng = watch(0.8), random.Random(5)  # nothing blended agrees: attempts become rare
     last = len(factors_from(0.12)) - 1
     steps = run(made, [0.0] * (last + 1), 6000, rng)
     assert made.ratio == 1.0 or made.step == last - 1
     assert sum(step == last for step in steps) > 0.9 * len(steps)
     lowered = made.figures().lowered
     assert 3 <= lowered <= 6000 / made.settings.rows / 4
-
-
-# ---- figures ------------------------------------------------------------------------------------------------
-
-
-def test_each_change_is_one_line_and_one_count_and_tells_the_engine(caplog: pytest.LogCaptureFixture) -> None:
-    told: list[float] = []
+    caplog.clear()
+    told: list[float] = []  # each change is one line and one count, and tells the engine
     made = ShadowWatch(ShadowSettings(1.0, 0.8), "m", 0.3, told.append, seed=1)
     with caplog.at_level(logging.INFO, "cacheblend.shadow"):
         run(made, [0.0] * 4, 40, random.Random(0))
@@ -219,7 +168,7 @@ def test_each_change_is_one_line_and_one_count_and_tells_the_engine(caplog: pyte
     assert "m: recompute ratio raised to full recompute" in caplog.text and "floor 0.8" in caplog.text
 
 
-def test_windows_are_of_the_settings_and_the_model_in_force_and_counters_stay() -> None:
+def test_windows_are_of_the_settings_in_force_and_answers_count_by_one_token_for_their_tenant() -> None:
     made, own = watch(), Labels("a", "hkvd", "request")
 
     def figures(labels: Labels) -> tuple[int, tuple[float, float, int]]:
@@ -240,6 +189,20 @@ def test_windows_are_of_the_settings_and_the_model_in_force_and_counters_stay() 
     assert figures(MINE) == (59, (0.0, 0.0, 4))
     made.begin_anew()  # another model, with the step in force
     assert made.step == 1 and figures(MINE) == (59, (1.0, 0.0, 0))
+    made = watch(None, window=2000)  # an answer counts by one of its tokens
+    for _ in range(2000):
+        made.add(MINE, Compared(0.0, (True, False, True, True)), 0)
+    (series,) = made.figures().series
+    assert series.agreement["first_token"][0] == 1.0
+    assert series.agreement["answer"][0] == pytest.approx(0.75, abs=0.04)
+    assert (series.agreed, series.differed) == (6000, 2000)
+
+    made = watch()
+    for number in range(3 * shadow.MOST_TENANTS):
+        made.add(Labels(f"tenant {number}", "hkvd"), GOOD, 0)
+    tenants = {each.labels.tenant: each.compared for each in made.figures().series}
+    # beyond the bound they share one
+    assert len(tenants) == shadow.MOST_TENANTS + 1 and tenants[shadow.OTHERS] == 2 * shadow.MOST_TENANTS
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=120))
@@ -254,23 +217,7 @@ def test_the_bound_shown_is_the_exact_one_of_the_window(told: list[bool]) -> Non
     assert (series.compared, series.agreed) == (len(told), sum(told)) and sum(series.kl_counts) == len(told)
 
 
-def test_an_answer_counts_by_one_of_its_tokens_drawn_at_random_for_its_tenant() -> None:
-    made = watch(None, window=2000)
-    for _ in range(2000):
-        made.add(MINE, Compared(0.0, (True, False, True, True)), 0)
-    (series,) = made.figures().series
-    assert series.agreement["first_token"][0] == 1.0
-    assert series.agreement["answer"][0] == pytest.approx(0.75, abs=0.04)
-    assert (series.agreed, series.differed) == (6000, 2000)
-
-    made = watch()
-    for number in range(3 * MOST_TENANTS):
-        made.add(Labels(f"tenant {number}", "hkvd"), GOOD, 0)
-    tenants = {each.labels.tenant: each.compared for each in made.figures().series}
-    assert len(tenants) == MOST_TENANTS + 1 and tenants[OTHERS] == 2 * MOST_TENANTS  # beyond the bound they share one
-
-
-def test_prometheus_reads_what_is_written() -> None:
+def test_what_is_written_is_read_by_prometheus_from_a_server_and_from_vllm() -> None:
     made = watch()
     check = ShadowCheck(made, lambda prompt, rows: None, lambda: 0, lambda: None)  # type: ignore[arg-type, return-value]
     for _ in range(3):

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ def place_of(taken: torch.Tensor) -> int:
     return int(taken.untyped_storage().data_ptr())
 
 
-def test_memory_is_aligned_apart_and_of_the_right_size_and_never_waited_for() -> None:
+def test_slabs_are_aligned_apart_used_again_the_last_one_first_and_waited_for_if_none_is_left() -> None:
     lease = memory(2).lease()
     sizes = [1, 3, PAGE, PAGE + 1, 5, SLAB // 2, SLAB]
     taken = [lease.take(size) for size in sizes]
@@ -56,10 +57,7 @@ def test_memory_is_aligned_apart_and_of_the_right_size_and_never_waited_for() ->
     taken = [lease.take(SLAB) for _ in range(5)]
     assert len({place_of(data) for data in taken}) == 5 and staging.nbytes == 2 * SLAB
     assert lease.take(3 * SLAB).nbytes == 3 * SLAB and staging.nbytes == 2 * SLAB
-
-
-def test_slabs_are_used_again_and_the_last_one_first() -> None:
-    staging = memory(4)
+    staging = memory(4)  # slabs are used again
     first, second = staging.lease(), staging.lease()
     places = [place_of(lease.take(SLAB)) for lease in (first, second)]
     first.release()
@@ -83,10 +81,7 @@ def test_slabs_are_used_again_and_the_last_one_first() -> None:
         lease.take(10)
         lease.release()
     assert staging.lease().take(10).copy_(torch.arange(10)).tolist() == list(range(10))
-
-
-def test_who_reads_faster_than_the_device_copies_waits_for_the_oldest_copy() -> None:
-    staging, events = memory(2), [Event(), Event()]
+    staging, events = memory(2), [Event(), Event()]  # who reads faster than the device copies waits for the oldest copy
     places = []
     for event in events:
         lease = staging.lease()
@@ -107,7 +102,7 @@ def test_who_reads_faster_than_the_device_copies_waits_for_the_oldest_copy() -> 
     assert place_of(other.take(SLAB)) != place and event.waits == 0
 
 
-def test_a_lease_that_is_dropped_does_not_give_its_slabs_to_others() -> None:
+def test_slabs_of_dropped_leases_go_to_nobody_and_may_be_made_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Something may still write to them, as a read that was given up."""
     staging = memory(1)
     taken = staging.lease().take(SLAB)
@@ -130,19 +125,13 @@ def test_a_lease_that_is_dropped_does_not_give_its_slabs_to_others() -> None:
     assert done.wait(20), "the finalizer waits for a lock"
     again = staging.lease()
     assert again.take(1).nbytes == 1 and staging.nbytes == SLAB
-
-
-def test_a_slab_that_cannot_be_made_may_be_made_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    staging = memory(1)
+    staging = memory(1)  # a slab that cannot be made
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no memory")))
         with pytest.raises(RuntimeError):
             staging.lease().take(1)
     assert staging.lease().take(1).nbytes == 1
-
-
-def test_what_the_device_still_reads_is_kept_alive() -> None:
-    staging, events = memory(1), [Event(), Event()]
+    staging, events = memory(1), [Event(), Event()]  # what the device still reads is kept alive
     tensors = [torch.zeros(3), torch.zeros(3)]
     kept = [weakref.ref(tensor) for tensor in tensors]
     for event in events:
@@ -222,28 +211,21 @@ def test_pinned_records_of_any_sizes_are_copied_to_where_kernels_may_read_them(s
 
 
 def test_threads_never_share_memory() -> None:
-    staging, errors = memory(8), list[str]()
+    staging = memory(8)
 
     def work(seed: int) -> None:
         draw = random.Random(seed)
         for _ in range(60):
             lease, uses = staging.lease(uses=2), []
             for _ in range(draw.randrange(1, 6)):
-                data = lease.take(draw.randrange(1, SLAB))
-                data.fill_(seed)
-                uses.append(data)
-            if not all(bool(data.eq(seed).all()) for data in uses):
-                errors.append(f"thread {seed}")
+                uses.append(lease.take(draw.randrange(1, SLAB)).fill_(seed))
+            assert all(bool(data.eq(seed).all()) for data in uses)
             lease.release()
             if draw.random() < 0.8:
                 lease.release(Event() if draw.random() < 0.3 else None)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(6)))
     assert staging.nbytes <= 8 * SLAB
 
 
@@ -274,9 +256,6 @@ def test_records_are_copied_together_where_they_lie_together(seed: int) -> None:
     storages = {record.untyped_storage().data_ptr() for record in records.values()}
     assert len(copies) <= len(storages) + 1
     assert sum(copies) <= sum(record.nbytes + PAGE for record in records.values())
-
-
-# ---- two requests on a device that copies later ---------------------------------------------------------------
 
 
 class LateDevice(TorchFunctionMode):
@@ -394,24 +373,7 @@ def test_two_requests_share_two_slabs_and_each_gets_its_own_records(seed: int) -
     assert len(sent) > 5 and all(torch.equal(found, expected) for found, expected in sent)
 
 
-def test_only_slabs_are_pinned_whatever_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = list[tuple[int, bool]]()
-
-    def aligned(nbytes: int, pinned: bool) -> torch.Tensor:
-        made.append((nbytes, pinned))
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    monkeypatch.setattr(staging_module, "_aligned", aligned)
-    shared = StagingMemory(2 * SLAB, SLAB, pinned=True)
-    leases = [shared.lease() for _ in range(4)]
-    for lease in leases:
-        for size in (SLAB, 10, 3 * SLAB):
-            assert lease.take(size).nbytes == size
-    assert sum(nbytes for nbytes, pinned in made if pinned) == 2 * SLAB == shared.nbytes
-    assert len(made) == 12
-
-
-def test_ordinary_memory_goes_through_slabs_and_waits_only_where_none_is_left() -> None:
+def test_only_slabs_are_pinned_through_which_ordinary_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     with LateDevice(memory(2)) as device:
         data = torch.randint(0, 256, (5 * SLAB // 2,), dtype=torch.uint8)
         with _ThroughSlabs(device.memory, torch.device("cpu"), device.now) as slabs:
@@ -426,3 +388,17 @@ def test_ordinary_memory_goes_through_slabs_and_waits_only_where_none_is_left() 
         assert device.blocking == 3 and device.started == 3
         device.advance(9)
     assert torch.equal(found, data) and torch.equal(again, data)
+    made = list[tuple[int, bool]]()  # only slabs are pinned
+
+    def aligned(nbytes: int, pinned: bool) -> torch.Tensor:
+        made.append((nbytes, pinned))
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(staging_module, "_aligned", aligned)
+    shared = StagingMemory(2 * SLAB, SLAB, pinned=True)
+    leases = [shared.lease() for _ in range(4)]
+    for lease in leases:
+        for size in (SLAB, 10, 3 * SLAB):
+            assert lease.take(size).nbytes == size
+    assert sum(nbytes for nbytes, pinned in made if pinned) == 2 * SLAB == shared.nbytes
+    assert len(made) == 12

@@ -1,11 +1,13 @@
-"""Stores in order, nearest first, and memory in front of a store: reads that fall through, promotion, what is kept."""
+"""Stores in order, memory in front of a store, and write-behind: what falls through, is kept, waits, or is dropped."""
 
+import logging
 import os
 import random
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,14 +16,14 @@ from hypothesis import strategies as st
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError, StoreFullError
 from cacheblend.core.names import BlockName
-from cacheblend.core.plan.blocks import Block, LayerShape, RecordMemory
-from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore, open_store
+from cacheblend.core.plan.blocks import Block, LayerShape
+from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore, WriteBehind, open_store
 from cacheblend.store.base import Progress
 from cacheblend.store.combined import CascadeStore
 from campaign import share
 from lab.speed.throttle import ThrottledStore
-from store_blocks import ROOT, holds, make_block, make_manifest, same_bits
-from store_folders import disk
+from store_blocks import ROOT, holds, make_block, make_chain, make_manifest, same_bits
+from store_folders import disk, inodes
 
 
 def kinds_of(store: KVStore, *seeds: int) -> list[str]:
@@ -33,15 +35,13 @@ class Broken(MemoryStore):
 
     from_layer = 0
 
-    def read_layers(
-        self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
-    ) -> list[list[torch.Tensor] | BlockLostError]:
+    def read_layers(self, names: Sequence[BlockName], layers: range, heads: Any = None, memory: Any = None) -> Any:
         if layers[-1] >= self.from_layer:
             return [BlockLostError([name], "broken") for name in names]
         return super().read_layers(names, layers, heads, memory)
 
 
-def test_a_write_goes_to_all_of_them_and_the_nearest_has_it_at_once() -> None:
+def test_writes_manifests_and_pins_go_to_all_of_them_and_what_the_nearest_lost_is_read_from_the_next() -> None:
     near, middle, far = MemoryStore(), MemoryStore(), MemoryStore()
     with CascadeStore([near, middle, far]) as store:
         block = make_block(1)
@@ -57,22 +57,33 @@ def test_a_write_goes_to_all_of_them_and_the_nearest_has_it_at_once() -> None:
         assert holds(store, block)
     with pytest.raises(InvalidInputError, match="two stores at least"):
         CascadeStore([MemoryStore()])
-
-
-def test_what_is_read_from_afar_comes_nearer(tmp_path: Path) -> None:
-    far = MemoryStore()
-    block, other = make_block(1), make_block(2)
-    far.write_all([block, other])
-    with DiskStore(tmp_path / "near") as near, CascadeStore([near, far]) as store:
-        assert kinds_of(store, 1, 2) == ["memory", "memory"]
-        for layer in range(3):
-            store.read(other.name, layer, slice(0, 1))
-        for layer in (1, 2):  # as a pass that checks at layer 1
-            store.read(block.name, layer)
+    near, far = Broken(), MemoryStore()  # what the nearest lost is read from the next
+    near.from_layer = 1
+    with CascadeStore([near, far]) as store:
+        block = make_block(1)
+        store.write(block)
         store.flush()
-        assert holds(near, block)
-        assert near.find([other.name]) == [None]  # some heads do not make a block
-        assert kinds_of(store, 1) == ["disk"]
+        assert kinds_of(store, 1) == ["memory"]
+        assert holds(store, block)
+        far.delete(block.name)
+        with pytest.raises(BlockLostError):
+            store.read(block.name, 2)
+    near, far = MemoryStore(), MemoryStore()  # manifests and pins are in all and found in any
+    with CascadeStore([near, far]) as store:
+        block, other = make_block(1), make_block(2)
+        store.write(block)
+        store.put_manifest(make_manifest(block, "title"))
+        far.put_manifest(make_manifest(other, "elsewhere"))
+        store.flush()
+        assert near.has_manifest(block.name) and far.has_manifest(block.name)
+        assert {manifest.label for manifest in store.manifests()} == {"title", "elsewhere"}
+        store.pin([block.name])
+        assert store.prune(0) > 0  # the manifest of a chunk that holds no block
+        assert {manifest.label for manifest in store.manifests()} == {"title"}
+        assert store.prune(0) == 0
+        assert store.stats().blocks == 1
+        assert store.pinned() == {block.name}
+        assert len(store.stats().tiers) == 2
 
 
 class Slow(MemoryStore):
@@ -117,7 +128,7 @@ class Refusing(MemoryStore):
         raise StoreError("gone")
 
 
-def test_what_is_pruned_is_not_written_afterwards_and_a_store_that_is_gone_is_not_waited_for() -> None:
+def test_what_was_pruned_stays_away_and_what_is_read_comes_nearer(tmp_path: Path) -> None:
     """By writes and promotions that were queued before."""
     near, far = Slow(), Slow()
     far.write(promoted := make_block(7))
@@ -136,39 +147,27 @@ def test_what_is_pruned_is_not_written_afterwards_and_a_store_that_is_gone_is_no
             store.write(make_block(number))
         assert store.prune(0) > 0
         assert near.stats().blocks == 0
-
-
-def test_what_the_nearest_lost_is_read_from_the_next() -> None:
-    near, far = Broken(), MemoryStore()
-    near.from_layer = 1
-    with CascadeStore([near, far]) as store:
-        block = make_block(1)
-        store.write(block)
+    far = MemoryStore()  # read from afar
+    block, other = make_block(1), make_block(2)
+    far.write_all([block, other])
+    with DiskStore(tmp_path / "near") as near, CascadeStore([near, far]) as store:
+        assert kinds_of(store, 1, 2) == ["memory", "memory"]
+        for layer in range(3):
+            store.read(other.name, layer, slice(0, 1))
+        for layer in (1, 2):  # as a pass that checks at layer 1
+            store.read(block.name, layer)
         store.flush()
-        assert kinds_of(store, 1) == ["memory"]
-        assert holds(store, block)
-        far.delete(block.name)
-        with pytest.raises(BlockLostError):
-            store.read(block.name, 2)
-
-
-def test_manifests_and_pins_are_in_all_and_found_in_any(tmp_path: Path) -> None:
-    near, far = MemoryStore(), MemoryStore()
-    with CascadeStore([near, far]) as store:
-        block, other = make_block(1), make_block(2)
-        store.write(block)
-        store.put_manifest(make_manifest(block, "title"))
-        far.put_manifest(make_manifest(other, "elsewhere"))
+        assert holds(near, block)
+        assert near.find([other.name]) == [None]  # some heads do not make a block
+        assert kinds_of(store, 1) == ["disk"]
+    chain = make_chain(4)  # chains
+    near, far = disk(tmp_path / "close"), disk(tmp_path / "far")
+    with TieredStore(MemoryStore(1 << 20), CascadeStore([near, far])) as store:
+        assert store.write_all(chain) == [True] * 4
         store.flush()
-        assert near.has_manifest(block.name) and far.has_manifest(block.name)
-        assert {manifest.label for manifest in store.manifests()} == {"title", "elsewhere"}
-        store.pin([block.name])
-        assert store.prune(0) > 0  # the manifest of a chunk that holds no block
-        assert {manifest.label for manifest in store.manifests()} == {"title"}
-        assert store.prune(0) == 0
-        assert store.stats().blocks == 1
-        assert store.pinned() == {block.name}
-        assert len(store.stats().tiers) == 2
+        assert [len(inodes(each, chain)) for each in (near, far)] == [1, 1]
+        assert store.front.stats().blocks == 4
+        assert store.write_all(chain) == [False] * 4
 
 
 class Waiting(MemoryStore):
@@ -199,7 +198,7 @@ def test_a_manifest_reaches_a_slow_store_behind_its_blocks_unless_it_is_deleted(
         assert holds(far, block) and far.has_manifest(block.name) == store.has_manifest(block.name) != is_deleted
 
 
-def test_stores_of_one_kind_have_the_plain_name_and_several_disks_names_of_their_own(tmp_path: Path) -> None:
+def test_tiers_have_the_plain_names_of_their_kinds_and_several_of_one_names_of_their_own(tmp_path: Path) -> None:
     for url, names in (
         ("memory", ("memory",)),
         (f"file://{tmp_path}/a", ("disk",)),
@@ -228,9 +227,7 @@ def test_stores_of_one_kind_have_the_plain_name_and_several_disks_names_of_their
         with DiskStore(tmp_path / name) as part:
             assert holds(part, make_block(9))
 
-
-def test_any_nesting_gives_each_tier_a_name() -> None:
-    def slow(*tiers: str) -> list[KVStore]:
+    def slow(*tiers: str) -> list[KVStore]:  # any nesting
         return [ThrottledStore(1e12, tier=tier) for tier in tiers]
 
     inner = CascadeStore(slow("d", "d", "d-3"))
@@ -249,9 +246,6 @@ def test_any_nesting_gives_each_tier_a_name() -> None:
             store.read(make_block(2).name, layer)
         assert kinds_of(store, 2) in (["memory-2"], ["memory"])  # the nearest gets a copy of it in the background
         assert set(store.tiers()) == set(store.tier_names)
-
-
-# ---- memory in front of a store -----------------------------------------------------------------------------
 
 
 def test_layers_gather_in_memory_without_a_second_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,12 +268,7 @@ def test_layers_gather_in_memory_without_a_second_read(tmp_path: Path, monkeypat
         assert [entry and entry.tier for entry in store.find([block.name, ROOT])] == ["memory", None]
         front, back = store.stats().tiers
         assert (front.tier, front.blocks, back.tier, back.blocks) == ("memory", 1, "disk", 1)
-
-
-def test_what_is_evicted_from_memory_during_a_read_is_read_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    block = make_block(1)
+    block = make_block(1)  # evicted during a read
     front = MemoryStore(10_000)
     peek = front.peek
 
@@ -288,7 +277,7 @@ def test_what_is_evicted_from_memory_during_a_read_is_read_all_the_same(
         front.delete(name)  # as another thread's write may do
         return record
 
-    with TieredStore(front, disk(tmp_path)) as store:
+    with TieredStore(front, disk(tmp_path / "b")) as store:
         monkeypatch.setattr(front, "peek", peek_and_lose)
         for layer, heads in ((0, None), (1, slice(1, 2)), (0, None)):
             store.write(block)
@@ -297,9 +286,6 @@ def test_what_is_evicted_from_memory_during_a_read_is_read_all_the_same(
         front.write(block)
         with pytest.raises(InvalidInputError, match="2 KV heads"):
             store.read(block.name, 0, slice(0, 3))
-
-
-# ---- ranks -------------------------------------------------------------------------------------------------
 
 
 SHAPES = (LayerShape(4, 4), LayerShape(4, 4), LayerShape(2, 8))
@@ -314,9 +300,7 @@ class Back(ThrottledStore):
         super().__init__(1e15, tier="slow", max_bytes=1 << 24)
         self.reads: list[tuple[BlockName, int, slice | None]] = []
 
-    def read_layers(
-        self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
-    ) -> list[list[torch.Tensor] | BlockLostError]:
+    def read_layers(self, names: Sequence[BlockName], layers: range, heads: Any = None, memory: Any = None) -> Any:
         self.reads += [(name, layer, heads) for name in names for layer in layers]
         return super().read_layers(names, layers, heads, memory)
 
@@ -328,7 +312,7 @@ def stored(count: int = 1, shapes: Sequence[LayerShape] = SHAPES[:2]) -> tuple[B
     return back, blocks
 
 
-def test_a_rank_reads_its_heads_once_and_others_are_read_from_the_store_behind() -> None:
+def test_a_rank_reads_its_heads_once_and_a_whole_record_answers_for_all_of_them() -> None:
     back, blocks = stored(3)
     store = TieredStore(MemoryStore(1 << 20), back)
     names = [block.name for block in blocks]
@@ -347,10 +331,7 @@ def test_a_rank_reads_its_heads_once_and_others_are_read_from_the_store_behind()
     assert len([each for each in back.reads if each[2] is None]) == 2  # a block that was never found does not gather
     kept = store.read(block.name, 0, slice(0, 1))
     assert kept.untyped_storage().nbytes() == kept.nbytes  # a part of a larger tensor does not keep it alive
-
-
-def test_a_whole_record_answers_for_all_heads_and_only_whole_ones_make_the_tier_memory() -> None:
-    back, (block,) = stored()
+    back, (block,) = stored()  # a whole record answers for all heads
     store = TieredStore(MemoryStore(1 << 20), back)
     store.read(block.name, 0, LOW)
     store.find([block.name])
@@ -373,7 +354,7 @@ def test_a_whole_record_answers_for_all_heads_and_only_whole_ones_make_the_tier_
     assert store.front.stats().blocks == 1
 
 
-def test_a_deleted_block_is_gone_with_all_its_heads_and_heads_that_a_layer_does_not_have_are_refused() -> None:
+def test_heads_go_with_their_block_share_the_bound_with_whole_ones_and_are_those_that_a_layer_has() -> None:
     back, (block, other) = stored(2, SHAPES)
     store = TieredStore(MemoryStore(1 << 20), back)
     for each in (block, other):
@@ -389,10 +370,7 @@ def test_a_deleted_block_is_gone_with_all_its_heads_and_heads_that_a_layer_does_
             store.read(block.name, 0, heads)
     assert same_bits(store.read(other.name, 0, LOW), other.records[0][:2])
     assert len(back.reads) == 3
-
-
-def test_heads_share_the_bound_with_whole_blocks_and_the_oldest_go_first() -> None:
-    back, blocks = stored(8)
+    back, blocks = stored(8)  # heads share the bound with whole blocks, and the oldest go first
     size = sum(record.nbytes for record in blocks[0].records)
     store = TieredStore(MemoryStore(3 * size), back)
     for number, block in enumerate(blocks):
@@ -454,3 +432,137 @@ def test_any_reads_of_any_heads_give_the_stored_bits_within_the_bound(taken: lis
         assert store.front.stats().bytes <= bound
         held = sum(part.nbytes for each in store.front._held.values() for part in each.records if part is not None)
         assert held == store.front.stats().bytes
+
+
+class SlowStore(MemoryStore):
+    """Writes only when the test allows it, and counts what is written together."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.go, self.started, self.calls = threading.Event(), threading.Event(), list[int]()
+        self.refused: set[bytes] = set()
+
+    def write_all(self, blocks: Sequence[Block]) -> list[bool]:
+        self.started.set()
+        assert self.go.wait(10)
+        self.calls.append(len(blocks))
+        if any(block.name in self.refused for block in blocks):
+            raise StoreError("refused")
+        return super().write_all(blocks)
+
+
+NBYTES = sum(record.nbytes for record in make_block(1).records)
+
+
+def test_blocks_and_makers_arrive_by_a_daemon_that_starts_with_the_first_and_wrong_use_is_refused() -> None:
+    def mine() -> list[threading.Thread]:
+        return [t for t in threading.enumerate() if t.name == "cacheblend-writer" and t.is_alive()]
+
+    store, before = MemoryStore(1 << 20), len(mine())
+    made, later, none = make_block(1), make_block(2), make_block(3)
+    with WriteBehind(store) as writer:
+        assert len(mine()) == before
+        assert writer.submit(made)
+        assert len(mine()) == before + 1 and all(thread.daemon for thread in mine())
+        assert writer.submit(lambda: later, later.name, NBYTES)
+        assert writer.submit(lambda: None, none.name)
+        assert writer.flush(5)
+        assert writer.submit(made)
+        assert writer.flush(5)
+        assert holds(store, made) and holds(store, later)
+        stats = writer.stats()
+        assert (stats.written, stats.held, stats.failed, stats.waiting, stats.waiting_bytes) == (2, 1, 0, 0, 0)
+    assert len(mine()) == before
+    with pytest.raises(InvalidInputError, match="above 0, got 0"):
+        WriteBehind(MemoryStore(), max_bytes=0)
+    with pytest.raises(InvalidInputError, match="needs the name"):
+        WriteBehind(MemoryStore()).submit(lambda: None)
+    assert not issubclass(InvalidInputError, StoreError)
+
+
+def test_blocks_that_wait_are_dropped_withdrawn_or_written_together() -> None:
+    store = SlowStore()
+    writer = WriteBehind(store, max_bytes=2 * NBYTES)
+    begun = time.perf_counter()
+    assert [writer.submit(make_block(seed)) for seed in (1, 2, 1, 3, 2)] == [True, True, False, False, False]
+    assert not writer.flush(0.05)
+    assert time.perf_counter() - begun < 2
+    stats = writer.stats()
+    assert (stats.waiting, stats.waiting_bytes, stats.duplicates, stats.dropped) == (2, 2 * NBYTES, 2, 1)
+    store.go.set()
+    assert writer.flush(5)
+    assert writer.submit(make_block(3))
+    assert writer.close(5)
+    assert writer.close(5)
+    assert not writer.submit(make_block(4))
+    assert store.stats().blocks == 3
+    assert writer.stats().dropped == 2
+    store = SlowStore()  # withdrawn blocks
+    writer = WriteBehind(store)
+    being_written, waiting, other = make_block(1), make_block(2), make_block(3)
+    for block in (being_written, waiting, other):
+        writer.submit(block)
+    assert store.started.wait(5)
+    assert writer.withdraw(waiting.name)
+    assert not writer.withdraw(waiting.name)
+    assert (writer.stats().waiting, writer.stats().waiting_bytes) == (2, 2 * NBYTES)
+    threading.Timer(0.1, store.go.set).start()
+    assert writer.withdraw(being_written.name)
+    assert holds(store, being_written)  # it was waited for: a delete that follows finds it
+    assert writer.close(5)
+    assert holds(store, other) and store.find([waiting.name]) == [None]
+    store = SlowStore()  # together with those that continue them
+    first, chain, other, refused = make_block(90), make_chain(5), make_block(95), make_chain(4, seed=40)
+    store.refused = {refused[1].name}
+    with WriteBehind(store) as writer:
+        writer.submit(first)
+        assert store.started.wait(10)
+        for block in [*chain[:3], other, *chain[3:]]:
+            writer.submit(block)
+        writer.submit(lambda: None, make_block(96).name)
+        store.go.set()
+        assert writer.flush(10)
+        assert store.calls == [1, 3, 1, 2]
+        assert (writer.stats().written, writer.stats().waiting_bytes) == (7, 0)
+        writer.submit_all(refused)
+        assert writer.flush(10)
+        assert [holds(store, block) for block in refused] == [True, False, True, True]
+        assert (writer.stats().written, writer.stats().failed) == (10, 1)
+    store = SlowStore()  # close gives up after its timeout; withdrawing one of several being written waits for them
+    chain, behind = make_chain(3), make_block(90)
+    writer = WriteBehind(store)
+    with writer._changed:  # all of them wait before the first is taken
+        for block in [*chain, behind]:
+            writer.submit(block)
+    assert store.started.wait(10)
+    assert not writer.close(0.05)
+    assert (writer.stats().waiting, writer.stats().dropped) == (3, 1)
+    threading.Timer(0.1, store.go.set).start()
+    assert writer.withdraw(chain[2].name)
+    assert holds(store, chain[2])
+    assert writer.close(10)
+    assert store.stats().blocks == 3
+
+
+def test_errors_are_counted_and_reported_once_a_kind(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore(NBYTES)
+    store.pin([make_block(0).name])
+    store.write(make_block(0))
+
+    def broken() -> Block:
+        raise ZeroDivisionError("a maker's own")
+
+    with caplog.at_level(logging.WARNING, "cacheblend.store"), WriteBehind(store) as writer:
+        for seed in range(1, 4):
+            writer.submit(make_block(seed))
+            writer.submit(broken, make_block(seed + 10).name)
+        assert writer.flush(5)
+        assert writer.stats().failed == 6
+        store.unpin([make_block(0).name])
+        writer.submit(make_block(1))
+        assert writer.flush(5)
+        assert holds(store, make_block(1))
+    assert sorted(r.getMessage().split(": ")[1] for r in caplog.records) == [
+        StoreFullError.__name__,
+        ZeroDivisionError.__name__,
+    ]

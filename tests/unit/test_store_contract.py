@@ -1,12 +1,14 @@
 """The contract of every store, tested on each kind."""
 
+import atexit
+import os
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -19,15 +21,52 @@ from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreFullE
 from cacheblend.core.names import BlockName, as_token_ids, block_name, root_name
 from cacheblend.core.plan.blocks import Block, ChunkManifest, LayerShape
 from cacheblend.core.plan.codec import CODECS
-from cacheblend.store import DiskStore, KVStore
+from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore
 from cacheblend.store.combined import CascadeStore
 from cacheblend.store.documents import DamagedRecord, DocumentRecord, document_name
 from cacheblend.store.format.records import encode_document, encode_manifest
 from cacheblend.store.remote.bucket import BucketObjects
+from cacheblend.store.remote.redis import RedisObjects
 from cacheblend.store.remote.store import RemoteStore
 from campaign import rotating, share
+from moto_bucket import BUCKET, bucket, needs_bucket
+from redis_server import RedisServer, needs_redis
 from store_blocks import ROOT, holds, make_block, make_manifest, random_bits, raw_block, same_bits
-from store_kinds import KINDS, REDIS, S3, open_kind
+
+REDIS = pytest.param("redis", marks=needs_redis)
+S3 = pytest.param("s3", marks=needs_bucket)
+LOCAL = ("memory", "disk", "relative", "tiered", "tiered without memory", "direct", "cascade")
+KINDS = (*LOCAL, REDIS, S3, pytest.param("tiered redis", marks=needs_redis))
+
+
+@cache
+def redis() -> str:
+    """One server for all tests of this process."""
+    server = RedisServer()
+    server.start()
+    atexit.register(server.kill)
+    return server.url
+
+
+def open_kind(kind: str, path: Path, max_bytes: int = 1 << 24, ttl: float | None = None) -> KVStore:
+    if kind == "memory":
+        return MemoryStore(max_bytes, ttl=ttl)
+    if "redis" in kind:
+        back = RemoteStore(RedisObjects(redis(), prefix=str(path)), max_bytes, ttl=ttl)
+        return back if kind == "redis" else TieredStore(MemoryStore(1 << 20), back)
+    if kind == "s3":
+        url = f"s3://{BUCKET}{path}"
+        objects = BucketObjects(url, timeout=60, options=bucket().options)  # the machine may be busy
+        return RemoteStore(objects, max_bytes, ttl=ttl)
+    if kind == "cascade":
+        options = {"max_bytes": max_bytes, "durable": False, "ttl": ttl}
+        return CascadeStore([DiskStore(path / each, **options) for each in ("near", "far")])  # type: ignore[arg-type]
+    if kind == "relative":
+        path = Path(os.path.relpath(path))
+    disk = DiskStore(path, max_bytes=max_bytes, durable=False, direct=kind == "direct", ttl=ttl)
+    if kind in ("disk", "relative", "direct"):
+        return disk
+    return TieredStore(MemoryStore(0 if "without" in kind else 1 << 20), disk)
 
 
 @pytest.fixture(params=KINDS)
@@ -111,17 +150,7 @@ def test_any_block_reads_back_bit_for_bit(
         assert same_bits(part, block.records[layer][start:stop])
 
 
-def test_records_that_are_views_of_a_larger_tensor(store: KVStore) -> None:
-    whole = random_bits((2, 2, 20, 8), torch.bfloat16, 1)
-    ids = as_token_ids(range(7))
-    block = raw_block(block_name(ROOT, ids), ROOT, ids, [whole[:, :, 5:12], whole[:, :, 12:19]])
-    store.write(block)
-    before = [record.clone() for record in block.records]
-    whole.zero_()
-    assert all(same_bits(store.read(block.name, i), before[i]) for i in range(2))
-
-
-def test_what_is_not_held_is_lost_and_what_no_block_has_is_refused(store: KVStore) -> None:
+def test_what_is_not_held_is_lost_and_what_no_block_has_or_does_not_fit_together_is_refused(store: KVStore) -> None:
     block = make_block(1)
     with pytest.raises(BlockLostError) as caught:
         store.read(block.name, 0)
@@ -140,10 +169,7 @@ def test_what_is_not_held_is_lost_and_what_no_block_has_is_refused(store: KVStor
     with pytest.raises(BlockLostError):
         store.read(block.name, 0)
     assert store.stats().pinned == 0
-
-
-def test_a_block_that_does_not_fit_together_is_refused(store: KVStore) -> None:
-    good = make_block(1)
+    good = make_block(1)  # what does not fit together
     first, second, third = good.records
     wrong = {
         "named after": replace(good, name=BlockName(bytes(32))),
@@ -159,6 +185,13 @@ def test_a_block_that_does_not_fit_together_is_refused(store: KVStore) -> None:
         with pytest.raises(InvalidInputError, match=message):
             store.write(block)
         assert store.find([block.name]) == [None]
+    whole = random_bits((2, 2, 20, 8), torch.bfloat16, 1)  # records that are views of a larger tensor
+    ids = as_token_ids(range(7))
+    block = raw_block(block_name(ROOT, ids), ROOT, ids, [whole[:, :, 5:12], whole[:, :, 12:19]])
+    store.write(block)
+    before = [record.clone() for record in block.records]
+    whole.zero_()
+    assert all(same_bits(store.read(block.name, i), before[i]) for i in range(2))
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk", REDIS, S3])
@@ -184,7 +217,7 @@ def test_a_block_larger_than_the_bound_is_refused_and_pinned_blocks_fill_the_sto
         assert all(holds(store, b) for b in [*held[1:], block])
 
 
-def test_manifests_are_listed_replaced_and_taken_off(store: KVStore) -> None:
+def test_manifests_are_listed_replaced_and_taken_off_and_pins_are_known_by_name(store: KVStore) -> None:
     block, other = make_block(1), make_block(2)
     long = make_manifest(block, "old", token_count=32000)
     store.put_manifest(long)
@@ -203,10 +236,7 @@ def test_manifests_are_listed_replaced_and_taken_off(store: KVStore) -> None:
     assert [m.chunk_id for m in store.manifests()] == [other.name]
     with pytest.raises(InvalidInputError, match="last of its block names"):
         store.put_manifest(ChunkManifest(ROOT, ROOT, block.token_ids, block.token_ids, (block.name,)))
-
-
-def test_pins_and_manifests_are_known_by_name(store: KVStore) -> None:
-    held, other = make_block(1), make_block(2)
+    held, other = make_block(1), make_block(3)  # pins and manifests are known by name
     store.write(held)
     assert store.pinned() == set()
     assert not store.has_manifest(held.name)
@@ -243,7 +273,7 @@ def test_prune_keeps_what_is_pinned_and_drops_empty_manifests(store: KVStore) ->
         store.prune(-1)
 
 
-def test_hits_and_misses_are_counted_and_whether_blocks_are_held_counts_nothing(store: KVStore) -> None:
+def test_hits_and_misses_are_counted_and_documents_changed_by_one_thread_at_a_time(store: KVStore) -> None:
     block, other = make_block(1), make_block(2)
     store.write(block)
     store.flush()
@@ -255,6 +285,21 @@ def test_hits_and_misses_are_counted_and_whether_blocks_are_held_counts_nothing(
     assert store.held([]) == []
     if not isinstance(store, RemoteStore):  # which can only look as everybody does
         assert (store.stats().hits, store.stats().misses) == (1, 2)
+    inside = most = 0  # documents
+
+    def change(_: int) -> None:
+        nonlocal inside, most
+        with store.documents.changing(ROOTS[0]):
+            inside += 1
+            most = max(most, inside)
+            store.documents.put(record("a"))
+            inside -= 1
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(change, range(40)))
+    if not isinstance(getattr(store, "_objects", None), BucketObjects):  # a bucket has no locks
+        assert most == 1
+    assert store.documents.all(ROOTS[0]) == [record("a")]
 
 
 def really_held(store: KVStore, made: dict[BlockName, Block]) -> int:
@@ -328,29 +373,18 @@ def test_what_cannot_fit_evicts_nothing_and_keeps_what_was_listed(tmp_path: Path
 
 def test_many_threads(store: KVStore) -> None:
     made = [make_block(seed) for seed in range(12)]
-    errors: list[BaseException] = []
 
     def work(turn: int) -> None:
-        try:
-            for step in range(60):
-                block = made[(step * (turn + 1)) % len(made)]
-                store.write(block)
-                if step % 7 == turn:
-                    store.delete(block.name)
-                try:
-                    got = store.read(block.name, step % 3)
-                except BlockLostError:
-                    continue
-                assert same_bits(got, block.records[step % 3])
-        except BaseException as error:
-            errors.append(error)
+        for step in range(60):
+            block = made[(step * (turn + 1)) % len(made)]
+            store.write(block)
+            if step % 7 == turn:
+                store.delete(block.name)
+            with suppress(BlockLostError):
+                assert same_bits(store.read(block.name, step % 3), block.records[step % 3])
 
-    threads = [threading.Thread(target=work, args=(turn,)) for turn in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(5) as pool:
+        list(pool.map(work, range(5)))
     assert store.verify() == []
 
 
@@ -369,9 +403,6 @@ def test_of_blocks_found_together_the_first_stay_longest(store: KVStore) -> None
     store.find([made[i].name for i in order])
     store.prune(store.stats().bytes * 2 // 5)
     assert [i for i in order if store.delete(made[i].name)] == order[:2]
-
-
-# ---- records of documents -----------------------------------------------------------------------------------
 
 
 ROOTS = [root_name("a model", "bfloat16", salt=salt) for salt in ("", "other")]
@@ -406,24 +437,6 @@ def test_records_of_any_id_come_back_by_root(store: KVStore) -> None:
     assert store.manifests() == []  # they are no chunks
     confused = [("a", "bc"), ("ab", "c"), ("", "abc")]
     assert len({document_name(ROOTS[0], collection, each) for collection, each in confused}) == 3
-
-
-def test_what_is_referred_to_is_changed_by_one_thread_at_a_time(store: KVStore) -> None:
-    inside = most = 0
-
-    def change(_: int) -> None:
-        nonlocal inside, most
-        with store.documents.changing(ROOTS[0]):
-            inside += 1
-            most = max(most, inside)
-            store.documents.put(record("a"))
-            inside -= 1
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(change, range(40)))
-    if not isinstance(getattr(store, "_objects", None), BucketObjects):  # a bucket has no locks
-        assert most == 1
-    assert store.documents.all(ROOTS[0]) == [record("a")]
 
 
 @pytest.mark.parametrize("seed", range(30))

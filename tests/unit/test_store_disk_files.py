@@ -32,18 +32,12 @@ from cacheblend.store.format.records import decode_manifest, encode_manifest
 from store_blocks import ROOT, holds, make_block, make_chain, make_manifest, raw_block, record_at, same_bits
 from store_folders import block_files, disk, everything, failing, file_bytes, inodes, occupied
 
-# ---- what is written --------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("count", "dtype", "codec"),
     [
-        (1, torch.bfloat16, "raw"),
-        (1, torch.float16, "raw"),
-        (1, torch.float32, "raw"),
-        (1, torch.bfloat16, "int8"),
-        (1, torch.bfloat16, "int4"),
-        (3, torch.bfloat16, "raw"),
+        *((1, dtype, "raw") for dtype in (torch.bfloat16, torch.float16, torch.float32)),
+        *((count, torch.bfloat16, codec) for count, codec in ((1, "int8"), (1, "int4"), (3, "raw"))),
     ],
 )
 def test_plain_safetensors_reads_the_file(tmp_path: Path, count: int, dtype: torch.dtype, codec: str) -> None:
@@ -68,14 +62,14 @@ def test_plain_safetensors_reads_the_file(tmp_path: Path, count: int, dtype: tor
         assert path.read_bytes() == b"".join(encode_block(chain[0]))
 
 
-def test_the_format_s_example_is_what_is_written(tmp_path: Path) -> None:
+def test_what_was_written_is_that_of_the_format_and_survives_a_restart(tmp_path: Path) -> None:
     root = root_name("example", "float16")
     ids = as_token_ids([101, 7, 42])
     records = [torch.arange(12).add(start).reshape(1, 2, 3, 2).half() for start in (0, 100)]
     block = raw_block(block_name(root, ids), root, ids, records)
-    with disk(tmp_path) as store:
+    with disk(tmp_path / "f") as store:
         store.write(block)
-    (path,) = block_files(tmp_path)
+    (path,) = block_files(tmp_path / "f")
     content = path.read_bytes()
     shown = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
     rows = re.findall(r"^([0-9a-f]{8})  ((?:[0-9a-f]{2} +){16})", shown, re.MULTILINE)
@@ -83,43 +77,31 @@ def test_the_format_s_example_is_what_is_written(tmp_path: Path) -> None:
     for at, row in rows:
         assert content[int(at, 16) : int(at, 16) + 16] == bytes.fromhex(row), at
     assert len(content) == 0x1030
-    assert f"{path.relative_to(tmp_path)}" in shown
-
-
-def test_blocks_pins_and_manifests_survive_a_restart_and_prune_says_how_far_it_is(tmp_path: Path) -> None:
-    made = [make_block(seed) for seed in range(4)]
-    with disk(tmp_path) as store:
+    assert f"{path.relative_to(tmp_path / 'f')}" in shown
+    made = [make_block(seed) for seed in range(4)]  # a restart
+    with disk(tmp_path / "r") as store:
         for block in made:
             store.write(block)
         store.pin([made[1].name])
         store.put_manifest(make_manifest(made[0]))
     told: list[tuple[int, int]] = []
-    with disk(tmp_path) as store:
+    with disk(tmp_path / "r") as store:
         assert all(holds(store, block) for block in made)
         assert [m.chunk_id for m in store.manifests()] == [made[0].name]
         store.prune(0, lambda done, total: told.append((done, total)))
         assert [store.find([b.name])[0] is not None for b in made] == [False, True, False, False]
     assert len(told) == 3 and sorted(told) == told and 0 < told[-1][0] <= told[-1][1]
-
-
-def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path: Path) -> None:
-    shapes = (LayerShape(1, 2),)
+    shapes = (LayerShape(1, 2),)  # what cannot be written
     good = make_block(1, shapes=shapes)
     bad = Block(good.name, ROOT, good.token_ids, [good.records[0][..., :1]], KVLayout(shapes, torch.bfloat16))
-    with disk(tmp_path) as store:
+    with disk(tmp_path / "r" / "b") as store:
         with pytest.raises(InvalidInputError, match=r"float64.*bfloat16"):
             store.write(make_block(1, dtype=torch.float64))
         with pytest.raises(ValueError, match="a record of 5 tokens"):
             store.write_all([make_block(2), bad])
         assert store.stats().blocks == 0
-
-
-def test_a_label_that_was_stored_with_a_lone_surrogate_can_be_shown() -> None:
     manifest = make_manifest(make_block(1), "bad \ud800 x")
     assert decode_manifest(encode_manifest(manifest), manifest.chunk_id).label == "bad ? x"
-
-
-# ---- what is in the folder already ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "tmp/notes.txt", "blocks/notes.txt"])
@@ -141,35 +123,7 @@ def test_a_folder_that_is_no_store_of_ours_is_left_alone(tmp_path: Path, name: s
     assert everything(tmp_path) == before
 
 
-def test_a_folder_of_which_something_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with disk(tmp_path / "s") as store:
-        store.write(make_block(1))
-    for part, calls in (
-        ("pins", (DiskStore.pinned, DiskStore.stats, DiskStore.verify)),
-        ("manifests", (DiskStore.manifests, DiskStore.stats, DiskStore.verify)),
-    ):
-        (tmp_path / "s" / part).rmdir()
-        (tmp_path / "s" / part).write_text("a file")
-        with disk(tmp_path / "s", read_only=True) as store:
-            for call in calls:
-                with pytest.raises(StoreError, match=rf"cannot be read: .*{part}: Not a directory"):
-                    call(store)
-        (tmp_path / "s" / part).unlink()
-        (tmp_path / "s" / part).mkdir()
-    (tmp_path / "cacheblend.json").mkdir()
-    (tmp_path / "loop").symlink_to("loop")
-    for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "loop", "symbolic links")):
-        for read_only in (False, True):
-            with pytest.raises(StoreError) as caught:
-                disk(path, read_only=read_only)
-            said = str(caught.value)
-            assert f"the store in {path} cannot be read" in said and reason in said and "use another folder" in said
-    monkeypatch.setattr(Path, "read_text", failing(errno.EACCES, lambda *a, **k: True, Path.read_text))
-    with pytest.raises(StoreError, match="cannot be read: Permission denied; check what is there and its permissions"):
-        disk(tmp_path / "other")
-
-
-def test_a_fresh_mount_is_taken_and_foreign_files_among_the_blocks_are_left_alone(tmp_path: Path) -> None:
+def test_folders_that_are_fresh_foreign_damaged_or_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lost+found").mkdir()
     (tmp_path / "tmp").mkdir()
     (tmp_path / "tmp" / "123-0123456789abcdef").write_text("")  # of a store half made
@@ -184,9 +138,47 @@ def test_a_fresh_mount_is_taken_and_foreign_files_among_the_blocks_are_left_alon
         assert store.stats().blocks == 1
     disk(tmp_path).close()
     assert everything(tmp_path) == before
-
-
-# ---- what no store wrote -----------------------------------------------------------------------------------
+    stored(tmp_path / "b")[0].close()  # a format file that is wrong or deleted
+    file = tmp_path / "b" / "cacheblend.json"
+    good = file.read_text()
+    numbers = ('"x"', "1.5", "true", "0", "-1", '"1"', "null", "[]")
+    for text in ("", "{", "[]", "{}", *(f'{{"format": {each}}}' for each in numbers)):
+        file.write_text(text)
+        with pytest.raises(StoreError, match=r"damaged.*write"):
+            DiskStore(tmp_path / "b")
+    file.unlink()
+    for read_only in (True, False):
+        with pytest.raises(StoreError) as error:
+            DiskStore(tmp_path / "b", read_only=read_only)
+        assert repr(good) in str(error.value)  # what to write, to be taken as it is
+    file.write_text(good)
+    with DiskStore(tmp_path / "b") as store:
+        assert store.stats().blocks == 1
+    with disk(tmp_path / "u" / "s") as store:  # what cannot be read
+        store.write(make_block(1))
+    for part, calls in (
+        ("pins", (DiskStore.pinned, DiskStore.stats, DiskStore.verify)),
+        ("manifests", (DiskStore.manifests, DiskStore.stats, DiskStore.verify)),
+    ):
+        (tmp_path / "u" / "s" / part).rmdir()
+        (tmp_path / "u" / "s" / part).write_text("a file")
+        with disk(tmp_path / "u" / "s", read_only=True) as store:
+            for call in calls:
+                with pytest.raises(StoreError, match=rf"cannot be read: .*{part}: Not a directory"):
+                    call(store)
+        (tmp_path / "u" / "s" / part).unlink()
+        (tmp_path / "u" / "s" / part).mkdir()
+    (tmp_path / "u" / "cacheblend.json").mkdir()
+    (tmp_path / "u" / "loop").symlink_to("loop")
+    for path, reason in ((tmp_path / "u", "Is a directory"), (tmp_path / "u" / "loop", "symbolic links")):
+        for read_only in (False, True):
+            with pytest.raises(StoreError) as caught:
+                disk(path, read_only=read_only)
+            said = str(caught.value)
+            assert f"the store in {path} cannot be read" in said and reason in said and "use another folder" in said
+    monkeypatch.setattr(Path, "read_text", failing(errno.EACCES, lambda *a, **k: True, Path.read_text))
+    with pytest.raises(StoreError, match="cannot be read: Permission denied; check what is there and its permissions"):
+        disk(tmp_path / "u" / "other")
 
 
 def stored(folder: Path) -> tuple[DiskStore, bytes, Path]:
@@ -217,25 +209,6 @@ def test_what_is_no_file_is_reported_and_a_block_can_be_written_there_again(tmp_
     assert [each.read_text() for each in kept] == (["kept"] if what == "full directory" else [])
 
 
-def test_a_format_file_that_is_wrong_or_deleted_is_named_with_the_way_out(tmp_path: Path) -> None:
-    stored(tmp_path)[0].close()
-    file = tmp_path / "cacheblend.json"
-    good = file.read_text()
-    numbers = ('"x"', "1.5", "true", "0", "-1", '"1"', "null", "[]")
-    for text in ("", "{", "[]", "{}", *(f'{{"format": {each}}}' for each in numbers)):
-        file.write_text(text)
-        with pytest.raises(StoreError, match=r"damaged.*write"):
-            DiskStore(tmp_path)
-    file.unlink()
-    for read_only in (True, False):
-        with pytest.raises(StoreError) as error:
-            DiskStore(tmp_path, read_only=read_only)
-        assert repr(good) in str(error.value)  # what to write, to be taken as it is
-    file.write_text(good)
-    with DiskStore(tmp_path) as store:
-        assert store.stats().blocks == 1
-
-
 @pytest.mark.parametrize(("option", "file", "folder"), [("", 0o600, 0o700), ("?mode=0660", 0o660, 0o770)])
 def test_permissions_of_files_and_folders(tmp_path: Path, option: str, file: int, folder: int) -> None:
     before = os.umask(0o022)
@@ -253,10 +226,7 @@ def test_permissions_of_files_and_folders(tmp_path: Path, option: str, file: int
         assert stat.S_IMODE(path.stat().st_mode) == (folder if path.is_dir() else file), path
 
 
-# ---- files of several blocks -------------------------------------------------------------------------------
-
-
-def test_blocks_that_follow_each_other_share_a_file_layer_by_layer(tmp_path: Path) -> None:
+def test_blocks_that_follow_each_other_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chain = make_chain(4, tokens=6, last=3)
     with disk(tmp_path / "new") as store:
         assert store.write_all(chain) == [True] * 4
@@ -280,16 +250,13 @@ def test_blocks_that_follow_each_other_share_a_file_layer_by_layer(tmp_path: Pat
         store.write_all(chain)
         assert len(inodes(store, chain)) == 5 and all(holds(store, block) for block in chain)
         assert json.loads((store.path / "cacheblend.json").read_text()) == {"format": 1}
-
-
-def test_what_does_not_follow_or_is_large_lies_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = make_chain(2), make_chain(3, seed=10)
+    first, second = make_chain(2), make_chain(3, seed=10)  # what does not follow or is large
     other_layout = make_block(20, parent=second[-1].name, dtype=torch.float32)
-    with disk(tmp_path) as store:
+    with disk(tmp_path / "apart") as store:
         store.write_all([*first, *second, other_layout, make_block(30)])
         assert [len(inodes(store, blocks)) for blocks in (first, second, [*first, *second])] == [1, 1, 2]
-        assert len(list((tmp_path / "blocks").rglob("*"))) - len(list((tmp_path / "blocks").iterdir())) == 7
-        assert len({path.stat().st_ino for path in (tmp_path / "blocks").rglob("*.safetensors")}) == 4
+        paths = list((tmp_path / "apart" / "blocks").rglob("*.safetensors"))
+        assert (len(paths), len({path.stat().st_ino for path in paths})) == (7, 4)
         record = make_block(0).records[0].nbytes
         monkeypatch.setattr(disk_store, "_READ_BYTES", 2 * record)
         chain = make_chain(5, seed=40)
@@ -297,25 +264,10 @@ def test_what_does_not_follow_or_is_large_lies_apart(tmp_path: Path, monkeypatch
         assert [len(inodes(store, chain[at : at + 2])) for at in (0, 2, 4)] == [1, 1, 1] and len(
             inodes(store, chain)
         ) == 3
-
-
-@pytest.mark.parametrize("shapes", [(LayerShape(4, 64),), (LayerShape(1, 8), LayerShape(4, 64))])
-@pytest.mark.parametrize("first", [1, 64])
-def test_the_largest_layer_bounds_a_file_however_small_its_first_block(
-    first: int, shapes: tuple[LayerShape, ...]
-) -> None:
-    chain = [make_block(0, first, shapes)]
-    for seed in range(1, 60):
-        chain.append(make_block(seed, 64, shapes, parent=chain[-1].name))
-    files = disk_store.chains_of(chain)
-    sizes = [sum(block.records[-1].nbytes for block in file) for file in files]
-    assert max(sizes) <= 512 << 10 and sum(map(len, files)) == 60 and len(files) <= 9
-
-
-def test_a_deleted_passage_leaves_nothing_in_the_files_of_what_is_in_front_of_it(tmp_path: Path) -> None:
-    """What is in front is shared by all passages, and stays for as long as they are used."""
+    monkeypatch.undo()
+    # what is in front is shared by all passages, and stays for as long as they are used
     for number, tokens in enumerate((3, 40)):
-        with disk(tmp_path / str(number)) as store:
+        with disk(tmp_path / "own" / str(number)) as store:
             anchor = make_chain(1, tokens=tokens)
             own = make_chain(3, 10, 40, anchor[0].name)
             names = tuple(block.name for block in own)
@@ -327,32 +279,19 @@ def test_a_deleted_passage_leaves_nothing_in_the_files_of_what_is_in_front_of_it
             assert holds(store, anchor[0]) and occupied(store.path) == file_bytes(anchor)
 
 
-# ---- file systems, and what is copied ---------------------------------------------------------------------
-
-
-def test_without_links_each_block_has_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    first, second = make_chain(3), make_chain(3, seed=10)
-    with disk(tmp_path / "a") as store:  # another failure is not for links
-        (tmp_path / "a" / "tmp").rename(tmp_path / "away")
-        with pytest.raises(StoreError, match="No such file"):
-            store.write_all(first)
-        (tmp_path / "away").rename(tmp_path / "a" / "tmp")
-        store.write_all(first)
-        assert len(inodes(store, first)) == 1 and caplog.records == []
-    monkeypatch.setattr(os, "link", failing(errno.EPERM, lambda *_: True, os.link))
-    with disk(tmp_path / "b") as store:
-        assert store.write_all(first) == store.write_all(second) == [True] * 3
-        assert all(holds(store, block) for block in [*first, *second]) and len(inodes(store, first)) == 3
-        assert store.stats().write_failures == 0 and list((tmp_path / "b" / "tmp").iterdir()) == []
-    assert [("without links" in record.getMessage()) for record in caplog.records] == [True]
+@pytest.mark.parametrize("shapes", [(LayerShape(4, 64),), (LayerShape(1, 8), LayerShape(4, 64))])
+@pytest.mark.parametrize("first", [1, 64])
+def test_the_largest_layer_bounds_a_file(first: int, shapes: tuple[LayerShape, ...]) -> None:
+    chain = [make_block(0, first, shapes)]
+    for seed in range(1, 60):
+        chain.append(make_block(seed, 64, shapes, parent=chain[-1].name))
+    files = disk_store.chains_of(chain)
+    sizes = [sum(block.records[-1].nbytes for block in file) for file in files]
+    assert max(sizes) <= 512 << 10 and sum(map(len, files)) == 60 and len(files) <= 9
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_a_disk_that_fills_up_between_two_names_leaves_nothing(
-    after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_full_between_two_names(after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chain, calls, real = make_chain(4), [0], os.link
 
     def link(source: str, target: str) -> None:
@@ -373,7 +312,7 @@ def test_a_disk_that_fills_up_between_two_names_leaves_nothing(
         assert all(holds(store, block) for block in chain)
 
 
-def test_a_copy_without_links_is_larger_and_as_good(tmp_path: Path) -> None:
+def test_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     chain = make_chain(3)
     with disk(tmp_path / "a") as store:
         store.write_all(chain)
@@ -383,12 +322,20 @@ def test_a_copy_without_links_is_larger_and_as_good(tmp_path: Path) -> None:
         assert store.stats().bytes == occupied(tmp_path / "b") == 3 * file_bytes(chain)
         store.prune(file_bytes(chain))
         assert store.stats().blocks == 1
-
-
-# ---- folders that cannot be written, disks that fail --------------------------------------------------------
-
-
-# ---- read-only --------------------------------------------------------------------------------------------
+    first, second = make_chain(3), make_chain(3, seed=10)  # a file system without links
+    with disk(tmp_path / "c") as store:  # another failure is not for links
+        (tmp_path / "c" / "tmp").rename(tmp_path / "away")
+        with pytest.raises(StoreError, match="No such file"):
+            store.write_all(first)
+        (tmp_path / "away").rename(tmp_path / "c" / "tmp")
+        store.write_all(first)
+        assert len(inodes(store, first)) == 1 and caplog.records == []
+    monkeypatch.setattr(os, "link", failing(errno.EPERM, lambda *_: True, os.link))
+    with disk(tmp_path / "d") as store:
+        assert store.write_all(first) == store.write_all(second) == [True] * 3
+        assert all(holds(store, block) for block in [*first, *second]) and len(inodes(store, first)) == 3
+        assert store.stats().write_failures == 0 and list((tmp_path / "d" / "tmp").iterdir()) == []
+    assert [("without links" in record.getMessage()) for record in caplog.records] == [True]
 
 
 @pytest.mark.parametrize("how", ["asked", errno.EROFS, errno.EACCES])
@@ -452,29 +399,6 @@ def test_damage_that_cannot_be_removed_is_a_miss_reported_once(
     assert not path.exists() and not manifest.exists()
 
 
-def test_a_mount_that_turns_read_only_and_a_folder_that_vanishes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    block = make_block(1)
-    with disk(tmp_path / "s", max_bytes=10_000) as store:
-        monkeypatch.setattr(os, "rename", failing(errno.EROFS, lambda *a: True, os.rename))
-        with pytest.raises(StoreReadOnlyError, match="mount"):
-            store.write(block)
-        assert store.stats().write_failures == 1
-        monkeypatch.undo()
-        store.write(block)
-        shutil.rmtree(tmp_path / "s")
-        assert store.find([block.name]) == [None]
-        assert store.manifests() == []
-        for _ in range(2):
-            with pytest.raises(StoreError, match="No such file"):
-                store.write(make_block(2))
-        assert (store.stats().write_failures, store.stats().blocks) == (3, 0)
-
-
-# ---- errors of the system ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("number", "stays"), [(errno.EIO, False), (errno.ENOMEM, True)])
 def test_only_the_disk_s_own_error_counts_as_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int, stays: bool
@@ -498,7 +422,7 @@ def test_only_the_disk_s_own_error_counts_as_damage(
         assert store.stats().damaged == 0
 
 
-def test_a_block_whose_folder_cannot_be_synced_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_that_cannot_be_synced_or_written_or_vanish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with DiskStore(tmp_path) as store:
         in_folder = failing(errno.EIO, lambda fd: stat.S_ISDIR(os.fstat(fd).st_mode), os.fsync)
         for _ in range(2):  # with its sub-folder, and with the sub-folder there already
@@ -509,9 +433,24 @@ def test_a_block_whose_folder_cannot_be_synced_is_not_kept(tmp_path: Path, monke
             assert everything(tmp_path) - {"lock"} == {"cacheblend.json"}
             (tmp_path / "blocks" / make_block(1).name.hex()[:2]).mkdir(exist_ok=True)
         assert store.write(make_block(1))
+    block = make_block(1)  # a mount that turns read-only, and a folder that vanishes
+    with disk(tmp_path / "s", max_bytes=10_000) as store:
+        monkeypatch.setattr(os, "rename", failing(errno.EROFS, lambda *a: True, os.rename))
+        with pytest.raises(StoreReadOnlyError, match="mount"):
+            store.write(block)
+        assert store.stats().write_failures == 1
+        monkeypatch.undo()
+        store.write(block)
+        shutil.rmtree(tmp_path / "s")
+        assert store.find([block.name]) == [None]
+        assert store.manifests() == []
+        for _ in range(2):
+            with pytest.raises(StoreError, match="No such file"):
+                store.write(make_block(2))
+        assert (store.stats().write_failures, store.stats().blocks) == (3, 0)
 
 
-def test_short_writes_and_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_writes_are_continued_by_few_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     block = make_block(1, tokens=50, shapes=[LayerShape(2, 8)] * 600)  # more buffers than one writev takes
     writev, preadv = os.writev, os.preadv
     monkeypatch.setattr(os, "writev", lambda fd, parts: writev(fd, [memoryview(parts[0])[:777]]))
@@ -523,23 +462,16 @@ def test_short_writes_and_reads_are_continued(tmp_path: Path, monkeypatch: pytes
         store.delete(block.name)
         store.write(block)
         assert holds(store, block)
-
-
-def descriptors() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
-
-
-def test_few_descriptors_are_enough(tmp_path: Path) -> None:
-    made = [make_block(seed) for seed in range(30)]
-    with disk(tmp_path) as store:
+    made = [make_block(seed) for seed in range(30)]  # few descriptors
+    with disk(tmp_path / "b") as store:
         for block in made:
             store.write(block)
-        store._files = BlockFiles(Folder(tmp_path), max_open=4)
+        store._files = BlockFiles(Folder(tmp_path / "b"), max_open=4)
         before = len(descriptors())
         assert all(holds(store, block) for block in made)
         assert len(descriptors()) <= before + 4
         store._files.close()
-        store._files = BlockFiles(Folder(tmp_path), max_open=1000)
+        store._files = BlockFiles(Folder(tmp_path / "b"), max_open=1000)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         highest = max(descriptors())
         try:
@@ -548,3 +480,7 @@ def test_few_descriptors_are_enough(tmp_path: Path) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert len(descriptors()) <= before
+
+
+def descriptors() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]

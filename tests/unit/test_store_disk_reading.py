@@ -87,56 +87,6 @@ def test_records_are_what_was_written(seed: int, direct: bool, tmp_path: Path, m
                     assert same_bits(record, block.records[layer][heads or slice(None)]), (layer, heads)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_block_that_is_damaged_or_gone_is_lost_and_no_other(seed: int, tmp_path: Path) -> None:
-    draw = random.Random(seed)
-    store, blocks = filled(tmp_path / "store", draw)
-    store._reads_at_once, store._bytes_a_thread = 3, draw.choice([1, 1 << 30])
-    names = [block.name for block in blocks]
-    with store:
-        store.find(names)
-        damaged, gone = draw.choice(blocks), draw.choice(blocks)
-        layer = draw.randrange(5)
-        path = Path(store.file_of(damaged.name))
-        data = bytearray(path.read_bytes())
-        data[record_at(path, damaged, layer)[1] - 1] ^= 4
-        path.write_bytes(data)
-        Path(store.file_of(gone.name)).unlink()
-        store._files.close()
-        read = store.read_layers(names, range(5), None, StagingMemory(1 << 20, 1 << 16).lease().take)
-        for block, records in zip(blocks, read, strict=True):
-            if block is gone:
-                assert isinstance(records, BlockLostError)
-            elif block is damaged:
-                assert isinstance(records, BlockDamagedError) and f"layer {layer}" in str(records)
-            else:
-                assert isinstance(records, list)
-                assert all(same_bits(found, record) for found, record in zip(records, block.records, strict=True))
-
-
-def test_a_reader_that_never_looked_blocks_up_keeps_to_the_bounds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a tensor-parallel rank does: another process finds the blocks."""
-    monkeypatch.setattr(disk_files, "_BYTES_AT_ONCE", 10_000)
-    blocks, pieces = [make_block(seed, 32, ALIKE) for seed in range(12)], list[int]()
-    with disk(tmp_path) as store:
-        for block in blocks:
-            store.write(block)
-    with disk(tmp_path) as store:
-        names = [BlockName(bytes(32)), *(block.name for block in blocks)]
-        read = store.read_layers(names, range(1), None, taking(pieces))
-        assert isinstance(read[0], BlockLostError)
-        assert all(same_bits(records[0], block.records[0]) for records, block in zip(read[1:], blocks, strict=True))  # type: ignore[index]
-        for layers, heads in ((range(4, 6), None), (range(-1, 1), None), (range(2), slice(3, 9))):
-            with pytest.raises(InvalidInputError):
-                store.read_layers(names, layers, heads)
-        assert store.read_layers([], range(2)) == []
-        assert store.read_layers(names[1:2], range(0)) == [[]]
-    record = blocks[0].records[0].nbytes
-    assert sum(pieces) == 12 * record and max(pieces) <= max(10_000, record)
-
-
 def test_many_readers_hold_no_more_files_open_than_they_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = [make_block(seed, 5) for seed in range(60)]
     with disk(tmp_path) as store:
@@ -166,9 +116,6 @@ def test_many_readers_hold_no_more_files_open_than_they_may(tmp_path: Path, monk
         for block, records in zip(blocks, found, strict=True):
             assert isinstance(records, list) and all(map(same_bits, records, block.records[:2]))
     assert most[0] <= 4 + 3 - 1  # each reader may have one
-
-
-# ---- files of several blocks: damage, deletion, other processes --------------------------------------------
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -203,46 +150,7 @@ def test_damage_in_one_block_costs_that_block_and_no_other(direct: bool, tmp_pat
         assert all(holds(store, block) for block in chain)
 
 
-@pytest.mark.parametrize("cut", [False, True])
-def test_a_damaged_header_or_a_cut_file_costs_all_its_blocks(cut: bool, tmp_path: Path) -> None:
-    chain, other = make_chain(3), make_chain(2, seed=10)
-    with disk(tmp_path) as store:
-        store.write_all([*chain, *other])
-    path = Path(store.file_of(chain[0].name))
-    data = bytearray(path.read_bytes())
-    data[100] ^= 1
-    path.write_bytes(data[:-1] if cut else data)
-    with disk(tmp_path) as store:
-        assert store.find([block.name for block in chain]) == [None] * 3
-        assert store.stats().damaged == 3 and all(holds(store, block) for block in other)
-        assert occupied(tmp_path) == file_bytes(other)
-
-
-def test_a_block_of_a_file_is_replaced_by_another_process_and_bytes_go_with_the_last_name(tmp_path: Path) -> None:
-    chain, bits = make_chain(3), make_block(99)
-    changed = replace(chain[1], records=bits.records)
-    with disk(tmp_path) as store, disk(tmp_path) as other:
-        store.write_all(chain)
-        assert all(holds(each, block) for each in (store, other) for block in chain)
-        for left in (2, 1, 0):
-            assert store.delete(chain[left].name)
-            assert store.find([chain[left].name]) == other.find([chain[left].name]) == [None]
-            assert all(holds(other, block) for block in chain[:left])
-            assert store.stats().bytes == occupied(tmp_path) == (file_bytes(chain) if left else 0)
-        store.write_all(chain)
-        assert all(holds(store, block) for block in chain)
-        other.delete(chain[1].name)
-        other.write(changed)
-        assert [holds(store, block) for block in (chain[0], changed, chain[2])] == [True] * 3
-        assert store.stats().damaged == other.stats().damaged == 0
-
-
-# ---- how often a file is read -----------------------------------------------------------------------------
-
-
-def test_a_header_is_read_once_for_all_its_blocks_and_again_when_another_process_used_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_headers_are_read_once_and_bounds_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chain, reads, real = make_chain(6), list[int](), disk_files.read_headers
 
     def counted(fd: int, nbytes: int, **options: Any) -> Any:
@@ -265,12 +173,28 @@ def test_a_header_is_read_once_for_all_its_blocks_and_again_when_another_process
             assert None not in store.find(names)
             assert all(isinstance(found, list) for found in store.read_layers(names, range(3)))
         assert len(reads) == 1  # and not again when they are used
+    # a reader that never looked blocks up, as a tensor-parallel rank: another process finds the blocks
+    monkeypatch.setattr(disk_files, "_BYTES_AT_ONCE", 10_000)
+    blocks, pieces = [make_block(seed, 32, ALIKE) for seed in range(12)], list[int]()
+    with disk(tmp_path / "b") as store:
+        for block in blocks:
+            store.write(block)
+    with disk(tmp_path / "b") as store:
+        names = [BlockName(bytes(32)), *(block.name for block in blocks)]
+        read = store.read_layers(names, range(1), None, taking(pieces))
+        assert isinstance(read[0], BlockLostError)
+        assert all(same_bits(records[0], block.records[0]) for records, block in zip(read[1:], blocks, strict=True))  # type: ignore[index]
+        for layers, heads in ((range(4, 6), None), (range(-1, 1), None), (range(2), slice(3, 9))):
+            with pytest.raises(InvalidInputError):
+                store.read_layers(names, layers, heads)
+        assert store.read_layers([], range(2)) == []
+        assert store.read_layers(names[1:2], range(0)) == [[]]
+    record = blocks[0].records[0].nbytes
+    assert sum(pieces) == 12 * record and max(pieces) <= max(10_000, record)
 
 
 @pytest.mark.parametrize("is_chain", [False, True])
-def test_neighbouring_layers_are_one_read_of_a_file_and_one_piece_of_memory(
-    is_chain: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_neighbouring_layers_are_one_read(is_chain: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a file of several blocks for all of them together."""
     reads, pieces, real = list[int](), list[int](), os.preadv
 
@@ -299,9 +223,7 @@ def test_neighbouring_layers_are_one_read_of_a_file_and_one_piece_of_memory(
 
 
 @pytest.mark.parametrize("failure", [errno.EIO, 0])
-def test_a_read_of_a_chain_that_fails_names_the_block(
-    failure: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_read_names_its_block(failure: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that cannot read one place (`EIO`), or gives less than was asked for (0)."""
     chain = make_chain(4)
     with disk(tmp_path) as store:
@@ -325,10 +247,7 @@ def test_a_read_of_a_chain_that_fails_names_the_block(
             assert isinstance(found, BlockLostError) or same_bits(found[0], block.records[1])
 
 
-# ---- several processes on one folder, each as a store of its own --------------------------------------------
-
-
-def test_blocks_that_another_process_deletes_and_replaces(tmp_path: Path) -> None:
+def test_blocks_and_parts_of_files_that_another_process_deletes_and_replaces(tmp_path: Path) -> None:
     block, other_bits = make_block(1), make_block(2)
     replaced = replace(block, records=other_bits.records)
     with disk(tmp_path) as store, disk(tmp_path) as other:
@@ -358,11 +277,25 @@ def test_blocks_that_another_process_deletes_and_replaces(tmp_path: Path) -> Non
         with pytest.raises(BlockLostError, match="layer 0, head 0 does not match"):
             store.read(block.name, 0)  # of the old file, which it has open: that does not cost its successor
         assert holds(other, block) and holds(store, block)
+    chain, bits = make_chain(3), make_block(99)  # of a file of several, whose bytes go with the last name
+    changed = replace(chain[1], records=bits.records)
+    with disk(tmp_path / "b") as store, disk(tmp_path / "b") as other:
+        store.write_all(chain)
+        assert all(holds(each, block) for each in (store, other) for block in chain)
+        for left in (2, 1, 0):
+            assert store.delete(chain[left].name)
+            assert store.find([chain[left].name]) == other.find([chain[left].name]) == [None]
+            assert all(holds(other, block) for block in chain[:left])
+            assert store.stats().bytes == occupied(tmp_path / "b") == (file_bytes(chain) if left else 0)
+        store.write_all(chain)
+        assert all(holds(store, block) for block in chain)
+        other.delete(chain[1].name)
+        other.write(changed)
+        assert [holds(store, block) for block in (chain[0], changed, chain[2])] == [True] * 3
+        assert store.stats().damaged == other.stats().damaged == 0
 
 
-def test_use_by_one_process_counts_for_eviction_by_another_and_touches_the_file_once_a_minute(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_use_and_death_of_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = make_block(1), make_block(2)
     with disk(tmp_path) as store:
         store.write(first)
@@ -380,12 +313,9 @@ def test_use_by_one_process_counts_for_eviction_by_another_and_touches_the_file_
         other.find([first.name])
         store.prune(store.stats().bytes // 2)
         assert [holds(store, b) for b in (first, second)] == [True, False]
-
-
-def test_temporary_files_of_the_dead_are_removed_and_those_of_the_living_stay(tmp_path: Path) -> None:
-    disk(tmp_path).close()
-    dead = tmp_path / "tmp" / "1-00000000000000aa"
-    living = tmp_path / "tmp" / f"{os.getpid()}-00000000000000bb"
+    disk(tmp_path / "b").close()  # temporary files of the dead and of the living
+    dead = tmp_path / "b" / "tmp" / "1-00000000000000aa"
+    living = tmp_path / "b" / "tmp" / f"{os.getpid()}-00000000000000bb"
     for path in (dead, living):
         path.write_bytes(b"half a block")
     script = "import fcntl,sys; f=open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True); input()"
@@ -394,10 +324,10 @@ def test_temporary_files_of_the_dead_are_removed_and_those_of_the_living_stay(tm
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        disk(tmp_path).close()
+        disk(tmp_path / "b").close()
         assert [path.exists() for path in (dead, living)] == [False, True]
         process.communicate(b"\n")
-    disk(tmp_path).close()
+    disk(tmp_path / "b").close()
     assert not living.exists()
 
 
@@ -426,9 +356,7 @@ def test_without_locks(tmp_path: Path, turned_off: bool, monkeypatch: pytest.Mon
     assert bool(calls) != turned_off
 
 
-def test_a_lock_is_held_and_a_store_opened_while_a_block_is_written_does_not_harm_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_opened_while_another_writes_harms_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     block, fsync = make_block(1), os.fsync
 
     def opening(fd: int) -> None:

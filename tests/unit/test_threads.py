@@ -1,6 +1,11 @@
-"""Daemon threads: order, bound, closing, and a process that ends while a call hangs."""
+"""Daemon threads: order, bound, closing, and a process that ends while a call hangs; torch's threads: fewer where
+others use the cores, and how long those of a command spin.
+"""
 
+import contextlib
 import gc
+import json
+import logging
 import os
 import random
 import subprocess
@@ -8,18 +13,25 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
+from cacheblend.cli.program import BOUNDED, bound_waiting
+from cacheblend.core.config import BlendConfig
 from cacheblend.core.load import threads as threads_module
 from cacheblend.core.load.threads import CallsInOrder, DaemonPool
+from cacheblend.core.plan.prompt import Prompt, text
+from cacheblend.engines.hf import BlendEngine, thread_count
+from cacheblend.engines.hf.thread_count import ThreadCount
+from families import tiny_model
 
 
-def test_calls_run_in_order_and_give_results_and_errors() -> None:
+def test_calls_run_in_order_as_many_at_once_as_there_are_threads() -> None:
     pool, order = DaemonPool(1, "test"), list[int]()
     futures = [pool.submit(order.append, number) for number in range(50)]
     failing = pool.submit(int, "x")
@@ -28,9 +40,6 @@ def test_calls_run_in_order_and_give_results_and_errors() -> None:
     with pytest.raises(ValueError, match="invalid literal"):
         failing.result()
     assert pool.submit(lambda: 7).result() == 7  # the thread goes on after an error
-
-
-def test_as_many_calls_run_at_once_as_there_are_threads() -> None:
     pool, all_in = DaemonPool(3, "test"), threading.Barrier(4)
     for _ in range(2):
         futures = [pool.submit(all_in.wait) for _ in range(3)]
@@ -48,6 +57,21 @@ def test_as_many_calls_run_at_once_as_there_are_threads() -> None:
     pool = DaemonPool(4, "test")
     assert [pool.submit(int, str(number)).result(30) for number in range(200)] == list(range(200))
     assert len(pool._shared.threads) == 1  # one call after the other takes one thread
+    # calls of one caller take one thread of a shared pool
+    pool, gate, order = DaemonPool(2, "test"), threading.Event(), list[int]()
+    slow, fast = CallsInOrder(pool), CallsInOrder(pool)
+    hanging = [slow.submit(gate.wait) for _ in range(3)]
+    done = [fast.submit(order.append, number) for number in range(20)]
+    assert [future.result() for future in done] == [None] * 20
+    assert order == list(range(20))
+    slow.close()
+    assert [future.cancelled() for future in hanging] == [False, True, True]
+    gate.set()
+    assert hanging[0].result()
+    assert slow.submit(int).result() == 0  # a caller may go on
+    pool.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        CallsInOrder(pool).submit(int)
 
 
 def test_what_follows_another_call_takes_no_thread_until_then() -> None:
@@ -89,7 +113,7 @@ def test_what_follows_another_call_takes_no_thread_until_then() -> None:
     assert begun.result(30)
 
 
-def test_closing_cancels_what_waits_and_waits_for_nothing() -> None:
+def test_closing_cancels_what_waits_and_a_call_that_hangs_keeps_nothing_from_ending() -> None:
     pool, gate, begun = DaemonPool(1, "test"), threading.Event(), threading.Event()
 
     def hang() -> bool:
@@ -108,9 +132,7 @@ def test_closing_cancels_what_waits_and_waits_for_nothing() -> None:
     gate.set()
     assert running.result()
 
-
-def test_threads_end_with_their_pool_and_keep_no_result() -> None:
-    class Large:
+    class Large:  # threads end with their pool and keep no result
         pass
 
     pool = DaemonPool(1, "cacheblend-test-end")
@@ -124,9 +146,7 @@ def test_threads_end_with_their_pool_and_keep_no_result() -> None:
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
-
-
-def test_a_hanging_call_does_not_keep_the_process_from_ending() -> None:
+    # a hanging call does not keep the process from ending
     program = (
         "import threading; from cacheblend.core.load.threads import CallsInOrder, DaemonPool\n"
         "pool, begun = DaemonPool(1, 'test'), threading.Event()\n"
@@ -134,23 +154,6 @@ def test_a_hanging_call_does_not_keep_the_process_from_ending() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert ran.stdout.strip() == "end"
-
-
-def test_calls_of_one_caller_take_one_thread_of_a_shared_pool() -> None:
-    pool, gate, order = DaemonPool(2, "test"), threading.Event(), list[int]()
-    slow, fast = CallsInOrder(pool), CallsInOrder(pool)
-    hanging = [slow.submit(gate.wait) for _ in range(3)]
-    done = [fast.submit(order.append, number) for number in range(20)]
-    assert [future.result() for future in done] == [None] * 20
-    assert order == list(range(20))
-    slow.close()
-    assert [future.cancelled() for future in hanging] == [False, True, True]
-    gate.set()
-    assert hanging[0].result()
-    assert slow.submit(int).result() == 0  # a caller may go on
-    pool.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        CallsInOrder(pool).submit(int)
 
 
 def test_a_forked_process_has_threads_of_its_own_for_pools_whose_locks_another_thread_held() -> None:
@@ -257,3 +260,209 @@ def interrupt_everywhere(threads: int) -> None:
         fresh += 1
         pools.append(DaemonPool(threads, "test"))
     assert fresh > line  # a thread is started
+
+
+@pytest.fixture(autouse=True)
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a machine of two cores, whatever the environment says."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr(thread_count, "_OWN_THREADS", 2)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def learn(count: ThreadCount, seconds: float, share: float) -> None:
+    """Layers of 10 ms, of which the thread ran for a part."""
+    for _ in range(round(seconds / 0.01)):
+        count.learn(0.01, 0.01 * share)
+
+
+def used(count: ThreadCount) -> list[int]:
+    """Threads around a layer, in one, behind it, and behind both."""
+    found = []
+    with count.held():
+        found.append(torch.get_num_threads())
+        with count.layer():
+            found.append(torch.get_num_threads())
+        found.append(torch.get_num_threads())
+    return [*found, torch.get_num_threads()]
+
+
+def test_one_thread_beside_others(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = ThreadCount()
+    learn(count, 4, 0.4)
+    assert not caplog.records, "weights that are read take a while, too"
+    learn(count, 40, 0.4)
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "40 % of the time" in record.message and "OMP_NUM_THREADS=2" in record.message
+    assert "or other threads of this one" in record.message  # a thread cannot tell who has its core
+    count = ThreadCount()
+    learn(count, 1, 1.0)
+    assert used(count) == [2, 2, 2, 2]
+    learn(count, 0.02, 0.4)
+    assert used(count) == [1, 1, 1, 2], "the program's own number is as it was"
+    learn(count, 10, 0.3)
+    assert used(count) == [1, 1, 1, 2]
+    learn(count, 0.3, 1.0)
+    assert used(count) == [2, 2, 2, 2]
+    count, waited = ThreadCount(), []  # more threads are tried less often the more often that failed
+    for _ in range(8):
+        learn(count, 0.02, 0.4)
+        assert count.is_single
+        seconds = 0.0
+        while count.is_single:
+            learn(count, 0.02, 1.0)
+            seconds += 0.02
+        waited.append(seconds)
+    assert waited == sorted(waited)
+    assert waited[0] < 0.5 and 8 <= waited[-1] < 8.5
+    learn(count, 20, 1.0)  # it has held
+    learn(count, 0.02, 0.4)
+    learn(count, 0.3, 1.0)
+    assert not count.is_single
+    for following in (ThreadCount(is_following=False), ThreadCount()):  # a number that was chosen is left alone
+        following.is_single = following.is_following
+        torch.set_num_threads(1 if following.is_following else 2)  # the program's own choice since
+        assert set(used(following)) == {torch.get_num_threads()}
+    torch.set_num_threads(2)
+    with monkeypatch.context() as chosen:
+        chosen.setenv("OMP_NUM_THREADS", "2")
+        assert not ThreadCount().is_following
+    monkeypatch.setattr(thread_count, "_libraries", lambda: None)  # one thread has no number of its own
+    count = ThreadCount()
+    assert not count.is_following
+    count.is_single = True
+    assert used(count) == [2, 2, 2, 2]
+
+
+def number_of_a_new_thread() -> int:
+    found = list[int]()
+    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def busy() -> ThreadCount:
+    count = ThreadCount()
+    learn(count, 0.02, 0.4)
+    assert count.is_single
+    return count
+
+
+def test_the_numbers_of_other_threads_never_change_and_ones_own_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of those that begin to use torch meanwhile, nor what the program sets elsewhere for them."""
+    count = busy()
+    with count.held():
+        assert (torch.get_num_threads(), number_of_a_new_thread()) == (1, 2)
+    ready, go = threading.Event(), threading.Event()
+
+    def serve() -> None:
+        torch.get_num_threads()
+        ready.set()
+        go.wait(60)
+        assert used(count) == [1, 1, 1, 2]
+        served.append(1)
+
+    served = list[int]()
+    thread = threading.Thread(target=serve)
+    thread.start()
+    ready.wait(60)
+    torch.set_num_threads(4)
+    go.set()
+    thread.join(60)
+    assert served == [1] and (torch.get_num_threads(), number_of_a_new_thread()) == (4, 4)
+    torch.set_num_threads(2)
+    count = busy()  # the number comes back whatever fails inside, unless the program has set another one meanwhile
+    for context in (count.held, count.layer):
+        with pytest.raises(KeyError), context():
+            raise KeyError
+        assert torch.get_num_threads() == 2
+
+    def fail(*_: object) -> None:
+        raise KeyError
+
+    monkeypatch.setattr(ThreadCount, "learn", fail)
+    with pytest.raises(KeyError), count.layer():
+        pass
+    assert torch.get_num_threads() == 2
+    with count.held():
+        torch.set_num_threads(3)
+    assert torch.get_num_threads() == 3
+
+
+def test_engines_and_a_program_in_several_threads_keep_their_numbers() -> None:
+    """At random: threads run layers of two engines, some of them with numbers that the program has given them."""
+    counts, ends = (busy(), busy()), list[tuple[int, int]]()
+
+    def run(seed: int) -> None:
+        draw = random.Random(seed)
+        own = draw.choice((None, None, 1, 3))
+        if own is not None:
+            torch.set_num_threads(own)
+        before = torch.get_num_threads()
+        for _ in range(40):
+            count = draw.choice(counts)
+            count.is_single = draw.random() < 0.7
+            with contextlib.suppress(ZeroDivisionError), count.held(), draw.choice(counts).layer():
+                torch.ones(40, 40) @ torch.ones(40, 40)
+                draw.choice((int, lambda: 1 // 0))()
+        ends.append((before, torch.get_num_threads()))
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(ends) == 12 and all(before == after for before, after in ends)
+
+
+@pytest.mark.parametrize("shares", [[1.0], [0.3], [0.3, 1.0]])
+def test_answers_are_the_same_on_any_number(shares: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decided anew at each layer, the number never stays changed behind a request."""
+    draw, seen = random.Random(1), set[int]()
+
+    def learn_by_chance(count: ThreadCount, took: float, ran: float) -> None:
+        seen.add(torch.get_num_threads())
+        count.is_single = draw.choice(shares) < 1
+
+    monkeypatch.setattr(ThreadCount, "learn", lambda count, took, ran: None)
+    with BlendEngine(tiny_model("llama"), fingerprint="x", config=BlendConfig(capture=False)) as engine:
+        prompt = Prompt.of([text(list(range(3, 40)))])
+        alone = engine.generate(prompt, max_new_tokens=8, ignore_eos=True).token_ids
+        monkeypatch.setattr(ThreadCount, "learn", learn_by_chance)
+        for _ in range(3):
+            assert engine.generate(prompt, max_new_tokens=8, ignore_eos=True).token_ids == alone
+            assert torch.get_num_threads() == 2
+    assert seen == {2} if shares == [1.0] else 1 in seen
+
+
+PROGRAM = """
+import json, os, sys
+from cacheblend.cli import main
+main(["--version"])
+found = {k: v for k, v in os.environ.items() if k.startswith(("OMP", "GOMP", "KMP"))}
+print(json.dumps(["torch" in sys.modules, found]))
+"""
+
+
+def environment_of_the_command_line(**chosen: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMP", "GOMP", "KMP"))}
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, env=kept | chosen, capture_output=True, text=True, check=True)
+    has_torch, found = json.loads(done.stdout.splitlines()[-1])
+    assert not has_torch
+    return dict(found)
+
+
+def test_the_command_line_bounds_how_long_threads_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment_of_the_command_line(OMP_NUM_THREADS="2") == {"OMP_NUM_THREADS": "2", **BOUNDED}
+    for name, value in (("OMP_WAIT_POLICY", "ACTIVE"), ("GOMP_SPINCOUNT", "5"), ("KMP_BLOCKTIME", "200")):
+        assert environment_of_the_command_line(**{name: value}) == {name: value}, "the user's own choice stands"
+    monkeypatch.setattr(os, "environ", environment := dict[str, str]())
+    bound_waiting()  # torch is loaded: it would have no effect here, and one on other programs
+    assert environment == {}

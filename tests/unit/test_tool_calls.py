@@ -1,9 +1,4 @@
-"""Tool calls in answers: their formats, and streams that are cut anywhere.
-
-Situations: text in front, between and behind; two calls; nested brackets, quotes, unicode and escaped newlines in
-arguments; a marker in a string; a marker that never closes; what only looks like a call; names of no tool; values that
-JSON has not; nesting without end; long answers in small pieces.
-"""
+"""Tool calls in answers: their formats, and streams that are cut anywhere."""
 
 import json
 import sys
@@ -18,7 +13,6 @@ from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.tokens.builder import PromptBuilder
-from cacheblend.engines.tokens.chat import strings_in
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.prompts import with_argument_objects
 from cacheblend.serve.schemas import check_tools
@@ -104,7 +98,7 @@ def test_any_cut_of_any_text_gives_the_same_and_nothing_is_lost(name: str, parts
     assert all(letter in letters for letter in text)  # what is left is in the answer, in this order
 
 
-def test_text_comes_as_soon_as_it_is_certain() -> None:
+def test_text_comes_as_soon_as_it_is_certain_and_a_long_call_in_time() -> None:
     reader = CallReader(FORMATS["hermes"], {"f"})
     assert reader.push("Hello") == ["Hello"] and reader.push(" <") == [" "]
     assert reader.push("b> <tool_") == ["<b> "] and reader.push("cal") == []
@@ -113,6 +107,10 @@ def test_text_comes_as_soon_as_it_is_certain() -> None:
     assert reader.push(call[:-1]) == [] and reader.push(">") == [Call("f", '{"a": 1}')]
     assert reader.push("\n") == [] and reader.push("Done") == ["\nDone"]
     assert reader.finish() == []
+    answer = written("hermes", "f", {"text": "a{]\"' " * 60_000, "more": [{"a": 1}] * 5_000})  # a long call
+    began = time.process_time()
+    text, calls = read("hermes", [answer[start : start + 4] for start in range(0, len(answer), 4)])
+    assert text == "" and len(calls) == 1 and time.process_time() - began < 30
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -126,7 +124,7 @@ def test_two_calls_and_text_between_and_behind(name: str) -> None:
     assert read(name, [first + "\n\n"]) == ("", [Call("f", '{"a": 1}')])
 
 
-def test_calls_that_stand_in_one_list_and_tools_without_parameters() -> None:
+def test_calls_in_one_list_behind_what_was_none_cut_at_the_end_or_without_parameters() -> None:
     both = '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
     assert read("mistral", [both])[1] == [Call("f", '{"a": 1}'), Call("g", "{}")]
     assert read("mistral", [both], only_first=True)[1] == [Call("f", '{"a": 1}')]
@@ -143,6 +141,13 @@ def test_calls_that_stand_in_one_list_and_tools_without_parameters() -> None:
     assert read("hermes", ['<tool_call>{"name": "f", "arguments": null}</tool_call>']) == ("", [Call("f", "{}")])
     assert read("pythonic", ["[f()]"]) == ("", [Call("f", "{}")])
     assert read("mistral", ["[TOOL_CALLS]f{}"]) == ("", [Call("f", "{}")])
+    good = written("hermes", "f", {})  # behind what was none, whose end is cut, and with half of a surrogate pair
+    for bad in ("<tool_call>", "<tool_call>{]", '<tool_call>{"name": "x"}</tool_call>'):
+        assert read("hermes", [bad + good]) == (bad, [Call("f", "{}")])
+    for rest in ("", "\n", "</tool", "\n</tool_call"):
+        assert read("hermes", ['<tool_call>{"name": "f", "arguments": {}}' + rest]) == ("", [Call("f", "{}")])
+    _, [call] = read("hermes", ['<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>'])
+    assert call.arguments == '{"a": "\\ud800"}' and call.arguments.encode()
 
 
 @pytest.mark.parametrize(
@@ -192,16 +197,6 @@ def test_what_is_no_call_stays_text_whole(name: str, answer: str) -> None:
     assert read(name, [answer]) == read(name, answer) == (answer, [])
 
 
-def test_a_call_behind_what_was_none_one_whose_end_is_cut_and_half_of_a_surrogate_pair() -> None:
-    good = written("hermes", "f", {})
-    for bad in ("<tool_call>", "<tool_call>{]", '<tool_call>{"name": "x"}</tool_call>'):
-        assert read("hermes", [bad + good]) == (bad, [Call("f", "{}")])
-    for rest in ("", "\n", "</tool", "\n</tool_call"):
-        assert read("hermes", ['<tool_call>{"name": "f", "arguments": {}}' + rest]) == ("", [Call("f", "{}")])
-    _, [call] = read("hermes", ['<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>'])
-    assert call.arguments == '{"a": "\\ud800"}' and call.arguments.encode()
-
-
 @pytest.mark.parametrize(
     "answer",
     [
@@ -229,13 +224,6 @@ def test_what_is_nested_without_end_is_text_soon(name: str, answer: str) -> None
     assert time.process_time() - began < 20 and sys.getrecursionlimit() == depth
 
 
-def test_a_long_call_is_read_in_time() -> None:
-    answer = written("hermes", "f", {"text": "a{]\"' " * 60_000, "more": [{"a": 1}] * 5_000})
-    began = time.process_time()
-    text, calls = read("hermes", [answer[start : start + 4] for start in range(0, len(answer), 4)])
-    assert text == "" and len(calls) == 1 and time.process_time() - began < 30
-
-
 @pytest.mark.parametrize(
     ("template", "name"),
     [
@@ -259,14 +247,11 @@ def test_a_format_is_known_by_the_template(template: Any, name: str | None) -> N
         format_of("gpt", template)
 
 
-def test_ids_differ_and_are_as_templates_take_them() -> None:
+def test_ids_differ_and_are_as_templates_take_them_and_special_tokens_of_calls_alone_are_shown() -> None:
     for name, form in FORMATS.items():
         ids = {form.new_id() for _ in range(100)}
         assert len(ids) == 100
         assert all(len(each) == 9 and each.isalnum() if name == "mistral" else each.startswith("call_") for each in ids)
-
-
-def test_special_tokens_of_calls_are_shown_and_no_others() -> None:
     tokenizer = byte_level()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|python_tag|>", "<|eom_id|>"]})
     builder = PromptBuilder(tokenizer)
@@ -276,9 +261,6 @@ def test_special_tokens_of_calls_are_shown_and_no_others() -> None:
     ids = [end, tag, *builder.encode('{"a": "é😀"}'), think, end]
     assert builder.decode(ids, shown) == '<|python_tag|>{"a": "é😀"}<think>'
     assert builder.decode(ids) == '{"a": "é😀"}<think>'
-
-
-# ---- requests -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -308,15 +290,6 @@ def test_what_is_no_tool_is_refused_with_its_place(tool: dict[str, Any], param: 
 
 def call_of(arguments: Any) -> dict[str, Any]:
     return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-
-
-@pytest.mark.parametrize(("arguments", "found"), [('{"a": 1}', {"a": 1}), ("", {}), (None, {}), ({"b": 2}, {"b": 2})])
-def test_a_template_gets_arguments_as_an_object(arguments: Any, found: dict[str, Any]) -> None:
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call_of(arguments)]}]
-    before = json.dumps(messages)
-    assert with_argument_objects(messages)[1]["tool_calls"] == [call_of(found)]
-    assert json.dumps(messages) == before
-    assert sorted(strings_in([{"a": [12, 1.5, None, True]}, "b"])) == ["1.5", "12", "True", "a", "b"]  # for its length
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The loading controller of a vLLM engine: it starts with nothing, and learns from what its workers report."""
 
-import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ PLANNER = Planner(root_name("m", "bfloat16"))
 LAYOUT = KVLayout((LayerShape(1, 1),), torch.bfloat16)
 PACE = 1e-5
 """Seconds of a row-layer."""
+SLOW_S3 = CostModel(((256, 256 * LAYERS * PACE), (4096, 4096 * LAYERS * PACE)), {"s3": TierSpeed(5e9, 0.02)})
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def opened(cost_model: CostModel | None = None) -> LoadControl:
     return LoadControl(CONFIG, LAYERS, BYTES, cost_model)
 
 
-def test_before_anything_was_measured_all_is_loaded_and_the_first_measurement_of_computing_is_enough() -> None:
+def test_the_first_measurement_of_computing_is_enough_and_a_raised_ratio_leaves_out_more() -> None:
     control, plan = opened(), plan_of(["disk"] * 4)
     assert control.decide(plan) == LoadChoice(plan)
     busy = World({"disk": TierSpeed(1.0)}, is_alone=False)
@@ -121,18 +122,24 @@ def test_before_anything_was_measured_all_is_loaded_and_the_first_measurement_of
     assert known is not None and known.full_s(2048) == pytest.approx(2048 * LAYERS * PACE)
     control.learn_pace(1, 1e9)
     assert control.cost_model == known
+    # between the two: worth loading at the configured ratio, not where most of it is recomputed anyway
+    plan = plan_of(["disk"] * 8)
+    known = [CostModel(((256, 0.06), (4096, 1.0)), {"disk": TierSpeed(10 ** (6 + at / 20))}) for at in range(60)]
+    left = [
+        {ratio: opened(each).decide(plan, ratio).is_all_left_out for ratio in (None, 0.15, 0.34, 0.6)} for each in known
+    ]
+    assert all(each[None] == each[0.15] <= each[0.34] <= each[0.6] for each in left)
+    assert any(each[0.6] and not each[0.15] for each in left)
 
 
-def test_a_fast_store_is_loaded_at_the_configured_ratio() -> None:
+def test_slow_stores_are_left_out_tried_again_and_used_once_they_are_fast() -> None:
     control, world, plan = opened(), World({"disk": TierSpeed(5e9)}), plan_of(["disk"] * 8)
     for _ in range(50):
         choice = step(control, world, plan)
         assert choice.plan is plan and choice.ratio is None and not choice.is_all_left_out
     known = control.cost_model
     assert known is not None and known.full_s(4096) * known.overhead == pytest.approx(4096 * LAYERS * PACE, rel=0.1)
-
-
-def test_a_store_slower_than_computing_is_left_out_from_the_fourth_request_on() -> None:
+    # slower than computing: left out from the fourth request on
     control, world, plan = opened(), World({"disk": TierSpeed(1e6)}), plan_of(["disk"] * 8)
     for _ in range(3):
         assert step(control, world, plan).plan is plan
@@ -140,19 +147,20 @@ def test_a_store_slower_than_computing_is_left_out_from_the_fourth_request_on() 
     assert choice.is_all_left_out and not tiers_read(choice) and choice.ratio is None
     assert choice.decision is not None and "computing the whole prompt" in choice.decision.reason
     assert not choice.plan.missed_chunks()  # what is left out is not stored again
-
-
-@pytest.mark.parametrize("slow", range(3))
-def test_one_slow_reading_of_a_new_store_does_not_turn_it_round(slow: int) -> None:
-    """Such as the first, which opens connections."""
-    control, plan = opened(), plan_of(["disk"] * 8)
-    for number in range(20):
-        world = World({"disk": TierSpeed(1e5 if number == slow else 5e9)})
-        assert step(control, world, plan).plan is plan
-
-
-def test_a_store_that_was_left_out_is_tried_again_and_used_once_it_is_fast() -> None:
-    control, plan = opened(), plan_of(["disk"] * 8)
+    for slow in range(3):  # one slow reading of a new store, such as the first, which opens connections
+        control, plan = opened(), plan_of(["disk"] * 8)
+        for number in range(20):
+            world = World({"disk": TierSpeed(1e5 if number == slow else 5e9)})
+            assert step(control, world, plan).plan is plan
+    control = opened()  # of two disks the slow one alone
+    world = World({"disk": TierSpeed(5e9), "disk-2": TierSpeed(1e6), "memory": TierSpeed(2e10)})
+    plan = plan_of(["disk", "disk-2", "memory", "disk-2", "disk"])
+    for _ in range(3):
+        assert tiers_read(step(control, world, plan)) == {"disk", "disk-2", "memory"}
+    for _ in range(20):
+        choice = step(control, world, plan)
+        assert tiers_read(choice) == {"disk", "memory"} and not choice.is_all_left_out
+    control, plan = opened(), plan_of(["disk"] * 8)  # tried again and used once it is fast
     world = World({"disk": TierSpeed(1e6)})
     for _ in range(3):
         step(control, world, plan)
@@ -161,23 +169,7 @@ def test_a_store_that_was_left_out_is_tried_again_and_used_once_it_is_fast() -> 
     world.speeds["disk"] = TierSpeed(5e9)
     fast = [step(control, world, plan) for _ in range(800)]
     assert all(choice.plan is plan and choice.ratio is None for choice in fast[-20:])
-
-
-def test_of_two_disks_only_the_slow_one_is_left_out() -> None:
-    control = opened()
-    world = World({"disk": TierSpeed(5e9), "disk-2": TierSpeed(1e6), "memory": TierSpeed(2e10)})
-    plan = plan_of(["disk", "disk-2", "memory", "disk-2", "disk"])
-    for _ in range(3):
-        assert tiers_read(step(control, world, plan)) == {"disk", "disk-2", "memory"}
-    for _ in range(20):
-        choice = step(control, world, plan)
-        assert tiers_read(choice) == {"disk", "memory"} and not choice.is_all_left_out
-
-
-SLOW_S3 = CostModel(((256, 256 * LAYERS * PACE), (4096, 4096 * LAYERS * PACE)), {"s3": TierSpeed(5e9, 0.02)})
-
-
-def test_where_loading_takes_longer_anyway_more_is_recomputed_in_few_steps() -> None:
+    # where loading takes longer anyway more is recomputed, in few steps
     control, plan = opened(SLOW_S3), plan_of(["s3"] * 8)
     assert control.decide(plan, raises=False).ratio is None
     choice = control.decide(plan)
@@ -202,22 +194,9 @@ def test_steps_begin_at_the_ratio_in_force(raised: float) -> None:
     assert times[0] is not None and times[1] is not None and times[1].compute_s > 1.2 * times[0].compute_s
 
 
-def test_a_store_that_is_slower_than_computing_stays_left_out_and_a_raised_ratio_leaves_out_more() -> None:
-    """Between the two: worth loading at the configured ratio, not where most of it is recomputed anyway."""
-    plan = plan_of(["disk"] * 8)
-    known = [CostModel(((256, 0.06), (4096, 1.0)), {"disk": TierSpeed(10 ** (6 + at / 20))}) for at in range(60)]
-    left = [
-        {ratio: opened(each).decide(plan, ratio).is_all_left_out for ratio in (None, 0.15, 0.34, 0.6)} for each in known
-    ]
-    assert all(each[None] == each[0.15] <= each[0.34] <= each[0.6] for each in left)
-    assert any(each[0.6] and not each[0.15] for each in left)
-
-
 @given(st.floats(0, 1), st.floats(1e5, 1e10), st.floats(0, 0.2), st.lists(st.sampled_from(["a", "b", ""]), min_size=1))
 @settings(max_examples=share(80), deadline=None)
-def test_ratios_are_steps_above_the_floor_and_never_below(
-    floor: float, speed: float, latency: float, tiers: list[str]
-) -> None:
+def test_ratios_are_steps_above_the_floor(floor: float, speed: float, latency: float, tiers: list[str]) -> None:
     config = BlendConfig(recompute_ratio=floor)
     known = CostModel(((256, 0.06), (4096, 1.0)), {"a": TierSpeed(speed, latency), "b": TierSpeed(1e9)})
     plan = plan_of(tiers[:6], 128)
@@ -232,33 +211,7 @@ def test_ratios_are_steps_above_the_floor_and_never_below(
     assert choice.is_all_left_out == (choice.decision is not None and not tiers_read(choice))
 
 
-def test_only_tiers_are_learnt_where_others_compute_at_the_same_time() -> None:
-    control, plan = opened(), plan_of(["disk"] * 8)
-    control.learn_pace(1024 * LAYERS, 1024 * LAYERS * PACE)
-    for _ in range(3):
-        step(control, World({"disk": TierSpeed(1e6)}, is_alone=False), plan)
-    known = control.cost_model
-    assert known is not None and known.overhead == 1.0
-    assert control.decide(plan).is_all_left_out
-
-
-def test_a_tier_that_is_given_up_again_and_again_is_left_out() -> None:
-    """Less of it is loaded from the fourth time on, and soon nothing."""
-    control, plan = opened(), plan_of(["memory", *["s3"] * 7])
-    assert control.compute_s(plan) is None
-    control.learn_pace(1024 * LAYERS, 1024 * LAYERS * PACE)
-    assert control.compute_s(plan) == pytest.approx(8 * 512 * LAYERS * PACE, rel=0.01)
-    given_up = Outcome(failure="load timeout", read_s={"s3": 8 * 512 * LAYERS * PACE})
-    loaded = []
-    for _ in range(20):
-        choice = control.decide(plan)
-        loaded.append(sum(len(s) for s in choice.plan.spans if s.tier == "s3" and s.source is Source.LOADED))
-        control.learn(plan, given_up)
-    assert loaded[:3] == [7 * 512] * 3 and loaded[3] < 4 * 512 and loaded[-1] == 0
-    assert tiers_read(choice) == {"memory"}
-
-
-def test_a_pass_that_failed_or_lost_blocks_tells_nothing() -> None:
+def test_what_failed_is_held_or_ran_beside_others_tells_nothing_but_a_tier_given_up_is_left_out() -> None:
     control, plan = opened(), plan_of(["disk"] * 8)
     control.learn_pace(1024 * LAYERS, 1024 * LAYERS * PACE)
     known = control.cost_model
@@ -271,10 +224,7 @@ def test_a_pass_that_failed_or_lost_blocks_tells_nothing() -> None:
     for _ in range(3):
         control.learn(plan, good)
     assert control.decide(plan).is_all_left_out
-
-
-def test_what_vllm_holds_already_is_neither_read_nor_learnt() -> None:
-    control, plan = opened(), plan_of(["disk"] * 8)
+    control, plan = opened(), plan_of(["disk"] * 8)  # what vLLM holds already is neither read nor learnt
     world = World({"disk": TierSpeed(1e9)})
     for cached in (0, 60, 700, 1000):
         choice = control.decide(plan)
@@ -282,6 +232,26 @@ def test_what_vllm_holds_already_is_neither_read_nor_learnt() -> None:
         control.learn(plan, world.run(choice, cached))
     known = control.cost_model
     assert known is not None and known.overhead == pytest.approx(1.0, rel=0.1)
+    control, plan = opened(), plan_of(["disk"] * 8)  # where others compute at the same time only tiers are learnt
+    control.learn_pace(1024 * LAYERS, 1024 * LAYERS * PACE)
+    for _ in range(3):
+        step(control, World({"disk": TierSpeed(1e6)}, is_alone=False), plan)
+    known = control.cost_model
+    assert known is not None and known.overhead == 1.0
+    assert control.decide(plan).is_all_left_out
+    # given up again and again: less of it is loaded from the fourth time on, and soon nothing
+    control, plan = opened(), plan_of(["memory", *["s3"] * 7])
+    assert control.compute_s(plan) is None
+    control.learn_pace(1024 * LAYERS, 1024 * LAYERS * PACE)
+    assert control.compute_s(plan) == pytest.approx(8 * 512 * LAYERS * PACE, rel=0.01)
+    given_up = Outcome(failure="load timeout", read_s={"s3": 8 * 512 * LAYERS * PACE})
+    loaded = []
+    for _ in range(20):
+        choice = control.decide(plan)
+        loaded.append(sum(len(s) for s in choice.plan.spans if s.tier == "s3" and s.source is Source.LOADED))
+        control.learn(plan, given_up)
+    assert loaded[:3] == [7 * 512] * 3 and loaded[3] < 4 * 512 and loaded[-1] == 0
+    assert tiers_read(choice) == {"memory"}
 
 
 def test_a_cost_models_file_is_where_it_starts(tmp_path: Path) -> None:
@@ -306,18 +276,11 @@ def test_a_cost_models_file_is_where_it_starts(tmp_path: Path) -> None:
 def test_threads_decide_while_another_learns() -> None:
     control, world = opened(), World({"a": TierSpeed(1e9), "b": TierSpeed(1e6)})
     plans = [plan_of(["a", "b"][: 1 + number % 2] * (1 + number % 3), 256) for number in range(6)]
-    errors: list[BaseException] = []
 
     def work(seed: int) -> None:
-        try:
-            for number in range(150):
-                step(control, world, plans[(seed + number) % len(plans)])
-        except BaseException as error:
-            errors.append(error)
+        for number in range(150):
+            step(control, world, plans[(seed + number) % len(plans)])
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors and control.cost_model is not None
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert control.cost_model is not None
