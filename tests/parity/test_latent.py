@@ -16,7 +16,7 @@ from fake_adapters import add_adapter, set_adapter
 from families import BLENDABLE, tiny_model
 from parity.scenes import QUESTION, RAG, A, B, C, assert_as_reference, assert_close, greedy, open_engine, run
 from reference import blend, plain_kv
-from unit.test_adapters import quantised
+from unit.test_fingerprint import quantised
 
 FAMILIES = [
     family.name

@@ -174,15 +174,13 @@ def test_bf16_is_as_good_as_sdpa(positions, window, query_scale, common_key):
     assert ours.mean() <= 2.0**2 * sdpa.mean()
 
 
-def test_extreme_scores_stay_finite():
+def test_extreme_scores_stay_finite_and_inputs_as_they_are():
     query, keys, values, at = _inputs(4, 2, 64, 700, list(range(700)), torch.bfloat16)
     keys[:, :] = -keys.abs() * 30
     for sign in (1, -1):
         result = attend_rows(query.abs() * 30 * sign, keys, values, at, AttentionSpec(1.0))
         assert result.isfinite().all()
-
-
-def test_no_rows_one_key_and_inputs_that_stay_as_they_are():
+    # one key, and no rows
     query, keys, values, at = _inputs(4, 2, 8, 1, [0])
     result = attend_rows(query, keys, values, at, AttentionSpec(1.0))
     torch.testing.assert_close(result[0], values[:, 0].repeat_interleave(2, 0))
@@ -207,11 +205,7 @@ def test_no_rows_one_key_and_inputs_that_stay_as_they_are():
 def test_refuses_what_does_not_fit(query, keys, values, positions, message):
     with pytest.raises(InvalidInputError, match=message):
         attend_rows(
-            torch.zeros(query),
-            torch.zeros(keys),
-            torch.zeros(values),
-            torch.tensor(positions),
-            AttentionSpec(1.0),
+            torch.zeros(query), torch.zeros(keys), torch.zeros(values), torch.tensor(positions), AttentionSpec(1.0)
         )
 
 
@@ -259,9 +253,7 @@ def test_keys_that_are_left_out_get_nothing_and_the_rest_gets_it_all() -> None:
 
 @pytest.mark.parametrize("bound", [1, 100, 1 << 24])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2), (6, 3), (5, 1)])
-def test_groups_cover_all_heads_with_their_kv_heads(
-    heads: int, kv_heads: int, bound: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_groups_cover_all_heads(heads: int, kv_heads: int, bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(question, "_MAX_WEIGHTS", bound)
     groups = question._groups(torch.zeros(heads, 3, 4), 5, kv_heads)
     covered = [(head, head // (heads // kv_heads)) for head in range(heads)]

@@ -124,9 +124,7 @@ def behind_a_link(file: Path, content: bytes) -> None:
 WAYS: list[Write] = [in_place, renamed, copied, by_cp, copied_as_tree, from_archive, mapped, behind_a_link]
 
 
-def test_whatever_replaces_a_file_in_any_way_is_named_by_what_it_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_replaces_a_file_is_named_by_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draws = random.Random(38)
     for kind in ("safetensors", "shards", "bin", "old bin"):
         folder, other = write_folder(tmp_path / kind, kind), write_folder(tmp_path / f"other {kind}", kind, seed=1)
@@ -148,7 +146,7 @@ def test_whatever_replaces_a_file_in_any_way_is_named_by_what_it_holds(
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "shards", "bin", "old bin"])
-def test_where_the_file_system_lies_in_everything_the_sample_tells(
+def test_where_the_file_system_lies_the_sample_tells(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what it does not tell: a byte outside of it is the stated limit."""
@@ -184,19 +182,7 @@ def test_a_sample_has_a_spot_of_every_tensor_and_reads_little(tmp_path: Path, mo
         assert sample_of(file) != before
 
 
-def test_a_file_that_was_just_written_is_hashed_again_and_one_that_is_written_to_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, states = write_folder(tmp_path / "model", "safetensors"), iter(range(100))
-    monkeypatch.setattr(fingerprint, "SETTLED_S", 60.0)
-    fingerprint_folder(folder)
-    assert not list((tmp_path / "cache").rglob("*.json"))
-    monkeypatch.setattr(fingerprint, "state_of", lambda file: (1, 2, next(states), 4))
-    with pytest.raises(InvalidInputError, match=r"model\.safetensors is being written to"):
-        fingerprint_folder(folder)
-
-
-def test_a_choice_of_shards_is_part_of_the_name_and_so_are_files_elsewhere(tmp_path: Path) -> None:
+def test_a_choice_of_shards_is_part_of_the_name_and_what_is_loaded(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", "shards")
     plain = fingerprint_folder(folder)
     save_file(tensors(1), folder / "consolidated.safetensors")  # Mistral's beside transformers' own
@@ -216,10 +202,8 @@ def test_a_choice_of_shards_is_part_of_the_name_and_so_are_files_elsewhere(tmp_p
     three = fingerprint_folder(folder)
     save_file(tensors(4), folder / "parts" / "w.safetensors")
     assert fingerprint_folder(folder) != three != two
-
-
-def test_the_files_that_are_loaded(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "model", "shards")
+    # the files that are loaded
+    folder = write_folder(tmp_path / "loaded", "shards")
     assert [file.name[:11] for file in loaded_files(folder)] == ["model-00001", "model-00002", "model-00003"]
     (folder / "pytorch_model.bin").write_bytes(b"")
     check_files(folder)  # what is not loaded may be anything
@@ -264,7 +248,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2
         ),
     ],
 )
-def test_files_that_are_not_whole_are_refused_by_name(
+def test_damaged_files_are_refused_by_name(
     kind: str, damage: Callable[[Path], object], message: str, tmp_path: Path
 ) -> None:
     folder = write_folder(tmp_path / "model", kind)
@@ -274,9 +258,16 @@ def test_files_that_are_not_whole_are_refused_by_name(
         check_files(folder)
 
 
-def test_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "model", "safetensors")
+def test_links_to_nothing_and_files_being_written_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_folder(tmp_path / "linked", "safetensors")
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to(tmp_path / "gone")
     with pytest.raises(InvalidInputError, match=r"model\.safetensors cannot be read \(No such file"):
+        fingerprint_folder(folder)
+    folder, states = write_folder(tmp_path / "model", "safetensors"), iter(range(100))
+    monkeypatch.setattr(fingerprint, "SETTLED_S", 60.0)
+    fingerprint_folder(folder)
+    assert not list((tmp_path / "cache").rglob("*.json"))
+    monkeypatch.setattr(fingerprint, "state_of", lambda file: (1, 2, next(states), 4))
+    with pytest.raises(InvalidInputError, match=r"model\.safetensors is being written to"):
         fingerprint_folder(folder)

@@ -1,6 +1,8 @@
-"""The commands' help, options as groups of fields, with `BlendConfig`'s defaults, and progress on stderr."""
+"""The commands' help, options in groups, with `BlendConfig`'s defaults, progress on stderr; settings; reports."""
 
 import inspect
+import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -18,6 +20,10 @@ from cacheblend.cli.options import AnswerOptions, BlendOptions, ChunkOptions, Se
 from cacheblend.cli.serve import BoundOptions, ServerOptions, _settings
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.report import BlendReport
+from cacheblend.core.select.question_selectors import Hybrid, Query
+from cacheblend.core.select.selection import Selection
+from cacheblend.core.select.selectors import AllRows, Gradual, Head, Hkvd, NoRows, RandomRows, Threshold
 from cacheblend.engines.hf import SamplingParams
 from cacheblend.serve.settings import ServeSettings
 from lab.cli import app as lab_app
@@ -35,10 +41,6 @@ ALL = {
 }
 
 
-def test_commands_are_few() -> None:
-    assert len(ALL["cacheblend",].commands) <= 14
-
-
 @pytest.mark.parametrize("path", ALL, ids=" ".join)
 def test_help_is_whole_at_80_columns(path: tuple[str, ...]) -> None:
     result = CliRunner().invoke(APPS[path[0]], [*path[1:], "--help"], env={"COLUMNS": "80"})
@@ -54,24 +56,20 @@ def test_help_is_whole_at_80_columns(path: tuple[str, ...]) -> None:
         assert f"  {name}" in result.output
 
 
-def test_what_is_said_of_an_option() -> None:
+def test_what_is_said_of_an_option_and_commands_are_few() -> None:
     lines = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "110"}).output.splitlines()
     said = {line.split("  ")[1].strip(): line.strip() for line in lines if line.startswith("  -")}
     assert "the small model that ships. (required)" in " ".join(" ".join(lines).split())
     assert said["--timeout VALUE"].endswith("Seconds of a request at most. (default: 600)")
     assert "default" not in said["--salt VALUE"]
     assert said["--playground / --no-playground"] == "--playground / --no-playground"  # its text is below
+    assert len(ALL["cacheblend",].commands) <= 14
 
 
 @dataclass(frozen=True)
 class Size:
     width: Annotated[int, typer.Option("--width", "-w", min=1)]
     height: float = option(2.0, "Of the frame.")
-
-
-@dataclass(frozen=True)
-class Wide:
-    width: Annotated[int, typer.Option("--width")] = 9
 
 
 def run(command: object, *arguments: str) -> str:
@@ -81,7 +79,7 @@ def run(command: object, *arguments: str) -> str:
     return result.output if result.exit_code == 0 else f"{result.exit_code} {result.exception!r} {result.output}"
 
 
-def test_a_group_becomes_options_and_comes_back_as_one_object() -> None:
+def test_groups_become_options_in_their_panels_and_come_back_as_one_object() -> None:
     def show(size: Size, loud: bool = option(False, "Shout."), shown: bool = option(True, "Show it.")) -> None:
         typer.echo(f"{size} {loud} {shown}")
 
@@ -90,20 +88,6 @@ def test_a_group_becomes_options_and_comes_back_as_one_object() -> None:
     assert run(show).startswith("2 ")  # --width is required
     assert run(show, "-w", "0").startswith("2 ")
 
-
-def test_each_option_stands_in_the_panel_of_the_group_that_declares_it() -> None:
-    @dataclass(frozen=True)
-    class Measured(RoundOptions, SizeOptions):
-        rest: int = option(1, "Neither.", panel=None)
-
-    def show(what: Measured) -> None: ...
-
-    shown = inspect.signature(with_groups(show)).parameters
-    panels = {name: get_args(each.annotation)[1].rich_help_panel for name, each in shown.items()}
-    assert (panels["runs"], panels["chunks"], panels["rest"]) == (HOW, WHAT, None)
-
-
-def test_an_instance_as_default_sets_every_default_and_numbers_are_finite() -> None:
     def show(size: Size = Size(7)) -> None:
         typer.echo(str(size))
 
@@ -113,12 +97,24 @@ def test_an_instance_as_default_sets_every_default_and_numbers_are_finite() -> N
         told = run(show, f"--height={value}")
         assert "--height" in told and "Size(" not in told
 
+    @dataclass(frozen=True)
+    class Wide:
+        width: Annotated[int, typer.Option("--width")] = 9
 
-def test_two_groups_with_one_field_are_a_mistake_of_the_program() -> None:
     def show(size: Size, other: Wide) -> None: ...
 
     with pytest.raises(TypeError, match="width"):
         with_groups(show)
+
+    @dataclass(frozen=True)
+    class Measured(RoundOptions, SizeOptions):
+        rest: int = option(1, "Neither.", panel=None)
+
+    def show(what: Measured) -> None: ...
+
+    shown = inspect.signature(with_groups(show)).parameters
+    panels = {name: get_args(each.annotation)[1].rich_help_panel for name, each in shown.items()}
+    assert (panels["runs"], panels["chunks"], panels["rest"]) == (HOW, WHAT, None)
 
 
 def test_defaults_are_those_of_the_configuration() -> None:
@@ -137,20 +133,8 @@ def test_defaults_are_those_of_the_configuration() -> None:
     assert BlendConfig(**everything).ratios == (0.3, 0.2)
 
 
-def test_hops_belong_to_selectors_that_ask_the_question() -> None:
-    chosen = SelectionOptions(selector="query", hops=1, hop_spans=3)
-    assert chosen.settings() == {"selector": "query", "hops": 1, "hop_spans": 3}
-    by_words = SelectionOptions(selector="query:question_words=2", hops=1, hop_rows=0)
-    assert by_words.settings() == {"selector": "query", "question_words": 2, "hops": 1, "hop_rows": 0}
-    assert SelectionOptions(selector="hybrid", hops=0).settings() == {"selector": "hybrid", "hops": 0}
-    for field, value in (("hops", 1), ("hop_rows", 0), ("hop_spans", 2)):
-        told = f"--{field.replace('_', '-')} {value} has no effect without --selector query or hybrid"
-        for selector in (None, "hkvd"):
-            with pytest.raises(InvalidInputError, match=told):
-                SelectionOptions(selector=selector, **{field: value}).settings()  # type: ignore[arg-type]
-
-
-def test_ratios_and_check_layers_belong_together() -> None:
+def test_what_belongs_together_in_a_selection() -> None:
+    # ratios and check layers
     assert SelectionOptions(["0.3"]).settings() == {"recompute_ratio": 0.3}
     assert SelectionOptions(check_layers="2").settings() == {"recompute_ratio": 0.15, "check_layers": (2,)}
     for wrong in (
@@ -163,6 +147,17 @@ def test_ratios_and_check_layers_belong_together() -> None:
             wrong.settings()
     with pytest.raises(InvalidInputError, match=r"--x 1,nan: expected finite"):
         numbers("--x", "1,nan", float)
+    # hops and selectors that ask the question
+    chosen = SelectionOptions(selector="query", hops=1, hop_spans=3)
+    assert chosen.settings() == {"selector": "query", "hops": 1, "hop_spans": 3}
+    by_words = SelectionOptions(selector="query:question_words=2", hops=1, hop_rows=0)
+    assert by_words.settings() == {"selector": "query", "question_words": 2, "hops": 1, "hop_rows": 0}
+    assert SelectionOptions(selector="hybrid", hops=0).settings() == {"selector": "hybrid", "hops": 0}
+    for field, value in (("hops", 1), ("hop_rows", 0), ("hop_spans", 2)):
+        told = f"--{field.replace('_', '-')} {value} has no effect without --selector query or hybrid"
+        for selector in (None, "hkvd"):
+            with pytest.raises(InvalidInputError, match=told):
+                SelectionOptions(selector=selector, **{field: value}).settings()  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -181,7 +176,7 @@ def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
     return wait
 
 
-def test_stages_say_where_they_are_while_they_last(shown: Callable[[str], str]) -> None:
+def test_stages_say_where_they_are_while_they_last_and_a_status_what_is_done(shown: Callable[[str], str]) -> None:
     titles = {"warming": "warming, passages", "answering": "answering, rows", "never": "never"}
     with output.stages(titles, quiet=False) as advance:
         advance("warming", 1, 3)
@@ -191,9 +186,6 @@ def test_stages_say_where_they_are_while_they_last(shown: Callable[[str], str]) 
         advance("answering", 2, 5)
         shown("answering, rows 2/5")
     assert shown("answering").endswith("warming, passages 3/3\nanswering, rows 2/5\n")
-
-
-def test_a_status_says_what_is_done(shown: Callable[[str], str]) -> None:
     with output.status("examining ...", quiet=False) as say:
         shown("examining ... (")
         say("done: a [check]")
@@ -208,3 +200,125 @@ def test_errors_and_quiet_commands_leave_no_line(capsys: pytest.CaptureFixture[s
         advance(1, 2)
         say("y")
     assert capsys.readouterr().err == ""
+
+
+# ---- settings: each bad one is refused at once, by name; and the report ---------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [  # see also tests/integration/test_wrong_uses
+        ({"recompute_ratio": -0.1}, r"0\.\.1, got -0.1"),
+        ({"recompute_ratio": 1.01}, r"0\.\.1, got 1.01"),
+        ({"recompute_ratio": math.nan}, r"0\.\.1, got nan"),
+        ({"recompute_ratio": math.inf}, r"0\.\.1, got inf"),
+        ({"recompute_ratio": None}, r"0\.\.1, got None"),
+        ({"check_layers": ()}, r"ascending, at least 1.*got \(\)"),
+        ({"check_layers": (0,)}, r"at least 1.*layer 0.*got \(0,\)"),
+        ({"check_layers": (-1, 2)}, r"at least 1.*got \(-1, 2\)"),
+        ({"check_layers": (3, 2)}, r"ascending.*got \(3, 2\)"),
+        ({"check_layers": (2, 2)}, r"ascending.*got \(2, 2\)"),
+        ({"selector": "threshold", "threshold": 1.0, "check_layers": (0,)}, "at least 1"),
+        ({"ratios": (0.1, 0.2), "check_layers": (1, 2)}, r"must not rise.*got \(0.1, 0.2\)"),
+        ({"ratios": (1.5,)}, r"0\.\.1, got \(1.5,\)"),
+        ({"ratios": (math.nan,)}, r"0\.\.1, got \(nan,\)"),
+        ({"selector": "threshold", "threshold": -1.0}, "at least 0, got -1.0"),
+        ({"selector": "threshold", "threshold": math.nan}, "finite.*got nan"),
+        ({"selector": "threshold", "threshold": 1.0, "measure": "q"}, "one of kv, k, v, got 'q'"),
+        ({"selector": "query", "pool": "word"}, "'sentence' or 1 to 2147483648 tokens, got 'word'"),
+        ({"selector": "hybrid", "pool": True}, "1 to 2147483648 tokens, got True"),
+        ({"selector": "query", "question_rows": 1}, "question_rows must be a whole number, at least 2 .*, got 1"),
+        ({"selector": "query", "lead": -1}, "lead must be a whole number of spans"),
+        ({"selector": "query", "question_rows": 2.5}, "whole number.*got 2.5"),
+        ({"selector": "query", "question_rows": "64"}, "whole number.*got '64'"),
+        ({"selector": "query", "question_words": -0.5}, "finite weight of at least 0, got -0.5"),
+        ({"selector": "hybrid", "question_words": float("nan")}, "finite weight of at least 0, got nan"),
+        ({"selector": "query", "hops": -1}, r"hops must be a whole number, 0 to 4 .*, got -1"),
+        ({"selector": "hybrid", "hops": 5}, r"0 to 4 .*, got 5"),
+        ({"selector": "query", "hops": True}, "whole number.*got True"),
+        ({"selector": "query", "hops": 1.0}, "whole number.*got 1.0"),
+        ({"selector": "query", "hop_spans": 0}, "hop_spans must be a whole number of spans, 1 to 8, got 0"),
+        ({"selector": "hybrid", "hop_spans": 9}, "1 to 8, got 9"),
+        ({"selector": "query", "head_rows": -1}, "head_rows must be a whole number of rows, at least 0, got -1"),
+        ({"selector": "hybrid", "head_rows": 1.5}, "at least 0, got 1.5"),
+        ({"selector": "query", "hop_rows": 1}, "hop_rows must be a whole number, at least 2 .*, or 0 .*, got 1"),
+        ({"selector": "query", "hops": 1, "hop_rows": 0}, "words alone; set question_words above 0, or hop_rows"),
+        ({"selector": "query", "pool": 10**30}, "1 to 2147483648 tokens"),
+        ({"selector": "hybrid", "check_layers": ()}, "check layers|as many ratios"),
+        ({"selector": "hybrid", "ratios": (-0.5,)}, "0..1, got .-0.5"),
+        ({"selector": "hybrid", "rank": "both"}, "one of deviation, either, got 'both'"),
+        ({"selector": "hybrid", "early_ratio": 1.5}, r"0\.\.1, got 1.5"),
+        ({"selector": "hybrid", "early_ratio": -0.5}, r"0\.\.1, got -0.5"),
+        ({"selector": "hybrid", "ratios": (0.1, 0.2), "check_layers": (1, 2)}, "must not rise"),
+        ({"block_size": 1.5}, "block_size must be a whole number, got 1.5"),
+        ({"capture_queue": float("nan")}, "capture_queue must be a whole number, got nan"),
+        ({"capture": "false"}, "capture must be true or false, got 'false'"),
+        ({"salt": "a\udcff"}, r"salt 'a\\udcff' has a lone surrogate at character 1"),
+        ({"tile_rows": -1}, "tile_rows must be at least 0, got -1"),
+        ({"capture_batch_tokens": 0}, "capture_batch_tokens must be at least 1, got 0"),
+        ({"read_ahead": -1}, "read_ahead must be at least 0, got -1"),
+        ({"capture_queue": -1}, "capture_queue must be at least 0, got -1"),
+    ],
+)
+def test_a_bad_setting_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        BlendConfig(**settings)
+    with pytest.raises(InvalidInputError, match=message):
+        BlendConfig.of(settings)
+
+
+def test_what_decides_quality_is_a_type_of_its_own_and_the_report_is_json() -> None:
+    # a device decides the tiles
+    config = BlendConfig(recompute_ratio=0.1, selector="query", pool=8, block_size=64)
+    assert config.selection == Selection(recompute_ratio=0.1, selector="query", pool=8)
+    assert config.selection.make_selector() == config.make_selector() == Query(0.1, pool=8)
+    assert BlendConfig.of({"recompute_ratio": 0.1, "selector": "query", "pool": 8, "block_size": 64}) == config
+    assert BlendConfig(check_layers=(1, 2), ratios=(0.5, 0.25)).selection.final_ratio == 0.25
+    with pytest.raises(InvalidInputError, match="no field 'ratio'; it has recompute_ratio, selector"):
+        BlendConfig.of({"ratio": 0.1})
+    with pytest.raises(InvalidInputError, match=r"0\.\.1, got 2"):
+        Selection(recompute_ratio=2)
+    assert [BlendConfig().on(device).tile_rows for device in ("cpu", "cuda")] == [1024, 4096]
+    assert [BlendConfig(tile_rows=7).on(device).tile_rows for device in ("cpu", "cuda")] == [7, 7]
+    # the report has its sum, and shares nothing
+    report = BlendReport(prompt_tokens=10, hit_tokens={"prefix": 2, "memory": 3, "disk": 0}, fallbacks=["why"])
+    read = json.loads(json.dumps(report.to_dict()))
+    assert read["loaded_tokens"] == report.loaded_tokens == 5 and read["fallbacks"] == ["why"]
+    assert read["hit_tokens"] == {"prefix": 2, "memory": 3, "disk": 0}
+    report.to_dict()["fallbacks"].append("y")
+    assert report.fallbacks == ["why"] and BlendReport().loaded_tokens == 0
+
+
+def test_settings_and_a_requests_ratio_make_the_selector() -> None:
+    # every selector can be named, and one check by its layer or its ratio
+    for kind in (Query, Hybrid, Threshold, Head, RandomRows, NoRows, AllRows):
+        name = kind.__name__.removesuffix("Rows").lower().replace("no", "none")
+        assert isinstance(BlendConfig(selector=name, threshold=1.0).make_selector(), kind)
+    assert BlendConfig(selector="hkvd").make_selector() == BlendConfig().make_selector() == Gradual(0.15, "kv")
+    assert BlendConfig(check_layers=(1,)).make_selector() == Hkvd((1,), (0.15,))
+    assert BlendConfig(ratios=(0.2,)).make_selector() == Hkvd((1,), (0.2,))
+    assert BlendConfig(ratios=(0.2,)).make_selector(0.3) == Hkvd((1,), (0.3,))
+    assert BlendConfig(measure="v").make_selector(0.3) == Gradual(0.3, "v")
+    config = BlendConfig(check_layers=(1, 3), ratios=(0.5, 0.25))
+    assert config.make_selector() == Hkvd((1, 3), (0.5, 0.25))
+    assert config.make_selector(0.75) == Hkvd((1, 3), (0.75, 0.75))
+    assert config.make_selector(0) == Hkvd((1, 3), (0, 0))
+    assert BlendConfig(selector="head").make_selector(0.5) == Head(0.5)
+    with pytest.raises(InvalidInputError, match="got 2"):
+        config.make_selector(2)
+    # hybrid's early share follows the ratios
+    config = BlendConfig(selector="hybrid", check_layers=(1, 3), ratios=(0.5, 0.25), pool=4, question_rows=8)
+    assert config.make_selector() == Hybrid((1, 3), (0.5, 0.25), 0.75, pool=4, question_rows=8)
+    assert config.make_selector(0.5) == Hybrid((1, 3), (0.5, 0.5), 1.0, pool=4, question_rows=8)
+    fixed = BlendConfig(selector="hybrid", ratios=(0.25,), early_ratio=0.375, rank="deviation", measure="k")
+    assert fixed.make_selector() == Hybrid((1,), (0.25,), 0.375, "deviation", "k")
+    assert fixed.make_selector(0.5) == Hybrid((1,), (0.5,), 0.5, "deviation", "k")
+    # hops reach the selectors that ask
+    assert BlendConfig(selector="query").make_selector() == Query(0.15)  # hops 0
+    config = BlendConfig(selector="query", hops=2, hop_spans=1)
+    assert config.make_selector() == config.selection.make_selector() == Query(0.15, hops=2, hop_spans=1)
+    config = BlendConfig(selector="query", question_words=2.0, hops=1, hop_rows=0)
+    assert config.make_selector() == Query(0.15, words=2.0, hops=1, hop_rows=0)
+    config = BlendConfig(selector="hybrid", early_ratio=0.5, hops=1)
+    assert config.make_selector() == Hybrid((1,), (0.15,), 0.5, hops=1, hop_spans=2)
+    assert config.make_selector(0.25) == Hybrid((1,), (0.25,), 0.5, hops=1, hop_spans=2)

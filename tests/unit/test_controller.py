@@ -58,7 +58,8 @@ def controller(tiers: dict[str, float], floor: float = 0.15, latency: float = 0.
     return Controller(CostModel(PREFILL, speeds, **costs), layers=LAYERS, bytes_per_token=BYTES, floor=floor)
 
 
-def test_what_is_loaded_from_the_fastest_the_slowest_and_from_nowhere() -> None:
+def test_what_is_loaded_from_each_kind_of_tier_and_how_much_is_recomputed() -> None:
+    # the fastest, the slowest, and nowhere
     decision = controller({"memory": 5e9}).decide(plan_of(["memory"] * 8))
     assert (decision.ratio, decision.left_out) == (0.15, frozenset())
     assert decision.compute_s > decision.load_s
@@ -71,6 +72,33 @@ def test_what_is_loaded_from_the_fastest_the_slowest_and_from_nowhere() -> None:
     decision = controller({}).decide(plan_of(["", ""]))
     assert (decision.left_out, decision.ratio, decision.ttft_s) == (frozenset(), 1.0, decision.full_s)
     assert decision.reason == "nothing is stored"
+    # where each layer's latency is what takes time, leaving blocks out spares nothing
+    decision = controller({"s3": 5e9}, latency=0.05).decide(plan_of(["s3"] * 8))
+    assert decision.left_out == frozenset()
+    assert 0.15 < decision.ratio < 1
+    assert decision.compute_s == pytest.approx(MARGIN * decision.load_s)
+    assert "loading takes longer" in decision.reason
+    # only so much of a slow device is loaded as pays: a block that is left out is computed in context besides
+    for bytes_per_s in (1.2e7, 5e7):
+        decision = controller({"disk": bytes_per_s}).decide(plan_of(["disk"] * 8))
+        assert 0 < len(decision.left_out) < 16
+        assert decision.ttft_s < decision.full_s
+        assert max(decision.load_s, decision.compute_s) <= 1.2 * min(decision.load_s, decision.compute_s)
+        spans = plan_of(["disk"] * 8).spans
+        first_left_out = min(span.start for span in spans if span.name in decision.left_out)
+        assert all(span.start < first_left_out or span.name in decision.left_out or not span.tier for span in spans)
+    # of two tiers the faster comes first, and a chunk that stands twice is loaded once
+    plan = plan_of(["s3", "memory", "s3", "memory"])
+    decision = controller({"memory": 5e9, "s3": 5e6}).decide(plan)
+    assert {span.tier for span in plan.spans if span.name in decision.left_out} == {"s3"}
+    assert not any(span.name in decision.left_out for span in plan.spans if span.tier == "memory")
+    segment = chunk(range(512))
+    prompt = Prompt.of([text([1]), segment, segment, text([2])])
+    spans = PLANNER.plan(Prompt.of([segment]), Holds({})).spans
+    held = {s.name: BlockEntry(segment.token_ids[s.start : s.stop], LAYOUT, "disk") for s in spans}
+    plan = PLANNER.plan(prompt, Holds(held))
+    decision = controller({"disk": 1e8}).decide(plan)
+    assert decision.load_s == pytest.approx(512 * BYTES / 1e8)
 
 
 @given(
@@ -90,59 +118,6 @@ def test_a_prompts_own_ratio_is_counted_as_if_it_were_the_floor(
     assert own.decide(plan, least) == as_floor.decide(plan)
     assert own.decide(plan) == controller(speeds, floor, latency).decide(plan)
     assert own.decide(plan).ratio >= floor
-
-
-@pytest.mark.parametrize("ratio", [-0.1, 1.1, math.nan])
-def test_a_ratio_outside_its_limits_is_refused(ratio: float) -> None:
-    with pytest.raises(InvalidInputError, match=r"must be in 0\.\.1"):
-        controller({}).decide(plan_of(["a"]), ratio)
-    with pytest.raises(InvalidInputError, match=r"must be in 0\.\.1"):
-        controller({}, floor=ratio)
-
-
-def test_what_is_learnt_of_blending_does_not_depend_on_the_ratio_in_force() -> None:
-    """Passes that take just as long as expected at their own ratios teach nothing; counted at the floor they would."""
-    control, plan = controller({"memory": 5e9}), plan_of(["memory"] * 8)
-    for number in range(60):
-        ratio = (0.15, 0.225, 0.3375, 0.5)[number % 4]
-        took = controller({"memory": 5e9}, floor=ratio).decide(plan).compute_s
-        control.observe(control.decide(plan, ratio), took, {})
-    assert control.cost_model.overhead == pytest.approx(1.0)
-
-
-def test_recomputing_is_hidden_behind_loading_that_cannot_be_shortened() -> None:
-    """Where each layer's latency is what takes time, leaving blocks out spares nothing."""
-    decision = controller({"s3": 5e9}, latency=0.05).decide(plan_of(["s3"] * 8))
-    assert decision.left_out == frozenset()
-    assert 0.15 < decision.ratio < 1
-    assert decision.compute_s == pytest.approx(MARGIN * decision.load_s)
-    assert "loading takes longer" in decision.reason
-
-
-@pytest.mark.parametrize("bytes_per_s", [1.2e7, 5e7])
-def test_only_so_much_of_a_slow_device_is_loaded_as_pays(bytes_per_s: float) -> None:
-    """Sooner than to load all and recompute more: a block that is left out is computed in context besides."""
-    decision = controller({"disk": bytes_per_s}).decide(plan_of(["disk"] * 8))
-    assert 0 < len(decision.left_out) < 16
-    assert decision.ttft_s < decision.full_s
-    assert max(decision.load_s, decision.compute_s) <= 1.2 * min(decision.load_s, decision.compute_s)
-    spans = plan_of(["disk"] * 8).spans
-    first_left_out = min(span.start for span in spans if span.name in decision.left_out)
-    assert all(span.start < first_left_out or span.name in decision.left_out or not span.tier for span in spans)
-
-
-def test_of_two_tiers_the_faster_comes_first_and_a_chunk_that_stands_twice_is_loaded_once() -> None:
-    plan = plan_of(["s3", "memory", "s3", "memory"])
-    decision = controller({"memory": 5e9, "s3": 5e6}).decide(plan)
-    assert {span.tier for span in plan.spans if span.name in decision.left_out} == {"s3"}
-    assert not any(span.name in decision.left_out for span in plan.spans if span.tier == "memory")
-    segment = chunk(range(512))
-    prompt = Prompt.of([text([1]), segment, segment, text([2])])
-    spans = PLANNER.plan(Prompt.of([segment]), Holds({})).spans
-    held = {s.name: BlockEntry(segment.token_ids[s.start : s.stop], LAYOUT, "disk") for s in spans}
-    plan = PLANNER.plan(prompt, Holds(held))
-    decision = controller({"disk": 1e8}).decide(plan)
-    assert decision.load_s == pytest.approx(512 * BYTES / 1e8)
 
 
 def best_by_trying(control: Controller, plan: BlendPlan, floor: float) -> float:
@@ -186,7 +161,7 @@ def test_no_other_choice_is_expected_to_be_much_sooner(
     assert decision.ttft_s <= best_by_trying(control, plan, 0.15) * 1.04  # the ratio fills what loading leaves
 
 
-def test_it_learns_what_a_tier_and_the_computing_take() -> None:
+def test_it_learns_what_tiers_computing_and_full_prefills_take() -> None:
     control = controller({"disk": 1e9})
     plan = plan_of(["disk"] * 8)
     for _ in range(40):
@@ -199,9 +174,7 @@ def test_it_learns_what_a_tier_and_the_computing_take() -> None:
     assert control.cost_model.tiers["disk"].bytes_per_s == pytest.approx(5e7, rel=0.02)
     assert control.cost_model.overhead == pytest.approx(1.5, rel=0.02)
     assert control.decide(plan).left_out
-
-
-def test_it_learns_what_a_full_prefill_takes() -> None:
+    # a full prefill
     control = controller({})
     plan = plan_of([""] * 4)
     for _ in range(40):
@@ -211,9 +184,7 @@ def test_it_learns_what_a_full_prefill_takes() -> None:
     for _ in range(40):
         control.observe(control.decide(plan), 1e9, {})
     assert control.cost_model.full_s(1024) == pytest.approx(8 * 0.5)  # never far from what was measured
-
-
-def test_nothing_is_learnt_of_what_nobody_knows_and_little_of_one_wild_observation() -> None:
+    # nothing of what nobody knows, and little of one wild observation
     control = controller({"disk": 1e9})
     decision = control.decide(plan_of(["disk"] * 8))
     control.observe(decision, None, {})
@@ -221,9 +192,16 @@ def test_nothing_is_learnt_of_what_nobody_knows_and_little_of_one_wild_observati
     control.observe(decision, 1e6, {"disk": (1e6, 0.05)})
     assert control.cost_model.overhead <= 1.6
     assert control.cost_model.tiers["disk"].bytes_per_s >= 1e9 / 1.6
+    # passes that take just as long as expected at their own ratios teach nothing; counted at the floor they would
+    control, plan = controller({"memory": 5e9}), plan_of(["memory"] * 8)
+    for number in range(60):
+        ratio = (0.15, 0.225, 0.3375, 0.5)[number % 4]
+        took = controller({"memory": 5e9}, floor=ratio).decide(plan).compute_s
+        control.observe(control.decide(plan, ratio), took, {})
+    assert control.cost_model.overhead == pytest.approx(1.0)
 
 
-def test_times_between_and_beyond_the_measured_lengths() -> None:
+def test_a_cost_model_between_and_beyond_the_measured_lengths_and_from_files(tmp_path: Path) -> None:
     cost_model = CostModel(PREFILL)
     assert cost_model.full_s(1024) == pytest.approx(0.5)
     assert cost_model.full_s(0) == 0
@@ -234,10 +212,7 @@ def test_times_between_and_beyond_the_measured_lengths() -> None:
     assert all(later > earlier for earlier, later in itertools.pairwise(times))
     falling = CostModel(((100, 1.0), (200, 1.1)))
     assert falling.full_s(100_000) > 0 and math.isfinite(falling.full_s(100_000))
-
-
-def test_a_cost_model_survives_json_and_a_file_of_format_1_is_read(tmp_path: Path) -> None:
-    """As the first version of `cacheblend calibrate` wrote it."""
+    # through JSON, and from a file as the first version of `cacheblend calibrate` wrote it
     cost_model = controller({"disk": 1e9}, latency=0.001, overhead=1.3, request_s=0.01).cost_model
     assert CostModel.from_dict(cost_model.to_dict()) == cost_model
     path = tmp_path / "cost.json"
@@ -250,23 +225,6 @@ def test_a_cost_model_survives_json_and_a_file_of_format_1_is_read(tmp_path: Pat
     path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
     with pytest.raises(InvalidInputError, match="no cost model of format 1; make one with `cacheblend calibrate`"):
         load_cost_model(path)
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        {},
-        {"prefill_s": [[1, 1.0]], "tiers": {}},
-        {"prefill_s": [[2, 1.0], [1, 2.0]], "tiers": {}},
-        {"prefill_s": [[1, 1.0], [2, 0.0]], "tiers": {}},
-        {"prefill_s": [[1, 1.0], [2, 2.0]], "tiers": {"disk": {"bytes_per_s": 0}}},
-        {"prefill_s": [[1, 1.0], [2, 2.0]], "tiers": {"disk": {"speed": 1}}},
-        {"prefill_s": "x", "tiers": {}},
-    ],
-)
-def test_what_is_no_cost_model_is_refused(broken: dict[str, object]) -> None:
-    with pytest.raises(InvalidInputError):
-        CostModel.from_dict(broken)
 
 
 # ---- where to keep KV caches: the paper's comparison of loading and recomputing ----------------------------
@@ -282,7 +240,8 @@ def placed(*devices: Device, prefill_s: float = 2.0, floor: float = 0.15):  # ty
     )
 
 
-def test_a_fast_device_keeps_the_floor_and_a_slow_one_recomputes_for_free() -> None:
+def test_devices_and_the_cheapest_that_hides_its_loading() -> None:
+    # a fast one keeps the floor, a slow one recomputes for free
     ram, nvme, disk = placed(RAM, NVME, DISK)
     assert (ram.ratio, nvme.ratio) == (0.15, 0.15)
     assert ram.load_s == pytest.approx(0.025)
@@ -291,9 +250,7 @@ def test_a_fast_device_keeps_the_floor_and_a_slow_one_recomputes_for_free() -> N
     (between,) = placed(Device("between", 0.5 * GB, 0))
     assert 0.15 < between.ratio < 1
     assert between.recompute_s == pytest.approx(MARGIN * between.load_s)
-
-
-def test_the_cheapest_that_hides_its_loading_else_the_soonest_and_where_none_is_sooner_none() -> None:
+    # the cheapest that hides its loading, else the soonest; none where none is sooner
     devices = placed(RAM, NVME, DISK)
     best = cheapest(devices, 2.0)
     assert best is not None and best.device is NVME
@@ -305,10 +262,22 @@ def test_the_cheapest_that_hides_its_loading_else_the_soonest_and_where_none_is_
     assert cheapest(placed(Device("tape", 0.01 * GB, 0)), 2.0) is None
 
 
-@pytest.mark.parametrize("text", ["nvme", "nvme:3", "nvme:x:1", "nvme:0:1", "nvme:3:-1", "a:1:2:3"])
-def test_what_is_no_device_is_refused(text: str) -> None:
-    with pytest.raises(InvalidInputError, match=r"nvme|a device is"):
-        Device.parse(text)
+def test_what_is_no_ratio_no_cost_model_and_no_device_is_refused() -> None:
+    for ratio in (-0.1, 1.1, math.nan):
+        with pytest.raises(InvalidInputError, match=r"must be in 0\.\.1"):
+            controller({}).decide(plan_of(["a"]), ratio)
+        with pytest.raises(InvalidInputError, match=r"must be in 0\.\.1"):
+            controller({}, floor=ratio)
+    two = [[1, 1.0], [2, 2.0]]
+    for times in ([[1, 1.0]], [[2, 1.0], [1, 2.0]], [[1, 1.0], [2, 0.0]], "x", None):
+        with pytest.raises(InvalidInputError):
+            CostModel.from_dict({"prefill_s": times, "tiers": {}} if times else {})
+    for tier in ({"bytes_per_s": 0}, {"speed": 1}):
+        with pytest.raises(InvalidInputError):
+            CostModel.from_dict({"prefill_s": two, "tiers": {"disk": tier}})
+    for wrong_text in ("nvme", "nvme:3", "nvme:x:1", "nvme:0:1", "nvme:3:-1", "a:1:2:3"):
+        with pytest.raises(InvalidInputError, match=r"nvme|a device is"):
+            Device.parse(wrong_text)
     for wrong in ({"prefill_s": 0.0}, {"floor": 1.5}):
         with pytest.raises(InvalidInputError, match="above 0"):
             placed(RAM, **wrong)

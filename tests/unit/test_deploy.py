@@ -50,8 +50,6 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
 
 
 # ---- images -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_hadolint_finds_nothing(name: str) -> None:
     hadolint = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
@@ -63,16 +61,13 @@ def test_hadolint_finds_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_the_last_stage_is_a_users_with_a_health_check_and_no_build_tools(name: str) -> None:
+def test_the_last_stage_is_a_users_without_build_tools_and_what_is_copied_is_sent(name: str) -> None:
     last = (DEPLOY / name).read_text().split("\nFROM ")[-1]
     assert re.findall(r"^USER (\S+)", last, re.M)[-1] == "10001:10001"
     assert "HEALTHCHECK" in last and "/health" in last
     assert "VOLUME /var/lib/cacheblend" in last
     assert not re.search(r"python3-pip|build-essential|gcc|apt-get install[^&]*git", last)
-
-
-@pytest.mark.parametrize("name", DOCKERFILES)
-def test_what_is_copied_is_sent_to_the_builder_and_nothing_else_is(name: str) -> None:
+    # what is copied is sent to the builder, and nothing else is
     patterns = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
     assert patterns[0] == "*"
     sent = {line[1:] for line in patterns if line[0] == "!"}
@@ -93,26 +88,9 @@ def test_the_images_command_is_one_of_ours() -> None:
 
 
 # ---- Kubernetes ---------------------------------------------------------------------------------------------
-
-
 @needs_kubectl
 @pytest.mark.parametrize("place", KUSTOMIZED)
-def test_every_object_is_valid_and_has_no_unknown_field(place: str) -> None:
-    validate = pytest.importorskip("kubernetes_validate").validate
-    objects = rendered(place)
-    assert {"Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy", "ServiceMonitor"} <= {
-        each["kind"] for each in objects
-    }
-    for each in objects:
-        if each["kind"] not in CUSTOM:
-            validate(each, KUBERNETES, strict=True)
-    with pytest.raises(Exception, match="unknownField"):
-        validate(objects[0] | {"unknownField": 1}, KUBERNETES, strict=True)
-
-
-@needs_kubectl
-@pytest.mark.parametrize("place", KUSTOMIZED)
-def test_objects_find_each_other(place: str) -> None:
+def test_objects_find_each_other_may_do_little_and_are_valid(place: str) -> None:
     objects = rendered(place)
     kinds: dict[str, list[dict[str, Any]]] = {}
     for each in objects:
@@ -140,12 +118,7 @@ def test_objects_find_each_other(place: str) -> None:
             each for each in kinds["Deployment"] if each["metadata"]["name"] == scaler["spec"]["scaleTargetRef"]["name"]
         ]
         assert "replicas" not in scaled["spec"] and scaler["spec"]["minReplicas"] == 3
-
-
-@needs_kubectl
-@pytest.mark.parametrize("place", KUSTOMIZED)
-def test_pods_may_do_little_and_keys_come_from_secrets(place: str) -> None:
-    objects = rendered(place)
+    # pods may do little, and keys come from secrets
     assert not [each for each in objects if each["kind"] == "Secret"], "a key would lie in the repository"
     for name, container in containers(objects).items():
         own, pod = container.spec["securityContext"], container.pod["securityContext"]
@@ -160,27 +133,36 @@ def test_pods_may_do_little_and_keys_come_from_secrets(place: str) -> None:
         secrets |= {each["secretRef"]["name"] for each in container.spec.get("envFrom", []) if "secretRef" in each}
         assert secrets <= MADE_BY_HAND
         assert secrets or name == "redis"
-
-
-@needs_kubectl
-@pytest.mark.parametrize("place", [each for each in KUSTOMIZED if each != "overlays/vllm"])
-def test_the_servers_commands_parse_and_what_they_name_is_there(place: str) -> None:
-    server = containers(rendered(place))["server"]
+    # what a server's command names is there
+    server = containers(objects)["server"]
     assert not [each for each in server.args if "$(" in each], "a variable that no ConfigMap has"
-    options = parsed(server.args)
-    check_store_url(options["store"])
-    assert options["drain_s"] < server.pod["terminationGracePeriodSeconds"]
-    assert options["port"] == server.spec["ports"][0]["containerPort"]
-    mounts = [each["mountPath"] for each in server.spec["volumeMounts"]]
-    files = [str(options["keys"]), str(options["metrics_keys"]), *re.findall(r"file://(/[^?]*)", options["store"])]
-    files += [str(options["model"])] if str(options["model"]) != "nano" else []
-    assert all(any(file.startswith(mount) for mount in mounts) for file in files)
-    used = set(re.findall(r"\$\((\w+)\)", " ".join(server.spec["args"])))
-    assert server.env.keys() - used <= LIBRARIES
-    cores = server.spec["resources"]["requests"]["cpu"]
-    assert server.env["OMP_NUM_THREADS"] == cores
-    paths = {probe: server.spec[probe]["httpGet"]["path"] for probe in ("livenessProbe", "readinessProbe")}
-    assert paths == {"livenessProbe": "/health", "readinessProbe": "/ready"}
+    if place == "overlays/vllm":
+        assert connector_of(server.args)["kv_connector"] == "CacheBlendConnector"
+    else:
+        options = parsed(server.args)
+        check_store_url(options["store"])
+        assert options["drain_s"] < server.pod["terminationGracePeriodSeconds"]
+        assert options["port"] == server.spec["ports"][0]["containerPort"]
+        mounts = [each["mountPath"] for each in server.spec["volumeMounts"]]
+        files = [str(options["keys"]), str(options["metrics_keys"]), *re.findall(r"file://(/[^?]*)", options["store"])]
+        files += [str(options["model"])] if str(options["model"]) != "nano" else []
+        assert all(any(file.startswith(mount) for mount in mounts) for file in files)
+        used = set(re.findall(r"\$\((\w+)\)", " ".join(server.spec["args"])))
+        assert server.env.keys() - used <= LIBRARIES
+        cores = server.spec["resources"]["requests"]["cpu"]
+        assert server.env["OMP_NUM_THREADS"] == cores
+        paths = {probe: server.spec[probe]["httpGet"]["path"] for probe in ("livenessProbe", "readinessProbe")}
+        assert paths == {"livenessProbe": "/health", "readinessProbe": "/ready"}
+    # no unknown field
+    validate = pytest.importorskip("kubernetes_validate").validate
+    assert {"Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy", "ServiceMonitor"} <= {
+        each["kind"] for each in objects
+    }
+    for each in objects:
+        if each["kind"] not in CUSTOM:
+            validate(each, KUBERNETES, strict=True)
+    with pytest.raises(Exception, match="unknownField"):
+        validate(objects[0] | {"unknownField": 1}, KUBERNETES, strict=True)
 
 
 def connector_of(arguments: list[str]) -> dict[str, Any]:
@@ -193,10 +175,12 @@ def connector_of(arguments: list[str]) -> dict[str, Any]:
 
 
 @needs_kubectl
-def test_vllms_command_names_the_connector() -> None:
-    server = containers(rendered("overlays/vllm"))["server"]
-    assert connector_of(server.args)["kv_connector"] == "CacheBlendConnector"
-    assert not [each for each in server.args if "$(" in each]
+def test_what_is_scaled_by_is_measured_and_adapted() -> None:
+    (scaler,) = [each for each in rendered("overlays/replicas") if each["kind"] == "HorizontalPodAutoscaler"]
+    metric = scaler["spec"]["metrics"][0]["pods"]["metric"]["name"]
+    (adapted,) = yaml.safe_load((DEPLOY / "kubernetes/prometheus-adapter.yaml").read_text())["rules"]["custom"]
+    assert metric in known() and adapted["name"]["as"] == metric
+    assert adapted["seriesQuery"].startswith(metric + "{")
 
 
 def test_the_charts_values_name_the_connector() -> None:
@@ -211,13 +195,7 @@ def test_the_charts_values_name_the_connector() -> None:
 # ---- compose ------------------------------------------------------------------------------------------------
 
 
-def test_the_compose_file_follows_the_specification() -> None:
-    module = pytest.importorskip("compose_spec")
-    found = module.PyCompose.from_yaml(yaml.safe_dump(compose()))
-    assert set(found.service_names()) == {"server", "redis", "prometheus", "grafana"}
-
-
-def test_services_are_read_only_reachable_from_here_alone_and_their_files_exist() -> None:
+def test_the_compose_files_services_are_read_only_and_reachable_from_here_alone() -> None:
     found = compose()
     for name, service in found["services"].items():
         assert service["read_only"] and service["cap_drop"] == ["ALL"], name
@@ -235,11 +213,13 @@ def test_services_are_read_only_reachable_from_here_alone_and_their_files_exist(
     assert target.split(":")[0] in options["allowed_host"], "the server would refuse Prometheus by its Host"
     assert (ROOT / server["build"]["dockerfile"]).exists()
     assert server["build"]["args"].keys() <= set(re.findall(r"^ARG (\w+)", (DEPLOY / "Dockerfile").read_text(), re.M))
+    # it follows the specification
+    module = pytest.importorskip("compose_spec")
+    found = module.PyCompose.from_yaml(yaml.safe_dump(compose()))
+    assert set(found.service_names()) == {"server", "redis", "prometheus", "grafana"}
 
 
 # ---- what is watched ----------------------------------------------------------------------------------------
-
-
 def rules() -> list[dict[str, Any]]:
     return [rule for group in yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
 
@@ -268,7 +248,33 @@ def known() -> dict[str, set[str]]:
     return found
 
 
-def test_dashboard_and_alerts_ask_for_metrics_and_labels_that_exist() -> None:
+def test_dashboard_and_alerts_ask_for_what_exists_and_the_guide_says_what_to_do() -> None:
+    # vLLM's counters, read from the source, which cannot be imported without vLLM
+    source = (ROOT / "src/cacheblend/engines/vllm/metrics.py").read_text()
+    tables = {
+        node.targets[0].id: [ast.unparse(key).strip("'") for key in node.value.keys if key is not None]
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Dict)
+    }
+    counters = {f"vllm:cacheblend_{name.lower()}_total" for name in [*tables["_PLAIN"], *tables["_LABELLED"]]}
+    asked = {name for rule in rules() for name in re.findall(r"vllm:cacheblend_\w+", rule["expr"])}
+    assert len(asked) >= 4 and asked <= counters
+    # failures in vLLM are all reasons but decisions
+    (rule,) = [rule for rule in rules() if rule["alert"] == "CacheBlendVllmBlendsFail"]
+    (left_out,) = re.findall(r'reason!~"([^"]+)"', rule["expr"])
+    assert set(left_out.split("|")) == DECISIONS
+    decided, failed = (
+        (ROOT / "docs/vllm.md").read_text().partition("### Decisions and failures")[2].split("what failed")
+    )
+    cells = [[row.split("|")[1] for row in part.splitlines() if row.startswith("| `")] for part in (decided, failed)]
+    decisions, failures = (set(re.findall(r"`([^`]+)`", " ".join(part))) - {"reason"} for part in cells)
+    named = {value for name, value in vars(reasons).items() if name.isupper() and isinstance(value, str)}
+    assert decisions == DECISIONS and named - DECISIONS <= failures and not failures & DECISIONS
+    # what to do about each alert
+    guide = (ROOT / "docs/operations.md").read_text()
+    named = set(re.findall(r"`(CacheBlend\w+)`", guide))
+    assert named == {rule["alert"] for rule in rules()}
+    # metrics and labels
     text, names = metrics_text(), known()
     assert 'cacheblend_fallbacks_total{reason="lost block"} 2.0' in text
     assert 'cacheblend_captures_given_up_total{reason="queue full"} 5.0' in text
@@ -283,50 +289,7 @@ def test_dashboard_and_alerts_ask_for_metrics_and_labels_that_exist() -> None:
             assert set(re.findall(r"(\w+)[=!]", matchers)) <= names[name], rule["alert"]
 
 
-def test_vllms_alerts_ask_for_counters_that_the_plug_in_has() -> None:
-    """Read from the source, which cannot be imported without vLLM."""
-    source = (ROOT / "src/cacheblend/engines/vllm/metrics.py").read_text()
-    tables = {
-        node.targets[0].id: [ast.unparse(key).strip("'") for key in node.value.keys if key is not None]
-        for node in ast.parse(source).body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Dict)
-    }
-    counters = {f"vllm:cacheblend_{name.lower()}_total" for name in [*tables["_PLAIN"], *tables["_LABELLED"]]}
-    asked = {name for rule in rules() for name in re.findall(r"vllm:cacheblend_\w+", rule["expr"])}
-    assert len(asked) >= 4 and asked <= counters
-
-
-def test_failures_in_vllm_are_all_reasons_but_decisions() -> None:
-    (rule,) = [rule for rule in rules() if rule["alert"] == "CacheBlendVllmBlendsFail"]
-    (left_out,) = re.findall(r'reason!~"([^"]+)"', rule["expr"])
-    assert set(left_out.split("|")) == DECISIONS
-    decided, failed = (
-        (ROOT / "docs/vllm.md").read_text().partition("### Decisions and failures")[2].split("what failed")
-    )
-    cells = [[row.split("|")[1] for row in part.splitlines() if row.startswith("| `")] for part in (decided, failed)]
-    decisions, failures = (set(re.findall(r"`([^`]+)`", " ".join(part))) - {"reason"} for part in cells)
-    named = {value for name, value in vars(reasons).items() if name.isupper() and isinstance(value, str)}
-    assert decisions == DECISIONS and named - DECISIONS <= failures and not failures & DECISIONS
-
-
-def test_the_guide_says_what_to_do_about_each_alert() -> None:
-    guide = (ROOT / "docs/operations.md").read_text()
-    named = set(re.findall(r"`(CacheBlend\w+)`", guide))
-    assert named == {rule["alert"] for rule in rules()}
-
-
-@needs_kubectl
-def test_what_is_scaled_by_is_measured_and_adapted() -> None:
-    (scaler,) = [each for each in rendered("overlays/replicas") if each["kind"] == "HorizontalPodAutoscaler"]
-    metric = scaler["spec"]["metrics"][0]["pods"]["metric"]["name"]
-    (adapted,) = yaml.safe_load((DEPLOY / "kubernetes/prometheus-adapter.yaml").read_text())["rules"]["custom"]
-    assert metric in known() and adapted["name"]["as"] == metric
-    assert adapted["seriesQuery"].startswith(metric + "{")
-
-
 # ---- the guide, the release ---------------------------------------------------------------------------------
-
-
 def test_bytes_of_a_token_in_the_guide_are_those_of_plan() -> None:
     guide = (ROOT / "docs/operations.md").read_text()
     header, rows = [], {}

@@ -1,4 +1,4 @@
-"""Evaluation from its parts: methods by name, templates, scorers, intervals, records, figures, tables and plots."""
+"""Evaluation from its parts: methods, templates, scorers, intervals, records, figures, tables and plots; the demo."""
 
 import importlib.util
 from dataclasses import asdict, replace
@@ -13,11 +13,13 @@ from rich.console import Console
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.select.selectors import Hkvd, RandomRows, Threshold
+from cacheblend.data import QuestionRow
 from cacheblend.engines.hf.layout import PromptLayout, fill
 from cacheblend.evaluation import (
     Cell,
     Evaluation,
     Fused,
+    Label,
     RowResult,
     SelectorChoice,
     Template,
@@ -29,15 +31,24 @@ from cacheblend.evaluation import (
     with_cells,
 )
 from cacheblend.evaluation.bootstrap import bootstrap_means
+from cacheblend.evaluation.demo import (
+    CATEGORIES,
+    by_difference,
+    demo_methods,
+    demo_questions,
+    find_example,
+    method_figures,
+)
 from cacheblend.evaluation.plots import draw
 from cacheblend.evaluation.records import ROWS as ROWS_FILE
 from cacheblend.evaluation.records import RowLog, folder_name
 from cacheblend.evaluation.report import notes, tables
 from cacheblend.evaluation.scorers import ExactMatch, TokenF1, WordF1, best, make_scorers, normalise
+from cacheblend.nano import lexicon
+from lab.nano.tokenizer import MAX_POSITIONS, build_tokenizer
+
 
 # ---- methods by name ------------------------------------------------------------------------------------------------
-
-
 def names(**choices: Any) -> list[str]:
     return [method.label.name for method in make_methods(["blend"], **choices)]
 
@@ -75,9 +86,7 @@ def test_methods_by_name() -> None:
     # The profile stands beside the same settings given by hand
     methods = make_methods(["blend"], selectors=["hkvd", "profile"], profile=BlendConfig())
     assert [method.label.name for method in methods] == ["blend profile", "blend hkvd gradual r=0.15"]
-
-
-def test_decreasing_ratios_go_with_as_many_check_layers() -> None:
+    # Decreasing ratios go with as many check layers
     methods = make_methods(["blend"], ratios=[0.15, (0.45, 0.3, 0.15)], check_layers=[(1,), (1, 2, 3)])
     assert [method.label.name for method in methods] == [
         "blend hkvd @1 r=0.15",
@@ -88,6 +97,11 @@ def test_decreasing_ratios_go_with_as_many_check_layers() -> None:
     assert methods[2].label.ratio == 0.15
     with pytest.raises(InvalidInputError, match=r"2 decreasing ratios \(0.3, 0.1\) need as many check layers"):
         names(ratios=[(0.3, 0.1)], check_layers=[(1,), (1, 2, 3)])
+    # Unknown methods, and none at all
+    with pytest.raises(InvalidInputError, match="there is no method 'blnd'; choose from full, prefix, reuse, blend"):
+        make_methods(["full", "blnd"])
+    with pytest.raises(InvalidInputError, match="there is no method"):
+        make_methods([])
 
 
 @pytest.mark.parametrize(
@@ -109,13 +123,6 @@ def test_a_wrong_choice_is_named(choices: dict[str, Any], message: str) -> None:
         names(**choices)
 
 
-def test_unknown_methods_and_none_at_all() -> None:
-    with pytest.raises(InvalidInputError, match="there is no method 'blnd'; choose from full, prefix, reuse, blend"):
-        make_methods(["full", "blnd"])
-    with pytest.raises(InvalidInputError, match="there is no method"):
-        make_methods([])
-
-
 # ---- templates ------------------------------------------------------------------------------------------------------
 
 
@@ -131,22 +138,14 @@ chat = false
 """
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "templates.toml"
-    path.write_text(FILE)
-    return path
-
-
-@pytest.mark.parametrize("name", ["bare", "qa", "summary"])
-def test_shipped_templates_can_be_read(name: str) -> None:
-    template = read_template(name)
-    assert "{question}" in template.question
-    assert "{question}" in template.map_layout.question
-    assert "Ann" in template.reduce_text(["Ann", "Bob"], "Who?") and "Who?" in template.reduce_text(["Ann"], "Who?")
-
-
-def test_templates(file: Path, tmp_path: Path) -> None:
+def test_templates(tmp_path: Path) -> None:
+    file = tmp_path / "templates.toml"
+    file.write_text(FILE)
+    # Those that ship
+    for name in ("bare", "qa", "summary"):
+        template = read_template(name)
+        assert "{question}" in template.question and "{question}" in template.map_layout.question
+        assert "Ann" in template.reduce_text(["Ann", "Bob"], "Who?") and "Who?" in template.reduce_text(["Ann"], "Who?")
     # The default is nothing but passages and question
     assert read_template() == Template()
     assert Template().layout == PromptLayout()
@@ -188,13 +187,22 @@ def test_a_wrong_file_is_named_with_template_and_field(tmp_path: Path, text: str
 
 
 # ---- scorers --------------------------------------------------------------------------------------------------------
-
-
 def letters(text: str) -> list[int]:
     return [ord(c) for c in text if c != " "]
 
 
-def test_scorers() -> None:
+def test_scorers(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Exact match and F1 by words
+    for answer, gold, exact, f1 in (
+        ("the Exeter College.", "exeter college", 1, 1),
+        ("Exeter", "Exeter College", 0, 2 / 3),
+        ("Exeter College in Oxford", "Exeter College", 0, 2 * 2 / 6),
+        ("Oxford", "Exeter College", 0, 0),
+        ("one one two", "one two two", 0, 2 / 3),
+        ("", "Exeter", 0, 0),
+        ("the", "a", 1, 1),
+    ):
+        assert (ExactMatch().score(answer, gold), WordF1().score(answer, gold)) == (exact, pytest.approx(f1))
     # Normalisation is squads
     assert normalise(" The  Exeter-College, an (old) one!\n") == "exetercollege old one"
     assert normalise("Theatre and another") == "theatre and another"
@@ -219,26 +227,7 @@ def test_scorers() -> None:
         "em",
         "f1-tokens",
     ]
-
-
-@pytest.mark.parametrize(
-    ("answer", "gold", "em", "f1"),
-    [
-        ("the Exeter College.", "exeter college", 1, 1),
-        ("Exeter", "Exeter College", 0, 2 / 3),
-        ("Exeter College in Oxford", "Exeter College", 0, 2 * 2 / 6),
-        ("Oxford", "Exeter College", 0, 0),
-        ("one one two", "one two two", 0, 2 / 3),
-        ("", "Exeter", 0, 0),
-        ("the", "a", 1, 1),
-    ],
-)
-def test_exact_match_and_f1_by_words(answer: str, gold: str, em: float, f1: float) -> None:
-    assert ExactMatch().score(answer, gold) == em
-    assert WordF1().score(answer, gold) == pytest.approx(f1)
-
-
-def test_an_unknown_scorer_and_one_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One that is unknown, and one that is not installed
     with pytest.raises(InvalidInputError, match="there is no scorer 'bleu'; choose from em, f1, f1-tokens, rouge-l"):
         make_scorers(["bleu"], letters)
     find_spec = importlib.util.find_spec
@@ -293,8 +282,6 @@ def test_bootstrap_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- records --------------------------------------------------------------------------------------------------------
-
-
 def record(number: int) -> RowResult:
     cell = Cell("full", None, 3, answer="Größe", token_ids=[1, 2], ttft_s=0.25, kl=0.5, top_1=True)
     return RowResult(number, f"id{number}", "direct", ["Ann"], [cell], [(5, "too long")])
@@ -307,18 +294,30 @@ def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
     with RowLog(tmp_path / "run", {"a": 1}) as log:
         assert log.rows == {0: record(0), 2: record(2)}
         assert not log.torn
-
-
-def test_rows_of_earlier_versions_which_call_a_method_arm_are_read(tmp_path: Path) -> None:
-    with RowLog(tmp_path / "run", {}) as log:
+    # also of earlier versions, which call a method arm
+    with RowLog(tmp_path / "earlier", {}) as log:
         log.add(record(0))
-    file = tmp_path / "run" / ROWS_FILE
+    file = tmp_path / "earlier" / ROWS_FILE
     file.write_text(file.read_text().replace('"method":', '"arm":'))
-    with RowLog(tmp_path / "run", {}) as log:
+    with RowLog(tmp_path / "earlier", {}) as log:
         assert log.rows == {0: record(0)}
+    # two runs do not write into one folder
+    with RowLog(tmp_path / "two", {}), pytest.raises(InvalidInputError, match="written by another process"):
+        RowLog(tmp_path / "two", {})
+    RowLog(tmp_path / "two", {}).close()
+    # without a folder they stay in memory
+    with RowLog(None, {}) as log:
+        log.add(record(3))
+        assert asdict(log.rows[3]) == asdict(record(3))
+    # which is named by what shapes its results
+    name = folder_name("my model/x y", {"a": 1, "b": [2]})
+    assert name == folder_name("my model/x y", {"b": [2], "a": 1})
+    assert name != folder_name("my model/x y", {"a": 1, "b": [3]})
+    assert name.startswith("my-model-x-y-") and "/" not in name
+    assert folder_name("../..", {}).startswith("run-")
 
 
-def test_a_torn_last_line_is_dropped_and_written_over(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_written_over_and_one_damaged_in_the_middle_an_error(tmp_path: Path) -> None:
     with RowLog(tmp_path / "run", {}) as log:
         log.add(record(0))
         log.add(record(1))
@@ -329,36 +328,14 @@ def test_a_torn_last_line_is_dropped_and_written_over(tmp_path: Path) -> None:
         assert log.torn and list(log.rows) == [0]
         log.add(record(1))
     assert file.read_bytes() == whole
-
-
-def test_a_line_damaged_in_the_middle_is_an_error(tmp_path: Path) -> None:
-    with RowLog(tmp_path / "run", {}) as log:
+    # in the middle
+    with RowLog(tmp_path / "damaged", {}) as log:
         log.add(record(0))
         log.add(record(1))
-    file = tmp_path / "run" / ROWS_FILE
+    file = tmp_path / "damaged" / ROWS_FILE
     file.write_bytes(b"{" + file.read_bytes())
     with pytest.raises(InvalidInputError, match=r"rows.jsonl, line 1: damaged .*delete that line"):
-        RowLog(tmp_path / "run", {})
-
-
-def test_two_runs_do_not_write_into_one_folder(tmp_path: Path) -> None:
-    with RowLog(tmp_path / "run", {}), pytest.raises(InvalidInputError, match="written by another process"):
-        RowLog(tmp_path / "run", {})
-    RowLog(tmp_path / "run", {}).close()
-
-
-def test_without_a_folder_rows_stay_in_memory() -> None:
-    with RowLog(None, {}) as log:
-        log.add(record(3))
-        assert asdict(log.rows[3]) == asdict(record(3))
-
-
-def test_a_folder_is_named_by_what_shapes_its_results() -> None:
-    name = folder_name("my model/x y", {"a": 1, "b": [2]})
-    assert name == folder_name("my model/x y", {"b": [2], "a": 1})
-    assert name != folder_name("my model/x y", {"a": 1, "b": [3]})
-    assert name.startswith("my-model-x-y-") and "/" not in name
-    assert folder_name("../..", {}).startswith("run-")
+        RowLog(tmp_path / "damaged", {})
 
 
 # ---- figures --------------------------------------------------------------------------------------------------------
@@ -399,7 +376,7 @@ def rendered(summary: dict[str, object], width: int = 80) -> str:
     return console.export_text()
 
 
-def test_figures_of_rows() -> None:
+def test_figures_of_rows_in_eighty_columns() -> None:
     # Quality differences and categories
     summary = summarise(evaluation(ROWS), SCORERS)
     full, reuse, blend, _ = summary["methods"]
@@ -413,7 +390,6 @@ def test_figures_of_rows() -> None:
     assert reuse["scores"]["em"]["by_category"]["direct"]["mean"] == 0.5
     assert blend["scores"]["f1"]["by_category"]["cross"]["difference"]["mean"] == 1
     # Time compute and agreement
-    full, reuse, blend, _ = summarise(evaluation(ROWS), SCORERS)["methods"]
     assert (reuse["speedup"], full["speedup"]) == (2, 1)
     assert blend["ttft_s"]["median"] == pytest.approx(1 / 3)
     assert blend["total_compute"] == pytest.approx(1 / 4)
@@ -425,12 +401,12 @@ def test_figures_of_rows() -> None:
     assert blend["agreement"]["same_answer"]["by_category"]["cross"]["mean"] == 0.5
     # Every cell is written with its scores
     found = evaluation(ROWS)
-    cells = with_cells(summarise(found, SCORERS), found, SCORERS)["cells"]
+    cells = with_cells(summary, found, SCORERS)["cells"]
     assert cells[2]["cells"][0]["scores"] == {"em": 0, "f1": 0}
     assert cells[2]["cells"][2]["scores"] == {"em": 1, "f1": 1}
     assert "scores" not in cells[3]["cells"][0]
     # Tables name every method and figure
-    text = rendered(summarise(evaluation(ROWS), SCORERS))
+    text = rendered(summary)
     for part in (
         "Exact match",
         "F1 by words",
@@ -441,9 +417,18 @@ def test_figures_of_rows() -> None:
         "1st token",
     ):
         assert part in text
+    # Eighty columns show every figure whole, of longer names as well
+    longer = {method.label.name: method.label.name.replace("hkvd gradual", "hybrid @1,2") for method in METHODS}
+    labels = tuple(replace(method.label, name=longer[method.label.name]) for method in METHODS)
+    rows = [replace(of, cells=[replace(c, method=longer[c.method]) for c in of.cells]) for of in ROWS]
+    text = rendered(summarise(Evaluation({"model": "tiny"}, labels, (None,), rows), SCORERS))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    for part in ("compute, %", "tokens", "KL", "+33.3 [+0.0, +100.0]", "75.0"):
+        assert part in text
 
 
-def test_what_was_left_out_is_said() -> None:
+def test_what_a_run_left_out_does_not_have_and_mixed_is_said() -> None:
     skipped = replace(ROWS[0], number=4, cells=[replace(c, skipped="too long") for c in ROWS[0].cells[3:]])
     cut = replace(ROWS[0], number=5, cells=[], too_long=[(None, "the prompt has 900 tokens")])
     missed = replace(ROWS[0], number=6, cells=[replace(c, missed_tokens=7) for c in ROWS[0].cells[1:2]])
@@ -455,9 +440,6 @@ def test_what_was_left_out_is_said() -> None:
         "blend hkvd gradual r=0.3: 1 rows skipped: a prompt of its own exceeds the context",
     ]
     assert [method["rows"] for method in summary["methods"]] == [4, 5, 4, 4]
-
-
-def test_what_a_run_does_not_have() -> None:
     # Without any gold answer agreement is still reported
     rows = [replace(row, answers=[]) for row in ROWS]
     summary = summarise(evaluation(rows), SCORERS)
@@ -474,25 +456,9 @@ def test_what_a_run_does_not_have() -> None:
     assert reuse["scores"]["em"]["all"]["difference"] is None
     assert reuse["agreement"]["same_answer"]["all"] is None
     assert rendered(summary)
-
-
-def test_eighty_columns_show_every_figure_whole() -> None:
-    longer = {method.label.name: method.label.name.replace("hkvd gradual", "hybrid @1,2") for method in METHODS}
-    labels = tuple(replace(method.label, name=longer[method.label.name]) for method in METHODS)
-    rows = [replace(of, cells=[replace(c, method=longer[c.method]) for c in of.cells]) for of in ROWS]
-    text = rendered(summarise(Evaluation({"model": "tiny"}, labels, (None,), rows), SCORERS))
-    assert max(map(len, text.splitlines())) <= 80
-    assert "…" not in text
-    for part in ("compute, %", "tokens", "KL", "+33.3 [+0.0, +100.0]", "75.0"):
-        assert part in text
-
-
-def test_times_of_several_machines_are_said_to_be_mixed() -> None:
+    # Times of several machines
     rows = [replace(of, machine="a processor, 2 threads" if of.number == 3 else "a processor, 1 thread") for of in ROWS]
-    assert summarise(evaluation(rows), SCORERS)["machines"] == {
-        "a processor, 1 thread": 3,
-        "a processor, 2 threads": 1,
-    }
+    assert summarise(evaluation(rows), SCORERS)["machines"] == {"a processor, 1 thread": 3, "a processor, 2 threads": 1}
     (line,) = [line for line in notes(summarise(evaluation(rows), SCORERS)) if "times" in line]
     assert "a processor, 2 threads: 1 rows" in line
     assert "quality is not affected" in line
@@ -524,3 +490,148 @@ def test_numbers_of_passages_that_never_fitted_are_not_drawn(tmp_path: Path) -> 
     assert "em-compute.png" in {drawn.name for drawn in files}
     nothing = [replace(of, cells=[], too_long=[(2, "long")]) for of in rows]
     assert draw(summarise(evaluation(nothing, (2,)), SCORERS), tmp_path) == []
+
+
+# ---- the demo: answers follow from the order of the passages, and what is shown from the answers given --------
+
+
+DEMO_METHODS = (
+    Label("full recompute", "full", "full"),
+    Label("prefix caching", "prefix", "prefix"),
+    Label("full reuse", "reuse", "reuse"),
+    Label("blend", "blend", "blend"),
+    Label("HKVD, gradual, r = 0.15", "blend", "gradual", "hkvd", 0.15, (1, 2, 3, 4)),
+    Label("HKVD, one check, r = 0.15", "blend", "one check", "hkvd", 0.15, (1,)),
+)
+
+
+@pytest.fixture(scope="module")
+def demo() -> list[QuestionRow]:
+    return demo_questions(seed=0)
+
+
+def test_the_demos_questions(demo: list[QuestionRow]) -> None:
+    # Every question has the same passages in another order
+    stored = sorted(demo[0].passages, key=lambda text: text.title)
+    assert [text.title for text in stored] == [f"passage {number}" for number in range(1, 9)]
+    assert [row.category for row in demo] == [*CATEGORIES] * 4
+    assert len({row.passages for row in demo}) == len(demo)
+    for row in demo:
+        assert sorted(row.passages, key=lambda text: text.title) == stored
+    assert len({row.question for row in demo}) == len(demo)
+    # For "The boot belongs to him.", the last name of that kind in the preceding text.
+    for row in demo:
+        (answer,), text = row.answers, " ".join(passage.text for passage in row.passages)
+        if row.category == "unanswerable":
+            assert answer == "unknown"
+            continue
+        if row.category in ("cross", "local"):
+            thing = row.question.split()[-1].rstrip("?")
+            before, after = text.split(f"The {thing} ", 1)
+            case = after.split(".")[0].split()[-1]
+            kind = next(kind for kind, words in lexicon.OBJECT_CASE.items() if words[-1] == case)
+            names = [word.strip(".") for word in before.split()]
+            assert answer == [name for name in names if lexicon.KIND_OF.get(name) == kind][-1]
+    # A seed determines the demo
+    assert demo_questions(0) == demo
+    assert set(demo_questions(1)[0].passages).isdisjoint(demo[0].passages)
+    assert demo_questions(0, 2) == demo[: 2 * len(CATEGORIES)] == demo_questions(0, 12)[: 2 * len(CATEGORIES)]
+    for count in (0, 13, -1):
+        with pytest.raises(InvalidInputError, match=f"1 to 12 questions of each category, not {count}"):
+            demo_questions(0, per_category=count)
+    for seed in (-1, 10):
+        with pytest.raises(InvalidInputError, match=f"seeds 0 to 9, not {seed}"):
+            demo_questions(seed)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_example_shows_the_antecedent_and_prompts_fit_the_model(seed: int) -> None:
+    demo = demo_questions(seed)
+    example = find_example(demo)
+    titles = [text.title for text in example["row"].passages]
+    (above, antecedent), (below, stated) = example["antecedent"], example["stated"]
+    (owner,), thing = example["row"].answers, example["row"].question.split()[-1].rstrip("?")
+    pronoun = " ".join(lexicon.OBJECT_CASE[lexicon.KIND_OF[owner]])
+    assert titles.index(above) < titles.index(below)
+    assert f" [{owner}]" in antecedent
+    assert stated.endswith(f" [{pronoun}].")
+    assert stated.startswith(f"The {thing} ")
+    texts = {text.title: text.text for text in demo[0].passages}
+    for title, sentence in (example["antecedent"], example["stated"]):
+        assert sentence.replace("[", "").replace("]", "") in texts[title]
+    assert example["elsewhere"] not in ("unknown", owner)
+    tokenizer = build_tokenizer()
+    for row in demo_questions(seed, 1):
+        text = "\n\n".join(passage.text for passage in row.passages) + f"\n\n{row.question}"
+        assert 1700 < len(tokenizer.encode(text).ids) < MAX_POSITIONS - 16
+
+
+# ---- results ----------------------------------------------------------------------------------------------
+def demo_evaluation(rows: list[tuple[str, str]]) -> dict[str, Any]:
+    """Rows of (category, answers): one letter per method, r(ight) or w(rong)."""
+    seconds = {
+        "full recompute": 4.0,
+        "prefix caching": 4.0,
+        "full reuse": 0.5,
+        "blend": 1.0,
+        "HKVD, gradual, r = 0.15": 2.0,
+        "HKVD, one check, r = 0.15": 2.0,
+    }
+    found = []
+    for number, (category, answers) in enumerate(rows):
+        cells = [
+            Cell(
+                method=label.name,
+                top_k=None,
+                chunks=8,
+                answer="Vaden" if answer == "r" else "Karin",
+                ttft_s=seconds[label.name],
+                total_compute=seconds[label.name] / 4,
+                loaded_tokens=0 if label.kind in ("full", "prefix") else 200,
+                recomputed_tokens=30 if label.kind == "blend" else 0,
+            )
+            for label, answer in zip(DEMO_METHODS, answers, strict=True)
+        ]
+        found.append(RowResult(number, str(number), category, ["Vaden"], cells))
+    whole = Evaluation({"model": "m"}, DEMO_METHODS, (None,), found)
+    return with_cells(summarise(whole, [ExactMatch()], resamples=2), whole, [ExactMatch()])
+
+
+def test_results_by_method() -> None:
+    found = demo_evaluation([("direct", "rrrrrw"), ("cross", "rrwrww"), ("cross", "rwwrrr")])
+    full, prefix, reuse, blend, hkvd, one_check = method_figures(found)
+    scores = [method["score"] for method in (full, prefix, reuse, blend, hkvd, one_check)]
+    assert scores == [(3, 3), (2, 3), (1, 3), (3, 3), (2, 3), (1, 3)]
+    assert hkvd["right"]["cross"] == [False, True]
+    assert (blend["title"], hkvd["title"]) == ("blend", "HKVD, gradual, r = 0.15")
+    assert (blend["speedup"], reuse["speedup"]) == (4.0, 8.0)
+    assert [method["recomputed"] for method in (full, prefix, reuse, blend)] == [None, None, 0.0, 0.15]
+    assert hkvd["compute"] == 0.5
+    # Rows that show the difference come first
+    answers = ("rrrrrr", "rrwwww", "rrwrrr", "rrwwww", "wwwwww")
+    rows = list(zip(("direct", "cross", "cross", "chain", "chain"), answers, strict=True))
+    assert by_difference(demo_evaluation(rows)) == [2, 1, 3, 0, 4]
+    plain = demo_evaluation([("direct", "wwwwww"), ("direct", "rrrrrr"), ("local", "rrrrrr")])
+    assert by_difference(plain) == [1, 2, 0]
+    # The methods themselves
+    own = demo_methods(BlendConfig(selector="query", recompute_ratio=0.1), 0.15)
+    assert [method.label for method in own] == list(DEMO_METHODS)
+    same = demo_methods(BlendConfig(), 0.15)
+    assert [method.label.name for method in same] == [label.name for label in DEMO_METHODS if label.name != "blend"]
+
+
+@pytest.mark.parametrize("count", [1, 4, 7])
+def test_the_picture(count: int, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from cacheblend.evaluation.demo import draw_demo_plot
+
+    right = {category: [index % 2 == 0 for index in range(count)] for category in CATEGORIES}
+    common = {"right": right, "score": (7, 7 * count)}
+    methods = [
+        {"title": "full recompute", "kind": "full", "ttft_s": 1.0, "speedup": 1.0, "compute": 1.0, **common},
+        {"title": "x", "kind": "gradual", "ttft_s": 0.3, "speedup": 3.0, "compute": 0.2, **common},
+    ]
+    draw_demo_plot(methods, tmp_path / "a.svg", title="The title", remark="The remark")
+    drawn = (tmp_path / "a.svg").read_text()
+    for text in ("The title", "The remark", "300 ms", "3.0 x faster, 20 % computed", f"/ {7 * count}"):
+        assert f"<!-- {text} -->" in drawn

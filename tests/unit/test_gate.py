@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -33,24 +32,16 @@ def exact_tail(successes: int, trials: int, proportion: float) -> float:
 
 
 # ---- bounds -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("successes", "trials", "confidence", "bound"),
-    [
+def test_bounds_of_counts_and_means() -> None:
+    for successes, trials, confidence, bound in (
         (299, 299, 0.95, 0.05 ** (1 / 299)),  # 0.99003
         (298, 299, 0.95, 0.984233),
         (8, 10, 0.95, 0.493099),  # a two-sided 90 % interval's end in Clopper and Pearson's tables: 0.493
         (682, 925, 0.975, 0.7076683),  # R, binom.test(682, 925)
         (0, 10, 0.95, 0.0),
         (1, 10, 0.95, 1 - 0.95 ** (1 / 10)),
-    ],
-)
-def test_known_lower_bounds(successes: int, trials: int, confidence: float, bound: float) -> None:
-    assert lower_bound(successes, trials, confidence) == pytest.approx(bound, abs=1e-6)
-
-
-def test_bounds_of_counts_and_means() -> None:
+    ):
+        assert lower_bound(successes, trials, confidence) == pytest.approx(bound, abs=1e-6)
     # 299 rows without an error show 99 percent and 298 do not
     assert lower_bound(299, 299, 0.95) >= 0.99 > lower_bound(298, 298, 0.95)
     # Success-run tables for 99 % reliability at 95 % confidence, with 0..3 failures.
@@ -86,7 +77,7 @@ def test_the_bound_is_where_the_tail_has_the_error(data: st.DataObject, trials: 
 
 
 @given(st.data(), st.integers(1, 400), confidences, st.floats(0.01, 0.999))
-def test_reaches_is_the_bound_held_against_a_threshold(
+def test_reaches_holds_the_bound_against_a(
     data: st.DataObject, trials: int, confidence: float, threshold: float
 ) -> None:
     successes = data.draw(st.integers(0, trials))
@@ -95,30 +86,7 @@ def test_reaches_is_the_bound_held_against_a_threshold(
         assert reaches(successes, trials, threshold, confidence) == (bound > threshold)
 
 
-@given(st.integers(2, 300), confidences)
-def test_bounds_rise_with_successes(trials: int, confidence: float) -> None:
-    steps = sorted({0, 1, trials // 2, trials - 1, trials})
-    lows = [lower_bound(k, trials, confidence) for k in steps]
-    assert all(a < b for a, b in pairwise(lows))
-    for k, low in zip(steps, lows, strict=True):
-        assert low <= k / trials
-
-
-@pytest.mark.parametrize("arguments", [(3, 2, 0.95), (-1, 2, 0.95), (0, 0, 0.95), (1, 2, 1.0), (1, 2, math.nan)])
-def test_impossible_counts_are_refused(arguments: tuple[int, int, float]) -> None:
-    with pytest.raises(InvalidInputError):
-        lower_bound(*arguments)
-
-
 # ---- the plan ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("wrong", [{"threshold": 1.0}, {"threshold": 0.0}, {"confidence": 1.0}, {"answer_tokens": 0}])
-def test_a_bar_that_no_rows_could_show_is_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(InvalidInputError):
-        Bar(**wrong)  # type: ignore[arg-type]
-
-
 def test_the_grid() -> None:
     # The grid goes from cheap to dear
     found = grid(12)
@@ -147,10 +115,7 @@ def test_the_grid() -> None:
     assert by_name["hkvd@1 r=0.2"] == pytest.approx((1 + 0.2 * 9) / 10)
     assert by_name["gradual r=0.2"] == pytest.approx((1 + 0.2 * 9) / 10)
     assert by_name["query r=0.2"] == pytest.approx(0.2)
-
-
-def test_the_grid_has_the_kind_of_setting_that_ships() -> None:
-    """At its mean share of rows it is the shipped profile, to rounding; a deeper model checks deeper."""
+    # The kind of setting that ships: at its mean share of rows the shipped profile; deeper models check deeper
     (found,) = grid(12, ["narrowing"], [1.55 / 12])
     shipped, selector = read_profile(model_path() / PROFILE_NAME).selection.make_selector(), found.selector()
     assert isinstance(shipped, Hybrid) and isinstance(selector, Hybrid)
@@ -166,22 +131,20 @@ def test_the_grid_has_the_kind_of_setting_that_ships() -> None:
         grid(8, ["narrowing"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((12, ["best"]), "'best'"),
-        ((12, [], [2.0]), "0..1"),
-        ((1, ["gradual"]), "too few for the check layers of gradual"),
-    ],
-)
-def test_a_grid_that_cannot_be(arguments: tuple[int, list[str]], message: str) -> None:
-    with pytest.raises(InvalidInputError, match=message):
-        grid(*arguments)
+def test_counts_bars_and_grids_that_cannot_be_are_refused() -> None:
+    for counts in ((3, 2, 0.95), (-1, 2, 0.95), (0, 0, 0.95), (1, 2, 1.0), (1, 2, math.nan)):
+        with pytest.raises(InvalidInputError):
+            lower_bound(*counts)
+    for wrong in ({"threshold": 1.0}, {"threshold": 0.0}, {"confidence": 1.0}, {"answer_tokens": 0}):
+        with pytest.raises(InvalidInputError):
+            Bar(**wrong)  # type: ignore[arg-type]
+    few = "too few for the check layers of gradual"
+    for arguments, message in (((12, ["best"]), "'best'"), ((12, [], [2.0]), "0..1"), ((1, ["gradual"]), few)):
+        with pytest.raises(InvalidInputError, match=message):
+            grid(*arguments)  # type: ignore[arg-type]
 
 
 # ---- samples ----------------------------------------------------------------------------------------------
-
-
 def sample(
     top_1: bool = True, scores: tuple[float, float] | None = None, equal: float | None = None, compute: float = 0.2
 ) -> Sample:
@@ -189,7 +152,7 @@ def sample(
     return Sample(top_1, 0.1, equal, None if equal is None else equal == 1, compute, 1.0, 4.0, score, full)
 
 
-def test_summaries_are_held_against_the_bar() -> None:
+def test_summaries_are_held_against_the_bar_and_who_is_tried_after_the_search() -> None:
     # A summary
     found = summarise([sample(), sample(top_1=False, compute=0.4, equal=0.5), sample(equal=1.0, scores=(0.5, 1.0))])
     assert (found.rows, found.agreed, found.f1_rows) == (3, 2, 1)
@@ -213,6 +176,13 @@ def test_summaries_are_held_against_the_bar() -> None:
     assert [attempts_for(rows, bar) for rows in (298, 299, 367, 368, 407, 408, 10_000)] == [0, 1, 1, 2, 2, 3, 3]
     assert bar.part(1).confidence == bar.confidence
     assert bar.part(3).confidence == pytest.approx(1 - 0.05 / 3)
+    # Who passed the search is tried cheapest first
+    searched = [tried("a", False, 99), tried("b", True, 100), tried("c", False, 80, stopped=True), tried("d", True, 99)]
+    assert [one.candidate.name for one in promising(searched, Bar())] == ["b", "d"]
+    # Where none passed the one that failed least is tried
+    searched = [tried("a", False, 90), tried("b", False, 99), tried("c", False, 100, stopped=True)]
+    assert [one.candidate.name for one in promising(searched, Bar())] == ["b"]
+    assert promising([tried("a", False, 90)], Bar()) == []
 
 
 @given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), max_size=6))
@@ -231,19 +201,7 @@ def tried(name: str, passes: bool, agreed: int, *, rows: int = 100, stopped: boo
     return Tried(Candidate(name, {}), found, passes, stopped)
 
 
-def test_who_is_tried_after_the_search() -> None:
-    # Who passed the search is tried cheapest first
-    searched = [tried("a", False, 99), tried("b", True, 100), tried("c", False, 80, stopped=True), tried("d", True, 99)]
-    assert [one.candidate.name for one in promising(searched, Bar())] == ["b", "d"]
-    # Where none passed the one that failed least is tried
-    searched = [tried("a", False, 90), tried("b", False, 99), tried("c", False, 100, stopped=True)]
-    assert [one.candidate.name for one in promising(searched, Bar())] == ["b"]
-    assert promising([tried("a", False, 90)], Bar()) == []
-
-
 # ---- the whole of it --------------------------------------------------------------------------------------
-
-
 def test_settings_that_just_miss_the_bar_pass_as_seldom_as_promised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve settings of 90 % agreement, 90 % asked for, 150 gates: choosing the luckiest would pass most of them."""
     draw = np.random.default_rng(0)

@@ -88,14 +88,23 @@ def compiled() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
     return lambda kernel, case: found[key(kernel, case)]
 
 
-def test_attention_compiles_and_fits(compiled) -> None:
+def test_kernels_compile_fit_and_load_several_numbers_at_once(compiled) -> None:
     for case in ATTENTION:
         taken = compiled("attention", case)
         assert taken["shared"] <= taken["expected"] <= taken["most"], case
         assert any(product in taken["ptx"] for product in PRODUCTS), case
+    for case in PLACING:
+        taken = compiled("placing", case)
+        assert taken["shared"] <= SMALLEST_SHARED, case
+        assert "ld.global.v" in taken["ptx"] or case["kind"] != "raw", case
+        assert "st.global.v" in taken["ptx"], case
+    for case in DEVIATION:
+        taken = compiled("deviation", case)
+        assert taken["shared"] <= SMALLEST_SHARED
+        assert "ld.global.v" in taken["ptx"]
 
 
-def test_keys_are_on_their_way_while_those_before_them_are_multiplied(compiled) -> None:
+def test_keys_are_on_their_way_early_and_numbers_of_rows_and_keys_compile_hardly_anything(compiled) -> None:
     """In every loop of the kernel, the masked one of windows too; and no number is kept in local memory."""
     for case in PIPELINED:
         taken = compiled("attention", case)
@@ -103,6 +112,10 @@ def test_keys_are_on_their_way_while_those_before_them_are_multiplied(compiled) 
         assert len(waits) == (1 if "window" in case else 2), case
         assert all(in_flight >= 1 for in_flight in waits), (case, waits)
         assert taken["spilled"] == 0, case
+    for case in VARIANTS:
+        found = compiled("variants", case)
+        assert 2 <= found["_attend"] <= 6, (case, found)
+        assert found["_join"] == 1, (case, found)
 
 
 def waits_in_loops(ptx: str) -> list[int]:
@@ -117,15 +130,8 @@ def waits_in_loops(ptx: str) -> list[int]:
     return found
 
 
-def test_numbers_of_rows_and_keys_compile_hardly_anything(compiled) -> None:
-    for case in VARIANTS:
-        found = compiled("variants", case)
-        assert 2 <= found["_attend"] <= 6, (case, found)
-        assert found["_join"] == 1, (case, found)
-
-
 def test_tiles_fit_into_every_device() -> None:
-    """As `shared_bytes` has it, which `test_attention_compiles_and_fits` holds against the compiler."""
+    """As `shared_bytes` has it, which the test above holds against the compiler."""
     from cacheblend.core.kernels.attention_triton import shared_bytes, tile_shape
 
     sizes = product((99, 163, 227), (1, 4, 8, 71, 128), (1, 9, 4096), (8, 64, 96, 128, 256), (0, 16), (2, 4))
@@ -135,18 +141,3 @@ def test_tiles_fit_into_every_device() -> None:
         slots, keys, warps, stages = tile_shape(group, rows, head_dim, page, itemsize, kib << 10)
         assert shared_bytes(slots, keys, stages, head_dim, page, itemsize) <= kib << 10
         assert slots >= group and slots % 16 == keys % 16 == 0 and warps == (8 if slots >= 128 else 4)
-
-
-def test_placing_compiles_and_loads_several_numbers_at_once(compiled) -> None:
-    for case in PLACING:
-        taken = compiled("placing", case)
-        assert taken["shared"] <= SMALLEST_SHARED, case
-        assert "ld.global.v" in taken["ptx"] or case["kind"] != "raw", case
-        assert "st.global.v" in taken["ptx"], case
-
-
-def test_deviation_compiles_and_loads_several_numbers_at_once(compiled) -> None:
-    for case in DEVIATION:
-        taken = compiled("deviation", case)
-        assert taken["shared"] <= SMALLEST_SHARED
-        assert "ld.global.v" in taken["ptx"]

@@ -25,16 +25,13 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(("rotary", "rank"), [(8, 16), (0, 6), (2, 2), (64, 512), (10, 2)])
-def test_halves_and_parts_are_opposites(rotary: int, rank: int) -> None:
-    rotated, latent = drawn(1, 5, rotary), drawn(1, 5, rank, seed=1)
-    keys, values = halves(rotated, latent)
-    assert keys.shape == values.shape == (1, 5, (rotary + rank) // 2)
-    for found, given in zip(parts(keys.clone(), values.clone(), rotary), (rotated, latent), strict=True):
-        assert torch.equal(found, given)
-
-
-def test_halves_of_one_tensor_are_joined_without_a_copy_and_heads_left_as_they_are() -> None:
+def test_halves_and_parts_are_opposites_and_joined_without_a_copy() -> None:
+    for rotary, rank in ((8, 16), (0, 6), (2, 2), (64, 512), (10, 2)):
+        rotated, latent = drawn(1, 5, rotary), drawn(1, 5, rank, seed=1)
+        keys, values = halves(rotated, latent)
+        assert keys.shape == values.shape == (1, 5, (rotary + rank) // 2)
+        for found, given in zip(parts(keys.clone(), values.clone(), rotary), (rotated, latent), strict=True):
+            assert torch.equal(found, given)
     whole = drawn(1, 9, 24)
     keys, values = (each[:, 2:7] for each in whole.chunk(2, dim=-1))
     kept = joined(keys, values)
@@ -85,8 +82,6 @@ def test_the_question_is_asked_by_some_heads_at_a_time(monkeypatch: pytest.Monke
 
 
 # ---- what is known of a model ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", HAVE_LATENTS)
 def test_a_config_alone_says_what_a_model_keeps(family: str) -> None:
     model = tiny_model(family)
@@ -98,7 +93,7 @@ def test_a_config_alone_says_what_a_model_keeps(family: str) -> None:
     assert layout.block_bytes(7) == 7 * 4 * 24 * 4
 
 
-def test_deepseek_v3_keeps_less_than_a_fiftieth() -> None:
+def test_deepseek_v3_keeps_little_and_every_codec_takes_its_records() -> None:
     """The figure `mla_bytes`: stored bytes a token by those of the expanded cache."""
     config = AutoConfig.for_model("deepseek_v3")
     stored = expected_layout(config, torch.bfloat16).block_bytes(1)
@@ -106,18 +101,14 @@ def test_deepseek_v3_keeps_less_than_a_fiftieth() -> None:
     expanded = config.num_hidden_layers * config.num_attention_heads * per_head * 2
     assert (stored, expanded) == (61 * 576 * 2, 61 * 128 * 320 * 2)
     assert stored / expanded < 0.15
-
-
-@pytest.mark.parametrize("codec", ["raw", "int8", "fp8", "int4"])
-def test_every_codec_takes_deepseek_v3s_records(codec: str) -> None:
-    layout = expected_layout(AutoConfig.for_model("deepseek_v3"), torch.bfloat16)
-    layout = type(layout)(layout.layers[:1], layout.dtype, codec)
-    record = drawn(1, 2, 70, 288).to(torch.bfloat16)
-    stored = layout.encode(record)
-    assert stored.nbytes == layout.block_bytes(70)
-    assert tuple(stored.shape) == layout.record_shape(0, 70)
-    error = (layout.decode(0, stored, 70).float() - record.float()).abs().max() / record.float().abs().max()
-    assert float(error) <= {"raw": 0.0, "int8": 0.01, "fp8": 0.07, "int4": 0.2}[codec]
+    whole, record = expected_layout(config, torch.bfloat16), drawn(1, 2, 70, 288).to(torch.bfloat16)
+    for codec, most in {"raw": 0.0, "int8": 0.01, "fp8": 0.07, "int4": 0.2}.items():
+        layout = type(whole)(whole.layers[:1], whole.dtype, codec)
+        stored_record = layout.encode(record)
+        assert stored_record.nbytes == layout.block_bytes(70)
+        assert tuple(stored_record.shape) == layout.record_shape(0, 70)
+        error = (layout.decode(0, stored_record, 70).float() - record.float()).abs().max()
+        assert float(error / record.float().abs().max()) <= most, codec
 
 
 def attention(**changes: int) -> DeepseekV3Attention:
@@ -126,7 +117,7 @@ def attention(**changes: int) -> DeepseekV3Attention:
     return DeepseekV3Attention(config, 0)
 
 
-def test_an_expansion_that_is_no_matrix_for_each_head_is_refused() -> None:
+def test_other_expansions_measures_and_caches_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, odd, shifted = attention(), attention(kv_lora_rank=15), attention()
     assert latent_shape(plain, torch.zeros(1)).expanded == 4 * (16 + 16)
     with pytest.raises(ModelNotBlendableError, match=r"15 \+ 8 numbers of a token; an even number"):
@@ -136,10 +127,7 @@ def test_an_expansion_that_is_no_matrix_for_each_head_is_refused() -> None:
         latent_shape(shifted, torch.zeros(1))
     with pytest.raises(ModelNotBlendableError, match="without caching them"):
         attend_absorbed(plain, drawn(4, 3, 16), LatentTap(), lambda q, k, v, spec: q, AttentionSpec(1.0))
-
-
-def test_a_measure_of_one_part_and_code_that_caches_expanded_keys_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As code that comes with a model may: records of the expanded form would be ten times as large."""
+    # as code that comes with a model may: records of the expanded form would be ten times as large
     with pytest.raises(InvalidInputError, match=r"measure 'v' compares keys or values alone.*use measure 'kv'"):
         open_engine(tiny_model("deepseek_v3"), [], measure="v")
     open_engine(tiny_model("deepseek_v3"), [], measure="v", selector="query").close()  # compares nothing

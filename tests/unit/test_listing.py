@@ -1,9 +1,14 @@
-"""The listing that keeps an engine up to date with a store that others write to."""
+"""What an engine does between requests: it keeps its list of a store's chunks up to date, captures chunks, works in the
+background.
+"""
 
+import logging
 import os
 import random
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
@@ -11,11 +16,17 @@ from threading import Event, Thread
 import numpy as np
 import pytest
 
-from cacheblend.core.errors import StoreError
+from cacheblend.core.errors import StoreError, StoreFullError
+from cacheblend.core.load.capture import CapturedChunk
 from cacheblend.core.names import BlockName, as_token_ids, root_name
-from cacheblend.core.plan.blocks import ChunkManifest
+from cacheblend.core.plan.blocks import Block, ChunkManifest
+from cacheblend.core.plan.chunk_matches import ChunkIndex
 from cacheblend.core.plan.prompt import Prompt, text
+from cacheblend.engines import chunk_index as module
+from cacheblend.engines import keeper as keeper_module
 from cacheblend.engines.chunk_index import ChunkListing, ListChanges
+from cacheblend.engines.hf.background import Background
+from cacheblend.engines.keeper import ChunkKeeper
 from cacheblend.store import KVStore, MemoryStore, open_store
 from store_blocks import ROOT, make_block, make_manifest
 
@@ -26,6 +37,14 @@ def manifests(count: int) -> list[ChunkManifest]:
 
 def open_listing(store: KVStore, refresh_s: float) -> ChunkListing:
     return ChunkListing(store, as_token_ids([1]), 64, refresh_s, keeps_changes=True)
+
+
+def opened(refresh_s: float = 0, stored: int = 1) -> tuple[MemoryStore, ChunkListing, list[ChunkManifest]]:
+    """A store, its listing, and two chunks, of which so many are listed there."""
+    store, chunks = MemoryStore(1 << 20), manifests(2)
+    for chunk in chunks[:stored]:
+        store.put_manifest(chunk)
+    return store, open_listing(store, refresh_s), chunks
 
 
 def found(listing: ChunkListing, root: BlockName = ROOT) -> set[BlockName]:
@@ -49,7 +68,7 @@ def let_age(folder: Path) -> None:
     os.utime(folder / "manifests", (long_ago, long_ago))
 
 
-def test_what_others_list_and_take_off_is_carried_over() -> None:
+def test_what_others_list_and_take_off_is_carried_over_for_each_root() -> None:
     store = MemoryStore(1 << 20)
     first, second, third = manifests(3)
     third = replace(third, anchor_ids=as_token_ids([2]))
@@ -70,9 +89,7 @@ def test_what_others_list_and_take_off_is_carried_over() -> None:
     assert [m.chunk_id for m in listing.take_changes(64).removed] == [first.chunk_id]
     assert listing.take_changes(64) == ListChanges()
     listing.close()
-
-
-def test_each_root_finds_its_own_chunks() -> None:
+    # each root finds its own chunks
     store = MemoryStore(1 << 20)
     chunks = manifests(40)
     roots = [root_name("model", "float32", salt=str(number)) for number in range(4)]
@@ -88,8 +105,7 @@ def test_each_root_finds_its_own_chunks() -> None:
 
 
 def test_the_list_is_read_in_a_thread_and_no_refresh_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, let_go = MemoryStore(1 << 20), Event()
-    first, second = manifests(2)
+    store, let_go, (first, second) = MemoryStore(1 << 20), Event(), manifests(2)
     store.put_manifest(first)
     read = store.manifests
     monkeypatch.setattr(store, "manifests", lambda: let_go.wait(30) and read())
@@ -110,11 +126,8 @@ def test_the_list_is_read_in_a_thread_and_no_refresh_waits_for_it(monkeypatch: p
     listing.close()
 
 
-def test_after_a_pause_what_others_stored_meanwhile_is_found_at_once() -> None:
-    store = MemoryStore(1 << 20)
-    first, second = manifests(2)
-    store.put_manifest(first)
-    listing = open_listing(store, refresh_s=0.05)
+def test_what_is_stored_in_a_pause_or_captured_while_the_list_is_read_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, listing, (first, second) = opened(refresh_s=0.05)
     listing.update()
     store.put_manifest(second)
     time.sleep(0.1)  # no request came
@@ -122,6 +135,18 @@ def test_after_a_pause_what_others_stored_meanwhile_is_found_at_once() -> None:
     listing.update()
     assert found(listing) == {first.chunk_id, second.chunk_id}
     listing.close()
+    # captured while it is read
+    store, listing, (first, second) = opened()
+    read = store.manifests
+
+    def manifests_then_captured() -> list[ChunkManifest]:
+        before = read()
+        listing.add([second])
+        return before
+
+    monkeypatch.setattr(store, "manifests", manifests_then_captured)
+    listing.update()
+    assert found(listing) == {first.chunk_id, second.chunk_id}
 
 
 def test_a_list_whose_reading_takes_long_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,11 +193,7 @@ def test_evicted_chunks_are_announced_once_and_again_when_they_are_back() -> Non
         assert len({*added, *removed}) == len(added) + len(removed)
         return {*added}, {*removed}
 
-    store = MemoryStore(1 << 20)
-    one, other = manifests(2)
-    for manifest in (one, other):
-        store.put_manifest(manifest)
-    listing = open_listing(store, refresh_s=0)
+    store, listing, (one, other) = opened(stored=2)
     listing.update()
     assert changed() == ({one.chunk_id, other.chunk_id}, set())
     for _ in range(2):
@@ -192,29 +213,9 @@ def test_evicted_chunks_are_announced_once_and_again_when_they_are_back() -> Non
     listing.close()
 
 
-def test_a_chunk_that_is_captured_while_the_list_is_read_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = MemoryStore(1 << 20)
-    first, second = manifests(2)
-    store.put_manifest(first)
-    listing = open_listing(store, refresh_s=0)
-    read = store.manifests
-
-    def manifests_then_captured() -> list[ChunkManifest]:
-        before = read()
-        listing.add([second])
-        return before
-
-    monkeypatch.setattr(store, "manifests", manifests_then_captured)
-    listing.update()
-    assert found(listing) == {first.chunk_id, second.chunk_id}
-
-
 @pytest.mark.may_fail("list of chunks")
-def test_a_list_that_cannot_be_read_raises_until_it_is_there_and_is_logged_later(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = MemoryStore(1 << 20)
-    (first,) = manifests(1)
+def test_a_list_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    store, (first,) = MemoryStore(1 << 20), manifests(1)
     store.put_manifest(first)
     read, fails = store.manifests, True
 
@@ -258,13 +259,8 @@ def test_a_folder_that_did_not_change_is_not_listed_again(tmp_path: Path, monkey
         listing.close()
 
 
-def test_an_index_is_made_once_however_many_ask_for_it_and_no_change_waits_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from cacheblend.core.plan.chunk_matches import ChunkIndex
-    from cacheblend.engines import chunk_index as module
-
-    store, let_go, made = MemoryStore(1 << 20), Event(), []
+def test_an_index_is_made_once_and_no_change_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_go, made = Event(), []
 
     class SlowIndex(ChunkIndex):
         def __init__(self, min_tokens: int) -> None:
@@ -273,9 +269,7 @@ def test_an_index_is_made_once_however_many_ask_for_it_and_no_change_waits_for_i
             assert let_go.wait(30)
 
     monkeypatch.setattr(module, "ChunkIndex", SlowIndex)
-    first, second = manifests(2)
-    store.put_manifest(first)
-    listing = open_listing(store, refresh_s=0)
+    _, listing, (first, second) = opened()
     listing.update()
     threads = [Thread(target=found, args=(listing,)) for _ in range(8)]
     for thread in threads:
@@ -291,12 +285,8 @@ def test_an_index_is_made_once_however_many_ask_for_it_and_no_change_waits_for_i
 
 def test_nobody_waits_while_a_long_list_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's scheduler matches, and takes changes, between two steps."""
-    from cacheblend.core.plan.chunk_matches import ChunkIndex
-
-    store, is_applied, let_go = MemoryStore(1 << 20), Event(), Event()
-    first, second = manifests(2)
-    store.put_manifest(first)
-    listing = open_listing(store, refresh_s=0)
+    store, listing, (first, second) = opened()
+    is_applied, let_go = Event(), Event()
     listing.update()
     assert found(listing) == {first.chunk_id}
     copy = ChunkIndex.copy
@@ -329,11 +319,7 @@ def test_nobody_waits_while_a_long_list_is_applied(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_tenants_who_have_stored_nothing_take_no_place_of_those_who_have(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from cacheblend.engines import chunk_index as module
-
+def test_tenants_without_chunks_take_no_place(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_INDEXES", 8)
     rng, store = random.Random(seed), MemoryStore(1 << 20)
     roots = [root_name("model", "float32", salt=str(number)) for number in range(20)]
@@ -351,3 +337,227 @@ def test_tenants_who_have_stored_nothing_take_no_place_of_those_who_have(
     listing.add([replace(make_manifest(make_block(77), token_count=90), root=nobody)])
     assert len(found(listing, nobody)) == 1
     listing.close()
+
+
+# ---- keeping captured chunks ----------------------------------------------------------------------------------
+
+
+FIRST = make_block(1)
+BLOCKS = [FIRST, make_block(2, parent=FIRST.name)]
+CHUNK = CapturedChunk(BLOCKS, make_manifest(BLOCKS[1]))
+
+
+class Recording(MemoryStore):
+    """A store that remembers the order of its writes, and refuses to write as long as it has an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: StoreError | None = None
+        self.order: list[str] = []
+
+    def write(self, block: Block) -> None:
+        if self.error is not None:
+            raise self.error
+        self.order.append("block")
+        super().write(block)
+
+    def put_manifest(self, manifest: ChunkManifest) -> None:
+        self.order.append("manifest")
+        super().put_manifest(manifest)
+
+
+def test_a_chunk_is_held_with_all_blocks_and_its_manifest_which_is_written_last() -> None:
+    store = MemoryStore()
+    keeper = ChunkKeeper(store)
+    assert not keeper.is_held(CHUNK.manifest)
+    for block in BLOCKS:
+        store.write(block)
+    assert not keeper.is_held(CHUNK.manifest)  # not listed
+    store.put_manifest(CHUNK.manifest)
+    assert keeper.is_held(CHUNK.manifest)
+
+    other = MemoryStore()
+    other.write(BLOCKS[0])
+    other.put_manifest(CHUNK.manifest)
+    assert not ChunkKeeper(other).is_held(CHUNK.manifest)  # a block is missing
+
+    recording = Recording()
+    assert ChunkKeeper(recording).keep(CHUNK)
+    assert recording.order == ["block", "block", "manifest"]
+    assert ChunkKeeper(recording).is_held(CHUNK.manifest)
+
+
+@pytest.mark.may_fail("store write")
+def test_a_store_error_pauses(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    now = 100.0
+    monkeypatch.setattr(keeper_module.time, "monotonic", lambda: now)
+    store = Recording()
+    store.error = StoreFullError("the store is full: 3 of 3 bytes")
+    keeper = ChunkKeeper(store)
+    with pytest.raises(StoreFullError):  # storing for `warm` raises, and does not pause
+        keeper.store(CHUNK)
+    assert not keeper.is_paused
+    with caplog.at_level(logging.WARNING):
+        assert not keeper.keep(CHUNK)
+    assert keeper.is_paused
+    assert caplog.messages == ["missed chunks are not stored for 60 s: the store is full: 3 of 3 bytes"]
+
+    now += keeper_module.PAUSE_S - 0.5
+    assert keeper.is_paused
+    now += 1
+    assert not keeper.is_paused
+    store.error = None
+    assert keeper.keep(CHUNK)
+    assert not keeper.is_paused
+
+
+# ---- background work between requests -------------------------------------------------------------------------
+
+
+SOON = 5.0  # seconds: only a failing test waits that long
+
+
+@contextmanager
+def request_on(background: Background) -> Iterator[None]:
+    """A request under way."""
+    background.begin_request()
+    try:
+        yield
+    finally:
+        background.end_request()
+
+
+@pytest.fixture
+def background() -> Iterator[Background]:
+    made = Background(limit=3)
+    yield made
+    made.close()
+
+
+def test_jobs_run_in_order_on_another_thread_and_flush_works_them_off(background: Background) -> None:
+    done: list[tuple[int, str]] = []
+    for i in range(3):
+        assert background.submit(i, lambda i=i: done.append((i, threading.current_thread().name)))
+    assert background.flush(SOON)
+    assert done == [(i, "cacheblend-background") for i in range(3)]
+    end = time.monotonic() + SOON
+    while any(t.name == "cacheblend-background" for t in threading.enumerate()) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not any(t.name == "cacheblend-background" for t in threading.enumerate())
+    # during a request, too, or it gives up after its timeout
+    ran, go_on = threading.Event(), threading.Event()
+    with request_on(background):
+        background.submit("a", ran.set)
+        assert background.flush(SOON)
+        assert ran.is_set()
+        background.submit("b", ran.clear)
+        time.sleep(0.05)
+        assert ran.is_set()  # the flush is over: a request holds the queue again
+    assert background.flush(SOON) and background.flush(0)
+    background.submit("a", lambda: go_on.wait(SOON))
+    started = time.monotonic()
+    assert not background.flush(0.05)
+    assert time.monotonic() - started < SOON / 2
+    go_on.set()
+    assert background.flush(SOON)
+
+
+def test_no_job_is_begun_while_a_request_is_under_way_and_few_wait(background: Background) -> None:
+    ran, begun, go_on, second = (threading.Event() for _ in range(4))
+    with pytest.raises(KeyError), request_on(background):  # also by one that fails
+        with request_on(background):
+            background.submit("a", ran.set)
+        assert not ran.wait(0.05)
+        raise KeyError
+    assert ran.wait(SOON)
+    background.submit("long", lambda: (begun.set(), go_on.wait(SOON)))
+    assert begun.wait(SOON)
+    background.submit("next", second.set)
+    with request_on(background):
+        go_on.set()
+        assert not second.wait(0.05)
+    assert second.wait(SOON)
+    # what waits is not queued twice, and more than the limit is dropped and counted
+    runs: list[int] = []
+    with request_on(background):
+        assert background.submit("a", lambda: runs.append(1))
+        assert background.submit("a", lambda: runs.append(2))
+    assert background.flush(SOON) and runs == [1]
+    background.submit("a", lambda: runs.append(3))
+    assert background.flush(SOON) and runs == [1, 3]
+    assert background.dropped == 0
+    runs.clear()
+    with request_on(background):
+        taken = [background.submit(i, lambda i=i: runs.append(i)) for i in range(5)]
+    assert taken == [True] * 3 + [False] * 2
+    assert background.dropped == 2
+    assert background.flush(SOON) and runs == [0, 1, 2]
+    none = Background(limit=0)
+    assert not none.submit("a", lambda: None) and none.dropped == 1
+    none.close()
+
+
+@pytest.mark.may_fail("background work")
+def test_a_failing_job_does_not_end_the_thread(background: Background, caplog: pytest.LogCaptureFixture) -> None:
+    ran = threading.Event()
+    with request_on(background):
+        background.submit("bad", lambda: 1 / 0)
+        background.submit("good", ran.set)
+    assert background.flush(SOON)
+    assert ran.is_set()
+    assert background.failed == 1
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_caller_that_is_never_idle_catches_up_and_close_drops_what_waits() -> None:
+    # patient jobs do not take all places
+    background, done = Background(limit=4), list[tuple[object, str]]()
+
+    def note(name: object) -> None:
+        done.append((name, threading.current_thread().name))
+
+    with request_on(background):
+        background.submit("patient", lambda: note("patient"), patient=True)
+        background.submit("a", lambda: note("a"))
+        assert not background.catch_up(60.0)
+        assert background.catch_up(0.0)
+        assert not background.catch_up(0.0)
+        assert done == [("a", threading.current_thread().name)]
+    assert background.flush(SOON) and done.pop()[0] == "patient" and done.pop()
+    with request_on(background):
+        for number in range(9):
+            assert background.submit(number, lambda n=number: note(n), patient=True)
+        assert background.submit("a", lambda: note("a"))
+    assert background.flush(SOON)
+    assert [name for name, _ in done] == [8, "a"] and background.dropped == 8
+    background.close()
+    # close ends the thread
+    background = Background(limit=5)
+    begun, go_on, never = threading.Event(), threading.Event(), threading.Event()
+    background.submit("long", lambda: (begun.set(), go_on.wait(SOON)))
+    assert begun.wait(SOON)
+    background.submit("waits", never.set)
+    threading.Timer(0.02, go_on.set).start()
+    background.close()
+    assert go_on.is_set()
+    assert not never.is_set()
+    assert not background.submit("late", never.set)
+    assert background.flush(SOON)
+    background.close()
+
+
+@pytest.mark.may_fail("background work")
+def test_a_thread_that_cannot_be_started_is_later(background: Background, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request ends whatever the system's limits are, and what waits is done once there is a thread."""
+    start, tries, done = threading.Thread.start, iter(range(9)), list[int]()
+
+    def scarce(thread: threading.Thread) -> None:
+        if next(tries) < 3:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    with request_on(background):
+        assert background.submit("a", lambda: done.append(1))
+    assert not done and background.flush(SOON) and done == [1]
+    background.close()

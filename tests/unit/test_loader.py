@@ -154,9 +154,7 @@ def test_buffers_are_filled_in_any_order_of_reading(
 
 @pytest.mark.parametrize("inference_mode", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_keys_move_in_the_thread_that_has_the_processor_for_it(
-    overlap: bool, inference_mode: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_move_in_the_free_thread(overlap: bool, inference_mode: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In inference mode too, as in vLLM; torch lets nobody outside of that mode write to buffers made in it."""
     moved: set[bool] = set()
 
@@ -172,7 +170,7 @@ def test_keys_move_in_the_thread_that_has_the_processor_for_it(
 
 
 @pytest.mark.parametrize(("read_ahead", "overlap"), [(0, False), (2, False), (2, True)])
-def test_a_layer_is_given_again_as_it_stands(read_ahead: int, overlap: bool) -> None:
+def test_layers_are_given_again_and_what_an_engine_holds_is_taken(read_ahead: int, overlap: bool) -> None:
     """What was written into it since stays; nothing is read or moved twice."""
     plan, source = planned()
     with LayerLoader(plan, source, LAYOUT, ROTATIONS, read_ahead=read_ahead, overlap=overlap) as loader:
@@ -184,10 +182,7 @@ def test_a_layer_is_given_again_as_it_stands(read_ahead: int, overlap: bool) -> 
     assert all(a.keys is b.keys and a.values is b.values for a, b in zip(first, again, strict=True))
     assert again[1].keys[:, [3, 7]].eq(5).all() and again[1].values[:, [3, 7]].eq(6).all()
     assert (len(source.reads), loader.load_s) == (reads, seconds)
-
-
-@pytest.mark.parametrize(("read_ahead", "overlap"), [(0, False), (2, False), (2, True)])
-def test_what_an_engine_holds_itself_is_taken_from_there(read_ahead: int, overlap: bool) -> None:
+    # what the engine holds itself
     plan, source = planned()
     held = plan.with_resident(5)  # BOS, and four of A's six rows
     rows = [torch.randn(s.kv_heads, 2, 5, s.head_dim) for s in LAYOUT.layers]
@@ -207,7 +202,7 @@ def test_what_an_engine_holds_itself_is_taken_from_there(read_ahead: int, overla
         assert not loader.layer(0).keys.any()
 
 
-def test_a_rank_reads_its_heads() -> None:
+def test_a_rank_reads_its_heads_misses_are_not_read_and_runs_may_be_longer_than_one_turn() -> None:
     plan, source = planned()
     layout = KVLayout(tuple(LayerShape(1, s.head_dim) for s in LAYOUT.layers), torch.float32)
     with LayerLoader(plan, source, LAYOUT, ROTATIONS) as whole:
@@ -220,9 +215,7 @@ def test_a_rank_reads_its_heads() -> None:
                     rows = slice(span.start, span.stop)
                     assert torch.equal(keys[:, rows], all_heads[layer].keys[1:2, rows])
                     assert torch.equal(values[:, rows], all_heads[layer].values[1:2, rows])
-
-
-def test_misses_are_not_read_and_runs_may_be_longer_than_one_turn() -> None:
+    # misses
     plan, source = planned(drop=5)
     assert [s.source for s in plan.spans if s.segment == 3] == [Source.LOADED, Source.MISS, Source.LOADED]
     with LayerLoader(plan, source, LAYOUT, ROTATIONS, read_ahead=0) as loader:
@@ -238,8 +231,6 @@ def test_misses_are_not_read_and_runs_may_be_longer_than_one_turn() -> None:
 
 
 # ---- an engine's cache ------------------------------------------------------------------------------------
-
-
 def elsewhere(rows: int) -> list[LayerKV]:
     """An engine's cache, full of other numbers."""
     sizes = [(2, shape.kv_heads, rows, shape.head_dim) for shape in LAYOUT.layers]
@@ -267,7 +258,7 @@ def test_records_are_placed_in_an_engines_cache_and_nothing_else_is(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_loader_that_was_closed_writes_to_no_engines_cache(overlap: bool) -> None:
+def test_a_closed_loader_writes_to_no_engines_cache_and_stops_reading(overlap: bool) -> None:
     """Its blocks may be another request's by then; what is read ahead is only placed by who asks for the layer."""
     plan, source = planned()
     begun, gate, cache = threading.Event(), threading.Event(), elsewhere(len(plan))
@@ -289,11 +280,21 @@ def test_a_loader_that_was_closed_writes_to_no_engines_cache(overlap: bool) -> N
     threads.close()
     threads.join()
     assert source.reads and all(bool((part == 9.0).all()) for kv in cache for part in kv)
+    # closing waits for the read under way
+    plan, _ = planned()
+    source = FakeSource(plan, delay_s=0.005)
+    loader = LayerLoader(plan, source, LAYOUT, ROTATIONS, read_ahead=3, overlap=overlap)
+    loader.layer(0)
+    loader.close()
+    reads = len(source.reads)
+    assert reads < 4 * len({s for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)})
+    assert not any(t.name.startswith("cacheblend-loader") for t in threading.enumerate())
+    time.sleep(0.02)
+    assert len(source.reads) == reads
+    loader.close()
 
 
 # ---- how much at once -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 def test_fast_reads_grow_and_slow_ones_do_not(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer is read once, with those behind it; never across the layer from which on chunks are read."""
@@ -344,24 +345,8 @@ def test_what_is_ahead_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 # ---- memory, and lost blocks ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_released_layer_is_freed_before_the_others_that_were_read_with_it(
-    overlap: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loader_module, "MOMENT_S", 1e9)
-    layout, plan = deep_plan(12)
-    source = CountingSource(plan)
-    with LayerLoader(plan, source, layout, [None] * 12, overlap=overlap) as loader:
-        for index in range(12):
-            keys = weakref.ref(loader.layer(index).keys)
-            loader.release(index)
-            assert keys() is None, f"layer {index} of the reads {source.calls}"
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_read_that_fails_keeps_nothing_alive(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_reads_and_released_layers_keep_nothing_alive(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not until a garbage collection: its slabs are missing to others until then."""
     leases: list[weakref.ref[Lease]] = []
     real = StagingMemory.lease
@@ -383,6 +368,15 @@ def test_a_read_that_fails_keeps_nothing_alive(overlap: bool, monkeypatch: pytes
         assert len(leases) > 1 and all(each() is None for each in leases)
     finally:
         gc.enable()
+    # a released layer is freed before the others that were read with it
+    monkeypatch.setattr(loader_module, "MOMENT_S", 1e9)
+    layout, plan = deep_plan(12)
+    source = CountingSource(plan)
+    with LayerLoader(plan, source, layout, [None] * 12, overlap=overlap) as loader:
+        for index in range(12):
+            keys = weakref.ref(loader.layer(index).keys)
+            loader.release(index)
+            assert keys() is None, f"layer {index} of the reads {source.calls}"
 
 
 @pytest.mark.parametrize("read_ahead", [0, 2])
@@ -400,8 +394,6 @@ def test_a_loss_names_every_lost_block_of_the_layer(read_ahead: int) -> None:
 
 
 # ---- when a layer is ready, and closing -------------------------------------------------------------------
-
-
 class GatedSource(FakeSource):
     """Reads of a layer hang until its gate is open."""
 
@@ -434,7 +426,7 @@ def test_a_layer_is_ready_once_it_is_read(overlap: bool) -> None:
     assert set(loader.read_s) == {"memory"}
 
 
-def test_layers_without_records_are_ready_at_once() -> None:
+def test_layers_without_records_are_ready_at_once_and_closing_waits_for_no_shared_thread() -> None:
     nothing = PLANNER.plan(Prompt.of([text([5]), chunk([6])]), EmptySource())
     with LayerLoader(nothing, EmptySource(), LAYOUT, ROTATIONS) as loader:
         assert loader.layer(0).keys.shape == (2, 2, 8)
@@ -450,9 +442,7 @@ def test_layers_without_records_are_ready_at_once() -> None:
         assert loader.awaited(2) is not None
     with LayerLoader(plan, source, LAYOUT, ROTATIONS, read_ahead=0) as loader:
         assert loader.awaited(0) is None  # reads in the caller's thread
-
-
-def test_closing_does_not_wait_for_a_read_in_shared_threads() -> None:
+    # a read in a shared thread goes on
     plan, _ = planned()
     source = GatedSource(plan)
     loader = LayerLoader(plan, source, LAYOUT, ROTATIONS, threads=DaemonPool(1, "test-reader"))
@@ -466,18 +456,3 @@ def test_closing_does_not_wait_for_a_read_in_shared_threads() -> None:
         gate.set()
     hanging.result()
     assert {layer for _, layer in source.reads} == {0}  # what was ahead is not read any more
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_close_while_reading_waits_and_stops(overlap: bool) -> None:
-    plan, _ = planned()
-    source = FakeSource(plan, delay_s=0.005)
-    loader = LayerLoader(plan, source, LAYOUT, ROTATIONS, read_ahead=3, overlap=overlap)
-    loader.layer(0)
-    loader.close()
-    reads = len(source.reads)
-    assert reads < 4 * len({s for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)})
-    assert not any(t.name.startswith("cacheblend-loader") for t in threading.enumerate())
-    time.sleep(0.02)
-    assert len(source.reads) == reads
-    loader.close()
