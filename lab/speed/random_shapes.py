@@ -13,6 +13,7 @@ and KL small whatever is loaded. For that, use trained weights and `python -m la
 
 import random
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ def _measure(engine: BlendEngine, prompts: list[Prompt], seed: int, advance: Adv
         advance(number, len(prompts))
     layers = by_layer(deviations, seed=seed)
     return [
-        {"arm": name, "agreement": summarise(of, seed=seed).to_dict(), "deviation": layers[name]}
+        {"arm": name, "agreement": asdict(summarise(of, seed=seed)), "deviation": layers[name]}
         for name, of in samples.items()
     ]
 

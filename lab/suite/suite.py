@@ -261,7 +261,7 @@ def check_gate(engine: BlendEngine, suite: Suite, out: Path, advance: Advance = 
             asked.append(GateRow(layout.parts(engine, passages, row.question), row.answers))
         holds, measured = check(engine, asked, engine.settings.selector(), bar, progress=advance)
         wanted = {"threshold": bar.threshold, "confidence": bar.confidence, "f1_margin": bar.f1_margin}
-        return {"holds": holds, **wanted, **measured.to_dict()}
+        return {"holds": holds, **wanted, **asdict(measured)}
 
     versions = provenance.versions()
     described = {  # all that affects the result

@@ -18,7 +18,7 @@ from cacheblend.core import errors
 from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.engines.vllm import stores
 from cacheblend.engines.vllm.internals.interface import connector_of_worker
-from cacheblend.engines.vllm.worker import paged_attention, shadow_prefills
+from cacheblend.engines.vllm.worker import paged_kv, shadow_prefills
 from cacheblend.store import MemoryStore
 from cacheblend.store.disk import DiskStore
 from cacheblend.store.open import DevicePlace
@@ -101,7 +101,7 @@ class Injecting:
             serve_triton(setattr)
         else:
             longest = {"kernel": 0.0, "products": math.inf}[what]
-            paged_attention.longest_runs = lambda dtype: longest
+            paged_kv.longest_runs = lambda dtype: longest
 
     def hang_store(self, is_hanging: bool) -> None:
         """Reads of the store return no more, or return again."""
