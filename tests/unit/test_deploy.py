@@ -252,9 +252,9 @@ def test_dashboard_and_alerts_ask_for_what_exists_and_the_guide_says_what_to_do(
     # vLLM's counters, read from the source, which cannot be imported without vLLM
     source = (ROOT / "src/cacheblend/engines/vllm/metrics.py").read_text()
     tables = {
-        node.targets[0].id: [ast.unparse(key).strip("'") for key in node.value.keys if key is not None]
+        node.target.id: [ast.unparse(key).strip("'") for key in node.value.keys if key is not None]
         for node in ast.parse(source).body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Dict)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Dict)
     }
     counters = {f"vllm:cacheblend_{name.lower()}_total" for name in [*tables["_PLAIN"], *tables["_LABELLED"]]}
     asked = {name for rule in rules() for name in re.findall(r"vllm:cacheblend_\w+", rule["expr"])}
