@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -319,6 +320,18 @@ def test_a_chunk_missed_after_two_system_prompts_is_captured_after_both(open_eng
     assert engine.flush(SOON)
     for prompt in prompts:
         assert engine.planner.plan(prompt, engine.store).tokens_by_source()["miss"] == 0
+
+
+def test_an_answer_that_cannot_start_has_ended(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that lacks behind the prefill: the caller is told, and later passages are captured all the same."""
+    engine = open_engine()
+    with monkeypatch.context() as patch:
+        patch.setattr("cacheblend.engines.hf.state.Sampler", Mock(side_effect=MemoryError("out of memory")))
+        with pytest.raises(MemoryError):
+            engine.generate(PARTS, GREEDY)
+    answer = engine.generate(PARTS, GREEDY, ratio=1.0)
+    assert answer.token_ids == plain(engine, engine.prompt(PARTS)) and answer.report.missed_tokens > 0
+    wait_until(lambda: all(engine.store.find(names_of(engine, PASSAGES[2]))))  # unasked: no request is under way
 
 
 def test_background_work_waits_for_the_end_of_a_request(open_engine: Open) -> None:

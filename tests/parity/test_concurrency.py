@@ -231,7 +231,10 @@ def test_ranks_that_do_not_combine_deviations_select_different_rows(selector: Se
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("family", "tile_rows"),
-    [*rotating(((f, 1000) for f in FAMILIES), core=[(f, 1000) for f in DIVERSE]), ("llama", 40), ("deepseek_v3", 40)],
+    [
+        *rotating(((f, 1000) for f in FAMILIES), core=[(f, 1000) for f in DIVERSE]),
+        *rotating(((f, 40) for f in DIVERSE), core=[("llama", 40), ("deepseek_v3", 40)]),
+    ],
 )
 def test_batched_prefills_equal_single_prefills(family: str, tile_rows: int) -> None:
     engine, selector = warm_engine(family), Hkvd(ratios=(0.3,))
