@@ -58,9 +58,11 @@ class ModelSettings(ModelOrShape):
     @property
     def config(self) -> "PretrainedConfig":
         """Of the model; `InvalidInputError`: an unknown shape."""
-        from cacheblend.engines.hf.shapes import config_of
+        from transformers import AutoConfig
 
-        return config_of(None if self.model is None else str(self.model), self.shape)
+        from cacheblend.engines.hf.shapes import shape_config
+
+        return shape_config(self.shape) if self.shape else AutoConfig.from_pretrained(self.model)
 
     def described(self, **more: Any) -> dict[str, Any]:
         """As a result has it: its own settings, and those of its prompts by themselves."""

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cacheblend.core.fuse.prefill import PrefillOptions
 from cacheblend.core.kernels.attention import AttentionSpec, HeadShape
 from cacheblend.core.kernels.operations import ATTEND_FLOAT8, ATTEND_ROWS, KV_DEVIATION, PLACE, PLACE_FLOAT8, Served
 from cacheblend.core.kernels.rope import KeyRotation, Turn, reposition_keys
@@ -198,7 +197,7 @@ class Scene:
         groups: Any = None,
     ) -> None:
         from cacheblend.engines.vllm.worker.paged_cache import LayerGroups
-        from cacheblend.engines.vllm.worker.prefill_factory import Opener, no_sentence_ends
+        from cacheblend.engines.vllm.worker.prefill_factory import Opener
         from cacheblend.engines.vllm.worker.ranks import Ranks
 
         self.model = TinyModel(SPECS[spec], dtype, between)
@@ -208,14 +207,12 @@ class Scene:
         self.opener = Opener(
             self.model,  # type: ignore[arg-type]
             self.store,
-            codec,
+            self.planner,
+            ranks or Ranks(SimpleNamespace(size=1, rank=0)),  # type: ignore[arg-type]
+            groups or LayerGroups([0] * LAYERS),
             block_size=SIZE,
-            options=PrefillOptions(tile_rows=tile_rows),
-            sentence_end_ids=no_sentence_ends,
-            groups=groups or LayerGroups([0] * LAYERS),
-            builders=None,
+            tile_rows=tile_rows,
             in_pages=in_pages,
-            ranks=ranks or Ranks(SimpleNamespace(size=1, rank=0)),  # type: ignore[arg-type]
         )
         draw = torch.Generator().manual_seed(7)
         self.front, *self.chunks, self.question = (

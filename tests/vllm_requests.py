@@ -105,6 +105,7 @@ def scheduling(
     *,
     keeps_events: bool = False,
     window: Any = None,
+    bytes_per_token: int = 1,
     **config: Any,
 ) -> Any:
     """A scheduler side over a store that holds these chunks of one tenant."""
@@ -122,7 +123,7 @@ def scheduling(
     finder = ChunkFinder(settings, blend, planners, store, keeps_events=keeps_events)
     checked = settings.shadow_settings
     watch = None if checked is None else ShadowWatch(checked, "m", blend.selector().share, finder.raise_by, seed=1)
-    return Scheduling(settings, blend, finder, SIZE, watch=watch, window=window)
+    return Scheduling(settings, blend, finder, SIZE, bytes_per_token=bytes_per_token, watch=watch, window=window)
 
 
 def claim(side: Any, request: Request, computed: int) -> Any:

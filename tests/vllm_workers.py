@@ -11,6 +11,9 @@ from cacheblend.core.kernels.attention import HeadShape
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
 from cacheblend.core.select.selectors import Hkvd
 from cacheblend.engines.vllm.jobs import BlendJob
+from cacheblend.engines.vllm.worker.paged_cache import LayerGroups
+from cacheblend.engines.vllm.worker.prefill_factory import Opener
+from cacheblend.engines.vllm.worker.ranks import Ranks
 from cacheblend.engines.vllm.worker.worker import Worker
 
 LAYERS = 4
@@ -90,8 +93,9 @@ def make_worker(store: Any, group: Any, budget: int = 10_000, tile_rows: int = 1
         attention=[SimpleNamespace()] * LAYERS,
     )
     planner: Any = SimpleNamespace(codec="raw")
-    sizes = {"block_size": 4, "budget": budget, "tile_rows": tile_rows}
-    return Worker(model, store, planner, Hkvd(), **sizes, group=group)
+    ranks, groups = Ranks(group), LayerGroups([0] * LAYERS)
+    opener = Opener(model, store, planner, ranks, groups, block_size=4, tile_rows=tile_rows)
+    return Worker(opener, Hkvd(), budget)
 
 
 def blend(name: str, **fields: Any) -> Any:

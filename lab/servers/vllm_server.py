@@ -6,6 +6,7 @@ Imports no vLLM.
 import gc
 import json
 import os
+import platform
 import sys
 import tempfile
 import time
@@ -197,6 +198,15 @@ def version_of_vllm() -> str:
     return "not installed"
 
 
+def multiplies_bf16() -> bool:
+    """Whether this CPU has instructions for bf16 products. oneDNN answers yes for every x86 with AVX-512, where it
+    converts to float32 and back; its answer counts elsewhere."""
+    if platform.machine() in ("x86_64", "AMD64"):
+        return bool(provenance.extensions())
+    has_kernels = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return bool(has_kernels and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def dtype_of(name: str) -> str:
     """The dtype by that name; of auto: bfloat16, or float32 on a processor that only emulates its products.
 
@@ -204,7 +214,7 @@ def dtype_of(name: str) -> str:
     """
     if name != "auto":
         return name
-    return "bfloat16" if torch.cuda.is_available() or provenance.multiplies_bf16() else "float32"
+    return "bfloat16" if torch.cuda.is_available() or multiplies_bf16() else "float32"
 
 
 def check_installed() -> None:

@@ -23,7 +23,7 @@ from lab.faults.run import Settings
 from lab.servers import vllm_bench
 from lab.servers.replay import LENGTHS, REQUESTS, Sample, TraceText, prompt, read_trace, row_layer_ceiling
 from lab.servers.vllm_replay import FILLING_TOKENS, filling_prompts
-from lab.servers.vllm_server import Pair, Streamed, dtype_of
+from lab.servers.vllm_server import Pair, Streamed, dtype_of, multiplies_bf16
 from lab.settings import PromptShape
 
 # ---- benchmarks and replays -----------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def test_figures_are_printed_and_servers_opened_apart() -> None:
 def test_nobody_is_measured_in_a_dtype_that_the_processor_emulates_unless_asked_for(
     asked: str, multiplies: bool, cuda: bool, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(provenance, "multiplies_bf16", lambda: multiplies)
+    monkeypatch.setattr("lab.servers.vllm_server.multiplies_bf16", lambda: multiplies)
     monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
     assert dtype_of(asked) == found
 
@@ -98,7 +98,7 @@ def test_products_that_are_converted_to_float32_and_back_are_not_taken_for_fast_
     monkeypatch.setattr(provenance, "extensions", lambda: extensions)
     monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: True)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn, raising=False)
-    assert provenance.multiplies_bf16() is found
+    assert multiplies_bf16() is found
 
 
 def test_a_result_names_the_instructions_that_decide_how_fast_a_processor_computes(

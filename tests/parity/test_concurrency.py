@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from cacheblend.core.fuse.batching import run_together
+from cacheblend.core.fuse.batching import TogetherPass
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions, PrefillResult
 from cacheblend.core.fuse.runner import Attend
 from cacheblend.core.kernels.attention import AttentionSpec
@@ -242,8 +242,8 @@ def test_batched_prefills_equal_single_prefills(family: str, tile_rows: int) -> 
     alone = [finish(stepper(engine, prompt, selector)) for prompt in prompts]
     together = [stepper(engine, prompt, selector) for prompt in prompts]
     while not together[0].done:
-        steps = [each.next_layer() for each in together]
-        assert run_together(steps, JoinedRows, tile_rows) == [None] * len(together)
+        steps = TogetherPass([each.next_layer() for each in together], JoinedRows, tile_rows, isolate=False)
+        steps.advance()
     for one, other in zip(together, alone, strict=True):
         result = one.result()
         assert result.report.recomputed_tokens == other.report.recomputed_tokens

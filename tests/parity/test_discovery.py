@@ -347,12 +347,14 @@ def test_nothing_that_was_asked_before_a_reset_is_wanted_after_it(monkeypatch: p
     assert is_watching.wait(30)
     discovery.reset()
     go_on.set()
-    assert discovery.flush(30) and discovery.take(lambda run: True) is None and not discovery.has_work
+    assert discovery.flush(30) and discovery.take() is None and not discovery.has_work
     for seed in (30, 40):
         discovery.watch(root, Prompt.of([text([*ids(seed, 5), *A, *ids(seed + 1, 9)])]), None, "new weights")
     assert discovery.flush(30)
-    wanted = discovery.take(lambda run: True)
-    assert wanted is not None and (wanted.asker, wanted.run.sightings) == ("new weights", 2)
+    wanted = discovery.take()
+    assert wanted is not None
+    run, asker = wanted
+    assert (asker, run.sightings) == ("new weights", 2)
     discovery.close()
 
 
@@ -380,11 +382,11 @@ def test_a_store_that_hangs_keeps_no_idle_engine_at_work(monkeypatch: pytest.Mon
                 break
         if hangs.is_set():
             break
-        while (wanted := discovery.take(lambda run: True)) is not None:
-            discovery.stored(wanted.run, manifest_of(ChunkJob((), wanted.run.token_ids), planner, ""))
+        while (wanted := discovery.take()) is not None:
+            discovery.stored(wanted[0], manifest_of(ChunkJob((), wanted[0].token_ids), planner, ""))
     assert hangs.wait(30) and discovery.has_work  # it may answer soon
     monkeypatch.setattr("cacheblend.engines.discovery.time.monotonic", lambda: moment + 3600)
-    while discovery.take(lambda run: True) is not None:
+    while discovery.take() is not None:
         pass
     assert not discovery.has_work
     see(A, 9000)

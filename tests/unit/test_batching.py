@@ -22,8 +22,8 @@ from cacheblend.core.fuse.batching import (
     LayerSteps,
     PrefillBatcher,
     RunsLayer,
+    TogetherPass,
     run_alone,
-    run_together,
 )
 from cacheblend.core.fuse.rows import ActiveRows
 from cacheblend.core.fuse.runner import Attend
@@ -123,7 +123,7 @@ class Join:
 )
 def test_passes_equal_single_passes(tile_rows: int, shapes: list[tuple[int, ...]], tiles: list[list[int]]) -> None:
     jobs, join = [Job(*shape) for shape in shapes], Join()
-    assert run_together([each.next_layer() for each in jobs], join, tile_rows) == [None] * len(jobs)
+    TogetherPass([each.next_layer() for each in jobs], join, tile_rows, isolate=False).advance()
     assert join.tiles == tiles
     assert all(torch.equal(each.hidden, each.alone()) for each in jobs)
 
@@ -132,14 +132,16 @@ def test_passes_equal_single_passes(tile_rows: int, shapes: list[tuple[int, ...]
 def test_an_error_ends_its_own_pass_and_those_of_its_tile(where: str, kind: type[Exception]) -> None:
     jobs = [Job(5), Job(3, 7, fails_at=where), Job(40, 2)]
     steps = [each.next_layer() for each in jobs]
-    ended = [type(error) for error in run_together(steps, Join(), 10)]
+    together = TogetherPass(steps, Join(), 10, isolate=True)
+    together.advance()
+    ended = [type(error) for error in together.errors]
     assert ended == [kind if where == "attention" else type(None), kind, type(None)]
     assert torch.equal(jobs[2].hidden, jobs[2].alone())
     assert all(next(step, "closed") == "closed" for step in steps)
     if where != "end":  # without isolation the first error is raised
         jobs, join = [Job(5), Job(3, 7, fails_at=where), Job(40, 2)], Join()
         with pytest.raises(kind):
-            run_together([each.next_layer() for each in jobs], join, 10, isolate=False)
+            TogetherPass([each.next_layer() for each in jobs], join, 10, isolate=False).advance()
         assert join.tiles == ([] if where == "load" else [[5, 3]])
 
 

@@ -17,7 +17,7 @@ from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.core.select import selectors
 from cacheblend.core.select.question_selectors import SPAN_WITHOUT_SENTENCES, Hybrid, Pool, Query, ranks_by_attention
 from cacheblend.core.select.selectors import AllRows, Candidates, Gradual, Head, Hkvd, NoRows, RandomRows, Selector
-from cacheblend.core.select.text_cues import LONGEST_SENTENCE, repeated_words, sentence_indices, shared_words
+from cacheblend.core.select.text_cues import LONGEST_SENTENCE, rare_words, sentence_indices
 
 
 def masked(selector: Selector, candidates: Candidates) -> torch.Tensor:
@@ -324,11 +324,11 @@ def test_words_weigh_more_the_rarer_they_are_and_sentences_end_with_their_segmen
         ([5, 6, 7, 6, 5], [3], [0.0, 1.0, 0.0, 0.0, 0.0]),  # only the question's rows count as the question
         ([5, 5, 6], [0, 1, 2], [0.0, 0.0, 0.0]),  # a question at the start gives no weights
     ):
-        assert shared_words(np.array(ids, dtype="<u4"), np.array(question)).tolist() == weights
+        assert rare_words(np.array(ids, dtype="<u4"), np.array(question), question[0]).tolist() == weights
     ids = np.array([5, 6, 5, 7, 5, 8, 6, 5], dtype="<u4")
-    assert repeated_words(ids, np.array([1, 2]), 6).tolist() == [0.5, 0, 0, 0, 0.5, 0, 0, 0]
-    assert repeated_words(ids, np.array([0, 1, 2, 3, 4, 5]), 6).tolist() == [0] * 8
-    assert repeated_words(ids, np.array([3]), 6).tolist() == [0] * 8
+    assert rare_words(ids, np.array([1, 2]), 6).tolist() == [0.5, 0, 0, 0, 0.5, 0, 0, 0]
+    assert rare_words(ids, np.array([0, 1, 2, 3, 4, 5]), 6).tolist() == [0] * 8
+    assert rare_words(ids, np.array([3]), 6).tolist() == [0] * 8
     # sentences end after a run of stops and with their segment
     prompt = Prompt.of([text([5, 6, STOP, 7]), chunk([8, STOP, MARK, STOP, 9]), chunk([STOP, 5, 5]), text([5])])
     found = sentence_indices(prompt, np.array([STOP, MARK]))

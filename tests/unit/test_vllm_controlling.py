@@ -20,11 +20,13 @@ from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, chunk, text
-from cacheblend.engines.cost_model import write_cost_model
-from cacheblend.engines.vllm.scheduler.load_control import RATIO_STEP, LoadChoice, LoadControl, open_load_control
+from cacheblend.engines.cost_model import read_cost_model, write_cost_model
+from cacheblend.engines.vllm.scheduler.load_control import RATIO_STEP, LoadChoice, LoadControl
 from campaign import share
 
-LAYERS, BYTES = 24, 12_288
+LAYERS = 24
+STORED = KVLayout((LayerShape(1, 128),) * LAYERS, torch.bfloat16)
+BYTES = STORED.block_bytes(1)
 CONFIG = BlendConfig()
 PLANNER = Planner(root_name("m", "bfloat16"))
 LAYOUT = KVLayout((LayerShape(1, 1),), torch.bfloat16)
@@ -105,7 +107,7 @@ def tiers_read(choice: LoadChoice) -> set[str]:
 
 
 def opened(cost_model: CostModel | None = None) -> LoadControl:
-    return LoadControl(CONFIG, LAYERS, BYTES, cost_model)
+    return LoadControl(CONFIG, STORED, cost_model)
 
 
 def test_the_first_measurement_of_computing_is_enough_and_a_raised_ratio_leaves_out_more() -> None:
@@ -183,8 +185,8 @@ def test_steps_begin_at_the_ratio_in_force(raised: float) -> None:
     """The floor of the shadow check has raised it: expected times count it, and no lower one is chosen."""
     one_check = BlendConfig(selector="hkvd", check_layers=(1,))
     in_force, plan = one_check.recompute_ratio * raised, plan_of(["s3"] * 8)
-    control = LoadControl(one_check, LAYERS, BYTES, SLOW_S3)
-    higher = LoadControl(replace(one_check, recompute_ratio=in_force), LAYERS, BYTES, SLOW_S3)
+    control = LoadControl(one_check, STORED, SLOW_S3)
+    higher = LoadControl(replace(one_check, recompute_ratio=in_force), STORED, SLOW_S3)
     assert control.decide(plan, in_force) == higher.decide(plan)
     choice, lowest = control.decide(plan, in_force, raises=False), control.decide(plan, raises=False)
     assert choice.ratio is None and choice.decision is not None and lowest.decision is not None
@@ -200,7 +202,7 @@ def test_ratios_are_steps_above_the_floor(floor: float, speed: float, latency: f
     config = BlendConfig(recompute_ratio=floor)
     known = CostModel(((256, 0.06), (4096, 1.0)), {"a": TierSpeed(speed, latency), "b": TierSpeed(1e9)})
     plan = plan_of(tiers[:6], 128)
-    choice = LoadControl(config, LAYERS, BYTES, known).decide(plan)
+    choice = LoadControl(config, STORED, known).decide(plan)
     if choice.ratio is not None:
         steps = (choice.ratio - floor) / RATIO_STEP
         assert floor < choice.ratio <= 1 and (abs(steps - round(steps)) < 1e-3 or choice.ratio == 1)
@@ -258,19 +260,16 @@ def test_a_cost_models_file_is_where_it_starts(tmp_path: Path) -> None:
     known = CostModel(((256, 0.06), (4096, 1.0)), {"disk": TierSpeed(1e5)})
     exact = plan_of(["disk", "disk"]).exact_only()
     assert opened(known).decide(exact) == LoadChoice(exact) and exact.left_out, "an exact prefix alone stays as it is"
-    layout = KVLayout((LayerShape(1, 1),), torch.bfloat16)
-    write_cost_model(tmp_path / "cost.json", known, "weights", "cpu", layout)
+    write_cost_model(tmp_path / "cost.json", known, "weights", "cpu", STORED)
 
-    def start(**changed: Any) -> LoadControl:
-        settings = {"fingerprint": "weights", "device": "cpu", "layers": LAYERS, "bytes_per_token": BYTES} | changed
-        return open_load_control(BlendConfig(cost_model=str(tmp_path / "cost.json")), **settings)  # type: ignore[arg-type]
+    def start(fingerprint: str = "weights", device: str = "cpu", layout: KVLayout = STORED) -> LoadControl:
+        return opened(read_cost_model(tmp_path / "cost.json", fingerprint, layout, device))
 
     assert start().cost_model == known and start().decide(plan_of(["disk"])).is_all_left_out
-    for changed in ({"fingerprint": "others"}, {"device": "cuda"}):
+    for others in (("others",), ("weights", "cuda"), ("weights", "cpu", replace(STORED, codec="int8"))):
         with pytest.raises(InvalidInputError, match="was measured"):
-            start(**changed)
-    nothing = open_load_control(CONFIG, fingerprint="", device="cpu", layers=LAYERS, bytes_per_token=BYTES)
-    assert nothing.cost_model is None
+            start(*others)
+    assert opened().cost_model is None
 
 
 def test_threads_decide_while_another_learns() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.fuse.batching import run_together
+from cacheblend.core.fuse.batching import TogetherPass
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions
 from cacheblend.core.kernels.attention import AttentionSpec, attend_rows
 from cacheblend.core.load.loader import LayerLoader
@@ -361,7 +361,7 @@ def test_prompts_that_share_a_tile_keep_their_own_states(in_place: bool) -> None
     found = [list[Any]() for _ in prompts]
     prefills = [_prefill(model, ids, 64, kv) for ids, kv in zip(prompts, found, strict=True)]
     for _ in range(LAYERS):
-        assert run_together([each.next_layer() for each in prefills], join, 64) == [None] * 3
+        TogetherPass([each.next_layer() for each in prefills], join, 64, isolate=False).advance()
     for ids, kv in zip(prompts, found, strict=True):
         for layer, wanted in zip(kv, _keys_at_once(model, ids), strict=True):
             torch.testing.assert_close(layer.keys, wanted, rtol=1e-4, atol=1e-4)

@@ -394,7 +394,7 @@ def worker() -> Any:
     prefills, fulls = dict[str, Prefill](), dict[str, Full]()
     made = make_worker(Store(), SimpleNamespace(size=1, rank=0), budget=10)
     made._opener.blend = lambda job: prefills[job.request_id]
-    made._opener.full = lambda job, planner: fulls[job.request_id]
+    made._opener.full = lambda job: fulls[job.request_id]
     made._opener.read_answer = lambda job: torch.eye(4)[job.token_ids[0]][None]
     yield SimpleNamespace(side=made, prefills=prefills, fulls=fulls)
     made._capture_writer._keeper._store.gate.set()

@@ -8,6 +8,7 @@ import torch
 import paged_scenes
 from cacheblend.core.select.selectors import Hkvd, NoRows
 from cacheblend.engines.vllm.jobs import StepJobs
+from cacheblend.engines.vllm.worker.ranks import Ranks
 from cacheblend.engines.vllm.worker.worker import Worker
 from rank_threads import Meeting, ThreadGroup, on_all
 
@@ -43,9 +44,9 @@ def test_a_check_takes_one_all_reduce_and_no_layer_takes_one_for_selection(
 
     def work(group: ThreadGroup, ranks: Any) -> tuple[Counted, Any]:
         counted = Counted(group._meeting, group.rank)
-        one = paged_scenes.Scene(in_pages=in_pages, between=lambda: counted.collective(1.0, "layer"))
-        settings: dict[str, Any] = {"block_size": 16, "budget": 10**6, "tile_rows": 48, "group": counted}
-        worker = Worker(one.model, one.store, one.planner, selector, in_pages=in_pages, **settings)  # type: ignore[arg-type]
+        between = lambda: counted.collective(1.0, "layer")  # noqa: E731
+        one = paged_scenes.Scene(in_pages=in_pages, between=between, ranks=Ranks(counted))
+        worker = Worker(one.opener, selector, budget=10**6)
         counted.selections = counted.collectives = counted.host = 0
         worker.step(StepJobs(blend=[one.job(range(1, 16), selector=selector)]))
         while not worker.take_provided():

@@ -140,7 +140,7 @@ def test_pages_need_neither_buffers_nor_a_copy_of_what_is_held(monkeypatch: pyte
     reads = []
     for in_pages in (False, True):
         one = Scene(in_pages=in_pages)
-        one.opener._store = counting = Faulty(one.store)  # type: ignore[assignment]
+        one.opener.store = counting = Faulty(one.store)  # type: ignore[assignment]
         one.blend(one.job(OWN, selector=SELECTORS["query"]))
         reads.append(counting.layers_read)
     assert reads[0] == 2 * reads[1] > 0
@@ -158,7 +158,7 @@ def test_lost_blocks_restart_the_prefill_in_the_same_pages(layer: int, times: in
     dense, paged = Scene(in_pages=False), Scene(in_pages=True)
     for one in (dense, paged):
         one.blend(one.job(OWN, source=NOTHING))
-        one.opener._store = Faulty(one.store, layer, times)  # type: ignore[assignment]
+        one.opener.store = Faulty(one.store, layer, times)  # type: ignore[assignment]
     with untouched(paged, [*OTHERS, *OWN[: held // 16]]):
         fallbacks = [one.blend(one.job(OWN, held, SELECTORS["hkvd"])).report.fallbacks for one in (dense, paged)]
     assert fallbacks[0] == fallbacks[1] != []
@@ -204,7 +204,7 @@ def test_blocks_that_a_window_has_passed_keep_a_prompt_in_buffers(monkeypatch: p
 def test_who_decides_whether_pages_are_used(caplog: pytest.LogCaptureFixture) -> None:
     opener = Scene(in_pages=None).opener
     assert opener._pages is None  # on a CPU nobody asked for them
-    what = opener._paged, opener._model.head_shapes
+    what = opener._paged, opener.model.head_shapes
     assert open_pages(*what, CPU, torch.float32, ALONE, wanted=False) is None
     assert open_pages(*what, CPU, torch.float32, ALONE, wanted=True) is not None
     assert not caplog.records
@@ -373,7 +373,7 @@ def test_equal_rows_have_no_deviation_and_attention_reads_with_scales() -> None:
     at = torch.arange(60)
     assert not kv.deviation(given, "kv", at).any()
     assert (kv.deviation(given * 1.2, "kv", at) > 0).all()
-    query, spec = torch.randn(4, 60, 16), opener._model.specs[0]
+    query, spec = torch.randn(4, 60, 16), opener.model.specs[0]
     expected = attend_rows(query, fp8.kept(0, given[0]), fp8.kept(1, given[1]), at, spec)
     assert torch.allclose(kv.attend(query, at, spec), expected, atol=1e-5)
 
@@ -438,7 +438,7 @@ def test_pages_need_kernels_for_eight_bits(monkeypatch: pytest.MonkeyPatch) -> N
 
     serve("Triton", operations.ATTEND_ROWS, operations.PLACE)
     serve(PLAIN, operations.ATTEND_FLOAT8, operations.PLACE_FLOAT8)
-    what = opener._paged, opener._model.head_shapes, CUDA, torch.bfloat16, ALONE
+    what = opener._paged, opener.model.head_shapes, CUDA, torch.bfloat16, ALONE
     assert open_pages(*what, wanted=None) is None
     serve("Triton", operations.ATTEND_FLOAT8, operations.PLACE_FLOAT8)
     assert open_pages(*what, wanted=None) is not None

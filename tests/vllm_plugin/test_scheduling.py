@@ -15,7 +15,6 @@ from cacheblend.engines.vllm.connector import CacheBlendConnector
 from cacheblend.engines.vllm.internals import interface, prefix_cache
 from cacheblend.engines.vllm.jobs import BlendOutcome, StepReport
 from cacheblend.engines.vllm.scheduler import capture_queue
-from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue, tokens_within
 from cacheblend.engines.vllm.scheduler.scheduler import MOST_OUTSTANDING
 from cacheblend.store import MemoryStore
 from vllm_requests import (
@@ -327,7 +326,6 @@ def test_the_captures_that_wait_are_bounded_and_counted() -> None:
 
 def test_captures_are_bounded_in_bytes() -> None:
     side = scheduling([], capture_bytes=250)
-    side._captures = CaptureQueue(256, 250, side.counts)
     ids, spans = [1], []
     for chunk in (*(list(range(at, at + 100)) for at in (100, 200, 300)), list(range(1000, 1300))):
         spans.append([len(ids), len(ids) + len(chunk)])
@@ -340,8 +338,9 @@ def test_captures_are_bounded_in_bytes() -> None:
     assert not side.is_busy
     assert side.counts.take().data["fallbacks"] == {"capture too large": 1}
     assert side.counts.take() is None
-    assert [tokens_within(nbytes, 320) for nbytes in (1, 319, 320, 641)] == [1, 1, 1, 2], "less than a token is a bound"
-    assert tokens_within(1, 0) == 0, "nothing is known of the sizes"
+    side = scheduling([], capture_bytes=319, bytes_per_token=320)  # less than a token is a bound
+    side.finished(miss(side, [1, 2, 3, 5], [[1, 3]], "r"))
+    assert not side.take_jobs().capture and side.counts.take().data["fallbacks"] == {"capture too large": 1}
 
 
 def test_chunks_that_were_evicted_are_announced_when_they_are_next_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

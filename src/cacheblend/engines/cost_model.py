@@ -12,7 +12,6 @@ from cacheblend.core.fuse.prefill import first_reused_layer
 from cacheblend.core.plan.blocks import KVLayout
 
 FORMAT = 1
-_TOKENS = 256  # block size for which bytes per token are computed, since tokens share a codec's scales
 
 
 def write_cost_model(path: Path, cost_model: CostModel, fingerprint: str, device: str, layout: KVLayout) -> None:
@@ -53,17 +52,12 @@ def _content(path: str | Path) -> dict[str, Any]:
 
 def controller_of(cost_model: CostModel, config: BlendConfig, layout: KVLayout) -> Controller:
     """The controller of an engine with these settings; `layout` is that of the stored chunks."""
-    return make_controller(cost_model, config, len(layout.layers), layout.block_bytes(_TOKENS) / _TOKENS)
-
-
-def make_controller(cost_model: CostModel, config: BlendConfig, layers: int, bytes_per_token: float) -> Controller:
-    """The same, by the model's layers and the bytes of a stored token over all of them."""
-    selector = config.make_selector().of_model(layers)
+    selector = config.make_selector().of_model(len(layout.layers))
     early = selector.at_start or not selector.check_layers
     return Controller(
         cost_model,
-        layers=layers,
-        bytes_per_token=bytes_per_token,
+        layers=len(layout.layers),
+        bytes_per_token=layout.block_bytes(config.block_size) / config.block_size,  # tokens share a codec's scales
         floor=config.selection.final_ratio,  # the one that quality requires
         check_layer=None if early else first_reused_layer(selector),
     )

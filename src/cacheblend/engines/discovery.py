@@ -53,14 +53,6 @@ class DiscoveryFigures:
     watched_tokens: int = 0  # ids of recent prompts that are kept now
 
 
-@dataclass(frozen=True)
-class WantedChunks(Generic[Asker]):
-    """A run to be stored, and what the engine passed with the last request that contained it."""
-
-    run: Run
-    asker: Asker
-
-
 @dataclass
 class _Stored:
     manifest: ChunkManifest
@@ -85,7 +77,7 @@ class Discovery(Generic[Asker]):
         self._store, self._listing = store, listing
         self._recurrences = Recurrences(min_run_tokens, watch_tokens)
         self._lock = threading.Lock()  # of everything below; never held while the store is asked
-        self._wanted: dict[BlockName, WantedChunks[Asker]] = {}
+        self._wanted: dict[BlockName, tuple[Run, Asker]] = {}  # with the asker of the last request
         self._stored: dict[BlockName, _Stored] = {}  # by chunk
         self._chunk_of: dict[BlockName, BlockName] = {}  # by run
         self._figures, self._resets = DiscoveryFigures(), 0
@@ -127,12 +119,13 @@ class Discovery(Generic[Asker]):
             with self._lock:
                 self._behind -= 1
 
-    def take(self, suits: Callable[[Run], bool]) -> WantedChunks[Asker] | None:
-        """Removes and returns the most valuable wanted run that suits; None if there is none."""
+    def take(self, suits: Callable[[Run], bool] = lambda run: True) -> tuple[Run, Asker] | None:
+        """Removes the most valuable wanted run that suits; returns it with the asker of the last request that contained
+        it; None: there is none."""
         with self._lock:
-            suiting = [each for each in self._wanted.values() if suits(each.run)]
-            best = max(suiting, key=lambda each: each.run.worth(self._recurrences.number), default=None)
-            return None if best is None else self._wanted.pop(best.run.name)
+            suiting = [run for run, _ in self._wanted.values() if suits(run)]
+            best = max(suiting, key=lambda run: run.worth(self._recurrences.number), default=None)
+            return None if best is None else self._wanted.pop(best.name)
 
     def stored(self, run: Run, manifest: ChunkManifest, *, computed: bool = True) -> None:
         """Notes that a run is in the store, computed for it or already there; it is found from now on."""
@@ -220,10 +213,10 @@ class Discovery(Generic[Asker]):
     def _want(self, runs: Sequence[Run], asker: Asker) -> None:
         for run in runs:
             if run.name not in self._chunk_of:
-                self._wanted[run.name] = WantedChunks(run, asker)
+                self._wanted[run.name] = run, asker
         if len(self._wanted) > MOST_WANTED:
-            worth = sorted(self._wanted.values(), key=lambda each: -each.run.worth(self._recurrences.number))
-            self._wanted = {each.run.name: each for each in worth[: MOST_WANTED * 3 // 4]}
+            worth = sorted(self._wanted.values(), key=lambda each: -each[0].worth(self._recurrences.number))
+            self._wanted = {run.name: (run, asker) for run, asker in worth[: MOST_WANTED * 3 // 4]}
 
     def _give_up(self, learnt: Learnt) -> list[ChunkManifest]:
         """Forgets runs. Of the stored ones, chunks that were used stay and serve the parts that their run was split

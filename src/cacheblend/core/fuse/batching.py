@@ -90,7 +90,7 @@ class PrefillBatcher(Generic[Job]):
         self._join, self._isolate = join, isolate
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
-        self._under_way: tuple[list[Job], _TogetherPass] | None = None
+        self._under_way: tuple[list[Job], TogetherPass] | None = None
         self.rows = 0  # that the last call of `advance` ran through the layer
 
     def __iter__(self) -> Iterator[Job]:
@@ -153,7 +153,7 @@ class PrefillBatcher(Generic[Job]):
         """
         if self._under_way is None:
             steps = [job.next_layer() for job in jobs]
-            self._under_way = list(jobs), _TogetherPass(steps, self._join, self._tile_rows, self._isolate)
+            self._under_way = list(jobs), TogetherPass(steps, self._join, self._tile_rows, self._isolate)
         together, running = self._under_way
         try:
             self.rows = running.advance(most_rows)
@@ -181,17 +181,9 @@ def run_alone(steps: LayerSteps) -> None:
         return
 
 
-def run_together(
-    passes: Sequence[LayerSteps], join: Join, tile_rows: int, *, isolate: bool = True
-) -> list[Exception | None]:
-    """Runs several prompts, which share the model and not the KV cache, through a layer; returns the error of each."""
-    together = _TogetherPass(passes, join, tile_rows, isolate)
-    together.advance()
-    return together.errors
-
-
-class _TogetherPass:
-    """Several prompts on their way through a layer; for the arguments see `PrefillBatcher`. No row is computed yet."""
+class TogetherPass:
+    """Several prompts, which share the model and not the KV cache, on their way through a layer; for the arguments see
+    `PrefillBatcher`. No row is computed yet."""
 
     def __init__(self, passes: Sequence[LayerSteps], join: Join, tile_rows: int, isolate: bool) -> None:
         self._passes, self._join, self._tile_rows, self._isolate = passes, join, tile_rows, isolate

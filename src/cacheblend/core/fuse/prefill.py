@@ -340,6 +340,25 @@ class BlendedPrefill:
             self._loader.release(layer)
 
 
+@dataclass(eq=False)
+class PrefillJob:
+    """A job for `PrefillBatcher` from before its prefill is opened until that is closed."""
+
+    prefill: BlendedPrefill | None = field(default=None, kw_only=True)
+
+    @property
+    def layer(self) -> int:
+        return 0 if self.prefill is None else self.prefill.layer
+
+    @property
+    def active_rows(self) -> int:
+        return 0 if self.prefill is None else self.prefill.active_rows
+
+    def next_layer(self) -> LayerSteps:
+        assert self.prefill is not None
+        return self.prefill.next_layer()
+
+
 def check_selector(selector: Selector, num_layers: int) -> Selector:
     """The selector for a model of so many layers. Raises `InvalidInputError`: it checks at a layer that the model does
     not have."""

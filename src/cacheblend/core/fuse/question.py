@@ -35,7 +35,7 @@ from cacheblend.core.load.layer_kv import LayerCache
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.select.selectors import FoundSpan, Selector
-from cacheblend.core.select.text_cues import repeated_words, sentence_indices, shared_words
+from cacheblend.core.select.text_cues import rare_words, sentence_indices
 
 OverRanks = Callable[[torch.Tensor, Literal["sum", "max"]], torch.Tensor]
 """Combines what rows are chosen by, [n], over tensor-parallel ranks, so that all ranks choose the same rows: deviations
@@ -190,7 +190,7 @@ class Asking:
             attention = self._over_ranks(attention, "max")
         if rows.known.attention is None:
             prompt, ends = self._plan.prompt, self._ends
-            words = rows.of_runner(shared_words(prompt.token_ids, self._question))
+            words = rows.of_runner(rare_words(prompt.token_ids, self._question, int(self._question[0])))
             sentences = None if ends is None else rows.of_runner(sentence_indices(prompt, ends))
             rows.known = replace(rows.known, attention=attention, words=words, sentences=sentences)
         else:
@@ -211,7 +211,7 @@ class Asking:
             self._asked |= {span.first for span in spans}
             for span in spans:
                 inside = self._plan.candidate_rows[span.first : span.stop]
-                words = repeated_words(self._plan.prompt.token_ids, inside, int(self._question[0]))
+                words = rare_words(self._plan.prompt.token_ids, inside, int(self._question[0]))
                 # They count as much as the span was attended to: what nobody asks for is not worth following.
                 weights = rows.of_runner(words * np.float32(min(1.0, span.attention)))
                 rows.known = replace(rows.known, hop_words=_most(rows.known.hop_words, weights))

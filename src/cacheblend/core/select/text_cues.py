@@ -31,26 +31,13 @@ def sentence_indices(prompt: Prompt, end_ids: npt.NDArray[np.integer]) -> npt.ND
     return indices
 
 
-def shared_words(token_ids: TokenIds, question: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Weight of each token as a rare word of the question, whose positions are given, ascending, at least one. [tokens]
-    fp32: 1 / (occurrences of the token in front of the question) where the question contains the token, too; 0
-    elsewhere, and from the question's first position on."""
-    return _rare_words(token_ids, question, np.arange(question[0]))
-
-
-def repeated_words(token_ids: TokenIds, span: npt.NDArray[np.int64], stop: int) -> npt.NDArray[np.float32]:
-    """Weight of each token as a rare word of a span of the text, in front of `stop`, the question's first position.
-    [tokens] fp32: 1 / (occurrences of the token in front of `stop`, outside the span) where the span contains the
-    token, too; 0 elsewhere, in the span itself and from `stop` on."""
-    return _rare_words(token_ids, span, np.setdiff1d(np.arange(stop), span))
-
-
-def _rare_words(
-    token_ids: TokenIds, words: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
-) -> npt.NDArray[np.float32]:
-    """[tokens] 1 / (occurrences at `places`) of tokens there that also stand at the positions `words`; 0 elsewhere."""
+def rare_words(token_ids: TokenIds, asking: npt.NDArray[np.int64], stop: int) -> npt.NDArray[np.float32]:
+    """Weight of each token as a rare word of the question, or of a span in front of it; `asking`: positions of the one
+    or the other, `stop`: the question's first. [tokens] fp32: 1 / (occurrences of the token in front of `stop`, outside
+    of `asking`) where `asking` contains the token, too; 0 elsewhere, at `asking` itself and from `stop` on."""
+    places = np.setdiff1d(np.arange(stop), asking, assume_unique=True)
     ids, place, count = np.unique(token_ids[places], return_inverse=True, return_counts=True)
-    weight_of_id = np.where(np.isin(ids, token_ids[words]), 1 / np.maximum(count, 1), 0)
+    weight_of_id = np.where(np.isin(ids, token_ids[asking]), 1 / np.maximum(count, 1), 0)
     weights = np.zeros(len(token_ids), dtype=np.float32)
     weights[places] = weight_of_id[place] if len(places) else 0
     return weights

@@ -309,9 +309,7 @@ class BlendEngine(FollowedModel):
         sampling = sampling_of(params, options)
         check_type(template_options, Mapping | None, "template_options", 'a mapping, {"enable_thinking": False}')
         prompt = self.chat_prompt(messages, documents, **(template_options or {}))
-        *_, last = self._stream(prompt, sampling, ratio)
-        assert last.answer is not None
-        return last.answer
+        return self.generate(prompt, sampling, ratio=ratio)
 
     def stream(
         self,

@@ -22,8 +22,8 @@ import torch
 
 from cacheblend.core.errors import CacheBlendError, check_fields, check_type
 from cacheblend.core.failures import count_failure
-from cacheblend.core.fuse.batching import LayerSteps, PrefillBatcher
-from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillResult
+from cacheblend.core.fuse.batching import PrefillBatcher
+from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillJob, PrefillResult
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.report import BlendReport
 from cacheblend.core.select.selectors import Selector
@@ -129,7 +129,7 @@ class Choice:
 
 
 @dataclass(eq=False)
-class Ticket:
+class Ticket(PrefillJob):
     """A request that was submitted."""
 
     ask: Ask
@@ -138,7 +138,6 @@ class Ticket:
     submitted: float  # by `time.perf_counter`
     cancelled: bool = False
     is_admitted: bool = False  # the engine knows of the request, which has not ended
-    prefill: BlendedPrefill | None = None
     choices: list[Choice] = field(default_factory=list)
     report: BlendReport | None = None
     to_store: PrefillResult | None = None
@@ -148,21 +147,6 @@ class Ticket:
     def cancel(self) -> None:
         """Cancels the request; the scheduler ends it before its next round."""
         self.cancelled = True
-
-    @property
-    def layer(self) -> int:
-        """See `BatchJob`."""
-        return 0 if self.prefill is None else self.prefill.layer
-
-    @property
-    def active_rows(self) -> int:
-        """See `BatchJob`."""
-        return 0 if self.prefill is None else self.prefill.active_rows
-
-    def next_layer(self) -> LayerSteps:
-        """See `BatchJob`; requires an open prefill."""
-        assert self.prefill is not None
-        return self.prefill.next_layer()
 
 
 _LEAST_LOGPROB = -9999.0  # as in OpenAI's API: JSON has no infinity

@@ -41,11 +41,6 @@ def check_choice(model: str | None, shape: str | None) -> None:
         raise InvalidInputError("give either a model folder or a shape, not both and not none")
 
 
-def config_of(model: str | None, shape: str | None) -> PretrainedConfig:
-    """Configuration of a model folder or a known shape; `InvalidInputError` for an unknown shape."""
-    return shape_config(shape) if shape else AutoConfig.from_pretrained(model)
-
-
 def shape_config(name: str) -> PretrainedConfig:
     """The configuration of a shape; raises `InvalidInputError` if there is none of this name."""
     if name not in SHAPES:

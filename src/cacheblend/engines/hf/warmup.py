@@ -274,7 +274,7 @@ class ChunkWarmer:
         wanted = discovery.take(lambda run: (len(run) > HOLD_UP_TOKENS) == is_long)
         if wanted is None:
             return
-        run, (state, planner, anchor, may_keep) = wanted.run, wanted.asker
+        run, (state, planner, anchor, may_keep) = wanted
         job, longest = ChunkJob(anchor, run.token_ids), state.survey.max_length
         if longest is None or len(job) <= longest:
             computed = self._capture(state, planner, job, may_keep)

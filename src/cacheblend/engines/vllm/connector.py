@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend.core.errors import CacheBlendError, InvalidInputError, ModelNotBlendableError
 from cacheblend.core.fuse.prefill import check_latents
+from cacheblend.engines.cost_model import read_cost_model
 from cacheblend.engines.fingerprint import ModelIdentity, fingerprint_folder, loaded_with
 from cacheblend.engines.folders import name_of
 from cacheblend.engines.settings import resolve_settings
@@ -16,16 +17,19 @@ from cacheblend.engines.vllm import versions
 from cacheblend.engines.vllm.config import read_config
 from cacheblend.engines.vllm.internals import decoder, interface, prefix_cache, weight_loader
 from cacheblend.engines.vllm.internals.kv_cache import float32_precision, is_fp8
+from cacheblend.engines.vllm.internals.tensor_parallel import TensorParallel
 from cacheblend.engines.vllm.internals.weight_loader import files_of
 from cacheblend.engines.vllm.jobs import CaptureJob, StepJobs, StepReport, Unblendable
 from cacheblend.engines.vllm.metrics import BlendPromMetrics, BlendStats
 from cacheblend.engines.vllm.reasons import OTHER_WEIGHTS
 from cacheblend.engines.vllm.scheduler.chunk_finder import ChunkFinder, TenantPlanners
-from cacheblend.engines.vllm.scheduler.load_control import open_load_control
+from cacheblend.engines.vllm.scheduler.load_control import LoadControl
 from cacheblend.engines.vllm.scheduler.scheduler import Scheduling
 from cacheblend.engines.vllm.stores import device_bytes, shared_store
 from cacheblend.engines.vllm.worker.model import BlendModel
 from cacheblend.engines.vllm.worker.paged_cache import LayerGroups
+from cacheblend.engines.vllm.worker.prefill_factory import Opener
+from cacheblend.engines.vllm.worker.ranks import Ranks
 from cacheblend.engines.vllm.worker.worker import IdleWorker, Worker
 from cacheblend.engines.vllm.workspace import gib, workspace_of
 
@@ -135,13 +139,11 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
         blend, layout = self._settings.config, interface.kv_layout(self._vllm_config, self._settings.config.codec)
         control = None
         if self._config.controller:
-            control = open_load_control(
-                blend,
-                fingerprint=self.identity.fingerprint,
-                device=str(self._vllm_config.device_config.device_type),
-                layers=len(layout.layers),
-                bytes_per_token=layout.block_bytes(blend.block_size) / blend.block_size,
-            )
+            known = None
+            if blend.cost_model is not None:
+                device = str(self._vllm_config.device_config.device_type)
+                known = read_cost_model(blend.cost_model, self.identity.fingerprint, layout, device)
+            control = LoadControl(blend, layout, known)
         planners, keeps_events = TenantPlanners(self.identity, blend), interface.publishes_events(self._vllm_config)
         finder = ChunkFinder(self._config, self._settings, planners, self._store, control, keeps_events=keeps_events)
         watch, checked = None, self._config.shadow_settings
@@ -254,21 +256,21 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
         builders = None
         if model.device.type == "cpu" and not any(shape.is_latent for shape in model.head_shapes):
             builders = interface.metadata_builders(self._vllm_config, model.attention, self._kv_caches)
-        return Worker(
+        opener = Opener(
             model,
             self._store,
             self._planner,
-            self._selector.of_model(layers),
+            Ranks(TensorParallel()),
+            LayerGroups(groups, prefix_cache.windows_of(self._kv_caches)),
             block_size=self._block_size,
-            budget=self._config.budget_row_layers or int(rows * layers * STEP_SHARE) or 1,
             tile_rows=rows,
-            groups=LayerGroups(groups, prefix_cache.windows_of(self._kv_caches)),
             builders=builders,
             in_pages=self._config.in_pages,
             sentence_end_ids=lambda: self._sentence_end_ids,
-            name=self.identity.name,
-            read_timeout_s=self._config.read_timeout_s,
         )
+        budget = self._config.budget_row_layers or int(rows * layers * STEP_SHARE) or 1
+        selector = self._selector.of_model(layers)
+        return Worker(opener, selector, budget, self.identity.name, self._config.read_timeout_s)
 
     def get_handshake_metadata(self) -> interface.KVConnectorHandshakeMetadata | None:
         return Unblendable(self._unblendable) if self._unblendable else None

@@ -22,8 +22,8 @@ _REMEMBERED = 1024  # finished chunks that requests which missed them meanwhile 
 
 class CaptureQueue:
     """Missed chunks of one engine, from the request that missed them until the workers have stored them. At most
-    `limit` are queued or computed at once, and the workers have `most_tokens` of anchors and chunks (0: unbounded);
-    more chunks, and longer ones, are dropped and counted."""
+    `limit` are queued or computed at once, and the workers have `most_tokens` of anchors and chunks; more chunks,
+    and longer ones, are dropped and counted."""
 
     def __init__(self, limit: int, most_tokens: int, counts: Counts) -> None:
         self._limit, self._most_tokens, self._counts = limit, most_tokens, counts
@@ -66,7 +66,7 @@ class CaptureQueue:
         jobs = []
         while self._queued:
             chunk_id, job = self._queued[0]
-            if self._most_tokens and self._sent_tokens + len(job.chunk) > self._most_tokens:
+            if self._sent_tokens + len(job.chunk) > self._most_tokens:
                 break
             self._queued.popleft()
             self._sent[chunk_id] = job
@@ -105,7 +105,7 @@ class CaptureQueue:
         chunk_id = manifest_of(job.chunk, job.planner, "").chunk_id
         if chunk_id in self._unfinished or self._finished_at.get(chunk_id, 0.0) > missed_at:
             return chunk_id in self._unfinished  # another request missed it as well
-        if self._most_tokens and len(job.chunk) > self._most_tokens:
+        if len(job.chunk) > self._most_tokens:
             self._counts.add_fallback(TOO_LARGE)
             return False
         if not self._queued and not self._sent:
@@ -113,8 +113,3 @@ class CaptureQueue:
         self._unfinished.add(chunk_id)
         self._queued.append((chunk_id, job))
         return True
-
-
-def tokens_within(nbytes: int, bytes_per_token: int) -> int:
-    """Tokens whose KV is no larger; at least one, since 0 means no bound to `CaptureQueue`, and 0 without a size."""
-    return max(1, nbytes // bytes_per_token) if bytes_per_token else 0

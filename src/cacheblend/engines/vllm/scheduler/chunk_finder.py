@@ -148,12 +148,12 @@ class ChunkFinder:
         if self._discovery is None:
             return
         self._counted = counts.add_discovered(self._discovery.figures, self._counted)
-        wanted = self._discovery.take(lambda run: True) if captures.has_room else None
+        wanted = self._discovery.take() if captures.has_room else None
         if wanted is not None:
-            planner, adapter = wanted.asker
-            job = CaptureJob(ChunkJob(tuple(planner.anchor.segments(None)), wanted.run.token_ids), planner, adapter)
+            run, (planner, adapter) = wanted
+            job = CaptureJob(ChunkJob(tuple(planner.anchor.segments(None)), run.token_ids), planner, adapter)
             if captures.add(job, time.monotonic()):
-                self._discovered[manifest_of(job.chunk, planner, "").chunk_id] = wanted.run
+                self._discovered[manifest_of(job.chunk, planner, "").chunk_id] = run
 
     @property
     def is_discovering(self) -> bool:

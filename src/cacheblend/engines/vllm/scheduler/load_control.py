@@ -12,15 +12,13 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.cost.controller import GIVEN_UP, Controller, Decision
 from cacheblend.core.cost.cost_model import CostModel
 from cacheblend.core.load.budget import LOAD_TIMEOUT
 from cacheblend.core.plan.blocks import KVLayout
 from cacheblend.core.plan.plan import BlendPlan, Source
-from cacheblend.engines.cost_model import make_controller, read_cost_model
+from cacheblend.engines.cost_model import controller_of
 
 if TYPE_CHECKING:
     from cacheblend.engines.vllm.jobs import BlendOutcome
@@ -40,27 +38,13 @@ class LoadChoice:
     is_all_left_out: bool = False  # something is stored, and computing all of it takes less time than loading any
 
 
-def open_load_control(
-    config: BlendConfig, *, fingerprint: str, device: str, layers: int, bytes_per_token: float
-) -> "LoadControl":
-    """The control of an engine, which starts from the cost model that its settings name, if any. Raises
-    InvalidInputError: it cannot be read, or was measured on another model, codec or kind of device (``"cuda"``)."""
-    cost_model = None
-    if config.cost_model is not None:
-        stored = KVLayout((), torch.float32, config.codec)  # only the codec is compared
-        cost_model = read_cost_model(config.cost_model, fingerprint, stored, device)
-    return LoadControl(config, layers, bytes_per_token, cost_model)
-
-
 class LoadControl:
-    """Decides what is loaded, and learns. May be used from several threads. `bytes_per_token`: of a stored token, over
-    all layers and heads; `cost_model`: to start from, None: nothing is known."""
+    """Decides what is loaded, and learns. May be used from several threads. `layout`: of the stored chunks;
+    `cost_model`: to start from, None: nothing is known."""
 
-    def __init__(
-        self, config: BlendConfig, layers: int, bytes_per_token: float, cost_model: CostModel | None = None
-    ) -> None:
-        self._of, self._layers, self._lock = (config, layers, bytes_per_token), layers, threading.Lock()
-        self._controller = None if cost_model is None else make_controller(cost_model, *self._of)
+    def __init__(self, config: BlendConfig, layout: KVLayout, cost_model: CostModel | None = None) -> None:
+        self._config, self._layout, self._lock = config, layout, threading.Lock()
+        self._controller = None if cost_model is None else controller_of(cost_model, config, layout)
 
     @property
     def cost_model(self) -> CostModel | None:
@@ -115,11 +99,11 @@ class LoadControl:
 
     def learn_pace(self, row_layers: int, seconds: float) -> None:
         """Takes how long so many rows times layers took, if nothing is known of computing yet."""
-        pace = seconds / row_layers * self._layers
+        pace = seconds / row_layers * len(self._layout.layers)
         with self._lock:
             if self._controller is None and math.isfinite(pace) and pace > 0:
                 cost_model = CostModel(tuple((tokens, tokens * pace) for tokens in _LENGTHS))
-                self._controller = make_controller(cost_model, *self._of)
+                self._controller = controller_of(cost_model, self._config, self._layout)
 
 
 def _reads(plan: BlendPlan) -> bool:

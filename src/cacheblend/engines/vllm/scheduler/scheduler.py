@@ -28,7 +28,7 @@ from cacheblend.engines.vllm.jobs import BlendJob, StepJobs, StepReport
 from cacheblend.engines.vllm.metrics import NOT_BLENDED, Counts
 from cacheblend.engines.vllm.reasons import BAD_SPANS, OTHER_WEIGHTS, SLOW_STORE, UNREADABLE
 from cacheblend.engines.vllm.scheduler.adapters import AdapterUnusableError, RequestAdapters
-from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue, tokens_within
+from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue
 from cacheblend.engines.vllm.scheduler.chunk_finder import ChunkFinder
 from cacheblend.engines.vllm.scheduler.options import read_options
 from cacheblend.engines.vllm.scheduler.shadow_answers import AnswerDraws
@@ -68,7 +68,7 @@ class Scheduling:
         finder: ChunkFinder,
         block_size: int,
         *,
-        bytes_per_token: int = 0,
+        bytes_per_token: int = 1,
         windows: Sequence[int | None] = (None,),
         watch: ShadowWatch | None = None,
         window: int | None = None,
@@ -83,9 +83,8 @@ class Scheduling:
         self._may_wait = True
         self.counts = Counts()
         self._checks = AnswerDraws(watch, self.counts, window)
-        self._captures = CaptureQueue(
-            settings.config.capture_queue, tokens_within(config.capture_bytes, bytes_per_token), self.counts
-        )
+        most_tokens = config.capture_bytes // bytes_per_token
+        self._captures = CaptureQueue(settings.config.capture_queue, most_tokens, self.counts)
         self.cache = PrefixCache(block_size, windows)
 
     @property

@@ -31,13 +31,9 @@ from cacheblend.engines.vllm.worker.paged_cache import LayerGroups, PagedLayer, 
 from cacheblend.engines.vllm.worker.paged_kv import PagedAttention, PagedKV, open_pages
 from cacheblend.engines.vllm.worker.ranks import FINE, LOST, Ranks
 from cacheblend.engines.vllm.workspace import READ_AHEAD, READ_AHEAD_BYTES
+from cacheblend.store import KVStore
 
 READ_THREADS = 16  # a prompt reads in one; when all hang in the store, further prompts wait, and fall back
-SentenceEnds = Callable[[], npt.NDArray[np.int64] | None]
-
-
-def no_sentence_ends() -> None:
-    """Nobody knows where a sentence ends."""
 
 
 class AgreedLoader(LayerLoader):
@@ -64,27 +60,28 @@ class AgreedLoader(LayerLoader):
 
 
 class Opener:
-    """Opens prefills for one rank."""
+    """Opens prefills for one rank. `planner`: any tenant's; `groups`: of the model's KV cache; `builders`: of attention
+    metadata for the backend's own kernel (`PagedAttention`), for each group, None: attend by `core.kernels`;
+    `sentence_end_ids` is asked when a selector needs them (`PrefillOptions`)."""
 
     def __init__(
         self,
         model: BlendModel,
-        store: BlockSource,
-        codec: str,
+        store: KVStore,
+        planner: Planner,
+        ranks: Ranks,
+        groups: LayerGroups,
         *,
         block_size: int,
-        options: PrefillOptions,
-        sentence_end_ids: SentenceEnds,
-        groups: LayerGroups,
-        builders: Sequence[Any] | None,
-        in_pages: bool | None,
-        ranks: Ranks,
+        tile_rows: int,
+        builders: Sequence[Any] | None = None,
+        in_pages: bool | None = None,
+        sentence_end_ids: Callable[[], npt.NDArray[np.int64] | None] = lambda: None,
     ) -> None:
-        self._model, self._store, self._codec, self._ranks = model, store, codec, ranks
-        self._block_size, self._groups, self._builders = block_size, groups, builders
+        self.model, self.store, self.ranks, self.block_size, self.tile_rows = model, store, ranks, block_size, tile_rows
+        self._planner, self._groups, self._builders = planner, groups, builders
         self._sentence_end_ids = sentence_end_ids
-        self._options = replace(options, over_ranks=ranks.combine if ranks.size > 1 else None)
-        self.tile_rows = options.tile_rows
+        self._options = PrefillOptions(tile_rows=tile_rows, over_ranks=ranks.combine if ranks.size > 1 else None)
         self._paged = [
             PagedLayer(layer, shape.kv_heads, shape.head_dim, block_size, model.layout.dtype)
             for layer, shape in zip(model.attention, model.layout.layers, strict=True)
@@ -99,8 +96,8 @@ class Opener:
         self._threads.close()
 
     def blend(self, job: BlendJob) -> BlendedPrefill:
-        device, layout, pages = self._model.device, self._model.layout, self._pages
-        rows = RequestRows(job, self._groups, self._block_size, device)
+        device, layout, pages = self.model.device, self.model.layout, self._pages
+        rows = RequestRows(job, self._groups, self.block_size, device)
         # Held rows that cannot be read any more are computed again here, and not written.
         plan = job.plan.with_resident(job.local_tokens) if rows.is_held else job.plan
         ends = self._sentence_end_ids() if job.selector.question_rows else None
@@ -130,7 +127,7 @@ class Opener:
                 return kv
 
             options = replace(options, stays=rows.is_whole)
-            return self._open(job, plan, self._store, job.selector, options, caches=cache_of)
+            return self._open(job, plan, self.store, job.selector, options, caches=cache_of)
         if self._builders is not None:
             kernels = [  # in the groups whose blocks hold all that is seen
                 PagedAttention(self._paged, builder, own.blocks) if own.is_whole and builder is not None else None
@@ -144,7 +141,7 @@ class Opener:
                 return kv.attend(query, positions, spec) if own is None else own(layer, query, kv, positions, spec)
 
             options = replace(options, attention=attend)
-        return self._open(job, plan, self._store, job.selector, options, resident=held)
+        return self._open(job, plan, self.store, job.selector, options, resident=held)
 
     def capture(self, job: CaptureJob, kv: list[LayerKV]) -> BlendedPrefill:
         """A prefill of a chunk behind its anchor alone, which appends each layer to `kv`."""
@@ -153,18 +150,18 @@ class Opener:
         options = replace(self._options, on_layer=lambda layer, found: kv.append(LayerKV(found.keys, found.values)))
         return self._open(job, plan, EmptySource(), NoRows(), options)
 
-    def full(self, job: CheckJob, planner: Planner) -> BlendedPrefill:
+    def full(self, job: CheckJob) -> BlendedPrefill:
         """A prefill of a prompt and its answer in full, for the logits of the answer's rows; it leaves no KV."""
         prompt = Prompt.of([text(job.prompt_ids), text(job.token_ids[:-1])])
         options = replace(self._options, on_layer=lambda layer, kv: None, last_rows=len(job.token_ids))
-        plan = planner.plan(prompt, EmptySource())
+        plan = self._planner.plan(prompt, EmptySource())
         return self._open(job, plan, EmptySource(), NoRows(), options, partial(CheckRunner, float8=self._float8))
 
     def read_answer(self, job: CheckJob) -> torch.Tensor:
         """[n, vocab] logits that an answer's tokens were drawn from: its rows over the prompt's KV in the paged cache.
         The rows' own KV is computed again, since blocks behind the prompt are not named. Empty on ranks that do not
         sample."""
-        first, model = len(job.prompt_ids) - 1, self._model
+        first, model = len(job.prompt_ids) - 1, self.model
         ids = torch.tensor([int(job.prompt_ids[-1]), *job.token_ids[:-1]]).to(model.device)
         rows = torch.arange(len(ids), device=model.device)
         tables = [torch.tensor(table).to(model.device) for table in job.block_ids]
@@ -196,7 +193,7 @@ class Opener:
         **where: Any,
     ) -> BlendedPrefill:
         """`where`: the loader's `resident` or `caches`."""
-        model, adapter = self._model, NO_ADAPTER if job.adapter is None else job.adapter.number
+        model, adapter = self.model, NO_ADAPTER if job.adapter is None else job.adapter.number
 
         def open_runner(plan: BlendPlan) -> VllmLayerRunner:
             ids = torch.from_numpy(plan.prompt.token_ids.astype("i8"))[plan.prefix_length :]
@@ -210,11 +207,11 @@ class Opener:
                 "device": model.device,
                 "read_ahead": READ_AHEAD,
                 "heads": model.heads,
-                "codec": self._codec,
+                "codec": self._planner.codec,
                 **where,
                 "threads": self._threads,
                 "ahead_bytes": READ_AHEAD_BYTES,
             }
-            return LayerLoader(*what, **how) if self._ranks.size == 1 else AgreedLoader(self._ranks, *what, **how)
+            return LayerLoader(*what, **how) if self.ranks.size == 1 else AgreedLoader(self.ranks, *what, **how)
 
         return BlendedPrefill(plan, open_runner, open_loader, selector, options)

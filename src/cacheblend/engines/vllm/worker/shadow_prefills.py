@@ -18,14 +18,13 @@ import torch
 from cacheblend.core.failures import CHECK, count_failure
 from cacheblend.core.fuse.batching import PrefillBatcher
 from cacheblend.core.fuse.prefill import BlendedPrefill
-from cacheblend.core.plan.planner import Planner
 from cacheblend.engines.shadow import FAILED, MOST_WAITING, QUEUE_FULL, Compared, compare
 from cacheblend.engines.vllm.jobs import CheckJob, StepJobs
 from cacheblend.engines.vllm.reasons import NO_SLOT
 from cacheblend.engines.vllm.worker.adapters import WorkerAdapters
 from cacheblend.engines.vllm.worker.layers import join
 from cacheblend.engines.vllm.worker.prefill_factory import Opener
-from cacheblend.engines.vllm.worker.ranks import RankFailedError, Ranks
+from cacheblend.engines.vllm.worker.ranks import RankFailedError
 from cacheblend.engines.vllm.worker.tasks import let_go
 
 logger = logging.getLogger("cacheblend.vllm")
@@ -43,13 +42,10 @@ class AnswerToCheck:
 
 
 class AnswerChecks:
-    """The checks of one rank; `planner`: any tenant's."""
+    """The checks of one rank."""
 
-    def __init__(
-        self, opener: Opener, planner: Planner, ranks: Ranks, device: torch.device, adapters: WorkerAdapters
-    ) -> None:
-        self._opener, self._planner, self._ranks, self._device = opener, planner, ranks, device
-        self._adapters = adapters
+    def __init__(self, opener: Opener, adapters: WorkerAdapters) -> None:
+        self._opener, self._adapters, self._ranks, self._device = opener, adapters, opener.ranks, opener.model.device
         self._waiting: deque[AnswerToCheck] = deque()
         self._under_way: AnswerToCheck | None = None
         self._ended: dict[int, Compared | str] = {}
@@ -120,7 +116,7 @@ class AnswerChecks:
             with self._ranks.section():
                 self._adapters.use(answer.job.adapter)
                 if answer.prefill is None or answer.steps is None:
-                    answer.prefill = self._opener.full(answer.job, self._planner)
+                    answer.prefill = self._opener.full(answer.job)
                     answer.steps = PrefillBatcher(1, self._opener.tile_rows, join, isolate=False)
                     answer.steps.add(answer.prefill)
                 else:

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from cacheblend.core.fuse.batching import LayerSteps
-from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillResult
+from cacheblend.core.fuse.prefill import PrefillJob, PrefillResult
 from cacheblend.core.load.loader import LayerKV
 from cacheblend.engines.vllm.jobs import Adapter, BlendJob, BlendOutcome, CaptureJob
 from cacheblend.engines.vllm.worker.ranks import Ranks
@@ -29,11 +28,10 @@ logger = logging.getLogger("cacheblend.vllm")
 
 
 @dataclass(eq=False)
-class Task:
+class Task(PrefillJob):
     """A job that has not finished."""
 
     job: BlendJob | CaptureJob
-    prefill: BlendedPrefill | None = None  # until the job is opened
     started: float = 0.0
     busy_s: float = 0.0  # of computing, with the waits of its loader
     is_alone: bool = True  # nothing else was computed in those seconds
@@ -46,18 +44,6 @@ class Task:
     @property
     def adapter(self) -> Adapter | None:
         return self.job.adapter
-
-    @property
-    def layer(self) -> int:
-        return self.prefill.layer if self.prefill else 0
-
-    @property
-    def active_rows(self) -> int:
-        return self.prefill.active_rows if self.prefill else 0
-
-    def next_layer(self) -> LayerSteps:
-        assert self.prefill is not None
-        return self.prefill.next_layer()
 
     @property
     def waiting_s(self) -> float:

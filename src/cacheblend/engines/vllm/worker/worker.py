@@ -13,32 +13,26 @@ job, a layer of a batch, or the finishing of a job.
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
 from cacheblend.core.errors import ModelNotBlendableError
 from cacheblend.core.fuse.batching import PrefillBatcher
-from cacheblend.core.fuse.prefill import PrefillOptions
 from cacheblend.core.load.budget import LOAD_TIMEOUT
-from cacheblend.core.plan.planner import Planner
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.shadow import CLOSED
 from cacheblend.engines.vllm.internals.prefix_cache import NULL_BLOCK
-from cacheblend.engines.vllm.internals.tensor_parallel import TensorParallel
 from cacheblend.engines.vllm.jobs import BlendJob, BlendOutcome, CaptureJob, StepJobs, StepReport
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.reasons import NO_SLOT, OTHER_WEIGHTS, RESET, SLOW_STORE, UNREADABLE
 from cacheblend.engines.vllm.worker.adapters import AdapterChangedError, WorkerAdapters
 from cacheblend.engines.vllm.worker.capture_writer import CaptureWriter
 from cacheblend.engines.vllm.worker.layers import join
-from cacheblend.engines.vllm.worker.model import BlendModel
-from cacheblend.engines.vllm.worker.paged_cache import LayerGroups
-from cacheblend.engines.vllm.worker.prefill_factory import Opener, SentenceEnds, no_sentence_ends
-from cacheblend.engines.vllm.worker.ranks import RankFailedError, Ranks
+from cacheblend.engines.vllm.worker.prefill_factory import Opener
+from cacheblend.engines.vllm.worker.ranks import RankFailedError
 from cacheblend.engines.vllm.worker.shadow_prefills import AnswerChecks
 from cacheblend.engines.vllm.worker.tasks import LATE, READY, SLOW, WAITING, Readiness, Task, let_go
-from cacheblend.store import KVStore
 
 IDLE_TIMES = 2  # budgets of a step in which vLLM computes nothing: no token waits for it
 READ_TIMEOUT_S = 10.0
@@ -123,53 +117,23 @@ class IdleWorker(Outbox):
 
 class Worker(Outbox):
     """The worker side of one rank. `budget` is in row-layers of an engine step, up to a tile more, and `IDLE_TIMES` as
-    large if vLLM computes nothing. `groups` are of the model's KV cache, None: there is one; `builders` of attention
-    metadata for the backend's own kernel (`PagedAttention`), for each group, None: attend by `core.kernels`.
-    `sentence_end_ids` is asked when a selector needs them (`PrefillOptions`). `group`: the ranks that compute together;
-    None: vLLM's tensor-parallel group."""
+    large if vLLM computes nothing; `name`: of the model, for people."""
 
     def __init__(
-        self,
-        model: BlendModel,
-        store: KVStore,
-        planner: Planner,
-        selector: Selector,
-        *,
-        block_size: int,
-        budget: int,
-        tile_rows: int,
-        groups: LayerGroups | None = None,
-        builders: Sequence[Any] | None = None,
-        in_pages: bool | None = None,
-        sentence_end_ids: SentenceEnds = no_sentence_ends,
-        name: str = "",
-        read_timeout_s: float = READ_TIMEOUT_S,
-        group: TensorParallel | None = None,
+        self, opener: Opener, selector: Selector, budget: int, name: str = "", read_timeout_s: float = READ_TIMEOUT_S
     ) -> None:
-        super().__init__(block_size)
-        self._model, self._store, self._budget = model, store, budget
-        self._ranks = Ranks(TensorParallel() if group is None else group)
-        self._opener = Opener(
-            model,
-            store,
-            planner.codec,
-            block_size=block_size,
-            options=PrefillOptions(tile_rows=tile_rows),
-            sentence_end_ids=sentence_end_ids,
-            groups=groups or LayerGroups([0] * len(model.attention)),
-            builders=builders,
-            in_pages=in_pages,
-            ranks=self._ranks,
-        )
-        alone, last_check = self._ranks.size == 1, max(selector.check_layers, default=0)
+        super().__init__(opener.block_size)
+        self._opener, self._model, self._store, self._ranks = opener, opener.model, opener.store, opener.ranks
+        tile_rows, last_check = opener.tile_rows, max(selector.check_layers, default=0)
+        alone, self._budget = self._ranks.size == 1, budget
         self._blends: PrefillBatcher[Task] = PrefillBatcher(last_check + 1, tile_rows, join, isolate=alone)
         self._captures: PrefillBatcher[Task] = PrefillBatcher(1, tile_rows, join, isolate=alone)
         self._readiness = Readiness(self._ranks, read_timeout_s)
-        self.adapters = WorkerAdapters(model.adapters, self._ranks, read_timeout_s)
+        self.adapters = WorkerAdapters(self._model.adapters, self._ranks, read_timeout_s)
         self._is_idle, self._owed, self._chunks = False, 0, 0
         self._arrived: list[BlendJob] = []
-        self._capture_writer = CaptureWriter(model, store, self.counts, name, self._ranks)
-        self.checks = AnswerChecks(self._opener, planner, self._ranks, model.device, self.adapters)
+        self._capture_writer = CaptureWriter(self._model, self._store, self.counts, name, self._ranks)
+        self.checks = AnswerChecks(opener, self.adapters)
 
     # ---- an engine step ---------------------------------------------------------------------------------
 
