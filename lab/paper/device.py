@@ -13,10 +13,10 @@ from statistics import median
 from typing import Any
 
 from cacheblend.core.cost.cost_model import CostModel, TierSpeed
-from cacheblend.engines.cost_model import controller_of
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import FirstToken
 from cacheblend.engines.hf.calibrate import calibrate
+from cacheblend.engines.settings import controller_of
 from cacheblend.evaluation import Asked, Evaluation, Label, Outcome
 from cacheblend.evaluation.methods import Method, answer_by
 from cacheblend.evaluation.runner import Case, make_cases

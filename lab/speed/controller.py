@@ -27,11 +27,11 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.core.cost.cost_model import CostModel
 from cacheblend.core.plan.blocks import Block
 from cacheblend.core.plan.prompt import Prompt
-from cacheblend.engines.cost_model import controller_of
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import full_recompute
 from cacheblend.engines.hf.calibrate import calibrate
 from cacheblend.engines.provenance import stamp
+from cacheblend.engines.settings import controller_of
 from cacheblend.store.combined import CascadeStore
 from cacheblend.store.memory import MemoryStore
 from cacheblend.store.speed import measure

@@ -21,10 +21,10 @@ from cacheblend.core.names import STATE_IDS, BlockName, state_name
 from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.core.select.selectors import AllRows
-from cacheblend.engines.cost_model import controller_of, read_cost_model, write_cost_model
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.recurrent import SnapshotFormat
 from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Limits, Scheduler
+from cacheblend.engines.settings import controller_of, read_cost_model, write_cost_model
 from cacheblend.store import KVStore, MemoryStore, TieredStore, open_store
 from cacheblend.store.combined import CascadeStore
 from cacheblend.store.format.block_file import decode_header, header_bytes

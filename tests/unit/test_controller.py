@@ -20,7 +20,7 @@ from cacheblend.core.plan.blocks import BlockEntry, EmptySource, KVLayout, Layer
 from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, chunk, text
-from cacheblend.engines.cost_model import load_cost_model
+from cacheblend.engines.settings import load_cost_model
 from campaign import share
 from command_line import runner
 

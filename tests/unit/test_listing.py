@@ -51,7 +51,7 @@ def found(listing: ChunkListing, root: BlockName = ROOT) -> set[BlockName]:
     """The chunks that prompts of this root find."""
     longest = as_token_ids(np.arange(100) % 977)
     listing.match(root, Prompt.of([text(longest)]))
-    return set(listing._index(root).chunk_ids)
+    return set(listing._index(root)._numbers)
 
 
 def refreshed(listing: ChunkListing, is_done: Callable[[], bool]) -> None:

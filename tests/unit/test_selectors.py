@@ -13,16 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.fuse.question import LONGEST_SENTENCE, rare_words, sentence_indices
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.core.select import selectors
 from cacheblend.core.select.question_selectors import SPAN_WITHOUT_SENTENCES, Hybrid, Pool, Query, ranks_by_attention
 from cacheblend.core.select.selectors import AllRows, Candidates, Gradual, Head, Hkvd, NoRows, RandomRows, Selector
-from cacheblend.core.select.text_cues import LONGEST_SENTENCE, rare_words, sentence_indices
 
 
 def masked(selector: Selector, candidates: Candidates) -> torch.Tensor:
     """Boolean [n]: the candidates that stay active."""
-    return selectors.as_mask(selector.select(candidates), len(candidates.positions))
+    recorded = selectors.Recorded(selector)
+    recorded.select(candidates)
+    return recorded.keeps[0]
 
 
 EVERY = [Hkvd(), selectors.Threshold(0.5), Head(0.5), RandomRows(0.5), AllRows(), NoRows(), Query(0.5), Hybrid()]

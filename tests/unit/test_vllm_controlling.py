@@ -20,7 +20,7 @@ from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, chunk, text
-from cacheblend.engines.cost_model import read_cost_model, write_cost_model
+from cacheblend.engines.settings import read_cost_model, write_cost_model
 from cacheblend.engines.vllm.scheduler.load_control import RATIO_STEP, LoadChoice, LoadControl
 from campaign import share
 

@@ -83,7 +83,7 @@ def test_the_connectors_settings_are_read_in_this_projects_form_and_in_ucms() ->
         ({"tile_rows": 5}, "unknown key 'tile_rows'"),
         ({"recompute_ratio": 1.5}, "0..1, got 1.5"),
         ({"store": ""}, "store must be a URL"),
-        ({"chunk_end_token_id": "7"}, "chunk_end_token_id must be a whole number of at least 0, got '7'"),
+        ({"chunk_end_token_id": "7"}, "chunk_end_token_id must be a whole number or None, got '7'"),
         ({"budget_row_layers": 0}, "at least 1, got 0"),
         ({"min_match_tokens": 10}, "min_match_tokens must be a whole number of at least 63"),
         *(({"refresh_s": s}, "refresh_s must be a number of seconds, 0 or more") for s in (-1, float("nan"))),

@@ -31,8 +31,8 @@ def calibrate(
     check_outputs(out)
     settings = {"codec": codec, "capture": False}
     with open_engine(model.model, store.store, settings, device, quiet=json) as engine:
-        from cacheblend.engines.cost_model import write_cost_model
         from cacheblend.engines.hf.calibrate import LENGTHS, calibrate
+        from cacheblend.engines.settings import write_cost_model
 
         with status("measuring ...", quiet=json):
             measured = calibrate(engine, lengths=sorted(length or LENGTHS), rounds=runs)

@@ -50,7 +50,7 @@ def plan(
         raise InvalidInputError(f"--prefill-s {prefill_s:g}: the seconds of a full prefill must be above 0")
     speeds, seconds = dict[str, float](), prefill_s or 0.0
     if cost_model is not None:
-        from cacheblend.engines.cost_model import load_cost_model
+        from cacheblend.engines.settings import load_cost_model
 
         measured = load_cost_model(cost_model)
         speeds = {name: tier.bytes_per_s for name, tier in measured.tiers.items()}

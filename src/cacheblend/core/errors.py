@@ -153,7 +153,7 @@ def fits_type(value: object, hint: Any) -> bool:
         return isinstance(value, Mapping) and all(fits_type(item, options[1]) for item in value.values())
     if hint in (int, float):
         return isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
-    return isinstance(value, origin or hint)
+    return hint is Any or isinstance(value, origin or hint)
 
 
 def type_in_words(hint: Any) -> str:

@@ -74,20 +74,15 @@ class Discovery(Generic[Asker]):
     listing."""
 
     def __init__(self, store: KVStore, listing: ChunkListing, min_run_tokens: int, watch_tokens: int) -> None:
-        self._store, self._listing = store, listing
+        self._store, self.listing = store, listing
         self._recurrences = Recurrences(min_run_tokens, watch_tokens)
         self._lock = threading.Lock()  # of everything below; never held while the store is asked
         self._wanted: dict[BlockName, tuple[Run, Asker]] = {}  # with the asker of the last request
         self._stored: dict[BlockName, _Stored] = {}  # by chunk
         self._chunk_of: dict[BlockName, BlockName] = {}  # by run
-        self._figures, self._resets = DiscoveryFigures(), 0
+        self.figures, self._resets = DiscoveryFigures(), 0
         self._pool, self._behind = DaemonPool(1, "cacheblend-discovery"), 0
         self._progress_at = float("-inf")  # when a request had been watched, or the first of those that wait came
-
-    @property
-    def figures(self) -> DiscoveryFigures:
-        """What it has done so far; takes constant time."""
-        return self._figures
 
     @property
     def has_work(self) -> bool:
@@ -108,7 +103,7 @@ class Discovery(Generic[Asker]):
         there are such, `wanted` is called, which may use `take`."""
         with self._lock:
             if self._behind >= MOST_BEHIND:
-                self._figures = replace(self._figures, unwatched=self._figures.unwatched + 1)
+                self._add(unwatched=1)
                 return
             if not self._behind:
                 self._progress_at = time.monotonic()
@@ -137,7 +132,7 @@ class Discovery(Generic[Asker]):
             self._stored[manifest.chunk_id], self._chunk_of[run.name] = stored, manifest.chunk_id
             if computed:
                 self._add(stored_tokens=len(run), wasted_tokens=len(run))
-        self._listing.add([manifest])
+        self.listing.add([manifest])
 
     def reset(self) -> None:
         """Forgets everything: the names of all stored chunks have changed. What was asked before is not wanted
@@ -186,7 +181,7 @@ class Discovery(Generic[Asker]):
                 forgotten = set(learnt.forgotten)
                 self._want([run for run in (*learnt.new, *learnt.seen) if run not in forgotten], asker)
                 self._add(runs=len(learnt.new))
-                self._figures = replace(self._figures, watched_tokens=self._recurrences.watched_tokens)
+                self.figures = replace(self.figures, watched_tokens=self._recurrences.watched_tokens)
                 is_any_wanted = bool(self._wanted)
             self._delete(gone)
             if is_any_wanted:
@@ -248,7 +243,7 @@ class Discovery(Generic[Asker]):
         return stored
 
     def _add(self, **more: int) -> None:
-        self._figures = replace(self._figures, **{name: getattr(self._figures, name) + n for name, n in more.items()})
+        self.figures = replace(self.figures, **{name: getattr(self.figures, name) + n for name, n in more.items()})
 
     def _delete(self, chunks: Sequence[ChunkManifest]) -> None:
         """Deletes chunks, so that others keep their place and parts are found elsewhere; pinned chunks and those of a
@@ -263,7 +258,7 @@ class Discovery(Generic[Asker]):
                     for name in blocks
                 }
                 gone = [each for each in chunks if each.root == root and each.chunk_id not in kept]
-                self._listing.forget(chunk.chunk_id for chunk in gone)
+                self.listing.forget(chunk.chunk_id for chunk in gone)
                 with self._lock:
                     kept = kept.union(*(each.manifest.block_names for each in self._stored.values()))
                 for chunk in gone:
@@ -273,13 +268,11 @@ class Discovery(Generic[Asker]):
                             self._store.delete(name)
 
 
-def open_discovery(
-    store: KVStore, config: BlendConfig, anchor: Anchor
-) -> tuple[ChunkListing | None, Discovery[Any] | None]:
-    """The listing that finds chunks in plain text, and the discovery that learns new ones; both None unless
+def open_discovery(store: KVStore, config: BlendConfig, anchor: Anchor) -> Discovery[Any] | None:
+    """The discovery that learns chunks, with a listing of its own, which finds them in plain text; None unless
     `BlendConfig.discover` asks for it, or if the anchor depends on the prompt, since a run's KV would differ in
     each."""
     if not config.discover or anchor.rule == "system":
-        return None, None
+        return None
     listing = ChunkListing(store, join_ids(anchor.segments(None)), config.min_run_tokens, REFRESH_S)
-    return listing, Discovery(store, listing, config.min_run_tokens, config.watch_tokens)
+    return Discovery(store, listing, config.min_run_tokens, config.watch_tokens)

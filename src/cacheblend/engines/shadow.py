@@ -65,7 +65,6 @@ class ShadowSettings:
 
     @property
     def rows(self) -> int:
-        """Comparisons of a window."""
         if self.window is not None:
             return self.window
         if self.floor is None:
@@ -97,7 +96,6 @@ class Compared:
 
     @property
     def first(self) -> bool:
-        """The first token's."""
         return self.agreed[0]
 
 
@@ -376,7 +374,6 @@ class ShadowWatch:
             return list(self._moments)
 
     def figures(self) -> ShadowFigures:
-        """The present figures."""
         with self._lock:
             series = tuple(
                 replace(each, kl_counts=[*each.kl_counts], windows={of: w.copy() for of, w in each.windows.items()})

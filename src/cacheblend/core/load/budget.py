@@ -48,12 +48,7 @@ class LateTiers:
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self._now = clock or (lambda: time.monotonic())  # looked up when it is asked
         self._resume_at: dict[str, float] = {}
-        self._silent: set[str] = set()  # have not answered since they were given up
-
-    @property
-    def silent(self) -> set[str]:
-        """Tiers that have not answered in time since they were given up; ``""`` is the store as a whole."""
-        return set(self._silent)
+        self.silent: set[str] = set()  # have not answered in time since they were given up; "": the store as a whole
 
     def left_s(self, tier: str) -> float:
         """Seconds for which a tier is passed over yet; 0: it is asked."""
@@ -63,8 +58,8 @@ class LateTiers:
         """A request has waited so long for a tier, in vain. Said once, until the tier answers again."""
         seconds = PAUSE_S * min(_MOST, max(1.0, waited_s / _FOR_S))
         self._resume_at[tier] = max(self._resume_at.get(tier, -math.inf), self._now() + seconds)
-        if tier not in self._silent:
-            self._silent.add(tier)
+        if tier not in self.silent:
+            self.silent.add(tier)
             logger.warning(
                 "%s kept a request waiting for %.2f s, longer than allowed (load_timeout_s); requests are computed "
                 "without it, and it is asked again in %.0f s",
@@ -74,8 +69,8 @@ class LateTiers:
             )
 
     def answered(self, tiers: Iterable[str]) -> None:
-        for tier in self._silent.intersection(tiers):
-            self._silent.discard(tier)
+        for tier in self.silent.intersection(tiers):
+            self.silent.discard(tier)
             logger.info("%s answers in time again", tier or "the store")
 
 

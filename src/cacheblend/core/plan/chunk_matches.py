@@ -60,10 +60,6 @@ class ChunkIndex:
     def __contains__(self, chunk_id: BlockName) -> bool:
         return chunk_id in self._numbers
 
-    @property
-    def chunk_ids(self) -> list[BlockName]:
-        return list(self._numbers)
-
     def copy(self) -> "ChunkIndex":
         """An index of the same chunks that can be changed while this one is used."""
         copied = ChunkIndex(self._min_tokens)

@@ -27,7 +27,7 @@ the highest of its rows."""
 Rank = Literal["deviation", "either"]
 """What `Hybrid` ranks rows by at check layers; ``either``: the better of the ranks by deviation and by attention."""
 
-SPAN_WITHOUT_SENTENCES = 16  # tokens of a span where sentences are unknown
+SPAN_WITHOUT_SENTENCES = 16  # tokens
 MOST_HOPS = 4
 MOST_HOP_SPANS = 8
 _LONGEST_SPAN = 1 << 31
@@ -43,10 +43,20 @@ _LIMITS = {  # of whole numbers
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionSelector(Selector):
-    """What selectors that use the question's attention have in common. The fields are those of `Selection`, where
-    `words` is called `question_words` (`core.select.text_cues`); hops are described in `core.fuse.question`.
-    `head_rows`: what a chunk's first rows hold was computed without any text in front of it, and the rows behind build
-    on it."""
+    """What selectors that use the question's attention have in common.
+
+    Attributes:
+        pool: see `Pool`; where sentences are unknown, spans of `SPAN_WITHOUT_SENTENCES` tokens.
+        lead: spans in front of an attended span that are selected with it.
+        head_rows: rows at the head of a chunk that count half as much as the chunk's most attended row; 0: none. What a
+            chunk's first rows hold was computed without any text in front of it, and the rows behind build on it.
+        question_rows: most rows of the question whose attention is used.
+        words: weight of the question's rare words, added to its attention, see `core.fuse.question`; 0: none.
+        hops: how often the best spans found so far are asked in turn, see `core.fuse.question`; 0: not at all.
+        hop_spans: most spans that a hop asks.
+        hop_rows: most rows of a span that ask with their attention, at least 2; 0: only its rare words are looked for,
+            which computes nothing.
+    """
 
     pool: Pool = "sentence"
     lead: int = 1

@@ -28,8 +28,8 @@ class Candidates:
         deviation: [n] fp32 squared KV deviation at that layer, summed over all KV heads (and ranks).
         attention: [n] fp32, how much more the question's rows attend to the row than a generic row does, see
             `core.fuse.question`; None if the selector did not ask for it.
-        words: [n] fp32 0..1, weight of the row's token as a rare word of the question, see `core.select.text_cues`;
-            None if the selector did not ask for it.
+        words: [n] fp32 0..1, weight of the row's token as a rare word of the question, see
+            `core.fuse.question`; None if the selector did not ask for it.
         hops: [n] fp32, how much more the spans that were asked in turn attend to the row than their first rows do; None
             if none was asked.
         hop_words: [n] fp32 0..1, weight of the row's token as a rare word of those spans; None if none was asked.
@@ -121,14 +121,6 @@ class Selector(Protocol):
     def select(self, candidates: Candidates) -> torch.Tensor:
         """The candidates that stay active, on their device: [m] int64 indices into them, ascending. Or boolean [n], for
         which the host has to wait until the device knows how many there are."""
-
-
-def as_mask(selected: torch.Tensor, candidates: int) -> torch.Tensor:
-    """What `select` returned as boolean [candidates]: True stays active."""
-    if selected.dtype == torch.bool:
-        return selected
-    mask = torch.zeros(candidates, dtype=torch.bool, device=selected.device)
-    return mask.index_fill_(0, selected, value=True)
 
 
 @dataclass(frozen=True)
@@ -404,6 +396,8 @@ class Recorded(Wrapper):
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         selected = self.inner.select(candidates)
+        keep = torch.zeros(len(candidates.positions), dtype=torch.bool, device=selected.device)
+        keep[selected] = True  # indices or a mask
         self.asked.append(candidates)
-        self.keeps.append(as_mask(selected, len(candidates.positions)))
+        self.keeps.append(keep)
         return selected

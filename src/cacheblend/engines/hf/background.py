@@ -18,10 +18,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.failures import count_failure
+from cacheblend.engines.hf.shadow_check import ShadowCheck
 
 QUIET_S = 0.05  # without a request before idle work goes on: in a steady stream it would slow each request
 CLOSE_S = 30.0  # seconds that closing waits for what is under way, which a store that hangs may never end
@@ -43,19 +44,6 @@ class _Job:
     since: float = field(default_factory=time.monotonic)
 
 
-class IdleWork(Protocol):
-    """Work that can wait for any length of time."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether there is anything to do."""
-        ...
-
-    def advance(self) -> None:
-        """Does a slice of it. Raises nothing."""
-        ...
-
-
 class Background:
     """A queue of small jobs, run between requests by one thread, which ends when no job may run. Of more than `limit`
     waiting jobs the rest is dropped and counted."""
@@ -68,13 +56,12 @@ class Background:
         self._running: Hashable = None
         self._thread: threading.Thread | None = None
         self._quiet_since = time.monotonic()
-        self.idle_work: IdleWork | None = None  # done when nothing else is; whoever sets it calls `wake` for some
+        self.idle_work: ShadowCheck | None = None  # done when nothing else is; whoever sets it calls `wake` for some
         self.holds_up_requests = False  # the work that is being done is done in their thread
         self.dropped = self.failed = 0
 
     @property
     def given_up(self) -> dict[str, int]:
-        """Jobs that were not done, by reason."""
         return {"queue full": self.dropped, "failed": self.failed}
 
     def begin_request(self) -> None:

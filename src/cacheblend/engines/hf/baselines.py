@@ -47,7 +47,6 @@ class Agreement:
     max_logit_error: float  # largest difference of a logit, divided by the standard deviation of the full logits
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, ready for JSON."""
         return asdict(self)
 
 

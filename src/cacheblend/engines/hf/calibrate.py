@@ -8,8 +8,8 @@ from dataclasses import replace
 from cacheblend.core.cost.cost_model import CostModel, TierSpeed
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt, chunk, text
-from cacheblend.engines.cost_model import controller_of
 from cacheblend.engines.hf.engine import BlendEngine
+from cacheblend.engines.settings import controller_of
 from cacheblend.store.speed import measure
 
 LENGTHS = (256, 1024, 4096)

@@ -41,7 +41,6 @@ class Diagnosis:
 
     @property
     def blendable(self) -> bool:
-        """True if no check failed."""
         return all(check.ok is not False for check in self.checks)
 
     @property
@@ -51,7 +50,6 @@ class Diagnosis:
         return "; ".join(dict.fromkeys(f"{check.name}: {check.detail}" for check in failed))
 
     def to_dict(self) -> dict[str, Any]:
-        """All checks, with `blendable` and `reason`, ready for JSON."""
         checks = [asdict(check) for check in self.checks]
         return {"model": self.model, "checks": checks, "blendable": self.blendable, "reason": self.reason}
 

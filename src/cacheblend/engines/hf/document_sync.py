@@ -104,7 +104,6 @@ class SyncReport:
 
     @property
     def documents(self) -> int:
-        """Documents that were given."""
         return self.kept + self.added + self.changed + self.restored
 
 

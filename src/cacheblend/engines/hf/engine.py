@@ -24,7 +24,6 @@ from cacheblend.core.names import as_token_ids
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.prompt import Prompt, Segment
 from cacheblend.core.select.selectors import Selector, check_ratio
-from cacheblend.engines.cost_model import controller_of, read_cost_model
 from cacheblend.engines.discovery import open_discovery
 from cacheblend.engines.fingerprint import ModelIdentity, fingerprint_model
 from cacheblend.engines.folders import model_folder
@@ -42,7 +41,7 @@ from cacheblend.engines.hf.state import FollowedModel, ModelState
 from cacheblend.engines.hf.survey import survey_model
 from cacheblend.engines.hf.warmup import ChunkWarmer, Progress
 from cacheblend.engines.keeper import WarmReport
-from cacheblend.engines.settings import BlendSettings, check_settings, resolve_settings
+from cacheblend.engines.settings import BlendSettings, check_settings, controller_of, read_cost_model, resolve_settings
 from cacheblend.engines.tokens import Message
 from cacheblend.engines.tokens.detokenizer import TextStream
 from cacheblend.store import KVStore, check_store_url, open_store
@@ -121,8 +120,8 @@ class BlendEngine(FollowedModel):
         self.background = Background(self.config.capture_queue)
         self._is_closed = False
         self.grammars = Grammars(tokenizer, survey.vocab_size, self.eos_ids)
-        self._listing, self.discovery = unmarked = open_discovery(self.store, self.config, planner.anchor)
-        self._warmer = ChunkWarmer(model, self.store, self.config, self.background, name, self.adapters, *unmarked)
+        self.discovery = open_discovery(self.store, self.config, planner.anchor)
+        self._warmer = ChunkWarmer(model, self.store, self.config, self.background, name, adapters, self.discovery)
         self._after_request = self._warmer.after_request
 
     @staticmethod
@@ -324,7 +323,7 @@ class BlendEngine(FollowedModel):
 
     def _stream(self, prompt: PromptLike, params: SamplingParams, ratio: float | None) -> Iterator[Delta]:
         text = TextStream(self.builder.detokenizer() if self.builder else None, params.stop)
-        with self._start(prompt, params, ratio) as request:  # finished also where the caller leaves early
+        with self.start(prompt, params, ratio=ratio) as request:  # finished also where the caller leaves early
             yield from request.stream(text)
 
     def start(self, prompt: PromptLike, params: SamplingParams | None = None, *, ratio: float | None = None) -> Request:
@@ -332,11 +331,8 @@ class BlendEngine(FollowedModel):
 
         Until the request's `finish` no background work is started.
         """
-        return self._start(prompt, SamplingParams() if params is None else check_params(params), ratio)
-
-    def _start(self, prompt: PromptLike, params: SamplingParams, ratio: float | None) -> Request:
         started = time.perf_counter()
-        ask = self._ask(prompt, params, ratio)
+        ask = self._ask(prompt, SamplingParams() if params is None else check_params(params), ratio)
         self.background.begin_request()
         try:
             state = self.follow()

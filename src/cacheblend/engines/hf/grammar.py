@@ -77,7 +77,6 @@ class Grammar:
 
     @staticmethod
     def of_choices(choices: Sequence[str]) -> "Grammar":
-        """One of some texts."""
         check_type(choices, list | tuple, "choices", "a list of texts")
         return Grammar("choice", json.dumps(list(choices), ensure_ascii=False))
 

@@ -28,7 +28,6 @@ class LatentShape:
 
     @property
     def width(self) -> int:
-        """Numbers that are kept of a token."""
         return self.rank + self.rotary_dim
 
 

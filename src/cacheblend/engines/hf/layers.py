@@ -53,7 +53,6 @@ class HfLayerRunner:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
         return len(self.view.layers)
 
     def embed(self) -> torch.Tensor:

@@ -30,7 +30,6 @@ class PromptLayout:
     chat: bool | None = None  # whether to use the chat template; None: if the tokenizer has one
 
     def is_chat(self, engine: BlendEngine) -> bool:
-        """Whether prompts are built with the chat template."""
         return bool(getattr(engine.tokenizer, "chat_template", None)) if self.chat is None else self.chat
 
     def parts(self, engine: BlendEngine, passages: Sequence[Passage], question: str) -> list[Any]:
@@ -43,7 +42,7 @@ class PromptLayout:
         if not self.is_chat(engine):
             return [self.system + self.separator, *content] if self.system else content
         messages: list[Any] = [{"role": "system", "content": self.system}] if self.system else []
-        return [*messages, {"role": "user", "content": [_chat_part(part) for part in content]}]
+        return [*messages, {"role": "user", "content": content}]
 
     def prompt(self, engine: BlendEngine, passages: Sequence[Passage], question: str) -> Prompt:
         """Builds the prompt and checks it against the model's limits; raises as `BlendEngine.prompt`."""
@@ -54,9 +53,3 @@ def fill(template: str, values: Mapping[str, str]) -> str:
     """`template` with each ``{name}`` in `values` replaced; all other braces are kept."""
     names = "|".join(map(re.escape, values))
     return re.sub(rf"\{{({names})\}}", lambda found: values[found[1]], template)
-
-
-def _chat_part(part: Content) -> dict[str, str]:
-    if isinstance(part, Passage):
-        return {"type": "chunk", "text": part.text, "title": part.title}
-    return {"type": "text", "text": part}

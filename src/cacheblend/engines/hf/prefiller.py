@@ -59,7 +59,6 @@ class SparseLoader(LayerLoader):
         self._nothing = LayerKV(nothing, nothing)
 
     def layer(self, index: int) -> LayerCache:
-        """See `LayerLoader`."""
         number = self._numbers.get(index)
         return self._nothing if number is None else super().layer(number)
 
@@ -73,7 +72,6 @@ class SparseLoader(LayerLoader):
         return None
 
     def release(self, index: int) -> None:
-        """See `LayerLoader`."""
         if (number := self._numbers.get(index)) is not None:
             super().release(number)
 

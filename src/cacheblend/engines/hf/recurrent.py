@@ -114,7 +114,6 @@ class StatePart:
 
     @property
     def nbytes(self) -> int:
-        """Of the tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -171,7 +170,6 @@ class LayerKinds:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one snapshot."""
         return sum(part.nbytes for parts in self.states.values() for part in parts)
 
 
@@ -246,11 +244,9 @@ class Resuming(Recurrence):
         self.saveable_share = kinds.saveable if kinds.states else None
 
     def first_to_drop(self, num_layers: int) -> int:
-        """See `Recurrence`."""
         return self._kinds.first_to_drop
 
     def last_to_mix(self, num_layers: int) -> int:
-        """See `Recurrence`."""
         return self._kinds.last_to_mix
 
     def begin(self, plan: BlendPlan) -> BlendPlan:
@@ -272,7 +268,6 @@ class Resuming(Recurrence):
         return plan
 
     def cuts(self, plan: BlendPlan) -> Sequence[int]:
-        """See `Recurrence`."""
         return list(self._cuts)
 
     def row_cuts(self) -> list[int]:
@@ -280,7 +275,6 @@ class Resuming(Recurrence):
         return [cut - self._first for cut in self._cuts]
 
     def kept(self, runner: LayerRunner) -> PromptStates:
-        """See `Recurrence`."""
         held: Any = runner  # an `HfLayerRunner`
         snapshots = {self._cuts[self._first + rows]: states for rows, states in held.snapshots.items()}
         return PromptStates(held.states, snapshots)

@@ -68,7 +68,6 @@ class Request:
 
     @property
     def done(self) -> bool:
-        """True once the last token has been generated."""
         return self._decoding.sampler.finish_reason is not None
 
     def step(self) -> int:

@@ -256,12 +256,10 @@ class Sampler:
 
     @property
     def count(self) -> int:
-        """Number of tokens in the answer so far."""
         return len(self) - self._prompt_length
 
     @property
     def token_ids(self) -> list[int]:
-        """Tokens of the answer so far."""
         return [int(i) for i in self._ids[0, self._prompt_length :]]
 
     @property

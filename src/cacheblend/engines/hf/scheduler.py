@@ -196,7 +196,6 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Number of requests in the queue."""
         return len(self._waiting)
 
     @property
@@ -206,7 +205,6 @@ class Scheduler:
 
     @property
     def is_alive(self) -> bool:
-        """True while the scheduler's thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
     def close(self, timeout: float = 0.0) -> None:

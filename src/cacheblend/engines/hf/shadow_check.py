@@ -97,7 +97,6 @@ class ShadowCheck:
 
     @property
     def has_work(self) -> bool:
-        """Whether `advance` has anything to compute."""
         return bool(self.waiting) and not self._closed
 
     def begin(self, result: PrefillResult, origin: Origin) -> WatchedAnswer | None:

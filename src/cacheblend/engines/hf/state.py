@@ -13,7 +13,7 @@ from cacheblend.core.fuse.prefill import PrefillResult
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.select.selectors import Selector
-from cacheblend.engines.chunk_index import ChunkListing
+from cacheblend.engines.discovery import Discovery
 from cacheblend.engines.fingerprint import ModelIdentity
 from cacheblend.engines.hf.adapter_watch import Adapted, AdapterWatch
 from cacheblend.engines.hf.background import Background
@@ -55,10 +55,9 @@ class ModelState:
                 f"the model's KV is of {survey.layout.dtype} now, and was of {self.survey.layout.dtype} and "
                 f"{self.survey.layout.block_bytes(1)} bytes a token when the engine was opened; open another one on it"
             )
-        identity = replace(self.identity, adapters=adapted.digest)
-        return ModelState(
-            adapted, survey, identity, identity.planner(self.config), self.prefiller.of(survey), self.config
-        )
+        identity, prefiller = replace(self.identity, adapters=adapted.digest), self.prefiller.of(survey)
+        planner = identity.planner(self.config)
+        return ModelState(adapted, survey, identity, planner, prefiller, self.config)
 
 
 class FollowedModel:
@@ -74,7 +73,7 @@ class FollowedModel:
     shadow: ShadowCheck | None = None  # set by `shadow_start.watch`
     adapters: AdapterWatch
     _state: ModelState
-    _listing: ChunkListing | None
+    discovery: Discovery[Any] | None
     _after_request: Callable[..., None]  # of `ChunkWarmer`
 
     def follow(self) -> ModelState:
@@ -92,7 +91,6 @@ class FollowedModel:
 
     @property
     def survey(self) -> Survey:
-        """What is known of the model."""
         return self._state.survey
 
     @property
@@ -136,7 +134,9 @@ class FollowedModel:
 
     def known_in(self, prompt: Prompt, state: ModelState, tenant: str = "") -> Prompt:
         """The prompt whose plain text is cut at a tenant's stored chunks (`BlendConfig.discover`)."""
-        return prompt if self._listing is None else self._listing.match_now(state.planner_of(tenant).root, prompt)
+        if self.discovery is None:
+            return prompt
+        return self.discovery.listing.match_now(state.planner_of(tenant).root, prompt)
 
     def open_prefill(
         self,

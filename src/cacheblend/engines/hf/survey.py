@@ -53,7 +53,6 @@ class Survey:
 
     @property
     def head_shapes(self) -> list[HeadShape]:
-        """Of each layer, for kernels."""
         layers = zip(self.heads, self.layout.layers, self.latents, self.windows, strict=True)
         return [
             HeadShape(heads, shape.kv_heads, latent.width if latent else shape.head_dim, window, latent is not None)

@@ -289,7 +289,6 @@ class _InOneCall:
     one_call_eps: float
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own."""
         if args or kwargs or hidden_states.dtype != self.weight.dtype:
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
         return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.one_call_eps)

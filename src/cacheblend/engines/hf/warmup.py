@@ -23,7 +23,6 @@ from cacheblend.core.plan.codec import codec_of
 from cacheblend.core.plan.plan import Source
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, Segment, check_ids, chunk, text
-from cacheblend.engines.chunk_index import ChunkListing
 from cacheblend.engines.discovery import Discovery
 from cacheblend.engines.hf.adapter_watch import AdapterWatch
 from cacheblend.engines.hf.background import CLOSE_S, Background
@@ -83,9 +82,8 @@ class Asker(NamedTuple):
 
 class ChunkWarmer:
     """Computes chunks alone, each with its anchor in front of it, and stores them. `model` is the caller's, whose mode
-    is looked at before anything is computed; KV computed while its adapters change is not stored. Stored chunks are
-    added to `listing`; None: nothing is found in plain text. `discovery` learns text that recurs; None: nothing is
-    learnt."""
+    is looked at before anything is computed; KV computed while its adapters change is not stored. `discovery` learns
+    text that recurs, and finds stored chunks in plain text; None: nothing is learnt or found."""
 
     def __init__(
         self,
@@ -95,16 +93,14 @@ class ChunkWarmer:
         background: Background,
         name: str,
         adapters: AdapterWatch,
-        listing: ChunkListing | None = None,
-        discovery: Discovery[Asker] | None = None,
+        discovery: Discovery[Asker] | None,
     ) -> None:
         self._model, self._store, self._config = model, store, config
         self._background, self._name, self._adapters = background, name, adapters
         self._writer = WriteBehind(store)
         self.keeper = ChunkKeeper(store)
-        self._listing = listing
-        if listing is not None:  # found in plain text, too
-            self.keeper.listeners.append(lambda manifest: listing.add([manifest]))
+        if discovery is not None:
+            self.keeper.listeners.append(lambda manifest: discovery.listing.add([manifest]))
         self._discovery, self._queued, self._lock = discovery, set[bool](), threading.Lock()
         self._store_thread = DaemonPool(1, "cacheblend-keeper")
         self._asked: tuple[Future[Any], float] | None = None  # what the store was asked last in that thread, and when
@@ -209,8 +205,7 @@ class ChunkWarmer:
         self._writer.close(CLOSE_S)
         if self._discovery is not None:
             self._discovery.close()
-        if self._listing is not None:
-            self._listing.close()
+            self._discovery.listing.close()
 
     @property
     def _is_awaited(self) -> bool:

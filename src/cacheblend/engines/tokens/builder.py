@@ -49,7 +49,6 @@ class Encoded(NamedTuple):
 
     @staticmethod
     def joined(parts: "Sequence[Encoded]") -> "Encoded":
-        """The tokens of all parts in a row."""
         return Encoded([i for part in parts for i in part.ids], [o for part in parts for o in part.offsets])
 
 
@@ -86,7 +85,6 @@ class TextEncoder:
         return self._renumbered(ids, [*encoding.offsets[:head], *spaced.offsets[tail:]])
 
     def count(self, text: str) -> int:
-        """Tokens of a text."""
         return len(_encoded(self._rest, text))
 
     def _renumbered(self, ids: list[int], offsets: list[tuple[int, int]]) -> Encoded:

@@ -11,10 +11,6 @@ _INCOMPLETE = "\ufffd"
 _LONGEST_CHARACTER = 4  # bytes
 
 
-def _never(token_id: int) -> bool:
-    return False
-
-
 class Detokenizer:
     """The text of ids that come one by one: all that it returns, put together, is the text of all ids.
 
@@ -29,8 +25,8 @@ class Detokenizer:
     def __init__(
         self,
         decode: Callable[[Sequence[int]], str],
-        is_skipped: Callable[[int], bool] = _never,
-        is_byte: Callable[[int], bool] = _never,
+        is_skipped: Callable[[int], bool] = lambda token_id: False,
+        is_byte: Callable[[int], bool] = lambda token_id: False,
     ) -> None:
         self._decode, self._is_skipped, self._is_byte = decode, is_skipped, is_byte
         self._context, self._run = list[int](), list[int]()

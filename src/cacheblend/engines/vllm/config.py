@@ -9,11 +9,11 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import quote
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, check_fields
 from cacheblend.core.plan.chunk_matches import SHORTEST
 from cacheblend.engines.shadow import ShadowSettings
 
@@ -71,7 +71,7 @@ class ConnectorConfig:
     shadow: float = 0.0
     shadow_floor: float | None = None
     discover: bool = False
-    on_unblendable: str = "error"
+    on_unblendable: Literal["error", "plain"] = "error"
     allow_untested_version: bool = False
 
     @property
@@ -100,28 +100,21 @@ class ConnectorConfig:
             raise InvalidInputError(
                 'anchor "system": chunks are found by content, whatever the system prompt; use "bos" or "none"'
             )
+        check_fields(self)
         whole = {"chunk_end_token_id": 0, "min_match_tokens": SHORTEST, "budget_row_layers": 1}
         whole |= {"capture_bytes": 1, "workspace_bytes": 0}
         for name, least in whole.items():
             value = getattr(self, name)
-            is_left_out = value is None and name in ("chunk_end_token_id", "budget_row_layers", "workspace_bytes")
-            if not is_left_out and (not _is_number(value, int) or value < least):
+            if value is not None and value < least:
                 raise InvalidInputError(f"{name} must be a whole number of at least {least}, got {value!r}")
-        if not _is_number(self.min_reused_share) or not 0 <= self.min_reused_share <= 1:
+        if not 0 <= self.min_reused_share <= 1:
             raise InvalidInputError(f"min_reused_share must be in 0..1, got {self.min_reused_share!r}")
-        for name in ("match_content", "controller", "allow_untested_version", "in_pages", "discover"):
-            value = getattr(self, name)
-            if not isinstance(value, bool) and not (name == "in_pages" and value is None):
-                raise InvalidInputError(f"{name} must be true or false, got {value!r}")
-        if self.on_unblendable not in ("error", "plain"):
-            raise InvalidInputError(f'on_unblendable must be "error" or "plain", got {self.on_unblendable!r}')
-        if not _is_number(self.refresh_s) or not self.refresh_s >= 0:
+        if not self.refresh_s >= 0:
             raise InvalidInputError(f"refresh_s must be a number of seconds, 0 or more, got {self.refresh_s!r}")
         for name in ("lookup_timeout_s", "read_timeout_s"):
-            value = getattr(self, name)
-            if not _is_number(value) or not value > 0:
-                raise InvalidInputError(f"{name} must be a number of seconds above 0, got {value!r}")
-        if not isinstance(self.store, str) or not self.store:
+            if not getattr(self, name) > 0:
+                raise InvalidInputError(f"{name} must be a number of seconds above 0, got {getattr(self, name)!r}")
+        if not self.store:
             raise InvalidInputError(f'store must be a URL such as "file:///var/cache/cacheblend", got {self.store!r}')
         if self.discover and not (self.match_content and self.blend.capture):
             raise InvalidInputError(
@@ -131,10 +124,6 @@ class ConnectorConfig:
         cost_model = self.blend.cost_model
         if cost_model is not None and not self.controller:
             raise InvalidInputError(f"cost_model {cost_model!r} is for the controller, and controller is false")
-
-
-def _is_number(value: Any, kind: Any = (int, float)) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def read_config(extra: Mapping[str, Any]) -> ConnectorConfig:

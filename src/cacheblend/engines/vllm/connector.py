@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend.core.errors import CacheBlendError, InvalidInputError, ModelNotBlendableError
 from cacheblend.core.fuse.prefill import check_latents
-from cacheblend.engines.cost_model import read_cost_model
 from cacheblend.engines.fingerprint import ModelIdentity, fingerprint_folder, loaded_with
 from cacheblend.engines.folders import name_of
-from cacheblend.engines.settings import resolve_settings
+from cacheblend.engines.settings import read_cost_model, resolve_settings
 from cacheblend.engines.shadow import ShadowWatch
 from cacheblend.engines.tokens import PromptBuilder, find_sentence_end_ids
 from cacheblend.engines.vllm import versions

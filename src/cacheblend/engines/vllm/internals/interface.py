@@ -28,6 +28,7 @@ __all__ = [
     "KVConnectorStats",
     "KVConnectorWorkerMetadata",
     "VllmConfig",
+    "get_tensor_model_parallel_rank",
 ]
 
 EVENT_MEDIUM = "CACHEBLEND"  # the medium of the events about chunks in the store
@@ -43,10 +44,6 @@ def is_one_process(config: VllmConfig) -> bool:
     """The scheduler's side and the only rank share a process."""
     parallel = config.parallel_config
     return parallel.world_size == 1 and parallel.distributed_executor_backend in (None, "uni")
-
-
-def tp_rank() -> int:
-    return int(get_tensor_model_parallel_rank())
 
 
 def write_paged(layer: Any, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:

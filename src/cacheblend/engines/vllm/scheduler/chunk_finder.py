@@ -5,10 +5,9 @@ import logging
 import math
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import StoreError
@@ -49,22 +48,20 @@ class TenantPlanners:
 
     def __init__(self, identity: ModelIdentity, config: BlendConfig) -> None:
         self._identity, self._config = identity, config
-        self._made: OrderedDict[tuple[str, str], Planner] = OrderedDict()
+        self._made = lru_cache(_MOST_PLANNERS)(self._make)
         self.of()  # a wrong anchor shows at the start
 
     def of(self, cache_salt: str | None = None, adapter: str = "") -> Planner:
         """The planner of the requests with this salt and this adapter (see `adapters.named`)."""
-        key = cache_salt or "", adapter
-        if key not in self._made:
-            self._made[key] = replace(self._identity, adapters=adapter).planner(self._config, key[0])
-            while len(self._made) > _MOST_PLANNERS:
-                self._made.popitem(last=False)
-        return self._made[key]
+        return self._made(cache_salt or "", adapter)
+
+    def _make(self, cache_salt: str, adapter: str) -> Planner:
+        return replace(self._identity, adapters=adapter).planner(self._config, cache_salt)
 
     def renew(self) -> None:
         """Changes all roots for the rest of this process: what was stored so far is not found any more."""
         self._config = replace(self._config, salt=f"{self._config.salt}\x1freset {secrets.token_hex(8)}")
-        self._made.clear()
+        self._made.cache_clear()
 
 
 class ChunkFinder:

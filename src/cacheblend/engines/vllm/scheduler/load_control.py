@@ -18,7 +18,7 @@ from cacheblend.core.cost.cost_model import CostModel
 from cacheblend.core.load.budget import LOAD_TIMEOUT
 from cacheblend.core.plan.blocks import KVLayout
 from cacheblend.core.plan.plan import BlendPlan, Source
-from cacheblend.engines.cost_model import controller_of
+from cacheblend.engines.settings import controller_of
 
 if TYPE_CHECKING:
     from cacheblend.engines.vllm.jobs import BlendOutcome

@@ -197,15 +197,13 @@ class Scheduling:
         is_shared = not is_exact and tracked.plain_tokens is not None and start > tracked.plain_tokens
         is_tail = is_shared and claimed < self._block_size
         if start >= found.held or is_tail or not tracked.may_be_provided_from(start):
-            tracked.reason = SHARED if is_shared else HELD_BY_VLLM if found.held else NOTHING_STORED
-            return 0
-        if found.reused_share(start) < self._config.min_reused_share:
-            tracked.reason = SHARED if is_shared else LITTLE_STORED
-            return 0  # the rest is plain text or missed
-        if reason := self._why_paused:  # its look-up ended before the store became slow
-            tracked.reason = SHARED if is_shared else reason
-            return 0
-        return claimed
+            reason = HELD_BY_VLLM if found.held else NOTHING_STORED
+        elif found.reused_share(start) < self._config.min_reused_share:
+            reason = LITTLE_STORED  # the rest is plain text or missed
+        elif not (reason := self._why_paused):  # its look-up may have ended before the store became slow
+            return claimed
+        tracked.reason = SHARED if is_shared else reason
+        return 0
 
     @property
     def _why_paused(self) -> str:

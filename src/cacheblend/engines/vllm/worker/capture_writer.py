@@ -38,11 +38,7 @@ class CaptureWriter:
         # Two threads: while the store takes a chunk, or hangs, others are still copied off the device.
         self._copying, self._storing = DaemonPool(1, "cacheblend-copier"), DaemonPool(1, "cacheblend-writer")
         self._unfinished: list[Future[None]] = []
-        self._done, self._lock = 0, threading.Lock()
-
-    @property
-    def done(self) -> int:
-        return self._done
+        self.done, self._lock = 0, threading.Lock()
 
     def gather(self, kv: Sequence[LayerKV]) -> list[LayerKV]:
         """What this rank has to write of a chunk: all ranks' heads, or nothing. All ranks call it, in a section; `kv`:
@@ -74,7 +70,7 @@ class CaptureWriter:
 
     def count_done(self) -> None:
         with self._lock:
-            self._done += 1
+            self.done += 1
 
     def drop(self) -> None:
         waiting = [chunk for chunk in self._unfinished if not chunk.done()]

@@ -38,10 +38,6 @@ class DecoderModel(Protocol):
 class _VllmProjectedError(Exception):
     """Leaves a layer as soon as its keys and values are known."""
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        super().__init__()
-        self.keys, self.values = keys, values
-
 
 class VllmLayerRunner:
     """The layer runner of one prompt: row i is the token `token_ids[i]` at `positions[i]`. Many of vLLM's layers pass
@@ -72,7 +68,8 @@ class VllmLayerRunner:
         try:
             self._run(layer, hidden, rows, stop)
         except _VllmProjectedError as projected:
-            return projected.keys, projected.values
+            keys, values = projected.args
+            return keys, values
         raise RuntimeError(f"layer {layer} finished without attention")
 
     def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:

@@ -50,9 +50,7 @@ _QUANTISED_TOLERANCE = 5e-2  # where activations are quantised: a sum in another
 
 
 class _EmbeddedError(Exception):
-    def __init__(self, hidden: torch.Tensor) -> None:
-        super().__init__()
-        self.hidden = hidden
+    """Leaves the model with its first layer's input."""
 
 
 class BlendModel:
@@ -93,7 +91,8 @@ class BlendModel:
         """The KV heads of a record that this rank has; None: all, in a process that also looks blocks up. One that does
         not keeps in memory only what it has read by heads (`TieredStore`)."""
         if not interface.is_one_process(config):
-            start = interface.tp_rank() * self.total_kv_heads // int(config.parallel_config.tensor_parallel_size)
+            ranks = int(config.parallel_config.tensor_parallel_size)
+            start = interface.get_tensor_model_parallel_rank() * self.total_kv_heads // ranks
             self.heads = slice(start, start + kinds[0].kept.kv_heads)
         without = None if self.adapters is None else self.adapters.modules_beside([])
         with torch.inference_mode(), self._with_adapter(NO_ADAPTER, _PROBE_ROWS, without):
@@ -120,7 +119,8 @@ class BlendModel:
             with decoder.computed_by(self._modules[:1], [stop]):
                 self._forward(token_ids, positions)
         except _EmbeddedError as embedded:
-            return embedded.hidden
+            hidden: torch.Tensor = embedded.args[0]
+            return hidden
         raise RuntimeError("the model's forward did not call its first layer")
 
     def logits(self, hidden: torch.Tensor, adapter: int = NO_ADAPTER) -> torch.Tensor:
