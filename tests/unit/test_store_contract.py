@@ -321,7 +321,7 @@ def test_all_that_a_store_holds_stays_within_its_bound(kind: str, seed: int, tmp
     made: dict[BlockName, Block] = {}
     pinned: list[BlockName] = []
     with open_kind(kind, tmp_path / "store", max_bytes=max_bytes) as store:
-        for step in range(40 if kind == "s3" else 90):  # a bucket takes its time
+        for step in range(24 if kind == "s3" else 90):  # a bucket takes its time
             chain = [make_block(rng.randrange(60), tokens=rng.randint(1, 4))]
             for _ in range(rng.choice([0, 0, 2])):
                 chain.append(make_block(step, tokens=2, parent=chain[-1].name))
