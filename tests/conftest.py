@@ -4,7 +4,7 @@ import gc
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,6 @@ if os.environ.get("PYTEST_XDIST_WORKER"):
     torch.set_num_threads(1)  # workers share the cores
 
 
-def pytest_collection_finish() -> None:
-    """What is imported and collected outlives all tests: no garbage collection looks at it again."""
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "may_fail(*reasons): injects faults that are mended, see failing.py")
     config.addinivalue_line("markers", "slow(turn): a run in five has it, see campaign.py")
@@ -56,6 +50,25 @@ def a_busy_machine_is_no_slow_store() -> None:
     from cacheblend.core.load import budget
 
     budget.LEAST_S = 60.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def garbage_is_of_this_module() -> None:
+    """What was imported, collected and kept before outlives it: no garbage collection looks at that again, which takes
+    long behind thousands of tests."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One thread, as models this small are not faster with more, and a cache folder of the module's own."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

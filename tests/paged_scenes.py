@@ -97,8 +97,27 @@ def serve_triton(put: Callable[[Any, str, Any], None]) -> None:
         put(operation, "_served", {(torch.device("cpu"), dtype): served for dtype in (torch.float32, torch.bfloat16)})
 
 
-class TinyModel:
-    """Stands in for `BlendModel`; `between`: called twice in each layer, where ranks exchange tensors."""
+class ModelOfLayers:
+    """What a stand-in for `BlendModel` has of every model: a table of embeddings, and attention that is answered."""
+
+    table: torch.Tensor
+    layers: list[Callable[..., Any]]
+    _answer: Any = None
+
+    def embed(self, token_ids: torch.Tensor, adapter: int = 0) -> torch.Tensor:
+        return self.table[token_ids]
+
+    def row_inputs(self, *_: Any) -> list[tuple[torch.Tensor, ...]]:
+        return [()] * len(self.layers)
+
+    @contextmanager
+    def answering(self, layer: int, answer: Any, *_: Any) -> Iterator[None]:
+        self._answer = answer
+        yield
+
+
+class TinyModel(ModelOfLayers):
+    """`between`: called twice in each layer, where ranks exchange tensors."""
 
     def __init__(self, spec: AttentionSpec, dtype: torch.dtype, between: Callable[[], Any] = lambda: None) -> None:
         draw = torch.Generator().manual_seed(3)
@@ -111,7 +130,7 @@ class TinyModel:
         self.adapters = None
         self.table = torch.randn(VOCAB, HIDDEN, generator=draw).to(dtype)
         sizes = (HEADS * WIDTH, KV_HEADS * WIDTH, KV_HEADS * WIDTH)
-        self._between, self._answer = between, None
+        self._between = between
         self.attention = list[Any]()
         self.layers = [
             self._layer(
@@ -120,17 +139,6 @@ class TinyModel:
             )
             for _ in range(LAYERS)
         ]
-
-    def embed(self, token_ids: torch.Tensor, adapter: int = 0) -> torch.Tensor:
-        return self.table[token_ids]
-
-    def row_inputs(self, *_: Any) -> list[tuple[torch.Tensor, ...]]:
-        return [()] * LAYERS
-
-    @contextmanager
-    def answering(self, layer: int, answer: Any, *_: Any) -> Iterator[None]:
-        self._answer = answer
-        yield
 
     def _layer(self, inward: list[torch.Tensor], outward: torch.Tensor) -> Callable[..., Any]:
         def layer(positions: torch.Tensor, hidden: torch.Tensor, inputs: Any) -> torch.Tensor:

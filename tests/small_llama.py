@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache
 
 from cacheblend.core.names import BlockName, chain_names, split_blocks
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import Answer, BlendEngine, Passage, SamplingParams
+from tiny_folder import TinyShape, save_llama
 from tokenizers_for_tests import sentencepiece
 
 CONTEXT, LAYERS, BLOCK = 256, 4, 8
@@ -30,26 +31,8 @@ Open = Callable[..., BlendEngine]
 
 def build_llama(path: Path) -> Path:
     """Writes a tiny random model and a tokenizer to a folder, and returns it."""
-    tokenizer = sentencepiece()
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(3)
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    shape = TinyShape(LAYERS, 64, 128, heads=4, kv_heads=2, vocab_size=512, gain=3.0, context_length=CONTEXT)
+    save_llama(path, sentencepiece(), shape)
     return path
 
 

@@ -1,7 +1,8 @@
 """Blocks, manifests and comparisons for the store's tests."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,3 +85,14 @@ def holds(store: KVStore, block: Block) -> bool:
         and np.array_equal(entry.token_ids, block.token_ids)
         and all(same_bits(store.read(block.name, i), record) for i, record in enumerate(block.records))
     )
+
+
+def before(store: KVStore, call: str, what: Callable[..., object]) -> None:
+    """From now on `what` is called with the arguments of each such call, in front of it: it notes, waits or raises."""
+    real = getattr(store, call)
+
+    def called(*args: Any, **options: Any) -> Any:
+        what(*args)
+        return real(*args, **options)
+
+    setattr(store, call, called)

@@ -4,7 +4,7 @@ The weights say nothing, so neither do its answers; times and agreement with ful
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,7 +12,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SPECIAL = ("<pad>", "<s>", "</s>")
-PAD, BOS, EOS = range(3)
 
 
 @dataclass(frozen=True)
@@ -41,17 +40,22 @@ def build_tiny(folder: Path, texts: Iterable[str], shape: TinyShape | None = Non
     """Writes config, weights (fp32) and a tokenizer trained on `texts` to `folder`."""
     shape = shape or TinyShape()
     tokenizer = train_tokenizer(texts, shape.vocab_size)
+    save_llama(folder, tokenizer, replace(shape, vocab_size=len(tokenizer)), seed)
+
+
+def save_llama(folder: Path, tokenizer: PreTrainedTokenizerFast, shape: TinyShape, seed: int = 0) -> None:
+    """Writes config, weights (fp32) and this tokenizer."""
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=shape.vocab_size,
         hidden_size=shape.width,
         intermediate_size=shape.mlp_width,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
         max_position_embeddings=shape.context_length,
-        pad_token_id=PAD,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
     )
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config).eval()
@@ -75,5 +79,5 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")

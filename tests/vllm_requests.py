@@ -21,6 +21,7 @@ from cacheblend.engines.vllm.jobs import BlendOutcome, StepReport
 from cacheblend.engines.vllm.scheduler.chunk_finder import ChunkFinder, TenantPlanners
 from cacheblend.engines.vllm.scheduler.scheduler import Scheduling
 from cacheblend.store import MemoryStore
+from store_blocks import before
 
 SIZE = 16
 CHUNK = list(range(100, 200))
@@ -83,19 +84,10 @@ class SlowStore(MemoryStore):
 
     def __init__(self) -> None:
         super().__init__(1 << 20)
-        self.let_go = threading.Event()
+        self.let_go, self.asked = threading.Event(), list[str]()
         self.let_go.set()
-        self.asked: list[str] = []
-
-    def find(self, names: Any) -> Any:
-        self.asked.append("find")
-        assert self.let_go.wait(30)
-        return super().find(names)
-
-    def has_manifest(self, chunk_id: Any) -> bool:
-        self.asked.append("has_manifest")
-        assert self.let_go.wait(30)
-        return super().has_manifest(chunk_id)
+        for call in ("find", "has_manifest"):
+            before(self, call, lambda _, call=call: (self.asked.append(call), self.let_go.wait(30)))
 
 
 def scheduling(

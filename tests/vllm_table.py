@@ -38,17 +38,8 @@ def merge(path: Path, table: str, lines: Mapping[str, str], **figures: float | b
     known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     merged = dict(sorted({**known.get(table, {}), **lines}.items()))
     counted = sum(not each.startswith((REFUSED, FAILS, NOT_RUN)) for each in merged.values())
-    _write(path, known, {table: merged}, {table: counted, **figures})
-    return merged
-
-
-def record(path: Path, **figures: float | bool) -> None:
-    """Sets figures in a file of results, and keeps what else is there."""
-    _write(path, json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}, {}, figures)
-
-
-def _write(path: Path, known: Mapping[str, Any], tables: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
-    content = {**known, **tables, "figures": {**known.get("figures", {}), **figures}}
+    content = {**known, table: merged, "figures": {**known.get("figures", {}), table: counted, **figures}}
     written = path.with_suffix(f".{os.getpid()}")
     written.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     written.replace(path)
+    return merged

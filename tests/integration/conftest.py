@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.engines.hf import BlendEngine
@@ -39,14 +38,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One thread, as models this small are not faster with more, and a cache folder of the module's own."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-    torch.set_num_threads(threads)
+def of_every_module(surroundings: None) -> None:
+    """One thread, and a cache folder."""
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,6 @@ from cacheblend.store.combined import CascadeStore
 from cacheblend.store.format.block_file import decode_header, header_bytes
 from command_line import Run
 from families import tiny_model
-from hybrid_figure import TOLERANCE, prefix_error
 from integration.test_scheduler import PARAMS, submit
 from lab.speed.throttle import ThrottledStore
 from parity.scenes import (
@@ -49,7 +48,6 @@ from parity.scenes import (
     run,
 )
 from reference import plain_kv
-from vllm_table import RESULTS, record
 
 FOUR = SamplingParams(max_new_tokens=4, ignore_eos=True)
 PREFILL = ((32, 0.02), (128, 0.1))
@@ -362,12 +360,3 @@ def test_removing_a_chunk_removes_its_snapshots(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["store", "rm", str(tmp_path), "--all"]).exit_code == 0
     with open_store(tmp_path) as store:
         assert store.held([name]) == [False] and store.stats().blocks == 0
-
-
-def test_the_figure_is_computed_and_merged(tmp_path: Path) -> None:
-    path = tmp_path / "reach.json"
-    path.write_text('{"date": "today", "figures": {"families": 24, "hybrid_prefix_exact": false}}')
-    record(path, hybrid_prefix_exact=all(prefix_error(family) <= TOLERANCE for family in (FAMILY, "jamba")))
-    merged = {"date": "today", "figures": {"families": 24, "hybrid_prefix_exact": True}}
-    assert json.loads(path.read_text()) == merged and list(tmp_path.iterdir()) == [path]
-    assert json.loads(RESULTS.read_text())["figures"]["hybrid_prefix_exact"] is True

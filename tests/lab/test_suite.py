@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.profile import Measurement, Profile
@@ -207,18 +206,14 @@ ROWS_A_SEED = len(CATEGORIES)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def small_suites(surroundings: None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(suites, "draw_questions", SHORT)
         patch.setattr(suites, "SETTINGS", Settings(max_tokens=2))
         patch.setattr(suites, "CALIBRATION_ROWS", 8)
         patch.setattr(suites, "SWEEP_RATIOS", (0.1,))
         patch.setattr(suites, "HOP_RATIOS", (0.1,))
         yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

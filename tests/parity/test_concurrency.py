@@ -2,11 +2,10 @@
 and what a pass took is released when its result is."""
 
 import gc
-import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from itertools import product
 
 import pytest
 import torch
@@ -51,6 +50,7 @@ from parity.scenes import (
     stepper,
     warm_engine,
 )
+from rank_threads import Meeting
 from reference import blend
 
 TOLERANCE = 3e-5
@@ -59,17 +59,24 @@ ASKING = Hybrid((1, 2), (0.4, 0.2), early=0.6)
 PROMPTS = [RAG, Prompt.of([A, C, QUESTION]), Prompt.of([SYSTEM, C, B]), Prompt.of([QUESTION, A, A, SYSTEM])]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("family", "selector"),
+    [
+        *product(("llama", "gemma3_text", "gpt_oss", "deepseek_v3"), [SELECTOR]),
+        *product(["llama"], [Query(0.2), ASKING, Query(0.2, hops=1)]),
+    ],
+)
 @torch.no_grad()
-def test_two_interleaved_requests_on_one_view(family: str) -> None:
+def test_two_interleaved_requests_on_one_view(family: str, selector: Selector) -> None:
+    """Nor do the question's passes keep a state outside of their own request."""
     engine = warm_engine(family)
-    one, other = (stepper(engine, prompt, SELECTOR) for prompt in PROMPTS[:2])
+    one, other = (stepper(engine, prompt, selector) for prompt in PROMPTS[:2])
     other.advance(2)  # the two need not be at the same layer
     while not (one.done and other.done):
         one.advance()
         other.advance()
     for pass_, prompt in ((one, PROMPTS[0]), (other, PROMPTS[1])):
-        reference = blend(tiny_model(family), prompt, SELECTOR)
+        reference = blend(tiny_model(family), prompt, selector)
         assert_same(pass_.result(), reference.logits, reference.kv, TOLERANCE)
 
 
@@ -121,26 +128,11 @@ def test_several_models_share_a_process_and_a_store() -> None:
         assert_as_reference(outcome, blend(tiny_model(family), RAG, SELECTOR), TOLERANCE)
 
 
-@dataclass
-class Ranks:
-    """All-gather between two threads."""
-
-    slots: list[torch.Tensor | None] = field(default_factory=lambda: [None, None])
-    barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(2, timeout=60))
-
-    def gather(self, rank: int, part: torch.Tensor) -> list[torch.Tensor]:
-        self.slots[rank] = part
-        self.barrier.wait()
-        parts = [slot for slot in self.slots if slot is not None]
-        self.barrier.wait()
-        return parts
-
-
 class RankRunner(HfLayerRunner):
     """One tensor-parallel rank: half of the heads, with attention outputs gathered from both ranks."""
 
     rank: int
-    ranks: Ranks
+    ranks: Meeting
 
     def project(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = super().project(layer, hidden, rows)
@@ -153,7 +145,7 @@ class RankRunner(HfLayerRunner):
             sinks = None if spec.sinks is None else self._mine(spec.sinks)
             mine = AttentionSpec(spec.scaling, spec.window, spec.softcap, sinks)
             part = attend(self._mine(query), self._mine(keys), self._mine(values), mine)
-            return torch.cat(self.ranks.gather(self.rank, part), dim=1)
+            return torch.cat(self.ranks.exchange(self.rank, part), dim=1)
 
         return super().run(layer, hidden, rows, attend_both)
 
@@ -162,7 +154,7 @@ class RankRunner(HfLayerRunner):
 
 
 @torch.no_grad()
-def prefill_of_rank(engine: BlendEngine, rank: int, ranks: Ranks, seen: list[Recorded], alone: bool) -> PrefillResult:
+def prefill_of_rank(engine: BlendEngine, rank: int, ranks: Meeting, seen: list[Recorded], alone: bool) -> PrefillResult:
     """Runs one rank's prefill; `alone`: without combining deviations and attention over the ranks."""
     plan = engine.planner.plan(RAG, engine.store)
     shapes = engine.survey.layout.layers
@@ -181,7 +173,7 @@ def prefill_of_rank(engine: BlendEngine, rank: int, ranks: Ranks, seen: list[Rec
         return runner
 
     def join(by_row: torch.Tensor, how: str) -> torch.Tensor:
-        parts = torch.stack(ranks.gather(rank, by_row))
+        parts = torch.stack(ranks.exchange(rank, by_row))
         return parts.sum(0) if how == "sum" else parts.amax(0)
 
     options = PrefillOptions(over_ranks=None if alone else join, tile_rows=32)
@@ -192,7 +184,7 @@ def prefill_of_rank(engine: BlendEngine, rank: int, ranks: Ranks, seen: list[Rec
 def on_two_ranks(
     engine: BlendEngine, selector: Selector, alone: bool = False
 ) -> tuple[list[PrefillResult], list[Recorded]]:
-    ranks, seen = Ranks(), [Recorded(selector), Recorded(selector)]
+    ranks, seen = Meeting(2), [Recorded(selector), Recorded(selector)]
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(prefill_of_rank, engine, rank, ranks, seen, alone) for rank in (0, 1)]
         return [future.result() for future in futures], seen

@@ -17,7 +17,6 @@ from itertools import chain
 from typing import Any
 
 import pytest
-import torch
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
@@ -30,7 +29,9 @@ from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Event, Limits, Scheduler
 from cacheblend.store import MemoryStore
 from cacheblend.store.documents import DocumentRecord
+from campaign import seeds, share
 from families import VOCAB, tiny_model
+from parity.scenes import greedy
 from poison import Tally, WitnessMemory, Written, compare, names_in
 from reference import plain_kv
 
@@ -70,12 +71,7 @@ def ask(engine: BlendEngine, *parts: list[int], ratio: float | None = None) -> A
 
 
 def full(engine: BlendEngine, prompt: Prompt) -> list[int]:
-    """Oracle: the model's own greedy answer, token by token."""
-    tokens = prompt.token_ids.tolist()
-    with torch.no_grad():
-        for _ in range(ANSWER.max_new_tokens):
-            tokens.append(int(engine.model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
+    return greedy(engine.model, prompt, ANSWER.max_new_tokens)
 
 
 def test_text_that_recurs_is_reused_at_its_third_sighting(engine: BlendEngine) -> None:
@@ -264,10 +260,11 @@ class History:
 
 def test_no_history_gives_another_answer_or_stores_another_kv() -> None:
     tally = Tally()
-    for seed in range(12):
+    for seed in seeds(share(24), known=24):
         tally.add(History(seed).play())
     assert tally.poisoned == 0, tally.what[:5]
-    assert tally.met["runs"] > 12 and tally.met["hit tokens"] > 1000 and tally.blocks > 50
+    # by the three that are always drawn
+    assert tally.met["runs"] >= 4 and tally.met["hit tokens"] > 500 and tally.blocks > 40
 
 
 def test_a_closed_engine_is_watched_no_more_and_nobody_waits_for_it(engine: BlendEngine) -> None:

@@ -18,7 +18,6 @@ from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.select.selectors import NoRows
 from cacheblend.engines.hf import BlendEngine, SamplingParams, prefiller, warmup
 from cacheblend.engines.hf import engine as engine_module
-from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.prefiller import Pace
 from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Event, Scheduler
 from cacheblend.serve.metrics import StoreWatch
@@ -28,6 +27,7 @@ from integration.test_controller import cost_model_file
 from parity.scenes import RAG, A, B, C, Outcome, assert_as_reference, open_engine, run
 from parity.test_lost_blocks import TOLERANCE
 from reference import blend
+from store_blocks import before
 
 STORED = len(A) + len(B) + len(C)
 LEAST_S, NEVER = 0.5, 1e9
@@ -107,19 +107,8 @@ def timed(engine: BlendEngine, time: WaitedTime, monkeypatch: pytest.MonkeyPatch
 def slowed(store: KVStore, time: WaitedTime, takes: Callable[[str], float]) -> list[str]:
     """From now on each call of the store takes as long as `takes` says of it; the calls so far."""
     calls: list[str] = []
-
-    def slow(name: str) -> Callable[..., Any]:
-        real = getattr(store, name)
-
-        def called(*args: Any, **options: Any) -> Any:
-            calls.append(name)
-            time.take(takes(name))
-            return real(*args, **options)
-
-        return called
-
-    for name in ("find", "read_layers"):
-        setattr(store, name, slow(name))
+    for call in ("find", "read_layers"):
+        before(store, call, lambda *_, call=call: (calls.append(call), time.take(takes(call))))
     return calls
 
 
@@ -173,8 +162,11 @@ def test_a_store_that_hangs_holds_up_one_request_and_is_tried_again_later(
             outcome = run(engine, RAG, NoRows())
             assert len(outcome.report.load_timeouts) == 1 and outcome.report.left_out_tokens == STORED
             assert_computed(outcome, model)
-            assert ("took too long before" in outcome.report.load_timeouts[0]) == (number > 0)
+            said = outcome.report.load_timeouts[0]
+            assert ("took too long before" in said) == (number > 0)
+            assert number or ("looking blocks up takes longer than the 1.00 s allowed" in said) == (hangs == "find")
             assert not outcome.result.plan.missed_chunks()
+            assert hangs != "find" or not outcome.result.plan.publishable
         assert time.waits == pytest.approx(1.0) and calls.count(hangs) == 1
         watch = StoreWatch(engine.store, engine.prefiller.late_tiers)
         assert watch.down() == ["memory"]
@@ -184,8 +176,7 @@ def test_a_store_that_hangs_holds_up_one_request_and_is_tried_again_later(
         is_hung[0] = False
         time.now += 11.0
         assert run(engine, RAG, NoRows()).report.hit_tokens["memory"] == STORED
-        said = [each for each in caplog.messages if "is asked again" in each]
-        assert len(said) == 1
+        assert sum("is asked again" in each for each in caplog.messages) == 1
         time.end()
 
 
@@ -310,12 +301,3 @@ def test_what_a_hung_tier_has_is_not_promoted(
             assert engine.generate(RAG, SamplingParams(max_new_tokens=1)).report.left_out_tokens == STORED
         time.end()
         assert engine.flush(60) and not promoted
-
-
-def test_closing_does_not_wait_for_a_job_that_hangs_in_the_store() -> None:
-    begun, gate, queue = threading.Event(), threading.Event(), Background(4)
-    queue.submit("hangs", lambda: (begun.set(), gate.wait()))
-    assert begun.wait(60)
-    assert not queue.close(0.05)
-    gate.set()
-    assert queue.close()

@@ -18,7 +18,7 @@ from cacheblend.engines import keeper
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Event, Limits, Scheduler, TokenEvent
 from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore
-from campaign import seeds
+from campaign import seeds, share
 from fake_adapters import add_adapter, disable, set_adapter
 from families import VOCAB, tiny_model
 from poison import (
@@ -326,7 +326,7 @@ def publish_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_would_be_poisoned_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks that were stored in context are counted, and are far from any rounding."""
     publish_chunks(monkeypatch)
-    tally = played(tmp_path, range(6))
+    tally = played(tmp_path, range(3))
     assert tally.poisoned > 10 and tally.smallest_poison > 100 * TOLERANCE
 
 
@@ -334,7 +334,7 @@ def test_what_would_be_poisoned_is_found(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_neighbour_that_was_seen_is_far_from_rounding(family: str) -> None:
     """Also where it is one token, and keys are compared at equal positions: then the values tell."""
     rng, model, off = random.Random(7), tiny_model(family), list[float]()
-    for _ in range(60):
+    for _ in range(share(150)):
         ids, beside = (
             [rng.randrange(3, VOCAB) for _ in range(count)] for count in (rng.randint(1, 20), rng.randint(1, 3))
         )

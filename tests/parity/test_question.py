@@ -223,21 +223,6 @@ def test_a_long_question_asks_with_its_first_row_and_its_last_rows_alone() -> No
     assert one.recomputed != other.recomputed
 
 
-@pytest.mark.parametrize("selector", ["sentences", "gradual", "two hops"])
-@torch.no_grad()
-def test_interleaved_question_passes(selector: str) -> None:
-    """The question's passes keep no state outside their own request."""
-    engine, prompts, chosen = warm_engine("llama"), [RAG, Prompt.of([A, C, QUESTION])], (SELECTORS | HOPS)[selector]
-    one, other = (stepper(engine, prompt, chosen) for prompt in prompts)
-    assert one.layer == other.layer == 0
-    for _ in range(3 if selector in HOPS else 1):
-        other.advance()
-        one.advance(2)
-    for pass_, prompt in ((one, prompts[0]), (other, prompts[1])):
-        reference = blend(tiny_model("llama"), prompt, chosen)
-        assert_same(finish(pass_), reference.logits, reference.kv, TOLERANCE)
-
-
 @pytest.mark.parametrize("selector", ["sentences", "early", "union"])
 def test_each_layer_is_read_once(selector: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_engine(tiny_model("llama")) as engine:

@@ -1,40 +1,18 @@
 """Third exactness invariant: the KV stored under a name equals a plain prefill of the tokens of that name's chain."""
 
 import pytest
-import torch
 
 from cacheblend.core.config import AnchorKind
-from cacheblend.core.names import BlockName
-from cacheblend.core.plan.blocks import Block
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines.hf import SamplingParams
-from cacheblend.store import MemoryStore
 from families import tiny_model
-from parity.scenes import BOS, QUESTION, RAG, SYSTEM, UNSEEN, A, B, C, assert_close, open_engine, random_ids
+from parity.scenes import BOS, QUESTION, RAG, SYSTEM, UNSEEN, A, B, C, open_engine, random_ids
+from poison import WitnessMemory, compare, names_in
 from reference import plain_kv
 
 TOLERANCE = 1e-5
 ANCHORS = ["none", "bos", "system"]
 ONE_TOKEN = SamplingParams(max_new_tokens=1)
-
-
-class Witness(MemoryStore):
-    """A store that records every block written to it, with its parent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.given: dict[BlockName, Block] = {}
-
-    def write(self, block: Block) -> bool:
-        self.given.setdefault(block.name, block)
-        return super().write(block)
-
-    def chain(self, name: BlockName, root: BlockName) -> list[int]:
-        """The token ids of the name's chain, from the root on."""
-        if name == root:
-            return []
-        block = self.given[name]
-        return [*self.chain(block.parent, root), *block.token_ids.tolist()]
 
 
 def requests(bos: bool) -> list[Prompt]:
@@ -57,22 +35,17 @@ def requests(bos: bool) -> list[Prompt]:
 @pytest.mark.parametrize("anchor", ANCHORS)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "cohere2", "qwen3_moe", "deepseek_v3"])
 def test_stored_kv_equals_a_plain_prefill_of_its_chain(family: str, anchor: AnchorKind) -> None:
-    model, store = tiny_model(family), Witness()
+    model, store = tiny_model(family), WitnessMemory()
     with open_engine(model, [A], store=store, anchor=anchor, capture=True) as engine:
         for prompt in requests(bos=anchor == "bos"):
             for ratio in (0.15, 0.0):  # in the second round, its chunks are hits
                 engine.generate(prompt, SamplingParams(max_new_tokens=2), ratio=ratio)
                 assert engine.flush(timeout=60)
         listed = {name for manifest in store.manifests() for name in manifest.block_names}
-        held = [name for name, entry in zip(store.given, store.find(list(store.given)), strict=True) if entry]
-        assert len(store.manifests()) >= 5 and listed <= set(held)
-        for name in held:
-            ids = store.chain(name, engine.planner.root)
-            _, layers = plain_kv(model, ids)
-            tail = slice(len(ids) - len(store.given[name].token_ids), len(ids))
-            for layer, (keys, values) in enumerate(layers):
-                expected = torch.stack([keys[:, tail], values[:, tail]], dim=1)
-                assert_close(store.read(name, layer), expected, TOLERANCE, f"layer {layer} of {ids[:8]}..")
+        names = names_in(store)
+        assert len(store.manifests()) >= 5 and listed <= names
+        found = compare(store, names, store.written, [engine.planner.root], lambda root, ids: plain_kv(model, ids)[1])
+        assert found.poisoned == 0 and found.largest <= TOLERANCE, found.what
 
 
 @pytest.mark.parametrize("anchor", ANCHORS)

@@ -19,6 +19,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,13 +28,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from cacheblend.core.plan.prompt import Prompt
+from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.core.select.question_selectors import Hybrid, Query
 from cacheblend.core.select.selectors import AllRows, Head, Hkvd, NoRows, RandomRows, Selector, Threshold
 from cacheblend.engines.hf import BlendEngine
 from campaign import rotating
 from families import tiny_model
-from parity.scenes import RAG, TILE_ROWS, UNSEEN, A, B, C, open_engine
+from parity.scenes import TILE_ROWS, open_engine, random_ids
 
 pytest.importorskip("triton.runtime.interpreter", reason="Triton is not installed here")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted beside a device")
@@ -317,10 +318,12 @@ SELECTORS = {
     "all": AllRows(),
 }
 FAMILIES = ["llama", "qwen3", "gemma3_text", "gpt_oss"]
-PROMPT = Prompt.of([*RAG.segments[:2], UNSEEN, *RAG.segments[2:]])
+SYSTEM, A, B, UNSEEN, C, QUESTION = (random_ids(tokens, 90 + tokens) for tokens in (7, 20, 17, 10, 33, 9))
+CHUNKS = (chunk(A), chunk(B), chunk(C))
+PROMPT = Prompt.of([text(SYSTEM), CHUNKS[1], chunk(UNSEEN), CHUNKS[0], CHUNKS[2], text(QUESTION)])
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def device() -> Iterator[None]:
     """This processor pretends to be a device."""
     with pytest.MonkeyPatch.context() as patch:
@@ -329,30 +332,33 @@ def device() -> Iterator[None]:
             yield
 
 
-def engine_on_device(family: str) -> BlendEngine:
-    """In tiles of a few rows for one family, in one tile for the others, which takes the interpreter less time."""
+@cache
+def engines(family: str) -> tuple[BlendEngine, BlendEngine]:
+    """On the device, and on this processor; in tiles of a few rows for one family, in one tile for the others, which
+    takes the interpreter less time."""
     model, tile_rows = on_device(copy.deepcopy(tiny_model(family))), TILE_ROWS if family == "llama" else 256
-    return open_engine(model, sentence_end_ids=[5, 9], tile_rows=tile_rows)
+    there = open_engine(model, CHUNKS, sentence_end_ids=[5, 9], tile_rows=tile_rows)
+    return there, open_engine(tiny_model(family), CHUNKS, sentence_end_ids=[5, 9])
 
 
-def waits(engine: BlendEngine, selector: Selector) -> tuple[list[str], torch.Tensor]:
-    """The calls of a pass that wait, and its logits."""
+def waits(family: str, selector: Selector) -> list[str]:
+    """The calls of a pass that wait; its logits are those without a device."""
+    engine, expected = engines(family)
     with counted() as calls:
         result = engine.prefill(PROMPT, selector=selector)
     assert result.report.hit_tokens["memory"] == len(A) + len(B) + len(C)
     assert isinstance(result.logits, Pretended) and isinstance(result.kv[-1].keys, Pretended)
-    return calls, plain(result.logits)
+    wanted = expected.prefill(PROMPT, selector=selector).logits
+    torch.testing.assert_close(plain(result.logits), wanted, rtol=0, atol=2e-4)
+    return calls
 
 
 @pytest.mark.parametrize("family", rotating(FAMILIES, core=["llama"]))
 @pytest.mark.usefixtures("device")
 def test_a_pass_waits_for_the_device_twice_at_most(family: str, record_property: Callable[[str, object], None]) -> None:
-    engine, found = engine_on_device(family), dict[str, list[str]]()
-    expected = open_engine(tiny_model(family), sentence_end_ids=[5, 9])
-    for name, selector in SELECTORS.items():
-        found[name], logits = waits(engine, selector)
-        record_property("syncs", len(found[name]))
-        torch.testing.assert_close(logits, expected.prefill(PROMPT, selector=selector).logits, rtol=0, atol=2e-4)
+    found = {name: waits(family, selector) for name, selector in SELECTORS.items()}
+    for calls in found.values():
+        record_property("syncs", len(calls))
     assert all("synchronize" in calls and len(calls) <= MOST for calls in found.values()), found
 
 
@@ -360,17 +366,15 @@ def test_a_pass_waits_for_the_device_twice_at_most(family: str, record_property:
 @pytest.mark.usefixtures("device")
 def test_each_hop_waits_once_for_the_spans_that_it_asks(selector: Selector) -> None:
     """The host has to know which rows the next pass computes."""
-    calls, logits = waits(engine_on_device("llama"), selector)
+    calls = waits("llama", selector)
     assert len(calls) <= selector.hops + MOST and calls[-1] == "synchronize", calls
-    expected = open_engine(tiny_model("llama"), sentence_end_ids=[5, 9]).prefill(PROMPT, selector=selector)
-    torch.testing.assert_close(logits, expected.logits, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("checks", [(1,), (1, 2)])
 @pytest.mark.usefixtures("device")
 def test_a_threshold_waits_for_its_count_at_each_check_layer(checks: tuple[int, ...]) -> None:
     """How many rows exceed the bound depends on the numbers; nothing else waits."""
-    calls, _ = waits(engine_on_device("llama"), Threshold(0.1, checks))
+    calls = waits("llama", Threshold(0.1, checks))
     assert calls == [*["nonzero"] * len(checks), "synchronize"]
 
 

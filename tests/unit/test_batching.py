@@ -58,6 +58,9 @@ class Job:
     tile: int = 100
     fails_at: str = ""
     layer: int = 0
+    name: str = ""
+    few: int | None = None  # rows from layer `join` on, where only the order of jobs is tested
+    join: int = 2
     is_closed: bool = False
     tiles: list[int] = field(default_factory=list)
 
@@ -67,7 +70,7 @@ class Job:
 
     @property
     def active_rows(self) -> int:
-        return self.rows
+        return self.rows if self.few is None or self.layer < self.join else self.few
 
     def next_layer(self) -> LayerSteps:
         try:
@@ -146,8 +149,8 @@ def test_an_error_ends_its_own_pass_and_those_of_its_tile(where: str, kind: type
 
 
 # ---- a layer that is left between tiles and goes on in the next call --------------------------------------
-def batcher_of(*jobs: Job, tile_rows: int = TILE, isolate: bool = True) -> PrefillBatcher[Job]:
-    batcher = PrefillBatcher[Job](1, tile_rows, Join(), isolate=isolate)
+def batcher_of(*jobs: Job, tile_rows: int = TILE, join_layer: int = 1, isolate: bool = True) -> PrefillBatcher[Job]:
+    batcher = PrefillBatcher[Job](join_layer, tile_rows, Join(), isolate=isolate)
     for job in jobs:
         batcher.add(job)
     return batcher
@@ -231,31 +234,14 @@ def test_an_error_after_a_pause_ends_its_own_job_and_leaves_no_layer_behind(isol
 
 
 DEPTH = 6
+ORDER: dict[str, Any] = {"tile_rows": 100, "join_layer": 2}
 
 
-def no_join(calls: Sequence[LayerRows]) -> RunsLayer:
-    raise NotImplementedError  # only the order is tested here
+def turn(name: str, rows: int, few: int, join: int = 2) -> Job:
+    return Job(rows, name=name, few=few, join=join)
 
 
-@dataclass(eq=False)
-class Turn:
-    """A job with `rows` rows before the join layer and `few` rows from it on."""
-
-    name: str
-    rows: int
-    few: int
-    join: int = 2
-    layer: int = 0
-
-    @property
-    def active_rows(self) -> int:
-        return self.rows if self.layer < self.join else self.few
-
-    def next_layer(self) -> LayerSteps:
-        raise NotImplementedError
-
-
-def run_all(batcher: PrefillBatcher[Turn], late: dict[int, Turn] | None = None) -> list[tuple[int, str]]:
+def run_all(batcher: PrefillBatcher[Job], late: dict[int, Job] | None = None) -> list[tuple[int, str]]:
     """(layer, names) of each step until all jobs are done; `late` jobs are added before the step with their number."""
     steps: list[tuple[int, str]] = []
     while batcher or any(number >= len(steps) for number in late or {}):
@@ -271,14 +257,7 @@ def run_all(batcher: PrefillBatcher[Turn], late: dict[int, Turn] | None = None) 
     return steps
 
 
-def batch_of(*jobs: Turn, rows: int = 100, join_layer: int = 2) -> PrefillBatcher[Turn]:
-    batcher: PrefillBatcher[Turn] = PrefillBatcher(join_layer, rows, no_join)
-    for job in jobs:
-        batcher.add(job)
-    return batcher
-
-
-def names_of(jobs: Sequence[Turn]) -> str:
+def names_of(jobs: Sequence[Job]) -> str:
     return "".join(job.name for job in jobs)
 
 
@@ -292,32 +271,32 @@ ALL, LATE = range(DEPTH), range(2, DEPTH)
 @pytest.mark.parametrize(
     ("jobs", "steps"),
     [
-        ([Turn("a", 500, 50)], alone("a", *ALL)),
+        ([turn("a", 500, 50)], alone("a", *ALL)),
         (  # the next job joins after the selection
-            [Turn("a", 500, 50), Turn("b", 400, 40)],
+            [turn("a", 500, 50), turn("b", 400, 40)],
             [*alone("a", 0, 1), *alone("b", 0, 1), *alone("ab", *LATE)],
         ),
         (  # a job without capacity waits until the batch is done
-            [Turn("a", 500, 60), Turn("b", 400, 10)],
+            [turn("a", 500, 60), turn("b", 400, 10)],
             [*alone("a", *ALL), *alone("b", *ALL)],
         ),
         (  # one with more rows than estimated waits for the oldest job
-            [Turn("a", 500, 10), Turn("b", 600, 99)],
+            [turn("a", 500, 10), turn("b", 600, 99)],
             [*alone("a", 0, 1), *alone("b", 0, 1), *alone("a", *LATE), *alone("b", *LATE)],
         ),
     ],
     ids=["one", "joins", "no capacity", "more rows"],
 )
-def test_who_runs_the_next_layer(jobs: list[Turn], steps: list[tuple[int, str]]) -> None:
-    assert run_all(batch_of(*(replace(job) for job in jobs))) == steps
-    late = run_all(batch_of(Turn("a", 500, 10)), {3: Turn("b", 500, 10)})
+def test_who_runs_the_next_layer(jobs: list[Job], steps: list[tuple[int, str]]) -> None:
+    assert run_all(batcher_of(*(replace(job) for job in jobs), **ORDER)) == steps
+    late = run_all(batcher_of(turn("a", 500, 10), **ORDER), {3: turn("b", 500, 10)})
     assert late == [*alone("a", *ALL), *alone("b", *ALL)]  # it does not delay those that run
 
 
 @pytest.mark.parametrize(("restarted", "names"), [("b", ["a"] * 2 + ["b"] * DEPTH), ("a", ["a"] * 4 + ["ab"] * 2)])
 def test_a_restarted_job_delays_no_older_one_and_is_batched_again(restarted: str, names: list[str]) -> None:
-    jobs = {name: Turn(name, 500, 10) for name in "ab"}
-    batcher = batch_of(*jobs.values())
+    jobs = {name: turn(name, 500, 10) for name in "ab"}
+    batcher = batcher_of(*jobs.values(), **ORDER)
     while jobs["a"].layer < 4:
         for job in batcher.next():
             job.layer += 1
@@ -326,8 +305,8 @@ def test_a_restarted_job_delays_no_older_one_and_is_batched_again(restarted: str
 
 
 def test_removed_jobs_no_longer_run_and_batches_are_limited() -> None:
-    a, b, c = (Turn(name, 500, 10) for name in "abc")
-    batcher = batch_of(a, b, c)
+    a, b, c = (turn(name, 500, 10) for name in "abc")
+    batcher = batcher_of(a, b, c, **ORDER)
     batcher.next()
     batcher.remove(c)
     batcher.remove(a)
@@ -335,18 +314,18 @@ def test_removed_jobs_no_longer_run_and_batches_are_limited() -> None:
     assert list(batcher) == [b]
     assert run_all(batcher) == [(layer, "b") for layer in range(DEPTH)]
     # even with large tiles; and the first layer is never batched
-    jobs = [Turn("a", 5000, ROWS_TOGETHER // 2) for _ in range(3)]
-    assert max(len(names) for _, names in run_all(batch_of(*jobs, rows=100_000))) == 2
+    jobs = [turn("a", 5000, ROWS_TOGETHER // 2) for _ in range(3)]
+    assert max(len(names) for _, names in run_all(batcher_of(*jobs, tile_rows=100_000, join_layer=2))) == 2
     for join_layer in (0, 1):
-        batcher = batch_of(Turn("a", 9, 9, join=1), Turn("b", 9, 9, join=1), join_layer=join_layer)
+        batcher = batcher_of(*(turn(name, 9, 9, join=1) for name in "ab"), tile_rows=100, join_layer=join_layer)
         assert run_all(batcher)[:3] == [(0, "a"), (0, "b"), (1, "ab")]
 
 
 def test_jobs_that_wait_for_their_kv_are_passed_over_and_if_they_have_many_rows_no_more_begin() -> None:
-    a, b, c = Turn("a", 500, 10), Turn("b", 500, 10), Turn("c", 500, 10)
-    batcher, late = batch_of(a, b, c), {"a"}
+    a, b, c = turn("a", 500, 10), turn("b", 500, 10), turn("c", 500, 10)
+    batcher, late = batcher_of(a, b, c, **ORDER), {"a"}
 
-    def is_ready(job: Turn) -> bool:
+    def is_ready(job: Job) -> bool:
         return job.name not in late
 
     assert names_of(batcher.next()) == "a"
@@ -359,8 +338,8 @@ def test_jobs_that_wait_for_their_kv_are_passed_over_and_if_they_have_many_rows_
     assert names_of(batcher.next(is_ready)) == "b"
     late.clear()
     assert sorted("".join(names for _, names in run_all(batcher))) == ["a"] * DEPTH + ["b"] * DEPTH + ["c"] * DEPTH
-    few, many = Turn("a", ROWS_OPEN - 1, 10), Turn("b", 1, 1)
-    batcher = batch_of(few, many, Turn("c", 1, 1))
+    few, many = turn("a", ROWS_OPEN - 1, 10), turn("b", 1, 1)
+    batcher = batcher_of(few, many, turn("c", 1, 1), **ORDER)
     batcher.next()
     assert names_of(batcher.next(lambda job: False)) == "b"
     assert batcher.next(lambda job: False) == []
@@ -376,8 +355,8 @@ def test_all_jobs_finish_within_the_row_limit_whenever_their_kv_comes(
     shapes: list[tuple[int, int]], rows: int, share_late: float, seed: int
 ) -> None:
     random = Random(seed)
-    jobs = [Turn(chr(97 + i), max(a, b), min(a, b)) for i, (a, b) in enumerate(shapes)]
-    batcher, steps = batch_of(*jobs, rows=rows), 0
+    jobs = [turn(chr(97 + i), max(a, b), min(a, b)) for i, (a, b) in enumerate(shapes)]
+    batcher, steps = batcher_of(*jobs, tile_rows=rows, join_layer=2), 0
     while batcher:
         late = {job.name for job in jobs if random.random() < share_late}
         chosen = batcher.next(lambda job, late=late: job.name not in late or job.layer == 0)

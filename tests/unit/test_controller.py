@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -40,17 +41,14 @@ class Holds(EmptySource):
         return [self.entries.get(name) for name in names]
 
 
-def plan_of(tiers: list[str], tokens: int = 512, system: str = "") -> BlendPlan:
-    """Chunks of 512 tokens, each in its tier ("" is not stored), behind a system prompt and in front of a question."""
-    segments = [chunk(range(1000 * i, 1000 * i + tokens)) for i in range(1, len(tiers) + 1)]
-    prompt = Prompt.of([text(range(60)), *segments, text(range(70, 102))])
-    tier_of = {}
-    for segment, tier in zip([prompt.segments[0], *segments], [system, *tiers], strict=True):
-        for span in PLANNER.plan(Prompt.of([segment]), Holds({})).spans:
-            if tier:
-                ids = segment.token_ids[span.chunk_offset : span.chunk_offset + len(span)]
-                tier_of[span.name] = BlockEntry(ids, LAYOUT, tier)
-    return PLANNER.plan(prompt, Holds(tier_of))
+def plan_of(tiers: Sequence[str], tokens: int = 512) -> BlendPlan:
+    """Chunks, each in its tier ("" is not stored), behind a system prompt and in front of a question."""
+    segments = [chunk(np.arange(tokens) + 1000 * i) for i in range(1, len(tiers) + 1)]
+    held: dict[BlockName, BlockEntry] = {}
+    for segment, tier in zip(segments, tiers, strict=True):
+        for span in PLANNER.plan(Prompt.of([segment]), Holds({})).spans if tier else ():
+            held[span.name] = BlockEntry(segment.token_ids[span.start : span.stop], LAYOUT, tier)
+    return PLANNER.plan(Prompt.of([text(range(60)), *segments, text(range(70, 102))]), Holds(held))
 
 
 def controller(tiers: dict[str, float], floor: float = 0.15, latency: float = 0.0, **costs: float) -> Controller:

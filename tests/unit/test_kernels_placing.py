@@ -32,7 +32,7 @@ from kernel_cases import (
 from reference_attention import dense_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-MANY = 2000 if SHARE == 1 else 500
+MANY = 2000 if SHARE == 1 else 200
 TOKENS = st.one_of(*[st.integers(1, 60)] * 14, st.integers(1, 300), st.integers(1, MANY))  # mostly few: they take less
 CODEC, DTYPE = st.sampled_from(list(CODECS)), st.sampled_from(list(STEP))
 SETTINGS = settings(max_examples=share(110), suppress_health_check=[*HealthCheck], deadline=None)
@@ -128,11 +128,10 @@ def attend_kernel():
     return attention_triton.attend_rows
 
 
-@pytest.mark.parametrize("pages", [False, True])
-@SETTINGS
-@given(case=cases(), page=st.sampled_from([8, 16, 48]))
-def test_the_kernel_places_as_pytorch_does_in_pages_too(place_kernel, pages, case, page) -> None:
-    compare_placing(case, page if pages else None)
+@settings(SETTINGS, max_examples=share(150))
+@given(case=cases(), page=st.sampled_from([None, None, 8, 16, 48]))
+def test_the_kernel_places_as_pytorch_does_in_pages_too(place_kernel, case, page) -> None:
+    compare_placing(case, page)
 
 
 def test_the_kernel_takes_views_and_every_number_of_eight_bits_and_a_wrong_one_is_found(place_kernel) -> None:
@@ -269,7 +268,7 @@ def as_pages(rows: torch.Tensor, page: int = 16) -> torch.Tensor:
 @pytest.mark.parametrize("kind", FLOAT8, ids=str)
 def test_every_number_becomes_the_byte_that_pytorch_makes_of_it(place_kernel, kind: torch.dtype, scale: float) -> None:
     """Rounded to the nearest even, small ones too; beyond the largest number that one; NaN stays NaN."""
-    numbers = as_pages(every_number())
+    numbers = as_pages(every_number()[:: 1 if scale == 1.0 else 5])
     blocks = len(numbers)
     float8 = Float8(kind, torch.float32, scale, scale)
     record = numbers.view(1, -1, 64)

@@ -28,7 +28,7 @@ from cacheblend.engines.chunk_index import ChunkListing, ListChanges
 from cacheblend.engines.hf.background import Background
 from cacheblend.engines.keeper import ChunkKeeper
 from cacheblend.store import KVStore, MemoryStore, open_store
-from store_blocks import ROOT, make_block, make_manifest
+from store_blocks import ROOT, before, make_block, make_manifest
 
 
 def manifests(count: int) -> list[ChunkManifest]:
@@ -347,25 +347,6 @@ BLOCKS = [FIRST, make_block(2, parent=FIRST.name)]
 CHUNK = CapturedChunk(BLOCKS, make_manifest(BLOCKS[1]))
 
 
-class Recording(MemoryStore):
-    """A store that remembers the order of its writes, and refuses to write as long as it has an error."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.error: StoreError | None = None
-        self.order: list[str] = []
-
-    def write(self, block: Block) -> None:
-        if self.error is not None:
-            raise self.error
-        self.order.append("block")
-        super().write(block)
-
-    def put_manifest(self, manifest: ChunkManifest) -> None:
-        self.order.append("manifest")
-        super().put_manifest(manifest)
-
-
 def test_a_chunk_is_held_with_all_blocks_and_its_manifest_which_is_written_last() -> None:
     store = MemoryStore()
     keeper = ChunkKeeper(store)
@@ -381,18 +362,24 @@ def test_a_chunk_is_held_with_all_blocks_and_its_manifest_which_is_written_last(
     other.put_manifest(CHUNK.manifest)
     assert not ChunkKeeper(other).is_held(CHUNK.manifest)  # a block is missing
 
-    recording = Recording()
-    assert ChunkKeeper(recording).keep(CHUNK)
-    assert recording.order == ["block", "block", "manifest"]
-    assert ChunkKeeper(recording).is_held(CHUNK.manifest)
+    written, order = MemoryStore(), list[str]()
+    before(written, "write", lambda block: order.append("block"))
+    before(written, "put_manifest", lambda manifest: order.append("manifest"))
+    assert ChunkKeeper(written).keep(CHUNK)
+    assert order == ["block", "block", "manifest"]
+    assert ChunkKeeper(written).is_held(CHUNK.manifest)
 
 
 @pytest.mark.may_fail("store write")
 def test_a_store_error_pauses(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    now = 100.0
+    now, is_full, store = 100.0, True, MemoryStore()
     monkeypatch.setattr(keeper_module.time, "monotonic", lambda: now)
-    store = Recording()
-    store.error = StoreFullError("the store is full: 3 of 3 bytes")
+
+    def refuse(block: Block) -> None:
+        if is_full:
+            raise StoreFullError("the store is full: 3 of 3 bytes")
+
+    before(store, "write", refuse)
     keeper = ChunkKeeper(store)
     with pytest.raises(StoreFullError):  # storing for `warm` raises, and does not pause
         keeper.store(CHUNK)
@@ -406,7 +393,7 @@ def test_a_store_error_pauses(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     assert keeper.is_paused
     now += 1
     assert not keeper.is_paused
-    store.error = None
+    is_full = False
     assert keeper.keep(CHUNK)
     assert not keeper.is_paused
 

@@ -5,7 +5,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -34,26 +34,35 @@ ROTATIONS = (FULL, None, HALF, FULL)
 PLANNER = Planner(ROOT, Anchor("bos", BOS), block_size=4)
 
 
-class FakeSource(EmptySource):
-    """Random records, the same for the same block and layer."""
+class RandomRecords(EmptySource):
+    """Random records, the same for the same block and layer.
 
-    def __init__(self, plan: BlendPlan, lost: Sequence[tuple[BlockName, int]] = (), delay_s: float = 0.0) -> None:
+    Attributes:
+        lost: blocks, and the layers from which they cannot be read.
+        before: called with the layers of each read, in its thread.
+        calls: the layers of each read.
+        reads: block and layer of each record.
+        threads: names of those that read.
+    """
+
+    def __init__(self, plan: BlendPlan, lost: Sequence[tuple[BlockName, int]] = (), layout: KVLayout = LAYOUT) -> None:
         self.held = {s.name: plan.prompt.token_ids[s.start : s.stop] for s in plan.spans[: len(plan.spans) - 1]}
-        self.lost, self.delay_s = set(lost), delay_s
-        self.reads: list[tuple[BlockName, int]] = []
-        self.threads: set[str] = set()
+        self.lost, self.layout = set(lost), layout
+        self.before: Callable[[range], object] = lambda layers: None
+        self.calls, self.reads, self.threads = list[range](), list[tuple[BlockName, int]](), set[str]()
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
-        return [BlockEntry(self.held[n], LAYOUT, "memory") if n in self.held else None for n in names]
+        return [BlockEntry(self.held[n], self.layout, "memory") if n in self.held else None for n in names]
 
     def record(self, name: BlockName, layer: int) -> torch.Tensor:
-        shape = LAYOUT.layers[layer]
+        shape = self.layout.layers[layer]
         generator = torch.Generator().manual_seed(int.from_bytes(name[:6], "little") + layer)
         return torch.randn(shape.kv_heads, 2, len(self.held[name]), shape.head_dim, generator=generator)
 
     def read_layers(self, names: Sequence[BlockName], layers: range, heads=None, memory=None):
         self.threads.add(threading.current_thread().name)
-        time.sleep(self.delay_s * len(names) * len(layers))
+        self.before(layers)
+        self.calls.append(layers)
         self.reads += [(name, layer) for name in names for layer in layers]
         heads = slice(None) if heads is None else heads
         return [
@@ -72,24 +81,19 @@ class FakeSource(EmptySource):
         return taken.view(record.dtype).view(record.shape)
 
 
-class CountingSource(EmptySource):
-    """Zeros; notes which layers each call asked for."""
-
-    def __init__(self, plan: BlendPlan) -> None:
-        self.tokens = {span.name: len(span) for span in plan.spans}
-        self.calls: list[range] = []
-
-    def read_layers(self, names: Sequence[BlockName], layers: range, heads=None, memory=None):
-        self.calls.append(layers)
-        return [[torch.zeros(2, 2, self.tokens[name], 8) for _ in layers] for name in names]
+def gated(source: RandomRecords) -> list[threading.Event]:
+    """From now on reads of a layer hang until its gate is open."""
+    gates = [threading.Event() for _ in LAYOUT.layers]
+    source.before = lambda layers: gates[layers[-1]].wait()
+    return gates
 
 
-def planned(drop: int | None = None) -> tuple[BlendPlan, FakeSource]:
+def planned(drop: int | None = None) -> tuple[BlendPlan, RandomRecords]:
     """BOS | A (exact) | text | B | C | B | question; `drop` takes one span out of the store."""
     a, b, c = chunk(range(10, 16)), chunk(range(20, 29)), chunk(range(30, 33))
     prompt = Prompt.of([text([BOS]), a, text([2, 3]), b, c, b, text([4, 5])])
-    names = PLANNER.plan(prompt, FakeSource(PLANNER.plan(prompt, EmptySource())))
-    source = FakeSource(names)
+    names = PLANNER.plan(prompt, RandomRecords(PLANNER.plan(prompt, EmptySource())))
+    source = RandomRecords(names)
     for span in names.spans:
         if names.prompt.segments[span.segment].is_chunk is False and span.start:
             source.held.pop(span.name, None)
@@ -98,16 +102,19 @@ def planned(drop: int | None = None) -> tuple[BlendPlan, FakeSource]:
     return PLANNER.plan(prompt, source), source
 
 
-def deep_plan(layers: int) -> tuple[KVLayout, BlendPlan]:
+def deep(layers: int) -> tuple[KVLayout, BlendPlan, RandomRecords]:
     """A chunk of 4 tokens behind another one that misses, in a model of so many layers."""
     layout = KVLayout((LayerShape(2, 8),) * layers, torch.float32)
-    plan, source = planned()
+    plan, _ = planned()
+    source = RandomRecords(plan, layout=layout)
     kept = [span.name for span in plan.spans if span.source is Source.LOADED]
     source.held = {name: ids for name, ids in source.held.items() if name in kept}
-    return layout, PLANNER.plan(plan.prompt, source)
+    return layout, PLANNER.plan(plan.prompt, source), source
 
 
-def check(plan: BlendPlan, source: FakeSource, loaded: Sequence[tuple[torch.Tensor, torch.Tensor]], first: int) -> None:
+def check(
+    plan: BlendPlan, source: RandomRecords, loaded: Sequence[tuple[torch.Tensor, torch.Tensor]], first: int
+) -> None:
     for layer, (keys, values) in enumerate(loaded):
         shape = LAYOUT.layers[layer]
         assert keys.shape == values.shape == (shape.kv_heads, len(plan), shape.head_dim)
@@ -223,7 +230,7 @@ def test_a_rank_reads_its_heads_misses_are_not_read_and_runs_may_be_longer_than_
     # more moved rows in a row than are re-positioned at once
     big = Planner(ROOT, Anchor("bos", BOS), block_size=1500)
     prompt = Prompt.of([text([BOS, 7]), *(chunk([9 + i] * 3001) for i in range(2)), text([2])])
-    source = FakeSource(big.plan(prompt, EmptySource()))
+    source = RandomRecords(big.plan(prompt, EmptySource()))
     plan = big.plan(prompt, source).without([big.plan(prompt, source).spans[0].name])
     assert sum(len(s) for s in plan.spans if s.source is Source.LOADED) > ROWS_AT_ONCE
     with LayerLoader(plan, source, LAYOUT, ROTATIONS) as loader:
@@ -262,14 +269,7 @@ def test_a_closed_loader_writes_to_no_engines_cache_and_stops_reading(overlap: b
     """Its blocks may be another request's by then; what is read ahead is only placed by who asks for the layer."""
     plan, source = planned()
     begun, gate, cache = threading.Event(), threading.Event(), elsewhere(len(plan))
-    real = source.read_layers
-
-    def held(*args: Any) -> Any:
-        begun.set()
-        gate.wait(30)
-        return real(*args)
-
-    source.read_layers = held  # type: ignore[method-assign]
+    source.before = lambda layers: (begun.set(), gate.wait(30))
     threads = DaemonPool(2, "readers")
     options: dict[str, Any] = {"overlap": overlap, "threads": threads, "read_ahead": 3}
     loader = LayerLoader(plan, source, LAYOUT, ROTATIONS, caches=cache.__getitem__, **options)
@@ -281,13 +281,13 @@ def test_a_closed_loader_writes_to_no_engines_cache_and_stops_reading(overlap: b
     threads.join()
     assert source.reads and all(bool((part == 9.0).all()) for kv in cache for part in kv)
     # closing waits for the read under way
-    plan, _ = planned()
-    source = FakeSource(plan, delay_s=0.005)
+    plan, source = planned()
+    source.before = lambda layers: time.sleep(0.05)
     loader = LayerLoader(plan, source, LAYOUT, ROTATIONS, read_ahead=3, overlap=overlap)
     loader.layer(0)
     loader.close()
     reads = len(source.reads)
-    assert reads < 4 * len({s for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)})
+    assert len(source.calls) < 4
     assert not any(t.name.startswith("cacheblend-loader") for t in threading.enumerate())
     time.sleep(0.02)
     assert len(source.reads) == reads
@@ -298,10 +298,9 @@ def test_a_closed_loader_writes_to_no_engines_cache_and_stops_reading(overlap: b
 @pytest.mark.parametrize("overlap", [False, True])
 def test_fast_reads_grow_and_slow_ones_do_not(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer is read once, with those behind it; never across the layer from which on chunks are read."""
-    layout, plan = deep_plan(30)
     for moment_s, together in ((1e9, [1, 2, 4, 8, 13]), (0.0, [1] * 28)):
         monkeypatch.setattr(loader_module, "MOMENT_S", moment_s)
-        source = CountingSource(plan)
+        layout, plan, source = deep(30)
         options = {"first_reused_layer": 2, "read_ahead": 1, "overlap": overlap}
         with LayerLoader(plan, source, layout, [None] * 30, **options) as loader:
             for index in range(30):
@@ -321,10 +320,9 @@ def test_large_records_are_read_layer_by_layer(monkeypatch: pytest.MonkeyPatch) 
             size.learn(size.of(), 0.0)
         assert size.of() == wanted
     monkeypatch.setattr(loader_module, "MOMENT_S", 1e9)
-    layout, plan = deep_plan(12)
     for at_once, most in ((1, 1), (3 * 2 * 2 * 4 * 8 * 4, 3)):  # bytes of a block of 4 tokens in as many layers
         monkeypatch.setattr(loader_module, "AT_ONCE", at_once)
-        source = CountingSource(plan)
+        layout, plan, source = deep(12)
         with LayerLoader(plan, source, layout, [None] * 12) as loader:
             for index in range(12):
                 loader.layer(index)
@@ -358,7 +356,7 @@ def test_failed_reads_and_released_layers_keep_nothing_alive(overlap: bool, monk
 
     monkeypatch.setattr(StagingMemory, "lease", lease)
     plan, _ = planned()
-    source = FakeSource(plan, lost=[(plan.spans[2].name, 1)])
+    source = RandomRecords(plan, lost=[(plan.spans[2].name, 1)])
     gc.disable()
     try:
         with LayerLoader(plan, source, LAYOUT, ROTATIONS, overlap=overlap) as loader:
@@ -370,8 +368,7 @@ def test_failed_reads_and_released_layers_keep_nothing_alive(overlap: bool, monk
         gc.enable()
     # a released layer is freed before the others that were read with it
     monkeypatch.setattr(loader_module, "MOMENT_S", 1e9)
-    layout, plan = deep_plan(12)
-    source = CountingSource(plan)
+    layout, plan, source = deep(12)
     with LayerLoader(plan, source, layout, [None] * 12, overlap=overlap) as loader:
         for index in range(12):
             keys = weakref.ref(loader.layer(index).keys)
@@ -383,7 +380,7 @@ def test_failed_reads_and_released_layers_keep_nothing_alive(overlap: bool, monk
 def test_a_loss_names_every_lost_block_of_the_layer(read_ahead: int) -> None:
     plan, _ = planned()
     lost = [plan.spans[2].name, plan.spans[8].name]
-    source = FakeSource(plan, lost=[(lost[0], 2), (lost[1], 2), (plan.spans[4].name, 3)])
+    source = RandomRecords(plan, lost=[(lost[0], 2), (lost[1], 2), (plan.spans[4].name, 3)])
     with LayerLoader(plan, source, LAYOUT, ROTATIONS, read_ahead=read_ahead) as loader:
         loader.layer(0)
         loader.layer(1)
@@ -394,25 +391,12 @@ def test_a_loss_names_every_lost_block_of_the_layer(read_ahead: int) -> None:
 
 
 # ---- when a layer is ready, and closing -------------------------------------------------------------------
-class GatedSource(FakeSource):
-    """Reads of a layer hang until its gate is open."""
-
-    def __init__(self, plan: BlendPlan) -> None:
-        super().__init__(plan)
-        self.gates = [threading.Event() for _ in LAYOUT.layers]
-
-    def read_layers(self, names: Sequence[BlockName], layers: range, heads=None, memory=None):
-        self.gates[layers[-1]].wait()
-        return super().read_layers(names, layers, heads, memory)
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_layer_is_ready_once_it_is_read(overlap: bool) -> None:
-    plan, _ = planned()
-    source = GatedSource(plan)
-    pool = DaemonPool(1, "test-reader")
+    (plan, source), pool = planned(), DaemonPool(1, "test-reader")
+    gates = gated(source)
     with LayerLoader(plan, source, LAYOUT, ROTATIONS, threads=pool, overlap=overlap) as loader:
-        for layer, gate in enumerate(source.gates):
+        for layer, gate in enumerate(gates):
             assert loader.awaited(layer) is not None
             gate.set()
             awaited = loader.awaited(layer)
@@ -432,19 +416,18 @@ def test_layers_without_records_are_ready_at_once_and_closing_waits_for_no_share
         assert loader.layer(0).keys.shape == (2, 2, 8)
         assert not any(t.name.startswith("cacheblend-loader") for t in threading.enumerate())
     plan, source = planned()
+    gated(source)
     nothing_exact = plan.without([span.name for span in plan.spans if span.source is Source.PREFIX])
-    with LayerLoader(
-        nothing_exact, GatedSource(plan), LAYOUT, ROTATIONS, first_reused_layer=2, threads=DaemonPool(1, "t")
-    ) as loader:
+    options: dict[str, Any] = {"first_reused_layer": 2, "threads": DaemonPool(1, "t")}
+    with LayerLoader(nothing_exact, source, LAYOUT, ROTATIONS, **options) as loader:
         assert loader.awaited(0) is None
         loader.layer(0)
         assert loader.awaited(1) is None
         assert loader.awaited(2) is not None
     with LayerLoader(plan, source, LAYOUT, ROTATIONS, read_ahead=0) as loader:
         assert loader.awaited(0) is None  # reads in the caller's thread
-    # a read in a shared thread goes on
-    plan, _ = planned()
-    source = GatedSource(plan)
+    plan, source = planned()  # a read in a shared thread goes on
+    gates = gated(source)
     loader = LayerLoader(plan, source, LAYOUT, ROTATIONS, threads=DaemonPool(1, "test-reader"))
     hanging = loader.awaited(0)
     assert hanging is not None
@@ -452,7 +435,7 @@ def test_layers_without_records_are_ready_at_once_and_closing_waits_for_no_share
         time.sleep(0.001)
     loader.close()
     assert not hanging.done()
-    for gate in source.gates:
+    for gate in gates:
         gate.set()
     hanging.result()
     assert {layer for _, layer in source.reads} == {0}  # what was ahead is not read any more

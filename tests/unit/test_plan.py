@@ -38,19 +38,22 @@ BOS = 1
 HELD = (Source.PREFIX, Source.LOADED)
 
 
-class FakeSource(EmptySource):
-    """Holds names with token ids; some may be wrong, as after a hash collision."""
+class IdsByName(EmptySource):
+    """Holds names with token ids; some may be wrong, as after a hash collision. `finds`: its calls."""
 
-    def __init__(self, held: dict[BlockName, TokenIds], tier: str = "memory") -> None:
-        self.held, self.tier = held, tier
-        self.asked: list[BlockName] = []
+    tier = "memory"
+
+    def __init__(self, held: dict[BlockName, TokenIds]) -> None:
+        self.held, self.finds, self.asked = held, 0, list[BlockName]()
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
+        assert len(set(names)) == len(names), "a name is asked for twice"
+        self.finds += 1
         self.asked += names
         return [BlockEntry(self.held[n], LAYOUT, self.tier) if n in self.held else None for n in names]
 
 
-EMPTY = FakeSource({})
+EMPTY = IdsByName({})
 
 
 def tokens_of(plan: BlendPlan, span: Span) -> TokenIds:
@@ -84,8 +87,8 @@ def all_names(planner: Planner, plan: BlendPlan) -> dict[BlockName, TokenIds]:
     return found
 
 
-def holding(names: Iterable[BlockName], every: dict[BlockName, TokenIds]) -> FakeSource:
-    return FakeSource({name: every[name] for name in names})
+def holding(names: Iterable[BlockName], every: dict[BlockName, TokenIds]) -> IdsByName:
+    return IdsByName({name: every[name] for name in names})
 
 
 @st.composite
@@ -107,7 +110,7 @@ anchors = st.sampled_from([Anchor(), Anchor("bos", BOS), Anchor("system"), Ancho
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> tuple[Planner, FakeSource, BlendPlan]:
+def plans(draw: st.DrawFn) -> tuple[Planner, IdsByName, BlendPlan]:
     """A plan over a store that holds a random part of what it could hold, collisions included."""
     planner = Planner(ROOT, draw(anchors), draw(st.integers(1, 5)))
     prompt = draw(prompts())
@@ -116,13 +119,13 @@ def plans(draw: st.DrawFn) -> tuple[Planner, FakeSource, BlendPlan]:
     held = {n: every[n] for n, kept in zip(names, draw(st.tuples(*[st.booleans()] * len(names))), strict=True) if kept}
     for name in draw(st.lists(st.sampled_from(sorted(held)), max_size=2)) if held else []:
         held[name] = as_token_ids([*held[name].tolist()[:-1], 99])  # same length, another token
-    source = FakeSource(held)
+    source = IdsByName(held)
     return planner, source, planner.plan(prompt, source)
 
 
 @settings(max_examples=share(120))
 @given(plans())
-def test_the_laws_of_a_plan(made: tuple[Planner, FakeSource, BlendPlan]) -> None:
+def test_the_laws_of_a_plan(made: tuple[Planner, IdsByName, BlendPlan]) -> None:
     planner, source, plan = made
     check_spans(planner, plan)
     check_sources(planner, source, plan)
@@ -146,7 +149,7 @@ def check_spans(planner: Planner, plan: BlendPlan) -> None:
         assert span.name == block_name(span.parent, tokens_of(plan, span))
 
 
-def check_sources(planner: Planner, source: FakeSource, plan: BlendPlan) -> None:
+def check_sources(planner: Planner, source: IdsByName, plan: BlendPlan) -> None:
     """Each row's source follows from what is held; the prefix is the leading run of the prompt's own chain."""
     in_prefix = True
     for span, name in zip(plan.spans, prompt_chain(plan), strict=True):
@@ -199,7 +202,7 @@ def check_publishing(plan: BlendPlan) -> None:
 
 @settings(max_examples=share(80))
 @given(plans(), st.data())
-def test_the_plan_without_lost_blocks(made: tuple[Planner, FakeSource, BlendPlan], data: st.DataObject) -> None:
+def test_the_plan_without_lost_blocks(made: tuple[Planner, IdsByName, BlendPlan], data: st.DataObject) -> None:
     planner, _, plan = made
     held = sorted({s.name for s in plan.spans if s.source in HELD})
     lost = set(data.draw(st.lists(st.sampled_from(held), max_size=3))) if held else set()
@@ -252,7 +255,7 @@ def test_a_chunks_names_depend_on_its_anchor_alone_which_is_bos_or_the_text_in_f
         prompt = Prompt.of([*front, chunk(range(10, 20)), text([3])])
         plan = planner.plan(prompt, EMPTY)
         assert [s.source for s in plan.spans[-4:]] == [*[Source.MISS] * 3, Source.TEXT]
-        again = planner.plan(prompt, FakeSource({s.name: tokens_of(plan, s) for s in plan.spans[:-1]}))
+        again = planner.plan(prompt, IdsByName({s.name: tokens_of(plan, s) for s in plan.spans[:-1]}))
         assert {s.source for s in again.spans[:-1]} == {Source.PREFIX}
         assert again.prefix_length == len(prompt) - 1
         assert again.publishable == []
@@ -283,7 +286,7 @@ def test_beside_a_cache_that_rounds_nothing_held_is_exact() -> None:
         prompt = Prompt.of([text([BOS]), chunk(range(10, 20)), text([3]), chunk(range(30, 34)), text([4])])
         empty = planner.plan(prompt, EMPTY)
         held = {s.name: tokens_of(empty, s) for s in empty.spans} | all_names(exact, empty)
-        plan = planner.plan(prompt, FakeSource(held))
+        plan = planner.plan(prompt, IdsByName(held))
         loaded = [Source.LOADED] * 3
         assert [s.source for s in plan.spans] == [Source.TEXT, *loaded, Source.TEXT, Source.LOADED, Source.TEXT]
         assert [s.start - s.stored_start for s in plan.spans if s.source is Source.LOADED] == [0, 0, 0, 11]
@@ -313,7 +316,7 @@ def test_parts_of_chunks_count_under_the_whole_ones_name_and_last_ones_are_store
     names = chain_names(planner.chain_of([as_token_ids([BOS])]), blocks)
     held = {name: block for name, block in zip(names, blocks, strict=True) if data.draw(st.booleans())}
     prompt = Prompt.of([text([BOS, 6]), part_of(ids, offset, tokens), text([7])])
-    plan = planner.plan(prompt, FakeSource(held))
+    plan = planner.plan(prompt, IdsByName(held))
     used = {names[at // planner.block_size] for at in range(offset, offset + tokens)}
     assert plan.held_chunks() == {names[-1]: used <= held.keys()}
     assert plan.without_last_row().held_chunks() == plan.held_chunks()
@@ -340,7 +343,7 @@ def test_question_rows(segments: list[tuple[bool, int]], held: set[int], limit: 
     prompt, planner = Prompt.of(parts), Planner(ROOT, block_size=4)
     empty = planner.plan(prompt, EMPTY)
     stored = {span.name: tokens_of(empty, span) for i, span in enumerate(empty.spans) if i in held}
-    plan = planner.plan(prompt, FakeSource(stored))
+    plan = planner.plan(prompt, IdsByName(stored))
     rows = plan.question_rows(limit)
     assert 1 <= len(rows) <= limit
     assert (np.diff(rows) > 0).all() and rows[-1] == len(plan) - 1

@@ -4,7 +4,7 @@ share all that is equal, whichever token the tokenizer puts at an edge.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -26,7 +26,6 @@ from cacheblend.core.names import (
     block_name,
     chain_names,
     join_ids,
-    root_name,
     split_blocks,
 )
 from cacheblend.core.plan.blocks import BlockEntry, BlockSource, ChunkManifest, EmptySource, KVLayout, LayerShape
@@ -36,22 +35,9 @@ from cacheblend.core.plan.planner import Anchor, Planner, guessed_size, held_siz
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, run_of, text
 from cacheblend.engines.tokens import Passage, PromptBuilder
 from campaign import share
+from unit.test_plan import HELD, LAYOUT, ROOT, IdsByName
 
-ROOT = root_name("model", "float32")
-LAYOUT = KVLayout((LayerShape(1, 2),), torch.float32)
-HELD = (Source.PREFIX, Source.LOADED)
-
-
-class CountingSource(EmptySource):
-    """Holds names with token ids, and counts the calls."""
-
-    def __init__(self, held: dict[BlockName, TokenIds]) -> None:
-        self.held, self.finds = held, 0
-
-    def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
-        assert len(set(names)) == len(names), "a name is asked for twice"
-        self.finds += 1
-        return [BlockEntry(self.held[n], LAYOUT, "memory") if n in self.held else None for n in names]
+PLANNER = Planner(ROOT)
 
 
 class SlowPlanner(Planner):
@@ -70,10 +56,13 @@ class SlowPlanner(Planner):
 
 @dataclass(frozen=True)
 class Case:
+    """A prompt over a store that holds these blocks; `sizes`: of the blocks of chunks, by id; `own`: chunks' blocks."""
+
     planner: Planner
     prompt: Prompt
     held: dict[BlockName, TokenIds]
-    sizes: dict[BlockName, int]  # with which the chunks were stored
+    sizes: dict[BlockName, int]
+    own: Collection[BlockName]
 
     def blocks_of(self, manifest: ChunkManifest) -> list[TokenIds]:
         return split_blocks(manifest.token_ids, self.sizes[manifest.chunk_id])
@@ -88,67 +77,72 @@ class Case:
         return any(name in self.held and len(ids) == self.sizes[manifest.chunk_id] for name, ids in blocks)
 
 
-def stored_chunk(ids: Sequence[int], size: int, anchor: Sequence[TokenIds]) -> ChunkManifest:
-    tokens = as_token_ids(list(ids))
-    above = Planner(ROOT, block_size=size).chain_of(anchor)
-    names = chain_names(above, split_blocks(tokens, size))
-    return ChunkManifest(names[-1], ROOT, join_ids(anchor), tokens, tuple(names))
+def stored_chunk(ids: Sequence[int], size: int, planner: Planner = PLANNER) -> ChunkManifest:
+    """A chunk in blocks of so many tokens."""
+    tokens, anchor = as_token_ids(list(ids)), planner.anchor.segments(None)
+    names = chain_names(replace(planner, block_size=size).chain_of(anchor), split_blocks(tokens, size))
+    return ChunkManifest(names[-1], planner.root, join_ids(anchor), tokens, tuple(names))
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn, codec: str = "raw", longest: int = 30) -> Case:
     """A few chunks, stored with a block size each, and a prompt with runs of them; a random part is still held."""
-    anchor = draw(st.sampled_from([Anchor(), Anchor("bos", 1)]))
-    planner = Planner(ROOT, anchor, draw(st.integers(1, 9)))
+    rng, anchor = draw(st.randoms(use_true_random=False)), draw(st.sampled_from([Anchor(), Anchor("bos", 1)]))
+    block_size = draw(st.integers(1, 9) | st.sampled_from([16, 90]))
+    planner = Planner.of_model("model", "float32", anchor, block_size, codec=codec)
     stored: list[ChunkManifest] = []
     sizes: dict[BlockName, int] = {}
+    own: dict[BlockName, TokenIds] = {}
     for _ in range(draw(st.integers(1, 3))):
-        ids = draw(st.lists(st.integers(1, 3), min_size=1, max_size=30))
-        size = draw(st.one_of(st.just(planner.block_size), st.integers(1, 12)))
-        manifest = stored_chunk(ids, size, anchor.segments(None))
+        ids = [rng.randint(1, 3) for _ in range(draw(st.integers(1, longest)))]
+        size = draw(st.just(block_size) | st.integers(1, 12) | st.sampled_from([16, 80, 90]))
+        manifest = stored_chunk(ids, size, planner)
         if manifest.chunk_id not in sizes:
             sizes[manifest.chunk_id] = size
             stored.append(manifest)
-    segments: list[Segment] = [text(draw(st.sampled_from([[], [1], [1, 2]])))]
+            own |= zip(manifest.block_names, split_blocks(manifest.token_ids, size), strict=True)
+    segments: list[Segment] = [text(draw(st.sampled_from([[], [1], [1, 2], [1, *[3, 2] * 30]])))]
     for _ in range(draw(st.integers(1, 4))):
         manifest = draw(st.sampled_from(stored))
         offset = draw(st.integers(0, len(manifest.token_ids) - 1)) * draw(st.booleans())
-        length = draw(st.one_of(st.just(len(manifest.token_ids) - offset), st.integers(1, 30)))
-        segments.append(run_of(manifest, offset, min(length, len(manifest.token_ids) - offset)))
+        rest = len(manifest.token_ids) - offset
+        segments.append(run_of(manifest, offset, draw(st.just(rest) | st.integers(1, rest))))
         segments.append(text(draw(st.lists(st.integers(1, 3), max_size=3))))
         if draw(st.integers(0, 4)) == 0:
             segments.append(chunk([2, 2, 3]))
-    prompt = Prompt.of(segments)
-    every: dict[BlockName, TokenIds] = {}
-    for manifest in stored:
-        every |= zip(manifest.block_names, split_blocks(manifest.token_ids, sizes[manifest.chunk_id]), strict=True)
-    length = len(join_ids(anchor.segments(None)))
-    for span, ids, chain, _ in planner._blocks(prompt, planner.chain_of(anchor.segments(None)), length, sizes):
-        every |= {chain: ids} if span.record_start == 0 else {}
-    names = sorted(every)
+    prompt, anchored = Prompt.of(segments), anchor.segments(None)
+    blocks = planner._blocks(prompt, planner.chain_of(anchored), len(join_ids(anchored)), sizes)
+    every = {chain: ids for span, ids, chain, _ in blocks if span.record_start == 0} | own
     share = draw(st.sampled_from([0.1, 0.5, 0.9, 1.0]))
-    random = draw(st.randoms(use_true_random=False))
-    return Case(planner, prompt, {n: every[n] for n in names if random.random() < share}, sizes)
+    held = {name: every[name] for name in sorted(every) if rng.random() < share}
+    return Case(planner, prompt, held, sizes, own)
 
 
-def held_rows(plan: BlendPlan) -> dict[int, tuple[object, ...]]:
-    """Of each row whose KV is held: where it comes from."""
-    rows: dict[int, tuple[object, ...]] = {}
-    for span in plan.spans:
-        if span.source in HELD:
-            size = span.record_tokens or len(span)
-            for at in range(len(span)):
-                stored = (span.record_start + at, span.stored_start + at)
-                rows[span.start + at] = (span.source, span.tier, span.name, span.parent, size, span.segment, *stored)
-    return rows
+class Row(NamedTuple):
+    """Where a row's KV comes from: a row of a block, whose keys move so far."""
+
+    source: Source
+    name: BlockName
+    at: int
+    moved: int
+
+
+def held_rows(plan: BlendPlan) -> dict[int, Row]:
+    """Of each row whose KV is held."""
+    return {
+        span.start + at: Row(span.source, span.name, span.record_start + at, span.start - span.stored_start)
+        for span in plan.spans
+        if span.source in HELD
+        for at in range(len(span))
+    }
 
 
 @settings(max_examples=share(400), deadline=None)
 @given(cases())
 def test_the_plan_is_that_of_a_look_up_for_each_run_and_loads_what_is_held(case: Case) -> None:
-    source, block_size = CountingSource(case.held), case.planner.block_size
+    source, block_size = IdsByName(case.held), case.planner.block_size
     plan = case.planner.plan(case.prompt, source)
-    slow = SlowPlanner(ROOT, case.planner.anchor, block_size).plan(case.prompt, CountingSource(case.held))
+    slow = SlowPlanner(ROOT, case.planner.anchor, block_size).plan(case.prompt, IdsByName(case.held))
     # Where a chunk's shorter last block alone is held, the slow one takes its length for the size and cuts wrongly.
     if all(case.shows_its_size(manifest) for manifest in case.runs):
         assert plan.spans == slow.spans
@@ -160,44 +154,44 @@ def test_the_plan_is_that_of_a_look_up_for_each_run_and_loads_what_is_held(case:
         assert source.finds == 1
     # A run is loaded where its chunk's blocks are held, and a chunk is held if all its rows here are.
     rows, start, chunks = held_rows(plan), 0, dict[BlockName, bool]()
-    anchor = case.planner.anchor.segments(None)
+    prefix = {at for at, row in rows.items() if row.source is Source.PREFIX}
     for segment in plan.prompt.segments:
         manifest = segment.found_in
         if manifest is not None and any(name in case.held for name in manifest.block_names):
             size = case.sizes[manifest.chunk_id]
             for at in range(len(segment)):
                 name = manifest.block_names[(segment.offset + at) // size]
-                is_prefix = rows.get(start + at, (None,))[0] is Source.PREFIX
-                assert is_prefix or (start + at in rows) == (name in case.held)
-                if start + at in rows and not is_prefix:
-                    assert rows[start + at][2] == name and rows[start + at][6] == (segment.offset + at) % size
+                assert start + at in prefix or (start + at in rows) == (name in case.held)
+                if start + at in rows.keys() - prefix:
+                    assert rows[start + at][1:3] == (name, (segment.offset + at) % size)
         if segment.is_chunk:
-            name = (manifest or stored_chunk(segment.token_ids.tolist(), block_size, anchor)).chunk_id
-            found = [rows.get(at, (None,))[0] for at in range(start, start + len(segment))]
-            if Source.PREFIX not in found:
-                chunks[name] = chunks.get(name, True) and None not in found
+            name = (manifest or stored_chunk(segment.token_ids.tolist(), block_size, case.planner)).chunk_id
+            places = {*range(start, start + len(segment))}
+            if not places & prefix:
+                chunks[name] = chunks.get(name, True) and places <= rows.keys()
         start += len(segment)
     assert plan.held_chunks() == chunks
+    assert all(missed.found_in is None for missed in plan.missed_chunks()), "a run is never captured"
 
 
 @settings(max_examples=share(300))
 @given(st.integers(1, 400), st.integers(1, 60), st.integers(1, 60))
 def test_a_guess_gives_the_chunks_number_of_blocks(tokens: int, size: int, configured: int) -> None:
-    manifest = stored_chunk([7] * tokens, size, [])
+    manifest = stored_chunk([7] * tokens, size)
     guess = guessed_size(manifest, configured)
     assert len(manifest.block_names) == 1 or -(-tokens // guess) == len(manifest.block_names)
     assert guess == configured or -(-tokens // configured) != len(manifest.block_names)
 
 
 def test_a_manifest_whose_names_and_tokens_do_not_belong_together() -> None:
-    whole = stored_chunk(range(10), 2, [])
+    whole = stored_chunk(range(10), 2)
     wrong = ChunkManifest(whole.chunk_id, ROOT, whole.anchor_ids, whole.token_ids[:3], whole.block_names)
     assert guessed_size(wrong, 4) == 4
-    source = CountingSource(dict.fromkeys(whole.block_names, whole.token_ids[:2]))
+    source = IdsByName(dict.fromkeys(whole.block_names, whole.token_ids[:2]))
     plan = Planner(ROOT, block_size=4).plan(Prompt.of([text([1]), run_of(wrong, 0, 3)]), source)
     assert len(plan) == 4 and source.finds == 1
     # A block with other ids tells no size.
-    manifest = stored_chunk([1, 2, 3, 4, 5, 6, 7], 3, [])
+    manifest = stored_chunk([1, 2, 3, 4, 5, 6, 7], 3)
     entries = {manifest.block_names[0]: BlockEntry(as_token_ids([9, 9]), LAYOUT, "disk")}
     assert held_size(manifest, entries) is None
     entries[manifest.block_names[2]] = BlockEntry(as_token_ids([7]), LAYOUT, "disk")
@@ -210,18 +204,12 @@ ROTATION = KeyRotation(1e2 ** (-torch.arange(WIDTH // 2) / (WIDTH // 2)), "half"
 
 
 class Stored(EmptySource):
-    """Blocks with random KV; those of the prompt's own chain are not compressed.
+    """What a case's store holds, with random KV; only the blocks of chunks are compressed."""
 
-    Args:
-        raw, encoded: token ids by name.
-        codec: of the latter.
-    """
-
-    def __init__(self, raw: dict[BlockName, TokenIds], encoded: dict[BlockName, TokenIds], codec: str) -> None:
-        self.tokens = encoded | raw
-        kinds = dict.fromkeys(encoded, codec) | dict.fromkeys(raw, "raw")
-        self._records = {name: self._made(name, codec_of(kind)) for name, kind in kinds.items()}
-        self._kinds = kinds
+    def __init__(self, case: Case) -> None:
+        self.tokens = case.held
+        self._kinds = {name: case.planner.codec if name in case.own else "raw" for name in case.held}
+        self._records = {name: self._made(name, codec_of(kind)) for name, kind in self._kinds.items()}
 
     def _made(self, name: BlockName, codec) -> torch.Tensor:
         draw = torch.Generator().manual_seed(int.from_bytes(name[:6], "little"))
@@ -239,56 +227,6 @@ class Stored(EmptySource):
         return [[self._records[name] for _ in layers] for name in names]
 
 
-class CutCase(NamedTuple):
-    plan: BlendPlan
-    store: Stored
-    codec: str
-    random: random.Random
-
-
-@st.composite
-def cut_cases(draw: st.DrawFn) -> CutCase:
-    """A plan of a front and of runs of a few stored chunks; of their blocks a random part is held."""
-    codec, rng = draw(st.sampled_from(list(CODECS))), draw(st.randoms(use_true_random=False))
-    anchor = draw(st.sampled_from([Anchor(), Anchor("bos", 1)]))
-    planner = Planner.of_model("model", "float32", anchor, rng.choice([1, 5, 16, 90]), codec=codec)
-    chunks, sizes, own = list[ChunkManifest](), dict[BlockName, int](), dict[BlockName, TokenIds]()
-    for _ in range(rng.randint(1, 3)):
-        ids, size = as_token_ids([rng.randrange(9) for _ in range(rng.randint(1, 200))]), rng.choice([3, 16, 80, 90])
-        blocks = split_blocks(ids, size)
-        above = replace(planner, block_size=size).chain_of(anchor.segments(None))
-        names = chain_names(above, blocks)
-        if names[-1] not in sizes:
-            chunks.append(ChunkManifest(names[-1], planner.root, join_ids(anchor.segments(None)), ids, tuple(names)))
-            sizes[names[-1]] = size
-            own |= zip(names, blocks, strict=True)
-    front = [1] * draw(st.booleans()) + [rng.randrange(9) for _ in range(rng.choice([0, 0, 7, 60]))]
-    segments: list[Segment] = [text(front)]
-    for _ in range(rng.randint(1, 4)):
-        one = rng.choice(chunks)
-        offset = rng.randrange(len(one.token_ids)) * rng.randrange(2)
-        rest = len(one.token_ids) - offset
-        segments += [run_of(one, offset, rng.choice([rest, rng.randint(1, rest)])), text([4] * rng.randrange(3))]
-    prompt = Prompt.of([*segments, text([2])])
-    anchored = planner.chain_of(anchor.segments(None))
-    blocks = planner._blocks(prompt, anchored, len(join_ids(anchor.segments(None))), sizes)
-    chain = {name: ids for span, ids, name, _ in blocks[: rng.randint(0, len(blocks))] if not span.record_start}
-    raw = {name: ids for name, ids in chain.items() if name not in own}
-    kept = {name: ids for name, ids in own.items() if rng.random() < 0.9}
-    store = Stored(raw, kept, codec)
-    return CutCase(planner.plan(prompt, store), store, codec, rng)
-
-
-def rows_of(plan: BlendPlan) -> dict[int, tuple[BlockName, int, int]]:
-    """Of each row that is loaded: its block, its place there, and how far its keys move."""
-    return {
-        span.start + at: (span.name, span.record_start + at, span.start - span.stored_start)
-        for span in plan.spans
-        if span.source in HELD
-        for at in range(len(span))
-    }
-
-
 def cut_somewhere(plan: BlendPlan, rng: random.Random) -> BlendPlan:
     """Every other span in two parts, at any row."""
     parts: list[Span] = []
@@ -300,41 +238,42 @@ def cut_somewhere(plan: BlendPlan, rng: random.Random) -> BlendPlan:
 
 
 @settings(max_examples=share(150), deadline=None)
-@given(cut_cases(), st.data())
-def test_a_cut_plan_loads_what_the_whole_one_does(case: CutCase, data: st.DataObject) -> None:
-    plan = cut_somewhere(case.plan, case.random)
-    whole = {(span.start, span.stop) for span in case.plan.spans}
+@given(st.sampled_from(list(CODECS)).flatmap(partial(cases, longest=200)), st.randoms(), st.data())
+def test_a_cut_plan_loads_what_the_whole_one_does(case: Case, rng: random.Random, data: st.DataObject) -> None:
+    store = Stored(case)
+    uncut = case.planner.plan(case.prompt, store)
+    plan = cut_somewhere(uncut, rng)
+    whole = {(span.start, span.stop) for span in uncut.spans}
     assert all((span.start, span.stop) in whole for span in plan.publishable)
-    assert plan.exact_ends(chunks=True).items() <= case.plan.exact_ends(chunks=True).items()
+    assert plan.exact_ends(chunks=True).items() <= uncut.exact_ends(chunks=True).items()
     stop = data.draw(st.integers(1, len(plan)))
     held = plan.with_resident(stop)
     assert held.spans[0].name == RESIDENT and len(held) == len(plan)
     assert [s.start for s in held.spans] == [0, *(s.stop for s in held.spans[:-1])]
     assert held.chunk_offsets[stop:].tolist() == plan.chunk_offsets[stop:].tolist()
     assert held.segment_indices[stop:].tolist() == plan.segment_indices[stop:].tolist()
-    plan, rng = case.plan, case.random  # what is loaded
-    wanted = rows_of(plan)
+    plan, wanted = uncut, held_rows(uncut)  # what is loaded
     if len(plan) > 1 and data.draw(st.booleans(), "without its last row"):
         plan = plan.without_last_row()
     if data.draw(st.booleans(), "some blocks are lost"):
-        names = sorted({name for name, _, _ in wanted.values()})
+        names = sorted({of.name for of in wanted.values()})
         lost = set(rng.sample(names, len(names) // 3))
-        plan, wanted = plan.without(lost), {row: of for row, of in wanted.items() if of[0] not in lost}
+        plan, wanted = plan.without(lost), {row: of for row, of in wanted.items() if of.name not in lost}
     stop = 0
     if len(plan) > 1 and data.draw(st.booleans(), "an engine holds its front"):
         plan = plan.with_resident(stop := rng.randrange(1, len(plan)))
     if data.draw(st.booleans(), "cut anywhere"):
         plan = cut_somewhere(plan, rng)
     held = torch.randn(2, 2, max(stop, 1), WIDTH)
-    options = {"codec": case.codec, "resident": (lambda layer: held) if stop else None}
-    with LayerLoader(plan, case.store, WIDE, [ROTATION], **options) as loader:
+    options = {"codec": case.planner.codec, "resident": (lambda layer: held) if stop else None}
+    with LayerLoader(plan, store, WIDE, [ROTATION], **options) as loader:
         keys, values = loader.layer(0)
     for row in range(len(plan)):
         if row < stop:
             key, value = held[:, :, row].unbind(1)
         elif row in wanted:
-            name, at, moved = wanted[row]
-            key, value = case.store.rows(name)[:, :, at].unbind(1)
+            _, name, at, moved = wanted[row]
+            key, value = store.rows(name)[:, :, at].unbind(1)
             key = reposition_keys(key[:, None], turn_by(ROTATION, torch.tensor([moved])))[:, 0] if moved else key
         else:
             key = value = torch.zeros(2, WIDTH)
@@ -392,7 +331,7 @@ ROUNDS = 3
 SYSTEMS = ["", "The answer is in the second passage:", "Who wrote it? "]
 
 
-class Kept(CountingSource):
+class Kept(IdsByName):
     """A store's blocks."""
 
     def serve(self, planner: Planner, prompt: Prompt) -> BlendPlan:

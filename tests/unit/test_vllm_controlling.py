@@ -1,12 +1,11 @@
 """The loading controller of a vLLM engine: it starts with nothing, and learns from what its workers report."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,21 +14,17 @@ from hypothesis import strategies as st
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.cost.cost_model import CostModel, TierSpeed
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.names import BlockName, root_name
-from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape
+from cacheblend.core.plan.blocks import KVLayout, LayerShape
 from cacheblend.core.plan.plan import BlendPlan, Source
-from cacheblend.core.plan.planner import Planner
-from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines.settings import read_cost_model, write_cost_model
 from cacheblend.engines.vllm.scheduler.load_control import RATIO_STEP, LoadChoice, LoadControl
 from campaign import share
+from unit.test_controller import plan_of
 
 LAYERS = 24
 STORED = KVLayout((LayerShape(1, 128),) * LAYERS, torch.bfloat16)
 BYTES = STORED.block_bytes(1)
 CONFIG = BlendConfig()
-PLANNER = Planner(root_name("m", "bfloat16"))
-LAYOUT = KVLayout((LayerShape(1, 1),), torch.bfloat16)
 PACE = 1e-5
 """Seconds of a row-layer."""
 SLOW_S3 = CostModel(((256, 256 * LAYERS * PACE), (4096, 4096 * LAYERS * PACE)), {"s3": TierSpeed(5e9, 0.02)})
@@ -47,27 +42,6 @@ class Outcome:
     seconds: float = 0.0
     compute_s: float | None = None
     read_s: Mapping[str, float] = field(default_factory=dict)
-
-
-class Holds:
-    def __init__(self, entries: dict[BlockName, BlockEntry]) -> None:
-        self.entries = entries
-
-    def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
-        return [self.entries.get(name) for name in names]
-
-    def read_layers(self, *_: Any) -> list[Any]:
-        raise AssertionError("a decision reads nothing")
-
-
-def plan_of(tiers: Sequence[str], tokens: int = 512) -> BlendPlan:
-    """Chunks, each in its tier ("" is not stored), behind a system prompt and in front of a question."""
-    segments = [chunk(np.arange(tokens) + 1000 * i) for i in range(1, len(tiers) + 1)]
-    held: dict[BlockName, BlockEntry] = {}
-    for segment, tier in zip(segments, tiers, strict=True):
-        for span in PLANNER.plan(Prompt.of([segment]), Holds({})).spans if tier else ():
-            held[span.name] = BlockEntry(segment.token_ids[span.start : span.stop], LAYOUT, tier)
-    return PLANNER.plan(Prompt.of([text(range(60)), *segments, text(range(70, 102))]), Holds(held))
 
 
 @dataclass

@@ -4,7 +4,7 @@ ranks that fail together, and layers whose hidden state exists once.
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore
 from cacheblend.store.open import DevicePlace
 from cacheblend.store.residence import OnDevice
 from campaign import share
+from paged_scenes import ModelOfLayers
 from rank_threads import Meeting, ThreadGroup, on_all
 from store_blocks import make_block, same_bits
 
@@ -164,10 +165,6 @@ def test_memory_alone_is_of_one_process_and_a_device_tier_what_each_rank_sets_as
         ("cuda://0?max_bytes=1GiB, file:///a", "names the GPU 0"),
         ("cuda://?max_bytes=1GiB", "nothing behind.*add a store"),
         ("cuda://, file:///a", "needs a bound"),
-        ("cuda://?max_bytes=lots, file:///a", "lots"),
-        ("cuda://?max_bytes=-1, file:///a", "-1"),
-        ("cuda://?max_bytes=1GiB&ttl=1h, file:///a", "no option 'ttl'"),
-        ("file:///a, cuda://?max_bytes=1GiB", "can only stand in front"),
     ],
 )
 def test_a_url_that_cannot_be_served_is_refused_on_every_side_with_a_way_out(url: str, message: str) -> None:
@@ -270,8 +267,8 @@ HEADS, HEAD_DIM, LAYERS, ROWS, TILE = 2, 8, 3, 61, 16
 INNER, WIDTH = HEADS * HEAD_DIM, 8 * HEADS * HEAD_DIM  # no tensor of keys or values is as large as a hidden state
 
 
-class Model:
-    """Stands in for `BlendModel`: layers as it calls vLLM's, whose hidden state is a sum."""
+class Model(ModelOfLayers):
+    """Layers as `BlendModel` calls vLLM's, whose hidden state is a sum."""
 
     def __init__(self, *, in_place: bool) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -279,18 +276,6 @@ class Model:
         self.table = torch.randn(100, WIDTH, generator=generator)
         self.layers = [self._layer(weight, in_place=in_place) for weight in self.weights]
         self.specs = [AttentionSpec(HEAD_DIM**-0.5)] * LAYERS
-        self._answer: Any = None
-
-    def embed(self, token_ids: torch.Tensor, adapter: int) -> torch.Tensor:
-        return self.table[token_ids]
-
-    def row_inputs(self, *_: Any) -> list[tuple[torch.Tensor, ...]]:
-        return [()] * LAYERS
-
-    @contextmanager
-    def answering(self, layer: int, answer: Any, *_: Any) -> Iterator[None]:
-        self._answer = answer
-        yield
 
     def _layer(self, weight: torch.Tensor, *, in_place: bool) -> Callable[..., torch.Tensor]:
         def layer(positions: torch.Tensor, hidden: torch.Tensor, inputs: Any) -> torch.Tensor:
