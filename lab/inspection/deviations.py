@@ -176,7 +176,7 @@ def _prompts(
     for number, row in enumerate(rows):
         passages = [Passage(text.text, text.title) for text in row.passages[:top_k]]
         try:
-            yield number, settings.template.layout.prompt(engine, passages, row.question)
+            yield number, settings.template.prompt(engine, passages, row.question)
         except PromptTooLongError:
             continue  # counted by `evaluate`
 

@@ -7,7 +7,7 @@ from statistics import mean, median_low
 from typing import Any
 
 from cacheblend.data import QuestionRow, Text
-from cacheblend.data.split import SHORTEST, split_text
+from cacheblend.data.questions import SHORTEST, split_text
 from cacheblend.evaluation import Evaluation
 from cacheblend.evaluation.runner import make_cases
 from lab.paper import drawing

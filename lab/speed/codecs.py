@@ -74,7 +74,7 @@ def _measure(engines: dict[str, BlendEngine], rows: Sequence[QuestionRow], advan
     """An entry for each row and each way to answer it; the engines, by codec, are on one store."""
     plain = engines["raw"]
     selectors = {"blend": plain.settings.selector(), "reuse": NoRows()}
-    layout, params = SETTINGS.template.layout, SamplingParams(max_new_tokens=SETTINGS.max_tokens)
+    layout, params = SETTINGS.template, SamplingParams(max_new_tokens=SETTINGS.max_tokens)
     found = []
     for number, row in enumerate(rows):
         passages = [Passage(text.text, text.title) for text in row.passages]

@@ -26,8 +26,8 @@ from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.shapes import build_shape
 from cacheblend.engines.provenance import stamp
 from cacheblend.evaluation import Asked, Template, make_methods
-from cacheblend.evaluation.agreement import Sample, compare, summarise
 from cacheblend.evaluation.bootstrap import Values
+from cacheblend.evaluation.gate import Sample, compare, summarise
 from cacheblend.evaluation.methods import FullRecompute
 from cacheblend.store import MemoryStore
 from lab.bench import Advance, plain_table, silent

@@ -36,7 +36,7 @@ def answer(config: dict[str, object] | None, traffic: list[tuple[str, int]]) -> 
             for row in draw_questions(50 + part, count, [category], SMALL):
                 passages = [Passage(text.text, text.title) for text in row.passages]
                 engine.warm(passages)
-                parts = SETTINGS.template.layout.parts(engine, passages, row.question)
+                parts = SETTINGS.template.parts(engine, passages, row.question)
                 engine.generate(parts, SamplingParams(max_new_tokens=2))
                 while engine.shadow is not None and engine.shadow.waiting:
                     if not engine.background.advance_idle():

@@ -228,10 +228,7 @@ def _fused(name: str, selector: Selector, family: str) -> Method:
 
 GATE_CODE = (
     *("core", "store", "engines"),
-    *(
-        f"evaluation/{name}.py"
-        for name in ("agreement", "bootstrap", "compute", "gate", "methods", "scorers", "templates")
-    ),
+    *(f"evaluation/{name}.py" for name in ("bootstrap", "compute", "gate", "methods", "scorers", "templates")),
 )
 """The source files that affect the verdict."""
 
@@ -255,7 +252,7 @@ def check_gate(engine: BlendEngine, suite: Suite, out: Path, advance: Advance = 
     rows = draw_questions(GATE_SEED, -(-suite.gate_rows // len(CATEGORIES)), per_scene=1)
 
     def measure() -> dict[str, Any]:
-        layout, asked = SETTINGS.template.layout, []
+        layout, asked = SETTINGS.template, []
         for row in rows:
             passages = [Passage(text.text, text.title) for text in row.passages]
             asked.append(GateRow(layout.parts(engine, passages, row.question), row.answers))

@@ -17,7 +17,7 @@ from cacheblend.cli.options import LayoutOptions
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.data import QuestionRow, Text
-from cacheblend.data.split import split_text
+from cacheblend.data.questions import split_text
 from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf.layout import PromptLayout

@@ -278,7 +278,7 @@ def engine() -> BlendEngine:
 
 
 def right(engine: BlendEngine, row: QuestionRow, selector: Selector) -> bool:
-    prompt = Template().layout.prompt(engine, [Passage(text.text) for text in row.passages], row.question)
+    prompt = Template().prompt(engine, [Passage(text.text) for text in row.passages], row.question)
     engine.warm(prompt.chunks)
     answer, _ = finish(engine, prompt, fused(engine, prompt, selector), SamplingParams(max_new_tokens=8))
     return answer == row.answers[0]

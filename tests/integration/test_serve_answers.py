@@ -20,7 +20,6 @@ from fastapi.testclient import TestClient
 
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.decode import compute_logits
-from cacheblend.engines.hf.scheduler import Limits
 from cacheblend.nano import model_path
 from cacheblend.serve.app import create_app
 from cacheblend.serve.settings import ServeSettings
@@ -209,7 +208,7 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_full_queue_is_429_with_retry_after(slowly: None) -> None:
-    with running(ServeSettings(limits=Limits(active=1, waiting=1), drain_s=0.1)) as url, ThreadPoolExecutor(4) as pool:
+    with running(ServeSettings(active=1, waiting=1, drain_s=0.1)) as url, ThreadPoolExecutor(4) as pool:
         endless = {"model": "nano", "prompt": "Read", "max_tokens": 4000, "ignore_eos": True, "stream": True}
         with httpx.Client(timeout=60) as http, http.stream("POST", f"{url}/v1/completions", json=endless) as first:
             lines = first.iter_lines()  # kept: a generator that is dropped closes the stream
@@ -247,7 +246,7 @@ def test_a_request_whose_time_is_over_ends(slowly: None) -> None:
 
 
 def test_many_requests_that_store_delay_no_other() -> None:
-    with running(ServeSettings(chunk_tokens=16, limits=Limits(waiting=50))) as url, ThreadPoolExecutor(64) as pool:
+    with running(ServeSettings(chunk_tokens=16, waiting=50)) as url, ThreadPoolExecutor(64) as pool:
         chunks = [{"chunks": [{"token_ids": [300 + n + m for m in range(300)]}]} for n in range(60)]
         stored = [pool.submit(httpx.post, f"{url}/v1/chunks", json=each, timeout=120) for each in chunks]
         asked = ask(url, max_tokens=1)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from cacheblend.engines.hf.scheduler import Limits
 from cacheblend.nano import model_path
 from cacheblend.serve.settings import ServeSettings
 from campaign import rotating
@@ -32,7 +31,7 @@ main(parser.parse_args())
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with running(ServeSettings(limits=Limits(active=4, waiting=32), drain_s=1)) as address:
+    with running(ServeSettings(active=4, waiting=32, drain_s=1)) as address:
         yield address
 
 

@@ -19,7 +19,6 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from cacheblend.engines.hf.scheduler import Limits
 from cacheblend.serve.settings import ServeSettings
 from campaign import SEED, share
 from serving import connected, running, shallow
@@ -35,8 +34,7 @@ QUESTION = {"model": "nano", "prompt": PROMPT, "max_tokens": 4, "temperature": 0
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    limits = Limits(active=4, waiting=16)
-    own = ServeSettings(timeout_s=2, max_tokens=4, chunk_tokens=16, drain_s=1, limits=limits)
+    own = ServeSettings(timeout_s=2, max_tokens=4, chunk_tokens=16, drain_s=1, active=4, waiting=16)
     with running(own, model=shallow()) as address:
         yield address
 

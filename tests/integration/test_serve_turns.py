@@ -17,7 +17,7 @@ import pytest
 
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.grammar import CompiledGrammar, Grammar, Grammars
-from cacheblend.engines.hf.scheduler import Limits, TooLateError
+from cacheblend.engines.hf.scheduler import TooLateError
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.fair_queue import FairQueue
 from cacheblend.serve.settings import ServeSettings
@@ -195,7 +195,7 @@ Ask = Callable[..., httpx.Response]
 def ask(gate: Gate, tmp_path: Path) -> Iterator[Ask]:
     """Asks with a key's name and the fields of a request."""
     ring, keys = keys_of(tmp_path, "alice", "bob")
-    settings = ServeSettings(keys=ring, limits=Limits(waiting=WAITING), drain_s=1)
+    settings = ServeSettings(keys=ring, waiting=WAITING, drain_s=1)
     with running(settings, model=shallow()) as url, httpx.Client(base_url=url, timeout=60) as client:
 
         def post(name: str, path: str = "/v1/completions", timeout: float = 60, **fields: Any) -> httpx.Response:

@@ -311,7 +311,7 @@ def test_numbers_of_passages_fit_rows_and_context(engine: BlendEngine, tmp_path:
     assert set(points) <= set(numbers)
     assert used
     for row in used:
-        prompt = Settings().template.layout.prompt(engine, [_passage(text) for text in row.passages[: points[-1]]], "?")
+        prompt = Settings().template.prompt(engine, [_passage(text) for text in row.passages[: points[-1]]], "?")
         assert len(prompt) <= (engine.survey.max_length or 0)
         assert len(row.passages) >= points[-1]
     missing = set(numbers) - set(points)

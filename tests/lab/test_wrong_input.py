@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cacheblend.cli import main as main_of_the_product
-from cacheblend.cli.errors import MOVED
+from cacheblend.cli.program import MOVED
 from campaign import share
 from command_line import Run, runner
 from lab.cli import app, main

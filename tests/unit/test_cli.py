@@ -17,7 +17,7 @@ from cacheblend.cli import app, output
 from cacheblend.cli.bench import HOW, WHAT, RoundOptions, SizeOptions
 from cacheblend.cli.option_groups import numbers, option, with_groups
 from cacheblend.cli.options import AnswerOptions, BlendOptions, ChunkOptions, SelectionOptions
-from cacheblend.cli.serve import BoundOptions, ServerOptions, _settings
+from cacheblend.cli.serve import AccessOptions
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.report import BlendReport
@@ -125,7 +125,7 @@ def test_defaults_are_those_of_the_configuration() -> None:
     assert SelectionOptions().settings() == {}
     sampling = AnswerOptions()
     assert sampling.params() == SamplingParams(max_new_tokens=256, temperature=0.0, seed=None)
-    served, server = _settings(ServerOptions(), BoundOptions()), ServeSettings(hosts=("127.0.0.1",))
+    served, server = AccessOptions().of(ServeSettings()), ServeSettings(hosts=("127.0.0.1",))
     assert {**vars(served), "keys": server.keys, "metrics_keys": server.metrics_keys} == vars(server)
     known = {field.name for field in fields(BlendConfig)}
     everything = BlendOptions(ratio=["0.3,0.2"], selector="hkvd", check_layers="1,2", measure="v").settings()

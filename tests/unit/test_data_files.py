@@ -26,7 +26,7 @@ from cacheblend.data import (
     read_questions,
     read_row,
 )
-from cacheblend.data.split import split_contexts, split_text
+from cacheblend.data.questions import split_contexts, split_text
 from cacheblend.engines.documents import Document
 from cacheblend.engines.tokens import chunker
 from cacheblend.engines.tokens.chunker import Cutting

@@ -15,10 +15,21 @@ from cacheblend.core.select.selectors import AllRows, Gradual, Hkvd
 from cacheblend.engines.bounds import allowed_errors, lower_bound, needed_rows, reaches
 from cacheblend.engines.settings import PROFILE_NAME, read_profile
 from cacheblend.evaluation import gate
-from cacheblend.evaluation.agreement import Sample, Summary, equal_share, summarise
 from cacheblend.evaluation.bootstrap import mean_lower_bound
 from cacheblend.evaluation.candidates import Candidate, expected_compute, grid
-from cacheblend.evaluation.gate import Bar, GateRun, Skipped, Tried, attempts_for, promising, run_gate
+from cacheblend.evaluation.gate import (
+    Bar,
+    GateRun,
+    Sample,
+    Skipped,
+    Summary,
+    Tried,
+    attempts_for,
+    promising,
+    run_gate,
+    summarise,
+)
+from cacheblend.evaluation.scorers import equal_share
 from cacheblend.nano import model_path
 
 confidences = st.floats(0.5, 0.999)

@@ -21,7 +21,6 @@ from pydantic import ValidationError
 from cacheblend.cli.serve import _reload_on_hangup
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.names import BlockName
-from cacheblend.engines.hf.scheduler import Limits
 from cacheblend.serve import memory
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.fields import ACCEPTED, REFUSED, REFUSED_RESPONSES, check_fields
@@ -47,14 +46,14 @@ COUNTS = ("chunk_tokens", "max_body_bytes", "max_prompt_tokens", "max_chunks", "
         ({"body_s": -1.0}, "body_s must be a number of seconds above 0"),
         ({"headers_s": 0.0}, "headers_s must be a number of seconds above 0"),
         ({"tool_call_parser": "gpt"}, "no tool call parser 'gpt'; there are auto, hermes, llama3"),
-        ({"limits": Limits(active=0)}, "at least 1 active and 0 waiting requests are needed, got 0 and 64"),
-        ({"limits": Limits(waiting=-1)}, "got 8 and -1"),
+        ({"active": 0}, "active must be 1 or more, got 0"),
+        ({"waiting": -1}, "waiting must be 0 or more, got -1"),
     ],
 )
 def test_what_is_out_of_range_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         ServeSettings(**given)
-    ServeSettings(chunk_tokens=1, max_prompt_tokens=1, drain_s=0, store_bytes=0, limits=Limits(active=1, waiting=0))
+    ServeSettings(chunk_tokens=1, max_prompt_tokens=1, drain_s=0, store_bytes=0, active=1, waiting=0)
 
 
 def test_a_hangup_has_the_keys_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

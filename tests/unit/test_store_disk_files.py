@@ -22,7 +22,7 @@ from cacheblend.core.names import as_token_ids, block_name, root_name
 from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
 from cacheblend.engines.keeper import ChunkKeeper
 from cacheblend.store import DiskStore, open_store
-from cacheblend.store.disk import sealed_files
+from cacheblend.store.disk import folder
 from cacheblend.store.disk import store as disk_store
 from cacheblend.store.disk.block_files import BlockFiles
 from cacheblend.store.disk.folder import Folder
@@ -414,7 +414,7 @@ def test_only_the_disk_s_own_error_counts_as_damage(
         assert holds(store, block) == stays
         assert store.stats().damaged == (not stays)
     with disk(tmp_path) as store:  # a manifest that cannot be opened is left out
-        monkeypatch.setattr(sealed_files, "open", failing(errno.EMFILE, lambda *a, **k: True, open), raising=False)
+        monkeypatch.setattr(folder, "open", failing(errno.EMFILE, lambda *a, **k: True, open), raising=False)
         assert store.manifests() == store.verify() == []
         assert "Too many open files; left out" in caplog.text
         monkeypatch.undo()

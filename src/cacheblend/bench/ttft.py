@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel
@@ -37,6 +36,8 @@ from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import FirstToken, full_recompute, fused, prefix_caching
 from cacheblend.engines.hf.shapes import build_shape, check_choice
 from cacheblend.engines.provenance import stamp
+from cacheblend.evaluation.plots import new_figure
+from cacheblend.evaluation.report import PLAIN
 from cacheblend.store import KVStore, MemoryStore, open_store
 
 ARMS = ("full", "prefix", "reuse", "blend", "miss")
@@ -298,10 +299,7 @@ def table(result: dict[str, Any]) -> Table:
     out = Table(
         title=Text(f"Time to first token, {result['model']}", "table.title"),
         caption="gain: full / method; loaded: tokens from the store; again: recomputed",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
+        **PLAIN,
     )
     for column in ("method", "store"):
         out.add_column(column, no_wrap=True)
@@ -328,13 +326,9 @@ def _seconds(value: float) -> str:
 
 def plot(result: dict[str, Any], path: Path) -> None:
     """Draws a sweep's curves: TTFT of each method. Needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     over, points = result["sweep"]["over"], result["sweep"]["points"]
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    figure = new_figure(7, 4.5)
+    axes = figure.subplots()
     curves: dict[str, list[tuple[float, float]]] = {}
     for point in points:
         for arm in point["arms"]:
@@ -352,6 +346,4 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes.set_title(result["model"], parse_math=False)
     axes.legend()
     axes.grid(alpha=0.3)
-    figure.tight_layout()
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)

@@ -91,7 +91,7 @@ def doctor(
         candidates, rows = grid(engine.survey.num_layers, *tried), []
         for row in questions.split(engine, asked, settings, bad):
             passages = [Passage(text.text, text.title) for text in row.passages]
-            rows.append(GateRow(settings.template.layout.parts(engine, passages, row.question), row.answers))
+            rows.append(GateRow(settings.template.parts(engine, passages, row.question), row.answers))
         with output.progress("asking", "rows", quiet=json) as advance:
             result = run_gate(engine, rows, candidates, bar, seed=gate.seed, progress=advance)
         written = profile if result.verdict != "too few rows" else None

@@ -103,7 +103,7 @@ def run_evaluation(
         assert engine.builder is not None  # a model folder is opened with its tokenizer
         methods = choose(profile=engine.settings.config)
         split = questions.split(engine, rows, settings, bad)
-        if settings.template.chat is None and not settings.template.layout.is_chat(engine):
+        if settings.template.chat is None and not settings.template.is_chat(engine):
             output.say(f"{engine.name} has no chat template: plain prompts")
         name = f"{engine.name}-{file.stem}"
         with progress_bars(quiet=to.json) as advance:

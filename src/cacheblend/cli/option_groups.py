@@ -11,13 +11,14 @@
     def ask(store: StoreOptions, row: int = option(0, "Which row, from 0.", least=0), seed: Seed = 1) -> None: ...
 
 An option is declared once: name, type, bounds, help, panel, default. A command that wants other defaults of a group
-gives an instance as the parameter's default: ``store: StoreOptions = StoreOptions("memory")``.
+gives an instance as the parameter's default: ``store: StoreOptions = StoreOptions("memory")``. Fields that a group
+names in ``no_options`` are none.
 """
 
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, Field, field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import wraps
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -25,23 +26,11 @@ import typer
 from typer.models import OptionInfo
 
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.engines.options import OF_THE_GROUP
+from cacheblend.engines.options import option as option
 
 R = TypeVar("R")
 N = TypeVar("N", int, float)
-OF_THE_GROUP: Any = object()
-
-
-def option(
-    default: Any, text: str, *names: str, panel: str | None = OF_THE_GROUP, least: Any = None, most: Any = None
-) -> Any:
-    """A field or parameter that is an option of its name: ``--store``; ``--capture/--no-capture`` of a bool that is on.
-
-    With the default ``...`` the user must give a value. `text` is for the help; of the further `names`, such as ``-s``,
-    one that begins with ``--`` replaces its own. `panel` is its title in the help; left out: the attribute `panel` of
-    the group that declares it, if any. `least` and `most` bound its number.
-    """
-    declared = {"option": (names, panel, {"help": text, "min": least, "max": most})}
-    return field(metadata=declared) if default is ... else field(default=default, metadata=declared)
 
 
 def with_groups(command: Callable[..., R]) -> Callable[..., R]:
@@ -51,14 +40,15 @@ def with_groups(command: Callable[..., R]) -> Callable[..., R]:
     `InvalidInputError` that names the option. Two groups with an option of the same name are a `TypeError`.
     """
     parameters = inspect.signature(command, eval_str=True).parameters.values()
-    groups, expanded = dict[str, Any](), list[inspect.Parameter]()
+    groups, expanded = dict[str, tuple[Any, list[Field[Any]]]](), list[inspect.Parameter]()
     for each in parameters:  # all are keyword-only, so that order is free
         group, given = each.annotation, each.default
         if not (isinstance(group, type) and is_dataclass(group)):
             expanded.append(_parameter(each.name, group, given))
             continue
-        groups[each.name], types = group, get_type_hints(group, include_extras=True)
-        for one in fields(group):
+        types, none = get_type_hints(group, include_extras=True), getattr(group, "no_options", ())
+        groups[each.name] = group, [one for one in fields(group) if one.name not in none]
+        for one in groups[each.name][1]:
             of = next(base for base in group.__mro__ if one.name in inspect.get_annotations(base))
             declared = one if one.metadata else one.default
             found = _parameter(one.name, types[one.name], declared, getattr(of, "panel", None))
@@ -74,8 +64,8 @@ def with_groups(command: Callable[..., R]) -> Callable[..., R]:
             for each in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(each, float) and not math.isfinite(each):
                     raise InvalidInputError(f"{flags[name]}: {each} is not a finite number")
-        for name, group in groups.items():
-            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        for name, (group, options) in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in options})
         return command(**values)
 
     # typer reads the signature; `wraps` alone would show that of the command

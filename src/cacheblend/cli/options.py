@@ -13,6 +13,8 @@ import typer
 from cacheblend.cli.option_groups import names_in, numbers, option
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.folders import model_folder
+from cacheblend.engines.options import MOST_TOKENS as MOST_TOKENS
+from cacheblend.engines.options import Shadow as Shadow
 
 if TYPE_CHECKING:
     from cacheblend.core.plan.prompt import Prompt
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
 
 MODEL, PROMPT, BLENDING, OUTPUT = "Model", "Prompt", "Blending", "Output"
 METHODS, SCORES = "Methods", "Scores"
-MOST_TOKENS = 1 << 24
-"""Upper bound of options that count tokens: far above any model's context, and small enough to allocate."""
 MOST_SEED = (1 << 63) - 1
 
 MODEL_OPTION: Any = typer.Option(
@@ -46,9 +46,6 @@ Plot = Annotated[Path | None, option(..., "Draw the result here (.png, .svg, .pd
 Out = Annotated[Path, option(..., "Folder in which the folder of results is made.", "--out", "-o", panel=OUTPUT)]
 MaxTokens = Annotated[int, option(..., "Tokens of an answer.", "-n", least=1, most=MOST_TOKENS, panel=OUTPUT)]
 Seed = Annotated[int, option(..., "Seed of everything that is drawn at random.", least=0, most=MOST_SEED)]
-Shadow = Annotated[
-    float, option(..., "Share of blended answers to compute again in full, and compare.", least=0, most=1, panel=None)
-]
 Limit = Annotated[int | None, option(..., "Use only the first so many rows or passages.", least=1, panel=PROMPT)]
 _CHAT = "Use the model's chat template. Default: where the tokenizer has one."
 Chat = Annotated[bool | None, option(..., _CHAT, "--chat/--no-chat", panel=PROMPT)]
@@ -402,7 +399,7 @@ class QuestionOptions:
         self, engine: "BlendEngine", rows: "Sequence[QuestionRow]", settings: "Settings", bad: list[str]
     ) -> "list[QuestionRow]":
         """The rows, LongBench contexts cut into passages; with ``--skip-bad`` without those noted in `bad`."""
-        from cacheblend.data.split import split_contexts
+        from cacheblend.data.questions import split_contexts
         from cacheblend.evaluation import usable_rows
 
         builder = engine.builder

@@ -137,12 +137,10 @@ def _table(placed: "list[DeviceCost]", best: "DeviceCost | None", stored_tokens:
 
 def _draw(result: dict[str, Any], context: int, path: Path) -> None:
     """Loading time by device over recompute time by ratio; a device below the curve hides its loading there."""
-    import matplotlib
+    from cacheblend.evaluation.plots import new_figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    figure = new_figure(8, 5)
+    axes = figure.subplots()
     ratios = sorted(float(ratio) for ratio in result["recompute_s"])
     times = [result["recompute_s"][str(ratio)] for ratio in ratios]
     axes.plot(ratios, times, color="black", marker="o", label="recomputing")
@@ -158,4 +156,3 @@ def _draw(result: dict[str, Any], context: int, path: Path) -> None:
     )
     axes.legend(frameon=False, fontsize="small")
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)

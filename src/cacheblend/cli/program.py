@@ -1,12 +1,18 @@
-"""Runs a command line: a user's error, or the system's, is one line and exit code 2. Knows no command."""
+"""Runs a command line: an error of the user, or the system's, is one line that says what to do, and exit code 2.
+
+Knows no command but those that were renamed; typer's errors by what they carry (`format_message`, `param`,
+`option_name`), since their classes move between typer's versions.
+"""
 
 import os
+import re
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import typer
 
-from cacheblend.cli.errors import is_usage_error, usage_text, wrong_text
 from cacheblend.cli.output import print_json, visible
 from cacheblend.core.errors import CacheBlendError
 
@@ -17,6 +23,34 @@ BOUNDED = {"GOMP_SPINCOUNT": "50000", "KMP_BLOCKTIME": "2"}
 threads that wait use the time that the one they wait for would get. A few milliseconds are more than what lies between
 two operations, and cost nothing on a quiet machine. GNU's runtime counts turns, the others milliseconds; each ignores
 the other's."""
+
+RENAMED_OPTIONS = {
+    "--rows": "--limit",
+    "--check-layer": "--check-layers",
+    "--arm": "--methods",
+    "--rounds": "--runs",
+    "--machine": "--cost-model",
+    "--max-tokens": "--max-prompt-tokens",
+}
+MAY_BE_EMPTY = ("--salt", "--system")
+RENAMED_COMMANDS = {"profile": "calibrate"}
+MOVED = {
+    "cacheblend inspect": "inspect",
+    "cacheblend paper": "paper",
+    "cacheblend suite": "suite nano",
+    "cacheblend evaluate --paper": "paper",
+    "cacheblend evaluate --suite": "suite",
+    "cacheblend evaluate --suite-seed": "suite nano --suite-seed",
+    "cacheblend evaluate --part": "suite nano --part",
+    "cacheblend evaluate --deviation-rows": "evaluate --deviation-rows",
+} | {
+    f"cacheblend bench {name}": name
+    for name in (
+        *("agent", "codecs", "controller", "core", "cuda", "evict", "load", "match", "memory", "peers", "plan"),
+        *("random-shapes", "routing", "serve", "store", "sync", "vllm"),
+    )
+}
+"""Commands and options that measure for this project's own figures, and where they are: in the lab, in a checkout."""
 
 
 def run_program(app: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> None:
@@ -36,7 +70,7 @@ def run_program(app: typer.Typer, name: str, arguments: Sequence[str] | None = N
         if type(error).__name__ == "NoArgsIsHelpError":  # of a group of commands that was called without one
             typer.echo(error)
             sys.exit(ERROR)
-        elif is_usage_error(error):
+        elif hasattr(error, "format_message") and hasattr(error, "exit_code"):  # typer's, of arguments
             _leave(usage_text(error, arguments))
         elif isinstance(error, CacheBlendError | OSError):
             _leave(error_text(error), as_json="--json" in arguments)
@@ -68,3 +102,85 @@ def _leave(message: str, *, as_json: bool = False) -> None:
         typer.secho("error: ", fg=typer.colors.RED, bold=True, err=True, nl=False)
         typer.echo(line, err=True)
     sys.exit(ERROR)
+
+
+def usage_text(error: Any, arguments: Sequence[str]) -> str:
+    """One line for an error of typer's."""
+    context = getattr(error, "ctx", None)
+    see = f"; see {context.command_path} --help" if context is not None else ""
+    option = getattr(error, "option_name", None)
+    param = getattr(error, "param", None)
+    if type(error).__name__ == "NoSuchOption":
+        return _unknown_option(str(option), error, see)
+    if param is not None:
+        name = next((name for name in param.opts if name.startswith("--")), str(param.name).upper())
+        is_missing = type(error).__name__ == "MissingParameter"
+        return f"{name} is missing{see}" if is_missing else f"{name}: {_problem(error, param)}{see}"
+    text = _clean(error.format_message())
+    for argument, following in pairwise((*arguments, "-")) if option == "--json" or "extra argument" in text else ():
+        if argument.startswith("--json=") or (argument == "--json" and not following.startswith("-")):
+            value = argument.removeprefix("--json=") if "=" in argument else following  # once it took a file
+            return f"--json takes no value, got {value!r}: it prints to stdout; --json-file {value} writes a file{see}"
+    if unknown := re.match(r"No such command '([^']*)'", text):
+        if moved := _moved(context, unknown[1]):
+            return moved
+        if new := RENAMED_COMMANDS.get(unknown[1]):
+            return f"there is no command {unknown[1]!r}: it is called {new}"
+    return f"{text}{see}"
+
+
+def wrong_text(arguments: Sequence[str]) -> str | None:
+    """An error for an option or argument that is empty, or not text in the terminal's encoding; None if there is none.
+
+    Salt and system prompt may be empty: those are their defaults. Python hands other bytes over as lone surrogates,
+    which no tokenizer, store or JSON output takes.
+    """
+    for before, argument in pairwise(("", *arguments)):
+        ends = argument.startswith("--") and argument.endswith("=")
+        name = argument[:-1] if ends else before
+        if (ends or not argument) and name not in MAY_BE_EMPTY:
+            where = f"{name}: the value is empty" if name.startswith("-") else "an argument is empty"
+            return f"{where}; give one, or leave it out"
+    for number, argument in enumerate(arguments, start=1):
+        if any("\ud800" <= character <= "\udfff" for character in argument):
+            shown = argument if len(argument) <= 80 else f"{argument[:80]}..."
+            return f"argument {number}, {shown!r}, has bytes that are not UTF-8; give it in UTF-8"
+    return None
+
+
+def _moved(context: Any, name: str) -> str | None:
+    """Where a command or an option went; None if it never was one."""
+    old = f"{context.command_path} {name}" if context is not None else name
+    return f"`{old}` is now `python -m lab {MOVED[old]}`, in a checkout after `make lab`" if old in MOVED else None
+
+
+def _unknown_option(option: str, error: Any, see: str) -> str:
+    known = {name for each in error.ctx.command.params for name in each.opts} if error.ctx is not None else set()
+    if moved := _moved(error.ctx, option):
+        return moved
+    new = RENAMED_OPTIONS.get(option)
+    if new in known:
+        return f"there is no option {option}: it is called {new}"
+    near = ", ".join(sorted(error.possibilities or ()))
+    return f"there is no option {option}{f', did you mean {near}?' if near else ''}{see}"
+
+
+def _problem(error: Any, param: Any) -> str:
+    """The value and what is wrong with it. Typer's text leaves the value out; it is in the error that caused it."""
+    found: list[Any] = getattr(error.__cause__, "errors", list)()
+    if not found:
+        return _clean(error.message)
+    value, kind = found[0]["input"], found[0]["type"]
+    if kind in ("greater_than_equal", "less_than_equal"):
+        least, most = getattr(param, "min", None), getattr(param, "max", None)
+        one = f"at least {least}" if most is None else f"at most {most}"
+        return f"{value} is out of range, {one if least is None or most is None else f'{least}..{most}'}"
+    words = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+    wanted = words.get(kind.split("_")[0])
+    if wanted is not None:
+        return f"{str(value)[:80]!r} is not {wanted}"
+    return f"{str(value)[:80]!r}: {_clean(found[0]['msg']).removeprefix('Value error, ')}"
+
+
+def _clean(message: str) -> str:
+    return " ".join(message.split()).rstrip(".")

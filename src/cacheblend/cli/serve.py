@@ -5,7 +5,7 @@ import logging
 import signal
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,89 +17,53 @@ from cacheblend.cli.option_groups import option
 from cacheblend.cli.output import console
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.serve.keys import KeyRing, read_keys
+from cacheblend.serve.settings import BOUNDS, SERVER, ServeSettings
 
 if TYPE_CHECKING:
     from cacheblend.engines.hf import BlendEngine
-    from cacheblend.serve.settings import ServeSettings
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
-LONGEST_S = 1e6
-"""Upper bound of options that are seconds: eleven days."""
 
 
 @dataclass(frozen=True)
-class ServerOptions:
-    """Where the server listens, and who may use it; as `BoundOptions` called like what `ServeSettings` has."""
+class AccessOptions:
+    """Where the server listens, who may use it, and how much each of them."""
 
-    panel: ClassVar = "Server"
+    panel: ClassVar = SERVER
     host: str = option("127.0.0.1", "Address to listen at.")
     port: int = option(8000, "0: a free one.", least=0, most=65535)
     keys: Path | None = option(None, "File of API keys (`keys add`); without it no key is needed.")
-    playground: bool = option(True, "Serve the page at /.")
     allowed_host: list[str] | None = option(
         None, "A name that clients may call this server by, without --keys; several times. *: any."
     )
     metrics_keys: Path | None = option(None, "File of keys that may read /metrics alone.")
-    ready_needs_store: bool = option(
-        False, "/ready is 503 while a tier of the store does not answer.", "--ready-needs-store/--ready-without-store"
-    )
-    chunk_tokens: int = option(
-        64,
-        "Least tokens of a text that is a chunk of its own.",
-        least=1,
-        most=options.MOST_TOKENS,
-        panel=options.BLENDING,
-    )
-    tool_call_parser: str = option(
-        "auto",
-        "How tool calls are read from answers: hermes, llama3, mistral, pythonic, none; auto: as the chat template "
-        "writes them, if it is known.",
-    )
-    shadow: options.Shadow = 0.0
-    shadow_floor: float | None = option(
-        None,
-        "Least agreement of checked answers; below it the recompute ratio is raised. Needs --shadow.",
-        least=0,
-        most=1,
-    )
+    store_quota: str | None = option(None, "Bytes that each key may store: 20GiB.", panel=BOUNDS)
+    pin_quota: str | None = option(None, "Bytes that each key may pin.", panel=BOUNDS)
 
+    def of(self, settings: ServeSettings) -> ServeSettings:
+        """The settings with these, the files of keys read."""
+        from cacheblend.store import parse_bytes
 
-@dataclass(frozen=True)
-class BoundOptions:
-    """Bounds of the server's work."""
-
-    panel: ClassVar = "Bounds"
-    active: int = option(8, "Requests served at once.", least=1, most=10_000)
-    waiting: int = option(64, "Requests in the queue; more get 429.", least=0, most=1_000_000)
-    timeout_s: float = option(600.0, "Seconds of a request at most.", "--timeout", least=0.001, most=LONGEST_S)
-    connections: int = option(1000, "Open at once at most.", least=1, most=1_000_000)
-    headers_s: float = option(
-        30.0,
-        "Seconds that a connection may be open without a request.",
-        "--header-timeout",
-        least=0.001,
-        most=LONGEST_S,
-    )
-    body_s: float = option(
-        60.0, "Seconds of a client to send a body, or to go on reading.", "--body-timeout", least=0.001, most=LONGEST_S
-    )
-    drain_s: float = option(30.0, "Seconds to finish requests in at shutdown.", "--drain", least=0, most=LONGEST_S)
-    max_prompt_tokens: int | None = option(
-        None, "Longest prompt. Default: the model's context.", least=1, most=options.MOST_TOKENS
-    )
-    max_tokens: int = option(
-        512, "Tokens of an answer, where a client does not say.", "-n", least=1, most=options.MOST_TOKENS
-    )
-    store_bytes: str | None = option(None, "Bytes that each key may store: 20GiB.", "--store-quota")
-    pin_bytes: str | None = option(None, "Bytes that each key may pin.", "--pin-quota")
+        rings = []
+        for file in (self.keys, self.metrics_keys):
+            if file is not None:
+                check_file(file)
+            if not (known := read_keys(file) if file else ()) and file is not None:
+                raise InvalidInputError(
+                    f"{file} has no key in it; add one with `cacheblend keys add NAME --file {file}`"
+                )
+            rings.append(KeyRing(known, file))
+        store, pin = (None if quota is None else parse_bytes(quota) for quota in (self.store_quota, self.pin_quota))
+        hosts = (self.host, *(self.allowed_host or ()))
+        return replace(settings, keys=rings[0], metrics_keys=rings[1], hosts=hosts, store_bytes=store, pin_bytes=pin)
 
 
 def serve(
     model: options.ModelOptions,
     blend: options.BlendOptions,
     device: options.DeviceOptions,
-    server: ServerOptions,
-    bounds: BoundOptions,
+    access: AccessOptions,
+    settings: ServeSettings,
     store: options.StoreOptions = options.IN_MEMORY,
 ) -> None:
     """Serve a model through OpenAI's API, passages reused at any position; a page to try it on is at /."""
@@ -110,13 +74,13 @@ def serve(
         raise InvalidInputError(
             "--anchor system: serve computes chunks before it knows their prompts; use auto, bos or none"
         )
-    settings, config = _settings(server, bounds), blend.settings()
+    settings, config = access.of(settings), blend.settings()
 
     from cacheblend.engines.hf.background import run_apart
     from cacheblend.serve import memory
     from cacheblend.serve.log_lines import log_json
 
-    with bind(server.host, server.port) as sockets:
+    with bind(access.host, access.port) as sockets:
         memory.keep_few_kernels()
         log_json()
         logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -124,7 +88,7 @@ def serve(
         opened = run_apart(lambda: open_engine(model.model, store.store, config, device, profile=blend.profile))
         with opened as engine:
             memory.collect_no_libraries()
-            _run(engine, settings, server.host, sockets)
+            _run(engine, settings, access.host, sockets)
             engine.close(wait=False)  # the server has waited for missed chunks as long as --drain allows
 
 
@@ -160,27 +124,7 @@ def _cannot_listen(host: str, port: int, error: Exception) -> InvalidInputError:
     )
 
 
-def _settings(server: ServerOptions, bounds: BoundOptions) -> "ServeSettings":
-    from cacheblend.engines.hf.scheduler import Limits
-    from cacheblend.serve.settings import ServeSettings
-    from cacheblend.store import parse_bytes
-
-    values: dict[str, Any] = vars(server) | vars(bounds)
-    del values["port"]
-    values["hosts"] = (values.pop("host"), *(values.pop("allowed_host") or ()))
-    values["limits"] = Limits(active=values.pop("active"), waiting=values.pop("waiting"))
-    for name in ("keys", "metrics_keys"):
-        if (file := values[name]) is not None:
-            check_file(file)
-        if not (known := read_keys(file) if file else ()) and file is not None:
-            raise InvalidInputError(f"{file} has no key in it; add one with `cacheblend keys add NAME --file {file}`")
-        values[name] = KeyRing(known, file)
-    quotas = {name: values[name] for name in ("store_bytes", "pin_bytes")}
-    values |= {name: None if quota is None else parse_bytes(quota) for name, quota in quotas.items()}
-    return ServeSettings(**values)
-
-
-def _reload_on_hangup(settings: "ServeSettings") -> None:
+def _reload_on_hangup(settings: ServeSettings) -> None:
     """SIGHUP has the files of keys read again at once, where there is such a signal."""
 
     def reload(*_: object) -> None:
@@ -191,7 +135,7 @@ def _reload_on_hangup(settings: "ServeSettings") -> None:
         signal.signal(signal.SIGHUP, reload)
 
 
-def _run(engine: "BlendEngine", settings: "ServeSettings", host: str, sockets: list[socket.socket]) -> None:
+def _run(engine: "BlendEngine", settings: ServeSettings, host: str, sockets: list[socket.socket]) -> None:
     """Says where the server is, and serves until it is stopped."""
     import uvicorn
 

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.data.files import as_object, kind, parse_json, read_text, required
@@ -37,17 +37,7 @@ class Unreadable:
     reason: str  # what is wrong, with the file's name
 
 
-class DocumentSource(Protocol):
-    """A source of documents."""
-
-    ids: dict[str, None]  # of all documents, in order
-    skipped: list[str]  # files that are not documents, as ``"3 files *.pdf"``
-
-    def documents(self) -> Iterator[Document | Unreadable]:
-        """Reads the documents, in the order of `ids`."""
-
-
-def read_documents(source: str, stream: IO[bytes] | None = None) -> DocumentSource:
+def read_documents(source: str, stream: IO[bytes] | None = None) -> "FolderSource | LinesSource":
     """The documents of a folder, a file, or for ``-`` the stream; their ids are read and checked. Raises
     `InvalidInputError`: there is no such source, two documents have one id, or a line is no document."""
     path = Path(source)
@@ -69,11 +59,11 @@ def read_documents(source: str, stream: IO[bytes] | None = None) -> DocumentSour
 
 @dataclass
 class FolderSource:
-    """See `DocumentSource`: the files of a folder."""
+    """The files of a folder."""
 
     folder: Path
-    ids: dict[str, None] = field(init=False)
-    skipped: list[str] = field(init=False)
+    ids: dict[str, None] = field(init=False)  # of all documents, in order
+    skipped: list[str] = field(init=False)  # files that are not documents, as ``"3 files *.pdf"``
 
     def __post_init__(self) -> None:
         """Lists the files; a folder that cannot be read is an error, since its documents would seem to be gone."""
@@ -97,6 +87,7 @@ class FolderSource:
         self.skipped = [f"{count} {what}" for what, count in sorted(others.items()) if count]
 
     def documents(self) -> Iterator[Document | Unreadable]:
+        """Reads the documents, in the order of `ids`."""
         for name in self.ids:
             try:
                 document: Document | Unreadable = Document(name, read_text(self.folder / name))
@@ -107,7 +98,7 @@ class FolderSource:
 
 
 class LinesSource:
-    """See `DocumentSource`: JSON lines of a file that can be read from its start again; `name`: of the source, for
+    """As `FolderSource`: JSON lines of a file that can be read from its start again; `name`: of the source, for
     errors. Raises `InvalidInputError`: a line is no document, or two have one id."""
 
     def __init__(self, name: str, file: IO[bytes]) -> None:

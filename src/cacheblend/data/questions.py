@@ -20,8 +20,9 @@ Passages, by the file's ending:
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ _FIELDS = {
 """By format, names of the fields with question, passages, category and id."""
 FORMATS = ("auto", *_FIELDS)
 
+SHORTEST = 8  # tokens that a passage of a context must allow
+NEAR = 0.8  # of these, from which on the whole is counted
+_SENTENCE_END = re.compile(r"[.!?]+[\"'”’)\]]*\s+|[。！？]+[”’」』）]*\s*|\n\s*")  # noqa: RUF001
+CountTokens = Callable[[str], int]
 _OTHER_QUESTIONS, _OTHER_PASSAGES = ("questions", "query"), ("passage", "contexts", "documents")
 _OTHER_ANSWERS = ("answer", "gold", "golds", "gold_answer", "gold_answers")
 """Common other names of fields. Ignoring them would silently leave rows without answers or questions."""
@@ -45,20 +50,12 @@ _OTHER_ANSWERS = ("answer", "gold", "golds", "gold_answer", "gold_answers")
 class QuestionRow:
     """One row of the data."""
 
-    question: str  # may be empty if the prompt's template states the task
+    question: str  # empty where there is none: the prompt's template may state the task
     passages: tuple[Text, ...]  # at least one
     answers: tuple[str, ...] = ()  # gold answers, any of which is correct; may be empty
     category: str = ""  # results are also reported by category; may be empty
     id: str = ""  # from the file, or the number of the row
     is_context: bool = False  # the only passage is a whole text that is still to be split
-
-
-@dataclass(frozen=True)
-class Row:
-    """One question, or none, with its passages."""
-
-    question: str | None
-    passages: list[Text]
 
 
 class BadRowError(InvalidInputError):
@@ -118,13 +115,13 @@ def read_passages(path: Path) -> list[Text]:
     return found
 
 
-def read_row(path: Path, number: int) -> Row:
+def read_row(path: Path, number: int) -> QuestionRow:
     """Row `number`, from 0. Text files, and passages without questions in JSON lines, are one row together.
 
     In a JSON list, each passage without a question is a row of its own. Raises `InvalidInputError`: as for
     `read_passages`, or there is no such row.
     """
-    rows = [Row(None, read_passages(path))] if path.is_dir() else list(_passage_rows(path))
+    rows = [QuestionRow("", tuple(read_passages(path)))] if path.is_dir() else list(_passage_rows(path))
     if not any(row.passages for row in rows):
         raise InvalidInputError(f"{path} has no passages")
     if not 0 <= number < len(rows):
@@ -164,7 +161,7 @@ def _question_row(item: dict[str, Any], form: str, where: str, number: int) -> Q
     )
 
 
-def _passage_rows(path: Path) -> Iterator[Row]:
+def _passage_rows(path: Path) -> Iterator[QuestionRow]:
     """Rows of a file; passages without questions are a row each in a list, and one row together in other files."""
     together: list[Text] = []
     if path.suffix == ".txt":
@@ -178,14 +175,14 @@ def _passage_rows(path: Path) -> Iterator[Row]:
             if field is not None:
                 _refuse_other_names(item, _other_names("question"), where)
                 question = item.get("question")
-                asked = None if question is None else as_text(question, f"{where}, field 'question'")
-                yield Row(asked, list(_passages_in(item, field, where, title)))
+                asked = "" if question is None else as_text(question, f"{where}, field 'question'")
+                yield QuestionRow(asked, _passages_in(item, field, where, title))
                 continue
             _refuse_other_names(item, dict.fromkeys(_OTHER_PASSAGES, "passages"), where)
             if path.suffix == ".jsonl":
                 together.append(_passage(item, where, title))
             else:
-                yield Row(None, [_passage(item, where, title)])
+                yield QuestionRow("", (_passage(item, where, title),))
     else:
         why = f"the ending {path.suffix!r} is not known" if path.suffix else "the name has no ending"
         if not path.exists():
@@ -194,7 +191,7 @@ def _passage_rows(path: Path) -> Iterator[Row]:
             why = "it is a pipe or a device, not a file; write its contents to a file first"
         raise InvalidInputError(f"{path}: {why}; passages come as .json, .jsonl, .txt or a folder of .txt")
     if together:
-        yield Row(None, together)
+        yield QuestionRow("", tuple(together))
 
 
 def _passages_in(item: dict[str, Any], field: str, where: str, title: str = "") -> tuple[Text, ...]:
@@ -221,3 +218,53 @@ def _refuse_other_names(item: dict[str, Any], right: Mapping[str, str], where: s
     for field, wanted in right.items():
         if field in item and wanted not in item:
             raise InvalidInputError(f"{where}: there is no field {field!r}; rename it to {wanted!r}")
+
+
+# ---- contexts, split into passages at sentence ends ----
+
+
+def split_contexts(rows: Sequence[QuestionRow], count: CountTokens, tokens: int) -> list[QuestionRow]:
+    """The rows with every whole context split into passages; other rows are unchanged."""
+    return [
+        replace(row, passages=tuple(Text(part, "") for part in split_text(row.passages[0].text, count, tokens)))
+        if row.is_context
+        else row
+        for row in rows
+    ]
+
+
+def split_text(text: str, count: CountTokens, tokens: int) -> list[str]:
+    """Passages of at most `tokens` tokens, each with as many whole sentences as fit, stripped of white space.
+
+    A sentence that is too long is cut between words, and a word that is too long between characters. `count`: of a
+    text's tokens. Raises `InvalidInputError` if `tokens` is below `SHORTEST`.
+    """
+    if tokens < SHORTEST:
+        raise InvalidInputError(f"a passage must allow at least {SHORTEST} tokens, got {tokens}")
+    parts: list[str] = []
+    held, held_tokens = "", 0
+    ends = [0, *(end.end() for end in _SENTENCE_END.finditer(text)), len(text)]
+    for sentence in (text[start:end] for start, end in pairwise(ends)):  # each with the white space that follows it
+        for piece in _pieces(sentence, count, tokens):
+            size = count(piece)
+            sum_ = held_tokens + size
+            # The sum of the parts may be lower than the count of the whole, so count the whole near the limit.
+            if held and (sum_ > tokens or (sum_ > NEAR * tokens and count((held + piece).strip()) > tokens)):
+                parts.append(held)
+                held, held_tokens = "", 0
+            held, held_tokens = held + piece, held_tokens + size
+    return [part for part in (part.strip() for part in [*parts, held]) if part]
+
+
+def _pieces(sentence: str, count: CountTokens, tokens: int) -> Iterator[str]:
+    """A sentence in pieces that fit, each the longest, cut behind a space if it has one; of a character at least."""
+    while count(sentence) > tokens:
+        fits, too_long = 1, len(sentence)
+        while too_long - fits > 1:
+            middle = (fits + too_long) // 2
+            fits, too_long = (middle, too_long) if count(sentence[:middle]) <= tokens else (fits, middle)
+        cut = sentence.rfind(" ", 0, fits) + 1 or fits
+        yield sentence[:cut]
+        sentence = sentence[cut:]
+    if sentence:
+        yield sentence

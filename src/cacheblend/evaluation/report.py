@@ -8,6 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 TITLES = {"em": "Exact match", "f1": "F1 by words", "f1-tokens": "F1 by tokens", "rouge-l": "ROUGE-L"}
+PLAIN: Any = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "show_edge": False}
+"""The look of tables that fit 80 columns."""
 Figure = dict[str, Any]
 Columns = Mapping[str, Callable[[Figure], str]]
 """The cell of a method by the heading of its column."""
@@ -69,8 +71,6 @@ def notes(summary: dict[str, Any]) -> list[str]:
 
 
 def _quality(summary: dict[str, Any], scorer: str) -> list[Table]:
-    """Over all rows, and by category if there are any."""
-
     def difference(method: Figure) -> str:
         figure = method["scores"][scorer]["all"]
         return _interval(None if method["kind"] == "full" or figure is None else figure["difference"], sign="+")
@@ -100,10 +100,7 @@ def method_table(
         title_justify="left",
         caption=caption,
         caption_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
+        **PLAIN,
     )
     out.add_column("method", no_wrap=True)
     for name in columns:

@@ -97,7 +97,7 @@ def evaluate(
 
     Args:
         engine: model and store; the passages and the text preceding the first passage are stored, nothing else.
-        rows: with contexts already split (`cacheblend.data.split`).
+        rows: with contexts already split (`cacheblend.data.questions`).
         methods: see `make_methods`; None takes its defaults. Agreement and differences need ``full`` among them.
         settings: shared by all methods.
         out: parent of the folder of results; None keeps the results in memory.
@@ -175,7 +175,7 @@ def describe(
         "rows": len(rows),
         "data": data.hexdigest(),
         "prompts": asked.hexdigest(),
-        "chat": settings.template.layout.is_chat(engine),
+        "chat": settings.template.is_chat(engine),
         "template": asdict(settings.template),
         "top_k": settings.top_k,
         "max_tokens": settings.max_tokens,
@@ -207,7 +207,7 @@ def make_cases(
 
     `bad` gets the reasons for rows that make no valid prompt, which are left out; None: the first is a `BadRowError`.
     """
-    cases, layout = [], settings.template.layout
+    cases, layout = [], settings.template
     for number, row in enumerate(rows):
         case = Case(number, row, [Passage(text.text, text.title) for text in row.passages], {}, {})
         try:

@@ -1,4 +1,4 @@
-"""Scores of an answer against gold answers, 0..1. Knows only texts."""
+"""Scores of an answer against gold answers, or another answer, 0..1. Knows only texts and token ids."""
 
 import re
 import string
@@ -112,6 +112,13 @@ def check_scorers(names: Sequence[str]) -> None:
 def best(scorer: Scorer, answer: str, golds: Sequence[str]) -> float:
     """The best score over one or more gold answers."""
     return max(_score(scorer, answer, gold) for gold in golds)
+
+
+def equal_share(ids: Sequence[int], full: Sequence[int]) -> float:
+    """Number of tokens before the first difference, as a share of the longer answer."""
+    longest = max(len(ids), len(full))
+    equal = next((i for i, (a, b) in enumerate(zip(ids, full, strict=False)) if a != b), min(len(ids), len(full)))
+    return equal / longest if longest else 1.0
 
 
 def normalise(text: str) -> str:

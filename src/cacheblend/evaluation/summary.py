@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from cacheblend.evaluation.agreement import equal_share
 from cacheblend.evaluation.bootstrap import Values, bootstrap_means
 from cacheblend.evaluation.methods import Label
 from cacheblend.evaluation.records import Cell, RowResult
 from cacheblend.evaluation.runner import Evaluation
-from cacheblend.evaluation.scorers import Scorer, best
+from cacheblend.evaluation.scorers import Scorer, best, equal_share
 
 AGREEMENT = ("top_1", "equal_tokens", "same_answer")
 """Measures that need no gold answers, all against full recompute: the most likely first token is the same; the share of
@@ -62,8 +61,6 @@ def summarise(
 
 @dataclass(frozen=True)
 class _Column:
-    """One method at one `top_k`."""
-
     label: Label
     top_k: int | None
 

@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.engines.hf.layout import SEPARATOR, PromptLayout, fill
+from cacheblend.engines.hf.layout import PromptLayout, fill
 
 DEFAULT = "bare"
 _ALLOWED = {
@@ -21,29 +21,18 @@ _ALLOWED = {
 
 
 @dataclass(frozen=True)
-class Template:
-    """Layout of the prompts of an evaluation; extends the fields of `PromptLayout`."""
+class Template(PromptLayout):
+    """Layout of the prompts of an evaluation with all passages; and those of the map methods."""
 
-    system: str = ""
-    before: str = ""
-    heading: str = ""
-    separator: str = SEPARATOR
-    question: str = "{question}"
     map_question: str = ""  # last text of a prompt with a single passage; empty: the same as `question`
     reduce_answer: str = "{answer}\n"  # form of each joined answer, with ``{number}`` and ``{answer}``
     reduce_question: str = "{answers}\n{question}"  # last text of the prompt over the joined ``{answers}``
-    chat: bool | None = None
     stop: tuple[str, ...] = ()  # texts that end an answer
-
-    @property
-    def layout(self) -> PromptLayout:
-        """Layout of a prompt with all passages."""
-        return PromptLayout(self.system, self.before, self.heading, self.separator, self.question, self.chat)
 
     @property
     def map_layout(self) -> PromptLayout:
         """Layout of a prompt with a single passage."""
-        return replace(self.layout, question=self.map_question or self.question)
+        return replace(self, question=self.map_question or self.question)
 
     @property
     def reduce_layout(self) -> PromptLayout:

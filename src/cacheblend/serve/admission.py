@@ -140,15 +140,13 @@ def _scheduler_request(
         raise ApiError(400, "bad_words are text, and this server has no tokenizer", param="bad_words")
     # As it begins a text, and as it stands behind a space.
     bad = [builder.encode(front + word) for word in words for front in ("", " ")] if builder is not None else []
+    same = ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    given = {name: value for name in same if (value := getattr(asked, name)) is not None}
     params = SamplingParams(
+        **given,
         max_new_tokens=asked.wanted_tokens or settings.max_tokens,
         temperature=1.0 if asked.temperature is None else asked.temperature,
-        top_p=1.0 if asked.top_p is None else asked.top_p,
         top_k=max(0, asked.top_k or 0),
-        min_p=asked.min_p or 0.0,
-        repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
-        presence_penalty=asked.presence_penalty or 0.0,
-        frequency_penalty=asked.frequency_penalty or 0.0,
         logit_bias=tuple((asked.logit_bias or {}).items()),
         bad_words=tuple(dict.fromkeys(tuple(int(token) for token in ids) for ids in bad)),
         seed=asked.seed,

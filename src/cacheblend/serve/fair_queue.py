@@ -52,13 +52,9 @@ class _QueuedCall:
 
 
 class FairQueue:
-    """Runs work of several tenants in turn; to be used on one event loop.
-
-    Args:
-        workers: slices that run at a time, each in a thread.
-        limit: of waiting work. Beyond it the newest work of the tenant that has most gives way to one that has less.
-        runner: calls a slice in a worker's thread.
-    """
+    """Runs work of several tenants in turn; to be used on one event loop. `workers`: slices that run at a time, each in
+    a thread, where `runner` calls them. Beyond `limit` the newest waiting work of the tenant that has most gives way to
+    one that has less."""
 
     def __init__(
         self, workers: int, limit: int, runner: Callable[[Callable[[], None]], object] = lambda advance: advance()

@@ -1,59 +1,92 @@
 """Settings of a server, given when it starts."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, ClassVar
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.engines.hf.scheduler import Limits
-from cacheblend.engines.shadow import ShadowSettings
+from cacheblend.engines.options import MOST_TOKENS, Shadow, option
 from cacheblend.serve.keys import KeyRing
 from cacheblend.serve.tool_calls import AUTO, format_of
+
+if TYPE_CHECKING:
+    from cacheblend.engines.shadow import ShadowSettings
+
+SERVER, BOUNDS = "Server", "Bounds"
+LONGEST_S = 1e6
+"""Upper bound of options that are seconds: eleven days."""
 
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """Limits and features of a server; raises `InvalidInputError` for a value that is out of range.
+    """Limits and features of a server, which are options of `cacheblend serve`, but for `no_options`. Raises
+    `InvalidInputError` for a value that is out of range."""
 
-    What the options of `cacheblend serve` have, too, is called as there (`ServerOptions`, `BoundOptions`).
-    """
-
+    panel: ClassVar = BOUNDS
+    no_options: ClassVar = (
+        *("keys", "metrics_keys", "hosts", "store_bytes", "pin_bytes"),  # there they are files and texts
+        *("max_body_bytes", "max_chunks", "max_choices"),
+    )
+    playground: bool = option(True, "Serve the page at /.", panel=SERVER)
+    ready_needs_store: bool = option(
+        False,
+        "/ready is 503 while a tier of the store does not answer.",
+        "--ready-needs-store/--ready-without-store",
+        panel=SERVER,
+    )
+    chunk_tokens: int = option(
+        64, "Least tokens of a text that is a chunk of its own.", least=1, most=MOST_TOKENS, panel="Blending"
+    )
+    tool_call_parser: str = option(
+        AUTO,
+        "How tool calls are read from answers: hermes, llama3, mistral, pythonic, none; auto: as the chat template "
+        "writes them, if it is known.",
+        panel=SERVER,
+    )
+    shadow: Shadow = 0.0
+    shadow_floor: float | None = option(
+        None,
+        "Least agreement of checked answers; below it the recompute ratio is raised. Needs --shadow.",
+        least=0,
+        most=1,
+        panel=SERVER,
+    )
+    active: int = option(8, "Requests served at once.", least=1, most=10_000)
+    waiting: int = option(64, "Requests in the queue; more get 429.", least=0, most=1_000_000)
+    timeout_s: float = option(600.0, "Seconds of a request at most.", "--timeout", least=0.001, most=LONGEST_S)
+    connections: int = option(1000, "Open at once at most.", least=1, most=1_000_000)
+    headers_s: float = option(
+        30.0,
+        "Seconds that a connection may be open without a request.",
+        "--header-timeout",
+        least=0.001,
+        most=LONGEST_S,
+    )
+    body_s: float = option(
+        60.0, "Seconds of a client to send a body, or to go on reading.", "--body-timeout", least=0.001, most=LONGEST_S
+    )
+    drain_s: float = option(30.0, "Seconds to finish requests in at shutdown.", "--drain", least=0, most=LONGEST_S)
+    max_prompt_tokens: int | None = option(
+        None, "Longest prompt. Default: the model's context.", least=1, most=MOST_TOKENS
+    )
+    max_tokens: int = option(512, "Tokens of an answer, where a client does not say.", "-n", least=1, most=MOST_TOKENS)
     keys: KeyRing = field(default_factory=KeyRing)  # empty: no key is needed
-    chunk_tokens: int = 64
-    limits: Limits = field(default_factory=Limits)  # numbers of active and waiting requests
+    metrics_keys: KeyRing = field(default_factory=KeyRing)  # empty: /metrics has none of its own
+    hosts: tuple[str, ...] | None = None  # the server's names, where no key is needed; None: ``Host`` is not checked
+    store_bytes: int | None = None  # that each key may store
+    pin_bytes: int | None = None
     max_body_bytes: int = 16 << 20  # of a request
-    connections: int = 1000
-    headers_s: float = 30.0
-    body_s: float = 60.0
-    max_prompt_tokens: int | None = None
     max_chunks: int = 512  # of a prompt
     max_choices: int = 8  # largest ``n``
-    max_tokens: int = 512
-    timeout_s: float = 600.0
-    drain_s: float = 30.0
-    store_bytes: int | None = None
-    pin_bytes: int | None = None
-    playground: bool = True
-    hosts: tuple[str, ...] | None = None  # the server's names, where no key is needed; None: ``Host`` is not checked
-    ready_needs_store: bool = False
-    metrics_keys: KeyRing = field(default_factory=KeyRing)  # empty: /metrics has none of its own
-    shadow: float = 0.0
-    shadow_floor: float | None = None
-    tool_call_parser: str = AUTO
 
     def __post_init__(self) -> None:
-        names = "chunk_tokens max_body_bytes connections max_prompt_tokens max_chunks max_choices max_tokens"
-        least: dict[str, float] = dict.fromkeys(names.split(), 1)
-        least |= {"drain_s": 0, "store_bytes": 0, "pin_bytes": 0}
+        least = {each.name: each.metadata["option"][2]["min"] for each in fields(self) if each.metadata}
+        least |= {"store_bytes": 0, "pin_bytes": 0, "max_body_bytes": 1, "max_chunks": 1, "max_choices": 1}
         for name, bound in least.items():
             value = getattr(self, name)
-            if value is not None and not bound <= value < math.inf:
-                raise InvalidInputError(f"{name} must be {bound} or more, got {value}")
-        for name in ("headers_s", "body_s", "timeout_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise InvalidInputError(f"{name} must be a number of seconds above 0, got {getattr(self, name)}")
-        active, waiting = self.limits.active, self.limits.waiting
-        if active < 1 or waiting < 0:
-            raise InvalidInputError(f"at least 1 active and 0 waiting requests are needed, got {active} and {waiting}")
+            if bound is not None and value is not None and not bound <= value < math.inf:
+                what = "a number of seconds above 0" if 0 < bound < 1 else f"{bound} or more"
+                raise InvalidInputError(f"{name} must be {what}, got {value}")
         if self.shadow_floor is not None and not self.shadow:
             raise InvalidInputError(
                 f"a shadow floor of {self.shadow_floor} is held by comparing answers, and none is compared; also give "
@@ -63,6 +96,10 @@ class ServeSettings:
         format_of(self.tool_call_parser, None)
 
     @property
-    def shadow_settings(self) -> ShadowSettings | None:
+    def shadow_settings(self) -> "ShadowSettings | None":
         """How answers are checked; None: they are not."""
-        return ShadowSettings(self.shadow, self.shadow_floor) if self.shadow else None
+        if not self.shadow:
+            return None
+        from cacheblend.engines.shadow import ShadowSettings  # which takes torch along
+
+        return ShadowSettings(self.shadow, self.shadow_floor)

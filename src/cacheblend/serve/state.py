@@ -9,7 +9,7 @@ from fastapi import Depends, Request
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.background import run_apart
-from cacheblend.engines.hf.scheduler import QueueFullError, Scheduler
+from cacheblend.engines.hf.scheduler import Limits, QueueFullError, Scheduler
 from cacheblend.engines.hf.shadow_start import watch
 from cacheblend.engines.tokens.builder import PromptBuilder
 from cacheblend.serve.errors import ApiError
@@ -36,7 +36,7 @@ class ServerState:
         self.engine, self.settings = engine, settings
         if settings.shadow_settings is not None:
             watch(engine, settings.shadow_settings)
-        self.scheduler = Scheduler(engine, settings.limits)
+        self.scheduler = Scheduler(engine, Limits(settings.active, settings.waiting))
         self.metrics = Metrics(
             engine.store,
             lambda: self.waiting,
@@ -50,9 +50,9 @@ class ServerState:
         self.text_limit = TextLimit(engine, settings.max_prompt_tokens)
         # In which tool calls are read from answers; None: they are not.
         self.call_format = format_of(settings.tool_call_parser, getattr(engine.tokenizer, "chat_template", None))
-        self._side = FairQueue(1, settings.limits.waiting, run_apart)
-        self._parsing = FairQueue(PARSERS, settings.limits.waiting)
-        self._compiling = FairQueue(1, settings.limits.waiting)
+        self._side = FairQueue(1, settings.waiting, run_apart)
+        self._parsing = FairQueue(PARSERS, settings.waiting)
+        self._compiling = FairQueue(1, settings.waiting)
         self.queues = (self._side, self._parsing, self._compiling)
 
     @property
@@ -76,7 +76,7 @@ class ServerState:
         return await self._prepare(self._compiling, request, work)
 
     async def _prepare(self, queue: FairQueue, request: Request, work: Callable[[], T]) -> T:
-        if (waiting := self._parsing.waiting + self.scheduler.waiting) >= self.settings.limits.waiting:
+        if (waiting := self._parsing.waiting + self.scheduler.waiting) >= self.settings.waiting:
             raise QueueFullError(waiting, 1)  # forms have a bound of their own, and turn away forms alone
         return await self._run(queue, request, work)
 

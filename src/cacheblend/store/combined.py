@@ -310,11 +310,7 @@ class CascadeStore(CombinedStore):
     A store that fails loses only the blocks that no other store holds. Each store keeps its own bound and evicts by
     itself.
 
-    Args:
-        stores: nearest first, at least two; every block is written to all of them.
-
-    Raises:
-        InvalidInputError: fewer than two.
+    `stores`: nearest first; every block is written to all of them. Raises `InvalidInputError`: fewer than two.
     """
 
     def __init__(self, stores: Sequence[KVStore]) -> None:

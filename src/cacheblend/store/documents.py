@@ -145,7 +145,6 @@ class MemoryDocuments(DocumentRecords):
 
 
 def _memory_bytes(record: DocumentRecord) -> int:
-    """What a record takes in memory, about."""
     names = sum(len(blocks) for blocks in (*record.chunks, *record.stale))
     return OBJECT_BYTES + 4 * len(record.id) + NAME_OBJECT_BYTES * names
 

@@ -58,7 +58,6 @@ class MemoryManifests:
 
 
 def _bytes(manifest: ChunkManifest) -> int:
-    """What a manifest takes in memory, about."""
     ids = manifest.anchor_ids.nbytes + manifest.token_ids.nbytes
     return OBJECT_BYTES + ids + NAME_OBJECT_BYTES * len(manifest.block_names) + 4 * len(manifest.label)
 

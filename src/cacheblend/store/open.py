@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,16 +31,7 @@ SUPPORTED = (
     '"file:///folder?max_bytes=200GiB&ram_bytes=4GiB", "redis://host:6379/0?ram_bytes=4GiB", or "s3://bucket/folder?region=eu-central-1"'
 )
 
-_REDIS = ("redis", "rediss", "valkey")
-_OPTIONS = {
-    "memory": ("max_bytes", "ttl", "evict", "page_locked"),
-    "cuda": ("max_bytes", "ttl", "evict"),
-    "file": ("max_bytes", "ram_bytes", "ttl", "direct", "evict", "locks", "page_locked", "mode"),
-    **dict.fromkeys(_REDIS, ("max_bytes", "ram_bytes", "ttl", "prefix", "timeout", "cluster", "page_locked")),
-    "s3": ("max_bytes", "ram_bytes", "ttl", "timeout", "endpoint", "region", "page_locked"),
-}
-
-
+_NO_OPTIONS = ("path", "url", "index", "is_lock_required")  # fields of places
 _FORMS = {"memory": "memory", "cuda": "cuda://?max_bytes=8GiB", "file": "file:///folder", "s3": "s3://bucket/folder"}
 """What to write of each scheme; the others are servers."""
 _SIZES = {"": 1, "B": 1} | {
@@ -120,10 +111,12 @@ def parse_store_url(
     scheme, where, options = _split(url)
     arguments = {"max_bytes": max_bytes, "ram_bytes": ram_bytes}
     options |= {key: str(value) for key, value in arguments.items() if value is not None}
+    allowed = [each.name for each in fields(_PLACES[scheme]) if each.name not in _NO_OPTIONS]
+    if scheme not in ("memory", "cuda"):  # with memory in front
+        allowed = [allowed[0], "ram_bytes", *allowed[1:], "page_locked"]
     for key in options:
-        if key not in _OPTIONS[scheme]:
-            allowed = ", ".join(_OPTIONS[scheme])
-            raise InvalidInputError(f"a {scheme} store has no option {key!r}; it has {allowed}")
+        if key not in allowed:
+            raise InvalidInputError(f"a {scheme} store has no option {key!r}; it has {', '.join(allowed)}")
     values = {key: _value(key, text) for key, text in options.items()}
     if scheme in ("memory", "cuda"):
         return _front(scheme, where, values)
@@ -133,11 +126,7 @@ def parse_store_url(
             f"store {where!r} names several folders; name one: disks side by side become one by LVM or RAID 0, and "
             "several stores behind each other are separated by commas, each with its scheme"
         )
-    place: StorePlace
-    if scheme == "file":
-        place = FolderPlace(Path(where), **values)
-    else:
-        place = BucketPlace(where, **values) if scheme == "s3" else RedisPlace(where, **values)
+    place: StorePlace = _PLACES[scheme](Path(where) if scheme == "file" else where, **values)
     if page_locked is not None and not ram:
         raise InvalidInputError("page_locked is of the memory in front of a store: set ram_bytes, too, or leave it out")
     return TieredPlace(MemoryPlace(ram, page_locked=page_locked), place) if ram else place
@@ -154,7 +143,6 @@ def lasting_url(url: str) -> str:
 
 
 def _each(url: str) -> list[str]:
-    """The URLs of several stores, or the one."""
     return [each.strip() for each in re.split(r",(?=\s*[a-z0-9]+://)", url)]
 
 
@@ -203,7 +191,7 @@ def _front(scheme: str, where: str, options: Mapping[str, Any]) -> "MemoryPlace 
 
 
 def _split(url: str | Path | None) -> tuple[str, str, dict[str, str]]:
-    """A store's scheme, a key of `_OPTIONS`; where it is: a folder, a GPU's number or a URL; its options as text."""
+    """A store's scheme, a key of `_PLACES`; where it is: a folder, a GPU's number or a URL; its options as text."""
     if url is None or url == "memory":
         return "memory", "", {}
     if isinstance(url, Path) or "://" not in url:
@@ -217,7 +205,7 @@ def _split(url: str | Path | None) -> tuple[str, str, dict[str, str]]:
     except ValueError as error:
         raise InvalidInputError(f"store {url!r} is not a URL ({error}); use {SUPPORTED}") from error
     scheme, where = parts.scheme, parts.netloc + parts.path
-    if scheme not in _OPTIONS:
+    if scheme not in _PLACES:
         raise InvalidInputError(f"store {url!r} has the unknown scheme {scheme!r}; use {SUPPORTED}")
     if scheme == "memory" and where:
         raise InvalidInputError(f"store {url!r} names a place in memory ({where!r}); use memory://?max_bytes=8GiB")
@@ -256,11 +244,11 @@ def _meant_scheme(path: str) -> str | None:
     """The scheme that a bare name looks like: in another case, between colons or blanks, or a letter away from it. Of
     the short ones only the name itself: many words are a letter away."""
     word = re.sub(r"//.*", "", path).strip(": ").lower()
-    if word in _OPTIONS:
+    if word in _PLACES:
         return word
     if not word.isalpha():  # a path, or a name with a number
         return None
-    return next((scheme for scheme in _OPTIONS if len(scheme) > 4 and _is_a_letter_away(word, scheme)), None)
+    return next((scheme for scheme in _PLACES if len(scheme) > 4 and _is_a_letter_away(word, scheme)), None)
 
 
 def _is_a_letter_away(word: str, other: str) -> bool:
@@ -380,8 +368,8 @@ class FolderPlace:
     path: Path
     max_bytes: int = DEFAULT_DISK_BYTES
     ttl: float | None = None
-    evict: str = "lru"
     direct: bool = False
+    evict: str = "lru"
     locks: bool = True
     mode: int = OWNER_ONLY
 
@@ -413,8 +401,8 @@ class RedisPlace:
     url: str
     max_bytes: int | None = None
     ttl: float | None = None
-    timeout: float = 2.0
     prefix: str = "cacheblend"
+    timeout: float = 2.0
     cluster: bool = False
 
     def __post_init__(self) -> None:
@@ -496,6 +484,9 @@ class CascadePlace:
 
 
 StorePlace = MemoryPlace | DevicePlace | FolderPlace | RedisPlace | BucketPlace | TieredPlace | CascadePlace
+_PLACES: dict[str, Any] = {"memory": MemoryPlace, "cuda": DevicePlace, "file": FolderPlace, "s3": BucketPlace}
+_PLACES |= dict.fromkeys(("redis", "rediss", "valkey"), RedisPlace)
+"""By a URL's scheme; their fields are its options."""
 
 
 def page_locking(place: StorePlace) -> StorePlace:

@@ -64,8 +64,7 @@ class PageLocked:
         is_required: False: where no more memory can be locked, records lie in ordinary memory; so they do where CUDA
             refuses to lock memory for any other reason.
 
-    Raises:
-        InvalidInputError: there is no GPU that could copy from it.
+    Raises `InvalidInputError`: there is no GPU that could copy from it.
     """
 
     tier, copies = "memory", True

@@ -12,12 +12,18 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from cacheblend.core.errors import StoreError, StoreUnreachableError
+from cacheblend.core.errors import (
+    BlockDamagedError,
+    BlockLostError,
+    StoreError,
+    StoreReadOnlyError,
+    StoreUnreachableError,
+)
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import ChunkManifest
-from cacheblend.store.base import LOGGER_NAME, Damage, FindCounter, KVStore, Progress, check_manifest
+from cacheblend.store.base import LOGGER_NAME, Damage, FindCounter, KVStore, Progress, StoreStats, check_manifest
 from cacheblend.store.documents import DamagedRecord, DocumentRecord, DocumentRecords, verify_documents
 from cacheblend.store.eviction import Listed
 from cacheblend.store.format.checksum import DamagedError
@@ -223,11 +229,13 @@ def _kind(root: BlockName) -> str:
 
 class SharedStore(KVStore):
     """A store in a folder, on a server or in a bucket, which several processes may share. `place`: where manifests and
-    documents' records are; blocks and pins are the subclass's. `read_only`: whether writes raise `StoreReadOnlyError`.
-    `page_bytes`: a manifest takes whole pages of this size."""
+    documents' records are; blocks and pins are the subclass's. `read_only`: whether writes raise `StoreReadOnlyError`,
+    with the text `refusal`. `page_bytes`: a manifest takes whole pages of this size."""
 
-    def __init__(self, place: SealedPlace, read_only: bool, page_bytes: int = 1) -> None:
-        self._place, self.read_only = place, read_only
+    _capacity: Any  # with `max_bytes` and `evictions`
+
+    def __init__(self, place: SealedPlace, read_only: bool, refusal: str, page_bytes: int = 1) -> None:
+        self._place, self.read_only, self._refusal = place, read_only, refusal
         self._manifests = Manifests(place, self.asking, read_only, page_bytes)
         self.documents = Documents(self, place)
         self._finds, self._lock, self._write_failures = FindCounter(), threading.Lock(), 0
@@ -236,9 +244,10 @@ class SharedStore(KVStore):
     def asking(self) -> AbstractContextManager[None]:
         """The context of calls to the place, which turns what goes wrong there into `StoreError`."""
 
-    @abstractmethod
     def require_writable(self) -> None:
         """Raises `StoreReadOnlyError` where nothing may be written."""
+        if self.read_only:
+            raise StoreReadOnlyError(self._refusal)
 
     @abstractmethod
     def reserved(self, nbytes: int, name: BlockName, what: str) -> AbstractContextManager[None]:
@@ -283,15 +292,37 @@ class SharedStore(KVStore):
         """Names of all blocks. The caller is within `asking`."""
 
     @abstractmethod
-    def _verify_block(self, name: BlockName) -> list[Damage]:
-        """Reads all of a block: what is wrong with it. One that has vanished is not damaged."""
+    def _layers_of(self, name: BlockName) -> int:
+        """Number of a block's layers, by its header, which is read anew. Raises `BlockLostError`."""
+
+    def _stats(self, blocks: int, nbytes: int, chunks: int, pinned: int, damaged: int) -> StoreStats:
+        """The store's state, of which these are counted when it is asked for; `damaged`: blocks."""
+        return StoreStats(
+            tier=self.tier_names[0],
+            blocks=blocks,
+            bytes=nbytes,
+            max_bytes=self._capacity.max_bytes,
+            chunks=chunks,
+            pinned=pinned,
+            hits=self._finds.hits,
+            misses=self._finds.misses,
+            evictions=self._capacity.evictions,
+            damaged=damaged + self._manifests.damaged,
+            write_failures=self._write_failures,
+        )
 
     def verify(self, progress: Progress | None = None) -> list[Damage]:
         with self.asking():
             names = self._block_names()
         found: list[Damage] = []
         for done, name in enumerate(names, start=1):
-            found += self._verify_block(name)
+            try:
+                for layer in range(self._layers_of(name)):  # a whole block may exceed a timeout
+                    self.read(name, layer)
+            except BlockDamagedError as error:
+                found.append(Damage("block", name, error.reason, error.removed))
+            except BlockLostError:  # it has vanished
+                pass
             if progress is not None:
                 progress(done, len(names))
         self._manifests.intact(found, fresh=True)

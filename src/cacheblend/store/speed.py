@@ -47,7 +47,6 @@ def measure(store: KVStore, layout: KVLayout, *, block_tokens: int = 256, rounds
 
 
 def _layer_seconds(store: KVStore, names: list[BlockName], layers: int, rounds: int) -> float:
-    """Median seconds to read one layer of these blocks."""
     taken = []
     for _ in range(rounds):
         for name in names:

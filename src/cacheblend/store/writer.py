@@ -37,15 +37,10 @@ class WriteBehind:
     """Writes blocks to a store on a thread of its own; safe to call from several threads.
 
     The thread is a daemon and starts with the first block. Blocks that still wait when the process ends are lost
-    unless `flush` or `close` is called.
+    unless `flush` or `close` is called. The store stays open.
 
-    Args:
-        store: where the blocks are written; stays open.
-        max_bytes: bound on the bytes that wait. A block that would exceed it is dropped and counted, so a slow store
-            causes misses but delays no request.
-
-    Raises:
-        InvalidInputError: `max_bytes` is not above 0.
+    `max_bytes`: bound on the bytes that wait. A block that would exceed it is dropped and counted, so a slow store
+    causes misses but delays no request. Raises `InvalidInputError`: it is not above 0.
     """
 
     def __init__(self, store: KVStore, max_bytes: int = 1 << 30) -> None:

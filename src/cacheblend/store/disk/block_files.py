@@ -28,7 +28,7 @@ import torch
 from cacheblend.core.errors import BlockDamagedError, BlockLostError
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import RecordMemory
-from cacheblend.store.base import LOGGER_NAME, Damage, check_layer, head_range
+from cacheblend.store.base import LOGGER_NAME, check_layer, head_range
 from cacheblend.store.disk.folder import Folder, remove_entry
 from cacheblend.store.eviction import Expiry
 from cacheblend.store.format.block_file import (
@@ -218,20 +218,10 @@ class BlockFiles:
                 return offsets[min(layers.stop, len(offsets) - 1)] - offsets[min(layers.start, len(offsets) - 1)]
         return 0
 
-    def verify(self, name: BlockName) -> Damage | None:
-        """What is wrong with the block's file, None if nothing is or it is gone; reads all of it."""
-        try:
-            with self._opened(name, fresh=True) as known:
-                for layer in range(len(known.header.entry.layout.layers)):
-                    wanted = wanted_of(known.header, range(layer, layer + 1), None)
-                    (found,) = read_blocks([known], wanted, None, direct=self._direct)
-                    if not isinstance(found, list):
-                        raise self._lost(name, known.path, known.stamp, found)
-        except BlockDamagedError as error:
-            return Damage("block", name, error.reason, error.removed)
-        except BlockLostError:
-            return None
-        return None
+    def header(self, name: BlockName) -> BlockHeader:
+        """The block's header, read anew. Raises `BlockLostError`."""
+        with self._opened(name, fresh=True) as known:
+            return known.header
 
     def _lost(self, name: BlockName, path: str, stamp: Stamp, error: DamagedError | OSError) -> BlockLostError:
         """The error for a failed read. Damage, I/O errors of the disk included, is reported once, and its file removed,

@@ -29,8 +29,7 @@ from cacheblend.core.errors import InvalidInputError, StoreFullError
 from cacheblend.core.names import BlockName
 from cacheblend.store.base import Progress
 from cacheblend.store.disk.block_files import BlockFiles
-from cacheblend.store.disk.folder import BLOCK_SUFFIX, Folder, name_of_file, named_files
-from cacheblend.store.disk.sealed_files import whole_pages
+from cacheblend.store.disk.folder import BLOCK_SUFFIX, Folder, name_of_file, named_files, whole_pages
 from cacheblend.store.eviction import EmptyChunks, Eviction, Expiry
 from cacheblend.store.sealed import Manifests
 
@@ -68,7 +67,6 @@ class Capacity:
         self.max_bytes, self.evictions = max_bytes, 0
         self._folder, self._files, self._eviction, self._expiry = folder, files, eviction, expiry
         self._empty = EmptyChunks(manifests, self._held)
-        self.sweep = self._empty.sweep
         self._lock = threading.RLock()
         self._policy_lock = threading.Lock()  # separate, so that a look-up does not wait for an eviction
         self._total: int | None = None  # bytes as last listed, plus this process's writes since
@@ -198,11 +196,12 @@ class Capacity:
             return self._evict(need, self._count()[0])
 
     def shrink(self, max_bytes: int, progress: Progress | None = None) -> int:
-        """Evicts unpinned blocks until at most `max_bytes` are held; the bytes freed."""
+        """Evicts unpinned blocks until at most `max_bytes` are held, and removes all manifests of which no block is
+        held; the bytes freed."""
         with self._lock, self._folder.locked():
             self._total = None
             total = self._count()[0]
-            return self._evict(total - max_bytes, total, progress)
+            return self._evict(total - max_bytes, total, progress) + self._empty.sweep()
 
     def _evict(self, surplus: int, total: int, progress: Progress | None = None) -> int:
         """Removes unpinned blocks in order until `surplus` bytes of `total` are freed; the bytes freed."""

@@ -3,33 +3,42 @@
 cacheblend.json          the format version; makes the folder a store
 blocks/ab/abcd....safetensors
 manifests/abcd....json
-documents/abcd.../ef01....json    by root
+documents/abcd.../ef01....json    by root, with a lock that is held while it is decided what is referred to
 pins/abcd...             empty files
 tmp/                     files being written, each locked (flock) by its writer; what large ones will take
 lock                     locked while files are evicted
 """
 
 # System calls on strings, since this is the hot path:
-# ruff: noqa: PTH104, PTH106, PTH108, PTH110, PTH112, PTH114, PTH120, PTH208
+# ruff: noqa: PTH104, PTH106, PTH108, PTH110, PTH112, PTH114, PTH116, PTH120, PTH123, PTH208
 
 import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import re
 import secrets
+import stat
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from cacheblend.core.errors import StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
 from cacheblend.core.names import BlockName
+from cacheblend.store.base import LOGGER_NAME, SMALL_FILE_BYTES
 from cacheblend.store.format.block_file import CHAIN_FORMAT, NAME_BYTES
+from cacheblend.store.format.checksum import DamagedError
+from cacheblend.store.sealed import DOCUMENTS, MANIFESTS, Bytes, Sealed
 
 FORMAT_FILE = "cacheblend.json"
 OWNER_ONLY = 0o600  # permissions of files: passages can be read back from what a store holds
-BLOCK_SUFFIX = ".safetensors"
+BLOCK_SUFFIX, JSON_SUFFIX = ".safetensors", ".json"
+STAMP_SETTLES_NS = 2 * 10**9
+"""Two changes within one tick of a file system's clock have the same time; the coarsest ticks are 2 s."""
+logger = logging.getLogger(LOGGER_NAME)
 
 _RESERVED = ".reserved"
 _TEMPORARY = re.compile(rf"\d+-[0-9a-f]{{16}}({re.escape(_RESERVED)})?")
@@ -219,14 +228,6 @@ class Folder:
 
     # Writing
 
-    def require_writable(self) -> None:
-        """Raises `StoreReadOnlyError`."""
-        if self.read_only:
-            raise StoreReadOnlyError(
-                f"{self.path} is opened read-only or cannot be written to: check its permissions and its "
-                "mount, or use another folder"
-            )
-
     def publish(
         self, target: Path | str, buffers: Sequence[memoryview], mtime_ns: int | None = None, others: Sequence[str] = ()
     ) -> None:
@@ -362,6 +363,94 @@ def _write_all(fd: int, buffers: Sequence[memoryview]) -> None:
             written -= len(waiting.pop())
         if written:
             waiting[-1] = waiting[-1][written:]
+
+
+class SealedFiles:
+    """A folder's manifests and documents' records, see `SealedPlace`. Raises `OSError` where it cannot be read."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder, self._path = folder, str(folder.path)
+        self._locks: dict[str, threading.Lock] = {}
+
+    def where(self, kind: str, name: BlockName) -> str:
+        return f"{self._path}/{kind}/{name.hex()}{JSON_SUFFIX}"
+
+    def put_sealed(self, kind: str, name: BlockName, data: Bytes) -> None:
+        path = self.where(kind, name)
+        try:
+            self._folder.publish(path, [memoryview(data)])
+        except OSError as error:
+            raise store_error(error, f"cannot write {path}") from error
+
+    def sealed(self, kind: str) -> Mapping[BlockName, Sealed]:
+        found: dict[BlockName, Sealed] = {}
+        for name in named_files(f"{self._path}/{kind}", JSON_SUFFIX):
+            with contextlib.suppress(FileNotFoundError):
+                status = os.stat(self.where(kind, name))
+                mark = status.st_ino, status.st_size, status.st_mtime_ns
+                found[name] = Sealed(mark, whole_pages(status.st_size))
+        return found
+
+    def read_sealed(self, kind: str, names: Sequence[BlockName]) -> list[Bytes | DamagedError | None]:
+        """An I/O error of the disk counts as damage; a manifest that cannot be opened is left out."""
+        return [self._read(kind, name) for name in names]
+
+    def _read(self, kind: str, name: BlockName) -> Bytes | DamagedError | None:
+        path = self.where(kind, name)
+        try:
+            if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would never end
+                return DamagedError("it is no regular file")
+            with open(path, "rb") as file:
+                return file.read()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno == errno.EIO:
+                return DamagedError(f"cannot be read: {error}")
+            if kind != MANIFESTS:
+                raise
+            logger.warning("manifest %s cannot be read: %s; left out", path, error.strerror)
+            return None
+
+    def has_sealed(self, kind: str, name: BlockName) -> bool:
+        return os.path.exists(self.where(kind, name))
+
+    def delete_sealed(self, kind: str, name: BlockName) -> bool:
+        return unlink(self.where(kind, name), remove_entry)
+
+    def kinds(self) -> list[str]:
+        """Folders that are empty but for the lock have no records."""
+        try:
+            folders = os.listdir(self._folder.documents)
+        except FileNotFoundError:
+            return []
+        roots = [folder for folder in sorted(folders) if name_of_file(folder, "") is not None]
+        return [f"{DOCUMENTS}{root}" for root in roots if named_files(f"{self._folder.documents}/{root}", JSON_SUFFIX)]
+
+    @contextlib.contextmanager
+    def lock(self, kind: str) -> Iterator[None]:
+        """By flock, where the file system has it."""
+        place = self._folder.path / kind
+        try:
+            self._folder.make(place)
+        except OSError as error:
+            raise store_error(error, f"cannot make {place}") from error
+        with self._locks.setdefault(kind, threading.Lock()), self._folder.locked(place):
+            yield
+
+    def listing_stamp(self) -> Hashable | None:
+        """When the folder of manifests last changed; None while a change may still go unnoticed."""
+        try:
+            status = os.stat(self._folder.manifests)
+        except FileNotFoundError:
+            return None  # `sealed` finds none either
+        settled = time.time_ns() - status.st_mtime_ns > STAMP_SETTLES_NS
+        return (status.st_ino, status.st_mtime_ns) if settled else None
+
+
+def whole_pages(nbytes: int) -> int:
+    """What a small file occupies on a disk."""
+    return -(-nbytes // SMALL_FILE_BYTES) * SMALL_FILE_BYTES
 
 
 # ---- entries ------------------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from cacheblend.core.plan.blocks import Block, BlockEntry, RecordMemory
 from cacheblend.store.base import (
     LOGGER_NAME,
     SMALL_FILE_BYTES,
-    Damage,
     Progress,
     StoreStats,
     check_block,
@@ -29,8 +28,17 @@ from cacheblend.store.base import (
 )
 from cacheblend.store.disk.block_files import BlockFiles
 from cacheblend.store.disk.capacity import Capacity
-from cacheblend.store.disk.folder import OWNER_ONLY, Folder, is_full, store_error, sync_folder, unlink, unreadable
-from cacheblend.store.disk.sealed_files import SealedFiles, whole_pages
+from cacheblend.store.disk.folder import (
+    OWNER_ONLY,
+    Folder,
+    SealedFiles,
+    is_full,
+    store_error,
+    sync_folder,
+    unlink,
+    unreadable,
+    whole_pages,
+)
 from cacheblend.store.eviction import Expiry, eviction_of
 from cacheblend.store.format.block_file import CHAIN_FORMAT, encode_chain
 from cacheblend.store.sealed import SharedStore
@@ -85,11 +93,13 @@ class DiskStore(SharedStore):
     ) -> None:
         check_type(path, str | Path, "the path of a store's folder")
         self._folder, expiry = Folder(Path(path), read_only, durable, locks, mode), Expiry(ttl)
-        super().__init__(SealedFiles(self._folder), self._folder.read_only, SMALL_FILE_BYTES)
+        refusal = f"{self.path} is opened read-only or cannot be written to"
+        refusal += ": check its permissions and its mount, or use another folder"
+        super().__init__(SealedFiles(self._folder), self._folder.read_only, refusal, SMALL_FILE_BYTES)
         self._files = BlockFiles(self._folder, direct=direct, expiry=expiry)
         # For lru no policy is needed: the files' times say when they were used, and all processes see them.
         policy = None if eviction == "lru" else eviction_of(eviction)
-        self._capacity = Capacity(self._folder, self._files, self._manifests, max_bytes, policy, expiry)
+        self._capacity: Capacity = Capacity(self._folder, self._files, self._manifests, max_bytes, policy, expiry)
         # No chains in a folder that an older cacheblend made, and may have open: it would take such files for damaged.
         self._writes_chains = self._folder.format >= CHAIN_FORMAT
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -169,7 +179,6 @@ class DiskStore(SharedStore):
                 )
 
     def _write_file(self, chain: Sequence[Block]) -> None:
-        """Writes a file, evicting blocks while the disk is full."""
         buffers = encode_chain(chain)
         need = sum(len(buffer) for buffer in buffers)
         path, *others = (self._folder.block_path(block.name) for block in chain)
@@ -232,41 +241,24 @@ class DiskStore(SharedStore):
         except OSError as error:
             raise unreadable(self.path, error) from error
 
-    def require_writable(self) -> None:
-        self._folder.require_writable()
-
     def stats(self) -> StoreStats:
         with self.asking():
             count, nbytes, pinned = 0, float(self._capacity.small_bytes()[0]), 0
             for block in self._capacity.blocks():
                 count, nbytes, pinned = count + 1, nbytes + block.nbytes, pinned + block.pinned
-            chunks = self._manifests.count()
-        return StoreStats(
-            tier="disk",
-            blocks=count,
-            bytes=round(nbytes),
-            max_bytes=self._capacity.max_bytes,
-            chunks=chunks,
-            pinned=pinned,
-            hits=self._finds.hits,
-            misses=self._finds.misses,
-            evictions=self._capacity.evictions,
-            damaged=self._files.damaged + self._manifests.damaged,
-            write_failures=self._write_failures,
-        )
+            return self._stats(count, round(nbytes), self._manifests.count(), pinned, self._files.damaged)
 
     def _block_names(self) -> list[BlockName]:
         return [block.name for block in self._capacity.blocks()]
 
-    def _verify_block(self, name: BlockName) -> list[Damage]:
-        damage = self._files.verify(name)
-        return [] if damage is None else [damage]
+    def _layers_of(self, name: BlockName) -> int:
+        return len(self._files.header(name).entry.layout.layers)
 
     def prune(self, max_bytes: int, progress: Progress | None = None) -> int:
         self.require_writable()
         check_max_bytes(max_bytes)
         try:
-            return self._capacity.shrink(max_bytes, progress) + self._capacity.sweep()
+            return self._capacity.shrink(max_bytes, progress)
         except OSError as error:
             raise store_error(error, f"cannot prune {self.path}") from error
 

@@ -101,7 +101,6 @@ def geometry_of(layers: str, dtype: str, codec: str, tokens: int) -> Geometry:
 
 @lru_cache(maxsize=4096)
 def _places_of(geometries: tuple[Geometry, ...]) -> tuple[RecordPlace, ...]:
-    """The places of the blocks of a file that have these geometries."""
     begins: list[list[int]] = [[] for _ in geometries]
     end = 0
     for layer in range(len(geometries[0].head_bytes)):

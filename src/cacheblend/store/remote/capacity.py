@@ -71,18 +71,14 @@ class RemoteCapacity:
                 self._lock.notify_all()
 
     def shrink(self, max_bytes: int, progress: Progress | None = None) -> int:
-        """Evicts unpinned blocks until at most `max_bytes` are held; the bytes freed."""
+        """Evicts unpinned blocks until at most `max_bytes` are held, and removes all manifests of which no block is
+        held; the bytes freed."""
         with self._lock:
             freed, _ = self._evict_until(max_bytes, None)
-        if progress is not None:
-            progress(freed, freed)
-        return freed
-
-    def sweep(self) -> int:
-        """Removes all manifests of which no block is held; the bytes freed."""
-        with self._lock:
+            if progress is not None:
+                progress(freed, freed)
             self._listed()
-            return self._empty.sweep()
+            return freed + self._empty.sweep()
 
     def expire(self, since: float) -> None:
         """Removes unpinned blocks that were last used before the time `since`."""

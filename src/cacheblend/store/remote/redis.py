@@ -292,7 +292,6 @@ class RedisObjects:
         return sorted(kind for kind, count in zip(kinds, counts, strict=True) if count)
 
     def _all_kinds(self) -> list[str]:
-        """The kinds that there ever were, besides manifests."""
         return [kind.decode() for kind in self._together(lambda pipe: pipe.smembers(self._key("kinds")))[0]]
 
     @contextmanager

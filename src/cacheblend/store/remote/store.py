@@ -19,7 +19,6 @@ from cacheblend.core.errors import (
     BlockDamagedError,
     BlockLostError,
     StoreError,
-    StoreReadOnlyError,
     StoreUnreachableError,
 )
 from cacheblend.core.load.breaker import CircuitBreaker
@@ -27,7 +26,6 @@ from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, RecordMemory
 from cacheblend.store.base import (
     LOGGER_NAME,
-    Damage,
     Progress,
     StoreStats,
     check_block,
@@ -49,24 +47,16 @@ warnings.filterwarnings("ignore", message="The given buffer is not writable")  #
 
 
 class RemoteStore(SharedStore):
-    """Blocks on another machine, least recently used evicted first; headers are cached.
-
-    Args:
-        objects: moves the bytes; closed with the store.
-        max_bytes: bound on what all writers store; None leaves eviction to the other side.
-        read_only: never write: damage is reported but not removed.
-        ttl: seconds without use after which an unpinned block is removed; None: no limit.
-
-    Raises:
-        InvalidInputError: a `ttl` that is not above 0.
-    """
+    """Blocks on another machine, least recently used evicted first; headers are cached. `objects` moves the bytes, and
+    is closed with the store. `max_bytes`: bound on what all writers store; None leaves eviction to the other side.
+    `read_only`: damage is reported but not removed. `ttl`: see `Expiry`."""
 
     def __init__(
         self, objects: Objects, max_bytes: int | None = None, *, read_only: bool = False, ttl: float | None = None
     ) -> None:
         self._objects, self._expiry, self._breaker = objects, Expiry(ttl), CircuitBreaker(objects.place)
-        super().__init__(objects, read_only)
-        self._capacity = RemoteCapacity(objects, max_bytes, self._drop, self._manifests, self.asking)
+        super().__init__(objects, read_only, f"{objects.place} was opened read-only: open it without read_only")
+        self._capacity: RemoteCapacity = RemoteCapacity(objects, max_bytes, self._drop, self._manifests, self.asking)
         self._known: OrderedDict[BlockName, BlockHeader] = OrderedDict()
         self._round_trips: deque[float] = deque(maxlen=_ROUND_TRIPS)
         self._damaged = 0
@@ -128,38 +118,35 @@ class RemoteStore(SharedStore):
         learnt = self._learnt({name: header for name, header in held.items() if name not in known})
         return {name: header for name, header in (known | learnt).items() if held[name] is not None}
 
-    def _headers(self, names: Sequence[BlockName], found: list[Damage] | None = None) -> dict[BlockName, BlockHeader]:
-        """Headers of the blocks that are held, from the cache or in one call; damage is appended to `found`."""
+    def _headers(self, names: Sequence[BlockName]) -> dict[BlockName, BlockHeader]:
+        """Headers of the blocks that are held, from the cache or in one call."""
         known = self._cached(names)
         missing = list(dict.fromkeys(name for name in names if name not in known))
         if missing:
             with self._round_trip():
                 data = self._objects.headers(missing)
-            known |= self._learnt(dict(zip(missing, data, strict=True)), found)
+            known |= self._learnt(dict(zip(missing, data, strict=True)))
         return known
 
     def _cached(self, names: Sequence[BlockName]) -> dict[BlockName, BlockHeader]:
         with self._lock:
             return {name: self._known[name] for name in names if name in self._known}
 
-    def _learnt(
-        self, data: Mapping[BlockName, Bytes | None], found: list[Damage] | None = None
-    ) -> dict[BlockName, BlockHeader]:
-        """Decodes headers and caches them; damage is appended to `found`."""
-        learnt: dict[BlockName, BlockHeader] = {}
-        for name, part in data.items():
-            try:
-                if part is not None:
-                    learnt[name] = decode_header(bytes(part), None, name)
-            except DamagedError as error:
-                damaged = self._damage(name, str(error))
-                if found is not None:
-                    found.append(Damage("block", name, damaged.reason, damaged.removed))
+    def _learnt(self, data: Mapping[BlockName, Bytes | None]) -> dict[BlockName, BlockHeader]:
+        """The intact headers, cached from then on."""
+        found = {name: self._decoded(name, part) for name, part in data.items() if part is not None}
+        return {name: header for name, header in found.items() if isinstance(header, BlockHeader)}
+
+    def _decoded(self, name: BlockName, data: Bytes) -> BlockHeader | BlockDamagedError:
+        try:
+            header = decode_header(bytes(data), None, name)
+        except DamagedError as error:
+            return self._damage(name, str(error))
         with self._lock:
-            self._known.update(learnt)
+            self._known[name] = header
             while len(self._known) > _MAX_KNOWN:
                 self._known.popitem(last=False)
-        return learnt
+        return header
 
     def _forget(self, names: Sequence[BlockName]) -> None:
         with self._lock:
@@ -270,40 +257,26 @@ class RemoteStore(SharedStore):
         with self.asking():
             held, pinned, chunks = self._objects.held(), self._objects.pinned(), self._objects.sealed(MANIFESTS)
             small = sum(each.nbytes for each in chunks.values()) + self._objects.documents_bytes()
-        return StoreStats(
-            tier=self._objects.tier,
-            blocks=len(held),
-            bytes=sum(block.nbytes for block in held) + small,
-            max_bytes=self._capacity.max_bytes,
-            chunks=len(chunks),
-            pinned=sum(block.name in pinned for block in held),
-            hits=self._finds.hits,
-            misses=self._finds.misses,
-            evictions=self._capacity.evictions,
-            damaged=self._damaged + self._manifests.damaged,
-            write_failures=self._write_failures,
-        )
+        nbytes = sum(block.nbytes for block in held) + small
+        return self._stats(len(held), nbytes, len(chunks), sum(each.name in pinned for each in held), self._damaged)
 
     def _block_names(self) -> list[BlockName]:
         return [block.name for block in self._objects.held(tidy=not self.read_only)]
 
-    def _verify_block(self, name: BlockName) -> list[Damage]:
-        found: list[Damage] = []
+    def _layers_of(self, name: BlockName) -> int:
         self._forget([name])
-        header = self._headers([name], found).get(name)
-        for layer in range(len(header.entry.layout.layers) if header else 0):
-            (record,) = self.read_many([name], layer)
-            if isinstance(record, BlockDamagedError):
-                found.append(Damage("block", name, record.reason, record.removed))
-            if isinstance(record, BlockLostError):
-                break
-        return found
+        with self._round_trip():
+            (data,) = self._objects.headers([name])
+        header = None if data is None else self._decoded(name, data)
+        if isinstance(header, BlockDamagedError):
+            raise header
+        return 0 if header is None else len(header.entry.layout.layers)
 
     def prune(self, max_bytes: int, progress: Progress | None = None) -> int:
         self.require_writable()
         check_max_bytes(max_bytes)
         with self.asking():
-            return self._capacity.shrink(max_bytes, progress) + self._capacity.sweep()
+            return self._capacity.shrink(max_bytes, progress)
 
     def close(self) -> None:
         self._objects.close()
@@ -313,10 +286,6 @@ class RemoteStore(SharedStore):
 
     def reserved(self, nbytes: int, name: BlockName, what: str) -> AbstractContextManager[None]:
         return self._capacity.reserved(nbytes, name, what)
-
-    def require_writable(self) -> None:
-        if self.read_only:
-            raise StoreReadOnlyError(f"{self._objects.place} was opened read-only: open it without read_only")
 
 
 def _checked(header: BlockHeader, wanted: Range, data: Bytes) -> torch.Tensor:
