@@ -297,7 +297,7 @@ def fresh_compiler():
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("family", rotating(FAMILIES, core=["llama"]))
+@pytest.mark.parametrize("family", rotating(FAMILIES))
 def test_blends_and_full_prefills_are_those_of_plain_layers(family: str) -> None:
     model = tiny_model(family)
     with open_engine(model) as engine:

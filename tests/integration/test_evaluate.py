@@ -354,6 +354,7 @@ with BlendEngine.from_pretrained(sys.argv[1], device="cpu") as engine:
 """
 
 
+@pytest.mark.slow(4)
 def test_a_killed_run_goes_on_where_it_stopped(model: Path, engine: BlendEngine, tmp_path: Path) -> None:
     here = Path(__file__).parent
     code = f"import sys; sys.path.insert(0, {str(here.parent)!r})\n{KILLED}"

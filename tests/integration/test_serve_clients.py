@@ -61,8 +61,12 @@ def values(found: Any, name: str) -> Iterator[Any]:
         yield from values(inner, name)
 
 
-@pytest.mark.parametrize("endpoint", rotating(["/v1/completions", "/v1/chat/completions"], core=["/v1/completions"]))
-@pytest.mark.parametrize("model", rotating([["--model", "nano"], []], core=[[]]), ids=["named", "found"])
+@pytest.mark.parametrize(
+    ("endpoint", "model"),
+    rotating(
+        [(path, told) for path in ("/v1/completions", "/v1/chat/completions") for told in ([], ["--model", "nano"])]
+    ),
+)
 def test_vllm_bench_serve(url: str, tmp_path: Path, endpoint: str, model: list[str]) -> None:
     command = [program("vllm"), "-c", VLLM_BENCH, "--base-url", url, "--endpoint", endpoint, *model]
     command += ["--backend", "openai-chat" if "chat" in endpoint else "openai", "--tokenizer", str(model_path())]

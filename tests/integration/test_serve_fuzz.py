@@ -1,11 +1,11 @@
 """Whatever clients send: never an error that is the server's own, never a hang, and the next answer is right.
 
-2,000 cases of schemathesis by the server's own OpenAPI schema, 600 bodies that are damaged in some way (a share of
-them, half of it the same in every run), clients that are slow or vanish.
+2,000 cases of schemathesis by the server's own OpenAPI schema (a share of them; half are always the same, and take
+turns), 600 bodies that are damaged in some way (a share, half of it the same in every run), clients that are slow or
+vanish.
 """
 
 import copy
-import itertools
 import json
 import random
 import socket
@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from cacheblend.serve.settings import ServeSettings
-from campaign import SEED, share
+from campaign import SEED, rotating, share
 from serving import connected, running, shallow
 
 schemathesis = pytest.importorskip("schemathesis")
@@ -82,7 +82,8 @@ def as_meant(body: Any) -> None:
             body["input"] = [{"role": "user", "content": "Who has the boot?"}, *body["input"]]
 
 
-def test_cases_by_the_servers_own_schema(url: str) -> None:
+@pytest.mark.parametrize("is_core", rotating([False, True], core=[False]), ids=["drawn now", "always the same"])
+def test_cases_by_the_servers_own_schema(url: str, is_core: bool) -> None:
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     operations = [found.ok() for found in schema.get_all_operations()]
     runs = [
@@ -100,7 +101,7 @@ def test_cases_by_the_servers_own_schema(url: str) -> None:
         check(answer.status_code, answer.text, case.as_curl_command())
         seen[case.operation.label, answer.status_code] += 1
 
-    for (operation, mode), is_core in itertools.product(runs, (True, False)):  # half of them in every run
+    for operation, mode in runs:
         of_them = given(case=operation.as_strategy(generation_mode=mode))(ask)
         settings(
             max_examples=-(-CASES // len(runs) // 2),
@@ -113,7 +114,7 @@ def test_cases_by_the_servers_own_schema(url: str) -> None:
         ask(operation.Case(path_parameters={"chunk_id": "00", "document_id": "00", "model_id": "nano"}))
     for (label, status), count in sorted(seen.items()):
         print(f"{label:40} {status} {count:5}")
-    assert seen.total() >= CASES
+    assert seen.total() >= CASES // 2
 
 
 WHOLE: dict[str, dict[str, Any]] = {
@@ -208,10 +209,10 @@ def damaged(rng: random.Random, body: dict[str, Any]) -> bytes:
 
 
 def test_damaged_bodies(url: str) -> None:
-    core, rotating, seen = random.Random(6), random.Random(SEED), Counter[int]()
+    core, drawn, seen = random.Random(6), random.Random(SEED), Counter[int]()
     with httpx.Client(base_url=url, timeout=HANG_S) as http:
         for number in range(BODIES):
-            rng = rotating if number % 2 else core
+            rng = drawn if number % 2 else core
             path = rng.choice(list(WHOLE))
             raw = damaged(rng, WHOLE[path])
             kind = rng.choice(["application/json"] * 8 + ["text/plain", "application/octet-stream"])

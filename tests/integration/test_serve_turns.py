@@ -35,7 +35,7 @@ def documents_of(who: str, count: int) -> dict[str, Any]:
     return {"documents": [{"id": f"{who} {number}", "text": words(480)} for number in range(count)]}
 
 
-@pytest.mark.parametrize(("kind", "post_of", "count"), [("chunks", chunks_of, 300), ("documents", documents_of, 60)])
+@pytest.mark.parametrize(("kind", "post_of", "count"), [("chunks", chunks_of, 150), ("documents", documents_of, 30)])
 def test_a_short_post_does_not_wait_for_a_long_one(
     tmp_path: Path, kind: str, post_of: Callable[[str, int], dict[str, Any]], count: int
 ) -> None:
@@ -212,8 +212,8 @@ def form(*choices: str) -> dict[str, Any]:
     return {"structured_outputs": {"choice": list(choices)}}
 
 
-def waiting(ask: Ask) -> float:
-    (value,) = re.findall(r"^cacheblend_requests_waiting (\S+)$", ask("bob", "/metrics").text, re.MULTILINE)
+def waiting(metrics: str) -> float:
+    (value,) = re.findall(r"^cacheblend_requests_waiting (\S+)$", metrics, re.MULTILINE)
     return float(value)
 
 
@@ -229,7 +229,7 @@ def test_nobody_waits_but_for_his_turn_to_compile(gate: Gate, ask: Ask) -> None:
             assert ask(name, "/tokenize").status_code == 200
         assert len(gate.begun) == 1 and not any(each.done() for each in slow)
         new = pool.submit(ask, "bob", **form("slow, and bob's"))
-        wait_until(lambda: waiting(ask) == PARSERS + 2)  # one is compiled, the rest wait
+        wait_until(lambda: waiting(ask("bob", "/metrics").text) == PARSERS + 2)  # one is compiled, the rest wait
         gate.open()
         wait_until(lambda: len(gate.begun) == 2)
         assert "bob" in gate.begun[1]
@@ -243,7 +243,7 @@ def test_who_goes_away_is_not_compiled_for_and_too_many_are_told(gate: Gate, ask
         first = pool.submit(ask, "alice", **form("slow 0"))
         wait_until(lambda: len(gate.begun) == 1)
         with pytest.raises(httpx.ReadTimeout):
-            ask("alice", timeout=1, **form("slow, and gone"))
+            ask("alice", timeout=0.5, **form("slow, and gone"))
         slow = [pool.submit(ask, "alice", **form(f"slow {number}")) for number in range(1, WAITING + 8)]
         wait_until(lambda: any(each.done() for each in slow))
         assert ask("alice").status_code == ask("bob").status_code == 200  # forms turn away forms alone
@@ -256,13 +256,13 @@ def test_who_goes_away_is_not_compiled_for_and_too_many_are_told(gate: Gate, ask
 
 def test_a_server_that_is_stopped_tells_those_that_wait(gate: Gate) -> None:
     with ThreadPoolExecutor(8) as pool:
-        with running(ServeSettings(drain_s=1), model=shallow()) as url:
+        with running(ServeSettings(drain_s=0.2), model=shallow()) as url:
             body = {"prompt": "Who has the boot?", "max_tokens": 4}
             slow = [
                 pool.submit(httpx.post, f"{url}/v1/completions", json=body | form(f"slow {number}"), timeout=60)
                 for number in range(3)
             ]
-            wait_until(lambda: len(gate.begun) == 1)
-            threading.Timer(3, gate.open, [100]).start()  # longer than the server waits
+            wait_until(lambda: len(gate.begun) == 1 and waiting(httpx.get(f"{url}/metrics").text) == 2)
+            threading.Timer(1, gate.open, [100]).start()  # longer than the server waits
         found = [each.result().status_code for each in slow]
     assert found.count(503) >= 2 and len(gate.begun) == 1

@@ -424,9 +424,10 @@ def test_standard_input_and_what_is_refused(run: Run, tmp_path: Path, monkeypatc
     assert "does not exist" in run("--store", tmp_path / "s", "--source", tmp_path / "no", "--json").json["error"]
 
 
+@pytest.mark.slow(2)
 def test_a_killed_sync_goes_on_where_it_was(run: Run, tmp_path: Path) -> None:
     count = max(20, share(60))
-    rows = [{"id": str(number), "text": text_of(number, 300)} for number in range(count)]
+    rows = [{"id": str(number), "text": text_of(number, 120)} for number in range(count)]
     source, store = tmp_path / "d.jsonl", tmp_path / "s"
     source.write_text("\n".join(map(json.dumps, rows)))
     command = [sys.executable, "-m", "cacheblend", "sync", "--model", str(shallow()), "--store", str(store)]
