@@ -52,14 +52,15 @@ def test_codecs_are_compared_on_the_model_that_ships(run: Run, tmp_path: Path) -
     assert "1 questions; full recompute is right" in done.out
 
 
-def test_random_shapes_measure_every_selector(run: Run) -> None:
+def test_random_shapes_measure_every_selector(run: Run, tmp_path: Path) -> None:
     options = ("--prompts", 1, "--chunks", 2, "--chunk-tokens", 16, "--plain-tokens", 4, "--question-tokens", 4)
-    result = run("random-shapes", *options, "--json").json
+    done = run("random-shapes", *options, "--json-file", tmp_path / "random.json")
+    result = json.loads((tmp_path / "random.json").read_text())
     arms = {arm["arm"]: arm for arm in result["arms"]}
     assert {"reuse", "blend all"} < set(arms) and len(arms) == 8
     assert arms["blend all"]["deviation"]["kv"]["over_layers"]["mean"] < 1e-4
     assert "random tokens refer" in result["caveat"]
-    assert "Random weights and ids" in run("random-shapes", *options).out
+    assert "Random weights and ids" in done.out
 
 
 def test_deviation_of_random_prompts_is_that_of_inspect_and_has_intervals() -> None:
@@ -145,11 +146,11 @@ def test_store_writes_every_figure_and_leaves_nothing(run: Run, tmp_path: Path) 
     assert "size" in run("evict", "--trace", tmp_path, "--size", 2).err
     assert "name a model folder with --model, or a shape with --shape" in run("load").err
     out = tmp_path / "store.json"
-    done = run("store", "--blocks", 200, "--folder", tmp_path, "--json-file", out)
+    done = run("store", "--blocks", 40, "--folder", tmp_path, "--json-file", out)
     assert done.code == 0, done.err
     result = json.loads(out.read_text())
     assert set(result["figures"]) == {"lookup_us", "open_s", "bytes_per_block"}
-    assert len(result["first_s"]) == len(result["again_s"]) == 200
+    assert len(result["first_s"]) == len(result["again_s"]) == 40
     assert list(tmp_path.iterdir()) == [out]
 
 
@@ -161,7 +162,6 @@ def test_sync_counts_what_is_computed(capsys: pytest.CaptureFixture[str], tmp_pa
     assert 0 < found["figures"]["sync_recomputed"] < 0.6
     assert found["without_edits"]["computed_tokens"] == 0 and len(found["by_edit"]) == 9
     assert json.loads((tmp_path / "out.json").read_text())["figures"] == found["figures"]
-    assert "9 are needed" not in bench("--documents", 2, "--tokens", 50).out
     assert "documents of 400 tokens, 900 are needed" in bench("--documents", 900, "--tokens", 400).json["error"]
 
 
