@@ -1,17 +1,16 @@
-"""The checkout that the lab runs in, the processes that it starts, and the measurements that it keeps."""
+"""The checkout that the lab runs in, and the processes that it starts."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import cacheblend
 from cacheblend.core.errors import CacheBlendError
 from cacheblend.engines import provenance
-from cacheblend.evaluation.records import LineLog
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,27 +34,3 @@ def measured_apart(module: str, *arguments: str, given: str = "") -> dict[str, A
         raise CacheBlendError(f"the process that measures failed: {done.stderr.strip().splitlines()[-1]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
-
-
-class Kept(LineLog[dict[str, Any]]):
-    """Measurements by key, each written as soon as it is finished, with the machine. Close it, or use `with`."""
-
-    def __init__(self, folder: Path | None, config: Mapping[str, Any]) -> None:
-        super().__init__(folder, config, lambda line: {name: line[name] for name in ("key", "value", "machine")})
-
-    def get(self, key: str, measure: Callable[[], Any]) -> Any:
-        """The measurement of this key; measured if it is not there yet. Plain JSON."""
-        if not self.has(key):
-            self.items.append({"key": key, "value": measure(), "machine": provenance.machine_line()})
-            self.append(self.items[-1])
-        return self.value(key)
-
-    def has(self, key: str) -> bool:
-        return any(item["key"] == key for item in self.items)
-
-    def value(self, key: str) -> Any:
-        return next(item["value"] for item in self.items if item["key"] == key)
-
-    @property
-    def machines(self) -> list[str]:
-        return list(dict.fromkeys(item["machine"] for item in self.items))

@@ -226,7 +226,6 @@ WRONG_LAB = _lines("""
 ... inspect -m {model} -q Why? | vllm replay
 paper: -m {model} | -d {data}
 [numbers]
-EVALUATE: --deviation-rows -1
 INSPECT: --layers 9 | --layers 3-1 | --max-prompt-tokens 0
 load --shape tiny: --threads 0 | --ratio 1.01
 controller: --shape tiny --chunks 0 | --shape tiny --runs 0

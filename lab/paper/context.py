@@ -22,8 +22,9 @@ from cacheblend.evaluation.methods import FullRecompute, Fused, Label, Method, P
 from cacheblend.evaluation.records import Cell, folder_name
 from cacheblend.evaluation.runner import Case, describe
 from cacheblend.evaluation.scorers import Scorer, best
-from lab import checkout
 from lab.bench import AdvanceStage, silent
+from lab.checkout import code_digest
+from lab.measurements import Kept
 
 FULL, PREFIX, REUSE, BLEND, GRADUAL, ONE_CHECK = "full", "prefix", "reuse", "blend", "gradual", "one check"
 TITLES = {
@@ -193,15 +194,15 @@ class Context:
         options: dict[str, Any] = {"settings": self.settings, "out": self.folder, "name": part, "progress": progress}
         return evaluate(more.pop("engine", self.engine), rows, methods, **options | more)
 
-    def kept(self, name: str, facts: Mapping[str, Any], cases: Sequence[Case]) -> checkout.Kept:
+    def kept(self, name: str, facts: Mapping[str, Any], cases: Sequence[Case]) -> Kept:
         """The finished measurements of a part that are no rows of an evaluation; see `Kept`.
 
         `facts` is all that its measurements depend on, beside engine, prompts of the cases and settings.
         """
         prompts = [prompt for case in cases for prompt in case.prompts.values()]
         config = describe(self.engine, [case.row for case in cases], [], self.settings, prompts)
-        config |= {"part": name, "paper": checkout.code_digest(CODE), **facts}
-        return checkout.Kept(self.folder / folder_name(name, config), json.loads(json.dumps(config)))
+        config |= {"part": name, "paper": code_digest(CODE), **facts}
+        return Kept(self.folder / folder_name(name, config), json.loads(json.dumps(config)))
 
 
 class LeftOutError(CacheBlendError):

@@ -66,10 +66,14 @@ def run_paper(
     folder = out / folder_name(f"paper-{engine.name}", identity)
     folder.mkdir(parents=True, exist_ok=True)
     context = Context(engine, data, settings, scorers, sweeps, folder, progress)
-    results: dict[str, dict[str, Any]] = {}
-    for part in PARTS:
-        results[part.name] = _run(part, context)
-        whole = _write(context, results)
+    results, pictures = dict[str, dict[str, Any]](), dict[str, str]()
+    for number, part in enumerate(PARTS, start=1):
+        found = results[part.name] = _run(part, context)
+        if found["points"] and find_spec("matplotlib") is not None:
+            pictures[part.name] = f"{number}-{part.name}.png"
+            title = f"{part.title}: {engine.name}, {', '.join(names)}"
+            part.draw(found, title, folder / pictures[part.name])
+        whole = _write(context, results, pictures)
     return whole
 
 
@@ -84,9 +88,8 @@ def _run(part: Part, context: Context) -> dict[str, Any]:
         return {"points": [], "notes": [], "machines": [], "resumed": 0, "left_out": str(reason)}
 
 
-def _write(context: Context, results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Draws the parts that have results, and writes both files; returns what is in the JSON."""
-    pictures = _draw(context, results)
+def _write(context: Context, results: Mapping[str, dict[str, Any]], pictures: Mapping[str, str]) -> dict[str, Any]:
+    """Writes both files; returns what is in the JSON."""
     settings = context.engine.settings  # without the folder of a profile, which says nothing elsewhere
     blend = f"the model's profile ({in_short(settings.profile.settings)})" if settings.profile else settings.source
     whole = {
@@ -99,26 +102,13 @@ def _write(context: Context, results: Mapping[str, dict[str, Any]]) -> dict[str,
         "data": [{"name": of.name, "rows": len(of.rows), "bad_rows": list(of.bad)} for of in context.data],
         "folder": str(context.folder),
         "figures": {"paper_report": len(pictures)},
-        "pictures": pictures,
+        "pictures": dict(pictures),
         "parts": {part.name: {"title": part.title} | results[part.name] for part in PARTS if part.name in results},
         **stamp(),
     }
     write_whole(context.folder / DATA, json.dumps(whole, ensure_ascii=False, indent=2) + "\n")
     write_whole(context.folder / FILE, "\n".join(_lines(whole)) + "\n")
     return whole
-
-
-def _draw(context: Context, results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
-    """File names of the pictures by part; none without matplotlib."""
-    if find_spec("matplotlib") is None:
-        return {}
-    pictures = {}
-    for number, part in enumerate(PARTS, start=1):
-        if results.get(part.name, {}).get("points"):
-            pictures[part.name] = f"{number}-{part.name}.png"
-            title = f"{part.title}: {context.engine.name}, {', '.join(of.name for of in context.data)}"
-            part.draw(results[part.name], title, context.folder / pictures[part.name])
-    return pictures
 
 
 def _lines(whole: dict[str, Any]) -> Iterator[str]:

@@ -19,7 +19,7 @@ from cacheblend.evaluation.compute import ComputeScale
 from cacheblend.evaluation.methods import Fused, Method
 from cacheblend.evaluation.runner import Case, groups_that_fit, make_cases, store_passages
 from lab.bench import silent
-from lab.checkout import Kept
+from lab.measurements import Kept
 from lab.paper import drawing
 from lab.paper.context import BLEND, FULL, PREFIX, REUSE, Answered, Context, LeftOutError, Part, methods, points, score
 from lab.servers.clients import poisson_times

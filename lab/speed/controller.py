@@ -24,7 +24,7 @@ import torch
 
 from cacheblend.bench.ttft import TtftSettings, draw_prompt, open_chunks, open_model
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.cost.cost_model import CostModel
+from cacheblend.core.cost.cost_model import CostModel, TierSpeed
 from cacheblend.core.plan.blocks import Block
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import BlendEngine
@@ -34,7 +34,6 @@ from cacheblend.engines.provenance import stamp
 from cacheblend.engines.settings import controller_of
 from cacheblend.store.combined import CascadeStore
 from cacheblend.store.memory import MemoryStore
-from cacheblend.store.speed import measure
 from lab.bench import Advance, alternating, silent
 from lab.speed.throttle import ThrottledStore
 
@@ -136,7 +135,7 @@ def _cell(
     context = point.chunks * point.chunk_tokens
     nbytes = devices.engine.stored_layout.block_bytes(256) / 256 * context
     devices.far.bytes_per_s = nbytes / (slowness * profile.full_s(context))
-    tier, speed = measure(devices.far, devices.engine.stored_layout, rounds=1)
+    (tier,), speed = devices.far.tier_names, TierSpeed(devices.far.bytes_per_s)
     known = replace(profile, tiers={**profile.tiers, tier: speed})
     decider = devices.engine if behind_memory else devices.on_device
     floor = point.ratios[0]

@@ -8,14 +8,15 @@ through the fused path, agrees with transformers' own forward), what a selector 
 grows over its layers when no token matters more than another. They do not show which selector is better, which ratio
 is enough, or the quality of answers: random weights attend to everything alike (`gain` makes attention sharper, not
 meaningful), random ids refer to nothing, and the distribution of the first token is nearly flat, so agreement is low
-and KL small whatever is loaded. For that, use trained weights and `python -m lab evaluate --deviation-rows`.
+and KL small whatever is loaded. For that, use trained weights and `cacheblend evaluate`.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 from rich.table import Table
 
@@ -26,12 +27,18 @@ from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.shapes import build_shape
 from cacheblend.engines.provenance import stamp
 from cacheblend.evaluation import Asked, Template, make_methods
-from cacheblend.evaluation.bootstrap import Values
+from cacheblend.evaluation.bootstrap import Values, bootstrap_means
 from cacheblend.evaluation.gate import Sample, compare, summarise
-from cacheblend.evaluation.methods import FullRecompute
+from cacheblend.evaluation.methods import FullRecompute, Fused
 from cacheblend.store import MemoryStore
 from lab.bench import Advance, plain_table, silent
-from lab.inspection.deviations import by_layer, fused_methods, prompt_deviations
+from lab.inspection.deviation import (
+    attention_deviation_by_layer,
+    kv_deviation_by_layer,
+    kv_norm_by_layer,
+    relative_deviation,
+)
+from lab.inspection.observation import observe_full, observe_fused
 from lab.settings import RandomShapes
 
 RATIO = 0.15
@@ -86,22 +93,55 @@ def run(what: RandomShapes, advance: Advance = silent) -> dict[str, Any]:
 def _measure(engine: BlendEngine, prompts: list[Prompt], seed: int, advance: Advance) -> list[dict[str, Any]]:
     plain = make_methods(["reuse", "blend"], selectors=SELECTORS, ratios=[RATIO])
     gradual = make_methods(["blend"], ratios=[GRADUAL[1]], check_layers=[GRADUAL[0]])
-    measured = fused_methods([*plain, *gradual])
-    samples: dict[str, list[Sample]] = {method.label.name: [] for method in measured}
-    deviations: list[dict[str, Values]] = []
+    measured = [method for method in (*plain, *gradual) if isinstance(method, Fused)]
+    samples: list[list[Sample]] = []
+    deviations: list[Values] = []
     for number, prompt in enumerate(prompts, start=1):
-        selectors = {method.label.name: method.selector for method in measured}
-        deviations.append(prompt_deviations(engine, prompt, selectors))
+        deviations.append(deviation_of(engine, prompt, measured))
         asked = Asked(engine, Template(), "", (), prompt, 0)
         full = FullRecompute().answer(asked)
-        for method in measured:
-            samples[method.label.name].append(compare(asked, method.selector, full)[0])
+        samples.append([compare(asked, method.selector, full)[0] for method in measured])
         advance(number, len(prompts))
-    layers = by_layer(deviations, seed=seed)
+    far = with_intervals(np.stack(deviations), seed)
+    close = [asdict(summarise(list(of), seed=seed)) for of in zip(*samples, strict=True)]
     return [
-        {"arm": name, "agreement": asdict(summarise(of, seed=seed)), "deviation": layers[name]}
-        for name, of in samples.items()
+        {"arm": method.label.name, "agreement": agreement, "deviation": {"rows": len(prompts), **deviation}}
+        for method, agreement, deviation in zip(measured, close, far, strict=True)
     ]
+
+
+def deviation_of(engine: BlendEngine, prompt: Prompt, methods: Sequence[Fused]) -> Values:
+    """[methods, 2, layers]: relative deviation of the loaded tokens' KV, and of attention; chunks are stored first."""
+    engine.warm(prompt.chunks, system=prompt)
+    loaded = engine.planner.plan(prompt, engine.store).candidate_rows
+    full = observe_full(engine, prompt)
+    norm, found = kv_norm_by_layer(full.kv, loaded), []
+    for method in methods:
+        seen = observe_fused(engine, prompt, method.selector)
+        kv = relative_deviation(kv_deviation_by_layer(full.kv, seen.kv)[:, loaded], norm).mean(axis=1)
+        found.append(np.stack([kv, attention_deviation_by_layer(full.forward, seen.forward)]))
+    return np.stack(found)
+
+
+def with_intervals(values: Values, seed: int) -> list[dict[str, Any]]:
+    """For each method ``{"kv", "attention"}``, each with ``mean, low, high`` by layer, and ``over_layers``.
+
+    `values`: [prompts, methods, 2, layers], NaN where a layer's window sees none of the chunks, which becomes None.
+    """
+    over_layers = np.ma.masked_invalid(values).mean(axis=-1, keepdims=True).filled(np.nan)
+    values = np.concatenate([values, over_layers], axis=-1)
+    means = bootstrap_means(values.reshape(len(values), -1), seed=seed)
+    ends = {name: getattr(means, name).reshape(values.shape[1:]) for name in ("mean", "low", "high")}
+
+    def figure(method: int, measure: int) -> dict[str, Any]:
+        plain = {
+            name: [None if np.isnan(value) else value for value in end[method, measure].tolist()]
+            for name, end in ends.items()
+        }
+        layers = {name: line[:-1] for name, line in plain.items()}
+        return layers | {"over_layers": {name: line[-1] for name, line in plain.items()}}
+
+    return [{"kv": figure(method, 0), "attention": figure(method, 1)} for method in range(values.shape[1])]
 
 
 def table(result: dict[str, Any]) -> Table:

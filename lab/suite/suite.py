@@ -30,7 +30,7 @@ from cacheblend.evaluation.runner import LIBRARIES, Evaluation, Settings, evalua
 from cacheblend.evaluation.scorers import WordF1
 from cacheblend.nano import LEAN_PROFILE_NAME, model_path
 from lab.bench import Advance, AdvanceStage, silent
-from lab.checkout import Kept
+from lab.measurements import Kept
 from lab.nano.questions import draw_questions
 from lab.nano.scenes import CATEGORIES
 

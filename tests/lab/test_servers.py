@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,12 +19,16 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.plan.prompt import Prompt, chunk, text
+from cacheblend.engines.hf import BlendEngine
 from cacheblend.nano import model_path
 from command_line import Run, runner
 from lab.checkout import environment
 from lab.cli import main
+from lab.servers import routing
 from lab.servers.agent import DISCOVERED, FIRST_COUNTED, MARKED, PREFIX, Turn, conversations, figures, tool_results
 from lab.servers.discovery import learn_in_order, learning, watch_ms
+from lab.servers.embedded_server import Asked, Got
 from lab.servers.replay import random_ids
 from lab.servers.routing import AFFINITY, ROUND_ROBIN, Router
 from lab.settings import Sizes
@@ -204,12 +209,40 @@ def test_a_request_goes_where_most_of_its_chunks_are() -> None:
     assert found == {0: 400, 1: 400}
 
 
-SMALL_ROUTING = "routing --shape tiny --chunks 2 --chunk-tokens 64 --topics 4 --requests 8 --clients 1"
+class EngineHere:
+    """What a server of `completing` answers, by an engine in this process."""
+
+    def __init__(self, engine: BlendEngine, ratio: float) -> None:
+        self._engine, self._ratio = engine, ratio
+
+    def store(self, chunks: list[list[int]]) -> None:
+        self._engine.warm(map(chunk, chunks))
+        self._engine.store.flush()
+
+    def ask(self, asked: Asked, tokens: int, mode: str) -> Got:
+        assert mode == "blend" and asked.spans
+        edges = [0, *(edge for span in asked.spans for edge in span), len(asked.ids)]
+        parts = [asked.ids[start:stop] for start, stop in pairwise(edges)]
+        prompt = Prompt.of([(chunk if number % 2 else text)(part) for number, part in enumerate(parts) if part])
+        report = self._engine.prefill(prompt, ratio=self._ratio).report
+        return Got(report.ttft_s, {"hit_tokens": report.hit_tokens})
+
+
+@contextmanager
+def completing_here(folder: Path, ratio: float, clients: int, *, store: str) -> Iterator[EngineHere]:
+    with BlendEngine.from_pretrained(folder, store=store, config={"capture": False}, device="cpu") as engine:
+        yield EngineHere(engine, ratio)
 
 
 @needs_redis
-def test_affinity_finds_its_own_topics_in_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    found = runner(capsys, main=main)(*SMALL_ROUTING.split(), "--json").json
+@pytest.mark.parametrize("where", ["here", pytest.param("servers", marks=pytest.mark.slow)])
+def test_affinity_finds_its_own_topics_in_memory(
+    where: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if where == "here":  # five servers take half a minute to start
+        monkeypatch.setattr(routing, "completing", completing_here)
+    small = "routing --shape tiny --chunks 2 --chunk-tokens 64 --topics 4 --requests 8 --clients 1"
+    found = runner(capsys, main=main)(*small.split(), "--json").json
     for policy in ("round robin", "affinity"):
         assert sum(found[policy]["loaded_tokens"].values()) == 8 * 2 * 64, "every chunk was stored, and is loaded"
         assert len(found[policy]["ttft_s"]) == 8

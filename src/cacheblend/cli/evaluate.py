@@ -59,21 +59,6 @@ def evaluate(
 
     An interrupted run continues where it stopped when the same command is given again.
     """
-    run_evaluation(questions, method, device, what, to, store)
-
-
-def run_evaluation(
-    questions: options.QuestionOptions,
-    method: options.MethodOptions,
-    device: options.DeviceOptions,
-    what: EvaluateOptions,
-    to: Destination,
-    store: options.StoreOptions,
-    further: Any = None,
-) -> None:
-    """What `evaluate` does. `further` is measured beside the answers: it checks the methods before the model is opened,
-    adds what it measured to the summary, draws that into the folder, and shows its tables and notes behind the others.
-    """
     output.check_outputs(to.json_file)
     output.check_folder("--out", to.folder)
     file = questions.file
@@ -92,8 +77,6 @@ def run_evaluation(
     check_scorers(names)
     choose = partial(make_methods, **method.choices())
     planned, layers = choose(profile=BlendConfig()), layers_of(model_folder(folder))
-    if further is not None:
-        further.check(planned)
     for each in planned:
         if layers is not None and each.label.family != PROFILE:  # a profile is not read yet
             each.check(layers)
@@ -114,19 +97,13 @@ def run_evaluation(
             output.say("the last row of an interrupted run was incomplete and has been evaluated again")
         scorers = make_scorers(names, engine.builder.encode)
         summary = summarise(found, scorers, seed=what.seed) | {"bad_rows": bad}
-        if further is not None:
-            summary = further.measure(engine, split, methods, settings, found, summary)
         assert found.folder is not None  # rows are written where `out` is given
         summary, plots = keep_summary(summary, file.name, found.folder)
-        if further is not None:
-            plots += further.draw(summary, found.folder, file.name)
         if to.wants_json:
             to.write(with_cells(summary, found, scorers))
     if to.json:
         return
     show_summary(summary)
-    if further is not None:
-        further.show(summary)
     output.say(f"figures{' and plots' if plots else ''} are in {found.folder}")
 
 

@@ -42,7 +42,6 @@ MOVED = {
     "cacheblend evaluate --suite": "suite",
     "cacheblend evaluate --suite-seed": "suite nano --suite-seed",
     "cacheblend evaluate --part": "suite nano --part",
-    "cacheblend evaluate --deviation-rows": "evaluate --deviation-rows",
 } | {
     f"cacheblend bench {name}": name
     for name in (
@@ -51,6 +50,11 @@ MOVED = {
     )
 }
 """Commands and options that measure for this project's own figures, and where they are: in the lab, in a checkout."""
+GONE = {
+    "cacheblend evaluate --deviation-rows": "`python -m lab inspect` draws the deviations of one prompt",
+    "python -m lab evaluate": "use `cacheblend evaluate`; `python -m lab inspect` draws the deviations of one prompt",
+}
+"""Without a successor that does the same, and what comes near."""
 
 
 def run_program(app: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> None:
@@ -151,6 +155,8 @@ def wrong_text(arguments: Sequence[str]) -> str | None:
 def _moved(context: Any, name: str) -> str | None:
     """Where a command or an option went; None if it never was one."""
     old = f"{context.command_path} {name}" if context is not None else name
+    if old in GONE:
+        return f"`{old}` is gone; {GONE[old]}"
     return f"`{old}` is now `python -m lab {MOVED[old]}`, in a checkout after `make lab`" if old in MOVED else None
 
 
