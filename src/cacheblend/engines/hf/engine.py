@@ -308,7 +308,9 @@ class BlendEngine(FollowedModel):
         sampling = sampling_of(params, options)
         check_type(template_options, Mapping | None, "template_options", 'a mapping, {"enable_thinking": False}')
         prompt = self.chat_prompt(messages, documents, **(template_options or {}))
-        return self.generate(prompt, sampling, ratio=ratio)
+        *_, last = self._stream(prompt, sampling, ratio)
+        assert last.answer is not None
+        return last.answer
 
     def stream(
         self,
@@ -323,7 +325,7 @@ class BlendEngine(FollowedModel):
 
     def _stream(self, prompt: PromptLike, params: SamplingParams, ratio: float | None) -> Iterator[Delta]:
         text = TextStream(self.builder.detokenizer() if self.builder else None, params.stop)
-        with self.start(prompt, params, ratio=ratio) as request:  # finished also where the caller leaves early
+        with self._start(prompt, params, ratio) as request:  # finished also where the caller leaves early
             yield from request.stream(text)
 
     def start(self, prompt: PromptLike, params: SamplingParams | None = None, *, ratio: float | None = None) -> Request:
@@ -331,8 +333,11 @@ class BlendEngine(FollowedModel):
 
         Until the request's `finish` no background work is started.
         """
+        return self._start(prompt, SamplingParams() if params is None else check_params(params), ratio)
+
+    def _start(self, prompt: PromptLike, params: SamplingParams, ratio: float | None) -> Request:
         started = time.perf_counter()
-        ask = self._ask(prompt, SamplingParams() if params is None else check_params(params), ratio)
+        ask = self._ask(prompt, params, ratio)
         self.background.begin_request()
         try:
             state = self.follow()
