@@ -280,7 +280,7 @@ def test_a_failed_attempt_is_followed_by_the_next_dearer(engine: BlendEngine, mo
 
 
 def test_agreement_alone_does_not_pass_where_f1_falls(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    scores = cycle([1.0, 0.0])  # full recompute is asked first
+    scores = cycle([0.0, 1.0])  # the blend's answer is scored first
     monkeypatch.setattr(gate, "best", lambda scorer, answer, golds: next(scores))
     bar = Bar(threshold=0.6, answer_tokens=3, scorer=WordF1())
     found = run_gate(engine, rows(16, answers=("lamp",)), [EXACT], bar)
