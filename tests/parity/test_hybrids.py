@@ -7,7 +7,6 @@ that end at a snapshot, one row, states larger than the KV between them.
 """
 
 import copy
-import json
 import random
 from functools import cache
 from itertools import product
@@ -44,7 +43,6 @@ from parity.scenes import (
     run,
 )
 from reference import blend, plain_kv
-from vllm_table import RESULTS
 
 TOLERANCE = 3e-5
 FAMILIES = [family.name for family in HYBRID]
@@ -261,8 +259,3 @@ def test_what_does_not_work_is_refused_by_name() -> None:
     with pytest.raises(InvalidInputError, match=r"loading controller .* layer 0 of this model keeps a state"):
         open_engine(tiny_model("lfm2"), [], cost_model="costs.json")
     assert engine.generate(RAG, ANSWER).token_ids == greedy(engine.model, RAG, 6)
-
-
-def test_the_recorded_figure_is_what_these_tests_show() -> None:
-    """`hybrid_prefix_exact`: in every family prefixes go on from their snapshots as full prefill does."""
-    assert json.loads(RESULTS.read_text())["figures"]["hybrid_prefix_exact"] is True
