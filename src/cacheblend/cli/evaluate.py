@@ -23,6 +23,7 @@ class EvaluateOptions:
     scorer: options.Scorers = None
     seed: options.Seed = 0
     anchor: options.Anchor = "auto"
+    anchor_text: options.AnchorText = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,9 @@ def evaluate(
         if layers is not None and each.label.family != PROFILE:  # a profile is not read yet
             each.check(layers)
     settings = questions.settings(what.top_k, what.max_tokens)
-    config = {"anchor": what.anchor, "load_timeout_s": PATIENT_S}
+    config: dict[str, Any] = {"anchor": what.anchor, "load_timeout_s": PATIENT_S}
+    if what.anchor_text is not None:
+        config["anchor_text"] = what.anchor_text
     with open_engine(folder, store.store, config, device, quiet=to.json) as engine:
         assert engine.builder is not None  # a model folder is opened with its tokenizer
         methods = choose(profile=engine.settings.config)

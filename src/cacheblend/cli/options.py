@@ -56,7 +56,12 @@ Scorers = Annotated[
     option(..., "em, f1, f1-tokens or rouge-l; several times. Default: em and f1.", panel=SCORES),
 ]
 Anchor = Annotated[
-    str, option(..., "What precedes a chunk when it is computed alone: auto, none, bos or system.", panel=BLENDING)
+    str,
+    option(..., "What precedes a chunk when it is computed alone: auto, none, bos, system or text.", panel=BLENDING),
+]
+AnchorText = Annotated[
+    str | None,
+    option(..., "The text of --anchor text, best a passage like yours. Default: one that ships.", panel=BLENDING),
 ]
 Codec = Annotated[str, option(..., "How stored passages are compressed: raw, fp8, int8, int4.", panel=BLENDING)]
 SyncedTokens = Annotated[int, option(..., "Tokens of a document's chunk.", least=16, most=MOST_TOKENS, panel=BLENDING)]
@@ -210,13 +215,15 @@ class ChunkOptions:
 
     panel: ClassVar = BLENDING
     anchor: Anchor = "auto"
+    anchor_text: AnchorText = None
     block_size: int = option(256, "Tokens of a block at most.", least=1, most=MOST_TOKENS)
     codec: Codec = "raw"
     salt: str = option("", "Separates tenants who share a store.")
 
     def settings(self) -> dict[str, Any]:
         """Fields of `BlendConfig`."""
-        return {"anchor": self.anchor, "block_size": self.block_size, "codec": self.codec, "salt": self.salt}
+        own = {"anchor": self.anchor, "block_size": self.block_size, "codec": self.codec, "salt": self.salt}
+        return own | ({} if self.anchor_text is None else {"anchor_text": self.anchor_text})
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,19 @@ from cacheblend.core.plan.chunk_matches import SHORTEST
 from cacheblend.core.plan.codec import codec_of
 from cacheblend.core.select.selection import Selection
 
-AnchorKind = Literal["auto", "none", "bos", "system"]
+AnchorKind = Literal["auto", "none", "bos", "system", "text"]
+
+ANCHOR_TEXT = (
+    "The passages below were collected from different sources. Some of them are long and some are short. They describe "
+    "people, places, events, numbers and ideas, and they were written by different authors at different times. Not all "
+    "of them are about the same subject, and some of them may not be needed. Each passage stands on its own, but facts "
+    "in one of them may be explained in another. Names, dates and quantities are given as they were found. A reader "
+    "who looks for one fact should compare what the passages say before giving an answer, and should prefer what is "
+    "stated plainly to what is only suggested.\n\n"
+)
+"""What stands in front of a chunk with the anchor ``text``, if the user gives nothing better. A chunk in a prompt mostly
+has other passages in front of it, so its KV is nearer to that behind any text of some hundred tokens than to that
+behind none (docs/log.md, 2026-11-27)."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +32,10 @@ class BlendConfig(Selection):
 
     Attributes:
         anchor: tokens in front of a chunk when it is computed alone: the BOS token, the prompt's whole system prompt,
-            or none; auto: BOS where the tokenizer sets one.
+            none, or text: what the chat template writes in front of a first message, and `anchor_text`. auto: BOS where
+            the tokenizer sets one.
+        anchor_text: the text of the anchor ``text``, best a passage like those that are stored; empty: the chat
+            template's beginning alone.
         block_size: most tokens of a block.
         codec: how stored chunks are compressed: raw (not at all), fp8, int8 or int4.
         salt: separates tenants who must not share a store's contents.
@@ -48,6 +63,7 @@ class BlendConfig(Selection):
     """
 
     anchor: AnchorKind = "auto"
+    anchor_text: str = ANCHOR_TEXT
     block_size: int = 256
     codec: str = "raw"
     salt: str = ""
@@ -76,6 +92,7 @@ class BlendConfig(Selection):
             )
         codec_of(self.codec)
         check_encodable(self.salt, f"salt {self.salt!r}")
+        check_encodable(self.anchor_text, "anchor_text")
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> "BlendConfig":

@@ -15,9 +15,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -180,23 +180,26 @@ class ModelIdentity:
     adapters: str = ""  # digest of the adapters in effect (`AdapterWatch`); empty: none
     has_exact_hits: bool = True  # see `Planner`
     weights: str = ""  # fingerprint of the folder's files alone, however they are loaded; empty: nobody compares it
+    # the token ids in front of a passage that follows a text (`PromptBuilder.in_front`); None: there is no tokenizer
+    in_front: Callable[[str], list[int]] | None = field(default=None, repr=False, compare=False)
 
-    def anchor(self, rule: AnchorKind) -> Anchor:
-        """The anchor of chunks; ``auto`` is the BOS token where the tokenizer sets one, else nothing. Raises
-        `InvalidInputError`: the rule is ``bos`` and there is no BOS token."""
+    def anchor(self, rule: AnchorKind, text: str = "") -> Anchor:
+        """The anchor of chunks; ``auto`` is the BOS token where the tokenizer sets one, else nothing; `text` is that of
+        the rule ``text``. Raises `InvalidInputError`: the tokens that the rule needs are not known."""
         if rule == "auto":
             rule = "none" if self.bos_id is None else "bos"
-        return Anchor(rule, self.bos_id)
+        front = self.in_front(text) if rule == "text" and self.in_front is not None else ()
+        return Anchor(rule, self.bos_id, tuple(front))
 
     def planner(self, config: BlendConfig, tenant: str = "") -> Planner:
         """The planner for prompts of one tenant; no tenant finds blocks that another one stored. Raises
-        `InvalidInputError`: the configured anchor needs a BOS token that the model does not have, or the tenant's name
-        has a lone surrogate."""
+        `InvalidInputError`: the configured anchor needs tokens that are not known, or the tenant's name has a lone
+        surrogate."""
         check_encodable(tenant, f"the tenant {tenant!r}")
         planner = Planner.of_model(
             with_adapters(self.fingerprint, self.adapters),
             self.dtype,
-            self.anchor(config.anchor),
+            self.anchor(config.anchor, config.anchor_text),
             config.block_size,
             codec=config.codec,
             salt=f"{config.salt}\x1f{tenant}" if tenant else config.salt,

@@ -13,7 +13,7 @@ from cacheblend.core.names import BlockName, TokenIds, block_name, chain_names, 
 from cacheblend.core.plan.blocks import BlockEntry, BlockSource, ChunkManifest
 from cacheblend.core.plan.codec import codec_of
 from cacheblend.core.plan.plan import BlendPlan, Source, Span
-from cacheblend.core.plan.prompt import Prompt, Segment
+from cacheblend.core.plan.prompt import Prompt, Segment, text
 
 
 def guessed_size(chunk: ChunkManifest, configured: int) -> int:
@@ -50,20 +50,23 @@ def _fits(size: int, count: int, tokens: int) -> bool:
     return (count - 1) * size < tokens <= count * size
 
 
-AnchorRule = Literal["none", "bos", "system"]
+AnchorRule = Literal["none", "bos", "system", "text"]
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """The tokens in front of a chunk when it is computed alone. Raises `InvalidInputError`: ``bos`` without a
-    `bos_id`."""
+    """The tokens in front of a chunk when it is computed alone. Raises `InvalidInputError`: a rule without the tokens
+    that it needs."""
 
-    rule: AnchorRule = "none"  # none, the BOS token, or the prompt's plain text in front of its first chunk
+    rule: AnchorRule = "none"  # none, BOS, the prompt's plain text in front of its first chunk, or `front`
     bos_id: int | None = None  # needed by ``bos``
+    front: tuple[int, ...] = ()  # of ``text``: a text that is the same for all prompts
 
     def __post_init__(self) -> None:
         if self.rule == "bos" and self.bos_id is None:
             raise InvalidInputError("the anchor 'bos' needs a tokenizer that sets a BOS token; use 'none' or 'system'")
+        if self.rule == "text" and not self.front:
+            raise InvalidInputError("the anchor 'text' needs a text and the model's tokenizer; use 'none' or 'system'")
 
     def segments(self, prompt: Prompt | None) -> list[TokenIds]:
         """The anchor's tokens for chunks of this prompt, segment by segment. Raises `InvalidInputError`: the rule is
@@ -74,6 +77,8 @@ class Anchor:
                     "the anchor 'system' needs the text in front of the chunks: warm(..., system=...)"
                 )
             return [segment.token_ids for segment in cut_bos(prompt, self.bos_id).in_front]
+        if self.rule == "text":
+            return [segment.token_ids for segment in cut_bos(Prompt.of([text(self.front)]), self.bos_id).segments]
         return [np.array([self.bos_id], dtype="<u4")] if self.rule == "bos" else []
 
 

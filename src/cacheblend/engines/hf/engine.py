@@ -102,7 +102,8 @@ class BlendEngine(FollowedModel):
         self.fingerprint = fingerprint or fingerprint_model(model)
         bos_id = self.builder.bos_id if self.builder else bos_id
         dtype = str(survey.layout.dtype).removeprefix("torch.")
-        identity = ModelIdentity(None, self.fingerprint, dtype, bos_id, name, adapted.digest)
+        in_front = self.builder.in_front if self.builder else None
+        identity = ModelIdentity(None, self.fingerprint, dtype, bos_id, name, adapted.digest, in_front=in_front)
         planner = identity.planner(self.config)
         self.stored_layout = replace(survey.layout, codec=self.config.codec)
         controller = None

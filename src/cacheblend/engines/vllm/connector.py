@@ -53,14 +53,16 @@ def identify(config: Any, tokenizer: Any) -> ModelIdentity:
     if load.load_format not in OF_FOLDER:  # random weights, a plug-in's
         options["weights"] = (str(load.load_format), repr(load.model_loader_extra_config))
     weights = fingerprint_folder(folder)
+    builder = None if tokenizer is None else PromptBuilder(tokenizer)
     return ModelIdentity(
         folder=folder,
         fingerprint=loaded_with(weights, {name: value for name, value in options.items() if value}),
         dtype=str(model.dtype).removeprefix("torch."),
-        bos_id=None if tokenizer is None else PromptBuilder(tokenizer).bos_id,
+        bos_id=None if builder is None else builder.bos_id,
         name=name_of(folder),
         has_exact_hits=not is_fp8(config.cache_config, model.hf_config),
         weights=weights,
+        in_front=None if builder is None else builder.in_front,
     )
 
 
