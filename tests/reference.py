@@ -30,6 +30,7 @@ from cacheblend.core.select.question_selectors import SPAN_WITHOUT_SENTENCES, Hy
 from cacheblend.core.select.selectors import (
     AllRows,
     Candidates,
+    Corrected,
     Head,
     Hkvd,
     NoRows,
@@ -346,7 +347,8 @@ class _Pass:
         spans: list[int],
         rounding: Rounding,
     ) -> None:
-        self.rounding = rounding
+        self.rounding, self.correction = rounding, selector.correction
+        selector = selector.inner if isinstance(selector, Corrected) else selector
         self.selector, self.stored, self.candidates = selector, stored, candidates
         self.attention, self.spans, self.hidden = attention, spans, set[int]()
         self.offset_in_chunk = [offset for segment in prompt.segments for offset in range(len(segment))]
@@ -366,9 +368,14 @@ class _Pass:
             self.deviations[index] = self._deviation(index, keys, values)
             self._keep(self._choose(index, self.deviations[index]))
         keys, values = self.rounding.fresh(keys.clone()), self.rounding.fresh(values.clone())
+        off: dict[int, list[torch.Tensor]] = {}  # by segment, how far the recomputed candidates' keys were off
+        for position in set(self.candidates) & self.active:
+            off.setdefault(self.segments[position], []).append(keys[:, position] - self.stored[position][index][0])
         for position, layers in self.stored.items():
             if position not in self.active:
-                keys[:, position], values[:, position] = map(self.rounding.stored, layers[index])
+                key, values[:, position] = map(self.rounding.stored, layers[index])
+                others = off.get(self.segments[position]) if position in self.candidates else None
+                keys[:, position] = key + self.correction * torch.stack(others).mean(0) if others else key
         self.kv.append((keys, values))
         return keys, values
 

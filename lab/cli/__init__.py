@@ -11,7 +11,15 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Prefill": (ttft, speed.memory, speed.controller, speed.core, cuda.cuda, speed.peers),
     "Stores": (speed.plan, speed.match, speed.load, speed.store, speed.evict, speed.sync),
     "Servers": (servers.serve, servers.routing, servers.agent),
-    "Answers": (speed.codecs, speed.random_shapes, suite.suite, paper.paper, evaluation.inspect, evaluation.train),
+    "Answers": (
+        speed.real,
+        speed.codecs,
+        speed.random_shapes,
+        suite.suite,
+        paper.paper,
+        evaluation.inspect,
+        evaluation.train,
+    ),
 }
 """By the panel of the help that shows them."""
 

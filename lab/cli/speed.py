@@ -18,7 +18,7 @@ from cacheblend.cli.option_groups import option
 from cacheblend.cli.options import MODEL_OPTION, MOST_TOKENS, Limit, ModelOrShape, OneRatio, Plot, Seed, SyncedTokens
 from cacheblend.cli.output import console
 from lab.cli.output import measure
-from lab.settings import DEFAULT_SHAPE, Peers, RandomShapes, ReplayedTrace
+from lab.settings import DEFAULT_SHAPE, Peers, RandomShapes, Real, ReplayedTrace
 
 MOST_BLOCKS = 100_000_000
 THREE_ROUNDS, TWO_THREADS = RoundOptions(runs=3), ThreadOptions(2)
@@ -214,3 +214,8 @@ def random_shapes(result: ResultOptions, what: RandomShapes) -> None:
         from lab.speed.random_shapes import CAVEAT
 
         console().print(CAVEAT)
+
+
+def real(asked: Real, result: ResultOptions, plot: Plot = None) -> None:
+    """Quality on pretrained weights: KL to full prefill on the model's own answers, by setting and compute."""
+    measure(result, "real.quality", asked, unit="rows", plot=plot)

@@ -27,7 +27,8 @@ from cacheblend.engines.hf import Answer, BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf import prompts as prompts_module
 from cacheblend.engines.hf.sampling import Sampler
 from cacheblend.store import MemoryStore
-from parity.scenes import Recorded
+from parity.scenes import Recorded, assert_close
+from reference import blend
 from small_llama import (
     BLOCK,
     CONTEXT,
@@ -247,13 +248,26 @@ def test_warm_stores_the_kv_of_a_plain_prefill(open_engine: Open, together: int)
     assert len(engine.store.manifests()) == 4
 
 
-@pytest.mark.parametrize("anchor", ["auto", "none", "bos"])
+@pytest.mark.parametrize("anchor", ["auto", "none", "bos", "text"])
 def test_warmed_chunks_are_hits(open_engine: Open, anchor: str) -> None:
-    engine = open_engine(anchor=anchor)
+    engine = open_engine(anchor=anchor, anchor_text="The cat sat. ")
     engine.warm(PASSAGES)
     report = engine.generate(PARTS, GREEDY).report
     assert report.missed_tokens == 0
     assert report.loaded_tokens == sum(len(s) for s in engine.prompt(PARTS).chunks) + (anchor != "none")
+
+
+def test_chunks_behind_an_anchor_of_text_have_its_kv_and_go_on_in_a_prompt_that_begins_so(open_engine: Open) -> None:
+    engine = open_engine(anchor="text", anchor_text="The cat sat.\n")
+    engine.warm(PASSAGES)
+    assert engine.builder is not None
+    front = [each for segment in engine.builder.in_front("The cat sat.\n") for each in segment]
+    prompt = engine.prompt(PARTS)
+    wanted = blend(engine.model, prompt, NoRows(), anchor=front)
+    assert_close(engine.prefill(prompt, selector=NoRows()).logits, wanted.logits, 1e-5, "logits")
+    begins_so = [{"type": "text", "text": "The cat sat.\n"}, {"type": "chunk", "text": PASSAGES[0].text}]
+    report = engine.chat([{"role": "user", "content": begins_so}], max_new_tokens=1).report
+    assert report.hit_tokens["prefix"] == len(front) + len(engine.prompt(PASSAGES[:1]).chunks[0])
 
 
 def test_chunks_warmed_after_a_system_prompt_are_hits_after_it(open_engine: Open) -> None:

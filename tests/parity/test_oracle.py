@@ -11,6 +11,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.core.select.selectors import (
     AllRows,
+    Corrected,
     Gradual,
     Head,
     Hkvd,
@@ -63,9 +64,11 @@ SELECTORS = {
     "random 0.3": RandomRows(0.3, seed=7),
     "none": NoRows(),
     "all": AllRows(),
+    "corrected head": Corrected(Head(0.3), 0.5),
+    "corrected gradual": Corrected(Hkvd((1, 2), (0.3, 0.1)), 1.0),
 }
 OTHERS = [name for name in DIVERSE if name not in BASE]
-OF_ALL = ["hkvd last", "gradual 3", "values", "head 0.3", "none"]
+OF_ALL = ["hkvd last", "gradual 3", "values", "head 0.3", "none", "corrected head"]
 SLOW = rotating(name for name in FAMILIES if name not in DIVERSE)
 
 
@@ -80,8 +83,8 @@ SLOW = rotating(name for name in FAMILIES if name not in DIVERSE)
 )
 def test_every_selector_equals_the_reference(family: str, selector: str) -> None:
     """Which rows are chosen is hardly a matter of the family: a few selectors always run on each, others in turn."""
-    if family in LATENT and SELECTORS[selector].measure != "kv":
-        with pytest.raises(InvalidInputError, match="keeps one latent for both; use measure 'kv'"):
+    if family in LATENT and (SELECTORS[selector].measure != "kv" or SELECTORS[selector].correction):
+        with pytest.raises(InvalidInputError, match=r"keeps one latent for (both; use measure 'kv'|keys and values)"):
             run(warm_engine(family), RAG, SELECTORS[selector])
         return
     outcome = run(warm_engine(family), RAG, SELECTORS[selector])
@@ -183,7 +186,13 @@ SHAPES = {
     "blocks of one token": Shape([SYSTEM, B, A, QUESTION], deleted=[(1, 5)], block_size=1),
     "blocks longer than the chunks": Shape([SYSTEM, B, A, QUESTION], block_size=256),
 }
-OF_SHAPES = {"hkvd": Hkvd((1, 2), (0.4, 0.2)), "head": Head(0.1), "none": NoRows(), "all": AllRows()}
+OF_SHAPES = {
+    "hkvd": Hkvd((1, 2), (0.4, 0.2)),
+    "head": Head(0.1),
+    "none": NoRows(),
+    "all": AllRows(),
+    "corrected": Corrected(Hkvd((1, 2), (0.4, 0.2)), 0.7),
+}
 
 
 def missing_rows(prompt: Prompt, shape: Shape) -> list[int]:
@@ -228,7 +237,8 @@ def test_shape_with_windows_and_tiny_tiles(family: str, shape: str) -> None:
 @pytest.mark.parametrize("tile_rows", [1, 3, 1000])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "cohere2", "qwen3_moe", "deepseek_v3"])
 def test_any_tile_size_equals_the_reference(family: str, tile_rows: int) -> None:
-    check(family, SHAPES["several blocks missing"], OF_SHAPES["hkvd"], tile_rows)
+    for selector in ("hkvd",) if family in LATENT else ("hkvd", "corrected"):
+        check(family, SHAPES["several blocks missing"], OF_SHAPES[selector], tile_rows)
 
 
 def test_a_prompt_longer_than_all_buffers() -> None:

@@ -228,7 +228,9 @@ def test_scorers(monkeypatch: pytest.MonkeyPatch) -> None:
         "f1-tokens",
     ]
     # One that is unknown, and one that is not installed
-    with pytest.raises(InvalidInputError, match="there is no scorer 'bleu'; choose from em, f1, f1-tokens, rouge-l"):
+    with pytest.raises(
+        InvalidInputError, match="there is no scorer 'bleu'; choose from em, contains, f1, f1-tokens, rouge-l"
+    ):
         make_scorers(["bleu"], letters)
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(scorers, "find_spec", lambda name: None if name == "rouge_score" else find_spec(name))

@@ -7,6 +7,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cacheblend.core.config import BlendConfig
+from cacheblend.core.config import ANCHOR_TEXT, BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.names import root_name
 from cacheblend.core.plan.planner import Anchor
@@ -194,6 +195,12 @@ def test_the_planner_names_blocks_by_weights_dtype_codec_salt_and_tenant() -> No
     assert WITH_BOS.anchor("system") == Anchor("system", 1)
     with pytest.raises(InvalidInputError, match="'bos' needs a tokenizer"):
         WITHOUT_BOS.anchor("bos")
+    with pytest.raises(InvalidInputError, match="'text' needs a text and the model's tokenizer"):
+        WITH_BOS.anchor("text", "A")
+    with_texts = replace(WITH_BOS, in_front=lambda text: [[1], [*map(ord, text)]])
+    assert with_texts.planner(BlendConfig(anchor="text", anchor_text="A")).anchor == Anchor("text", 1, ((1,), (65,)))
+    assert with_texts.planner(BlendConfig(anchor="text")).anchor.front == ((1,), tuple(map(ord, ANCHOR_TEXT)))
+    assert with_texts.planner(BlendConfig(anchor_text="A")) == WITH_BOS.planner(BlendConfig())
 
 
 # ---- adapters, over a fake of PEFT's layers; weights quantised in place ---------------------------------------

@@ -250,6 +250,8 @@ def test_a_chunks_names_depend_on_its_anchor_alone_which_is_bos_or_the_text_in_f
         (Anchor(), []),
         (Anchor("bos", BOS), [text([BOS])]),
         (Anchor("system", BOS), [text([BOS, 5, 6]), text([7])]),
+        (Anchor("text", BOS, ((BOS, 5, 6), (7,))), [text([BOS, 5, 6]), text([7])]),
+        (Anchor("text", None, ((5, 6),)), [text([5, 6])]),
     ]:
         planner = Planner(ROOT, anchor, block_size=4)
         prompt = Prompt.of([*front, chunk(range(10, 20)), text([3])])
@@ -269,6 +271,9 @@ def test_a_chunks_names_depend_on_its_anchor_alone_which_is_bos_or_the_text_in_f
     assert cut_bos(joined.prompt, None) is joined.prompt
     with pytest.raises(InvalidInputError, match="BOS token; use 'none' or 'system'"):
         Anchor("bos")
+    with pytest.raises(InvalidInputError, match="'text' needs a text and the model's tokenizer; use 'none'"):
+        Anchor("text", BOS)
+    assert [ids.tolist() for ids in Anchor("text", BOS, ((BOS, 5), (6,))).segments(None)] == [[BOS], [5], [6]]
     anchor = Anchor("system", BOS)
     system = [text([BOS, 5, 6]), text([7])]
     with_chunk = anchor.segments(Prompt.of([*system, chunk([8]), text([9]), chunk([4])]))

@@ -201,6 +201,16 @@ def test_bos_is_where_the_tokenizer_or_the_template_sets_it(tokenizer: PreTraine
     for prompt in (builder.prompt(["a", Passage("<s> b")]), builder.prompt([Passage("<s> b"), "a"])):
         assert ids_of(prompt).count(bos) == has_bos  # as in front of the passages' KV
         assert not has_bos or ids_of(prompt)[0] == bos
+    # What an anchor of text begins with is what such a prompt begins with, in the template's frame where there is one.
+    for words in ("", "a b. "):
+        parts, content = ([words] if words else []), [{"type": "text", "text": words}][: len(words)]
+        plain_prompt = builder.prompt([*parts, Passage("b")])
+        chunk = {"type": "chunk", "text": "b"}
+        is_chat = tokenizer.chat_template not in (None, REFUSES)
+        whole = builder.chat([{"role": "user", "content": [*content, chunk]}]) if is_chat else plain_prompt
+        front = [each for segment in builder.in_front(words) for each in segment]
+        assert front == ids_of(whole)[: len(front)]
+        assert len(front) == sum(map(len, whole.in_front)) and (len(front) > has_bos) == bool(words or is_chat)
     if tokenizer.chat_template not in (None, REFUSES):
         plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         by_template = tokenizer.apply_chat_template(plain, return_dict=False).count(bos)

@@ -53,7 +53,7 @@ _TOP_K = "Only the first so many passages of a row; several times: each method a
 TopK = Annotated[list[int] | None, option(..., _TOP_K, least=1, panel=PROMPT)]
 Scorers = Annotated[
     list[str] | None,
-    option(..., "em, f1, f1-tokens or rouge-l; several times. Default: em and f1.", panel=SCORES),
+    option(..., "em, contains, f1, f1-tokens or rouge-l; several times. Default: em and f1.", panel=SCORES),
 ]
 Anchor = Annotated[
     str,

@@ -19,8 +19,8 @@ ANCHOR_TEXT = (
     "who looks for one fact should compare what the passages say before giving an answer, and should prefer what is "
     "stated plainly to what is only suggested.\n\n"
 )
-"""What stands in front of a chunk with the anchor ``text``, if the user gives nothing better. A chunk in a prompt mostly
-has other passages in front of it, so its KV is nearer to that behind any text of some hundred tokens than to that
+"""What stands in front of a chunk with the anchor ``text``, if the user gives nothing better. In a prompt a chunk has
+other passages in front of it, so its KV there is nearer to that behind any text of some hundred tokens than to that
 behind none (docs/log.md, 2026-11-27)."""
 
 

@@ -77,7 +77,18 @@ class RougeL:
         return float(self.rouge.score(gold, answer)["rougeL"].fmeasure)
 
 
-SCORERS = ("em", "f1", "f1-tokens", "rouge-l")
+@dataclass(frozen=True)
+class Contains:
+    """1 if the gold answer stands in the answer as whole words, both normalised as in SQuAD; fit for answers in
+    sentences."""
+
+    name: str = "contains"
+
+    def score(self, answer: str, gold: str) -> float:
+        return float(f" {normalise(gold)} " in f" {normalise(answer)} ")
+
+
+SCORERS = ("em", "contains", "f1", "f1-tokens", "rouge-l")
 
 
 def make_scorers(names: Sequence[str], encode: Encode) -> list[Scorer]:
@@ -93,6 +104,7 @@ def make_scorers(names: Sequence[str], encode: Encode) -> list[Scorer]:
     check_scorers(names)
     makers: dict[str, Callable[[], Scorer]] = {
         "em": ExactMatch,
+        "contains": Contains,
         "f1": WordF1,
         "f1-tokens": lambda: TokenF1(encode),
         "rouge-l": lambda: RougeL(import_module("rouge_score.rouge_scorer").RougeScorer(["rougeL"], use_stemmer=True)),

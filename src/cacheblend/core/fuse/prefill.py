@@ -23,6 +23,7 @@ import torch
 from cacheblend.core.errors import BlockLostError, InvalidInputError, LoadTimeoutError
 from cacheblend.core.failures import LOST_BLOCK, count_failure
 from cacheblend.core.fuse.batching import LayerRows, LayerSteps, run_alone
+from cacheblend.core.fuse.correction import Correctable, correct_keys
 from cacheblend.core.fuse.question import Asking, OverRanks
 from cacheblend.core.fuse.rows import ActiveRows
 from cacheblend.core.fuse.runner import Attend, LayerRunner
@@ -307,6 +308,7 @@ class BlendedPrefill:
             if self._options.over_ranks is not None:
                 deviation = self._options.over_ranks(deviation, "sum")
             rows.keep(self._selector.select(rows.candidates(layer, deviation)))
+        correction = self._correction(layer, kv)
         if layer == self._last_to_mix and layer >= self._first_to_drop:
             for tile in rows.tiles(self._options.tile_rows):  # of the others only keys and values are needed
                 kv.write(rows.positions(tile), *self._project(layer, tile))
@@ -314,7 +316,7 @@ class BlendedPrefill:
         elif layer > self._last_to_mix:
             rows.keep_last(self._options.last_rows)
         for tile in rows.tiles(self._options.tile_rows):
-            attend = self._fuse_and_attend(layer, kv, rows.positions(tile))
+            attend = self._fuse_and_attend(layer, kv, rows.positions(tile), correction)
             rows.put(tile, (yield LayerRows(self._runner, layer, rows.hidden[tile], rows.index_of(tile), attend)))
         self._report.row_layers += len(rows)
         self.layer += 1
@@ -325,8 +327,24 @@ class BlendedPrefill:
         self._report.projected_rows += len(index)
         return self._runner.project(layer, self._rows.hidden[tile], index)
 
-    def _fuse_and_attend(self, layer: int, kv: LayerCache, positions: torch.Tensor) -> Attend:
+    def _correction(self, layer: int, kv: LayerCache) -> Correctable | None:
+        """Corrects a layer's keys; or what `_fuse_and_attend` still corrects, which sees the fresh keys of one tile."""
+        rows, weight = self._rows, self._selector.correction
+        if not (weight and rows.has_dropped and rows.has_candidates):
+            return None
+        tiles = list(rows.tiles(self._options.tile_rows))
+        if len(tiles) == 1 and layer < self._last_to_mix:
+            return rows.correctable
+        keys = torch.cat([self._project(layer, tile)[0] for tile in tiles], 1)
+        correct_keys(kv, rows.positions(slice(0, len(rows))), keys, rows.correctable, weight)
+        return None
+
+    def _fuse_and_attend(
+        self, layer: int, kv: LayerCache, positions: torch.Tensor, correction: Correctable | None
+    ) -> Attend:
         def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+            if correction is not None:
+                correct_keys(kv, positions, keys, correction, self._selector.correction)
             kv.write(positions, keys, values)
             return self._options.attention(layer, query, kv, positions, spec)
 
@@ -376,8 +394,12 @@ def check_selector(selector: Selector, num_layers: int) -> Selector:
 
 
 def check_latents(selector: Selector) -> None:
-    """Whether a selector is one for a model with latent attention. Raises `InvalidInputError`: it compares keys or
-    values alone, where a layer keeps one vector for both."""
+    """Whether a selector is one for a model with latent attention. Raises `InvalidInputError`: it compares or corrects
+    keys or values alone, where a layer keeps one vector for both."""
+    if selector.correction:
+        raise InvalidInputError(
+            "correction moves keys alone, but this model keeps one latent for keys and values; leave it at 0"
+        )
     if selector.check_layers and selector.measure != "kv":
         raise InvalidInputError(
             f"measure {selector.measure!r} compares keys or values alone, but this model keeps one latent for both; "

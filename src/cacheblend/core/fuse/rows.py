@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.fuse.correction import Correctable
 from cacheblend.core.kernels.upload import upload, upload_together
 from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.select.selectors import Candidates
@@ -36,6 +37,8 @@ class ActiveRows:
         known = [plan.candidate_rows - plan.prefix_length, plan.chunk_offsets[rows], plan.segment_indices[rows]]
         # the candidates' places among the active rows, ascending
         self._candidates, offsets, segments = upload_together(known, hidden.device)
+        self._correctable: Correctable | None = None
+        self._all, self._segments = self._candidates, int(plan.segment_indices[-1]) + 1
         self.total = self.recomputed = len(self._candidates)  # all, and those that the last selection kept
         # what is known of all rows of the runner, as if each were a candidate
         self.known = Candidates(self.index + plan.prefix_length, offsets, self.total, segments=segments)
@@ -70,6 +73,7 @@ class ActiveRows:
     def _leave(self, hidden: torch.Tensor, index: torch.Tensor) -> None:
         self.hidden, self.index = hidden, index
         self._of_tiles.clear()
+        self._correctable = None
 
     @property
     def has_candidates(self) -> bool:  # some row may still be dropped
@@ -81,6 +85,21 @@ class ActiveRows:
         picked: dict[str, Any] = {name: each[rows] for name, each in known if isinstance(each, torch.Tensor)}
         deviation = None if deviation is None else deviation[self._candidates]
         return Candidates(**picked, total=self.total, layer=layer, deviation=deviation)
+
+    @property
+    def correctable(self) -> Correctable:
+        """The candidates that were selected, and those that were dropped."""
+        if self._correctable is not None:
+            return self._correctable
+        chosen = self.index[self._candidates]
+        left = torch.zeros(len(self.known.positions), dtype=torch.int8, device=chosen.device)
+        left.index_fill_(0, self._all, 1).index_fill_(0, chosen, 0)  # how many is known; `nonzero` would be waited for
+        dropped = torch.argsort(left, descending=True, stable=True)[: self.total - len(chosen)]
+        positions, segments = self.known.positions, self.known.segments
+        assert segments is not None
+        known = segments[chosen], positions[dropped], segments[dropped], self._segments
+        self._correctable = Correctable(self._candidates, *known)
+        return self._correctable
 
     def put(self, tile: slice, output: torch.Tensor) -> None:
         """Replaces the hidden state of a tile, [n, width]; no copy where the layer has worked in place."""

@@ -60,7 +60,7 @@ class Anchor:
 
     rule: AnchorRule = "none"  # none, BOS, the prompt's plain text in front of its first chunk, or `front`
     bos_id: int | None = None  # needed by ``bos``
-    front: tuple[int, ...] = ()  # of ``text``: a text that is the same for all prompts
+    front: tuple[tuple[int, ...], ...] = ()  # of ``text``: segments that are the same for all prompts
 
     def __post_init__(self) -> None:
         if self.rule == "bos" and self.bos_id is None:
@@ -78,7 +78,7 @@ class Anchor:
                 )
             return [segment.token_ids for segment in cut_bos(prompt, self.bos_id).in_front]
         if self.rule == "text":
-            return [segment.token_ids for segment in cut_bos(Prompt.of([text(self.front)]), self.bos_id).segments]
+            return [segment.token_ids for segment in cut_bos(Prompt.of(map(text, self.front)), self.bos_id).segments]
         return [np.array([self.bos_id], dtype="<u4")] if self.rule == "bos" else []
 
 

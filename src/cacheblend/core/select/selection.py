@@ -10,6 +10,7 @@ from cacheblend.core.errors import InvalidInputError, check_fields
 from cacheblend.core.select.question_selectors import Hybrid, Pool, Query, QuestionSelector, Rank
 from cacheblend.core.select.selectors import (
     AllRows,
+    Corrected,
     Gradual,
     Head,
     Hkvd,
@@ -50,6 +51,8 @@ class Selection:
         early_ratio: share that hybrid keeps from layer 0 on, raised to the first ratio where that is larger; None:
             three times the last ratio.
         rank: at check layers hybrid ranks by ``"deviation"``, or by ``"either"`` of deviation and attention.
+        correction: share of the mean deviation of a chunk's recomputed keys by which the keys of its other rows are
+            moved, 0..1; see `core.fuse.correction`. 0: they stay as they were loaded.
 
     Raises:
         InvalidInputError: a value that the selector cannot have; the message names it.
@@ -71,6 +74,7 @@ class Selection:
     hop_rows: int = 64
     early_ratio: float | None = None
     rank: Rank = "either"
+    correction: float = 0.0
 
     def __post_init__(self) -> None:
         check_ratio(self.recompute_ratio)
@@ -102,6 +106,10 @@ class Selection:
         Raises:
             InvalidInputError: a ratio outside 0..1.
         """
+        found = self._selector(ratio)
+        return Corrected(found, self.correction) if self.correction != 0 else found
+
+    def _selector(self, ratio: float | None) -> Selector:
         if ratio is not None:
             check_ratio(ratio)
         share = self.recompute_ratio if ratio is None else ratio

