@@ -52,8 +52,8 @@ class Way(NamedTuple):
 
     @staticmethod
     def of(text: str) -> "Way":
-        anchor, selector, *ratio = text.split()
-        if len(ratio) > 1:
+        anchor, selector, *ratio = [*text.split(), "", ""][: max(2, len(text.split()))]
+        if not selector or len(ratio) > 1:
             raise InvalidInputError(f"--way {text!r}: expected an anchor, a selector and a ratio")
         return Way(anchor, selector, float(ratio[0]) if ratio else 0.0)
 

@@ -17,7 +17,19 @@ from cacheblend.core.fuse.question import LONGEST_SENTENCE, rare_words, sentence
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.core.select import selectors
 from cacheblend.core.select.question_selectors import SPAN_WITHOUT_SENTENCES, Hybrid, Pool, Query, ranks_by_attention
-from cacheblend.core.select.selectors import AllRows, Candidates, Gradual, Head, Hkvd, NoRows, RandomRows, Selector
+from cacheblend.core.select.selection import Selection, SelectorChoice
+from cacheblend.core.select.selectors import (
+    AllRows,
+    Candidates,
+    Corrected,
+    Gradual,
+    Head,
+    Hkvd,
+    Late,
+    NoRows,
+    RandomRows,
+    Selector,
+)
 
 
 def masked(selector: Selector, candidates: Candidates) -> torch.Tensor:
@@ -129,6 +141,20 @@ def test_what_a_selector_lacks_and_a_share_outside_of_0_to_1_are_said() -> None:
             kind(ratio)
     with pytest.raises(InvalidInputError, match=r"early share 0.2 is below .* ratio 0.3"):
         Hybrid((1,), (0.3,), early=0.2)
+    for weight in (-0.1, 1.5, math.nan, "half"):
+        with pytest.raises(InvalidInputError, match=r"correction must be a share in 0\.\.1, got "):
+            Selection(correction=weight)  # type: ignore[arg-type]
+
+
+def test_a_corrected_selector_chooses_as_the_one_it_corrects_beside() -> None:
+    selector = Selection(recompute_ratio=0.3, correction=0.5).make_selector()
+    assert selector == Corrected(Gradual(0.3), 0.5)
+    assert (selector.name, selector.share, selector.correction) == ("hkvd", 0.3, 0.5)
+    assert selector.of_model(9) == Corrected(Gradual(0.3).of_model(9), 0.5)
+    late = Late.of(Corrected(Hkvd((1,), (0.3,)), 0.5), [2, 4])
+    assert (late.check_layers, late.correction) == ((2,), 0.5)
+    assert SelectorChoice.parse("head:correction=0.25").selector((0.1,), None) == Corrected(Head(0.1), 0.25)
+    assert Selection(selector="none").make_selector().correction == 0
 
 
 @given(ratio=shares, layers=st.integers(2, 100))

