@@ -170,7 +170,7 @@ def summarise(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any
 
     reuse, lost = means(BASE, "kl"), means("full", "log_likelihood") - means(BASE, "log_likelihood")
     removed = {way: 1 - means(way, "kl") / reuse for way in rows[0] if way != "full"}
-    ways = {
+    ways: dict[str, dict[str, Any]] = {
         way: {
             "kl": float(means(way, "kl")[0]),
             "kl_removed": with_interval(removed[way]),
@@ -201,18 +201,25 @@ def table(found: dict[str, Any]) -> Any:
     lines = sorted(found["ways"].items(), key=lambda item: item[1]["kl_removed"]["value"])
     counts = ", ".join(f"{len(own)} rows of {name}" for name, own in found["rows"].items())
     columns = {
-        "compute": "{compute:.3f}",
+        "compute": "{compute:.1%}",
         "KL": "{kl:.4f}",
-        "removed": "{kl_removed[value]:.2f} [{kl_removed[low]:.2f}, {kl_removed[high]:.2f}]",
-        "taken back": "{taken_back[value]:.2f}",
-        "same": "{same:.3f}",
+        "removed, %": "{removed[0]:.0f} [{removed[1]:.0f}, {removed[2]:.0f}]",
+        "back, %": "{back:.0f}",
     }
     caption = (
-        "KL: nats a token to full prefill; removed: of that of full reuse behind BOS; taken back: of its\n"
-        "loss of log-likelihood; same: tokens of the answer that are the likeliest here, too"
+        "KL: nats a token to full prefill; removed: of that of full reuse behind BOS; back: what is\n"
+        "taken back of its loss of log-likelihood; pooled, 95 % intervals by bootstrap over rows"
     )
-    named = [{"way": way, **figures} for way, figures in lines]
-    return plain_table(f"{found['model']}, {counts} ({found['part']})", {"way": "{way}"}, columns, caption, named)
+    shown = [
+        {
+            "way": way,
+            **figures,
+            "removed": [100 * figures["kl_removed"][each] for each in ("value", "low", "high")],
+            "back": 100 * figures["taken_back"]["value"],
+        }
+        for way, figures in lines
+    ]
+    return plain_table(f"{found['model']}, {counts} ({found['part']})", {"way": "{way}"}, columns, caption, shown)
 
 
 def plot(found: dict[str, Any], path: Path) -> None:
