@@ -222,7 +222,7 @@ WRONG_LAB = _lines("""
 [renamed]
 ... inspect --max-tokens 9 | plan --json=out.json
 [missing]
-... train | paper | evaluate | memory | load | controller | evict | sync | agent | peers
+... train | paper | evaluate | real | memory | load | controller | evict | sync | agent | peers
 ... inspect -m {model} -q Why? | vllm replay
 paper: -m {model} | -d {data}
 [numbers]
@@ -239,6 +239,7 @@ evict --trace {tmp}: --size 2 | --size nan
 train --out {tmp}/x: --shorten 0 | --seed -1
 codecs: --suite-seed 9 | --limit 0
 random-shapes: --gain 0 | --prompts 0
+real: --data {data} --rows 0
 serve: --clients 0 | --shadow 1.5
 vllm ttft: --batched-tokens 0 | --dtype int8
 vllm shadow: --shadow 1.5 | --requests 0
@@ -246,6 +247,7 @@ agent: --data {tmp} --turns 2 | --data {tmp} --reorder 1.5
 [names]
 ... suite micro | suite nano --part swap | load --shape tiny --kv-shape round | cuda --dry-run --part round
 random-shapes: --shape round | --dtype int8
+real: --data {data} --part both | --data {data} --way bos
 [files]
 INSPECT: --out {file}
 ... sync --data {tmp}/none | memory --shape tiny --json-file {tmp} | plan --json-file {tmp}
@@ -255,6 +257,7 @@ INSPECT: --out {file}
 ... codecs --json-file {tmp}
 agent: --shape tiny --data {tmp}/none | --shape tiny --data {broken}
 agent: --shape tiny --data {data} --model {tmp}/none
+real: --data {tmp}/none | --data {broken} | --data {data} --model {tmp}/none
 peers: --shape tiny --data {tmp}/none | --shape tiny --data {broken} | --model {tmp}/none --data {data}
 serve: --model {tmp}/none | --trace {tmp}
 vllm faults: --only nothing | --json-file {tmp}

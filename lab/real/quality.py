@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
+from cacheblend.cli.option_groups import numbers
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt
@@ -52,14 +53,17 @@ class Way(NamedTuple):
 
     @staticmethod
     def of(text: str) -> "Way":
-        anchor, selector, *ratio = [*text.split(), "", ""][: max(2, len(text.split()))]
-        if not selector or len(ratio) > 1:
-            raise InvalidInputError(f"--way {text!r}: expected an anchor, a selector and a ratio")
-        return Way(anchor, selector, float(ratio[0]) if ratio else 0.0)
+        try:
+            anchor, selector, *ratio = text.split()
+            way = Way(anchor, selector, float(" ".join(ratio) or 0))  # of several words no number is made
+        except ValueError:
+            raise InvalidInputError(f"--way {text!r}: expected an anchor, a selector and a ratio") from None
+        way.make()  # refuses wrong settings before anything is computed
+        return way
 
     def make(self) -> Selector:
         name, _, settings = self.selector.partition("@")  # check layers, if any
-        layers = tuple(map(int, settings.split("+"))) if settings else None
+        layers = numbers("--way", settings.replace("+", ","), int) if settings else None
         return SelectorChoice.parse(name).selector((self.ratio,), layers)
 
 

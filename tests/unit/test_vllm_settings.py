@@ -76,7 +76,7 @@ def test_the_connectors_settings_are_read_in_this_projects_form_and_in_ucms() ->
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"anchor": "system"}, 'use "bos" or "none"'),
+        ({"anchor": "system"}, 'use "text", "bos" or "none"'),
         ({"workspace_bytes": -1}, "workspace_bytes must be a whole number of at least 0, got -1"),
         (ucm_store(storage_backends="/mnt/kv", use_direct="yes"), "use_direct"),
         ({"recompute_ration": 0.2}, "unknown key 'recompute_ration'; did you mean recompute_ratio"),

@@ -72,7 +72,7 @@ def serve(
         raise InvalidInputError(f"serve needs {', '.join(missing)}: pip install 'cacheblend[serve]'")
     if blend.anchor == "system":
         raise InvalidInputError(
-            "--anchor system: serve computes chunks before it knows their prompts; use auto, bos or none"
+            "--anchor system: serve computes chunks before it knows their prompts; use auto, text, bos or none"
         )
     settings, config = access.of(settings), blend.settings()
 

@@ -98,7 +98,7 @@ class ConnectorConfig:
         _ = self.shadow_settings  # refuses wrong values
         if self.blend.anchor == "system":
             raise InvalidInputError(
-                'anchor "system": chunks are found by content, whatever the system prompt; use "bos" or "none"'
+                'anchor "system": chunks are found by content, whatever the system prompt; use "text", "bos" or "none"'
             )
         check_fields(self)
         whole = {"chunk_end_token_id": 0, "min_match_tokens": SHORTEST, "budget_row_layers": 1}
