@@ -222,6 +222,8 @@ class ChunkOptions:
 
     def settings(self) -> dict[str, Any]:
         """Fields of `BlendConfig`."""
+        if self.anchor_text is not None and self.anchor != "text":
+            raise InvalidInputError("--anchor-text has no effect without --anchor text; add it, or leave it out")
         own = {"anchor": self.anchor, "block_size": self.block_size, "codec": self.codec, "salt": self.salt}
         return own | ({} if self.anchor_text is None else {"anchor_text": self.anchor_text})
 

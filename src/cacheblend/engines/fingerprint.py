@@ -181,7 +181,7 @@ class ModelIdentity:
     has_exact_hits: bool = True  # see `Planner`
     weights: str = ""  # fingerprint of the folder's files alone, however they are loaded; empty: nobody compares it
     # the segments in front of a passage that follows a text (`PromptBuilder.in_front`); None: there is no tokenizer
-    in_front: Callable[[str], list[list[int]]] | None = field(default=None, repr=False, compare=False)
+    in_front: Callable[[str], tuple[tuple[int, ...], ...]] | None = field(default=None, repr=False, compare=False)
 
     def anchor(self, rule: AnchorKind, text: str = "") -> Anchor:
         """The anchor of chunks; ``auto`` is the BOS token where the tokenizer sets one, else nothing; `text` is that of
@@ -189,7 +189,7 @@ class ModelIdentity:
         if rule == "auto":
             rule = "none" if self.bos_id is None else "bos"
         front = self.in_front(text) if rule == "text" and self.in_front is not None else ()
-        return Anchor(rule, self.bos_id, tuple(map(tuple, front)))
+        return Anchor(rule, self.bos_id, front)
 
     def planner(self, config: BlendConfig, tenant: str = "") -> Planner:
         """The planner for prompts of one tenant; no tenant finds blocks that another one stored. Raises

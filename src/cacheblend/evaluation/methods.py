@@ -228,7 +228,7 @@ def _blends(
                 # A selector that is the same at r = 0 and r = 1 has no ratio.
                 has_ratio = choice.selector((0.0,), layers) != choice.selector((1.0,), layers)
                 at = " @" + ",".join(map(str, selector.check_layers)) if selector.check_layers else ""
-                if isinstance(selector, Gradual):
+                if isinstance(getattr(selector, "inner", selector), Gradual):
                     at = " gradual"  # where it checks depends on the model
                 family, ratio = f"{choice.text}{at}", decreasing[-1] if has_ratio else None
                 name = f"blend {family}" + (" r=" + ",".join(f"{r:g}" for r in decreasing) if has_ratio else "")

@@ -85,7 +85,8 @@ class Contains:
     name: str = "contains"
 
     def score(self, answer: str, gold: str) -> float:
-        return float(f" {normalise(gold)} " in f" {normalise(answer)} ")
+        wanted = normalise(gold)
+        return float(bool(wanted) and f" {wanted} " in f" {normalise(answer)} ")
 
 
 SCORERS = ("em", "contains", "f1", "f1-tokens", "rouge-l")

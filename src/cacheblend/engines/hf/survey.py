@@ -67,12 +67,15 @@ class Survey:
     def fit_selector(self, selector: Selector) -> Selector:
         """The selector for this model; behind recurrent layers its checks are made later (`Late`). Raises
         `InvalidInputError`: it checks at a layer that the model does not have, compares keys or values alone where a
-        layer keeps one vector for both, or asks the question's rows where these need a state."""
+        layer keeps one vector for both, asks the question's rows where these need a state, or corrects keys where some
+        layers have none."""
         if any(self.latents):
             check_latents(selector)
         selector = check_selector(selector, self.num_layers)
         if not self.kinds.has_other_layers:
             return selector
+        if selector.correction:
+            raise InvalidInputError("correction needs attention in every layer, which this model lacks; leave it at 0")
         if selector.question_rows and self.kinds.states:
             raise InvalidInputError(
                 f"selector {selector.name!r} asks the question's rows before the first layer, but layer "

@@ -173,7 +173,10 @@ class ChunkWarmer:
             self._writer.submit_all(self._exact_blocks(result))
             self._writer.submit_all(snapshot_blocks(state.survey.kinds, result.states) if result.states else ())
         for segment in missed:
-            job = ChunkJob(anchor, segment.token_ids, segment.label)
+            job, longest = ChunkJob(anchor, segment.token_ids, segment.label), state.survey.max_length
+            if longest is not None and len(job) > longest:  # an anchor of text does not stand in the prompt
+                logger.warning("a missed chunk has %d tokens with its anchor, %d fit: not stored", len(job), longest)
+                continue
             self._background.submit(
                 manifest_of(job, planner, "").chunk_id,
                 partial(self._capture, state, planner, job),

@@ -9,8 +9,10 @@
 """
 
 import json
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
+from datetime import datetime
 from functools import lru_cache, partial
 from itertools import chain, pairwise, takewhile
 from typing import Any, NamedTuple
@@ -35,6 +37,8 @@ from cacheblend.engines.tokens.detokenizer import Detokenizer
 from cacheblend.engines.tokens.passage import Passage
 
 _SHORT = 2048  # characters of a text that is tokenised in a millisecond or two
+
+logger = logging.getLogger(__name__)
 
 
 class Encoded(NamedTuple):
@@ -154,6 +158,7 @@ class PromptBuilder:
         thoughts |= {text for text in self._source.sought if text.startswith(channels)}
         self._guard = Guard(self._guarded.values(), thoughts, self._source.words)
         self._encode_front = lru_cache(_FRONTS)(self._encode_rendered)
+        self.in_front = lru_cache(_FRONTS)(self._in_front)
         # Byte tokens, ``<0x00>`` to ``<0xFF>``, of which a run is decoded together; none in most tokenizers.
         names = [f"<0x{byte:02X}>" for byte in range(256)] if '"ByteFallback"' in json.dumps(spec["decoder"]) else []
         self._bytes = {number for name in names if (number := backend.token_to_id(name)) is not None}
@@ -217,15 +222,22 @@ class PromptBuilder:
         is_same = front is None or join_ids([segment.token_ids for segment in before]).tolist() == ids
         return Prompt.of(segments, rendered.changed, None if is_same else front)
 
-    def in_front(self, text: str) -> list[list[int]]:
+    def _in_front(self, text: str) -> tuple[tuple[int, ...], ...]:
         """Ids, by segment, in front of a passage that follows a text in a user's first message; in a plain prompt where
-        there is no chat template (or it refuses such a message)."""
+        there is no chat template, or it has no place for them. Templates are told one date, whichever it is today."""
         parts: list[Any] = [{"type": "text", "text": text}] if text else []
+        message = {"role": "user", "content": [*parts, {"type": "chunk", "text": _PROBE}]}
         try:
-            prompt = self.chat([{"role": "user", "content": [*parts, {"type": "chunk", "text": _LETTER}]}])
+            prompt = self.chat([message], strftime_now=_SOME_DAY.strftime)
         except InvalidInputError:
-            prompt = self.prompt([*([text] if text else []), Passage(_LETTER)])
-        return [segment.token_ids.tolist() for segment in prompt.in_front]
+            prompt = None
+        if prompt is None or not prompt.chunks:
+            if self._tokenizer.chat_template:
+                logger.warning(
+                    "the anchor 'text' stands in a plain prompt: the chat template has no place for a passage"
+                )
+            prompt = self.prompt([*([text] if text else []), Passage(_PROBE)])
+        return tuple(tuple(segment.token_ids.tolist()) for segment in prompt.in_front)
 
     def encode_in_frame(self, text: str, frame: str) -> list[int]:
         """Ids that a passage has inside a larger text, as in a server that tokenises whole prompts: the frame, with
@@ -405,6 +417,8 @@ class PromptBuilder:
 
 
 _FRONTS = 16  # texts in front of passages whose tokens are kept: system prompts come again and again
+_PROBE = "any passage"
+_SOME_DAY = datetime(2024, 7, 26)
 _LETTER = "a"  # what most passages begin like, as far as the tokens in front of them go
 
 _PROBES: list[list[Message]] = [

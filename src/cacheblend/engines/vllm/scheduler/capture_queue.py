@@ -22,11 +22,12 @@ _REMEMBERED = 1024  # finished chunks that requests which missed them meanwhile 
 
 class CaptureQueue:
     """Missed chunks of one engine, from the request that missed them until the workers have stored them. At most
-    `limit` are queued or computed at once, and the workers have `most_tokens` of anchors and chunks; more chunks,
-    and longer ones, are dropped and counted."""
+    `limit` are queued or computed at once, and the workers have `most_tokens` of anchors and chunks, none of more than
+    `longest`; more chunks, and longer ones, are dropped and counted."""
 
-    def __init__(self, limit: int, most_tokens: int, counts: Counts) -> None:
+    def __init__(self, limit: int, most_tokens: int, longest: int, counts: Counts) -> None:
         self._limit, self._most_tokens, self._counts = limit, most_tokens, counts
+        self._longest = min(longest, most_tokens)
         self._waiting: dict[str, tuple[Any, Sequence[CaptureJob], float]] = {}
         self._queued: deque[tuple[BlockName, CaptureJob]] = deque()
         self._sent: OrderedDict[BlockName, CaptureJob] = OrderedDict()  # with the workers, in the order of sending
@@ -105,7 +106,7 @@ class CaptureQueue:
         chunk_id = manifest_of(job.chunk, job.planner, "").chunk_id
         if chunk_id in self._unfinished or self._finished_at.get(chunk_id, 0.0) > missed_at:
             return chunk_id in self._unfinished  # another request missed it as well
-        if len(job.chunk) > self._most_tokens:
+        if len(job.chunk) > self._longest:
             self._counts.add_fallback(TOO_LARGE)
             return False
         if not self._queued and not self._sent:

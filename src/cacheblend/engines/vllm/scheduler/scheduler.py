@@ -59,7 +59,8 @@ that comes to an idle engine is computed in its first step: a step more is a mes
 
 
 class Scheduling:
-    """The scheduler side of one engine; `bytes_per_token`: of a chunk's KV while it is captured."""
+    """The scheduler side of one engine; `bytes_per_token`: of a chunk's KV while it is captured; `longest`: tokens that
+    the model computes at once, of a chunk behind its anchor, too."""
 
     def __init__(
         self,
@@ -69,6 +70,7 @@ class Scheduling:
         block_size: int,
         *,
         bytes_per_token: int = 1,
+        longest: int = 1 << 62,
         windows: Sequence[int | None] = (None,),
         watch: ShadowWatch | None = None,
         window: int | None = None,
@@ -84,7 +86,7 @@ class Scheduling:
         self.counts = Counts()
         self._checks = AnswerDraws(watch, self.counts, window)
         most_tokens = config.capture_bytes // bytes_per_token
-        self._captures = CaptureQueue(settings.config.capture_queue, most_tokens, self.counts)
+        self._captures = CaptureQueue(settings.config.capture_queue, most_tokens, longest, self.counts)
         self.cache = PrefixCache(block_size, windows)
 
     @property
