@@ -316,6 +316,11 @@ def test_a_miss_is_captured_and_then_hit(open_engine: Open) -> None:
     silent = open_engine(capture=False)
     silent.generate(PARTS, GREEDY)
     assert silent.flush(SOON) and silent.store.stats().blocks == 0
+    # A chunk that fits into the model's context, but not behind a text that the prompt does not have, is not stored.
+    ahead = open_engine(anchor="text", anchor_text="The cat sat.\n" * 20)
+    nearly = Passage("Who are you? " * 30, "long")
+    assert ahead.generate([nearly, QUESTION], GREEDY).report.missed_tokens > 0
+    assert ahead.flush(SOON) and ahead.store.manifests() == []
     # A chunk directly after its anchor is stored by the request; without a manifest it could not be listed or deleted.
     behind = open_engine()
     behind.generate([PASSAGES[0], QUESTION], GREEDY)

@@ -197,7 +197,7 @@ def test_the_planner_names_blocks_by_weights_dtype_codec_salt_and_tenant() -> No
         WITHOUT_BOS.anchor("bos")
     with pytest.raises(InvalidInputError, match="'text' needs a text and the model's tokenizer"):
         WITH_BOS.anchor("text", "A")
-    with_texts = replace(WITH_BOS, in_front=lambda text: [[1], [*map(ord, text)]])
+    with_texts = replace(WITH_BOS, in_front=lambda text: ((1,), tuple(map(ord, text))))
     assert with_texts.planner(BlendConfig(anchor="text", anchor_text="A")).anchor == Anchor("text", 1, ((1,), (65,)))
     assert with_texts.planner(BlendConfig(anchor="text")).anchor.front == ((1,), tuple(map(ord, ANCHOR_TEXT)))
     assert with_texts.planner(BlendConfig(anchor_text="A")) == WITH_BOS.planner(BlendConfig())

@@ -10,11 +10,19 @@ import pytest
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.plan.planner import Anchor
 from cacheblend.core.profile import Measurement, Profile, quality_settings
 from cacheblend.core.select.question_selectors import Query
 from cacheblend.core.select.selection import Selection, selection_fields
 from cacheblend.core.select.selectors import AllRows, Gradual, Hkvd
-from cacheblend.engines.settings import PROFILE_NAME, check_writable, read_profile, resolve_settings, write_profile
+from cacheblend.engines.settings import (
+    PROFILE_NAME,
+    BlendSettings,
+    check_writable,
+    read_profile,
+    resolve_settings,
+    write_profile,
+)
 
 SETTINGS = {"selector": "hkvd", "check_layers": (1, 2), "ratios": (0.4, 0.2), "recompute_ratio": 0.2}
 MEASURED = Measurement(
@@ -196,6 +204,16 @@ def test_whose_settings_an_engine_has(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "other weights" in found.source
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert str(tmp_path / PROFILE_NAME) in caplog.text
+    # Behind another anchor than it was measured with its quality is unknown
+    caplog.clear()
+    texts = [Anchor("text", 1, ((1, number),)) for number in range(2)]
+    behind = replace(PROFILE, measured=replace(PROFILE.measured, anchor=texts[0].described))
+    settings = BlendSettings(BlendConfig(), behind, "the profile p")
+    settings.compare(texts[0])
+    assert not caplog.records
+    for other in (texts[1], Anchor("bos", 1)):
+        settings.compare(other)
+        assert f"the anchor {texts[0].described}, here it is {other.described}" in caplog.text
     elsewhere = write(tmp_path / "other.json")  # elsewhere
     assert resolve_settings(None, tmp_path / "model", "f1", elsewhere).profile == PROFILE
     with pytest.raises(InvalidInputError, match="cannot be read"):

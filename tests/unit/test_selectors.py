@@ -30,6 +30,7 @@ from cacheblend.core.select.selectors import (
     RandomRows,
     Selector,
 )
+from cacheblend.evaluation.methods import make_methods
 
 
 def masked(selector: Selector, candidates: Candidates) -> torch.Tensor:
@@ -155,6 +156,8 @@ def test_a_corrected_selector_chooses_as_the_one_it_corrects_beside() -> None:
     assert (late.check_layers, late.correction) == ((2,), 0.5)
     assert SelectorChoice.parse("head:correction=0.25").selector((0.1,), None) == Corrected(Head(0.1), 0.25)
     assert Selection(selector="none").make_selector().correction == 0
+    (method,) = make_methods(["blend"], selectors=["hkvd:correction=0.5"])
+    assert method.label.name == "blend hkvd:correction=0.5 gradual r=0.15"
 
 
 @given(ratio=shares, layers=st.integers(2, 100))

@@ -219,6 +219,17 @@ def test_bos_is_where_the_tokenizer_or_the_template_sets_it(tokenizer: PreTraine
         assert [ids_of(chat).count(bos) for chat in chats] == [by_template] * 2
 
 
+def test_what_stands_in_front_of_an_anchored_passage_is_the_same_on_every_day(caplog: pytest.LogCaptureFixture) -> None:
+    """Templates that write today's date are told one date; one without a place for a passage is left alone."""
+    dated = PromptBuilder(byte_level("{{ strftime_now('%d %b %Y') }}\n" + CHATML))
+    assert dated.decode([each for segment in dated.in_front("Once.\n") for each in segment]).startswith("26 Jul 2024\n")
+    assert dated.in_front("Once.\n") is dated.in_front("Once.\n")  # rendered once
+    assert dated.in_front("Once.\n") != dated.in_front("Twice.\n")
+    deaf = PromptBuilder(byte_level("<|im_start|>Hello.<|im_end|>"))
+    assert deaf.in_front("Once.\n") == PromptBuilder(byte_level(None)).in_front("Once.\n")
+    assert "the chat template has no place for a passage" in caplog.text
+
+
 def test_a_chats_frame_is_parsed_and_its_contents_are_not() -> None:
     tokenizer = byte_level()
     start, end, think = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "<think>"])

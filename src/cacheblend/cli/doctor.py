@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar
 
 import typer
 from rich.table import Table
@@ -13,7 +13,6 @@ from cacheblend.cli.option_groups import option
 from cacheblend.core.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from cacheblend.core.config import AnchorKind
     from cacheblend.evaluation.gate import Bar, GateResult, Tried
 
 MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("·", "dim")}
@@ -49,6 +48,7 @@ def doctor(
     questions: options.QuestionOptions,
     gate: QualityOptions,
     anchor: options.Anchor = "auto",
+    anchor_text: options.AnchorText = None,
     store: options.StoreOptions = options.IN_MEMORY,
     json: options.AsJson = False,
 ) -> None:
@@ -82,7 +82,8 @@ def doctor(
     asked, bad = questions.read(file)
     if profile is not None:
         check_writable(profile)
-    config = BlendConfig(capture=False, anchor=cast("AnchorKind", anchor), load_timeout_s=models.PATIENT_S)
+    chosen_anchor = options.anchor_settings(anchor, anchor_text)
+    config = BlendConfig(capture=False, load_timeout_s=models.PATIENT_S, **chosen_anchor)
     tried = gate.selector or (), gate.ratio or ()
     layers = layers_of(folder)
     if layers is not None:

@@ -82,11 +82,7 @@ def evaluate(
         if layers is not None and each.label.family != PROFILE:  # a profile is not read yet
             each.check(layers)
     settings = questions.settings(what.top_k, what.max_tokens)
-    config: dict[str, Any] = {"anchor": what.anchor, "load_timeout_s": PATIENT_S}
-    if what.anchor_text is not None:
-        if what.anchor != "text":
-            raise InvalidInputError("--anchor-text has no effect without --anchor text; add it, or leave it out")
-        config["anchor_text"] = what.anchor_text
+    config = options.anchor_settings(what.anchor, what.anchor_text) | {"load_timeout_s": PATIENT_S}
     with open_engine(folder, store.store, config, device, quiet=to.json) as engine:
         assert engine.builder is not None  # a model folder is opened with its tokenizer
         methods = choose(profile=engine.settings.config)

@@ -209,6 +209,13 @@ class SelectionOptions:
         return settings | ({"ratios": ratios} if len(ratios) > 1 else {})
 
 
+def anchor_settings(anchor: str, text: str | None) -> dict[str, Any]:
+    """Fields of `BlendConfig`. Raises `InvalidInputError`: a text that has no effect."""
+    if text is not None and anchor != "text":
+        raise InvalidInputError("--anchor-text has no effect without --anchor text; add it, or leave it out")
+    return {"anchor": anchor} | ({} if text is None else {"anchor_text": text})
+
+
 @dataclass(frozen=True)
 class ChunkOptions:
     """How chunks are computed, cut and stored; part of the names of their blocks."""
@@ -222,10 +229,8 @@ class ChunkOptions:
 
     def settings(self) -> dict[str, Any]:
         """Fields of `BlendConfig`."""
-        if self.anchor_text is not None and self.anchor != "text":
-            raise InvalidInputError("--anchor-text has no effect without --anchor text; add it, or leave it out")
-        own = {"anchor": self.anchor, "block_size": self.block_size, "codec": self.codec, "salt": self.salt}
-        return own | ({} if self.anchor_text is None else {"anchor_text": self.anchor_text})
+        anchor = anchor_settings(self.anchor, self.anchor_text)
+        return anchor | {"block_size": self.block_size, "codec": self.codec, "salt": self.salt}
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class Measurement:
     f1_difference: float | None = None  # mean F1 minus that of full recompute; None without gold answers
     f1_bound: float | None = None  # lower bound of that difference
     dtype: str = ""  # of the weights
-    anchor: str = ""  # the anchor that the chunks were computed after
+    anchor: str = ""  # that the chunks were computed after, see `Anchor.described`
     date: str = ""  # of the run, ISO 8601
     versions: Mapping[str, str] = field(default_factory=dict)  # of the packages that affect numerical results
 

@@ -17,6 +17,7 @@ from cacheblend.core.cost.cost_model import CostModel
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.fuse.prefill import check_selector, first_reused_layer
 from cacheblend.core.plan.blocks import KVLayout
+from cacheblend.core.plan.planner import Anchor
 from cacheblend.core.profile import Profile
 from cacheblend.core.select.selection import Selection, selection_fields
 from cacheblend.core.select.selectors import Selector
@@ -41,6 +42,15 @@ class BlendSettings:
     def is_full(self) -> bool:
         """A request that names no ratio and no selector has everything recomputed that is not exact."""
         return math.isinf(self.raised_by)
+
+    def compare(self, anchor: Anchor) -> None:
+        """Says so where chunks have another anchor than those that the profile was measured with."""
+        measured = "" if self.profile is None else self.profile.measured.anchor
+        if measured and measured != anchor.described:
+            logger.warning(
+                "%s: it was measured with the anchor %s, here it is %s; nobody knows the quality of that",
+                *(self.source, measured, anchor.described),
+            )
 
     def selector(self, ratio: float | None = None, name: str | None = None) -> Selector:
         """The selector of a request that may name a ratio and a selector. What is named blends even where the profile

@@ -315,7 +315,7 @@ def profile_of(engine: BlendEngine, result: GateResult, data: Path | None = None
         f1_difference=found.f1_difference if found else None,
         f1_bound=found.f1_bound if found else None,
         dtype=str(engine.survey.layout.dtype).removeprefix("torch."),
-        anchor=engine.planner.anchor.rule,
+        anchor=engine.planner.anchor.described,
         date=datetime.now(UTC).date().isoformat(),
         versions={"cacheblend": __version__} | {name: version(name) for name in ("torch", "transformers")},
     )

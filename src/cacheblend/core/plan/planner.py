@@ -2,6 +2,7 @@
 in one call, and compares token ids before it counts a hit. A second call is made only for a run of a chunk that was
 stored with another block size than was guessed."""
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
@@ -67,6 +68,12 @@ class Anchor:
             raise InvalidInputError("the anchor 'bos' needs a tokenizer that sets a BOS token; use 'none' or 'system'")
         if self.rule == "text" and not self.front:
             raise InvalidInputError("the anchor 'text' needs a text and the model's tokenizer; use 'none' or 'system'")
+
+    @property
+    def described(self) -> str:
+        """As profiles record it: the rule, and which text."""
+        digest = hashlib.sha256(repr(self.front).encode()).hexdigest()
+        return f"text {digest[:8]}" if self.rule == "text" else self.rule
 
     def segments(self, prompt: Prompt | None) -> list[TokenIds]:
         """The anchor's tokens for chunks of this prompt, segment by segment. Raises `InvalidInputError`: the rule is

@@ -177,6 +177,7 @@ class BlendEngine(FollowedModel):
             name=opened.name,
         )
         engine.settings = settings
+        settings.compare(engine.planner.anchor)
         return engine
 
     # ---- prompts ----------------------------------------------------------------------------------------

@@ -206,6 +206,12 @@ class PromptBuilder:
         the template changed. Raises `InvalidInputError`: no chat template, no message, the template refuses them, or a
         text has a lone surrogate.
         """
+        return self._chat(messages, documents, options)
+
+    def _chat(
+        self, messages: Sequence[Message], documents: Sequence[Passage], options: Mapping[str, Any], **told: Any
+    ) -> Prompt:
+        """`chat`; the template is `told` more than anybody's options."""
         if not messages:
             raise InvalidInputError("the message list is empty; it needs at least one message")
         if not self._tokenizer.chat_template:
@@ -213,7 +219,7 @@ class PromptBuilder:
         conversation = Conversation(messages, documents, options, self._guard)
         for number, content in enumerate(conversation.contents, 1):
             _check(content, f"content {number} of the messages")
-        rendered = conversation.render(self._render)
+        rendered = conversation.render(partial(self._render, **told))
         check_encodable(rendered.text, "the chat template's text")
         segments = self._segments(rendered, self._encode_rendered(rendered), conversation.contents)
         front = self._front_of(rendered, conversation.contents)
@@ -228,14 +234,12 @@ class PromptBuilder:
         parts: list[Any] = [{"type": "text", "text": text}] if text else []
         message = {"role": "user", "content": [*parts, {"type": "chunk", "text": _PROBE}]}
         try:
-            prompt = self.chat([message], strftime_now=_SOME_DAY.strftime)
+            prompt = self._chat([message], (), {}, strftime_now=_SOME_DAY.strftime)
         except InvalidInputError:
             prompt = None
         if prompt is None or not prompt.chunks:
             if self._tokenizer.chat_template:
-                logger.warning(
-                    "the anchor 'text' stands in a plain prompt: the chat template has no place for a passage"
-                )
+                logger.warning("the chat template has no place for a passage: the anchor 'text' is in a plain prompt")
             prompt = self.prompt([*([text] if text else []), Passage(_PROBE)])
         return tuple(tuple(segment.token_ids.tolist()) for segment in prompt.in_front)
 
@@ -301,8 +305,10 @@ class PromptBuilder:
         _check(passage, where)
         return core_prompt.chunk(self.encode(passage.text, f"{where}: the text"), passage.title)
 
-    def _render(self, messages: list[Message], documents: list[TemplateDocument], options: Mapping[str, Any]) -> str:
-        settings = {"add_generation_prompt": True, **options}
+    def _render(
+        self, messages: list[Message], documents: list[TemplateDocument], options: Mapping[str, Any], **told: Any
+    ) -> str:
+        settings = {"add_generation_prompt": True, **options, **told}
         try:
             rendered: str = self._tokenizer.apply_chat_template(
                 messages, documents=documents or None, tokenize=False, **settings

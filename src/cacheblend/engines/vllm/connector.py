@@ -120,6 +120,7 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
         if vllm_config.model_config.use_mla:
             check_latents(self._selector)
         self._planner = self.identity.planner(self._settings.config)
+        self._settings.compare(self._planner.anchor)
         self._block_size = int(vllm_config.cache_config.block_size)
         is_scheduler = role == interface.KVConnectorRole.SCHEDULER
         if not is_scheduler:
