@@ -265,8 +265,7 @@ def test_chunks_behind_an_anchor_of_text_have_its_kv_and_go_on_in_a_prompt_that_
     prompt = engine.prompt(PARTS)
     wanted = blend(engine.model, prompt, NoRows(), anchor=front)
     assert_close(engine.prefill(prompt, selector=NoRows()).logits, wanted.logits, 1e-5, "logits")
-    begins_so = [{"type": "text", "text": "The cat sat.\n"}, {"type": "chunk", "text": PASSAGES[0].text}]
-    report = engine.chat([{"role": "user", "content": begins_so}], max_new_tokens=1).report
+    report = engine.generate(["The cat sat.\n", PASSAGES[0], "Who?"], GREEDY).report
     assert report.hit_tokens["prefix"] == len(front) + len(engine.prompt(PASSAGES[:1]).chunks[0])
 
 

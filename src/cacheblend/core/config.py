@@ -32,10 +32,8 @@ class BlendConfig(Selection):
 
     Attributes:
         anchor: tokens in front of a chunk when it is computed alone: the BOS token, the prompt's whole system prompt,
-            none, or text: what the chat template writes in front of a first message, and `anchor_text`. auto: BOS where
-            the tokenizer sets one.
-        anchor_text: the text of the anchor ``text``, best a passage like those that are stored; empty: the chat
-            template's beginning alone.
+            none, or text: BOS, and `anchor_text`. auto: BOS where the tokenizer sets one.
+        anchor_text: the text of the anchor ``text``, best a passage like those that are stored.
         block_size: most tokens of a block.
         codec: how stored chunks are compressed: raw (not at all), fp8, int8 or int4.
         salt: separates tenants who must not share a store's contents.

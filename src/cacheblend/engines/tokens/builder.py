@@ -9,10 +9,8 @@
 """
 
 import json
-import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
-from datetime import datetime
 from functools import lru_cache, partial
 from itertools import chain, pairwise, takewhile
 from typing import Any, NamedTuple
@@ -37,8 +35,6 @@ from cacheblend.engines.tokens.detokenizer import Detokenizer
 from cacheblend.engines.tokens.passage import Passage
 
 _SHORT = 2048  # characters of a text that is tokenised in a millisecond or two
-
-logger = logging.getLogger(__name__)
 
 
 class Encoded(NamedTuple):
@@ -206,12 +202,6 @@ class PromptBuilder:
         the template changed. Raises `InvalidInputError`: no chat template, no message, the template refuses them, or a
         text has a lone surrogate.
         """
-        return self._chat(messages, documents, options)
-
-    def _chat(
-        self, messages: Sequence[Message], documents: Sequence[Passage], options: Mapping[str, Any], **told: Any
-    ) -> Prompt:
-        """`chat`; the template is `told` more than anybody's options."""
         if not messages:
             raise InvalidInputError("the message list is empty; it needs at least one message")
         if not self._tokenizer.chat_template:
@@ -219,7 +209,7 @@ class PromptBuilder:
         conversation = Conversation(messages, documents, options, self._guard)
         for number, content in enumerate(conversation.contents, 1):
             _check(content, f"content {number} of the messages")
-        rendered = conversation.render(partial(self._render, **told))
+        rendered = conversation.render(self._render)
         check_encodable(rendered.text, "the chat template's text")
         segments = self._segments(rendered, self._encode_rendered(rendered), conversation.contents)
         front = self._front_of(rendered, conversation.contents)
@@ -229,18 +219,9 @@ class PromptBuilder:
         return Prompt.of(segments, rendered.changed, None if is_same else front)
 
     def _in_front(self, text: str) -> tuple[tuple[int, ...], ...]:
-        """Ids, by segment, in front of a passage that follows a text in a user's first message; in a plain prompt where
-        there is no chat template, or it has no place for them. Templates are told one date, whichever it is today."""
-        parts: list[Any] = [{"type": "text", "text": text}] if text else []
-        message = {"role": "user", "content": [*parts, {"type": "chunk", "text": _PROBE}]}
-        try:
-            prompt = self._chat([message], (), {}, strftime_now=_SOME_DAY.strftime)
-        except InvalidInputError:
-            prompt = None
-        if prompt is None or not prompt.chunks:
-            if self._tokenizer.chat_template:
-                logger.warning("the chat template has no place for a passage: the anchor 'text' is in a plain prompt")
-            prompt = self.prompt([*([text] if text else []), Passage(_PROBE)])
+        """Ids, by segment, in front of a passage that follows a text in a plain prompt: what the chat template writes
+        may be another with each day, and does not help (docs/log.md, 2026-11-27)."""
+        prompt = self.prompt([*([text] if text else []), Passage(_PROBE)])
         return tuple(tuple(segment.token_ids.tolist()) for segment in prompt.in_front)
 
     def encode_in_frame(self, text: str, frame: str) -> list[int]:
@@ -305,10 +286,8 @@ class PromptBuilder:
         _check(passage, where)
         return core_prompt.chunk(self.encode(passage.text, f"{where}: the text"), passage.title)
 
-    def _render(
-        self, messages: list[Message], documents: list[TemplateDocument], options: Mapping[str, Any], **told: Any
-    ) -> str:
-        settings = {"add_generation_prompt": True, **options, **told}
+    def _render(self, messages: list[Message], documents: list[TemplateDocument], options: Mapping[str, Any]) -> str:
+        settings = {"add_generation_prompt": True, **options}
         try:
             rendered: str = self._tokenizer.apply_chat_template(
                 messages, documents=documents or None, tokenize=False, **settings
@@ -424,7 +403,6 @@ class PromptBuilder:
 
 _FRONTS = 16  # texts in front of passages whose tokens are kept: system prompts come again and again
 _PROBE = "any passage"
-_SOME_DAY = datetime(2024, 7, 26)
 _LETTER = "a"  # what most passages begin like, as far as the tokens in front of them go
 
 _PROBES: list[list[Message]] = [
