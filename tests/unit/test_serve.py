@@ -45,6 +45,7 @@ COUNTS = ("chunk_tokens", "max_body_bytes", "max_prompt_tokens", "max_chunks", "
         ({"timeout_s": math.inf}, "timeout_s must be a number of seconds above 0, got inf"),
         ({"body_s": -1.0}, "body_s must be a number of seconds above 0"),
         ({"headers_s": 0.0}, "headers_s must be a number of seconds above 0"),
+        ({"headers_s": 0.0005}, "headers_s must be 0.001 or more, got 0.0005"),
         ({"tool_call_parser": "gpt"}, "no tool call parser 'gpt'; there are auto, hermes, llama3"),
         ({"active": 0}, "active must be 1 or more, got 0"),
         ({"waiting": -1}, "waiting must be 0 or more, got -1"),

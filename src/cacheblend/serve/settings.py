@@ -85,7 +85,7 @@ class ServeSettings:
         for name, bound in least.items():
             value = getattr(self, name)
             if bound is not None and value is not None and not bound <= value < math.inf:
-                what = "a number of seconds above 0" if 0 < bound < 1 else f"{bound} or more"
+                what = "a number of seconds above 0" if 0 < bound < 1 and not 0 < value < 1 else f"{bound} or more"
                 raise InvalidInputError(f"{name} must be {what}, got {value}")
         if self.shadow_floor is not None and not self.shadow:
             raise InvalidInputError(
