@@ -54,12 +54,9 @@ SAID = {
     f"{ASK} --check-layers 1,2 -r 1,0 --selector head": "hkvd",
     f"{ASK} --check-layers 9": "check layer 9",
     f"{ASK} --selector best": "'best'",
-    f"{ASK} --selector threshold": "needs a bound",
-    f"{ASK} --threshold 0.5": "--threshold 0.5 has no effect without --selector threshold",
-    f"{ASK} --threshold 0.5 --selector hkvd": "--threshold 0.5 has no effect without --selector threshold",
-    f"{ASK} --hops 1": "--hops 1 has no effect without --selector query or hybrid; add it",
-    f"{ASK} --selector hybrid --hops 5": "--hops",
-    f"{ASK} --selector query --hops 1 --hop-spans 9": "--hop-spans",
+    f"{ASK} --selector threshold": "the selector 'threshold' needs a bound; set `threshold`",
+    f"{ASK} --selector hybrid:hops=5": "hops must be a whole number, 0 to 4",
+    f"{ASK} --selector query:hops=1,hop_spans=9": "hop_spans must be",
     f"{ASK} --dtype int8": "int8",
     f"{ASK} --device moon": "moon",
     f"{ASK} -n 0": "--max-tokens: 0 is out of range, 1..",
@@ -151,7 +148,7 @@ store: ls | prune {store}
 ASK: -r nan | -r -0.1 | -r much | -r 0.1 -r 0.2 | -r 0.2,0.1 | -n 1e3 | -n 99999999999999999999 | --temperature -1
 ASK: --temperature nan | --temperature inf | --seed -1 | --seed 99999999999999999999999 | --row -1
 ASK: -d {data} --row 9 | --check-layers 1;2 | --check-layers 2,1 | --check-layers -1 | --block-size 0
-ASK: --threshold nan | --selector threshold --threshold inf
+ASK: --selector threshold:threshold=nan | --selector threshold:threshold=Infinity
 WARM: --limit 0 | --batch-tokens 0 | --block-size -5
 CALIBRATE: --runs 0 | --length 0 | --length 99999999999
 PLAN: --context 1 | --ratio 2 | --stored-tokens nan | --device nvme:nan:1 | --device nvme:inf:1 | --device nvme

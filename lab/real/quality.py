@@ -3,10 +3,11 @@ own answers, and compute.
 
 The greedy answer of a full prefill is given to the KV cache that a setting made, token by token, and what it expects of
 each token is compared with what full prefill expects. So all tokens of an answer count, also where the first differs.
-Rows are split into tune and test by the passage that holds their answer.
+The tune rows are the first of a file, and all others whose answer stands in the same passage as one of theirs.
 """
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +20,6 @@ from transformers import DynamicCache
 from cacheblend.cli.option_groups import numbers
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.select.selection import SelectorChoice
 from cacheblend.core.select.selectors import Selector
 from cacheblend.data import QuestionRow, read_questions
@@ -28,20 +28,23 @@ from cacheblend.engines.hf.baselines import full_recompute
 from cacheblend.engines.hf.recurrent import fill_cache
 from cacheblend.engines.provenance import stamp
 from cacheblend.evaluation.compute import ComputeScale
-from cacheblend.evaluation.runner import Settings, make_cases
+from cacheblend.evaluation.runner import Case, Settings, make_cases, store_passages
+from cacheblend.evaluation.scorers import Contains, best
 from cacheblend.evaluation.templates import Template
 from lab.bench import Advance, picture, plain_table, silent
-from lab.real.pretrained import pretrained_folder
+from lab.real.pretrained import NAME, pretrained_folder
 from lab.settings import Real
 
 TEMPLATE = Template(question="Answer the question with a few words from the text.\nQuestion: {question}")
 BASE = "bos none"
 """Full reuse of chunks that were computed behind BOS: what is taken back is a share of its loss."""
 RESAMPLES = 2000
+FIRST_TUNE = 80
 
 
 class Way(NamedTuple):
-    """A setting: ``text head:correction=0.5 0.04`` is an anchor, a selector and a ratio."""
+    """A setting: ``text head:correction=0.5 0.04`` is an anchor, a selector and a ratio. The anchor ``own3`` is the
+    text of three passages of the file's first rows, as a user may have them of the documents that are served."""
 
     anchor: str
     selector: str
@@ -58,8 +61,18 @@ class Way(NamedTuple):
             way = Way(anchor, selector, float(" ".join(ratio) or 0))  # of several words no number is made
         except ValueError:
             raise InvalidInputError(f"--way {text!r}: expected an anchor, a selector and a ratio") from None
+        if way.anchor not in ("none", "bos", "text") and not re.fullmatch("own[1-9]", way.anchor):
+            raise InvalidInputError(f"--way {text!r}: the anchor is none, bos, text, or own1 to own9")
         way.make()  # refuses wrong settings before anything is computed
         return way
+
+    @staticmethod
+    def config(anchor: str, rows: Sequence[QuestionRow]) -> BlendConfig:
+        """Of engines with this anchor, for the rows of a file."""
+        if not anchor.startswith("own"):
+            return BlendConfig(anchor=anchor, discover=False)  # type: ignore[arg-type]
+        texts = dict.fromkeys(passage.text for row in rows[:FIRST_TUNE] for passage in row.passages)
+        return BlendConfig(anchor="text", anchor_text="\n\n".join([*texts][-int(anchor[3:]) :]), discover=False)
 
     def make(self) -> Selector:
         name, _, settings = self.selector.partition("@")  # check layers, if any
@@ -85,72 +98,96 @@ WAYS = (
 def run(asked: Real, advance: Advance = silent) -> dict[str, Any]:
     """Measures every way on every row; of each row its answer is made once."""
     ways = {way.name: way for way in map(Way.of, dict.fromkeys([BASE, *(asked.way or WAYS)]))}
-    rows = {file.stem: rows_of(file, asked.part)[: asked.rows] for file in asked.data}
-    model = asked.model or pretrained_folder()
+    files = {file.stem: list(read_questions(file)) for file in asked.data}
+    rows = {name: rows_of(own, asked.part)[: asked.rows] for name, own in files.items()}
+    model, done, total = asked.model or pretrained_folder(), 0, sum(map(len, rows.values()))
     found: dict[str, list[dict[str, Any]]] = {}
-    with ExitStack() as stack:
-        engines = {}
-        for anchor in dict.fromkeys(way.anchor for way in ways.values()):
-            config = BlendConfig(anchor=anchor, capture=False, discover=False)  # type: ignore[arg-type]
-            engines[anchor] = stack.enter_context(BlendEngine.from_pretrained(model, store="memory", config=config))
-        plain = next(iter(engines.values()))
-        scale, done, total = ComputeScale.of(plain), 0, sum(map(len, rows.values()))
-        for name, own in rows.items():
-            found[name] = []
-            for case in make_cases(plain, Settings(TEMPLATE), own, []):
+    for name, own in rows.items():
+        found[name] = []
+        with ExitStack() as stack:
+            engines = {
+                anchor: stack.enter_context(
+                    BlendEngine.from_pretrained(model, store="memory", config=Way.config(anchor, files[name]))
+                )
+                for anchor in dict.fromkeys(way.anchor for way in ways.values())
+            }
+            for case in make_cases(engines["bos"], Settings(TEMPLATE), own):
                 if case.prompts:
-                    found[name].append(_measure(engines, case.prompts[None], ways, scale, asked.answer_tokens))
+                    found[name].append(_measure(engines, case, ways, asked.answer_tokens, first=not found[name]))
                 advance(done := done + 1, total)
-    summary = {"model": plain.name, "part": asked.part, "answer_tokens": asked.answer_tokens} | summarise(found)
+    named = asked.model.resolve().name if asked.model else NAME
+    summary = {"model": named, "part": asked.part, "answer_tokens": asked.answer_tokens} | summarise(found)
     return summary | {"rows": found} | stamp()
 
 
-def rows_of(file: Path, part: str) -> list[QuestionRow]:
-    """The rows of a part, ``tune`` or ``test``: all rows whose answer stands in the same passage are of one part."""
-    kept = []
-    for row in read_questions(file):
-        texts = [passage.text for passage in row.passages]
-        holding = [text for text in texts if any(answer.lower() in text.lower() for answer in row.answers)]
-        number = hashlib.sha256(min(holding or texts).encode()).digest()[0]
-        if part == ("test" if number % 2 else "tune"):
-            kept.append(row)
-    return kept
+def rows_of(rows: Sequence[QuestionRow], part: str) -> list[QuestionRow]:
+    """The rows of a part, ``tune`` or ``test``."""
+    tuned = {_holding(row) for row in rows[:FIRST_TUNE]}
+    return [row for row in rows if (_holding(row) in tuned) == (part == "tune")]
+
+
+def _holding(row: QuestionRow) -> str:
+    """The passage that holds the answer, the first in the alphabet if several do."""
+    texts = [passage.text for passage in row.passages]
+    return min([text for text in texts if any(answer.lower() in text.lower() for answer in row.answers)] or texts)
 
 
 @torch.no_grad()
 def _measure(
-    engines: Mapping[str, BlendEngine], prompt: Prompt, ways: Mapping[str, Way], scale: ComputeScale, tokens: int
+    engines: Mapping[str, BlendEngine], case: Case, ways: Mapping[str, Way], tokens: int, first: bool
 ) -> dict[str, Any]:
-    engine = next(iter(engines.values()))
-    first = full_recompute(engine, prompt)
-    assert isinstance(first.kv, DynamicCache)
-    answer, expected = [], [first.logits.float()]
-    while True:
-        answer.append(int(expected[-1].argmax()))
-        if answer[-1] in engine.eos_ids or len(answer) == tokens:
-            break
-        expected.append(engine.model(torch.tensor([answer[-1:]]), past_key_values=first.kv).logits[0, -1].float())
-    full = torch.log_softmax(torch.stack(expected), -1)
-    ids = torch.tensor(answer)
-    measured: dict[str, Any] = {"full": {"log_likelihood": _likelihood(full, ids), "tokens": len(answer)}}
+    prompt, engine, answers = case.longest, engines["bos"], case.row.answers
+    assert engine.builder is not None
+    scale, decode = ComputeScale.of(engine), engine.builder.decode
+    start = full_recompute(engine, prompt)
+    assert isinstance(start.kv, DynamicCache)
+    full = torch.log_softmax(_go_on(engine, start.kv, start.logits.reshape(1, -1).float(), tokens), -1)
+    ids = full.argmax(-1)
+    measured: dict[str, Any] = {
+        "passage": hashlib.sha256(_holding(case.row).encode()).hexdigest()[:8],
+        "full": {
+            "log_likelihood": _likelihood(full, ids),
+            "tokens": len(ids),
+            "contains": best(Contains(), decode(ids.tolist()), answers),
+        },
+    }
     for anchor, each in engines.items():
-        each.warm(prompt.chunks)
+        store_passages(each, [case], silent, first=first)
         for way in (way for way in ways.values() if way.anchor == anchor):
             result = each.prefill(prompt, selector=way.make())
-            report, logits = result.report, [result.logits.reshape(1, -1).float()]
-            if len(answer) > 1:
-                cache, start = fill_cache(each.model, list(result.kv), None), len(prompt)
-                at = torch.arange(start, start + len(answer) - 1)[None]
-                out = each.model(ids[None, :-1], position_ids=at, past_key_values=cache, use_cache=True)
-                logits.append(out.logits[0].float())
-            got = torch.log_softmax(torch.cat(logits), -1)
+            report, expected = result.report, result.logits.reshape(1, -1).float()
+            if report.missed_tokens:
+                raise RuntimeError(f"{way.name}: {report.missed_tokens} tokens that were stored are not found")
+            cache, length = fill_cache(each.model, list(result.kv), None), len(prompt)
+            if len(ids) > 1:
+                given = torch.arange(length, length + len(ids) - 1)[None]
+                out = each.model(ids[None, :-1], position_ids=given, past_key_values=cache, use_cache=True)
+                expected = torch.cat([expected, out.logits[0].float()])
+            got = torch.log_softmax(expected, -1)
             measured[way.name] = {
                 "kl": float((full.exp() * (full - got)).sum(-1).mean()),
                 "log_likelihood": _likelihood(got, ids),
                 "same": float((got.argmax(-1) == ids).float().mean()),
                 "compute": scale.share(report.row_layers, report.projected_rows, report.prompt_tokens),
             }
+            if way.name in (BASE, *OURS.values()):
+                same = int((got.argmax(-1) == ids).int().cumprod(0).sum())  # tokens in front of the first other one
+                if same < len(ids):
+                    if same + 1 < len(ids):
+                        cache.crop(same + 1 - len(ids))
+                    expected = _go_on(each, cache, expected[: same + 1], tokens)
+                own = decode(expected.argmax(-1).tolist())
+                measured[way.name]["contains"] = best(Contains(), own, answers)
     return measured
+
+
+def _go_on(engine: BlendEngine, cache: DynamicCache, expected: torch.Tensor, tokens: int) -> torch.Tensor:
+    """What the model expects of each token of its greedy answer, logits of [n, vocabulary]; `expected`: of the first
+    ones, of which the cache has all but the last."""
+    while int(expected[-1].argmax()) not in engine.eos_ids and len(expected) < tokens:
+        out = engine.model(expected[-1:].argmax(-1)[None], past_key_values=cache, use_cache=True)
+        expected = torch.cat([expected, out.logits[0].float()])
+    return expected
 
 
 def _likelihood(logs: torch.Tensor, ids: torch.Tensor) -> float:
@@ -158,22 +195,24 @@ def _likelihood(logs: torch.Tensor, ids: torch.Tensor) -> float:
 
 
 def summarise(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Means of all rows pooled, with intervals: the same rows are drawn for all ways."""
+    """Means of all rows pooled, with intervals: the same answers' passages, with all their rows, are drawn for all
+    ways."""
     rows = [row for own in found.values() for row in own]
     if not rows:
         raise InvalidInputError("there are no rows of this part that fit the model's context")
-    draws = np.random.default_rng(0).integers(0, len(rows), (RESAMPLES, len(rows)))
-    draws = np.concatenate([np.arange(len(rows))[None], draws])  # the first is the rows themselves
+    passages, of = np.unique([row["passage"] for row in rows], return_inverse=True)
+    drawn = np.random.default_rng(0).multinomial(len(passages), [1 / len(passages)] * len(passages), RESAMPLES)
+    weights = np.concatenate([np.ones((1, len(passages)), int), drawn])[:, of]  # the first is the rows themselves
 
     def means(way: str, figure: str) -> Any:
-        return np.array([row[way][figure] for row in rows])[draws].mean(1)
+        return weights @ np.array([row[way][figure] for row in rows]) / weights.sum(1)
 
     def with_interval(values: Any) -> dict[str, float]:
         low, high = np.percentile(values[1:], [2.5, 97.5])
         return {"value": float(values[0]), "low": float(low), "high": float(high)}
 
     reuse, lost = means(BASE, "kl"), means("full", "log_likelihood") - means(BASE, "log_likelihood")
-    removed = {way: 1 - means(way, "kl") / reuse for way in rows[0] if way != "full"}
+    removed = {way: 1 - means(way, "kl") / reuse for way in rows[0] if way not in ("full", "passage")}
     ways: dict[str, dict[str, Any]] = {
         way: {
             "kl": float(means(way, "kl")[0]),
@@ -192,6 +231,10 @@ def summarise(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any
             figures[f"kl_removed_{share}"] = ways[ours]["kl_removed"]["value"]
             figures[f"taken_back_{share}"] = ways[ours]["taken_back"]["value"]
             figures[f"compute_{share}"] = ways[ours]["compute"]
+            if "contains" in rows[0][ours]:
+                lost = with_interval(100 * (means("full", "contains") - means(ours, "contains")))
+                figures[f"contains_loss_{share}"] = lost["value"]
+                intervals[f"contains_loss_{share}"] = (lost["low"], lost["high"])
             for name, other in (("coin", f"text random {ratio}"), ("head", f"text head {ratio}")):
                 if other in removed:
                     lead = with_interval(removed[ours] - removed[other])
@@ -212,7 +255,7 @@ def table(found: dict[str, Any]) -> Any:
     }
     caption = (
         "KL: nats a token to full prefill; removed: of that of full reuse behind BOS; back: what is\n"
-        "taken back of its loss of log-likelihood; pooled, 95 % intervals by bootstrap over rows"
+        "taken back of its loss of log-likelihood; pooled, 95 % intervals by bootstrap over answers' passages"
     )
     shown = [
         {

@@ -171,7 +171,7 @@ def test_ask_takes_every_selector_with_its_settings(run: Run, model: Path, data:
     assert gradual["row_layers"] == one["row_layers"] + round(0.5 * loaded) - round(0.25 * loaded)
     bounds = {"kv": 0, "k": 1e-6, "v": 1e9}
     counts = {
-        measure: report("--selector", "threshold", "--measure", measure, "--threshold", bound)["recomputed_tokens"]
+        measure: report("--selector", f"threshold:threshold={bound}", "--measure", measure)["recomputed_tokens"]
         for measure, bound in bounds.items()
     }
     assert counts["kv"] >= counts["k"] > counts["v"] == 0

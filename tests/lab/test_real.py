@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.data import QuestionRow, Text
 from lab.real import pretrained, quality
 from lab.real.quality import BASE, Way, rows_of, summarise
 from lab.settings import Real
@@ -23,14 +25,14 @@ def data(tmp_path: Path) -> Path:
     return file
 
 
+SAME = {"same": 1.0, "compute": 0.1, "contains": 0.5}
 NAMES = (["Ann", "Ben", "Cay", "Dan"], ["lamp", "coat", "ring", "book"], ["barn", "hall", "shed", "room"])
 
 
-def test_every_way_is_between_full_reuse_and_full_prefill(data: Path) -> None:
-    ways = ["text none", "bos all", "bos random 0.5", "bos hkvd@1 0.3", "text head:correction=0.5 0.04"]
+def test_every_way_is_between_full_reuse_and_full_prefill(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quality, "FIRST_TUNE", expected := 3)
+    ways = ["text none", "own2 none", "bos all", "bos random 0.5", "bos hkvd@1 0.3", "text head:correction=0.5 0.04"]
     asked = Real(data=[data], model=Path("nano"), part="tune", way=ways, answer_tokens=4)
-    expected = len(rows_of(data, "tune"))
-    assert expected + len(rows_of(data, "test")) == 4
     steps: list[tuple[int, int]] = []
     found = quality.run(asked, lambda done, total: steps.append((done, total)))
     assert steps[-1] == (expected, expected) and found["figures"]["rows_things"] == expected
@@ -39,6 +41,8 @@ def test_every_way_is_between_full_reuse_and_full_prefill(data: Path) -> None:
     assert exact["kl"] < 1e-3  # its weights have eight bits
     assert exact["kl_removed"]["value"] > 0.98 and exact["taken_back"]["value"] == pytest.approx(1, abs=0.05)
     assert 0.9 < exact["compute"] <= 1 == exact["same"]  # what stands in front of the passages is loaded
+    row = found["rows"]["things"][0]
+    assert row["full"]["contains"] == row[ways[-1]]["contains"] and "contains" not in row["bos all"]
     assert reuse["kl"] > 1e-2 and reuse["kl_removed"]["value"] == 0
     assert reuse["compute"] < found["ways"]["bos random 0.5"]["compute"] < 1
     assert found["figures"]["compute_10"] == found["ways"][ways[-1]]["compute"]
@@ -47,21 +51,40 @@ def test_every_way_is_between_full_reuse_and_full_prefill(data: Path) -> None:
 
 def test_means_are_pooled_and_leads_are_paired() -> None:
     ours, coin = quality.OURS["20"], "text random 0.14"
-    cells = {BASE: (1.0, -2.0), ours: (0.25, -1.25), coin: (0.5, -1.5)}
-    row = {way: {"kl": kl, "log_likelihood": logs, "same": 1.0, "compute": 0.1} for way, (kl, logs) in cells.items()}
-    found = summarise(
-        {"a": [row | {"full": {"log_likelihood": -1.0}}] * 3, "b": [row | {"full": {"log_likelihood": -1.0}}]}
-    )
+    cells = {BASE: (1.0, -2.0), ours: (0.25, -1.25), coin: (0.5, -1.5), "full": (0.0, -1.0)}
+    names = "kl", "log_likelihood"
+    row: dict[str, Any] = {way: dict(zip(names, of, strict=True)) | SAME for way, of in cells.items()}
+    row["full"]["contains"] = 1.0
+    found = summarise({"a": [row | {"passage": each} for each in "ppq"], "b": [row | {"passage": "q"}]})
     figures = {
         "rows_a": 3,
         "rows_b": 1,
         "kl_removed_20": 0.75,
         "taken_back_20": 0.75,
         "compute_20": 0.1,
+        "contains_loss_20": 50,
         "over_coin_20": 0.25,
     }
     assert found["figures"] == pytest.approx(figures)
-    assert found["intervals"] == {"over_coin_20": (0.25, 0.25)}
+    assert found["intervals"] == {"over_coin_20": (0.25, 0.25), "contains_loss_20": (50, 50)}
+
+
+def test_an_interval_draws_passages_with_all_their_rows() -> None:
+    """Two passages, whose rows are alike: of two draws both are of one in half of all samples."""
+    rows = [
+        {BASE: SAME | {"kl": kl, "log_likelihood": -2.0}, "full": {"log_likelihood": -1.0}, "passage": passage}
+        | {"text none": SAME | {"kl": kl / 2 if passage == "p" else 0.0, "log_likelihood": -1.5}}
+        for passage, kl in [*[("p", 1.0)] * 20, *[("q", 1.0)] * 20]
+    ]
+    removed = summarise({"a": rows})["ways"]["text none"]["kl_removed"]
+    assert removed == {"value": 0.75, "low": 0.5, "high": 1.0}
+
+
+def test_rows_with_the_answer_s_passage_of_a_tune_row_are_tune_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quality, "FIRST_TUNE", 2)
+    made = [("", "Ann sees a lamp.", "lamp"), ("", "Ben.", "x"), ("", "Ann sees a lamp.", "Ann"), ("", "Cay.", "Cay")]
+    rows = [QuestionRow(asked, (Text(text, ""), Text("other", "")), (gold,)) for asked, text, gold in made]
+    assert rows_of(rows, "tune") == rows[:3] and rows_of(rows, "test") == rows[3:]
 
 
 def test_what_cannot_be_measured(data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -75,5 +98,7 @@ def test_what_cannot_be_measured(data: Path, monkeypatch: pytest.MonkeyPatch, tm
         Real(data=[data], part="all")
     with pytest.raises(InvalidInputError, match="expected an anchor, a selector and a ratio"):
         Way.of("bos head 0.1 0.2")
+    with pytest.raises(InvalidInputError, match="the anchor is none, bos, text, or own1 to own9"):
+        Way.of("system head 0.1")
     with pytest.raises(InvalidInputError, match="there are no rows of this part"):
         summarise({"things": []})

@@ -121,7 +121,7 @@ def test_defaults_are_those_of_the_configuration() -> None:
     config = BlendConfig()
     plain = BlendOptions().settings()
     assert {name: getattr(config, name) for name in plain} == plain
-    assert set(ChunkOptions().settings()) == {"anchor", "block_size", "codec", "salt"}
+    assert set(ChunkOptions().settings()) == {"anchor", "anchor_text", "block_size", "codec", "salt"}
     assert SelectionOptions().settings() == {}
     sampling = AnswerOptions()
     assert sampling.params() == SamplingParams(max_new_tokens=256, temperature=0.0, seed=None)
@@ -147,17 +147,9 @@ def test_what_belongs_together_in_a_selection() -> None:
             wrong.settings()
     with pytest.raises(InvalidInputError, match=r"--x 1,nan: expected finite"):
         numbers("--x", "1,nan", float)
-    # hops and selectors that ask the question
-    chosen = SelectionOptions(selector="query", hops=1, hop_spans=3)
-    assert chosen.settings() == {"selector": "query", "hops": 1, "hop_spans": 3}
-    by_words = SelectionOptions(selector="query:question_words=2", hops=1, hop_rows=0)
-    assert by_words.settings() == {"selector": "query", "question_words": 2, "hops": 1, "hop_rows": 0}
-    assert SelectionOptions(selector="hybrid", hops=0).settings() == {"selector": "hybrid", "hops": 0}
-    for field, value in (("hops", 1), ("hop_rows", 0), ("hop_spans", 2)):
-        told = f"--{field.replace('_', '-')} {value} has no effect without --selector query or hybrid"
-        for selector in (None, "hkvd"):
-            with pytest.raises(InvalidInputError, match=told):
-                SelectionOptions(selector=selector, **{field: value}).settings()  # type: ignore[arg-type]
+    # a selector's own settings
+    chosen = SelectionOptions(selector="query:hops=1,hop_spans=3", measure="k")
+    assert chosen.settings() == {"selector": "query", "hops": 1, "hop_spans": 3, "measure": "k"}
 
 
 @pytest.fixture

@@ -200,7 +200,8 @@ def test_the_planner_names_blocks_by_weights_dtype_codec_salt_and_tenant() -> No
     with_texts = replace(WITH_BOS, in_front=lambda text: ((1,), tuple(map(ord, text))))
     assert with_texts.planner(BlendConfig(anchor="text", anchor_text="A")).anchor == Anchor("text", 1, ((1,), (65,)))
     assert with_texts.planner(BlendConfig(anchor="text")).anchor.front == ((1,), tuple(map(ord, ANCHOR_TEXT)))
-    assert with_texts.planner(BlendConfig(anchor_text="A")) == WITH_BOS.planner(BlendConfig())
+    with pytest.raises(InvalidInputError, match="anchor_text has no effect without the anchor 'text'"):
+        BlendConfig(anchor_text="A")
 
 
 # ---- adapters, over a fake of PEFT's layers; weights quantised in place ---------------------------------------

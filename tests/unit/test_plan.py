@@ -269,7 +269,7 @@ def test_a_chunks_names_depend_on_its_anchor_alone_which_is_bos_or_the_text_in_f
     for prompt in (Prompt.of([chunk([BOS, 5])]), Prompt.of([text([BOS])]), Prompt.of([text([5, BOS])])):
         assert cut_bos(prompt, BOS) is prompt
     assert cut_bos(joined.prompt, None) is joined.prompt
-    with pytest.raises(InvalidInputError, match="BOS token; use 'none' or 'system'"):
+    with pytest.raises(InvalidInputError, match="BOS token; use 'none'"):
         Anchor("bos")
     with pytest.raises(InvalidInputError, match="'text' needs a text and the model's tokenizer; use 'none'"):
         Anchor("text", BOS)

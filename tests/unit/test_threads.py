@@ -64,6 +64,8 @@ def test_calls_run_in_order_as_many_at_once_as_there_are_threads() -> None:
     done = [fast.submit(order.append, number) for number in range(20)]
     assert [future.result() for future in done] == [None] * 20
     assert order == list(range(20))
+    while not hanging[0].running():  # its thread may start late
+        pass
     slow.close()
     assert [future.cancelled() for future in hanging] == [False, True, True]
     gate.set()

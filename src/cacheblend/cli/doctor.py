@@ -82,8 +82,8 @@ def doctor(
     asked, bad = questions.read(file)
     if profile is not None:
         check_writable(profile)
-    chosen_anchor = options.anchor_settings(anchor, anchor_text)
-    config = BlendConfig(capture=False, load_timeout_s=models.PATIENT_S, **chosen_anchor)
+    chosen_anchor = {"anchor": anchor, "anchor_text": anchor_text}
+    config = BlendConfig.of(chosen_anchor | {"capture": False, "load_timeout_s": models.PATIENT_S})
     tried = gate.selector or (), gate.ratio or ()
     layers = layers_of(folder)
     if layers is not None:

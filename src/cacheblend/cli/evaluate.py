@@ -82,7 +82,7 @@ def evaluate(
         if layers is not None and each.label.family != PROFILE:  # a profile is not read yet
             each.check(layers)
     settings = questions.settings(what.top_k, what.max_tokens)
-    config = options.anchor_settings(what.anchor, what.anchor_text) | {"load_timeout_s": PATIENT_S}
+    config = {"anchor": what.anchor, "anchor_text": what.anchor_text, "load_timeout_s": PATIENT_S}
     with open_engine(folder, store.store, config, device, quiet=to.json) as engine:
         assert engine.builder is not None  # a model folder is opened with its tokenizer
         methods = choose(profile=engine.settings.config)

@@ -4,7 +4,7 @@ Defaults are `BlendConfig`'s; they are written out here because importing it tak
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -144,7 +144,7 @@ class SelectionOptions:
         None,
         "hkvd: rows whose KV deviates most; query: sentences that the question attends to; hybrid: both; or threshold, "
         "head, random, none, all. Default: the model's profile, or hkvd, filtered gradually. Further settings follow a "
-        "colon: query:question_words=1,pool=16.",
+        "colon: query:pool=16,hops=1, or threshold:threshold=0.5.",
     )
     check_layers: str | None = option(
         None,
@@ -154,23 +154,6 @@ class SelectionOptions:
     measure: Literal["kv", "k", "v"] | None = option(
         None, "kv, k or v: deviation over keys and values, or one of them. Default: the model's profile, or kv."
     )
-    threshold: float | None = option(None, "Bound of --selector threshold.", least=0)
-    hops: int | None = option(
-        None,
-        "How often --selector query or hybrid asks the best sentences that it has found in turn. Default: the model's "
-        "profile, or 0.",
-        least=0,
-        most=4,
-    )
-    hop_spans: int | None = option(
-        None, "Most sentences that a hop asks. Default: the model's profile, or 2.", least=1, most=8
-    )
-    hop_rows: int | None = option(
-        None,
-        "Most tokens of a sentence whose attention a hop uses; 0: it looks for the sentence's rare words alone, which "
-        "computes nothing. Default: the model's profile, or 64.",
-        least=0,
-    )
     profile: Path | None = option(None, "The model's profile, where it is not blend-profile.json in its folder.")
 
     def settings(self) -> dict[str, Any]:
@@ -178,16 +161,7 @@ class SelectionOptions:
         from cacheblend.core.select.selection import SelectorChoice
 
         name = None if self.selector is None else self.selector.partition(":")[0]
-        asking = ("query", "hybrid")
-        of = {"threshold": ("threshold",), "hops": asking, "hop_spans": asking, "hop_rows": asking}
-        given = {field: value for field in ("measure", *of) if (value := getattr(self, field)) is not None}
-        for field, selectors in of.items():
-            if field in given and name not in selectors:
-                flag = f"--{field.replace('_', '-')}"
-                raise InvalidInputError(
-                    f"{flag} {given[field]:g} has no effect without --selector {' or '.join(selectors)}; add it, or "
-                    f"leave {flag} out"
-                )
+        given = {} if self.measure is None else {"measure": self.measure}
         settings = given if self.selector is None else dict(SelectorChoice.parse(self.selector).settings) | given
         if not (self.ratio or self.check_layers):
             return settings
@@ -209,13 +183,6 @@ class SelectionOptions:
         return settings | ({"ratios": ratios} if len(ratios) > 1 else {})
 
 
-def anchor_settings(anchor: str, text: str | None) -> dict[str, Any]:
-    """Fields of `BlendConfig`. Raises `InvalidInputError`: a text that has no effect."""
-    if text is not None and anchor != "text":
-        raise InvalidInputError("--anchor-text has no effect without --anchor text; add it, or leave it out")
-    return {"anchor": anchor} | ({} if text is None else {"anchor_text": text})
-
-
 @dataclass(frozen=True)
 class ChunkOptions:
     """How chunks are computed, cut and stored; part of the names of their blocks."""
@@ -229,8 +196,7 @@ class ChunkOptions:
 
     def settings(self) -> dict[str, Any]:
         """Fields of `BlendConfig`."""
-        anchor = anchor_settings(self.anchor, self.anchor_text)
-        return anchor | {"block_size": self.block_size, "codec": self.codec, "salt": self.salt}
+        return {f.name: getattr(self, f.name) for f in fields(ChunkOptions)}
 
 
 @dataclass(frozen=True)

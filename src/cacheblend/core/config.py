@@ -33,7 +33,7 @@ class BlendConfig(Selection):
     Attributes:
         anchor: tokens in front of a chunk when it is computed alone: the BOS token, the prompt's whole system prompt,
             none, or text: BOS, and `anchor_text`. auto: BOS where the tokenizer sets one.
-        anchor_text: the text of the anchor ``text``, best a passage like those that are stored.
+        anchor_text: the text of the anchor ``text``, best a passage like those that are stored; None: `ANCHOR_TEXT`.
         block_size: most tokens of a block.
         codec: how stored chunks are compressed: raw (not at all), fp8, int8 or int4.
         salt: separates tenants who must not share a store's contents.
@@ -61,7 +61,7 @@ class BlendConfig(Selection):
     """
 
     anchor: AnchorKind = "auto"
-    anchor_text: str = ANCHOR_TEXT
+    anchor_text: str | None = None
     block_size: int = 256
     codec: str = "raw"
     salt: str = ""
@@ -90,7 +90,9 @@ class BlendConfig(Selection):
             )
         codec_of(self.codec)
         check_encodable(self.salt, f"salt {self.salt!r}")
-        check_encodable(self.anchor_text, "anchor_text")
+        check_encodable(self.anchor_text or "", "anchor_text")
+        if self.anchor_text is not None and self.anchor != "text":
+            raise InvalidInputError("anchor_text has no effect without the anchor 'text'; set it, or give no text")
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> "BlendConfig":

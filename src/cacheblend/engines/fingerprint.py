@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
-from cacheblend.core.config import AnchorKind, BlendConfig
+from cacheblend.core.config import ANCHOR_TEXT, AnchorKind, BlendConfig
 from cacheblend.core.errors import InvalidInputError, check_encodable
 from cacheblend.core.plan.planner import Anchor, Planner
 from cacheblend.engines.adapters import base_tensors, digest_of
@@ -183,18 +183,19 @@ class ModelIdentity:
     # the segments in front of a passage that follows a text (`PromptBuilder.in_front`); None: there is no tokenizer
     in_front: Callable[[str], tuple[tuple[int, ...], ...]] | None = field(default=None, repr=False, compare=False)
 
-    def anchor(self, rule: AnchorKind, text: str = "") -> Anchor:
+    def anchor(self, rule: AnchorKind, text: str | None = None) -> Anchor:
         """The anchor of chunks; ``auto`` is the BOS token where the tokenizer sets one, else nothing; `text` is that of
         the rule ``text``. Raises `InvalidInputError`: the tokens that the rule needs are not known."""
         if rule == "auto":
             rule = "none" if self.bos_id is None else "bos"
-        front = self.in_front(text) if rule == "text" and self.in_front is not None else ()
+        front = (
+            self.in_front(ANCHOR_TEXT if text is None else text) if rule == "text" and self.in_front is not None else ()
+        )
         return Anchor(rule, self.bos_id, front)
 
     def planner(self, config: BlendConfig, tenant: str = "") -> Planner:
         """The planner for prompts of one tenant; no tenant finds blocks that another one stored. Raises
-        `InvalidInputError`: the configured anchor needs tokens that are not known, or the tenant's name has a lone
-        surrogate."""
+        `InvalidInputError`: the anchor needs tokens that are not known, or the tenant's name has a lone surrogate."""
         check_encodable(tenant, f"the tenant {tenant!r}")
         planner = Planner.of_model(
             with_adapters(self.fingerprint, self.adapters),

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cacheblend.core.errors import InvalidInputError
@@ -70,7 +70,7 @@ def expected_compute(candidate: Candidate, layers: int) -> float:
     config = Selection(**candidate.settings)
     if config.selector in WITHOUT_RATIO:
         return WITHOUT_RATIO[config.selector]
-    selector = config.make_selector().of_model(layers)
+    selector = replace(config, correction=0.0).make_selector().of_model(layers)
     checks = selector.check_layers
     if not checks:
         return config.recompute_ratio

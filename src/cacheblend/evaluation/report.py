@@ -7,13 +7,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-TITLES = {
-    "em": "Exact match",
-    "contains": "Contained",
-    "f1": "F1 by words",
-    "f1-tokens": "F1 by tokens",
-    "rouge-l": "ROUGE-L",
-}
+TITLES = {"em": "Exact match", "contains": "Contained", "rouge-l": "ROUGE-L"}
+TITLES |= {"f1": "F1 by words", "f1-tokens": "F1 by tokens"}
 PLAIN: Any = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "show_edge": False}
 """The look of tables that fit 80 columns."""
 Figure = dict[str, Any]

@@ -4,8 +4,7 @@ of these, or a share of it, is added (AgentKVShift corrects values and keys of e
 The rows of a chunk deviate alike, because all of them were computed without the text that stands in front of the chunk
 now. No row is computed for it (the active rows' keys are projected once more where they are more than a tile), what is
 stored stays as it is, and with all rows recomputed nothing is left to correct. Meant for the anchor ``text``: behind
-BOS the first rows of a chunk are off in another way than the others, since they were its sinks (docs/log.md,
-2026-11-27).
+BOS the first rows of a chunk, its sinks, are off in another way than the others (docs/log.md, 2026-11-27).
 """
 
 from typing import NamedTuple
@@ -18,13 +17,12 @@ ROWS_AT_ONCE = 4096  # bounds the memory of a long prompt
 
 
 class Correctable(NamedTuple):
-    """Which rows tell of which, all int64 on the rows' device; segments are numbers from 0 to below `segments`."""
+    """Which rows tell of which; all on the rows' device."""
 
-    places: torch.Tensor  # [k] of the recomputed candidates among the active rows, ascending
-    of: torch.Tensor  # [k] their segments
-    positions: torch.Tensor  # [m] of the candidates that were dropped, ascending
-    to: torch.Tensor  # [m] their segments
-    segments: int
+    places: torch.Tensor  # [k] int64, of the recomputed candidates among the active rows
+    shares: torch.Tensor  # [segments, k] float32, of each of them in its chunk's mean; a product adds in the same order
+    positions: torch.Tensor  # [m] int64, of the candidates that were dropped, ascending
+    segments: torch.Tensor  # [m] int64, theirs
 
 
 def correct_keys(kv: LayerCache, positions: torch.Tensor, keys: torch.Tensor, rows: Correctable, weight: float) -> None:
@@ -36,12 +34,9 @@ def correct_keys(kv: LayerCache, positions: torch.Tensor, keys: torch.Tensor, ro
         weight: of the mean deviation, 0..1.
     """
     known = kv.rows(positions[rows.places]).keys
-    off = keys[:, rows.places].float() - known.float()
-    mean = off.new_zeros((len(off), rows.segments, off.shape[2])).index_add_(1, rows.of, off)
-    counts = off.new_zeros(rows.segments).index_add_(0, rows.of, torch.ones_like(rows.of, dtype=off.dtype))
-    mean *= (weight / counts.clamp(min=1))[:, None]
+    mean = weight * (rows.shares @ (keys[:, rows.places].float() - known.float()))
     for start in range(0, len(rows.positions), ROWS_AT_ONCE):
         part = slice(start, start + ROWS_AT_ONCE)
         dropped = kv.rows(rows.positions[part])
-        moved = dropped.keys.float() + mean[:, rows.to[part]]
+        moved = dropped.keys.float() + mean[:, rows.segments[part]]
         kv.write(rows.positions[part], moved.to(dropped.keys.dtype), dropped.values)

@@ -97,8 +97,9 @@ class ActiveRows:
         dropped = torch.argsort(left, descending=True, stable=True)[: self.total - len(chosen)]
         positions, segments = self.known.positions, self.known.segments
         assert segments is not None
-        known = segments[chosen], positions[dropped], segments[dropped], self._segments
-        self._correctable = Correctable(self._candidates, *known)
+        shares = (segments[chosen] == torch.arange(self._segments, device=chosen.device)[:, None]).float()
+        shares /= shares.sum(1, keepdim=True).clamp(min=1)
+        self._correctable = Correctable(self._candidates, shares, positions[dropped], segments[dropped])
         return self._correctable
 
     def put(self, tile: slice, output: torch.Tensor) -> None:

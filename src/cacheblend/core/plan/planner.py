@@ -65,9 +65,9 @@ class Anchor:
 
     def __post_init__(self) -> None:
         if self.rule == "bos" and self.bos_id is None:
-            raise InvalidInputError("the anchor 'bos' needs a tokenizer that sets a BOS token; use 'none' or 'system'")
+            raise InvalidInputError("the anchor 'bos' needs a tokenizer that sets a BOS token; use 'none'")
         if self.rule == "text" and not self.front:
-            raise InvalidInputError("the anchor 'text' needs a text and the model's tokenizer; use 'none' or 'system'")
+            raise InvalidInputError("the anchor 'text' needs a text and the model's tokenizer; use 'none'")
 
     @property
     def described(self) -> str:

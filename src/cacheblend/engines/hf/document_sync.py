@@ -58,12 +58,14 @@ class Cutter:
 
     @staticmethod
     def of(engine: "BlendEngine", cutting: Cutting, anchor_tokens: int) -> "Cutter":
-        """What cuts an engine's documents, so that a chunk fits behind its anchor. Raises `InvalidInputError` if the
-        engine has no tokenizer."""
+        """What cuts an engine's documents, so that a chunk fits behind its anchor. Raises `InvalidInputError`: the
+        engine has no tokenizer, or no chunk fits."""
         if engine.builder is None:
             raise InvalidInputError("documents are texts, and this engine has no tokenizer: open it with one")
         longest = engine.survey.max_length
         most = cutting.most if longest is None else min(cutting.most, longest - anchor_tokens)
+        if most < 1:
+            raise InvalidInputError(f"an anchor of {anchor_tokens} tokens is too long for a context of {longest}")
         fitted = Cutting(most, min(cutting.least, max(1, most // 2)))
         return Cutter(engine.builder.encode, fitted, engine.sentence_end_ids())
 
