@@ -250,7 +250,7 @@ def test_warm_stores_the_kv_of_a_plain_prefill(open_engine: Open, together: int)
 
 @pytest.mark.parametrize("anchor", ["auto", "none", "bos", "text"])
 def test_warmed_chunks_are_hits(open_engine: Open, anchor: str) -> None:
-    engine = open_engine(anchor=anchor)
+    engine = open_engine(anchor=anchor, **({"anchor_text": "The cat sat. "} if anchor == "text" else {}))
     engine.warm(PASSAGES)
     report = engine.generate(PARTS, GREEDY).report
     assert report.missed_tokens == 0
