@@ -444,8 +444,16 @@ class _Pass:
             case NoRows():
                 return set()
             case Head():
-                nearest = sorted(self.candidates, key=lambda position: (self.offset_in_chunk[position], position))
-                return set(nearest[: round(self.selector.ratio * total)])
+                recency, chunks = (
+                    self.selector.recency,
+                    sorted({self.segments[position] for position in self.candidates}),
+                )
+
+                def rank(position: int) -> tuple[float, int]:
+                    place = (1 + chunks.index(self.segments[position])) / len(chunks)
+                    return (self.offset_in_chunk[position] + 1) / (1 - recency + recency * place), position
+
+                return set(sorted(self.candidates, key=rank)[: round(self.selector.ratio * total)])
             case Query():
                 return set(self._by_attention(self.candidates)[: round(self.selector.ratio * total)])
             case Hybrid():

@@ -64,7 +64,7 @@ SELECTORS = {
     "random 0.3": RandomRows(0.3, seed=7),
     "none": NoRows(),
     "all": AllRows(),
-    "corrected head": Corrected(Head(0.3), 0.5),
+    "corrected head": Corrected(Head(0.3, recency=0.75), 0.5),
     "corrected gradual": Corrected(Hkvd((1, 2), (0.3, 0.1)), 1.0),
 }
 OTHERS = [name for name in DIVERSE if name not in BASE]

@@ -109,6 +109,9 @@ def test_head_rows_are_even_random_ones_the_seeds_and_a_record_tells_the_ratio_a
     assert asked.chunk_offsets[keep].tolist() == [0, 1] * 3
     keep = masked(Head(7 / 24), asked)  # one more than even: the first chunk's
     assert asked.chunk_offsets[keep].tolist() == [0, 1, 2, 0, 1, 0, 1]
+    keep = masked(Head(0.5, recency=1.0), asked)  # 2, 4 and 6 of 8
+    assert asked.chunk_offsets[keep].tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5]
+    assert asked.chunk_offsets[masked(Head(0.75, 1.0), asked)].tolist() == [*range(3), *range(7), *range(8)]
     asked = candidates([0.0] * 50, layer=None)
     one, same, other = (masked(RandomRows(0.5, seed), asked) for seed in (7, 7, 8))
     assert torch.equal(one, same)
@@ -142,9 +145,12 @@ def test_what_a_selector_lacks_and_a_share_outside_of_0_to_1_are_said() -> None:
             kind(ratio)
     with pytest.raises(InvalidInputError, match=r"early share 0.2 is below .* ratio 0.3"):
         Hybrid((1,), (0.3,), early=0.2)
-    for weight in (-0.1, 1.5, math.nan, "half"):
-        with pytest.raises(InvalidInputError, match=r"correction must be a share in 0\.\.1, got "):
-            Selection(correction=weight)  # type: ignore[arg-type]
+    for weight, settings in product(
+        (-0.1, 1.5, math.nan, "half"), ({"correction": 0}, {"recency": 0, "selector": "head"})
+    ):
+        (name, *_) = settings
+        with pytest.raises(InvalidInputError, match=rf"{name} must be in 0\.\.1, got "):
+            Selection(**settings | {name: weight})  # type: ignore[arg-type]
 
 
 def test_a_corrected_selector_chooses_as_the_one_it_corrects_beside() -> None:

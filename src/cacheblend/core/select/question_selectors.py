@@ -18,6 +18,7 @@ from cacheblend.core.select.selectors import (
     check_schedule,
     measured,
     row_count,
+    runs,
 )
 
 Pool = Literal["sentence"] | int
@@ -177,7 +178,7 @@ def ranks_by_attention(
     span_ranks = _ranks(torch.argsort(wanted, descending=True, stable=True))
     order = by_row[torch.argsort(span_ranks[span[by_row]], stable=True)]
     if head_rows:
-        numbers = _runs(segments)
+        numbers = runs(segments)
         most = torch.full_like(attention, -torch.inf).scatter_reduce(0, numbers, attention, "amax")[numbers]
         by_span = wanted[span]
         raised = torch.where(candidates.chunk_offsets < head_rows, torch.maximum(by_span, most / 2), by_span)
@@ -224,15 +225,8 @@ def _spans(
     else:
         tokens = SPAN_WITHOUT_SENTENCES if pool == "sentence" else pool
         spans = segments * 2**32 + candidates.chunk_offsets // tokens
-    span = _runs(spans)
+    span = runs(spans)
     return span, attention.new_full((len(attention),), -torch.inf).scatter_reduce(0, span, attention, "amax")
-
-
-def _runs(values: torch.Tensor) -> torch.Tensor:
-    """The run of equal values that each belongs to, [n] int64 from 0."""
-    numbers = torch.zeros_like(values)
-    numbers[1:] = (values[1:] != values[:-1]).cumsum(0)
-    return numbers
 
 
 def _ranks(order: torch.Tensor) -> torch.Tensor:

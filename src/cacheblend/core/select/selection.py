@@ -51,6 +51,7 @@ class Selection:
         early_ratio: share that hybrid keeps from layer 0 on, raised to the first ratio where that is larger; None:
             three times the last ratio.
         rank: at check layers hybrid ranks by ``"deviation"``, or by ``"either"`` of deviation and attention.
+        recency: head gives every chunk the same number of rows (0), or in proportion to its place among them (1); 0..1.
         correction: share of the mean deviation of a chunk's recomputed keys by which the keys of its other rows are
             moved, 0..1; see `core.fuse.correction`. 0: they stay as they were loaded.
 
@@ -74,6 +75,7 @@ class Selection:
     hop_rows: int = 64
     early_ratio: float | None = None
     rank: Rank = "either"
+    recency: float = 0.0
     correction: float = 0.0
 
     def __post_init__(self) -> None:
@@ -134,7 +136,7 @@ class Selection:
                     raise InvalidInputError("the selector 'threshold' needs a bound; set `threshold`")
                 return Threshold(self.threshold, checks, self.measure)
             case "head":
-                return Head(share)
+                return Head(share, self.recency)
             case "random":
                 return RandomRows(share)
             case "none":

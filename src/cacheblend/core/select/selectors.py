@@ -236,18 +236,24 @@ class Threshold(Selector):
 class Head(Selector):
     """The first tokens of each chunk (EPIC, LegoLink), which became attention sinks when the chunk was computed alone.
 
-    Every chunk gets the same number of rows: its first k tokens, with k as large as the ratio allows.
+    Every chunk gets the same number of rows; with `recency` 1 in proportion to its place, 1, 2, ..., since a question
+    attends most to what stands right in front of it; in between, a mixture.
     """
 
     ratio: float
+    recency: float = 0.0
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
+        check_ratio(self.recency, "recency")
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         """The rows nearest to the start of their chunk; ties go to the row that comes first in the prompt."""
-        count = row_count(self.ratio, candidates.total)
-        return torch.argsort(candidates.chunk_offsets, stable=True)[:count].sort().values
+        rank = (candidates.chunk_offsets + 1).double()  # so that every device rounds alike
+        if self.recency and candidates.segments is not None:
+            place = runs(candidates.segments) + 1
+            rank /= 1 - self.recency + self.recency * place / place[-1]
+        return torch.argsort(rank, stable=True)[: row_count(self.ratio, candidates.total)].sort().values
 
 
 @dataclass(frozen=True)
@@ -295,6 +301,13 @@ class NoRows(Selector):
         return candidates.positions.new_empty(0)
 
 
+def runs(values: torch.Tensor) -> torch.Tensor:
+    """The run of equal values that each belongs to, [n] int64 from 0."""
+    numbers = torch.zeros_like(values)
+    numbers[1:] = (values[1:] != values[:-1]).cumsum(0)
+    return numbers
+
+
 def row_count(ratio: float, total: int) -> int:
     """Number of rows that a share of `total` amounts to, rounded to the nearest."""
     return round(ratio * total)
@@ -307,11 +320,11 @@ def measured(candidates: Candidates) -> tuple[torch.Tensor, int]:
     return candidates.deviation, candidates.layer
 
 
-def check_ratio(ratio: float) -> None:
+def check_ratio(ratio: float, name: str = "a recompute ratio") -> None:
     """Raises `InvalidInputError` unless 0 <= ratio <= 1."""
     is_number = isinstance(ratio, int | float) and not isinstance(ratio, bool)
     if not (is_number and math.isfinite(ratio) and 0 <= ratio <= 1):
-        raise InvalidInputError(f"a recompute ratio must be in 0..1, got {ratio!r}")
+        raise InvalidInputError(f"{name} must be in 0..1, got {ratio!r}")
 
 
 def check_schedule(layers: tuple[int, ...], ratios: tuple[float, ...]) -> None:
@@ -363,9 +376,7 @@ class Corrected(Wrapper):
     weight: float
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.weight, int | float) and not isinstance(self.weight, bool)
-        if not (is_number and 0 <= self.weight <= 1):
-            raise InvalidInputError(f"correction must be a share in 0..1, got {self.weight!r}")
+        check_ratio(self.weight, "correction")
 
     @property
     def correction(self) -> float:
