@@ -211,7 +211,7 @@ class Real:
     rows: int = option(200, "Most rows of each file.", least=1, most=MOST)
     answer_tokens: int = option(24, "Most tokens of an answer.", least=1, most=MOST_TOKENS)
     way: list[str] | None = option(
-        None, 'Anchor, selector and ratio: "text head:correction=0.5 0.04"; several times.', panel=HOW
+        None, 'Anchor, selector and ratio: "text head:recency=1,correction=0.5 0.055"; several times.', panel=HOW
     )
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ def pretrained_folder() -> Path:
     made = folder.with_name(f"{NAME}.{os.getpid()}")  # renamed once it is whole
     plain = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32, quantization_config=plain
+        file.parent, gguf_file=file.name, dtype=torch.bfloat16, quantization_config=plain
     )
     del model.config.quantization_config  # which transformers does not save
     model.save_pretrained(made)

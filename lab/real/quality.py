@@ -81,17 +81,16 @@ class Way(NamedTuple):
 
 
 OURS = {
-    "20": "text head:correction=0.5 0.14",
-    "15": "text head:correction=0.5 0.09",
-    "10": "text head:correction=0.5 0.04",
+    "15": "text head:recency=1,correction=0.5 0.165",
+    "10": "text head:recency=1,correction=0.5 0.11",
+    "05": "text head:recency=1,correction=0.5 0.055",
 }
-"""By the share of compute that all of a prefill may cost, in percent."""
+"""At most .20, .15 and .10 of a full prefill's compute, named by the ratio that this is about."""
 WAYS = (
     *(BASE, "text none"),
     *OURS.values(),
-    *("text head 0.14", "text head 0.09", "text head 0.04"),
-    *("text random:correction=0.5 0.14", "text random 0.14"),
-    *("bos head 0.14", "bos hkvd@1 0.11", "bos random 0.14"),
+    *("text head 0.165", "text head 0.055", "text random 0.165", "text random 0.055"),
+    *("bos head 0.165", "bos hkvd@1 0.13"),
 )
 
 
@@ -115,7 +114,7 @@ def run(asked: Real, advance: Advance = silent) -> dict[str, Any]:
                 if case.prompts:
                     found[name].append(_measure(engines, case, ways, asked.answer_tokens, first=not found[name]))
                 advance(done := done + 1, total)
-    named = asked.model.resolve().name if asked.model else NAME
+    named = asked.model.name if asked.model else NAME
     summary = {"model": named, "part": asked.part, "answer_tokens": asked.answer_tokens} | summarise(found)
     return summary | {"rows": found} | stamp()
 

@@ -31,7 +31,14 @@ NAMES = (["Ann", "Ben", "Cay", "Dan"], ["lamp", "coat", "ring", "book"], ["barn"
 
 def test_every_way_is_between_full_reuse_and_full_prefill(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quality, "FIRST_TUNE", expected := 3)
-    ways = ["text none", "own2 none", "bos all", "bos random 0.5", "bos hkvd@1 0.3", "text head:correction=0.5 0.04"]
+    ways = [
+        "text none",
+        "own2 none",
+        "bos all",
+        "bos random 0.5",
+        "bos hkvd@1 0.3",
+        "text head:recency=1,correction=0.5 0.055",
+    ]
     asked = Real(data=[data], model=Path("nano"), part="tune", way=ways, answer_tokens=4)
     steps: list[tuple[int, int]] = []
     found = quality.run(asked, lambda done, total: steps.append((done, total)))
@@ -45,12 +52,12 @@ def test_every_way_is_between_full_reuse_and_full_prefill(data: Path, monkeypatc
     assert row["full"]["contains"] == row[ways[-1]]["contains"] and "contains" not in row["bos all"]
     assert reuse["kl"] > 1e-2 and reuse["kl_removed"]["value"] == 0
     assert reuse["compute"] < found["ways"]["bos random 0.5"]["compute"] < 1
-    assert found["figures"]["compute_10"] == found["ways"][ways[-1]]["compute"]
+    assert found["figures"]["compute_05"] == found["ways"][ways[-1]]["compute"]
     assert quality.table(found).row_count == len(ways) + 1
 
 
 def test_means_are_pooled_and_leads_are_paired() -> None:
-    ours, coin = quality.OURS["20"], "text random 0.14"
+    ours, coin = quality.OURS["15"], "text random 0.165"
     cells = {BASE: (1.0, -2.0), ours: (0.25, -1.25), coin: (0.5, -1.5), "full": (0.0, -1.0)}
     names = "kl", "log_likelihood"
     row: dict[str, Any] = {way: dict(zip(names, of, strict=True)) | SAME for way, of in cells.items()}
@@ -59,14 +66,14 @@ def test_means_are_pooled_and_leads_are_paired() -> None:
     figures = {
         "rows_a": 3,
         "rows_b": 1,
-        "kl_removed_20": 0.75,
-        "taken_back_20": 0.75,
-        "compute_20": 0.1,
-        "contains_loss_20": 50,
-        "over_coin_20": 0.25,
+        "kl_removed_15": 0.75,
+        "taken_back_15": 0.75,
+        "compute_15": 0.1,
+        "contains_loss_15": 50,
+        "over_coin_15": 0.25,
     }
     assert found["figures"] == pytest.approx(figures)
-    assert found["intervals"] == {"over_coin_20": (0.25, 0.25), "contains_loss_20": (50, 50)}
+    assert found["intervals"] == {"over_coin_15": (0.25, 0.25), "contains_loss_15": (50, 50)}
 
 
 def test_an_interval_draws_passages_with_all_their_rows() -> None:
