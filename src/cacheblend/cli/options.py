@@ -59,10 +59,7 @@ Anchor = Annotated[
     str,
     option(..., "What precedes a chunk when it is computed alone: auto, none, bos, system or text.", panel=BLENDING),
 ]
-AnchorText = Annotated[
-    str | None,
-    option(..., "The text of --anchor text, best a passage like yours. Default: one that ships.", panel=BLENDING),
-]
+AnchorText = Annotated[str | None, option(..., "The text of --anchor text. Default: one that ships.", panel=BLENDING)]
 Codec = Annotated[str, option(..., "How stored passages are compressed: raw, fp8, int8, int4.", panel=BLENDING)]
 SyncedTokens = Annotated[int, option(..., "Tokens of a document's chunk.", least=16, most=MOST_TOKENS, panel=BLENDING)]
 OneRatio = Annotated[
@@ -160,13 +157,12 @@ class SelectionOptions:
         """Fields of `BlendConfig` that the user set; the others are left to the model's profile."""
         from cacheblend.core.select.selection import SelectorChoice
 
-        name = None if self.selector is None else self.selector.partition(":")[0]
         given = {} if self.measure is None else {"measure": self.measure}
         settings = given if self.selector is None else dict(SelectorChoice.parse(self.selector).settings) | given
         if not (self.ratio or self.check_layers):
             return settings
         # One ratio for all check layers, or one for each; no layers: the selector's own.
-        texts, selector = self.ratio or ["0.15"], name or "hkvd"
+        texts, selector = self.ratio or ["0.15"], settings.get("selector", "hkvd")
         if len(texts) > 1:
             raise InvalidInputError(
                 f"--ratio is given {len(texts)} times, this command takes one; several check layers' ratios are "

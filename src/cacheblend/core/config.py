@@ -19,9 +19,9 @@ ANCHOR_TEXT = (
     "who looks for one fact should compare what the passages say before giving an answer, and should prefer what is "
     "stated plainly to what is only suggested.\n\n"
 )
-"""What stands in front of a chunk with the anchor ``text``, if the user gives nothing better. In a prompt a chunk has
-other passages in front of it, so its KV there is nearer to that behind any text of some hundred tokens than to that
-behind none (docs/log.md, 2026-11-27)."""
+"""What stands in front of a chunk with the anchor ``text``. In a prompt a chunk has other passages in front of it, so
+its KV there is nearer to that behind some hundred tokens than to that behind none; passages of the user's own did no
+better, three of them worse (docs/log.md, 2026-11-27)."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class BlendConfig(Selection):
     Attributes:
         anchor: tokens in front of a chunk when it is computed alone: the BOS token, the prompt's whole system prompt,
             none, or text: BOS, and `anchor_text`. auto: BOS where the tokenizer sets one.
-        anchor_text: the text of the anchor ``text``, best a passage like those that are stored; None: `ANCHOR_TEXT`.
+        anchor_text: the text of the anchor ``text``; None: `ANCHOR_TEXT`.
         block_size: most tokens of a block.
         codec: how stored chunks are compressed: raw (not at all), fp8, int8 or int4.
         salt: separates tenants who must not share a store's contents.

@@ -45,11 +45,10 @@ class BlendSettings:
 
     def compare(self, anchor: Anchor) -> None:
         """Says so where chunks have another anchor than those that the profile was measured with."""
-        measured = "" if self.profile is None else self.profile.measured.anchor
-        if measured and measured != anchor.described:
+        if self.profile is not None and (measured := self.profile.measured.anchor) not in ("", anchor.described):
+            known = self.source, measured, anchor.described
             logger.warning(
-                "%s: it was measured with the anchor %s, here it is %s; nobody knows the quality of that",
-                *(self.source, measured, anchor.described),
+                "%s: it was measured with the anchor %s, not %s, with which nobody knows its quality", *known
             )
 
     def selector(self, ratio: float | None = None, name: str | None = None) -> Selector:

@@ -79,8 +79,7 @@ class RougeL:
 
 @dataclass(frozen=True)
 class Contains:
-    """1 if the gold answer stands in the answer as whole words, both normalised as in SQuAD; fit for answers in
-    sentences."""
+    """1 if the gold answer stands in the answer, as whole words normalised as in SQuAD; fit for whole sentences."""
 
     name: str = "contains"
 

@@ -52,8 +52,7 @@ class Selection:
             three times the last ratio.
         rank: at check layers hybrid ranks by ``"deviation"``, or by ``"either"`` of deviation and attention.
         recency: head gives every chunk the same number of rows (0), or in proportion to its place among them (1); 0..1.
-        correction: share of the mean deviation of a chunk's recomputed keys by which the keys of its other rows are
-            moved, 0..1; see `core.fuse.correction`. 0: they stay as they were loaded.
+        correction: share of the recomputed keys' mean deviation that a chunk's others get, see `core.fuse.correction`.
 
     Raises:
         InvalidInputError: a value that the selector cannot have; the message names it.

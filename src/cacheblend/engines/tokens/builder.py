@@ -221,7 +221,7 @@ class PromptBuilder:
     def _in_front(self, text: str) -> tuple[tuple[int, ...], ...]:
         """Ids, by segment, in front of a passage that follows a text in a plain prompt: what the chat template writes
         may be another with each day, and does not help (docs/log.md, 2026-11-27)."""
-        prompt = self.prompt([*([text] if text else []), Passage(_PROBE)])
+        prompt = self.prompt([*([text] if text else []), Passage("any passage")])
         return tuple(tuple(segment.token_ids.tolist()) for segment in prompt.in_front)
 
     def encode_in_frame(self, text: str, frame: str) -> list[int]:
@@ -402,7 +402,6 @@ class PromptBuilder:
 
 
 _FRONTS = 16  # texts in front of passages whose tokens are kept: system prompts come again and again
-_PROBE = "any passage"
 _LETTER = "a"  # what most passages begin like, as far as the tokens in front of them go
 
 _PROBES: list[list[Message]] = [

@@ -95,7 +95,8 @@ def attention_bytes(sizes: ModelSizes) -> int:
 
 
 def question_bytes(sizes: ModelSizes) -> int:
-    """Of the question's pass: a copy of a layer's stored rows, the same in fp32, and attention weights."""
+    """Of the question's pass: a copy of a layer's stored rows, the same in fp32, and attention weights. Correcting keys
+    takes less, of the active rows: fresh and stored keys, and both in fp32; and never at the same time."""
     return 2 * sizes.kv_width * sizes.longest * (sizes.item_bytes + 4) + _WEIGHTS
 
 
