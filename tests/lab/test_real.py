@@ -49,7 +49,7 @@ def test_every_way_is_between_full_reuse_and_full_prefill(data: Path, monkeypatc
     assert exact["kl_removed"]["value"] > 0.98 and exact["taken_back"]["value"] == pytest.approx(1, abs=0.05)
     assert 0.9 < exact["compute"] <= 1 == exact["same"]  # what stands in front of the passages is loaded
     row = found["rows"]["things"][0]
-    assert row["full"]["contains"] == row[ways[-1]]["contains"] and "contains" not in row["bos all"]
+    assert row["full"]["contains"] == row[BASE]["contains"] and "contains" not in row["bos all"]
     assert reuse["kl"] > 1e-2 and reuse["kl_removed"]["value"] == 0
     assert reuse["compute"] < found["ways"]["bos random 0.5"]["compute"] < 1
     assert found["figures"]["compute_05"] == found["ways"][ways[-1]]["compute"]

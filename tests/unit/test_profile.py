@@ -213,7 +213,7 @@ def test_whose_settings_an_engine_has(tmp_path: Path, caplog: pytest.LogCaptureF
     assert not caplog.records
     for other in (texts[1], Anchor("bos", 1)):
         settings.compare(other)
-        assert f"the anchor {texts[0].described}, here it is {other.described}" in caplog.text
+        assert f"the anchor {texts[0].described}, not {other.described}" in caplog.text
     elsewhere = write(tmp_path / "other.json")  # elsewhere
     assert resolve_settings(None, tmp_path / "model", "f1", elsewhere).profile == PROFILE
     with pytest.raises(InvalidInputError, match="cannot be read"):
