@@ -13,6 +13,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Servers": (servers.serve, servers.routing, servers.agent),
     "Answers": (
         speed.real,
+        speed.orders,
         speed.codecs,
         speed.random_shapes,
         suite.suite,

@@ -219,3 +219,8 @@ def random_shapes(result: ResultOptions, what: RandomShapes) -> None:
 def real(asked: Real, result: ResultOptions, plot: Plot = None) -> None:
     """Quality on pretrained weights: KL to full prefill on the model's own answers, by setting and compute."""
     measure(result, "real.quality", asked, unit="rows", plot=plot)
+
+
+def orders(asked: Real, result: ResultOptions) -> None:
+    """Answers of pretrained weights that change with what was asked before, or with the order of passages."""
+    measure(result, "real.orders", asked, unit="rows")

@@ -140,7 +140,7 @@ def _measure(
     scale, decode = ComputeScale.of(engine), engine.builder.decode
     start = full_recompute(engine, prompt)
     assert isinstance(start.kv, DynamicCache)
-    full = torch.log_softmax(_go_on(engine, start.kv, start.logits.reshape(1, -1).float(), tokens), -1)
+    full = torch.log_softmax(go_on(engine, start.kv, start.logits.reshape(1, -1).float(), tokens), -1)
     ids = full.argmax(-1)
     measured: dict[str, Any] = {
         "passage": hashlib.sha256(_holding(case.row).encode()).hexdigest()[:8],
@@ -174,13 +174,13 @@ def _measure(
                 if same < len(ids):
                     if same + 1 < len(ids):
                         cache.crop(same + 1 - len(ids))
-                    expected = _go_on(each, cache, expected[: same + 1], tokens)
+                    expected = go_on(each, cache, expected[: same + 1], tokens)
                 own = decode(expected.argmax(-1).tolist())
                 measured[way.name]["contains"] = best(Contains(), own, answers)
     return measured
 
 
-def _go_on(engine: BlendEngine, cache: DynamicCache, expected: torch.Tensor, tokens: int) -> torch.Tensor:
+def go_on(engine: BlendEngine, cache: DynamicCache, expected: torch.Tensor, tokens: int) -> torch.Tensor:
     """What the model expects of each token of its greedy answer, logits of [n, vocabulary]; `expected`: of the first
     ones, of which the cache has all but the last."""
     while int(expected[-1].argmax()) not in engine.eos_ids and len(expected) < tokens:

@@ -8,7 +8,7 @@ import pytest
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.data import QuestionRow, Text
-from lab.real import pretrained, quality
+from lab.real import orders, pretrained, quality
 from lab.real.quality import BASE, Way, rows_of, summarise
 from lab.settings import Real
 
@@ -109,3 +109,32 @@ def test_what_cannot_be_measured(data: Path, monkeypatch: pytest.MonkeyPatch, tm
         Way.of("system head 0.1")
     with pytest.raises(InvalidInputError, match="there are no rows of this part"):
         summarise({"things": []})
+
+
+def test_no_answer_depends_on_what_was_asked_before(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quality, "FIRST_TUNE", 2)
+    steps: list[tuple[int, int]] = []
+    asked = Real(data=[data], model=Path("nano"), part="tune", answer_tokens=4, way=["text head 0.1"])
+    found = orders.run(asked, lambda done, total: steps.append((done, total)))
+    assert steps == [(1, 2), (2, 2)] and found["way"] == "text head 0.1"
+    assert found["figures"] | {"order_variation": 0, "order_variation_full": 0} == {
+        "answers": 10,
+        "history_variation": 0,
+        "order_variation": 0,
+        "order_variation_full": 0,
+    }
+
+
+def test_answers_that_change_are_counted(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's answers: blended by two engines, then in full, five times."""
+    monkeypatch.setattr(quality, "FIRST_TUNE", 1)
+    told = iter([[1], [1], [1], [1], [2], [3], [2], [2], [3], [1], [1], [1], [1], [1], [1]])
+    monkeypatch.setattr(orders, "_answer", lambda *given: next(told))
+    monkeypatch.setattr(orders, "_same", lambda one, other: False)
+    figures = orders.run(Real(data=[data], model=Path("nano"), part="tune"))["figures"]
+    assert figures == {
+        "answers": 5,
+        "history_variation": 1,
+        "order_variation": 0.25,
+        "order_variation_full": 0.5,
+    }
