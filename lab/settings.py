@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from cacheblend.cli.bench import HOW, MOST_CHUNKS, WHAT, ChunkTokens, PromptSizeOptions, RoundOptions
+from cacheblend.cli.bench import HOW, WHAT, PromptSizeOptions, RoundOptions
 from cacheblend.cli.option_groups import option
-from cacheblend.cli.options import MOST_SEED, MOST_TOKENS, SHAPE_OPTION, ModelOrShape, OneRatio, Shadow
+from cacheblend.cli.options import MOST_SEED, MOST_TOKENS, ModelOrShape, OneRatio, Shadow
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -179,22 +179,6 @@ class Peers(RoundOptions, PromptSizeOptions, ModelSettings):
     ratio: list[float] | None = option(
         None, "Recompute ratios of blending. Default: 0.15 0.05.", "-r", least=0, most=1, panel=HOW
     )
-
-
-@dataclass(frozen=True)
-class RandomShapes:
-    """`lab random-shapes`; plain text precedes the chunks."""
-
-    panel: ClassVar = WHAT
-    shape: Annotated[str, SHAPE_OPTION] = "tiny"
-    prompts: int = option(4, "Prompts, each of its own chunks.", least=1, most=100_000, panel=HOW)
-    chunks: int = option(6, "Chunks of a prompt.", least=1, most=MOST_CHUNKS)
-    chunk_tokens: ChunkTokens = 128
-    plain_tokens: int = option(32, "Plain tokens before the chunks.", least=1, most=MOST_TOKENS)
-    question_tokens: int = option(32, "Tokens after the chunks.", least=1, most=MOST_TOKENS)
-    dtype: str = option("float32", "float32, bfloat16 or float16.", panel=HOW)
-    gain: float = option(1.0, "Factor on all weight matrices; above 1 attention is sharper.", least=0.001, most=1000)
-    seed: int = seeded("Seed of weights, ids and bootstrap.")
 
 
 # ---- answers ------------------------------------------------------------------------------------------------

@@ -235,7 +235,6 @@ store: --blocks 0 | --blocks -7
 evict --trace {tmp}: --size 2 | --size nan
 train --out {tmp}/x: --shorten 0 | --seed -1
 codecs: --suite-seed 9 | --limit 0
-random-shapes: --gain 0 | --prompts 0
 real: --data {data} --rows 0
 serve: --clients 0 | --shadow 1.5
 vllm ttft: --batched-tokens 0 | --dtype int8
@@ -243,7 +242,6 @@ vllm shadow: --shadow 1.5 | --requests 0
 agent: --data {tmp} --turns 2 | --data {tmp} --reorder 1.5
 [names]
 ... suite micro | suite nano --part swap | load --shape tiny --kv-shape round | cuda --dry-run --part round
-random-shapes: --shape round | --dtype int8
 real: --data {data} --part both | --data {data} --way bos
 [files]
 INSPECT: --out {file}

@@ -15,7 +15,6 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
         speed.real,
         speed.orders,
         speed.codecs,
-        speed.random_shapes,
         suite.suite,
         paper.paper,
         evaluation.inspect,

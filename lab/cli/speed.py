@@ -16,9 +16,8 @@ from cacheblend.cli.bench import (
 )
 from cacheblend.cli.option_groups import option
 from cacheblend.cli.options import MODEL_OPTION, MOST_TOKENS, Limit, ModelOrShape, OneRatio, Plot, Seed, SyncedTokens
-from cacheblend.cli.output import console
 from lab.cli.output import measure
-from lab.settings import DEFAULT_SHAPE, Peers, RandomShapes, Real, ReplayedTrace
+from lab.settings import DEFAULT_SHAPE, Peers, Real, ReplayedTrace
 
 MOST_BLOCKS = 100_000_000
 THREE_ROUNDS, TWO_THREADS = RoundOptions(runs=3), ThreadOptions(2)
@@ -202,18 +201,6 @@ def codecs(
 ) -> None:
     """What compressing stored KV does to answers, on the model that ships: first tokens, answers, right answers."""
     measure(result, "speed.codecs", suite_seed, limit, unit="questions", title="asking")
-
-
-def random_shapes(result: ResultOptions, what: RandomShapes) -> None:
-    """Selectors on random weights of a known shape: that its passes are right, and what they cost.
-
-    Says nothing about which selector or ratio is good: random tokens refer to nothing.
-    """
-    measure(result, "speed.random_shapes", what, unit="prompts")
-    if not result.json:
-        from lab.speed.random_shapes import CAVEAT
-
-        console().print(CAVEAT)
 
 
 def real(asked: Real, result: ResultOptions, plot: Plot = None) -> None:

@@ -12,23 +12,14 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cacheblend.bench import ttft
-from cacheblend.core.config import BlendConfig
 from cacheblend.core.plan.codec import CODECS
-from cacheblend.core.plan.prompt import Prompt, chunk, text
-from cacheblend.core.select.selectors import AllRows, Hkvd, NoRows
-from cacheblend.engines.hf import BlendEngine
-from cacheblend.evaluation.methods import Fused, Label
+from cacheblend.core.plan.prompt import chunk
 from cacheblend.nano import model_path
-from cacheblend.store import MemoryStore
 from command_line import Run, runner
-from families import VOCAB as FAMILY_VOCAB
-from families import tiny_model
 from lab.cli import main
-from lab.inspection.inspection import inspect_prompt
 from lab.settings import Peers
 from lab.speed import core, memory, peers, plan
 from lab.speed.peers import MOST_KEPT, Request, TransformersPrefix, shuffled
-from lab.speed.random_shapes import deviation_of, with_intervals
 from random_words import text_of
 from redis_server import needs_redis, redis_server
 
@@ -50,39 +41,6 @@ def test_codecs_are_compared_on_the_model_that_ships(run: Run, tmp_path: Path) -
     assert set(result["figures"]) == {f"{codec}_top_1" for codec in CODECS if codec != "raw"}
     assert {"machine", "versions", "commit"} < result.keys()
     assert "1 questions; full recompute is right" in done.out
-
-
-def test_random_shapes_measure_every_selector(run: Run, tmp_path: Path) -> None:
-    options = ("--prompts", 1, "--chunks", 2, "--chunk-tokens", 16, "--plain-tokens", 4, "--question-tokens", 4)
-    done = run("random-shapes", *options, "--json-file", tmp_path / "random.json")
-    result = json.loads((tmp_path / "random.json").read_text())
-    arms = {arm["arm"]: arm for arm in result["arms"]}
-    assert {"reuse", "blend all"} < set(arms) and len(arms) == 8
-    assert arms["blend all"]["deviation"]["kv"]["over_layers"]["mean"] < 1e-4
-    assert "random tokens refer" in result["caveat"]
-    assert "Random weights and ids" in done.out
-
-
-def test_deviation_of_random_prompts_is_that_of_inspect_and_has_intervals() -> None:
-    config = BlendConfig(block_size=16, tile_rows=24, capture=False, anchor="none")
-    engine = BlendEngine(tiny_model("llama"), store=MemoryStore(), config=config)
-    plain, one, two, question = np.random.default_rng(0).integers(3, FAMILY_VOCAB, (4, 20)).tolist()
-    prompt = Prompt.of([text(plain), chunk(one), chunk(two), text(question)])
-    selectors = {"all": AllRows(), "reuse": NoRows(), "blend": Hkvd((1,), (0.3,))}
-    methods = [Fused(Label(name, "blend", name), selector) for name, selector in selectors.items()]
-    everything, reuse, blend = deviation_of(engine, prompt, methods)
-    assert everything.max() < 1e-4
-    assert reuse[:, 0].max() < 1e-4 and reuse[:, 1:].min() > 1e-3  # layer 0 depends on the token alone
-    seen = inspect_prompt(engine, prompt, selectors["blend"])
-    for found, method in ((reuse, seen.reuse), (blend, seen.blend)):
-        assert np.allclose(found[0], seen.mean_deviation(method), rtol=1e-4)
-        assert np.allclose(found[1], method.attention_deviation, rtol=1e-4)
-    # Means and intervals by hand, of two prompts, one method and two layers
-    (figure,) = with_intervals(np.array([[[[0, 1.0], [0.2, np.nan]]], [[[0, 3.0], [0.4, np.nan]]]]), 0)
-    assert figure["kv"]["mean"] == [0, 2] and (figure["kv"]["low"], figure["kv"]["high"]) == ([0, 1], [0, 3])
-    assert figure["kv"]["over_layers"] == {"mean": 1, "low": 0.5, "high": 1.5}
-    assert figure["attention"]["mean"] == [pytest.approx(0.3), None] and figure["attention"]["low"][1] is None
-    assert figure["attention"]["over_layers"]["mean"] == pytest.approx(0.3)  # of the layers that say something
 
 
 def test_core_holds_every_figure_to_its_bar(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

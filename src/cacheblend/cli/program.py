@@ -46,12 +46,13 @@ MOVED = {
     f"cacheblend bench {name}": name
     for name in (
         *("agent", "codecs", "controller", "core", "cuda", "evict", "load", "match", "memory", "peers", "plan"),
-        *("random-shapes", "routing", "serve", "store", "sync", "vllm"),
+        *("routing", "serve", "store", "sync", "vllm"),
     )
 }
 """Commands and options that measure for this project's own figures, and where they are: in the lab, in a checkout."""
 GONE = {
     "cacheblend evaluate --deviation-rows": "`python -m lab inspect` draws the deviations of one prompt",
+    "python -m lab random-shapes": "`python -m lab real` measures selectors on pretrained weights",
     "python -m lab evaluate": "use `cacheblend evaluate`; `python -m lab inspect` draws the deviations of one prompt",
 }
 """Without a successor that does the same, and what comes near."""

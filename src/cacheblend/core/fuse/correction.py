@@ -1,10 +1,9 @@
 """Corrects the keys of rows that are not recomputed by what the recomputed rows of their chunk show: the mean deviation
 of these, or a share of it, is added (AgentKVShift corrects values and keys of edited histories in this way).
 
-The rows of a chunk deviate alike, because all of them were computed without the text that stands in front of the chunk
-now. No row is computed for it (the active rows' keys are projected once more where they are more than a tile), what is
-stored stays as it is, and with all rows recomputed nothing is left to correct. Meant for the anchor ``text``: behind
-BOS the first rows of a chunk, its sinks, are off in another way than the others (docs/log.md, 2026-11-27).
+The rows of a chunk deviate alike, because all of them were computed without the text in front of the chunk now. No row
+is computed for it (keys are projected once more where there is more than a tile), nothing is stored, and at r = 1 there
+is nothing to correct. For the anchor ``text``: behind BOS a chunk's first rows, its sinks, deviate in a way of their own.
 """
 
 from typing import NamedTuple
