@@ -3,7 +3,7 @@ of these, or a share of it, is added (AgentKVShift corrects values and keys of e
 
 The rows of a chunk deviate alike, because all of them were computed without the text in front of the chunk now. No row
 is computed for it (keys are projected once more where there is more than a tile), nothing is stored, and at r = 1 there
-is nothing to correct. For the anchor ``text``: behind BOS a chunk's first rows, its sinks, deviate in a way of their own.
+is nothing to correct. For the anchor ``text``: behind BOS a chunk's first rows, its sinks, deviate in their own way.
 """
 
 from typing import NamedTuple
