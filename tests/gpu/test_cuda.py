@@ -14,7 +14,7 @@ from cacheblend.core.kernels.upload import upload
 from cacheblend.core.load.staging_buffers import Staging
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.question_selectors import Hybrid, Query
-from cacheblend.core.select.selectors import AllRows, Head, Hkvd, NoRows, RandomRows
+from cacheblend.core.select.selectors import AllRows, Corrected, Head, Hkvd, NoRows, RandomRows
 from cacheblend.engines.hf import SamplingParams
 from cacheblend.engines.hf.view import ModelView
 from cacheblend.store import MemoryStore, open_store
@@ -45,7 +45,7 @@ INVARIANTS = {"hkvd": Hkvd((1,), (1.0,)), "all": AllRows()}
 SELECTORS = {
     "hkvd": Hkvd((1,), (0.3,)),
     "gradual": Hkvd((1, 2), (0.3, 0.1)),
-    "head": Head(0.1),
+    "corrected head": Corrected(Head(0.1, recency=1.0), 0.5),
     "query": Query(0.2),
     "hybrid": Hybrid((1, 2), (0.3, 0.1), early=0.6),
     "random": RandomRows(0.1),

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.core.select.question_selectors import Hybrid, Query
-from cacheblend.core.select.selectors import AllRows, Head, Hkvd, NoRows, RandomRows, Selector, Threshold
+from cacheblend.core.select.selectors import AllRows, Corrected, Head, Hkvd, NoRows, RandomRows, Selector, Threshold
 from cacheblend.engines.hf import BlendEngine
 from campaign import rotating
 from families import tiny_model
@@ -312,7 +312,7 @@ SELECTORS = {
     "gradual": Hkvd((1, 2), (0.5, 0.2)),
     "query": Query(0.2),
     "hybrid": Hybrid((1, 2), (0.3, 0.1), early=0.6),
-    "head": Head(0.1),
+    "corrected head": Corrected(Head(0.1, recency=1.0), 0.5),
     "random": RandomRows(0.1),
     "none": NoRows(),
     "all": AllRows(),
