@@ -116,7 +116,7 @@ def run(asked: Real, advance: Advance = silent) -> dict[str, Any]:
                 advance(done := done + 1, total)
     named = asked.model.name if asked.model else NAME
     summary = {"model": named, "part": asked.part, "answer_tokens": asked.answer_tokens} | summarise(found)
-    return summary | {"rows": found} | stamp()
+    return summary | {"files": {name: summarise({name: own})["ways"] for name, own in found.items()}} | stamp()
 
 
 def rows_of(rows: Sequence[QuestionRow], part: str) -> list[QuestionRow]:
@@ -222,6 +222,9 @@ def summarise(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any
         }
         for way in removed
     }
+    for way in ways:
+        if "contains" in rows[0][way]:  # points that answers in words lose
+            ways[way]["contains_loss"] = with_interval(100 * (means("full", "contains") - means(way, "contains")))
     figures: dict[str, Any] = {f"rows_{name}": len(own) for name, own in found.items()}
     intervals = {}
     for share, ours in OURS.items():
@@ -230,10 +233,8 @@ def summarise(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any
             figures[f"kl_removed_{share}"] = ways[ours]["kl_removed"]["value"]
             figures[f"taken_back_{share}"] = ways[ours]["taken_back"]["value"]
             figures[f"compute_{share}"] = ways[ours]["compute"]
-            if "contains" in rows[0][ours]:
-                lost = with_interval(100 * (means("full", "contains") - means(ours, "contains")))
-                figures[f"contains_loss_{share}"] = lost["value"]
-                intervals[f"contains_loss_{share}"] = (lost["low"], lost["high"])
+            if "contains_loss" in ways[ours]:
+                figures[f"contains_loss_{share}"] = ways[ours]["contains_loss"]["value"]
             for name, other in (("coin", f"text random {ratio}"), ("head", f"text head {ratio}")):
                 if other in removed:
                     lead = with_interval(removed[ours] - removed[other])
@@ -245,7 +246,7 @@ def summarise(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any
 def table(found: dict[str, Any]) -> Any:
     """A line for each way, the nearest to full prefill last."""
     lines = sorted(found["ways"].items(), key=lambda item: item[1]["kl_removed"]["value"])
-    counts = ", ".join(f"{len(own)} rows of {name}" for name, own in found["rows"].items())
+    counts = ", ".join(f"{found['figures'][f'rows_{name}']} rows of {name}" for name in found["files"])
     columns = {
         "compute": "{compute:.1%}",
         "KL": "{kl:.4f}",
@@ -253,8 +254,9 @@ def table(found: dict[str, Any]) -> Any:
         "back, %": "{back:.0f}",
     }
     caption = (
-        "KL: nats a token to full prefill; removed: of that of full reuse behind BOS; back: what is\n"
-        "taken back of its loss of log-likelihood; pooled, 95 % intervals by bootstrap over answers' passages"
+        "KL: nats a token to full prefill; removed: of that of full reuse behind BOS;\n"
+        "back: what is taken back of its loss of log-likelihood; pooled, 95 % intervals\n"
+        "by bootstrap over answers' passages"
     )
     shown = [
         {

@@ -48,8 +48,8 @@ def test_every_way_is_between_full_reuse_and_full_prefill(data: Path, monkeypatc
     assert exact["kl"] < 1e-3  # its weights have eight bits
     assert exact["kl_removed"]["value"] > 0.98 and exact["taken_back"]["value"] == pytest.approx(1, abs=0.05)
     assert 0.9 < exact["compute"] <= 1 == exact["same"]  # what stands in front of the passages is loaded
-    row = found["rows"]["things"][0]
-    assert row["full"]["contains"] == row[BASE]["contains"] and "contains" not in row["bos all"]
+    assert found["files"]["things"] == found["ways"]
+    assert reuse["contains_loss"]["value"] == 0 and "contains_loss" not in exact
     assert reuse["kl"] > 1e-2 and reuse["kl_removed"]["value"] == 0
     assert reuse["compute"] < found["ways"]["bos random 0.5"]["compute"] < 1
     assert found["figures"]["compute_05"] == found["ways"][ways[-1]]["compute"]
@@ -73,13 +73,14 @@ def test_means_are_pooled_and_leads_are_paired() -> None:
         "over_coin_15": 0.25,
     }
     assert found["figures"] == pytest.approx(figures)
-    assert found["intervals"] == {"over_coin_15": (0.25, 0.25), "contains_loss_15": (50, 50)}
+    assert found["intervals"] == {"over_coin_15": (0.25, 0.25)}
+    assert found["ways"][ours]["contains_loss"] == {"value": 50, "low": 50, "high": 50}
 
 
 def test_an_interval_draws_passages_with_all_their_rows() -> None:
     """Two passages, whose rows are alike: of two draws both are of one in half of all samples."""
     rows = [
-        {BASE: SAME | {"kl": kl, "log_likelihood": -2.0}, "full": {"log_likelihood": -1.0}, "passage": passage}
+        {BASE: SAME | {"kl": kl, "log_likelihood": -2.0}, "full": SAME | {"log_likelihood": -1.0}, "passage": passage}
         | {"text none": SAME | {"kl": kl / 2 if passage == "p" else 0.0, "log_likelihood": -1.5}}
         for passage, kl in [*[("p", 1.0)] * 20, *[("q", 1.0)] * 20]
     ]
