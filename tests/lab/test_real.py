@@ -112,6 +112,17 @@ def test_what_cannot_be_measured(data: Path, monkeypatch: pytest.MonkeyPatch, tm
         summarise({"things": []})
 
 
+def test_prompts_are_filled_up_with_passages_of_other_rows(data: Path) -> None:
+    texts = [Text(each, "") for each in "abcdef"]
+    rows = [QuestionRow(each, tuple(texts[at : at + 2])) for each, at in (("x", 0), ("y", 1), ("z", 3))]
+    asked = Real(data=[data], passages=4)
+    longer = quality.filled_up(rows, asked)
+    assert [{each.text for each in row.passages} for row in longer] == [{*"abcd"}, {*"bcde"}, {*"deab"}]
+    assert [row.question for row in longer] == ["x", "y", "z"] and longer == quality.filled_up(rows, asked)
+    assert quality.filled_up(rows, Real(data=[data])) == rows
+    assert [len(row.passages) for row in quality.filled_up(rows, Real(data=[data], passages=1))] == [2, 2, 2]
+
+
 def test_no_answer_depends_on_what_was_asked_before(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quality, "FIRST_TUNE", 2)
     steps: list[tuple[int, int]] = []
