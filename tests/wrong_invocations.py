@@ -236,6 +236,7 @@ evict --trace {tmp}: --size 2 | --size nan
 train --out {tmp}/x: --shorten 0 | --seed -1
 codecs: --suite-seed 9 | --limit 0
 real: --data {data} --rows 0
+orders: --data {data} --answer-tokens 0
 serve: --clients 0 | --shadow 1.5
 vllm ttft: --batched-tokens 0 | --dtype int8
 vllm shadow: --shadow 1.5 | --requests 0
@@ -253,6 +254,7 @@ INSPECT: --out {file}
 agent: --shape tiny --data {tmp}/none | --shape tiny --data {broken}
 agent: --shape tiny --data {data} --model {tmp}/none
 real: --data {tmp}/none | --data {broken} | --data {data} --model {tmp}/none
+orders: --data {tmp}/none
 peers: --shape tiny --data {tmp}/none | --shape tiny --data {broken} | --model {tmp}/none --data {data}
 serve: --model {tmp}/none | --trace {tmp}
 vllm faults: --only nothing | --json-file {tmp}
