@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -300,6 +301,15 @@ def test_a_store_that_is_too_small_says_so(tmp_path: Path) -> None:
         done = sync(engine, documents)
         assert done.missing_documents > 0
         assert engine.store.stats().bytes <= nbytes // 2
+
+
+def test_an_anchor_that_leaves_no_room_for_a_chunk_is_refused(tmp_path: Path) -> None:
+    config = replace(NO_CAPTURE, anchor="text", anchor_text="The cat sat. " * 2000)
+    with (
+        opened(tmp_path / "s", config) as engine,
+        pytest.raises(InvalidInputError, match=r"an anchor of \d+ tokens is too long for a context of \d+"),
+    ):
+        sync(engine, {"a": "Ben has the lamp."})
 
 
 def test_a_long_document_is_tokenised_in_parts_between_which_others_have_their_turn(

@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.fuse import correction
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.core.select.selectors import (
     AllRows,
@@ -188,7 +189,7 @@ SHAPES = {
 }
 OF_SHAPES = {
     "hkvd": Hkvd((1, 2), (0.4, 0.2)),
-    "head": Head(0.1),
+    "few by place, corrected": Corrected(Head(0.05, recency=1.0), 0.5),  # none of some chunks
     "none": NoRows(),
     "all": AllRows(),
     "corrected": Corrected(Hkvd((1, 2), (0.4, 0.2)), 0.7),
@@ -236,7 +237,8 @@ def test_shape_with_windows_and_tiny_tiles(family: str, shape: str) -> None:
 
 @pytest.mark.parametrize("tile_rows", [1, 3, 1000])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "cohere2", "qwen3_moe", "deepseek_v3"])
-def test_any_tile_size_equals_the_reference(family: str, tile_rows: int) -> None:
+def test_any_tile_size_equals_the_reference(family: str, tile_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(correction, "ROWS_AT_ONCE", tile_rows)
     for selector in ("hkvd",) if family in LATENT else ("hkvd", "corrected"):
         check(family, SHAPES["several blocks missing"], OF_SHAPES[selector], tile_rows)
 

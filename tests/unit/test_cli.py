@@ -3,6 +3,7 @@
 import inspect
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -147,7 +148,11 @@ def test_what_belongs_together_in_a_selection() -> None:
             wrong.settings()
     with pytest.raises(InvalidInputError, match=r"--x 1,nan: expected finite"):
         numbers("--x", "1,nan", float)
-    # a selector's own settings
+    # a selector's own settings, and those of another, which would have no effect
+    for wrong in ("hkvd:hops=1", "head:pool=4", "query:recency=1", "none:measure=k", "threshold:rank=either"):
+        setting = re.split("[:=]", wrong)[1]
+        with pytest.raises(InvalidInputError, match=rf"selector '{wrong}': there is no setting '{setting}' here"):
+            SelectionOptions(selector=wrong).settings()
     chosen = SelectionOptions(selector="query:hops=1,hop_spans=3", measure="k")
     assert chosen.settings() == {"selector": "query", "hops": 1, "hop_spans": 3, "measure": "k"}
 

@@ -52,6 +52,7 @@ MOVED = {
 """Commands and options that measure for this project's own figures, and where they are: in the lab, in a checkout."""
 GONE = {
     "cacheblend evaluate --deviation-rows": "`python -m lab inspect` draws the deviations of one prompt",
+    "cacheblend bench random-shapes": "`python -m lab real` measures selectors on pretrained weights",
     "python -m lab random-shapes": "`python -m lab real` measures selectors on pretrained weights",
     "python -m lab evaluate": "use `cacheblend evaluate`; `python -m lab inspect` draws the deviations of one prompt",
 }

@@ -47,9 +47,7 @@ class BlendSettings:
         """Says so where chunks have another anchor than those that the profile was measured with."""
         if self.profile is not None and (measured := self.profile.measured.anchor) not in ("", anchor.described):
             known = self.source, measured, anchor.described
-            logger.warning(
-                "%s: it was measured with the anchor %s, not %s, with which nobody knows its quality", *known
-            )
+            logger.warning("%s was measured with the anchor %s, not %s: its quality here is unknown", *known)
 
     def selector(self, ratio: float | None = None, name: str | None = None) -> Selector:
         """The selector of a request that may name a ratio and a selector. What is named blends even where the profile

@@ -89,17 +89,16 @@ class ActiveRows:
     @property
     def correctable(self) -> Correctable:
         """The candidates that were selected, and those that were dropped."""
-        if self._correctable is not None:
-            return self._correctable
-        chosen = self.index[self._candidates]
-        left = torch.zeros(len(self.known.positions), dtype=torch.int8, device=chosen.device)
-        left.index_fill_(0, self._all, 1).index_fill_(0, chosen, 0)  # how many is known; `nonzero` would be waited for
-        dropped = torch.argsort(left, descending=True, stable=True)[: self.total - len(chosen)]
-        positions, segments = self.known.positions, self.known.segments
-        assert segments is not None
-        shares = (segments[chosen] == torch.arange(self._segments, device=chosen.device)[:, None]).float()
-        shares /= shares.sum(1, keepdim=True).clamp(min=1)
-        self._correctable = Correctable(self._candidates, shares, positions[dropped], segments[dropped])
+        if self._correctable is None:
+            chosen = self.index[self._candidates]
+            left = torch.zeros(len(self.known.positions), dtype=torch.int8, device=chosen.device)
+            left.index_fill_(0, self._all, 1).index_fill_(0, chosen, 0)  # `nonzero` would be waited for
+            dropped = torch.argsort(left, descending=True, stable=True)[: self.total - len(chosen)]
+            positions, segments = self.known.positions, self.known.segments
+            assert segments is not None
+            shares = (segments[chosen] == torch.arange(self._segments, device=chosen.device)[:, None]).float()
+            shares /= shares.sum(1, keepdim=True).clamp(min=1)
+            self._correctable = Correctable(self._candidates, shares, positions[dropped], segments[dropped])
         return self._correctable
 
     def put(self, tile: slice, output: torch.Tensor) -> None:

@@ -23,7 +23,10 @@ from cacheblend.core.select.selectors import (
 )
 
 Ratios = tuple[float, ...]  # one ratio, or decreasing ones, one for each check layer
-_SEPARATE_OPTIONS = ("selector", "recompute_ratio", "ratios", "check_layers")
+_OF_QUESTION = ("pool", "lead", "head_rows", "question_rows", "question_words", "hops", "hop_spans", "hop_rows")
+_OWN = {"hkvd": ("measure",), "threshold": ("threshold", "measure"), "head": ("recency",), "query": _OF_QUESTION}
+_OWN |= {"hybrid": (*_OF_QUESTION, "early_ratio", "rank", "measure"), "random": (), "none": (), "all": ()}
+"""The settings that a selector has beside its ratio and check layers."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +145,7 @@ class Selection:
                 return NoRows()
             case "all":
                 return AllRows()
-        names_there_are = "hkvd, query, hybrid, threshold, head, random, none, all"
-        raise InvalidInputError(f"no selector is called {self.selector!r}; there are {names_there_are}")
+        raise InvalidInputError(f"no selector is called {self.selector!r}; there are {', '.join(_OWN)}")
 
 
 def selection_fields(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,10 +163,10 @@ class SelectorChoice:
 
     @staticmethod
     def parse(text: str) -> "SelectorChoice":
-        """``name`` or ``name:setting=value,setting=value``. Raises `InvalidInputError`: an unknown setting, or a
-        setting without a value."""
+        """``name`` or ``name:setting=value,setting=value``. Raises `InvalidInputError`: a setting that the selector
+        does not have, or one without a value."""
         name, _, rest = text.partition(":")
-        known = [field.name for field in fields(Selection) if field.name not in _SEPARATE_OPTIONS]
+        known = [*_OWN.get(name.strip(), _OWN["hybrid"]), "correction"]  # presets are kinds of hybrid
         settings: dict[str, Any] = {"selector": name.strip()}
         for part in filter(None, (part.strip() for part in rest.split(","))):
             key, equals, value = part.partition("=")

@@ -249,10 +249,10 @@ class Head(Selector):
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         """The rows nearest to the start of their chunk; ties go to the row that comes first in the prompt."""
-        rank = (candidates.chunk_offsets + 1).double()  # so that every device rounds alike
+        rank = candidates.chunk_offsets
         if self.recency and candidates.segments is not None:
-            place = runs(candidates.segments) + 1
-            rank /= 1 - self.recency + self.recency * place / place[-1]
+            place = (runs(candidates.segments) + 1).double()  # in which every device rounds alike
+            rank = (rank + 1) / (1 - self.recency + self.recency * (place / place[-1]))
         return torch.argsort(rank, stable=True)[: row_count(self.ratio, candidates.total)].sort().values
 
 
