@@ -8,6 +8,7 @@ from rich.table import Table
 from lab.bench import draw_curves, markdown_table, picture, plain_table
 from lab.gpu.attention_ways import OURS
 from lab.gpu.timeline import LANES
+from lab.gpu.ttft import HEAD
 
 BARS: dict[str, tuple[str, float]] = {
     "ttft_speedup_4k": ("full prefill / blend, llama-3.1-8b, r = 0.15, 4,096 tokens", 4.0),
@@ -102,11 +103,14 @@ def _first_tokens(result: dict[str, Any]) -> list[str]:
     columns = ("shape", "tokens", "how"), ("median, ms", "from, to", "rounds", "full / this")
     unchecked = "Whether cold reads were cold is not known: the file system does not tell what it keeps in memory."
     notes = [] if all(point["cold_is_checked"] for point in points_of(result)) else [unchecked]
+    decoded = result["parts"].get("ttft", {}).get("decoded_per_s", {})
+    notes += [f"Decoded by llama-3.1-8b, {how}: {per_s:.1f} tokens a second." for how, per_s in decoded.items()]
     return ["## Time to first token", markdown_table(*columns, rows), *notes] if rows else []
 
 
 def _label(arm: dict[str, Any]) -> str:
-    return str(arm["arm"]) if arm["ratio"] is None else f"r = {arm['ratio']:g}, {arm['store']}"
+    head = f"{HEAD}, " if arm["arm"] == HEAD else ""
+    return str(arm["arm"]) if arm["ratio"] is None else f"{head}r = {arm['ratio']:g}, {arm['store']}"
 
 
 def _kernels(found: dict[str, Any]) -> list[str]:

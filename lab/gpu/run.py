@@ -2,10 +2,9 @@
 
 tests      tests/gpu of the checkout: kernels beside plain PyTorch, the invariants
 kernels    each kernel by what the device can do, attention beside other ways to the same
-ttft       time to first token by length, share and place of the store, llama-3.1-8b
+ttft       time to first token by length, share and place of the store, with and without graphs, llama-3.1-8b
 timeline   one pass: what was read, copied, placed and computed when, as a picture
 vllm       the plug-in in vLLM, where vLLM is installed
-compiled   blends by layers that torch.compile has joined the small kernels of, beside plain ones
 large      as ttft, qwen3-32b: no figure depends on it, so it has the time that is left
 
 A part that a machine cannot run is skipped, and the result says why; one that fails leaves its error and what it had
@@ -82,7 +81,6 @@ PARTS: Mapping[str, Part] = {
     "ttft": Part(ttft.measure, 30),
     "timeline": Part(timeline.measure, 20, 60),
     "vllm": Part(others.vllm, 240, 360, is_apart=False, missing=others.vllm_misses),
-    "compiled": Part(ttft.measure_compiled, 45, is_reserved=False),
     "large": Part(ttft.measure_large, 45, is_reserved=False),
 }
 """In their order."""

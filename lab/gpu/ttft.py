@@ -22,10 +22,10 @@ from transformers import PreTrainedModel
 
 from cacheblend.bench.ttft import Arm, TtftSettings, draw_prompt, open_chunks, summary, timed
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.errors import InvalidInputError
-from cacheblend.engines.hf import BlendEngine
+from cacheblend.core.plan.prompt import Prompt
+from cacheblend.core.select.selectors import Corrected, Head
+from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.baselines import full_recompute, fused
-from cacheblend.engines.hf.compilation import compile_layers
 from cacheblend.engines.hf.shapes import build_shape
 from cacheblend.store import DiskStore, KVStore, MemoryStore
 from cacheblend.store.residence import HERE, OnDevice, PageLocked
@@ -34,10 +34,14 @@ from lab.speed.disk_reads import drop_pages, is_cached
 
 ON_DISK = "disk"
 STORES = ("pinned memory", "device", ON_DISK)
-COMPILED = "pinned memory, compiled layers"
+PLAIN = "pinned memory, without graphs"
+"""The first store, and an engine that starts each kernel of a layer by itself."""
 _MOST_BYTES = 48 << 30  # of a store; no prompt here needs as much
 RATIOS = (0.15, 0.05, 1.0)
 """From page-locked memory; from the other stores only the first two."""
+HEAD = "head"
+"""Blends by the selector that chooses in front of layer 0: the first rows of each chunk, and other keys corrected."""
+DECODED = 48  # tokens
 
 _LEAST = 0.5  # of the seconds that a point takes about: it is begun if they are left, with fewer rounds
 
@@ -76,10 +80,6 @@ LARGE = (
     Point("qwen3-32b", "", 8, runs=3, seconds=25),
     Point("qwen3-32b", "", 64, runs=2, seconds=140),
 )
-COMPILED_POINTS = (
-    Point("llama-3.1-8b", "", 32, seconds=60),
-    Point("llama-3.1-8b", "", 8, seconds=10),
-)
 DRY = (Point("tiny", "16k", 3, 32, 1, 1.0), Point("tiny", "4k", 2, 32, 1, 1.0))
 LARGE_DRY = (Point("tiny", "", 1, 32, 1, 1.0),)
 
@@ -92,7 +92,8 @@ class TimedArm(Arm):
 
     @property
     def label(self) -> str:
-        return self.name if self.ratio is None else f"r = {self.ratio:g}, {self.store}"
+        head = f"{HEAD}, " if self.name == HEAD else ""
+        return self.name if self.ratio is None else f"{head}r = {self.ratio:g}, {self.store}"
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,8 @@ class Engines:
 
 
 @contextmanager
-def open_engines(model: PreTrainedModel, device: torch.device, *, compiled: bool = False) -> Iterator[Engines]:
-    """Engines with empty stores; `compiled`: one more, `COMPILED`, over the first one's store."""
+def open_engines(model: PreTrainedModel, device: torch.device) -> Iterator[Engines]:
+    """Engines with empty stores; that of `PLAIN` has the first one's."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-bench-"))
         stores: tuple[KVStore, ...] = (
@@ -126,12 +127,10 @@ def open_engines(model: PreTrainedModel, device: torch.device, *, compiled: bool
         engines = {}
         for store in stores:
             stack.enter_context(store)
-        for name, store in (*zip(STORES, stores, strict=True), *([(COMPILED, stores[0])] if compiled else [])):
-            config = BlendConfig(capture=False, load_timeout_s=math.inf)
+        for name, store in (*zip(STORES, stores, strict=True), (PLAIN, stores[0])):
+            config = BlendConfig(capture=False, load_timeout_s=math.inf, layer_graphs=name != PLAIN)
             engine = BlendEngine(model, None, store=store, config=config, fingerprint="bench", name="bench")
             engines[name] = stack.enter_context(engine)
-        if compiled and (reason := compile_layers(engines[COMPILED].view, device)):
-            raise InvalidInputError(f"layers are not compiled: {reason}")
         yield Engines(model, engines, Path(folder))
 
 
@@ -143,13 +142,9 @@ def measure_large(bench: Bench) -> Found:
     return _measure(LARGE_DRY if bench.dry_run else LARGE, "large", bench)
 
 
-def measure_compiled(bench: Bench) -> Found:
-    return _measure(LARGE_DRY if bench.dry_run else COMPILED_POINTS, "compiled", bench, compiled=True)
-
-
 @torch.no_grad()
-def _measure(points: tuple[Point, ...], part: str, bench: Bench, *, compiled: bool = False) -> Found:
-    """Points of one shape; `compiled`: compiled layers beside plain ones, instead of stores and full prefill."""
+def _measure(points: tuple[Point, ...], part: str, bench: Bench) -> Found:
+    """Points of one shape."""
     shape = points[0].shape
     found: Found = {"figures": {}, "points": []}
     if not bench.has_time(f"{part} {shape}", _LEAST * min(point.seconds for point in points)):
@@ -161,7 +156,7 @@ def _measure(points: tuple[Point, ...], part: str, bench: Bench, *, compiled: bo
         bench.skipped[f"{part} {shape}"] = "its weights do not fit on this device"
         return found
     taken = expected = 0.0
-    with open_engines(model, bench.device, compiled=compiled) as engines:
+    with open_engines(model, bench.device) as engines:
         for point in points:
             name, slower = f"{part} {point.name}", taken / expected if expected else 1.0
             if not bench.has_time(name, _LEAST * slower * point.seconds):
@@ -210,6 +205,8 @@ def _measure_point(point: Point, name: str, engines: Engines, found: Found, benc
             except Exception as error:
                 _drop([arm], arms, name, error, found, bench)
         longest = max(longest if run > 1 else 0.0, time.monotonic() - begun)  # kernels are compiled in the first
+    if point.key == "4k":
+        found["decoded_per_s"] = _decoding(engines, prompt)
     return arms
 
 
@@ -233,15 +230,15 @@ def _drop(
 
 
 def _arms(engines: Engines) -> list[TimedArm]:
-    """Full prefill by each attention, then blends, those from page-locked memory first; or the layers of both kinds."""
+    """Full prefill by each attention, then blends, those from page-locked memory first."""
     model, first = engines.model, engines.first
-    if COMPILED in engines.by_store:
-        return [_blend(engines, store, ratio) for ratio in RATIOS[:2] for store in (STORES[0], COMPILED)]
     arms = [
         TimedArm(f"full, {how}", partial(full_recompute, first), around=partial(_attending, model, how))
         for how in ("sdpa", *(["flash_attention_2"] if find_spec("flash_attn") is not None else []))
     ]
     arms += [_blend(engines, STORES[0], ratio) for ratio in RATIOS]
+    arms += [_blend(engines, PLAIN, ratio) for ratio in RATIOS[:2]]
+    arms += [_blend(engines, STORES[0], ratio, HEAD) for ratio in RATIOS[:2]]
     for store in STORES[1:]:
         for ratio in RATIOS[:2]:
             arms.append(_blend(engines, store, ratio))
@@ -252,10 +249,21 @@ def _arms(engines: Engines) -> list[TimedArm]:
     return arms
 
 
-def _blend(engines: Engines, store: str, ratio: float) -> TimedArm:
+def _blend(engines: Engines, store: str, ratio: float, name: str = "blend") -> TimedArm:
     engine = engines.by_store[store]
-    chosen = engine.config.make_selector(ratio)
-    return TimedArm("blend", partial(fused, engine, selector=chosen), ratio=ratio, store=store)
+    chosen = Corrected(Head(ratio, recency=1.0), 0.5) if name == HEAD else engine.config.make_selector(ratio)
+    return TimedArm(name, partial(fused, engine, selector=chosen), ratio=ratio, store=store)
+
+
+def _decoding(engines: Engines, prompt: Prompt) -> dict[str, float]:
+    """Tokens a second behind the first one, by the kinds of layers."""
+    found = {}
+    for name in (STORES[0], PLAIN):
+        params = SamplingParams(max_new_tokens=DECODED, temperature=0.0, ignore_eos=True)
+        for _ in range(2):  # the first captures graphs
+            report = engines.by_store[name].generate(prompt, params).report
+        found[name] = (DECODED - 1) / (report.total_s - report.ttft_s)
+    return found
 
 
 @contextmanager
@@ -297,7 +305,8 @@ def _add(point: Point, arms: list[TimedArm], engines: Engines, found: Found) -> 
     found["points"].append(facts | {"arms": summaries})
     # Figures are those of a point with a key, from page-locked memory.
     timed_by_full = [each for each in summaries if each["speedup_vs_full"] is not None]
-    blends, figures = {each["ratio"]: each for each in timed_by_full if each["store"] == STORES[0]}, found["figures"]
+    counted = [each for each in timed_by_full if (each["arm"], each["store"]) == ("blend", STORES[0])]
+    blends, figures = {each["ratio"]: each for each in counted}, found["figures"]
     if point.key and 0.15 in blends:
         figures[f"ttft_speedup_{point.key}"] = float(blends[0.15]["speedup_vs_full"])
         if point.key == "16k":

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cacheblend.core.kernels.attention import AttentionSpec
 from cacheblend.core.kernels.operations import ATTEND_ROWS, KV_DEVIATION, PLACE, Operation, attend_rows
@@ -161,15 +162,46 @@ def test_norms_take_one_kernel_and_compute_the_same(family: str, dtype: torch.dt
     model = on_device(family, dtype)
     own, ours = (each.get_submodule("model.layers")[0].input_layernorm for each in (model, ModelView(model).model))
     rows = torch.randn(1, 9, len(own.weight), device=DEVICE, dtype=dtype)
-    found = []
-    for norm in (own, ours):
-        norm(rows)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-            found.append(norm(rows))
-            torch.cuda.synchronize()
-    assert len([event for event in seen.events() if str(event.device_type).endswith("CUDA")]) <= 1
-    one, other = (each.float() for each in found)
+    one, other = own(rows).float(), ours(rows).float()
     assert bool(((one - other).abs() <= 2 * torch.finfo(dtype).eps * one.abs() + 1e-6).all())
+    with Started() as started:
+        ours(rows)
+    assert len(started.names) == 1, started.names
+
+
+class Started(TorchDispatchMode):
+    """What is asked of the device, but for views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not any(each.alias_info is not None for each in func._schema.returns):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graphs_of_layers_compute_what_the_layers_do(family: str, dtype: torch.dtype, caplog: Any) -> None:
+    """Passes of many numbers of rows, beside readers of records, and decoding; each number comes twice."""
+    model, found = on_device(family, dtype), []
+    ratios = [0.05, 0.2, 0.4, 0.7, 1.0] * 2
+    for graphs in (False, True):
+        with open_engine(model, store=MemoryStore(residence=PageLocked()), layer_graphs=graphs) as engine:
+            results = [run(engine, RAG, Hkvd((1,), (ratio,))).result for ratio in ratios]
+            answers = engine.generate(RAG, SamplingParams(max_new_tokens=8, ignore_eos=True), ratio=1.0).token_ids
+            found.append((results, answers))
+            served = (
+                [not each._is_plain and bool(each._shared._by_rows) for each in engine.view._called] if graphs else []
+            )
+    assert served and all(served) and "without graphs" not in caplog.text
+    tolerance = FP32 if dtype == torch.float32 else 0.1
+    for one, other in zip(found[0][0], found[1][0], strict=True):
+        assert error(other.logits, one.logits.float()) < tolerance
+    if dtype == torch.float32:
+        assert found[0][1] == found[1][1]
 
 
 def test_memory_that_is_locked_is_known_to_the_device_as_such() -> None:

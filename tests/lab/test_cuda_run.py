@@ -15,7 +15,6 @@ import torch
 from rich.console import Console
 
 import cacheblend
-from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.kernels.attention import AttentionSpec, attend_rows
 from command_line import Run, runner
 from lab.cli import main
@@ -26,12 +25,11 @@ from lab.gpu.run import Part
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(cacheblend.__file__).parents[1]
 ARMS = [
-    ("pinned memory", 0.15),
-    ("pinned memory", 0.05),
-    ("pinned memory", 1.0),
-    ("device", 0.15),
-    ("device", 0.05),
-    *((store, ratio) for ratio in (0.15, 0.05) for store in ("disk, cold", "disk")),
+    *(("blend", "pinned memory", ratio) for ratio in (0.15, 0.05, 1.0)),
+    *(("blend", "pinned memory, without graphs", ratio) for ratio in (0.15, 0.05)),
+    *(("head", "pinned memory", ratio) for ratio in (0.15, 0.05)),
+    *(("blend", "device", ratio) for ratio in (0.15, 0.05)),
+    *(("blend", store, ratio) for ratio in (0.15, 0.05) for store in ("disk, cold", "disk")),
 ]
 
 
@@ -64,16 +62,22 @@ def test_a_dry_run_tries_all_parts_and_draws_what_it_found(command: Run, tmp_pat
     assert [(point["shape"], point["tokens"]) for point in points] == [("tiny", 96), ("tiny", 64), ("tiny", 32)]
     for point in points:
         arms = [(arm["arm"], arm["store"], arm["ratio"]) for arm in point["arms"]]
-        assert arms[:5] == [("full", None, None)] + [("blend", store, ratio) for store, ratio in ARMS[:4]]
-        cold = {("blend", store, ratio) for store, ratio in ARMS if "cold" in store}
-        assert {*arms[1:], *cold} == {("blend", store, ratio) for store, ratio in ARMS}  # not every disk can be cold
+        assert arms[:5] == [("full", None, None), *ARMS[:4]]
+        assert {*arms[1:], *(arm for arm in ARMS if "cold" in arm[1])} == {*ARMS}  # not every disk can be cold
         assert all(arm["loaded_tokens"] == point["tokens"] and arm["runs"] == 1 for arm in point["arms"][1:])
     busy = found["parts"]["timeline"]["busy"]
     assert 0 < busy["compute"] <= 1 and 0 < busy["read"] <= 1
     assert "the numbers mean nothing" in done.out and "falls short" not in done.out
     assert "not measured" in done.out and found["skipped"]["vllm"] == "vLLM is not installed"
+    assert set(found["parts"]["ttft"]["decoded_per_s"]) == {"pinned memory", ttft.PLAIN}
     page = (tmp_path / "cuda-cpu.md").read_text()
-    lines = ("| `attention_of_peak` |", "| tiny | 96 | r = 0.05, disk |", "| FlexAttention |", "- vllm: vLLM is not")
+    lines = (
+        "Decoded by llama-3.1-8b, pinned memory, without graphs: ",
+        "| `attention_of_peak` |",
+        "| tiny | 96 | r = 0.05, disk |",
+        "| FlexAttention |",
+        "- vllm: vLLM is not",
+    )
     assert all(words in page for words in lines)
 
 
@@ -85,7 +89,7 @@ def test_without_a_gpu_it_says_what_can_be_done(command: Run, tmp_path: Path) ->
 
 
 def test_wrong_options(command: Run) -> None:
-    parts = "tests, kernels, ttft, timeline, vllm, compiled, large"
+    parts = "tests, kernels, ttft, timeline, vllm, large"
     for options, message in {
         ("--part", "kernel"): f"there is no part 'kernel'; choose from {parts}",
         ("--folder", "/nowhere/at/all"): "there is no such folder",
@@ -164,7 +168,7 @@ def test_a_store_that_fails_takes_its_own_arms_alone(monkeypatch: pytest.MonkeyP
     assert found["commit"] == "0123456789ab"
     points = report.points_of(found)
     for point in points:
-        assert [(arm["store"], arm["ratio"]) for arm in point["arms"]] == [(None, None), *ARMS[:5]]
+        assert [(arm["arm"], arm["store"], arm["ratio"]) for arm in point["arms"]] == [("full", None, None), *ARMS[:9]]
     assert len(points) == 2
     error = found["parts"]["ttft"]["error"]
     assert "OSError: the disk is gone" in error and ", in fails" in error
@@ -239,22 +243,6 @@ def test_attention_that_differs_is_an_error_and_no_figure(monkeypatch: pytest.Mo
 
 
 # ---- the first token --------------------------------------------------------------------------------------
-
-
-def test_compiled_layers_are_measured_beside_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def pretend(view: Any, device: torch.device) -> str:
-        asked.append(view)
-        return "" if len(asked) == 1 else "no compiler"
-
-    monkeypatch.setattr(ttft, "compile_layers", pretend)
-    found = ttft.measure_compiled(bench())
-    arms = [(arm["store"], arm["ratio"]) for arm in found["points"][0]["arms"]]
-    assert arms == [(store, ratio) for ratio in (0.15, 0.05) for store in (ttft.STORES[0], ttft.COMPILED)]
-    assert "error" not in found and not found["figures"]
-    with pytest.raises(InvalidInputError, match="layers are not compiled: no compiler"):
-        ttft.measure_compiled(bench())
 
 
 def test_points_keep_their_rounds_and_take_as_long_as_those_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.fuse import correction
+from cacheblend.core.load import layer_kv
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.core.select.selectors import (
     AllRows,
@@ -238,7 +238,7 @@ def test_shape_with_windows_and_tiny_tiles(family: str, shape: str) -> None:
 @pytest.mark.parametrize("tile_rows", [1, 3, 1000])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "cohere2", "qwen3_moe", "deepseek_v3"])
 def test_any_tile_size_equals_the_reference(family: str, tile_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(correction, "ROWS_AT_ONCE", tile_rows)
+    monkeypatch.setattr(layer_kv, "MOVED_AT_ONCE", tile_rows)
     for selector in ("hkvd",) if family in LATENT else ("hkvd", "corrected"):
         check(family, SHAPES["several blocks missing"], OF_SHAPES[selector], tile_rows)
 

@@ -12,8 +12,6 @@ import torch
 
 from cacheblend.core.load.layer_kv import LayerCache
 
-ROWS_AT_ONCE = 4096  # bounds the memory of a long prompt
-
 
 class Correctable(NamedTuple):
     """Which rows tell of which; all on the rows' device."""
@@ -34,8 +32,4 @@ def correct_keys(kv: LayerCache, positions: torch.Tensor, keys: torch.Tensor, ro
     """
     known = kv.rows(positions[rows.places]).keys
     mean = weight * (rows.shares @ (keys[:, rows.places].float() - known.float()))
-    for start in range(0, len(rows.positions), ROWS_AT_ONCE):
-        part = slice(start, start + ROWS_AT_ONCE)
-        dropped = kv.rows(rows.positions[part])
-        moved = dropped.keys.float() + mean[:, rows.segments[part]]
-        kv.write(rows.positions[part], moved.to(dropped.keys.dtype), dropped.values)
+    kv.move_keys(rows.positions, mean, rows.segments)

@@ -10,7 +10,8 @@ from cacheblend.core.kernels.attention import AttentionSpec
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec], torch.Tensor]
 """(query [heads, n, head_dim], keys [kv_heads, n, head_dim], values, spec) -> [n, heads, head_dim].
 
-An engine's layer calls it once, after RoPE, with q, k, v of the rows it was given, and continues with the result."""
+An engine's layer calls it once, after RoPE, with q, k, v of the rows it was given, and continues with the result. Who
+keeps them copies them: another call may write there."""
 
 
 class LayerRunner(Protocol):

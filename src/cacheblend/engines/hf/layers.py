@@ -19,7 +19,7 @@ _KEPT_ROWS = 16  # tiles of rows whose arguments are kept for the next layers
 class _ProjectedError(Exception):
     @classmethod
     def stop(cls, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-        raise cls(keys, values)
+        raise cls(keys.clone(), values.clone())  # a graph writes where it was captured
 
 
 @dataclass(frozen=True)

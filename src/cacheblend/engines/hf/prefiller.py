@@ -29,7 +29,7 @@ from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.selectors import AllRows, NoRows, Selector
 from cacheblend.engines.hf.ambient import without_ambient
-from cacheblend.engines.hf.compilation import compile_layers
+from cacheblend.engines.hf.layer_graphs import CudaRecorder, graphed_layers
 from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.engines.hf.recurrent import LayerKinds, Resuming
 from cacheblend.engines.hf.survey import Survey
@@ -138,8 +138,8 @@ class Prefiller:
         self._threads, self._pace = DaemonPool(THREADS, "cacheblend-reader"), Pace()
         self.late_tiers = LateTiers()
         serve(device, survey.layout.dtype, survey.head_shapes)
-        if config.compile_layers:
-            compile_layers(survey.view, device)
+        if config.layer_graphs and device.type == "cuda":
+            survey.view.run_as(graphed_layers(survey.view.layers, CudaRecorder(device)))
 
     @property
     def kinds(self) -> LayerKinds:

@@ -24,7 +24,7 @@ from cacheblend.core.kernels.float8 import as_bytes
 from cacheblend.core.kernels.kv_placement import Placement
 from cacheblend.core.kernels.operations import attend_rows, is_served, kv_deviation, place
 from cacheblend.core.kernels.rope import KeyRotation
-from cacheblend.core.load.layer_kv import LayerCache, LayerKV
+from cacheblend.core.load.layer_kv import MOVED_AT_ONCE, LayerCache, LayerKV
 from cacheblend.engines import provenance
 from cacheblend.engines.vllm.internals import interface
 from cacheblend.engines.vllm.worker.paged_cache import PagedLayer, Pages, RequestBlocks
@@ -59,6 +59,11 @@ class PagedKV:
     def write(self, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """See `LayerCache.write`; rows in blocks that other requests may share stay as they are."""
         self._layer.write(keys, values, self._blocks.slots[positions])
+
+    def move_keys(self, positions: torch.Tensor, shifts: torch.Tensor, of_rows: torch.Tensor) -> None:
+        for at, of in zip(torch.split(positions, MOVED_AT_ONCE), torch.split(of_rows, MOVED_AT_ONCE), strict=True):
+            rows = self.rows(at)
+            self.write(at, (rows.keys.float() + shifts[:, of]).to(rows.keys.dtype), rows.values)
 
     def place(self, records: Sequence[torch.Tensor], placement: Placement, rotation: KeyRotation | None = None) -> None:
         """See `LayerCache.place`. Raises CacheBlendError: a row lies in a block that other requests may share."""
