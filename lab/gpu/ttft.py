@@ -34,8 +34,8 @@ from lab.speed.disk_reads import drop_pages, is_cached
 
 ON_DISK = "disk"
 STORES = ("pinned memory", "device", ON_DISK)
-PLAIN = "pinned memory, without graphs"
-"""The first store, and an engine that starts each kernel of a layer by itself."""
+GRAPHS = "pinned memory, layer graphs"
+"""The first store, and an engine that starts a layer's kernels by graphs."""
 _MOST_BYTES = 48 << 30  # of a store; no prompt here needs as much
 RATIOS = (0.15, 0.05, 1.0)
 """From page-locked memory; from the other stores only the first two."""
@@ -116,7 +116,7 @@ class Engines:
 
 @contextmanager
 def open_engines(model: PreTrainedModel, device: torch.device) -> Iterator[Engines]:
-    """Engines with empty stores; that of `PLAIN` has the first one's."""
+    """Engines with empty stores; that of `GRAPHS` has the first one's."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-bench-"))
         stores: tuple[KVStore, ...] = (
@@ -127,8 +127,8 @@ def open_engines(model: PreTrainedModel, device: torch.device) -> Iterator[Engin
         engines = {}
         for store in stores:
             stack.enter_context(store)
-        for name, store in (*zip(STORES, stores, strict=True), (PLAIN, stores[0])):
-            config = BlendConfig(capture=False, load_timeout_s=math.inf, layer_graphs=name != PLAIN)
+        for name, store in (*zip(STORES, stores, strict=True), (GRAPHS, stores[0])):
+            config = BlendConfig(capture=False, load_timeout_s=math.inf, layer_graphs=name == GRAPHS)
             engine = BlendEngine(model, None, store=store, config=config, fingerprint="bench", name="bench")
             engines[name] = stack.enter_context(engine)
         yield Engines(model, engines, Path(folder))
@@ -237,7 +237,7 @@ def _arms(engines: Engines) -> list[TimedArm]:
         for how in ("sdpa", *(["flash_attention_2"] if find_spec("flash_attn") is not None else []))
     ]
     arms += [_blend(engines, STORES[0], ratio) for ratio in RATIOS]
-    arms += [_blend(engines, PLAIN, ratio) for ratio in RATIOS[:2]]
+    arms += [_blend(engines, GRAPHS, ratio) for ratio in RATIOS[:2]]
     arms += [_blend(engines, STORES[0], ratio, HEAD) for ratio in RATIOS[:2]]
     for store in STORES[1:]:
         for ratio in RATIOS[:2]:
@@ -258,7 +258,7 @@ def _blend(engines: Engines, store: str, ratio: float, name: str = "blend") -> T
 def _decoding(engines: Engines, prompt: Prompt) -> dict[str, float]:
     """Tokens a second behind the first one, by the kinds of layers."""
     found = {}
-    for name in (STORES[0], PLAIN):
+    for name in (STORES[0], GRAPHS):
         params = SamplingParams(max_new_tokens=DECODED, temperature=0.0, ignore_eos=True)
         for _ in range(2):  # the first captures graphs
             report = engines.by_store[name].generate(prompt, params).report

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = Path(cacheblend.__file__).parents[1]
 ARMS = [
     *(("blend", "pinned memory", ratio) for ratio in (0.15, 0.05, 1.0)),
-    *(("blend", "pinned memory, without graphs", ratio) for ratio in (0.15, 0.05)),
+    *(("blend", "pinned memory, layer graphs", ratio) for ratio in (0.15, 0.05)),
     *(("head", "pinned memory", ratio) for ratio in (0.15, 0.05)),
     *(("blend", "device", ratio) for ratio in (0.15, 0.05)),
     *(("blend", store, ratio) for ratio in (0.15, 0.05) for store in ("disk, cold", "disk")),
@@ -69,10 +69,10 @@ def test_a_dry_run_tries_all_parts_and_draws_what_it_found(command: Run, tmp_pat
     assert 0 < busy["compute"] <= 1 and 0 < busy["read"] <= 1
     assert "the numbers mean nothing" in done.out and "falls short" not in done.out
     assert "not measured" in done.out and found["skipped"]["vllm"] == "vLLM is not installed"
-    assert set(found["parts"]["ttft"]["decoded_per_s"]) == {"pinned memory", ttft.PLAIN}
+    assert set(found["parts"]["ttft"]["decoded_per_s"]) == {"pinned memory", ttft.GRAPHS}
     page = (tmp_path / "cuda-cpu.md").read_text()
     lines = (
-        "Decoded by llama-3.1-8b, pinned memory, without graphs: ",
+        "Decoded by llama-3.1-8b, pinned memory, layer graphs: ",
         "| `attention_of_peak` |",
         "| tiny | 96 | r = 0.05, disk |",
         "| FlexAttention |",

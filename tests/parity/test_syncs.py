@@ -337,7 +337,7 @@ def engines(family: str) -> tuple[BlendEngine, BlendEngine]:
     """On the device, and on this processor; in tiles of a few rows for one family, in one tile for the others, which
     takes the interpreter less time."""
     model, tile_rows = on_device(copy.deepcopy(tiny_model(family))), TILE_ROWS if family == "llama" else 256
-    there = open_engine(model, CHUNKS, sentence_end_ids=[5, 9], tile_rows=tile_rows, layer_graphs=False)
+    there = open_engine(model, CHUNKS, sentence_end_ids=[5, 9], tile_rows=tile_rows)
     return there, open_engine(tiny_model(family), CHUNKS, sentence_end_ids=[5, 9])
 
 

@@ -44,8 +44,9 @@ class BlendConfig(Selection):
             computed. What is loaded while layers compute does not count. None: as long as computing what is loaded
             takes, as measured, but half a second at least; infinite: as long as it takes. Look-ups and each tier have
             half a second of their own, or as long as this is where it is less.
-        layer_graphs: on a GPU, start the kernels of a layer's up to 2,048 rows by two CUDA graphs, not one by one.
-            They are captured when a number of rows comes first, and take some hundred MB of the GPU's memory.
+        layer_graphs: on a GPU, start the kernels of a layer's up to 2,048 rows by two CUDA graphs, not one by one;
+            pays where the host is slower than the device: short prompts and decoding. They are captured when a number
+            of rows comes first, and take some hundred MB of the GPU's memory.
         cost_model: a cost model's file (`cacheblend calibrate`), from which the loading controller decides what is
             loaded, and raises the ratio where loading takes longer. None: everything stored is loaded.
         capture: store missed chunks after the request, in the background.
@@ -68,7 +69,7 @@ class BlendConfig(Selection):
     tile_rows: int = 0
     read_ahead: int = 8
     load_timeout_s: float | None = None
-    layer_graphs: bool = True
+    layer_graphs: bool = False
     cost_model: str | None = None
     capture: bool = True
     capture_queue: int = 256
