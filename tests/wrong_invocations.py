@@ -184,7 +184,7 @@ PLAN: --plot {tmp}/x.txt | --plot {tmp}/no/x.png
 ... calibrate -m {model} -s {tmp}/s --out {tmp} | calibrate -m {model} -s {tmp}/s --out {tmp}/no/c.json
 ... doctor -m {tmp}/none | keys add known --file {keys} | bench ttft --model {tmp}
 evaluate -m: {model} -d {broken} | {model} -d {tmp} | {tmp}/none -d {data}
-EVALUATE: --templates {broken} | --templates {tmp}/none.toml | --json-file {tmp}
+EVALUATE: --answers both | --templates {broken} | --templates {tmp}/none.toml | --json-file {tmp}
 SERVE: --keys {tmp}/none.json | --keys {broken} | --keys {tmp}
 keys ls --file: {tmp}/nope.json | {broken} | {list}
 keys rm: x --file {tmp}/nope.json | nobody --file {keys}

@@ -361,6 +361,22 @@ def data(tmp_path: Path) -> Path:
     return file
 
 
+def test_the_gate_tries_what_the_model_can_have() -> None:
+    """Of latents no keys are corrected, and a state cannot be asked; who names such a selector is told."""
+    for family, kinds, named in (
+        ("llama", {"head", "hkvd", "query", "hybrid"}, ""),
+        ("deepseek_v3", {"hkvd", "query", "hybrid"}, "head:correction=1"),
+        ("jamba", {"hkvd"}, "query"),
+    ):
+        with BlendEngine(tiny_model(family), store="memory", fingerprint=family) as engine:
+            survey = engine.survey
+        found = grid(survey.num_layers, fit=survey.fit_selector)
+        assert {candidate.settings["selector"] for candidate in found} == kinds
+        if named:
+            with pytest.raises(InvalidInputError):
+                grid(survey.num_layers, [named], fit=survey.fit_selector)
+
+
 def test_from_the_gate_to_an_answer(run: Run, model: Path, data: Path) -> None:
     command = ("doctor", "--quality", "-m", model, "-d", data, *GATE, "--selector", "hkvd", "--ratio", 1, "--json")
     result = run(*command)

@@ -21,7 +21,8 @@ from cacheblend.data.questions import split_text
 from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf.layout import PromptLayout
-from cacheblend.evaluation import Cell, Evaluation, Settings, Template, evaluate, make_methods
+from cacheblend.engines.hf.recurrent import fill_cache
+from cacheblend.evaluation import Cell, Evaluation, Settings, Template, evaluate, make_methods, summarise
 from cacheblend.evaluation.compute import ComputeScale
 from cacheblend.store import MemoryStore
 from command_line import Run, runner
@@ -102,6 +103,37 @@ def test_every_method_does_what_it_says(engine: BlendEngine, found: Evaluation) 
         assert reuse.recomputed_tokens == 0
         assert blend.recomputed_tokens == round(0.3 * sum(lengths[1:]))  # the first one is an exact prefix
         assert reuse.missed_tokens == blend.missed_tokens == 0
+
+
+@torch.no_grad()
+def test_methods_are_compared_over_the_models_own_answer(engine: BlendEngine, tmp_path: Path) -> None:
+    """Of each method the model's expectations of full recompute's answer are what a plain pass over its KV gives."""
+    names, given = ["full", "reuse", "blend", "map-rerank"], Settings(max_tokens=5, answers="model")
+    methods = make_methods(names, selectors=["all", "head"], ratios=[0.3])
+    found = evaluate(engine, ROWS, methods, settings=given, out=tmp_path)
+    for row, full, reuse in zip(ROWS, cells_of(found, "full"), cells_of(found, "reuse"), strict=True):
+        prompt = PromptLayout().prompt(engine, [Passage(text.text) for text in row.passages], row.question)
+        own, asked = torch.tensor(full.token_ids), len(prompt)
+        expected = engine.model(torch.cat([engine.ids_of(prompt), own])[None]).logits[0, asked - 1 : -1]
+        result = engine.prefill(prompt, mode="reuse")
+        got = [result.logits]
+        cache = fill_cache(engine.model, list(result.kv))
+        for at, token in enumerate(own[:-1]):
+            place = torch.tensor([[asked + at]])
+            got.append(engine.model(token[None, None], past_key_values=cache, position_ids=place).logits[0, -1])
+        full_logs, logs = expected.log_softmax(-1), torch.stack(got).log_softmax(-1)
+        assert reuse.own_kl == pytest.approx(float((full_logs.exp() * (full_logs - logs)).sum(-1).mean()), rel=1e-3)
+        assert reuse.own_top_1 == pytest.approx(float((logs.argmax(-1) == own).float().mean()))
+    for name in ("full", "blend all"):
+        assert all(c.own_kl == pytest.approx(0, abs=1e-4) and c.own_top_1 == 1 for c in cells_of(found, name))
+    assert [cell.own_kl for cell in cells_of(found, "map-rerank")] == [None] * len(ROWS)
+    assert [cell.token_ids for cell in cells_of(found, "reuse")] == [
+        cell.token_ids for cell in cells_of(evaluate(engine, ROWS, methods, settings=Settings(max_tokens=5)), "reuse")
+    ]
+    assert evaluate(engine, ROWS, methods, settings=given, out=tmp_path).resumed == len(ROWS)
+    by_method = {method["method"]: method["agreement"] for method in summarise(found)["methods"]}
+    assert by_method["blend all"]["own_top_1"]["all"]["mean"] == 1 and by_method["map-rerank"]["own_kl"]["all"] is None
+    assert 0 <= by_method["reuse"]["own_kl"]["all"]["low"] <= by_method["reuse"]["own_kl"]["all"]["high"]
 
 
 def test_total_compute_counts_rows_layers_and_projections(engine: BlendEngine, found: Evaluation) -> None:
@@ -327,6 +359,8 @@ def test_settings_and_methods_that_cannot_be(engine: BlendEngine) -> None:
         Settings(top_k=(0,))
     with pytest.raises(InvalidInputError, match="max_tokens must be at least 1, got 0"):
         Settings(max_tokens=0)
+    with pytest.raises(InvalidInputError, match="answers 'Gold': choose from gold, model"):
+        Settings(answers="Gold")
     with pytest.raises(InvalidInputError, match=r"check layer 3 does not exist: the model has layers 0..2"):
         evaluate(engine, ROWS, make_methods(["blend"], check_layers=[(3,)]))
     with pytest.raises(InvalidInputError, match="two methods have the same name: full"):
@@ -493,6 +527,9 @@ def test_a_context_is_split_and_rows_without_answers_are_compared(
     assert result.code == 0
     assert "no row has gold answers, so there are no scores" in " ".join(result.err.split())
     assert "Agreement with full recompute" in result.out and "Exact match" not in result.out
+    assert "own answers" not in result.out
+    result = run("-m", model, "-d", data, "-n", 3, "--limit", 2, "--device", "cpu", "--answers", "model")
+    assert result.code == 0 and "Over the model's own answers, 2 rows" in result.out and "KL a token" in result.out
 
 
 @pytest.mark.parametrize("option", [("--check-layers", "3"), ("--out", "rows.jsonl")])

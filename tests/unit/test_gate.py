@@ -103,7 +103,7 @@ def test_the_grid() -> None:
     found = grid(12)
     computes = [expected_compute(candidate, 12) for candidate in found]
     assert computes == sorted(computes)
-    assert {candidate.settings["selector"] for candidate in found} == {"hkvd", "query", "hybrid"}
+    assert {candidate.settings["selector"] for candidate in found} == {"head", "hkvd", "query", "hybrid"}
     assert len({candidate.name for candidate in found}) == len(found)
     for candidate in found:
         assert BlendConfig(**candidate.settings).make_selector() == candidate.selector()

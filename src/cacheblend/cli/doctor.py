@@ -26,8 +26,9 @@ class QualityOptions:
     quality: bool = option(False, "Find the cheapest setting that agrees with full recompute.")
     selector: list[str] | None = option(
         None,
-        "Selectors to try, as for evaluate; several times. Default: hkvd, gradual, query, query that follows the words "
-        "of what it finds, hybrid, and narrowing (hybrid, most rows in the first layers).",
+        "Selectors to try, as for evaluate; several times. Default, of those that the model can have: head that "
+        "corrects other keys, hkvd, gradual, query, query that follows the words of what it finds, hybrid, and "
+        "narrowing (hybrid, most rows in the first layers).",
     )
     ratio: list[float] | None = option(
         None, "Ratios to try; several times. Default: 0.05 to 0.5.", "-r", least=0, most=1
@@ -89,7 +90,7 @@ def doctor(
     if layers is not None:
         grid(layers, *tried)  # refuses unknown selectors before the model is opened
     with models.open_engine(folder, store.store, config, device, quiet=json) as engine:
-        candidates, rows = grid(engine.survey.num_layers, *tried), []
+        candidates, rows = grid(engine.survey.num_layers, *tried, engine.survey.fit_selector), []
         for row in questions.split(engine, asked, settings, bad):
             passages = [Passage(text.text, text.title) for text in row.passages]
             rows.append(GateRow(settings.template.parts(engine, passages, row.question), row.answers))

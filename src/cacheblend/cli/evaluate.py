@@ -2,7 +2,7 @@
 
 import json as json_text
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ class EvaluateOptions:
     model: options.OptionalModel = None
     top_k: options.TopK = None
     max_tokens: options.MaxTokens = 32
+    answers: options.Answers = "gold"
     scorer: options.Scorers = None
     seed: options.Seed = 0
     anchor: options.Anchor = "auto"
@@ -81,7 +82,7 @@ def evaluate(
     for each in planned:
         if layers is not None and each.label.family != PROFILE:  # a profile is not read yet
             each.check(layers)
-    settings = questions.settings(what.top_k, what.max_tokens)
+    settings = replace(questions.settings(what.top_k, what.max_tokens), answers=what.answers)
     config = {"anchor": what.anchor, "anchor_text": what.anchor_text, "load_timeout_s": PATIENT_S}
     with open_engine(folder, store.store, config, device, quiet=to.json) as engine:
         assert engine.builder is not None  # a model folder is opened with its tokenizer

@@ -55,6 +55,8 @@ Scorers = Annotated[
     list[str] | None,
     option(..., "em, contains, f1, f1-tokens or rouge-l; several times. Default: em and f1.", panel=SCORES),
 ]
+_ANSWERS = "gold: those of the rows; model: compare token by token over the model's own answer, too."
+Answers = Annotated[str, option(..., _ANSWERS, panel=SCORES)]
 Anchor = Annotated[
     str,
     option(..., "What precedes a chunk when it is computed alone: auto, none, bos, system or text.", panel=BLENDING),

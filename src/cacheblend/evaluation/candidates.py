@@ -1,7 +1,7 @@
 """The settings that the quality gate tries, by increasing compute."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,10 @@ NARROWING_SHARES = (0.52, 0.25, 0.1, 0.02)
 """Shares of a hybrid that is called `NARROWING`: in front of its first check layer and behind each of three, before
 they are scaled to a mean over all layers. Many rows go through the first layers and hardly any through the last: with
 the mean 0.129 it is what the model that ships has as its profile (docs/log.md, 2026-11-26)."""
-SELECTORS = ("hkvd", "gradual", "query", named("query", FOLLOWING), "hybrid", NARROWING)
+HEADS = "head:recency=1,correction=0.5"
+"""More rows of later chunks, and the other keys moved: the best on a pretrained model, behind the anchor text
+(docs/log.md, 2026-11-27)."""
+SELECTORS = (HEADS, "hkvd", "gradual", "query", named("query", FOLLOWING), "hybrid", NARROWING)
 HKVD_CHECKS = (1, 2)
 WITHOUT_RATIO = {"all": 1.0, "none": 0.0}
 
@@ -42,7 +45,12 @@ class Candidate:
         return Selection(**self.settings).make_selector()
 
 
-def grid(layers: int, selectors: Sequence[str] = (), ratios: Sequence[float] = ()) -> list[Candidate]:
+def grid(
+    layers: int,
+    selectors: Sequence[str] = (),
+    ratios: Sequence[float] = (),
+    fit: Callable[[Selector], object] = lambda selector: None,
+) -> list[Candidate]:
     """Makes candidates, sorted by expected compute, ascending.
 
     Args:
@@ -50,6 +58,7 @@ def grid(layers: int, selectors: Sequence[str] = (), ratios: Sequence[float] = (
         selectors: selector names of `Selection`, ``gradual`` (hkvd without check layers) and ``narrowing`` (see
             `NARROWING_SHARES`), optionally with further settings (see `SelectorChoice`); empty: `SELECTORS`.
         ratios: shares of loaded tokens to recompute; empty: `RATIOS`.
+        fit: raises `InvalidInputError` for a selector that the model cannot have; of `SELECTORS` such are left out.
 
     Raises:
         InvalidInputError: an unknown selector, a ratio outside 0..1, or a model with too few layers for all of them.
@@ -58,8 +67,14 @@ def grid(layers: int, selectors: Sequence[str] = (), ratios: Sequence[float] = (
         check_ratio(ratio)
     names = selectors or SELECTORS
     found = [c for name in names for c in _of_selector(name, tuple(ratios or RATIOS), layers)]
-    for each in found:
-        each.selector()  # refuses invalid settings
+    for each in list(found):
+        selector = each.selector()  # refuses invalid settings
+        try:
+            fit(selector)
+        except InvalidInputError:
+            if selectors:
+                raise
+            found.remove(each)
     if not found:
         raise InvalidInputError(f"a model of {layers} layers has too few for the check layers of {', '.join(names)}")
     return sorted(found, key=lambda candidate: expected_compute(candidate, layers))

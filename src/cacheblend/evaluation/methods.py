@@ -3,7 +3,7 @@ ratios and check layers by `make_methods`. Knows no files or scores."""
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from cacheblend.core.report import BlendReport
 from cacheblend.core.select.selection import Ratios, SelectorChoice
 from cacheblend.core.select.selectors import Gradual, NoRows, Selector
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
-from cacheblend.engines.hf.baselines import FirstToken, finish, full_recompute, fused, prefix_caching
+from cacheblend.engines.hf.baselines import FirstToken, finish, follow, full_recompute, fused, prefix_caching
 from cacheblend.evaluation.templates import Template
 
 METHODS = ("full", "prefix", "reuse", "blend", "map-reduce", "map-rerank")
@@ -46,6 +46,21 @@ class Asked:
     passages: Sequence[Passage]
     prompt: Prompt  # made of all passages; fits the model's context
     max_tokens: int  # most of each answer; 0: only its first token's logits are computed
+    own: "OwnAnswer | None" = None  # that methods are compared over token by token; None: they are not
+
+
+@dataclass(frozen=True)
+class OwnAnswer:
+    """The model's greedy answer under full recompute, at least one token."""
+
+    token_ids: list[int]
+    expected: torch.Tensor  # [tokens, vocab] logits that each was chosen by
+
+    @staticmethod
+    def of(asked: Asked) -> "OwnAnswer":
+        seen: list[torch.Tensor] = []
+        decoded = _decode(asked, asked.prompt, full_recompute(asked.engine, asked.prompt), seen)
+        return OwnAnswer(decoded.token_ids, torch.stack(seen))
 
 
 @dataclass(frozen=True)
@@ -64,6 +79,8 @@ class Outcome:
     missed_tokens: int = 0
     logits: torch.Tensor | None = field(default=None, repr=False, compare=False)
     """[vocab] of the first token; None if the method's prompt differs from that of the other methods."""
+    own_kl: float | None = None  # KL(full || method) of a token of the model's own answer, in nats, mean
+    own_top_1: float | None = None  # share of these tokens that are the likeliest behind those in front of them
 
 
 class Method(Protocol):
@@ -242,7 +259,7 @@ class _Decoded:
     text: str
     token_ids: list[int]
     prompt_tokens: int
-    mean_log_probability: float
+    mean_log_probability: float = 0.0
 
     @property
     def rows(self) -> int:
@@ -254,13 +271,16 @@ def answer_by(asked: Asked, prefill: Callable[[], FirstToken]) -> Outcome:
     """The outcome of a method that prefills the prompt in its own way, and decodes as all others do."""
     started = time.perf_counter()
     first = prefill()
+    prefill_s = time.perf_counter() - started
+    compared = _over_own_answer(asked, first)
+    started = time.perf_counter()
     decoded = _decode(asked, asked.prompt, first)
     report = first.report or BlendReport()
     return Outcome(
         text=decoded.text,
         token_ids=decoded.token_ids,
         ttft_s=first.ttft_s,
-        total_s=time.perf_counter() - started,
+        total_s=prefill_s + time.perf_counter() - started,
         prompt_tokens=len(asked.prompt),
         row_layers=first.row_layers,
         projected_rows=report.projected_rows,
@@ -268,26 +288,37 @@ def answer_by(asked: Asked, prefill: Callable[[], FirstToken]) -> Outcome:
         recomputed_tokens=report.recomputed_tokens,
         missed_tokens=report.missed_tokens,
         logits=first.logits,
+        **compared,
     )
+
+
+def _over_own_answer(asked: Asked, first: FirstToken) -> dict[str, float]:
+    if asked.own is None:
+        return {}
+    found = follow(asked.engine, asked.prompt, first, asked.own.token_ids).float()
+    full, got = asked.own.expected.log_softmax(-1), found.log_softmax(-1)
+    ids = torch.tensor(asked.own.token_ids, device=found.device)
+    kl = float((full.exp() * (full - got)).sum(-1).mean())
+    return {"own_kl": kl, "own_top_1": float((found.argmax(-1) == ids).float().mean())}
 
 
 def _ask_alone(asked: Asked) -> list[_Decoded]:
     parts = []
     for passage in asked.passages:
         prompt = asked.template.map_layout.prompt(asked.engine, [passage], asked.question)
-        parts.append(_decode(asked, prompt, full_recompute(asked.engine, prompt), with_probability=True))
+        seen: list[torch.Tensor] = []
+        part = _decode(asked, prompt, full_recompute(asked.engine, prompt), seen)
+        logs = torch.stack(seen).log_softmax(-1)
+        parts.append(replace(part, mean_log_probability=float(logs[range(len(seen)), part.token_ids].mean())))
     return parts
 
 
-def _decode(asked: Asked, prompt: Prompt, first: FirstToken, *, with_probability: bool = False) -> _Decoded:
-    log_probabilities: list[float] = []
+def _decode(asked: Asked, prompt: Prompt, first: FirstToken, seen: list[torch.Tensor] | None = None) -> _Decoded:
+    """`seen` gets the logits [vocab] that each token was chosen by."""
     if not asked.max_tokens:
-        return _Decoded("", [], len(prompt), 0.0)
-
-    def add(token: int, logits: torch.Tensor) -> None:
-        log_probabilities.append(float(logits.float().log_softmax(-1)[token]))
-
+        return _Decoded("", [], len(prompt))
     params = SamplingParams(max_new_tokens=asked.max_tokens, stop=asked.template.stop)
     params = params.within(asked.engine.survey.max_length, len(prompt))
-    text, ids = finish(asked.engine, prompt, first, params, add if with_probability else None)
-    return _Decoded(text, ids, len(prompt), sum(log_probabilities) / len(ids))
+    note = None if seen is None else lambda token, logits: seen.append(logits.float())
+    text, ids = finish(asked.engine, prompt, first, params, note)
+    return _Decoded(text, ids, len(prompt))

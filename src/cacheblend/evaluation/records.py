@@ -44,6 +44,8 @@ class Cell:
     total_compute: float = 0.0  # as a share of a full prefill of the row's prompt
     top_1: bool | None = None  # the likeliest first token is full recompute's; None if they cannot be compared
     kl: float | None = None  # KL(full || method) of the first token, in nats; None if they cannot be compared
+    own_kl: float | None = None  # over the model's own answer, as in `Outcome`; None if that was not asked for
+    own_top_1: float | None = None
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,17 @@ def tables(summary: dict[str, Any]) -> list[Table]:
             "the first difference; KL: of the first token, mean, nats"
         )
         out.append(method_table(title, summary | {"methods": others}, close, caption))
+    if any(method["agreement"]["own_kl"]["all"] for method in others):
+        own: Columns = {
+            "KL a token": lambda method: _interval(method["agreement"]["own_kl"]["all"], factor=1, digits=3),
+            "tokens, %": lambda method: _interval(method["agreement"]["own_top_1"]["all"]),
+        }
+        title = f"Over the model's own answers, {summary['rows']} rows"
+        caption = (
+            "Each token of full recompute's answer, given those in front of it. KL: to full recompute, "
+            "mean, nats; tokens: % that are the likeliest"
+        )
+        out.append(method_table(title, summary | {"methods": others}, own, caption))
     return out
 
 
@@ -123,10 +134,11 @@ def _name(method: dict[str, Any]) -> str:
     return method["method"] if method["top_k"] is None else f"{method['method']}, {method['top_k']} passages"
 
 
-def _interval(figure: Figure | None, sign: str = "") -> str:
+def _interval(figure: Figure | None, sign: str = "", factor: float = 100, digits: int = 1) -> str:
     if figure is None:
         return ""
-    return f"{100 * figure['mean']:{sign}.1f} [{100 * figure['low']:{sign}.1f}, {100 * figure['high']:{sign}.1f}]"
+    mean, low, high = (f"{factor * figure[name]:{sign}.{digits}f}" for name in ("mean", "low", "high"))
+    return f"{mean} [{low}, {high}]"
 
 
 def _mean(figure: Figure | None) -> str:

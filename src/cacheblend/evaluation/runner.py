@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf.baselines import agreement, touch
 from cacheblend.evaluation.compute import ComputeScale
-from cacheblend.evaluation.methods import Asked, Label, Method, Outcome, make_methods
+from cacheblend.evaluation.methods import Asked, Label, Method, Outcome, OwnAnswer, make_methods
 from cacheblend.evaluation.records import Cell, RowLog, RowResult, folder_name
 from cacheblend.evaluation.templates import Template
 
@@ -28,6 +28,7 @@ CODE = (
     *(f"evaluation/{name}.py" for name in ("methods", "compute", "records", "runner", "templates")),
 )
 """The source files that affect cells. Reports are not among them: later code may report the same rows again."""
+ANSWERS = ("gold", "model")
 LIBRARIES = ("python", "torch", "transformers", "tokenizers")
 
 
@@ -39,16 +40,21 @@ class Settings:
         template: layout of the prompts.
         top_k: numbers of passages; every method runs with the first so many passages of each row. None: all of them.
         max_tokens: most tokens of an answer.
+        answers: ``gold``: those of the rows alone; ``model``: methods are also compared over the model's own answer
+            under full recompute, each token given those in front of it.
 
     Raises:
-        InvalidInputError: `max_tokens` or a `top_k` below 1, or no `top_k` at all.
+        InvalidInputError: `max_tokens` or a `top_k` below 1, no `top_k` at all, or no such `answers`.
     """
 
     template: Template = field(default_factory=Template)
     top_k: tuple[int | None, ...] = (None,)
     max_tokens: int = 32
+    answers: str = "gold"
 
     def __post_init__(self) -> None:
+        if self.answers not in ANSWERS:
+            raise InvalidInputError(f"answers {self.answers!r}: choose from {', '.join(ANSWERS)}")
         if self.max_tokens < 1:
             raise InvalidInputError(f"max_tokens must be at least 1, got {self.max_tokens}")
         if not self.top_k or any(k is not None and k < 1 for k in self.top_k):
@@ -179,6 +185,7 @@ def describe(
         "template": asdict(settings.template),
         "top_k": settings.top_k,
         "max_tokens": settings.max_tokens,
+        "answers": settings.answers,
         "methods": [repr(method) for method in methods],
     }
     plain: dict[str, Any] = json.loads(json.dumps(described))
@@ -281,6 +288,8 @@ def _run(
     for k, prompt in case.prompts.items():
         passages = case.passages[:k]
         asked = Asked(engine, settings.template, case.row.question, passages, prompt, settings.max_tokens)
+        if settings.answers == "model":
+            asked = replace(asked, own=OwnAnswer.of(asked))
         given: dict[str, Outcome | str] = {}
         for method in methods if case.number % 2 == 0 else reversed(methods):
             try:

@@ -15,9 +15,10 @@ from cacheblend.evaluation.records import Cell, RowResult
 from cacheblend.evaluation.runner import Evaluation
 from cacheblend.evaluation.scorers import Scorer, best, equal_share
 
-AGREEMENT = ("top_1", "equal_tokens", "same_answer")
+AGREEMENT = ("top_1", "equal_tokens", "same_answer", "own_top_1", "own_kl")
 """Measures that need no gold answers, all against full recompute: the most likely first token is the same; the share of
-the greedy answers' tokens before their first difference; the whole answer is the same."""
+the greedy answers' tokens before their first difference; the whole answer is the same; over the model's own answer the
+share of tokens that are the likeliest, and the KL of a token (`Outcome`)."""
 
 Measure = Callable[[RowResult, Cell, Cell | None], float | None]
 
@@ -171,6 +172,8 @@ _MEASURES: dict[str, Measure] = {
     "top_1": lambda row, cell, full: None if cell.top_1 is None else float(cell.top_1),
     "equal_tokens": lambda row, cell, full: None if full is None else equal_share(cell.token_ids, full.token_ids),
     "same_answer": lambda row, cell, full: None if full is None else float(cell.token_ids == full.token_ids),
+    "own_top_1": lambda row, cell, full: cell.own_top_1,
+    "own_kl": lambda row, cell, full: cell.own_kl,
 }
 
 

@@ -2,6 +2,7 @@
 recompute, prefix caching, and the fused path with any selector (full reuse, blend); and transformers' own decode
 loop."""
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -129,6 +130,21 @@ def finish(
             seen(token, sampler.logits)
     stream.finish()
     return stream.text, sampler.token_ids
+
+
+@without_ambient
+def follow(engine: BlendEngine, prompt: Prompt, first: FirstToken, ids: Sequence[int]) -> torch.Tensor:
+    """What a method's KV has the model expect of each token of this answer, given those in front of it: logits [tokens,
+    vocab]. The KV is left as it was."""
+    kv = copy.deepcopy(first.kv)
+    cache = kv if isinstance(kv, DynamicCache) else fill_cache(engine.model, kv or [], first.states)
+    given = torch.tensor([ids[:-1]], device=first.logits.device, dtype=torch.int64)
+    if not given.numel():
+        return first.logits[None]
+    at = torch.arange(len(prompt), len(prompt) + given.shape[1], device=given.device)[None]
+    with engine.view.threads.layer():
+        out = engine.model(input_ids=given, position_ids=at, past_key_values=cache, use_cache=True)
+    return torch.cat([first.logits[None], out.logits[0]])
 
 
 def _plain(engine: BlendEngine, prompt: Prompt, cache: DynamicCache, *, known: int, started: float) -> FirstToken:
