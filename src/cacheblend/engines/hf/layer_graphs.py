@@ -6,19 +6,21 @@
 A pass of few rows, and decoding, wait for the host, which starts some thirty kernels a layer. A graph reads and writes
 where it was captured: rows go through memory that all layers share, padded to one of a few sizes, and attention, whose
 KV cache is each request's own, stays outside. Each graph is compared with its layer before it serves; a layer that
-cannot be captured, or computes something else, is run as it is.
+waits for the device (mixtures of experts), cannot be captured, or computes something else, is run as it is.
 """
 
+import gc
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cacheblend.core.fuse.runner import Attend
 from cacheblend.core.kernels.attention import AttentionSpec
@@ -28,8 +30,9 @@ logger = logging.getLogger("cacheblend.graphs")
 
 MOST_ROWS = 2048
 """Of more rows the device's work takes longer than starting it."""
-_MOST_SIZES = 24  # numbers of rows that there are graphs for; the one that was not used for longest goes first
-_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}  # of the largest number
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}  # of a row's mean
+_ONE_AT_A_TIME = threading.Lock()  # torch captures no two graphs at once in a process
+_WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 Replay = Callable[[], None]
 Path = tuple[Any, ...]
@@ -48,15 +51,12 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """A `Recorder` of CUDA graphs, which share their temporary memory."""
+    """A `Recorder` of CUDA graphs, which share the memory of their temporary results."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        with torch.cuda.device(device):
-            self._main, self._side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            self._pool = torch.cuda.graph_pool_handle()
-            with torch.cuda.stream(self._side):  # what products keep for a stream is no part of a graph
-                torch.mm(*torch.zeros(2, 16, 16, device=device, dtype=torch.bfloat16))
+        self._device, self._main, self._side = device, torch.cuda.current_stream(device), _capture_stream(device)
+        with _ONE_AT_A_TIME, self._aside():
+            self._renew_pool()
 
     def is_here(self) -> bool:
         return torch.cuda.current_stream(self._device) == self._main
@@ -64,50 +64,99 @@ class CudaRecorder:
     def record(self, run: Callable[[Replay], None]) -> tuple[Replay, Replay]:
         graphs: list[torch.cuda.CUDAGraph] = []
 
-        def begin() -> None:
-            graphs.append(torch.cuda.CUDAGraph())  # other threads may do what they like meanwhile
-            graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
-
         def split() -> None:
             graphs[-1].capture_end()
-            begin()
+            graphs.append(self._begin())
 
-        with torch.cuda.device(self._device), torch.cuda.stream(self._side):
-            self._side.wait_stream(self._main)
-            begin()
+        with _ONE_AT_A_TIME, self._aside():
             try:
+                graphs.append(self._begin())
                 run(split)
+                graphs[-1].capture_end()
             except BaseException:
-                with suppress(RuntimeError):
-                    graphs[-1].capture_end()
+                self._abandon(graphs)
                 raise
-            graphs[-1].capture_end()
-        self._main.wait_stream(self._side)
         if len(graphs) != 2:
             raise RuntimeError(f"it has {len(graphs) - 1} attentions")
         return graphs[0].replay, graphs[1].replay
 
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """On the stream of captures. No garbage is collected: what goes with it may not be called in a capture."""
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._side):
+                self._side.wait_stream(self._main)
+                yield
+                self._main.wait_stream(self._side)
+        finally:
+            if collects:
+                gc.enable()
 
-@dataclass
-class _Slot:
-    """Memory for an argument of layers, [1, rows, ...], and what was copied there last: layers share arguments."""
+    def _begin(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()  # other threads may do what they like meanwhile
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        return graph
 
-    memory: torch.Tensor
-    source: torch.Tensor | None = None
+    def _abandon(self, graphs: list[torch.cuda.CUDAGraph]) -> None:
+        """Ends a capture that failed. Up to torch 2.11 the allocator goes on recording where it was invalidated."""
+        try:
+            graphs[-1].capture_end()
+        except (RuntimeError, IndexError):
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+            with suppress(RuntimeError):
+                self._renew_pool()
+
+    def _renew_pool(self) -> None:
+        """Memory for graphs, which is there for as long as one of them is: so one is kept."""
+        self._pool = torch.cuda.graph_pool_handle()
+        self._kept = self._begin()
+        torch.zeros(1, device=self._device)
+        self._kept.capture_end()
+
+
+@cache
+def _capture_stream(device: torch.device) -> Any:
+    """Of a priority of its own: streams of one priority are given out in turn, and one of them loads records."""
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
+class _Waits(TorchDispatchMode):
+    """Notes what the host waits for inside: sizes or values that only the device knows, copies to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = ""
+        self.is_listening = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.is_listening and (_WAITS & set(func.tags) or "grouped_mm" in str(func) or _leaves(args, out)):
+            self.found = self.found or str(func)
+        return out
+
+
+def _leaves(args: Any, out: Any) -> bool:
+    """Whether a tensor was copied to the host."""
+    first = args[0] if args else None
+    return torch.is_tensor(first) and torch.is_tensor(out) and first.is_cuda and not out.is_cuda
 
 
 @dataclass
 class _Graphs:
-    """A layer's graphs for one number of rows; `addresses`: of its weights."""
+    """A layer's graphs for one number of rows, and where they read and write."""
 
     first: Replay
     second: Replay
     spec: AttentionSpec
     gives_tuples: bool
-    rows: list[torch.Tensor]  # query, keys, values [heads, rows, head_dim]
+    parts: list[torch.Tensor]  # query, keys, values [heads, rows, head_dim]
     mixed: torch.Tensor  # [rows, heads, head_dim]
-    addresses: list[int]
-    is_checked: bool = False
+    hidden: torch.Tensor  # [1, rows, width]
+    out: torch.Tensor
+    addresses: list[int]  # of the layer's weights
 
 
 class LayerGraphs:
@@ -116,37 +165,26 @@ class LayerGraphs:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder, self.lock = recorder, threading.Lock()
         self._memory: dict[Hashable, torch.Tensor] = {}
-        self._slots: dict[Hashable, _Slot] = {}
-        self._by_rows: OrderedDict[int, dict[Hashable, _Graphs]] = OrderedDict()
+        self._sources: dict[Hashable, torch.Tensor] = {}
 
-    def of(self, rows: int) -> dict[Hashable, _Graphs]:
-        """The graphs for so many rows, by layer and kind of arguments."""
-        if rows not in self._by_rows:
-            if len(self._by_rows) == _MOST_SIZES:
-                self._by_rows.popitem(last=False)
-            self._by_rows[rows] = {}
-        self._by_rows.move_to_end(rows)
-        return self._by_rows[rows]
-
-    def memory(self, name: Hashable, like: torch.Tensor, shape: Sequence[int], dim: int, rows: int) -> torch.Tensor:
-        """Memory of this shape, whose dimension `dim` is for `MOST_ROWS` rows, of which these are used."""
-        whole = list(shape)
-        whole[dim] = MOST_ROWS
-        key = name, *whole, like.dtype
+    def memory(self, name: Hashable, like: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
+        """Memory for such a tensor, whose dimension `dim` is for `MOST_ROWS` rows, of which these are used."""
+        shape = list(like.shape)
+        shape[dim] = MOST_ROWS
+        key = name, *shape, like.dtype
         if key not in self._memory:
-            self._memory[key] = torch.zeros(whole, dtype=like.dtype, device=like.device)
+            with torch.inference_mode(False):  # else only inference mode could write to it
+                self._memory[key] = torch.zeros(shape, dtype=like.dtype, device=like.device)
         return self._memory[key].narrow(dim, 0, rows)
 
     def argument(self, name: Hashable, value: torch.Tensor, rows: int) -> torch.Tensor:
-        """An argument [1, n, ...] in memory of its own, as [1, rows, ...]."""
-        key = name, value.shape[2:], value.dtype
-        if key not in self._slots:
-            self._slots[key] = _Slot(self.memory(name, value, value.shape, 1, MOST_ROWS))
-        slot = self._slots[key]
-        if slot.source is not value:
-            slot.memory[:, : value.shape[1]].copy_(value)
-            slot.source = value
-        return slot.memory[:, :rows]
+        """An argument [1, n, ...] in memory of its own, as [1, rows, ...]; layers share arguments, which are copied
+        once."""
+        memory, key = self.memory(name, value, 1, rows), (name, *value.shape[2:], value.dtype)
+        if self._sources.get(key) is not value:
+            memory[:, : value.shape[1]].copy_(value)
+            self._sources[key] = value
+        return memory
 
 
 class _UnknownArgumentError(Exception):
@@ -158,9 +196,10 @@ class GraphedLayer:
 
     def __init__(self, layer: nn.Module, shared: LayerGraphs) -> None:
         self._layer, self._shared, self._is_plain = layer, shared, False
+        self._graphs: dict[Hashable, _Graphs] = {}
         parts = list(layer.modules())
         self._hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
-        self._held = [held for part in parts for held in (part._parameters, part._buffers) if held]
+        self._held = [held for part in parts for held in (part._parameters, part._buffers)]
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self._is_plain or hidden.shape[1] > MOST_ROWS or not self._shared.lock.acquire(blocking=False):
@@ -168,91 +207,94 @@ class GraphedLayer:
         try:
             if not self._shared.recorder.is_here():
                 return self._layer(hidden, *args, **kwargs)
-            return self._run(hidden, args, kwargs)
+            return self._run(hidden, _Call(args, kwargs, hidden.shape[1]))
         except _UnknownArgumentError:
             return self._layer(hidden, *args, **kwargs)
         finally:
             self._shared.lock.release()
 
-    def _run(self, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        count = hidden.shape[1]
-        rows, addresses = padded(count), self._addresses()
-        tensors: dict[Path, torch.Tensor] = {}
-        masks: list[LayerMask] = []
-        kind = tuple(_take_apart(each, (name,), count, tensors, masks) for name, each in _named(args, kwargs))
-        if len(masks) != 1 or masks[0].attend is None:
-            raise _UnknownArgumentError
-        memory = {path: self._shared.argument((path, kind), each, rows) for path, each in tensors.items()}
-        own = self._shared.memory("hidden", hidden, hidden.shape, 1, rows)
-        of_rows = self._shared.of(rows)
-        graphs = of_rows.get((self, kind))
+    def _run(self, hidden: torch.Tensor, call: "_Call") -> Any:
+        count, addresses, rows = hidden.shape[1], self._addresses(), padded(hidden.shape[1])
+        memory = {path: self._shared.argument((path, call.kind), each, rows) for path, each in call.tensors.items()}
+        graphs = self._graphs.get((rows, call.kind))
         if graphs is None or graphs.addresses != addresses:
-            try:
-                graphs = of_rows[self, kind] = self._capture(own, args, kwargs, memory, addresses)
-            except Exception as error:
-                return self._give_up(f"{type(error).__name__}: {error}".splitlines()[0], hidden, args, kwargs)
-        own[:, :count].copy_(hidden)
+            return self._capture(hidden, call, memory, rows, addresses)
+        graphs.hidden[:, :count].copy_(hidden)
         graphs.first()
-        query, keys, values = (each[:, :count] for each in graphs.rows)
-        graphs.mixed[:count].copy_(masks[0].attend(query, keys, values, graphs.spec))
-        found = [] if graphs.is_checked else [each.clone() for each in (query, keys, values)]
+        query, keys, values = (each[:, :count] for each in graphs.parts)
+        graphs.mixed[:count].copy_(call.attend(query, keys, values, graphs.spec))
         graphs.second()
-        out = own[:, :count].clone()
-        if not graphs.is_checked:
-            if reason := self._difference([*found, out], graphs.mixed[:count], hidden, args, kwargs):
-                return self._give_up(reason, hidden, args, kwargs)
-            graphs.is_checked = True
-        return (out,) if graphs.gives_tuples else out
+        found = graphs.out[:, :count].clone()
+        return (found,) if graphs.gives_tuples else found
 
     def _capture(
+        self, hidden: torch.Tensor, call: "_Call", memory: dict[Path, torch.Tensor], rows: int, addresses: list[int]
+    ) -> Any:
+        """The layer's own output; it has graphs from then on, if they compute the same."""
+        own = self._shared.memory("hidden", hidden, 1, rows)
+        own[:, : call.count].copy_(hidden)
+        seen: list[tuple[Any, ...]] = []
+        waits = _Waits()
+
+        def note(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+            waits.is_listening = False
+            mixed = call.attend(query, keys, values, spec)
+            waits.is_listening = True
+            seen.append(([query, keys, values], mixed, spec))
+            return mixed
+
+        with waits:
+            out = call.of(self._layer, hidden, {}, note)
+        try:
+            if waits.found:
+                raise RuntimeError(f"it waits for the device ({waits.found})")
+            self._graphs[rows, call.kind] = self._checked(own, out, call, memory, seen, addresses)
+        except torch.OutOfMemoryError:
+            pass  # there may be room another time
+        except Exception as error:  # of a device: anything
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            logger.warning("a %s runs without graphs: %s", type(self._layer).__name__, reason)
+            self._is_plain = True
+        return out
+
+    def _checked(
         self,
         own: torch.Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        out: Any,
+        call: "_Call",
         memory: dict[Path, torch.Tensor],
+        seen: list[tuple[Any, ...]],
         addresses: list[int],
     ) -> _Graphs:
-        found: dict[str, Any] = {}
+        """Graphs that compute, for the rows in `own`, what was `seen`, and this output; else raises."""
+        if len(seen) != 1:
+            raise RuntimeError(f"it has {len(seen)} attentions")
+        gives_tuples, rows, (computed, result, spec) = isinstance(out, tuple), own.shape[1], seen[0]
+        names = ("query", "keys", "values")
+        parts = [self._shared.memory(name, x, 1, rows) for name, x in zip(names, computed, strict=True)]
+        mixed, into = self._shared.memory("mixed", result, 0, rows), self._shared.memory("out", own, 1, rows)
 
         def run(split: Replay) -> None:
-            def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: Any) -> torch.Tensor:
-                n, parts = own.shape[1], {"query": query, "keys": keys, "values": values}
-                found["rows"] = [self._shared.memory(name, x, x.shape, 1, n).copy_(x) for name, x in parts.items()]
-                shape = n, len(query), values.shape[-1]
-                found["mixed"], found["spec"] = self._shared.memory("mixed", query, shape, 0, n), spec
+            def stop(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: AttentionSpec) -> torch.Tensor:
+                for part, each in zip(parts, (query, keys, values), strict=True):
+                    part.copy_(each)
                 split()
-                mixed: torch.Tensor = found["mixed"]
                 return mixed
 
-            out = self._layer(
-                own, *_put_together(args, (), memory, attend), **_put_together(kwargs, (), memory, attend)
-            )
-            found["gives_tuples"] = isinstance(out, tuple)
-            own.copy_(out[0] if found["gives_tuples"] else out)
+            found = call.of(self._layer, own, memory, stop)
+            into.copy_(found[0] if gives_tuples else found)
 
         first, second = self._shared.recorder.record(run)
-        return _Graphs(first, second, addresses=addresses, **found)
-
-    def _difference(
-        self, found: list[torch.Tensor], mixed: torch.Tensor, hidden: torch.Tensor, args: Any, kwargs: Any
-    ) -> str:
-        """What the graphs have computed otherwise than the layer, "" if nothing."""
-        expected: list[torch.Tensor] = []
-
-        def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: AttentionSpec) -> torch.Tensor:
-            expected.extend([query, keys, values])
-            return mixed.clone()
-
-        out = self._layer(hidden, *_put_together(args, (), {}, attend), **_put_together(kwargs, (), {}, attend))
-        expected.append(out[0] if isinstance(out, tuple) else out)
-        errors = [(a - b).abs().max() / b.abs().max().clamp_min(1e-6) for a, b in zip(found, expected, strict=True)]
-        error, most = float(torch.stack([each.float() for each in errors]).max()), _TOLERANCE[hidden.dtype]
-        return "" if error <= most else f"{hidden.shape[1]} rows differ by {error:.2g}, more than {most}"
-
-    def _give_up(self, reason: str, hidden: torch.Tensor, args: Any, kwargs: Any) -> Any:
-        logger.warning("a %s runs without graphs: %s", type(self._layer).__name__, reason)
-        self._is_plain = True
-        return self._layer(hidden, *args, **kwargs)
+        first()
+        found = [each[:, : call.count].clone() for each in parts]
+        mixed[: call.count].copy_(result)
+        second()
+        pairs = zip([*found, into[:, : call.count]], [*computed, out[0] if gives_tuples else out], strict=True)
+        errors = [(a - b).abs().float().mean(-1) / b.abs().float().mean(-1).clamp_min(1e-6) for a, b in pairs]
+        error, most = float(torch.stack([each.max() for each in errors]).max()), _TOLERANCE[own.dtype]
+        if not error <= most:
+            raise RuntimeError(f"{call.count} rows differ by {error:.2g}, more than {most}")
+        return _Graphs(first, second, spec, gives_tuples, parts, mixed, own, into, addresses)
 
     def _addresses(self) -> list[int]:
         """Of all that the layer computes with: whoever has the model may replace a weight. Hooks would not be called by
@@ -265,6 +307,46 @@ class GraphedLayer:
         raise _UnknownArgumentError
 
 
+class _Call:
+    """A layer's arguments without the hidden states: `tensors` that have a part for each row, by where they stand, and
+    what is the same in all calls of this `kind`. Raises `_UnknownArgumentError`: one is neither."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> None:
+        self._args, self._kwargs, self.count = args, kwargs, count
+        self.tensors: dict[Path, torch.Tensor] = {}
+        masks: list[LayerMask] = []
+        self.kind = tuple(self._known(x, (name,), masks) for name, x in (*enumerate(args), *kwargs.items()))
+        if len(masks) != 1 or masks[0].attend is None:
+            raise _UnknownArgumentError
+        self.attend: Attend = masks[0].attend
+
+    def of(self, layer: nn.Module, hidden: torch.Tensor, memory: dict[Path, torch.Tensor], attend: Attend) -> Any:
+        """The layer's output for arguments that lie in this memory, or in their own, and this attention."""
+
+        def part(value: Any, path: Path) -> Any:
+            if isinstance(value, LayerMask):
+                return replace(value, attend=attend)
+            if type(value) is tuple:
+                return tuple(part(each, (*path, i)) for i, each in enumerate(value))
+            return memory.get(path, value)
+
+        args, kwargs = enumerate(self._args), self._kwargs.items()
+        return layer(hidden, *(part(x, (i,)) for i, x in args), **{name: part(x, (name,)) for name, x in kwargs})
+
+    def _known(self, value: Any, path: Path, masks: list[LayerMask]) -> Hashable:
+        if isinstance(value, LayerMask) and value.tap is None:
+            masks.append(value)
+            return path, value.window
+        if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[:2] == (1, self.count):
+            self.tensors[path] = value
+            return path, value.shape[2:], value.dtype
+        if type(value) is tuple:
+            return tuple(self._known(part, (*path, i), masks) for i, part in enumerate(value))
+        if value is None or isinstance(value, bool | int | float | str):
+            return path, value
+        raise _UnknownArgumentError
+
+
 def graphed_layers(layers: Sequence[nn.Module], recorder: Recorder) -> list[GraphedLayer]:
     """Some layers of one model, to be called in their place."""
     shared = LayerGraphs(recorder)
@@ -272,42 +354,6 @@ def graphed_layers(layers: Sequence[nn.Module], recorder: Recorder) -> list[Grap
 
 
 def padded(rows: int) -> int:
-    """The number of rows that so many are padded to, by an eighth at most beyond 64."""
+    """The number of rows that so many are padded to, 49 in all; by an eighth at most beyond 64."""
     step = 1 if rows == 1 else max(8, 1 << (rows - 1).bit_length() >> 4)
     return -(-rows // step) * step
-
-
-def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Hashable, Any]]:
-    yield from enumerate(args)
-    yield from kwargs.items()
-
-
-def _take_apart(
-    value: Any, path: Path, rows: int, tensors: dict[Path, torch.Tensor], masks: list[LayerMask]
-) -> Hashable:
-    """What of an argument is the same in each call that a graph serves; `tensors` gets what is each row's, by its
-    place, `masks` the mask."""
-    if isinstance(value, LayerMask):
-        if value.tap is not None:
-            raise _UnknownArgumentError
-        masks.append(value)
-        return LayerMask, value.window
-    if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[:2] == (1, rows):
-        tensors[path] = value
-        return path, value.shape[2:], value.dtype
-    if type(value) is tuple:
-        return tuple(_take_apart(part, (*path, i), rows, tensors, masks) for i, part in enumerate(value))
-    if value is None or isinstance(value, bool | int | float | str):
-        return path, value
-    raise _UnknownArgumentError
-
-
-def _put_together(value: Any, path: Path, memory: dict[Path, torch.Tensor], attend: Attend) -> Any:
-    """Arguments with what lies in `memory`, by its place, and this attention."""
-    if isinstance(value, LayerMask):
-        return replace(value, attend=attend)
-    if isinstance(value, dict):
-        return {name: _put_together(part, (*path, name), memory, attend) for name, part in value.items()}
-    if type(value) is tuple:
-        return tuple(_put_together(part, (*path, i), memory, attend) for i, part in enumerate(value))
-    return memory.get(path, value)
