@@ -43,11 +43,17 @@ class Candidate:
 
 
 def grid(layers: int, selectors: Sequence[str] = (), ratios: Sequence[float] = ()) -> list[Candidate]:
-    """Candidates, sorted by expected compute, ascending; those with check layers beyond the model's `layers` are left
-    out. `selectors`: names of `Selection`, ``gradual`` (hkvd without check layers) and ``narrowing`` (see
-    `NARROWING_SHARES`), optionally with further settings (see `SelectorChoice`); empty: `SELECTORS`. `ratios`: shares
-    of loaded tokens to recompute; empty: `RATIOS`. Raises `InvalidInputError`: an unknown selector, a ratio outside
-    0..1, or a model with too few layers for all of them."""
+    """Makes candidates, sorted by expected compute, ascending.
+
+    Args:
+        layers: number of layers of the model; candidates with check layers beyond it are left out.
+        selectors: selector names of `Selection`, ``gradual`` (hkvd without check layers) and ``narrowing`` (see
+            `NARROWING_SHARES`), optionally with further settings (see `SelectorChoice`); empty: `SELECTORS`.
+        ratios: shares of loaded tokens to recompute; empty: `RATIOS`.
+
+    Raises:
+        InvalidInputError: an unknown selector, a ratio outside 0..1, or a model with too few layers for all of them.
+    """
     for ratio in ratios:
         check_ratio(ratio)
     names = selectors or SELECTORS
