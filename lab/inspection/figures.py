@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cacheblend.evaluation.plots import STYLE, new_figure, whole_numbers
+from cacheblend.evaluation.plots import STYLE, new_figure
 from lab.inspection.deviation import Array
 from lab.inspection.inspection import TOP_SHARE, Inspection, MethodView
 
@@ -16,6 +16,11 @@ COLOURS = {"full recompute": "#444444", "full reuse": "#d55e00", "blend": "#0072
 LONGEST_LABEL = 26
 MANY_PARTS = 24  # with more parts, names are small and frames thin
 MOST_NUMBERS = 10  # largest number of parts for which cells show their values
+
+
+def whole_numbers(axis: Any) -> None:
+    """Restricts ticks to integers, e.g. for layers."""
+    axis.get_major_locator().set_params(integer=True)
 
 
 def draw_figures(inspection: Inspection, folder: Path, layers: Sequence[int] | None = None) -> list[Path]:

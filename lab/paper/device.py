@@ -15,13 +15,12 @@ from typing import Any
 from cacheblend.core.cost.cost_model import CostModel, TierSpeed
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import FirstToken
-from cacheblend.engines.hf.calibrate import calibrate
+from cacheblend.engines.hf.calibrate import calibrate, measure_store
 from cacheblend.engines.settings import controller_of
 from cacheblend.evaluation import Asked, Evaluation, Label, Outcome
 from cacheblend.evaluation.methods import Method, answer_by
 from cacheblend.evaluation.runner import Case, make_cases
 from cacheblend.store import KVStore, open_store
-from cacheblend.store.speed import measure as measure_speed
 from lab.paper import drawing
 from lab.paper.context import (
     BLEND,
@@ -139,7 +138,7 @@ def _speed(engine: BlendEngine, device: Device) -> tuple[str, dict[str, float]]:
     """Tier and speed, ready for JSON; an emulated device's is known."""
     if device.bytes_per_s is not None:
         return engine.store.tier_names[0], vars(TierSpeed(device.bytes_per_s))
-    tier, speed = measure_speed(engine.store, engine.stored_layout)
+    tier, speed = measure_store(engine.store, engine.stored_layout)
     return tier, vars(speed)
 
 

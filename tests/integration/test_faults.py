@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend.core.load import breaker
 from cacheblend.core.names import BlockName
 from cacheblend.core.select.selectors import Head
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.store import KVStore, open_store
 from cacheblend.store.disk import folder
 from cacheblend.store.format.block_file import BlockHeader, decode_headers, header_bytes
+from cacheblend.store.remote import store as remote_store
 from cacheblend.store.remote.bucket import BucketObjects
 from cacheblend.store.remote.store import RemoteStore
 from campaign import rotating
@@ -211,7 +211,7 @@ def test_a_server_killed_in_mid_request(
     dies: int, read_ahead: int, comes_back: bool, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may come back, empty, while the request goes on."""
-    monkeypatch.setattr(breaker, "PAUSE_S", 0.0)
+    monkeypatch.setattr(remote_store, "PAUSE_S", 0.0)
     model = tiny_model("llama")
     with (
         redis_server() as server,

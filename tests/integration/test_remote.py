@@ -20,7 +20,6 @@ import redis as client
 import torch
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError, StoreFullError, StoreUnreachableError
-from cacheblend.core.load import breaker
 from cacheblend.core.names import BlockName, TokenIds, as_token_ids, chain_names, split_blocks
 from cacheblend.core.plan.blocks import BlockEntry, ChunkManifest, LayerShape
 from cacheblend.core.plan.planner import Planner
@@ -33,6 +32,7 @@ from cacheblend.store.disk import DiskStore
 from cacheblend.store.format.block_file import encode_block
 from cacheblend.store.memory import MemoryStore
 from cacheblend.store.remote import redis as redis_objects
+from cacheblend.store.remote import store as remote_store
 from cacheblend.store.remote.bucket import AT_ONCE, BucketObjects
 from cacheblend.store.remote.redis import RedisObjects
 from cacheblend.store.remote.store import RemoteStore
@@ -53,7 +53,7 @@ def server() -> Iterator[RedisServer]:
 
 @pytest.fixture
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breaker, "PAUSE_S", 0.0)
+    monkeypatch.setattr(remote_store, "PAUSE_S", 0.0)
     monkeypatch.setattr(keeper, "PAUSE_S", 0.0)
 
 

@@ -259,7 +259,9 @@ def load(far: FarObjects, monkeypatch: pytest.MonkeyPatch, is_behind_memory: boo
     far.calls.clear()
     prompt = Prompt.of([text([1, 2, 3]), *segments, text([4, 5])])
     for module in (loader_module, remote_module):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=far.clock, time=time.time))
+        monkeypatch.setattr(
+            module, "time", SimpleNamespace(perf_counter=far.clock, time=time.time, monotonic=time.monotonic)
+        )
     with RemoteStore(far) as remote:  # type: ignore[arg-type]
         store: Any = TieredStore(MemoryStore(1 << 24), remote) if is_behind_memory else remote
         plan = PLANNER.plan(prompt, store)

@@ -285,7 +285,7 @@ def test_the_largest_layer_bounds_a_file(first: int, shapes: tuple[LayerShape, .
     chain = [make_block(0, first, shapes)]
     for seed in range(1, 60):
         chain.append(make_block(seed, 64, shapes, parent=chain[-1].name))
-    files = disk_store.chains_of(chain)
+    files = list(disk_store.chains_of(chain))
     sizes = [sum(block.records[-1].nbytes for block in file) for file in files]
     assert max(sizes) <= 512 << 10 and sum(map(len, files)) == 60 and len(files) <= 9
 

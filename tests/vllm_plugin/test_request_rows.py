@@ -13,11 +13,11 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
+from cacheblend.core.kernels.attention import first_key
 from cacheblend.core.select.selectors import Hkvd
 from cacheblend.engines.vllm.internals.prefix_cache import (
     HAS_GROUPS,
     PrefixCache,
-    first_seen,
     groups_of,
     refused_groups,
     windows_of,
@@ -115,14 +115,14 @@ def test_what_rows_behind_held_ones_see_is_kept_and_let_go(seed: int) -> None:
     cache.bind(pool, SimpleNamespace(enable_caching=True))
     own = [[500 + 100 * group + at for at in range(25)] for group in range(3)]
     for group, window in enumerate(windows):
-        passed = first_seen(399, window) // SIZE
+        passed = first_key(399, window) // SIZE
         own[group][:passed] = [0] * passed
     found = cache.keep(request, stop, own)
     used = dict(pool.used)
     for group, (window, table) in enumerate(zip(windows, found, strict=True)):
         assert len(table) == stop // SIZE
         for at, block in enumerate(table):
-            is_seen = (at + 1) * SIZE - 1 >= first_seen(stop, window)
+            is_seen = (at + 1) * SIZE - 1 >= first_key(stop, window)
             if not is_seen:
                 assert block == 0
             elif own[group][at]:

@@ -229,10 +229,8 @@ def draw_prompt(settings: TtftSettings, chunks: list[Segment], vocab: int, draw:
 
 
 def read_chunks(path: Path, engine: BlendEngine, count: int, tokens: int) -> list[Segment]:
-    """`count` different chunks of exactly `tokens` tokens, passages joined where one is too short.
-
-    Without a tokenizer each word becomes one id; equal words get equal ids. Raises `InvalidInputError`.
-    """
+    """`count` different chunks of exactly `tokens` tokens, passages joined where one is too short. Without a tokenizer
+    each word becomes one id; equal words get equal ids. Raises `InvalidInputError`."""
     chunks: list[Segment] = []
     ids: list[int] = []
     for passage in dict.fromkeys(passage.text for passage in read_passages(path)):

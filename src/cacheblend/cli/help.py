@@ -19,8 +19,7 @@ from cacheblend.cli.option_groups import with_groups
 
 C = TypeVar("C", bound=Callable[..., Any])
 MOST_COLUMNS = 110
-COLUMN = 28
-"""Columns of names; the text of a longer one begins on the next line."""
+COLUMN = 28  # columns of names; the text of a longer one begins on the next line
 
 
 class _Help:

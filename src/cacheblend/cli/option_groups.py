@@ -34,11 +34,9 @@ N = TypeVar("N", int, float)
 
 
 def with_groups(command: Callable[..., R]) -> Callable[..., R]:
-    """The command as typer shall see it: each parameter that is an option group is replaced by the group's fields.
-
-    The values of all options are checked before the command runs: a number that is not finite is an
-    `InvalidInputError` that names the option. Two groups with an option of the same name are a `TypeError`.
-    """
+    """The command as typer shall see it: each parameter that is an option group is replaced by the group's fields. The
+    values of all options are checked before the command runs: a number that is not finite is an `InvalidInputError`
+    that names the option. Two groups with an option of the same name are a `TypeError`."""
     parameters = inspect.signature(command, eval_str=True).parameters.values()
     groups, expanded = dict[str, tuple[Any, list[Field[Any]]]](), list[inspect.Parameter]()
     for each in parameters:  # all are keyword-only, so that order is free

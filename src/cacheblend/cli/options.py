@@ -126,8 +126,7 @@ class StoreOptions:
     )
 
 
-IN_MEMORY = StoreOptions("memory")
-"""The default of commands that need a store only while they run."""
+IN_MEMORY = StoreOptions("memory")  # the default of commands that need a store only while they run
 
 
 # ---- how prompts are blended --------------------------------------------------------------------------------

@@ -19,18 +19,14 @@ from rich.text import Text
 
 from cacheblend.core.errors import InvalidInputError
 
-Advance = Callable[[int, int], None]
-"""Called with (done, in all)."""
-AdvanceStage = Callable[[str, int, int], None]
-"""Called with (stage, done, in all)."""
+Advance = Callable[[int, int], None]  # called with (done, in all)
+AdvanceStage = Callable[[str, int, int], None]  # called with (stage, done, in all)
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console on the stream as it is now (tests and pipes replace it).
-
-    Strings are printed as they are, since titles, paths and reasons may have brackets or ``:colons:`` in them; what
-    is styled says so (`style=`, `Text`, or `markup=True` where nothing but constants and numbers is printed).
-    """
+    """A console on the stream as it is now (tests and pipes replace it). Strings are printed as they are, since titles,
+    paths and reasons may have brackets or ``:colons:`` in them; what is styled says so (`style=`, `Text`, or
+    `markup=True` where nothing but constants and numbers is printed)."""
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
 
 
@@ -59,11 +55,9 @@ def progress(title: str, unit: str, *, quiet: bool) -> Iterator[Advance]:
 
 @contextmanager
 def stages(titles: Mapping[str, str], *, quiet: bool) -> Iterator[AdvanceStage]:
-    """Progress on stderr, with a title for each stage; none if `quiet`.
-
-    A terminal has a bar for each stage. Stages that never advanced leave no bar, and an error removes all of them.
-    Anything else has a line every `EVERY_S`, of the stage that advanced last, and one for each stage in the end.
-    """
+    """Progress on stderr, with a title for each stage; none if `quiet`. A terminal has a bar for each stage. Stages
+    that never advanced leave no bar, and an error removes all of them. Anything else has a line every `EVERY_S`, of the
+    stage that advanced last, and one for each stage in the end."""
     if quiet:
         yield lambda stage, done, total: None
         return
@@ -111,8 +105,7 @@ def status(title: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
         yield lambda now: spinner.update(Text(f"{title} {now}"))
 
 
-EVERY_S = 10.0
-"""Seconds between two lines that say where a command is, where there is no terminal."""
+EVERY_S = 10.0  # seconds between two lines that say where a command is, where there is no terminal
 
 
 @contextmanager

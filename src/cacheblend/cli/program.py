@@ -60,11 +60,9 @@ GONE = {
 
 
 def run_program(app: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> None:
-    """Runs the commands of an app; `arguments` are without the program's name, None takes the process's own.
-
-    Errors go to stderr, one line each. With ``--json`` the error is an object on stdout instead; arguments that do not
-    parse are always a line on stderr.
-    """
+    """Runs the commands of an app; `arguments` are without the program's name, None takes the process's own. Errors go
+    to stderr, one line each. With ``--json`` the error is an object on stdout instead; arguments that do not parse are
+    always a line on stderr."""
     bound_waiting()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if problem := wrong_text(arguments):
@@ -137,10 +135,8 @@ def usage_text(error: Any, arguments: Sequence[str]) -> str:
 
 def wrong_text(arguments: Sequence[str]) -> str | None:
     """An error for an option or argument that is empty, or not text in the terminal's encoding; None if there is none.
-
     Salt and system prompt may be empty: those are their defaults. Python hands other bytes over as lone surrogates,
-    which no tokenizer, store or JSON output takes.
-    """
+    which no tokenizer, store or JSON output takes."""
     for before, argument in pairwise(("", *arguments)):
         ends = argument.startswith("--") and argument.endswith("=")
         name = argument[:-1] if ends else before

@@ -9,11 +9,13 @@ token ids; it does not know models, files or tensors.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from typing import NewType
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NewType, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+T = TypeVar("T")
 
 BlockName = NewType("BlockName", bytes)
 """32 bytes (SHA-256). Files and messages write it as `name.hex()`."""
@@ -75,6 +77,18 @@ def block_name(parent: BlockName, token_ids: TokenIds) -> BlockName:
 def state_name(parent: BlockName) -> BlockName:
     """Name of the snapshot of recurrent layers' states at the end of the chain named `parent`."""
     return block_name(parent, STATE_IDS)
+
+
+def grouped(items: Iterable[T], joins: Callable[[list[T], T], bool]) -> Iterator[list[T]]:
+    """The items in their order, in lists; `joins(group, item)`: the item goes to the last group, and begins none."""
+    group: list[T] = []
+    for item in items:
+        if group and not joins(group, item):
+            yield group
+            group = []
+        group.append(item)
+    if group:
+        yield group
 
 
 def split_blocks(token_ids: TokenIds, block_size: int) -> list[TokenIds]:

@@ -25,8 +25,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.data.files import as_object, kind, parse_json, read_text, required
 from cacheblend.engines.documents import Document
 
-ENDINGS = (".txt", ".md")
-"""Of files in a folder that are documents."""
+ENDINGS = (".txt", ".md")  # of files in a folder that are documents
 
 
 @dataclass(frozen=True)

@@ -116,11 +116,9 @@ def read_passages(path: Path) -> list[Text]:
 
 
 def read_row(path: Path, number: int) -> QuestionRow:
-    """Row `number`, from 0. Text files, and passages without questions in JSON lines, are one row together.
-
-    In a JSON list, each passage without a question is a row of its own. Raises `InvalidInputError`: as for
-    `read_passages`, or there is no such row.
-    """
+    """Row `number`, from 0. Text files, and passages without questions in JSON lines, are one row together. In a JSON
+    list, each passage without a question is a row of its own. Raises `InvalidInputError`: as for `read_passages`, or
+    there is no such row."""
     rows = [QuestionRow("", tuple(read_passages(path)))] if path.is_dir() else list(_passage_rows(path))
     if not any(row.passages for row in rows):
         raise InvalidInputError(f"{path} has no passages")
@@ -234,11 +232,9 @@ def split_contexts(rows: Sequence[QuestionRow], count: CountTokens, tokens: int)
 
 
 def split_text(text: str, count: CountTokens, tokens: int) -> list[str]:
-    """Passages of at most `tokens` tokens, each with as many whole sentences as fit, stripped of white space.
-
-    A sentence that is too long is cut between words, and a word that is too long between characters. `count`: of a
-    text's tokens. Raises `InvalidInputError` if `tokens` is below `SHORTEST`.
-    """
+    """Passages of at most `tokens` tokens, each with as many whole sentences as fit, stripped of white space. A
+    sentence that is too long is cut between words, and a word that is too long between characters. `count`: of a text's
+    tokens. Raises `InvalidInputError` if `tokens` is below `SHORTEST`."""
     if tokens < SHORTEST:
         raise InvalidInputError(f"a passage must allow at least {SHORTEST} tokens, got {tokens}")
     parts: list[str] = []

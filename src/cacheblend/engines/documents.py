@@ -17,16 +17,8 @@ MOST_DROPPED = 0.5  # share of a collection's documents that is dropped unasked:
 
 @dataclass(frozen=True)
 class Document:
-    """A document as its source has it.
-
-    Attributes:
-        id: any text; equal ids are the same document.
-        text: may be empty: then the document has no chunks.
-        title: for people.
-
-    Raises:
-        InvalidInputError: an id that is empty or too long, or a lone surrogate in any text.
-    """
+    """A document as its source has it. Equal ids are the same document; without text it has no chunks; the title is for
+    people. Raises `InvalidInputError`: an id that is empty or too long, or a lone surrogate in any text."""
 
     id: str
     text: str

@@ -38,30 +38,12 @@ time of its last change would stay."""
 _TRIES = 3
 
 # Fields about how a model is loaded, run or sampled; K and V do not depend on them.
-IRRELEVANT = frozenset(
-    [
-        "_name_or_path",
-        "architectures",
-        "auto_map",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "dtype",
-        "eos_token_id",
-        "id2label",
-        "initializer_range",
-        "label2id",
-        "max_length",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "return_dict",
-        "tie_word_embeddings",
-        "tokenizer_class",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    ]
-)
+IRRELEVANT = (
+    "_name_or_path", "architectures", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id",
+    "id2label", "initializer_range", "label2id", "max_length", "output_attentions", "output_hidden_states",
+    "pad_token_id", "return_dict", "tie_word_embeddings", "tokenizer_class", "torch_dtype", "transformers_version",
+    "use_cache",
+)  # fmt: skip
 
 
 def fingerprint_folder(folder: Path, options: Mapping[str, Any] | None = None) -> str:

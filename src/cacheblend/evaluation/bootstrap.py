@@ -25,11 +25,8 @@ class Means:
 
 
 def bootstrap_means(values: Values, *, resamples: int = 2000, level: float = 0.95, seed: int = 0) -> Means:
-    """Means of columns with percentile intervals; every draw of rows applies to all columns.
-
-    So a column that holds the difference of two others has the paired interval. `values`: [rows, columns]; NaN where a
-    row has no value.
-    """
+    """Means of columns with percentile intervals; every draw of rows applies to all columns. So a column that holds the
+    difference of two others has the paired interval. `values`: [rows, columns]; NaN where a row has no value."""
     there = ~np.isnan(values)
     filled = np.where(there, values, 0.0)
     count = there.sum(axis=0)

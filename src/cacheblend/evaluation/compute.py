@@ -27,11 +27,9 @@ class ComputeScale:
 
 
 def _projection_parameters(engine: BlendEngine, layer: int) -> int:
-    """Weights that a row passes in a layer before attention: the query, key and value projections.
-
-    A separate query projection counts in full (it may include a gate, which is computed with it); a fused projection
-    counts as number of heads times head size. With latent attention these are all of its matrices but the output's.
-    """
+    """Weights that a row passes in a layer before attention: the query, key and value projections. A separate query
+    projection counts in full (it may include a gate, which is computed with it); a fused projection counts as number of
+    heads times head size. With latent attention these are all of its matrices but the output's."""
     if (latent := engine.view.latent[layer]) is not None:
         return sum(weight.numel() for name, weight in latent.named_parameters() if not name.startswith("o_proj"))
     config = engine.model.config.get_text_config(decoder=True)

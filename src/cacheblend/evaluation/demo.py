@@ -67,12 +67,9 @@ def demo_questions(seed: int, per_category: int = 4) -> list[QuestionRow]:
 
 
 def find_example(rows: Sequence[QuestionRow]) -> dict[str, Any]:
-    """The first question of category cross whose pronoun refers to someone else in another order, if there is one.
-
-    Returns:
-        ``row``: the question's; ``antecedent``, ``stated``: (title of the passage, sentence) of the antecedent and of
-        the pronoun, these words in brackets; ``elsewhere``: the antecedent in another order, empty if it is the same.
-    """
+    """The first question of category cross whose pronoun refers to someone else in another order, if there is one, as
+    ``row``: the question's; ``antecedent``, ``stated``: (title of the passage, sentence) of the antecedent and of the
+    pronoun, these words in brackets; ``elsewhere``: the antecedent in another order, empty if it is the same."""
     examples = [_example(row, rows) for row in rows if row.category == "cross"]
     return next((example for example in examples if example["elsewhere"]), examples[0])
 
@@ -95,11 +92,9 @@ def _example(row: QuestionRow, rows: Sequence[QuestionRow]) -> dict[str, Any]:
 
 
 def run_demo(engine: BlendEngine, rows: Sequence[QuestionRow], ratio: float, progress: Progress) -> dict[str, Any]:
-    """Stores the passages, answers the questions begun within `BUDGET_S` by all methods, checks the invariants.
-
-    The engine has the shipped model and captures no missed chunks; `ratio`: of the blends by HKVD. Returns the results
-    in the form in which they are written to JSON; ``evaluation`` is that of `with_cells`.
-    """
+    """Stores the passages, answers the questions begun within `BUDGET_S` by all methods, checks the invariants. The
+    engine has the shipped model and captures no missed chunks; `ratio`: of the blends by HKVD. Returns the results in
+    the form in which they are written to JSON; ``evaluation`` is that of `with_cells`."""
     passages = [Passage(each.text, each.title) for each in sorted(rows[0].passages, key=lambda each: each.title)]
     warmed = engine.warm(passages, progress=partial(progress, "warming"))
     methods, settings = demo_methods(engine.settings.config, ratio), Settings(max_tokens=MAX_TOKENS)
@@ -144,12 +139,9 @@ def demo_methods(profile: BlendConfig, ratio: float) -> list[Method]:
 
 
 def method_figures(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
-    """What is shown of each method of an evaluation by `with_cells`.
-
-    Returns:
-        ``kind``: the family; ``right``: by category, which answers are correct; ``score``: correct answers, questions;
-        ``recomputed``: share of the loaded tokens, None if only a prefix is loaded; all others as of `summarise`.
-    """
+    """What is shown of each method of an evaluation by `with_cells`: ``kind``: the family; ``right``: by category,
+    which answers are correct; ``score``: correct answers, questions; ``recomputed``: share of the loaded tokens, None
+    if only a prefix is loaded; all others as of `summarise`."""
     figures = []
     for number, method in enumerate(evaluation["methods"]):
         answers = [(row["category"], row["cells"][number]["scores"]["em"] == 1) for row in evaluation["cells"]]
@@ -190,9 +182,7 @@ DOTS_PER_LINE = 4
 
 def draw_demo_plot(methods: Sequence[dict[str, Any]], file: Path, *, title: str, remark: str) -> None:
     """Writes a dot for every answer, and times to first token, in the format of the file's ending. Needs matplotlib.
-
-    `methods`: see `method_figures`; a row each, full recompute first. `title` stands above, `remark` below.
-    """
+    `methods`: see `method_figures`; a row each, full recompute first. `title` stands above, `remark` below."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):

@@ -46,8 +46,7 @@ from cacheblend.evaluation.templates import Template
 ATTEMPTS = 3
 STOP_AFTER = 30  # rows; no candidate is stopped before
 
-Progress = Callable[[int, int], None]
-"""Called with (rows done, total rows)."""
+Progress = Callable[[int, int], None]  # called with (rows done, total rows)
 Verdict = Literal["passed", "none passes", "too few rows"]
 
 
@@ -274,10 +273,7 @@ def check(
 
 def attempts_for(rows: int, bar: Bar) -> int:
     """Number of attempts that this many rows can decide, at most `ATTEMPTS`; 0: too few rows for any."""
-    for attempts in range(ATTEMPTS, 0, -1):
-        if rows >= bar.part(attempts).needed_rows:
-            return attempts
-    return 0
+    return next((count for count in range(ATTEMPTS, 0, -1) if rows >= bar.part(count).needed_rows), 0)
 
 
 def promising(searched: Sequence[Tried], bar: Bar) -> list[Tried]:
@@ -373,10 +369,8 @@ class GateRun:
         return self._tried(candidate, samples, bar, stopped=False)
 
     def measure(self, row: GatePrompt, selectors: Sequence[Selector], *, with_answers: bool) -> list[Sample]:
-        """One sample per selector; none if nothing can be blended in the row.
-
-        Answers are generated for rows with gold answers, and for all rows if `with_answers`.
-        """
+        """One sample per selector; none if nothing can be blended in the row. Answers are generated for rows with gold
+        answers, and for all rows if `with_answers`."""
         engine, prompt, bar = self.engine, row.prompt, self.bar
         engine.warm(prompt.chunks, system=prompt)
         self.done += 1

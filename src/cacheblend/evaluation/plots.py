@@ -38,11 +38,6 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def whole_numbers(axis: Any) -> None:
-    """Restricts ticks to integers, e.g. for layers."""
-    axis.get_major_locator().set_params(integer=True)
-
-
 _AXES: dict[str, tuple[str, Callable[[dict[str, Any]], float | None]]] = {
     "ttft": ("time to first token, s (median)", lambda method: method["ttft_s"]["median"]),
     "compute": (

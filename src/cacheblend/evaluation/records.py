@@ -70,12 +70,10 @@ class RowResult:
 
 
 class LineLog(Generic[T]):
-    """Results in a folder's file of JSON lines, each written as soon as it is added. Close it, or use `with`.
-
-    `folder` is created if missing; None keeps the results in memory. `parse` makes a result of a line's JSON; `items`
-    are those that were in the file. `torn`: the process that wrote the file was killed while it wrote the last line,
-    which is dropped. Raises `InvalidInputError`: a line is damaged, or another process writes to the folder.
-    """
+    """Results in a folder's file of JSON lines, each written as soon as it is added. Close it, or use `with`. `folder`
+    is created if missing; None keeps the results in memory. `parse` makes a result of a line's JSON; `items` are those
+    that were in the file. `torn`: the process that wrote the file was killed while it wrote the last line, which is
+    dropped. Raises `InvalidInputError`: a line is damaged, or another process writes to the folder."""
 
     def __init__(self, folder: Path | None, config: Mapping[str, Any], parse: Callable[[Any], T]) -> None:
         self.folder, self.torn, self.items = folder, False, list[T]()

@@ -12,8 +12,7 @@ TITLES |= {"f1": "F1 by words", "f1-tokens": "F1 by tokens"}
 PLAIN: Any = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "show_edge": False}
 """The look of tables that fit 80 columns."""
 Figure = dict[str, Any]
-Columns = Mapping[str, Callable[[Figure], str]]
-"""The cell of a method by the heading of its column."""
+Columns = Mapping[str, Callable[[Figure], str]]  # the cell of a method by the heading of its column
 
 
 def tables(summary: dict[str, Any]) -> list[Table]:

@@ -20,8 +20,7 @@ from cacheblend.evaluation.methods import Asked, Label, Method, Outcome, OwnAnsw
 from cacheblend.evaluation.records import Cell, RowLog, RowResult, folder_name
 from cacheblend.evaluation.templates import Template
 
-Progress = Callable[[str, int, int], None]
-"""Called with (``warming`` or ``answering``, passages or rows done, total)."""
+Progress = Callable[[str, int, int], None]  # called with (``warming`` or ``answering``, passages or rows done, total)
 
 CODE = (
     *("core", "store", "engines"),
@@ -158,11 +157,9 @@ def describe(
     settings: Settings,
     prompts: Iterable[Prompt],
 ) -> dict[str, Any]:
-    """The config of a run, as plain JSON; its hash is part of the folder's name.
-
-    The prompts' token ids cover tokenizer, chat template and template. The machine is not included: it affects times
-    only, and is written with each row.
-    """
+    """The config of a run, as plain JSON; its hash is part of the folder's name. The prompts' token ids cover
+    tokenizer, chat template and template. The machine is not included: it affects times only, and is written with each
+    row."""
     data, asked = hashlib.sha256(), hashlib.sha256()
     for row in rows:
         data.update(json.dumps(asdict(row), ensure_ascii=False).encode())
@@ -210,10 +207,8 @@ class Case:
 def make_cases(
     engine: BlendEngine, settings: Settings, rows: Sequence[QuestionRow], bad: list[str] | None = None
 ) -> list[Case]:
-    """The rows' prompts; those that exceed the model's context are left out of a case, with the reason.
-
-    `bad` gets the reasons for rows that make no valid prompt, which are left out; None: the first is a `BadRowError`.
-    """
+    """The rows' prompts; those that exceed the model's context are left out of a case, with the reason. `bad` gets the
+    reasons for rows that make no valid prompt, which are left out; None: the first is a `BadRowError`."""
     cases, layout = [], settings.template
     for number, row in enumerate(rows):
         case = Case(number, row, [Passage(text.text, text.title) for text in row.passages], {}, {})

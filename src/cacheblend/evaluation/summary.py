@@ -3,7 +3,7 @@
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import product
 from typing import Any
 
@@ -38,7 +38,7 @@ def summarise(
         difference to full recompute is ``{"n", "mean", "low", "high"}`` or None. ``machines``: number of rows timed
         on each machine.
     """
-    columns = [_Column(label, k) for k, label in product(found.top_k, found.methods)]
+    columns = [(label, k) for k, label in product(found.top_k, found.methods)]
     table = _Table(found.rows, columns)
     measures = {scorer.name: _measure_of(scorer) for scorer in scorers} | {name: _MEASURES[name] for name in AGREEMENT}
     figures = _figures(table, measures, resamples=resamples, level=level, seed=seed)
@@ -60,23 +60,15 @@ def summarise(
     }
 
 
-@dataclass(frozen=True)
-class _Column:
-    label: Label
-    top_k: int | None
-
-
 class _Table:
-    """Cells by row and column; None where a method has no answer."""
+    """Cells by row and column, each a method and its `top_k`; None where a method has no answer."""
 
-    def __init__(self, rows: Sequence[RowResult], columns: Sequence[_Column]) -> None:
+    def __init__(self, rows: Sequence[RowResult], columns: Sequence[tuple[Label, int | None]]) -> None:
         self.rows, self.columns = rows, columns
         by_key = [{(cell.method, cell.top_k): cell for cell in row.cells if not cell.skipped} for row in rows]
-        self.cells = [[of.get((column.label.name, column.top_k)) for column in columns] for of in by_key]
-        self.full = [
-            next((i for i, c in enumerate(columns) if c.label.kind == "full" and c.top_k == column.top_k), None)
-            for column in columns
-        ]
+        self.cells = [[of.get((label.name, top_k)) for label, top_k in columns] for of in by_key]
+        full = {top_k: at for at, (label, top_k) in reversed([*enumerate(columns)]) if label.kind == "full"}
+        self.full = [full.get(top_k) for _, top_k in columns]
         self.categories = sorted({row.category for row in rows} - {""})
 
     def full_cell(self, row: int, column: int) -> Cell | None:
@@ -130,7 +122,7 @@ def _figures(table: _Table, measures: dict[str, Measure], *, resamples: int, lev
 
 
 def _method(table: _Table, column: int, figures: _Figures, scorers: Sequence[str]) -> dict[str, Any]:
-    at = table.columns[column]
+    label, top_k = table.columns[column]
     rows = [row for row in range(len(table.rows)) if table.cells[row][column] is not None]
     cells = [cell for row in rows if (cell := table.cells[row][column]) is not None]
     ratios = [
@@ -140,14 +132,14 @@ def _method(table: _Table, column: int, figures: _Figures, scorers: Sequence[str
     ]
     kl = [cell.kl for cell in cells if cell.kl is not None]
     skipped = sum(
-        bool(cell.skipped) and cell.method == at.label.name and cell.top_k == at.top_k
+        bool(cell.skipped) and cell.method == label.name and cell.top_k == top_k
         for row in table.rows
         for cell in row.cells
     )
     return {
-        "method": at.label.name,
-        **{key: value for key, value in asdict(at.label).items() if key != "name"},
-        "top_k": at.top_k,
+        "method": label.name,
+        **{key: value for key, value in asdict(label).items() if key != "name"},
+        "top_k": top_k,
         "rows": len(cells),
         "skipped": skipped,
         "with_misses": sum(cell.missed_tokens > 0 for cell in cells),

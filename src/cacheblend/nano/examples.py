@@ -16,8 +16,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.nano import lexicon
 from cacheblend.nano.language import UNASKED, Sentence, read_scene
 
-NOTES = Path(str(files("cacheblend.nano"))) / "notes.json"
-"""The texts of the notes, drawn by the lab's `nano.data`."""
+NOTES = Path(str(files("cacheblend.nano"))) / "notes.json"  # the texts of the notes, drawn by the lab's `nano.data`
 
 
 @dataclass(frozen=True)
@@ -70,10 +69,8 @@ def notes() -> tuple[str, ...]:
 
 def answer_of(question: str, texts: Sequence[str]) -> ExampleAnswer | None:
     """What is right, by the rules of the language that the model knows; the texts are passages in the prompt's order.
-
     The question is "Who has the boot?", "Who has the boot and the bell?", or "Do the boot and the bell have the same
-    owner?". None if a text or the question is not in that language, or if its rules leave the answer open.
-    """
+    owner?". None if a text or the question is not in that language, or if its rules leave the answer open."""
     asked = question.strip().removesuffix("?").split()
     things = [word for word in asked if word in lexicon.OBJECTS]
     named = " and ".join(f"the {thing}" for thing in things)

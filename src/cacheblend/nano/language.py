@@ -62,16 +62,13 @@ UNASKED = "unasked"
 The generator draws no such sentence. The thing counts as mentioned, but has no owner and is not asked for."""
 
 _FILLERS = frozenset(map(tuple, lexicon.FILLERS))
-Known = dict[int, tuple[str, str]]
-"""See `Sentence.knows`."""
+Known = dict[int, tuple[str, str]]  # see `Sentence.knows`
 
 
 def read_scene(passages: Sequence[Sequence[Sentence]]) -> Scene:
-    """The scene formed by these passages in this order; only the words of their sentences are read.
-
-    In the order of the generator the result equals the drawn scene, except that `unmentioned` holds all things without
-    a sentence of their own instead of four. Raises `InvalidInputError`: a sentence that is not of this language.
-    """
+    """The scene formed by these passages in this order; only the words of their sentences are read. In the order of the
+    generator the result equals the drawn scene, except that `unmentioned` holds all things without a sentence of their
+    own instead of four. Raises `InvalidInputError`: a sentence that is not of this language."""
     return _Reader().read(passages)
 
 

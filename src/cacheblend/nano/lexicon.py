@@ -55,15 +55,9 @@ DEEDS: dict[Kind, tuple[list[str], ...]] = {
 _PLACES = "weather road harbour school library garden bridge station market river square church theatre mill".split()  # noqa: SIM905
 _STATES = ("was cold", "was quiet", "was crowded", "looked grey", "seemed calm", "was closed", "smelled of rain")
 _TIMES = (
-    "",
-    "again",
-    "that day",
-    "in the morning",
-    "for a while",
-    "during the long winter",
-    "as the old papers said",
+    "", "again", "that day", "in the morning", "for a while", "during the long winter", "as the old papers said",
     "and nobody knew why",
-)
+)  # fmt: skip
 FILLERS = tuple(f"The {place} {state} {time}".split() for place in _PLACES for state in _STATES for time in _TIMES)
 
 UNKNOWN = "unknown"

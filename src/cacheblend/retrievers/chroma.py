@@ -25,15 +25,9 @@ def sync_collection(collection: Collection, server: DocumentServer, *, max_drop:
     Idempotent, and may be cut short and called again. Two Chroma collections need two of the server's, or the second
     drops what the first one stored. Entries of embeddings alone have no text, and are counted.
 
-    Args:
-        collection: of Chroma, embedded or remote.
-        server: whose collection is to be the same.
-        max_drop: share of the server's documents that may be dropped; 1: all.
-
-    Raises:
-        InvalidInputError: more would be dropped, or an id cannot be kept.
-        DocumentServerError: the server does not answer or refuses; what was stored before stays.
-    """
+    `collection`: embedded or remote. `max_drop`: share of the server's documents that may be dropped; 1: all. Raises
+    `InvalidInputError`: more would be dropped, or an id cannot be kept; `DocumentServerError`: the server does not
+    answer or refuses; what was stored before stays."""
     ids, without_text = list[str](), 0
 
     def documents() -> Iterator[Document]:

@@ -53,16 +53,10 @@ class IndexReport:
 class DocumentServer:
     """One collection of documents on one server. Safe to call from several threads; use as a context manager or close.
 
-    Args:
-        url: of `cacheblend serve`, without ``/v1``.
-        key: an API key, where the server has keys.
-        collection: documents of different collections may have the same id, and are dropped apart.
-        salt: as in the requests that are to find the passages.
-        timeout: seconds that a request may take; storing computes the passages first.
-
-    Raises:
-        InvalidInputError: httpx is not installed, or the key or the salt cannot be sent.
-    """
+    `url`: of `cacheblend serve`, without ``/v1``. `key`: an API key, where the server has keys. `collection`: documents
+    of different ones may have the same id, and are dropped apart. `salt`: as in the requests that are to find the
+    passages. `timeout`: seconds that a request may take; storing computes the passages first. Raises
+    `InvalidInputError`: httpx is not installed, or the key or the salt cannot be sent."""
 
     def __init__(
         self,
@@ -89,15 +83,9 @@ class DocumentServer:
         self._failed = (httpx.HTTPError, httpx.InvalidURL)
 
     def put(self, documents: Iterable[DocumentLike]) -> IndexReport:
-        """Stores documents, each as one chunk; of those that the server has, what changed.
-
-        Args:
-            documents: in whatever form `Document.of` takes.
-
-        Raises:
-            InvalidInputError: two documents have one id and different texts, or one has none.
-            DocumentServerError: the server does not answer or refuses; what was stored before stays.
-        """
+        """Stores documents, in whatever form `Document.of` takes, each as one chunk; of those that the server has, what
+        changed. Raises `InvalidInputError`: two documents have one id and different texts, or one has none;
+        `DocumentServerError`: the server does not answer or refuses; what was stored before stays."""
         report = IndexReport()
         for batch in _batches(each_document(documents)):
             body = {
@@ -140,12 +128,8 @@ class DocumentServer:
             after = page["last_id"]
 
     def drop_others(self, ids: Iterable[str], most: float = MOST_DROPPED) -> int:
-        """Drops what is not among `ids`; how many these were.
-
-        Raises:
-            InvalidInputError: they are more than the share `most` of all; nothing is dropped.
-            DocumentServerError: the server does not answer or refuses.
-        """
+        """Drops what is not among `ids`; how many these were. Raises `InvalidInputError`: they are more than the share
+        `most` of all; nothing is dropped; `DocumentServerError`: the server does not answer or refuses."""
         check_document_ids(ids)
         there, kept = self.ids(), set(ids)
         gone = [each for each in there if each not in kept]
@@ -210,12 +194,9 @@ class PassageIndex:
         raise NotImplementedError
 
     def index(self, passages: Iterable[Any]) -> IndexReport:
-        """Stores passages; with ids of their own, edited ones are replaced. To be called when they are indexed.
-
-        Raises:
-            InvalidInputError: no server was given, an id cannot be kept, or has two texts.
-            DocumentServerError: the server does not answer or refuses.
-        """
+        """Stores passages; with ids of their own, edited ones are replaced. To be called when they are indexed. Raises
+        `InvalidInputError`: no server was given, an id cannot be kept, or has two texts; `DocumentServerError`: the
+        server does not answer or refuses."""
         return self._server().put(map(self.document_of, passages))
 
     async def aindex(self, passages: Iterable[Any]) -> IndexReport:

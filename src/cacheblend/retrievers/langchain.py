@@ -24,16 +24,10 @@ except ImportError as error:
 
 
 class PassageRetriever(PassageIndex, BaseRetriever):
-    """A retriever behind which passages are stored by a server.
-
-    What it returns are the other retriever's documents, of equal texts one; what that raises is raised. A document
-    without an id is known by its text: once it is edited it is another one, and the old one stays until
-    `remove(text_id(old text))`.
-
-    Attributes:
-        retriever: finds the documents.
-        server: stores them, in `index`.
-    """
+    """A retriever behind which passages are stored by a server: `retriever` finds the documents, and `server` stores
+    them, in `index`. What it returns are the other retriever's documents, of equal texts one; what that raises is
+    raised. A document without an id is known by its text: once it is edited it is another one, and the old one stays
+    until `remove(text_id(old text))`."""
 
     retriever: BaseRetriever
     server: Any = None
@@ -59,10 +53,8 @@ def documents_of(documents: Sequence[Document]) -> list[dict[str, str]]:
 
 def chat_message(question: str, documents: Sequence[Document]) -> HumanMessage:
     """A user's message of passages and a question, as content parts, for any server that is OpenAI-compatible.
-
     `cacheblend serve` takes parts of at least ``--chunk-tokens`` (64) as chunks; vLLM joins them into one text, in
-    which its plug-in finds them by content.
-    """
+    which its plug-in finds them by content."""
     parts = [{"type": "text", "text": text} for text in (*map(_text, distinct(documents, _text)), question)]
     return HumanMessage(content=parts)
 

@@ -22,14 +22,9 @@ except ImportError as error:
 
 
 class PassagePostprocessor(PassageIndex, BaseNodePostprocessor):
-    """Leaves of nodes with equal texts the first, and stores nodes when they are indexed, by their `node_id`.
-
-    A parser gives nodes new ids at every run, unless it is told others: then pass the ids that are gone to `remove`.
-    No text is computed twice for it.
-
-    Attributes:
-        server: stores nodes, in `index`.
-    """
+    """Leaves of nodes with equal texts the first, and stores nodes when they are indexed, by their `node_id`: `server`
+    stores them, in `index`. A parser gives nodes new ids at every run, unless it is told others: then pass the ids that
+    are gone to `remove`. No text is computed twice for it."""
 
     server: Any = None
 

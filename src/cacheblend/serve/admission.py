@@ -51,10 +51,8 @@ class RunningRequest:
         self._ticket = self.scheduler.submit(self.ask, on_event)
 
     async def events(self) -> AsyncIterator[TokenEvent]:
-        """The tokens of a started request as they come; raises the error that ended it.
-
-        Leaving the iteration early cancels the request.
-        """
+        """The tokens of a started request as they come; raises the error that ended it. Leaving the iteration early
+        cancels the request."""
         done = False
         try:
             while True:
@@ -81,9 +79,7 @@ async def started(
     state: ServerState, request: Request, asked: Sampling, key: ApiKey, parse: Callable[[], ParsedPrompt]
 ) -> RunningRequest:
     """The request, queued, and noted in `request` for the log; `parse`, which makes its prompt, runs on a thread.
-
-    Raises `ApiError` for a wrong model or value, and as `FairQueue.run` and `Scheduler.submit`.
-    """
+    Raises `ApiError` for a wrong model or value, and as `FairQueue.run` and `Scheduler.submit`."""
     check_model(state, asked.model)
     form = await _form(state, request, asked)
     ask = await state.parse(request, lambda: _scheduler_request(state, asked, key, parse, form))

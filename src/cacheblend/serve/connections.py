@@ -25,10 +25,8 @@ from starlette.types import Receive, Scope, Send
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.state import ServerState
 
-MORE_S = 5
-"""Seconds in which the last events are sent, once the time for requests is over."""
-TICKS = 5
-"""Of uvicorn's, ten a second, between two looks at the connections."""
+MORE_S = 5  # seconds in which the last events are sent, once the time for requests is over
+TICKS = 5  # of uvicorn's, ten a second, between two looks at the connections
 
 _REFUSED_S = 1.0
 """Seconds for which a refused connection stays, so that its client reads why and is not cut while it sends."""

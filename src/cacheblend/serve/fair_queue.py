@@ -23,8 +23,7 @@ T = TypeVar("T")
 Work = Callable[[], T | Generator[None, None, T]]
 SLICE_TOKENS, SLICE_CHARACTERS = 1024, 1 << 18
 """Tokens that work computes, and characters that it tokenises, before other requests have their turn."""
-LOOK_S = 0.5
-"""Seconds after which waiting work looks whether its client is still there."""
+LOOK_S = 0.5  # seconds after which waiting work looks whether its client is still there
 
 
 @dataclass(eq=False)
@@ -76,11 +75,9 @@ class FairQueue:
     async def run(
         self, tenant: str, work: Work[T], deadline: float, is_gone: Callable[[], Awaitable[bool]] | None = None
     ) -> T:
-        """What the work returns, which is called in a worker's thread.
-
-        Raises `QueueFullError`; and between two slices `TooLateError` (the deadline, by `time.monotonic`, has passed),
-        `ClosedError` (the queue has ended) and `ApiError` 499 (`is_gone`).
-        """
+        """What the work returns, which is called in a worker's thread. Raises `QueueFullError`; and between two slices
+        `TooLateError` (the deadline, by `time.monotonic`, has passed), `ClosedError` (the queue has ended) and
+        `ApiError` 499 (`is_gone`)."""
         if len(self._jobs) >= self._limit + self._workers:
             self._make_room(tenant)
         job = _QueuedCall(tenant, work)

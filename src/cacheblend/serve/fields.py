@@ -121,11 +121,8 @@ def check_fields(
     refused: Mapping[str, Refused] = REFUSED,
     accepted: Mapping[str, str] = ACCEPTED,
 ) -> None:
-    """Raises `ApiError`, with what to do, for a field of a client's body that nothing would come of.
-
-    `known` are the schema's fields, `accepted` say nothing about the answer, `refused` go whether the schema has them
-    or not.
-    """
+    """Raises `ApiError`, with what to do, for a field of a client's body that nothing would come of. `known` are the
+    schema's fields, `accepted` say nothing about the answer, `refused` go whether the schema has them or not."""
     if not isinstance(body, dict):
         return
     known = set(known)

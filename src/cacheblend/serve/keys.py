@@ -20,8 +20,7 @@ from cacheblend.core.errors import InvalidInputError
 
 FORMAT = 1
 PREFIX = "cb-"
-LOOK_S = 1.0
-"""Seconds between two looks at a file of keys."""
+LOOK_S = 1.0  # seconds between two looks at a file of keys
 logger = logging.getLogger("cacheblend.serve")
 
 
@@ -39,8 +38,7 @@ class ApiKey:
         return self.sha256[:8] or self.name
 
 
-ANYONE = ApiKey("anyone", "", "")
-"""The key of every request to a server without keys."""
+ANYONE = ApiKey("anyone", "", "")  # the key of every request to a server without keys
 
 
 class KeyRing:
@@ -107,10 +105,8 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
 
 
 def add_key(path: Path, name: str) -> str:
-    """Makes a new key and returns it, this once; the file, readable by its owner only, keeps the hash.
-
-    Raises `InvalidInputError` if the name is empty or taken, or the file cannot be read or written.
-    """
+    """Makes a new key and returns it, this once; the file, readable by its owner only, keeps the hash. Raises
+    `InvalidInputError` if the name is empty or taken, or the file cannot be read or written."""
     keys = read_keys(path)
     if any(key.name == name for key in keys) or not name:
         raise InvalidInputError(f"{path} already has a key of the name {name!r}" if name else "a key needs a name")

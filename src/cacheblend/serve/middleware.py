@@ -26,14 +26,11 @@ HEADERS = {
     "Content-Security-Policy": "frame-ancestors 'none'",
 }
 """Of every answer: no type but the given one, and no frame in another page."""
-BODIES = 8
-"""Bodies of the longest kind that are in memory at a time; half of them, where there is one tenant."""
-LARGE = 1 << 16
-"""Bytes from which on a body is looked at before it is parsed."""
+BODIES = 8  # bodies of the longest kind that are in memory at a time; half of them, where there is one tenant
+LARGE = 1 << 16  # bytes from which on a body is looked at before it is parsed
 VALUES, CONTAINERS = 1 << 18, 1 << 16
 """Values, and lists and objects, of a body: these are parsed and checked in a tenth of a second."""
-FREE = 1 << 16
-"""Bytes of every body that count against no bound: short requests are read whatever long ones there are."""
+FREE = 1 << 16  # bytes of every body that count against no bound: short requests are read whatever long ones there are
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 """Keeps no way back: texts may have 16 MB. One that nothing ends goes to the end: or each quote in it began one."""
 LOGGED = ("prompt_tokens", "hit_tokens", "recomputed_tokens", "recompute_ratio", "generated_tokens")
@@ -80,13 +77,11 @@ class RequestLog:
 
 
 class HostGuard:
-    """Refuses requests to a foreign name, adds `HEADERS`, and answers HEAD as GET without the body.
-
-    Where no keys are set, anyone who reaches the server may ask, and a foreign page reaches it through its visitor's
-    browser, by a name of its own that it has pointed at this machine (DNS rebinding). So ``Host`` must name the
-    server: `hosts`, ``localhost`` or an address; it is not checked if these are None or have ``*``. Browsers always
-    send it; probes of load balancers, by HTTP/1.0, do not.
-    """
+    """Refuses requests to a foreign name, adds `HEADERS`, and answers HEAD as GET without the body. Where no keys are
+    set, anyone who reaches the server may ask, and a foreign page reaches it through its visitor's browser, by a name
+    of its own that it has pointed at this machine (DNS rebinding). So ``Host`` must name the server: `hosts`,
+    ``localhost`` or an address; it is not checked if these are None or have ``*``. Browsers always send it; probes of
+    load balancers, by HTTP/1.0, do not."""
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str] | None) -> None:
         self._app = app
@@ -122,11 +117,9 @@ class HostGuard:
 
 
 class BodyLimit:
-    """Refuses bodies that are too long, without keeping them, or too slow, or sent without a valid key.
-
-    A body that is too long for its path (`ServerState.body_bytes`), but not for the server, is read and not kept, so
-    that the client reads the refusal.
-    """
+    """Refuses bodies that are too long, without keeping them, or too slow, or sent without a valid key. A body that is
+    too long for its path (`ServerState.body_bytes`), but not for the server, is read and not kept, so that the client
+    reads the refusal."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app, self._state, self._max_bytes = app, state, state.settings.max_body_bytes
@@ -191,11 +184,9 @@ def _refusal(limit: int, why: str = "") -> ApiError:
 
 
 def check_shape(body: bytes, values: int = VALUES) -> None:
-    """Refuses JSON of more than so many values, or more lists and objects, than are parsed in a moment: 413.
-
-    Parsing and checking JSON holds up every other request. Text is quick; millions of numbers or empty lists are not.
-    Only the body's punctuation is looked at, whether it is JSON or not.
-    """
+    """Refuses JSON of more than so many values, or more lists and objects, than are parsed in a moment: 413. Parsing
+    and checking JSON holds up every other request. Text is quick; millions of numbers or empty lists are not. Only the
+    body's punctuation is looked at, whether it is JSON or not."""
     found, nested = body.count(b","), body.count(b"[") + body.count(b"{")
     if found <= values and nested <= CONTAINERS:
         return
@@ -212,10 +203,8 @@ def check_shape(body: bytes, values: int = VALUES) -> None:
 
 
 class BodyBudget:
-    """Bytes of all bodies that are in memory at a time, since many connections may send a part of a long one.
-
-    A tenant takes at most half of what the others leave, so that there is always something left for one more.
-    """
+    """Bytes of all bodies that are in memory at a time, since many connections may send a part of a long one. A tenant
+    takes at most half of what the others leave, so that there is always something left for one more."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -223,10 +212,8 @@ class BodyBudget:
 
     @contextmanager
     def open(self, tenant: str) -> Iterator[Callable[[int], None]]:
-        """One body of a tenant: a function that takes so many bytes more; all are given back in the end.
-
-        Its first `FREE` bytes do not count. The function raises `ApiError`, 503, where other bodies have the bytes.
-        """
+        """One body of a tenant: a function that takes so many bytes more; all are given back in the end. Its first
+        `FREE` bytes do not count. The function raises `ApiError`, 503, where other bodies have the bytes."""
         read = counted = 0
 
         def take(count: int) -> None:

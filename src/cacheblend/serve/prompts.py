@@ -18,16 +18,12 @@ from cacheblend.serve.schemas import ChatRequest, CompletionRequest, Message, Re
 
 _TEMPLATE_OPTIONS = frozenset({"tools", "enable_thinking", "thinking", "reasoning_effort"})
 """The ``chat_template_kwargs`` that are passed to the template: others might replace it, or name files."""
-USUAL = 8
-"""Characters of a token, usually: text with more is counted before it is tokenised as a whole."""
-PIECE = 1 << 16
-"""Characters that are counted at a time."""
-CUT = 16
-"""Tokens that a cut between two pieces may add."""
+USUAL = 8  # characters of a token, usually: text with more is counted before it is tokenised as a whole
+PIECE = 1 << 16  # characters that are counted at a time
+CUT = 16  # tokens that a cut between two pieces may add
 ESCAPED = 6
 r"""Bytes of a character in JSON at most: ``\u00e9``."""
-BESIDE = 1 << 20
-"""Bytes of a body for all that is not part of a text."""
+BESIDE = 1 << 20  # bytes of a body for all that is not part of a text
 
 
 class ParsedPrompt(NamedTuple):
@@ -39,11 +35,9 @@ class ParsedPrompt(NamedTuple):
 
 
 def chat_prompt(engine: BlendEngine, request: ChatRequest, chunk_tokens: int) -> ParsedPrompt:
-    """The prompt of a chat request, where a text of at least `chunk_tokens` tokens is a chunk of its own.
-
-    Raises `ApiError` for a part that is not text, calls of another form, or a template option that is not allowed, and
-    `InvalidInputError` if the template rejects the messages, or the prompt is too long.
-    """
+    """The prompt of a chat request, where a text of at least `chunk_tokens` tokens is a chunk of its own. Raises
+    `ApiError` for a part that is not text, calls of another form, or a template option that is not allowed, and
+    `InvalidInputError` if the template rejects the messages, or the prompt is too long."""
     question = max((i for i, m in enumerate(request.messages) if m.role == "user"), default=-1)
     messages = [
         _message(engine, message, chunk_tokens, is_last_user=number == question)
@@ -81,11 +75,8 @@ def chat_prompt(engine: BlendEngine, request: ChatRequest, chunk_tokens: int) ->
 
 
 def completion_prompt(engine: BlendEngine, request: CompletionRequest) -> ParsedPrompt:
-    """The prompt of a completion request.
-
-    Raises `ApiError` for ids outside of the vocabulary, or spans that are not ascending spans of the prompt, and
-    `InvalidInputError` if it is empty or too long.
-    """
+    """The prompt of a completion request. Raises `ApiError` for ids outside of the vocabulary, or spans that are not
+    ascending spans of the prompt, and `InvalidInputError` if it is empty or too long."""
     spans = request.cacheblend.chunks if request.cacheblend and request.cacheblend.chunks else []
     given = request.prompt
     if isinstance(given, list) and given and isinstance(given[0], str | list):
@@ -172,12 +163,10 @@ def with_argument_objects(messages: list[dict[str, Any]]) -> list[dict[str, Any]
 
 
 class TextLimit:
-    """The longest texts that fit a model's context: what is too long is refused before it is tokenised.
-
-    A token stands for at most as many characters as the tokenizer's longest one has. Text that is long but within that
-    bound is counted piece by piece, and refused at the piece with which it exceeds the context: tokenising 16 MB takes
-    seconds and 1.5 GB.
-    """
+    """The longest texts that fit a model's context: what is too long is refused before it is tokenised. A token stands
+    for at most as many characters as the tokenizer's longest one has. Text that is long but within that bound is
+    counted piece by piece, and refused at the piece with which it exceeds the context: tokenising 16 MB takes seconds
+    and 1.5 GB."""
 
     def __init__(self, engine: BlendEngine, max_tokens: int | None = None) -> None:
         self._builder = engine.builder

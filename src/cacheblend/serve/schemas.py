@@ -62,9 +62,7 @@ def check_unicode(body: Any) -> None:
 
 class Closed(BaseModel):
     """An object that refuses fields that it does not have: one by one, or all of them by the first, if there are many.
-
-    Each would be an error of its own, made on the server's loop: 260,000 take seconds and a gigabyte.
-    """
+    Each would be an error of its own, made on the server's loop: 260,000 take seconds and a gigabyte."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -81,9 +79,7 @@ class Closed(BaseModel):
 
 class Body(Closed):
     """The body of a request; refuses text that is not valid Unicode, which no tokenizer and no answer can encode.
-
-    `refused` and `accepted` as of `check_fields`; None: pydantic refuses unknown fields, or ignores them.
-    """
+    `refused` and `accepted` as of `check_fields`; None: pydantic refuses unknown fields, or ignores them."""
 
     model_config = ConfigDict(extra="ignore")
     refused: ClassVar[Mapping[str, Refused] | None] = None
@@ -114,13 +110,7 @@ class Form(Closed):
 
 
 class JsonSchema(Form):
-    """The schema of a `ResponseFormat`.
-
-    Attributes:
-        schema_: the schema; ``schema`` in JSON.
-        strict: nothing comes of it: every answer has the schema's form.
-        name, description: nothing comes of them.
-    """
+    """The schema of a `ResponseFormat`. Nothing comes of the other fields; every answer has the schema's form."""
 
     schema_: Schema = Field(alias="schema")
     strict: bool = False
@@ -261,15 +251,9 @@ def wrong_value(where: str, value: Any, what: str) -> ApiError:
 
 
 class Extras(Closed):
-    """The field ``cacheblend`` of a request.
-
-    Attributes:
-        recompute_ratio: overrides the server's ratio.
-        selector: overrides the server's selector; another one than the server's has its default settings.
-        salt: chosen by the client; only requests with the same salt and key find the chunks stored under it.
-        mode: see `Mode`.
-        chunks: spans [start, stop) of a prompt that is given as token ids.
-    """
+    """The field ``cacheblend`` of a request. `recompute_ratio` and `selector` override the server's; another selector
+    than the server's has its default settings. `salt`: chosen by the client; only requests with the same salt and key
+    find the chunks stored under it. `chunks`: spans [start, stop) of a prompt that is given as token ids."""
 
     recompute_ratio: Ratio | None = None
     selector: Name | None = None
@@ -288,7 +272,6 @@ class RequestDocument(Closed):
 class ContentPart(BaseModel):
     """A part of a message's content."""
 
-    model_config = ConfigDict(extra="ignore")
     type: str
     text: str | None = None
 
@@ -302,13 +285,8 @@ class Message(BaseModel):
 
 
 class StreamOptions(Closed):
-    """Options of a stream.
-
-    Attributes:
-        include_usage: the last event has the usage, and no choice.
-        continuous_usage_stats: with it, each event has the usage so far, as vLLM has it.
-        include_obfuscation: events are not padded.
-    """
+    """Options of a stream. `include_usage`: the last event has the usage, and no choice. `continuous_usage_stats`: with
+    it, each event has the usage so far, as vLLM has it. `include_obfuscation`: events are not padded."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -328,7 +306,6 @@ Biases = Annotated[dict[int, Bias], Field(max_length=1024), BeforeValidator(_few
 class Sampling(Body):
     """Fields that all kinds of request have."""
 
-    model_config = ConfigDict(extra="ignore")
     refused: ClassVar[Mapping[str, Refused]] = REFUSED
     accepted: ClassVar[Mapping[str, str]] = ACCEPTED
 
@@ -433,7 +410,6 @@ class InputPart(BaseModel):
 class InputMessage(BaseModel):
     """A message of ``/v1/responses``; those that the server answered with have further fields."""
 
-    model_config = ConfigDict(extra="ignore")
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[InputPart], Field(max_length=4096, fail_fast=True)]

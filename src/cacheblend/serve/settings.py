@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from cacheblend.engines.shadow import ShadowSettings
 
 SERVER, BOUNDS = "Server", "Bounds"
-LONGEST_S = 1e6
-"""Upper bound of options that are seconds: eleven days."""
+LONGEST_S = 1e6  # upper bound of options that are seconds: eleven days
 
 
 @dataclass(frozen=True)

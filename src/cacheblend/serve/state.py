@@ -22,15 +22,12 @@ from cacheblend.serve.tenants import Tenants
 from cacheblend.serve.tool_calls import format_of
 
 T = TypeVar("T")
-PARSERS = 4
-"""Requests that are tokenised at a time."""
+PARSERS = 4  # requests that are tokenised at a time
 
 
 class ServerState:
-    """State of one server. Methods may be called from any thread, coroutines on the server's loop.
-
-    The engine stays open after the server has stopped; its owner closes it.
-    """
+    """State of one server. Methods may be called from any thread, coroutines on the server's loop. The engine stays
+    open after the server has stopped; its owner closes it."""
 
     def __init__(self, engine: BlendEngine, settings: ServeSettings) -> None:
         self.engine, self.settings = engine, settings
@@ -81,11 +78,9 @@ class ServerState:
         return await self._run(queue, request, work)
 
     async def run_serially(self, request: Request, work: Work[T]) -> T:
-        """Runs work that does not go through the scheduler (storing, explaining), a slice of it at a time.
-
-        The request's key takes turns with the others; a function's generator lets others go first at each ``yield``.
-        Raises as `parse`.
-        """
+        """Runs work that does not go through the scheduler (storing, explaining), a slice of it at a time. The
+        request's key takes turns with the others; a function's generator lets others go first at each ``yield``. Raises
+        as `parse`."""
         return await self._run(self._side, request, work)
 
     async def _run(self, queue: FairQueue, request: Request, work: Work[T]) -> T:
@@ -126,5 +121,4 @@ async def authenticate(request: Request) -> ApiKey:
     return key
 
 
-Key = Annotated[ApiKey, Depends(authenticate)]
-"""Parameter of a route that needs a key."""
+Key = Annotated[ApiKey, Depends(authenticate)]  # parameter of a route that needs a key

@@ -39,9 +39,8 @@ class Tenants:
 
     def remember_salt(self, key: ApiKey, salt: str) -> bool:
         """Notes that a client of this key uses a salt, so that chunks under it are listed and count for the quota.
-
-        False if it has used too many: then nothing may be stored under this one. A restarted server has forgotten all.
-        """
+        False if it has used too many: then nothing may be stored under this one. A restarted server has forgotten
+        all."""
         with self._lock:
             salts = self._salts.setdefault(key.name, {"": None})
             if len(salts) < _MAX_SALTS:
@@ -49,10 +48,8 @@ class Tenants:
             return salt in salts
 
     def manifests(self, key: ApiKey) -> list[ChunkManifest]:
-        """Chunks of a key, under any of its remembered salts, ordered by id.
-
-        Those that another process stored or dropped are known some seconds later. Raises `StoreError`.
-        """
+        """Chunks of a key, under any of its remembered salts, ordered by id. Those that another process stored or
+        dropped are known some seconds later. Raises `StoreError`."""
         self._listing.refresh()
         if not self._listing.has_read:
             self._listing.update()

@@ -29,8 +29,7 @@ T = TypeVar("T")
 Scan = Generator[None, None, T]
 
 SPACE = " \t\r\n"
-DEPTH = 64
-"""Nesting of an argument's values at most: what reads them is recursive."""
+DEPTH = 64  # nesting of an argument's values at most: what reads them is recursive
 _STRUCTURE = re.compile(r"""["'\\()\[\]{}]""")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _NAME = re.compile(r"[\w.-]")
@@ -124,8 +123,7 @@ class Call(NamedTuple):
     arguments: str
 
 
-FoundCalls = tuple[list[Call], int]
-"""Calls, and where the text behind them begins."""
+FoundCalls = tuple[list[Call], int]  # calls, and where the text behind them begins
 
 
 @dataclass(frozen=True)
@@ -232,9 +230,7 @@ CHOICES = (AUTO, *FORMATS, NONE)
 
 def format_of(choice: str, chat_template: Any) -> Format | None:
     """The format that calls are read in; None: they are not read. Raises `InvalidInputError` for an unknown choice.
-
-    ``auto`` is the one that the tokenizer's template has, as far as it is known: a text, several by name, or None.
-    """
+    ``auto`` is the one that the tokenizer's template has, as far as it is known: a text, several by name, or None."""
     if choice not in CHOICES:
         raise InvalidInputError(f"there is no tool call parser {choice!r}; there are {', '.join(CHOICES)}")
     if choice != AUTO:

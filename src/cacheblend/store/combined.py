@@ -70,12 +70,10 @@ class CombinedDocuments(DocumentRecords):
 
 
 class CombinedStore(KVStore):
-    """A store that keeps everything in its members.
-
-    A call goes to all of them, and what they return is merged. Where and whether a block is read or written is up to
-    the subclass, and so is `stats`. Tiers of one kind are told apart by numbers, see `KVStore.tier_names`.
-    Of `most_found` blocks it is remembered where they were found. The members are closed with this store.
-    """
+    """A store that keeps everything in its members. A call goes to all of them, and what they return is merged. Where
+    and whether a block is read or written is up to the subclass, and so is `stats`. Tiers of one kind are told apart by
+    numbers, see `KVStore.tier_names`. Of `most_found` blocks it is remembered where they were found. The members are
+    closed with this store."""
 
     def __init__(self, members: Sequence[KVStore], tiers: Sequence[KVStore], most_found: int) -> None:
         self.members, self._tiers, self._most_found = tuple(members), tuple(tiers), most_found
@@ -212,11 +210,8 @@ class TieredStore(CombinedStore):
     tier, which says where this process would read whole records from: the process that plans cannot know what the
     ranks hold in theirs. There "disk" means: from the disk, or from memory where a rank has read it before.
 
-    Args:
-        front: memory, or a GPU's; with a bound of 0 bytes it holds nothing and every read goes to the back.
-        back: any store.
-        keeps_written: the front keeps what is written, too; False: only what is read.
-    """
+    `front`: memory, or a GPU's; with a bound of 0 bytes it holds nothing and every read goes to the back.
+    `keeps_written`: the front keeps what is written, too; False: only what is read."""
 
     def __init__(self, front: MemoryStore, back: KVStore, *, keeps_written: bool = True) -> None:
         super().__init__([back], (front, back), most_found=16_384)

@@ -98,15 +98,10 @@ class MemoryStore(KVStore):
     tiered store fills it. A block is found once all its layers are there with all heads. The bound and the policy count
     all of it.
 
-    Args:
-        max_bytes: bound on the records' bytes, see `default_memory_bytes`; 0 holds nothing.
-        eviction: the policy's name, see `eviction_of`.
-        ttl: seconds without use after which an unpinned block is removed; None: no limit.
-        residence: where records are kept: ordinary or page-locked memory, or a GPU's.
-
-    Raises:
-        InvalidInputError: a negative bound, an unknown policy, or a `ttl` that is not above 0.
-    """
+    `max_bytes`: bound on the records' bytes, see `default_memory_bytes`; 0 holds nothing. `eviction`: the policy's
+    name, see `eviction_of`. `ttl`: seconds without use after which an unpinned block is removed; None: no limit.
+    `residence`: where records are kept: ordinary or page-locked memory, or a GPU's. Raises `InvalidInputError`: a
+    negative bound, an unknown policy, or a `ttl` that is not above 0."""
 
     def __init__(
         self,

@@ -58,14 +58,10 @@ class PageLocked:
     torch's own comes in powers of two; here a block takes whole pages (4 KiB each). Locking takes long, and letting go
     may wait for the device, so memory that became free stays locked for the next records of its size.
 
-    Args:
-        register, unregister: lock memory (address, bytes), and let it go (address); None: CUDA's.
-        spare_bytes: of memory that is free and stays locked, at most.
-        is_required: False: where no more memory can be locked, records lie in ordinary memory; so they do where CUDA
-            refuses to lock memory for any other reason.
-
-    Raises `InvalidInputError`: there is no GPU that could copy from it.
-    """
+    `register`, `unregister`: lock memory (address, bytes), and let it go (address); None: CUDA's. `spare_bytes`: of
+    memory that is free and stays locked, at most. Unless `is_required`, records lie in ordinary memory where no more
+    can be locked; so they do where CUDA refuses to lock memory for any other reason. Raises `InvalidInputError`: there
+    is no GPU that could copy from it."""
 
     tier, copies = "memory", True
 
@@ -135,7 +131,7 @@ class PageLocked:
                 return
 
 
-class OnDevice:
+class OnDevice(Here):
     """Memory of a GPU (of any device in tests)."""
 
     tier, copies = "cuda", True
@@ -150,11 +146,8 @@ class OnDevice:
         except torch.OutOfMemoryError:
             return None
 
-    def taken(self, records: Sequence[torch.Tensor]) -> int:
-        return sum(record.nbytes for record in records)
 
-
-Residence = Here | PageLocked | OnDevice
+Residence = Here | PageLocked
 HERE = Here()
 
 

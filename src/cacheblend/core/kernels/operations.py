@@ -52,13 +52,10 @@ def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class Operation(Generic[F]):
-    """One operation, in plain PyTorch and as a kernel; safe to use from several threads.
-
-    Args:
-        kernel: imports and returns the kernel; raises `ImportError` where what it is written in is not installed.
-        differs: (kernel, plain, device, dtype) to what differs between them on a small input; "" if they agree.
-        serves: whether the kernel is made for a device and dtype.
-    """
+    """One operation, in plain PyTorch and as a kernel; safe to use from several threads. `kernel` imports and returns
+    the kernel, and raises `ImportError` where what it is written in is not installed. `differs`: (kernel, plain,
+    device, dtype) to what differs between them on a small input; "" if they agree. `serves`: whether the kernel is made
+    for a device and dtype."""
 
     def __init__(
         self,

@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 import torch
 
 from cacheblend.core.errors import BlockLostError, LoadTimeoutError
-from cacheblend.core.load.breaker import PAUSE_S
 from cacheblend.core.load.threads import DaemonPool, submit_or_call
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import BlockEntry, BlockSource, RecordMemory
+
+PAUSE_S = 5.0  # seconds for which what did not answer is not asked again
 
 LOAD_TIMEOUT = "load timeout"
 """In figures: what is computed because loading it takes longer. A decision, and no failure."""
@@ -80,13 +81,9 @@ class LoadBudget:
     All waits are taken from the budget, but no tier is given up for another's: each has `LEAST_S` of its own, look-ups
     too (or as long as `seconds`, where that is less).
 
-    Args:
-        seconds: in all; None: as long as `measure` says, but at least `LEAST_S`.
-        measure: how long computing what is loaded takes, in seconds; called once `LEAST_S` have been spent, since it
-            may have to be measured first. None: no bound.
-        late_tiers: what other requests have given up, which is not waited for; None: nothing.
-        clock: seconds of any origin.
-    """
+    `seconds`: in all; None: as long as `measure` says, but at least `LEAST_S`. `measure`: how long computing what is
+    loaded takes, in seconds; called once `LEAST_S` have been spent, since it may have to be measured first; None: no
+    bound. `late_tiers`: what other requests have given up, which is not waited for. `clock`: seconds of any origin."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from cacheblend.core.errors import InvalidInputError, check_type
 from cacheblend.core.load.capture import ChunkJob, manifest_of
-from cacheblend.core.names import BlockName, TokenIds, as_token_ids, join_ids, state_name
+from cacheblend.core.names import BlockName, TokenIds, as_token_ids, grouped, join_ids, state_name
 from cacheblend.core.plan.prompt import Segment, chunk
 from cacheblend.engines.documents import (
     COLLECTION,
@@ -167,14 +167,9 @@ class DocumentSync:
                 self._known[each.name] = each
 
     def put(self, documents: Iterable[DocumentLike], progress: Progress | None = None) -> None:
-        """Stores documents, or what changed of them.
-
-        Raises:
-            InvalidInputError: two documents with one id, or one without.
-            ModelChangedError: the model's adapters were switched meanwhile.
-            StoreError: the store is full or cannot be written to; what was stored before stays, and is not computed
-                again by the next sync.
-        """
+        """Stores documents, or what changed of them. Raises `InvalidInputError`: two documents with one id, or one
+        without; `ModelChangedError`: the model's adapters were switched meanwhile; `StoreError`: the store is full or
+        cannot be written to; what was stored before stays, and is not computed again by the next sync."""
         for done in self.steps(documents, _BATCH_TOKENS):
             if progress is not None and done is not None:
                 progress(done)
@@ -397,11 +392,4 @@ class DocumentSync:
 
 def slices(segments: Iterable[Segment], tokens: int) -> Iterator[list[Segment]]:
     """The segments in groups of about so many tokens."""
-    group: list[Segment] = []
-    for segment in segments:
-        if group and sum(map(len, group)) + len(segment) > tokens:
-            yield group
-            group = []
-        group.append(segment)
-    if group:
-        yield group
+    return grouped(segments, lambda group, segment: sum(map(len, group)) + len(segment) <= tokens)

@@ -62,12 +62,10 @@ class PromptReader:
 
     def chat(self, messages: Sequence[Message], documents: Sequence[PassageLike] = (), **options: Any) -> Prompt:
         """A message list through the model's chat template; passages are content parts of type ``chunk``, or documents.
-
         A message is ``{"role", "content"}``; its content is a text, or a list of parts, ``{"type": "text" or "chunk",
         "text"}``, texts, or whatever else `Passage.of` takes. Documents, in such a form too, go to the template, or, if
         it does not use them, before the last user message; options are the template's, e.g. ``tools``. Raises as
-        `read`, or where the template does not accept the messages.
-        """
+        `read`, or where the template does not accept the messages."""
         passages = [Passage.of(each, f"document {number}") for number, each in enumerate(_as_list(documents), 1)]
         return self.read(self._needed_builder().chat(_messages(messages), passages, **options))
 

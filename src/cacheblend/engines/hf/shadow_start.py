@@ -18,17 +18,8 @@ def watch(engine: BlendEngine, settings: ShadowSettings, *, seed: int | None = N
     scheduler that is never idle, the check takes as large a share of the time as of the requests. With a floor, the
     engine's ratio may be raised for requests that name none.
 
-    Args:
-        engine: with no check yet.
-        settings: of the check.
-        seed: of what is drawn; None: another one each time.
-
-    Returns:
-        What is found: figures, history, and the ratio in force.
-
-    Raises:
-        InvalidInputError: the engine has a check already.
-    """
+    `seed`: of what is drawn; None: another one each time. Returns what is found: figures, history, and the ratio in
+    force. Raises `InvalidInputError`: the engine has a check already."""
     check_type(engine, FollowedModel, "engine", "a BlendEngine")
     check_type(settings, ShadowSettings, "settings")
     if engine.shadow is not None:

@@ -17,7 +17,7 @@ from cacheblend.core.errors import InvalidInputError, ModelChangedError, StoreUn
 from cacheblend.core.fuse.prefill import PrefillResult
 from cacheblend.core.load.capture import CapturedChunk, ChunkJob, blocks_of, manifest_of, publish
 from cacheblend.core.load.threads import DaemonPool
-from cacheblend.core.names import BlockName, TokenIds, join_ids, state_name
+from cacheblend.core.names import BlockName, TokenIds, grouped, join_ids, state_name
 from cacheblend.core.plan.blocks import Block
 from cacheblend.core.plan.codec import codec_of
 from cacheblend.core.plan.plan import Source
@@ -130,7 +130,9 @@ class ChunkWarmer:
         done = len(jobs) - len(missing)
         if progress is not None:
             progress(done, len(jobs))
-        for batch in _batches(missing, self._config.capture_batch_tokens):
+        most = self._config.capture_batch_tokens
+        # Jobs of similar length together, with padding at most as many tokens, but at least one job.
+        for batch in grouped(sorted(missing, key=len), lambda batch, job: len(job) * (len(batch) + 1) <= most):
             for captured in self._compute(batch, state, planner):
                 self.keeper.store(captured)
             done += len(batch)
@@ -309,15 +311,3 @@ class ChunkWarmer:
 
     def _is_current(self, state: ModelState) -> bool:
         return self._adapters.latest_version() == state.adapted.version
-
-
-def _batches(jobs: Sequence[ChunkJob], tokens: int) -> Iterator[list[ChunkJob]]:
-    """Batches of jobs of similar length, each of at most `tokens` tokens with padding, but at least one job."""
-    batch: list[ChunkJob] = []
-    for job in sorted(jobs, key=len):
-        if batch and len(job) * (len(batch) + 1) > tokens:
-            yield batch
-            batch = []
-        batch.append(job)
-    if batch:
-        yield batch

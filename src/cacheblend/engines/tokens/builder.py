@@ -196,12 +196,10 @@ class PromptBuilder:
 
     def chat(self, messages: Sequence[Message], documents: Sequence[Passage] = (), **options: Any) -> Prompt:
         """A message list rendered by the model's chat template; special tokens are parsed in the template's text alone.
-
         Content parts of type ``chunk`` are chunks, as far as the template uses them; documents for which it has no
         place start the last user message; options are the template's, e.g. ``tools``. The prompt says how many contents
         the template changed. Raises `InvalidInputError`: no chat template, no message, the template refuses them, or a
-        text has a lone surrogate.
-        """
+        text has a lone surrogate."""
         if not messages:
             raise InvalidInputError("the message list is empty; it needs at least one message")
         if not self._tokenizer.chat_template:

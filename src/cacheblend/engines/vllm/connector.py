@@ -159,7 +159,7 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
             finder,
             self._block_size,
             bytes_per_token=interface.kv_layout(self._vllm_config).block_bytes(1),
-            longest=interface.longest(self._vllm_config),
+            longest=int(self._vllm_config.model_config.max_model_len),
             windows=windows,
             watch=watch,
             window=min(limits, default=None),

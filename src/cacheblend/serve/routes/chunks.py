@@ -214,10 +214,8 @@ def page_of(
     read: Callable[[BlockName], T | None],
     show: Callable[[list[T]], list[Any]],
 ) -> dict[str, Any]:
-    """One page of the entries that `read` finds for ordered names, as `show` has them; only its own are read.
-
-    `after` names the last entry of the page before, which may be gone; raises `ApiError` if it is no hexadecimal name.
-    """
+    """One page of the entries that `read` finds for ordered names, as `show` has them; only its own are read. `after`
+    names the last entry of the page before, which may be gone; raises `ApiError` if it is no hexadecimal name."""
     try:
         before = BlockName(bytes.fromhex(after))
     except ValueError:
@@ -231,10 +229,8 @@ def page_of(
 
 
 def _put(state: ServerState, asked: DocumentsRequest, key: ApiKey) -> Generator[None, None, dict[str, Any]]:
-    """Stores documents; a dry run says first whether they fit into the key's quota.
-
-    What was stored stays if it ends early, for whatever reason: the next post of the same documents goes on from there.
-    """
+    """Stores documents; a dry run says first whether they fit into the key's quota. What was stored stays if it ends
+    early, for whatever reason: the next post of the same documents goes on from there."""
     engine, tenants = state.engine, state.tenants
     if not tenants.remember_salt(key, asked.salt):
         raise ApiError(403, "this key has used too many salts; nothing is stored under a new one", code="quota")

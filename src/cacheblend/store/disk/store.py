@@ -16,16 +16,9 @@ import torch
 
 from cacheblend.core.errors import BlockLostError, StoreError, StoreFullError, check_type
 from cacheblend.core.load.threads import DaemonPool, results_of, submit_or_call
-from cacheblend.core.names import BlockName
+from cacheblend.core.names import BlockName, grouped
 from cacheblend.core.plan.blocks import Block, BlockEntry, RecordMemory
-from cacheblend.store.base import (
-    LOGGER_NAME,
-    SMALL_FILE_BYTES,
-    Progress,
-    StoreStats,
-    check_block,
-    check_max_bytes,
-)
+from cacheblend.store.base import LOGGER_NAME, SMALL_FILE_BYTES, Progress, StoreStats, check_block, check_max_bytes
 from cacheblend.store.disk.block_files import BlockFiles
 from cacheblend.store.disk.capacity import Capacity
 from cacheblend.store.disk.folder import (
@@ -267,17 +260,11 @@ class DiskStore(SharedStore):
         self._files.close()
 
 
-def chains_of(blocks: Sequence[Block]) -> list[list[Block]]:
+def chains_of(blocks: Sequence[Block]) -> Iterator[list[Block]]:
     """What is written as one file: blocks that follow each other, of one layout, up to `_READ_BYTES` of a layer. A
     block that is longer than the one before it begins a passage behind what many passages begin with. It lies apart:
     what they share stays for long, and must not keep the bytes of one that is deleted."""
-    chains: list[list[Block]] = []
-    for block in blocks:
-        if chains and _continues(chains[-1], block):
-            chains[-1].append(block)
-        else:
-            chains.append([block])
-    return chains
+    return grouped(blocks, _continues)
 
 
 def _continues(chain: Sequence[Block], block: Block) -> bool:

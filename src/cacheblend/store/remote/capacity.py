@@ -21,7 +21,7 @@ _RECOUNT_S = 30.0  # other processes write too
 class RemoteCapacity:
     """The bound of one place; safe to call from several threads. `max_bytes`: of what all writers store, manifests and
     documents' records included, None: eviction is left to the other side; `drop`: removes blocks and returns which were
-    held; `asking`: see `CircuitBreaker.asking`."""
+    held; `asking`: see `SharedStore.asking`."""
 
     def __init__(
         self,

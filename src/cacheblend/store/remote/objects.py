@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple, Protocol
 
-from cacheblend.core.names import BlockName
+from cacheblend.core.names import BlockName, grouped
 from cacheblend.store.sealed import Bytes, SealedPlace
 
 
@@ -89,14 +89,7 @@ class Objects(SealedPlace, Protocol):
 
 def runs_of(ranges: Sequence[Range]) -> Iterator[list[Range]]:
     """The ranges in their order, those together that continue the one before them."""
-    run: list[Range] = []
-    for each in ranges:
-        if run and (run[-1].name != each.name or run[-1].last != each.first):
-            yield run
-            run = []
-        run.append(each)
-    if run:
-        yield run
+    return grouped(ranges, lambda run, each: run[-1].name == each.name and run[-1].last == each.first)
 
 
 def parts_of(run: Sequence[Range], data: Bytes | None) -> list[Bytes | None]:

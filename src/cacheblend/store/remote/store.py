@@ -15,13 +15,8 @@ from dataclasses import replace
 
 import torch
 
-from cacheblend.core.errors import (
-    BlockDamagedError,
-    BlockLostError,
-    StoreError,
-    StoreUnreachableError,
-)
-from cacheblend.core.load.breaker import CircuitBreaker
+from cacheblend.core.errors import BlockDamagedError, BlockLostError, StoreError, StoreUnreachableError
+from cacheblend.core.load.budget import PAUSE_S
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, RecordMemory
 from cacheblend.store.base import (
@@ -54,7 +49,8 @@ class RemoteStore(SharedStore):
     def __init__(
         self, objects: Objects, max_bytes: int | None = None, *, read_only: bool = False, ttl: float | None = None
     ) -> None:
-        self._objects, self._expiry, self._breaker = objects, Expiry(ttl), CircuitBreaker(objects.place)
+        self._objects, self._expiry = objects, Expiry(ttl)
+        self._resume_at = -math.inf  # until then the place, which did not answer, is not asked
         super().__init__(objects, read_only, f"{objects.place} was opened read-only: open it without read_only")
         self._capacity: RemoteCapacity = RemoteCapacity(objects, max_bytes, self._drop, self._manifests, self.asking)
         self._known: OrderedDict[BlockName, BlockHeader] = OrderedDict()
@@ -67,7 +63,7 @@ class RemoteStore(SharedStore):
 
     @property
     def is_reachable(self) -> bool:
-        return not self._breaker.is_paused
+        return time.monotonic() >= self._resume_at
 
     def round_trip_s(self, tier: str) -> float:
         """As the last look-ups took, and readings of headers; 0: none yet."""
@@ -89,7 +85,7 @@ class RemoteStore(SharedStore):
         try:
             headers = self._look_up(names)
         except StoreUnreachableError:
-            pass  # the breaker has logged it
+            pass  # `asking` has logged it
         except StoreError as error:
             logger.warning("%s", error)
         found = [replace(headers[name].entry, tier=self._objects.tier) if name in headers else None for name in names]
@@ -117,16 +113,6 @@ class RemoteStore(SharedStore):
         held = dict(zip(names, data, strict=True))
         learnt = self._learnt({name: header for name, header in held.items() if name not in known})
         return {name: header for name, header in (known | learnt).items() if held[name] is not None}
-
-    def _headers(self, names: Sequence[BlockName]) -> dict[BlockName, BlockHeader]:
-        """Headers of the blocks that are held, from the cache or in one call."""
-        known = self._cached(names)
-        missing = list(dict.fromkeys(name for name in names if name not in known))
-        if missing:
-            with self._round_trip():
-                data = self._objects.headers(missing)
-            known |= self._learnt(dict(zip(missing, data, strict=True)))
-        return known
 
     def _cached(self, names: Sequence[BlockName]) -> dict[BlockName, BlockHeader]:
         with self._lock:
@@ -173,9 +159,14 @@ class RemoteStore(SharedStore):
     def _records(
         self, names: Sequence[BlockName], layers: range, heads: slice | None
     ) -> dict[BlockName, list[torch.Tensor] | BlockLostError | DamagedError]:
-        """Records of each block, or what is wrong with it. Of a block whose header is held without its records the
-        rest is removed."""
-        headers = self._headers(names)
+        """Records of each block, or what is wrong with it; `names` are distinct. Of a block whose header is held
+        without its records the rest is removed."""
+        headers = self._cached(names)
+        unknown = [name for name in names if name not in headers]
+        if unknown:
+            with self._round_trip():
+                read = self._objects.headers(unknown)
+            headers |= self._learnt(dict(zip(unknown, read, strict=True)))
         ranges = [_range(header, layer, heads) for header in headers.values() for layer in layers]
         with self.asking():
             data = iter(self._objects.records(ranges))
@@ -235,7 +226,7 @@ class RemoteStore(SharedStore):
             return self._drop([name])[0]
 
     def _drop(self, names: Sequence[BlockName]) -> list[bool]:
-        """Removes blocks; which of them were held. Not through the breaker: the caller's call is."""
+        """Removes blocks; which of them were held. The caller is within `asking`."""
         self._forget(names)
         return self._objects.delete(names) if names else []
 
@@ -281,8 +272,19 @@ class RemoteStore(SharedStore):
     def close(self) -> None:
         self._objects.close()
 
-    def asking(self) -> AbstractContextManager[None]:
-        return self._breaker.asking()
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        """A circuit breaker: after a call that was not answered, or too late, others raise `StoreUnreachableError` at
+        once for `PAUSE_S`, so that requests wait for the place once, and not for every block."""
+        left = self._resume_at - time.monotonic()
+        if left > 0:
+            raise StoreUnreachableError(f"{self._objects.place} did not answer; asked again in {left:.0f} s")
+        try:
+            yield
+        except StoreUnreachableError as error:
+            self._resume_at = max(self._resume_at, time.monotonic() + PAUSE_S)
+            logger.warning("%s; requests are computed without it, and it is asked again in %.0f s", error, PAUSE_S)
+            raise
 
     def reserved(self, nbytes: int, name: BlockName, what: str) -> AbstractContextManager[None]:
         return self._capacity.reserved(nbytes, name, what)

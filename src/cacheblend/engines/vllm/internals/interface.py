@@ -105,11 +105,6 @@ def attend_paged(
     return output
 
 
-def longest(config: VllmConfig) -> int:
-    """Tokens of a request at most."""
-    return int(config.model_config.max_model_len)
-
-
 def sliding_window(config: VllmConfig) -> int | None:
     """Rows that a row attends to at most; None: any."""
     return getattr(config.model_config.hf_text_config, "sliding_window", None) or None

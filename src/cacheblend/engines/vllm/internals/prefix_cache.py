@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
+from cacheblend.core.kernels.attention import first_key
 from cacheblend.engines.vllm.internals.interface import has_images
 
 NULL_BLOCK = 0  # vLLM's block that belongs to no request, and stands in tables for rows that a window has passed
@@ -53,11 +54,6 @@ def refused_groups(kv_cache_config: Any) -> str:
         return f"groups of KV cache of the kind {', '.join(others)} beside others ({way_out})"
     sizes = sorted({int(group.kv_cache_spec.block_size) for group in groups})
     return f"groups of KV cache with blocks of {' and '.join(map(str, sizes))} tokens ({way_out})" if sizes[1:] else ""
-
-
-def first_seen(row: int, window: int | None) -> int:
-    """The first row that the rows from this one on attend to."""
-    return 0 if window is None else max(0, row - window + 1)
 
 
 def salt_from(request: Any, first_token: int, block_size: int, salt: bytes) -> int:
@@ -121,7 +117,7 @@ class PrefixCache:
         found, kept = [], []
         for group, (window, table) in enumerate(zip(self._windows, tables, strict=True)):
             own = list(table[:count])
-            first = first_seen(stop, window) // self._block_size
+            first = first_key(stop, window) // self._block_size
             for at in range(first, count if self._manager is not None else 0):
                 if own[at] == NULL_BLOCK and (block := self._find(request.block_hashes[at], group)):
                     own[at] = block[0].block_id

@@ -24,10 +24,11 @@ from typing import Any, NamedTuple
 import torch
 
 from cacheblend.core.errors import ModelNotBlendableError
+from cacheblend.core.kernels.attention import first_key
 from cacheblend.core.kernels.float8 import FLOAT8, Float8
 from cacheblend.engines.vllm.internals.interface import attend_paged, write_paged
 from cacheblend.engines.vllm.internals.kv_cache import fp8_scales
-from cacheblend.engines.vllm.internals.prefix_cache import NULL_BLOCK, first_seen
+from cacheblend.engines.vllm.internals.prefix_cache import NULL_BLOCK
 from cacheblend.engines.vllm.jobs import BlendJob
 
 NO_SLOT = -1  # vLLM's slot of a row that must not be written
@@ -239,7 +240,7 @@ class RequestRows:
 
     def __init__(self, job: BlendJob, groups: LayerGroups, block_size: int, device: torch.device) -> None:
         first, self._of_layer = job.local_tokens, groups.of_layer
-        starts = [first_seen(first, window) // block_size for window in groups.windows]
+        starts = [first_key(first, window) // block_size for window in groups.windows]
         tables = zip(starts, job.held_ids or job.block_ids, strict=True)
         held = [table[start : -(-first // block_size)] for start, table in tables]
         self.is_held = first > 0 and not any(NULL_BLOCK in table for table in held)
