@@ -37,7 +37,7 @@ def summary(of: Inspection, layers: Sequence[int] | None = None) -> dict[str, An
         "loaded_tokens": len(of.candidates),
         "recomputed_tokens": len(of.recomputed),
         "compute": _plain({name: method.compute for name, method in methods.items()}),
-        "first_token": {name: _plain(method.agreement.to_dict()) for name, method in compared.items()},
+        "first_token": {name: _plain(vars(method.agreement)) for name, method in compared.items()},
         "layers": [_plain(each) for each in by_layer],
         "attention_deviation_by_ratio": {
             name: [_point(point) for point in points] for name, points in of.curves.items()

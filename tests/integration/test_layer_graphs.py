@@ -38,7 +38,7 @@ PLAIN = LATENT | STATES | {"gemma4_text", "gemma4_unified_text"}
 
 
 class Again:
-    """A `Recorder`: runs the same code again, in two parts."""
+    """In the place of a `CudaRecorder`: runs the same code again, in two parts."""
 
     def __init__(self, factor: float = 1.0, error: Exception | None = None) -> None:
         self.factor, self.error, self.replays, self.here = factor, error, 0, True
@@ -122,7 +122,9 @@ def graphed(engine: Any, recorder: Again) -> Any:
 
 
 @pytest.mark.parametrize("family", rotating(FAMILIES))
-def test_blends_answers_and_full_prefills_are_those_of_plain_layers(family: str) -> None:
+def test_blends_answers_and_full_prefills_are_those_of_plain_layers(
+    family: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model, recorder = tiny_model(family), Again()
     selectors = [Hkvd((1, 2), (ratio, ratio)) for ratio in (0.2, 0.4, 1.0)]
     with open_engine(model) as engine:
@@ -138,7 +140,9 @@ def test_blends_answers_and_full_prefills_are_those_of_plain_layers(family: str)
         assert_close(one.result.logits, plain.result.logits, TOLERANCE, f"pass {number}")
         if family in ATTENDING:
             assert_same(one.result, plain.result.logits, plain.result.kv, TOLERANCE)
-    assert (recorder.replays > 0) == (family not in PLAIN)
+    is_mixture = "it waits for the device" in caplog.text
+    assert recorder.replays == 0 if family in PLAIN else recorder.replays > 0 or is_mixture
+    assert is_mixture or "without graphs" not in caplog.text
 
 
 class Scene:

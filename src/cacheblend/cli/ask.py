@@ -81,7 +81,7 @@ def _compare(engine: "BlendEngine", prompt: "Prompt", params: "SamplingParams", 
     close = agreement(engine.prefill(prompt).logits, full.logits)
     speedup = full.ttft_s / blended.report.ttft_s
     recomputed = {"answer": text, "token_ids": ids, "ttft_s": full.ttft_s, "speedup": speedup}
-    recomputed["first_token"] = close.to_dict()
+    recomputed["first_token"] = vars(close)
     if not as_json:
         output.console().print("full recompute", style="bold")
         output.write(f"{text}\n")

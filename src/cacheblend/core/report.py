@@ -70,5 +70,4 @@ class BlendReport:
         return sum(self.hit_tokens.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return asdict(self) | {"loaded_tokens": self.loaded_tokens}

@@ -156,7 +156,6 @@ class Tried:
     stopped: bool  # stopped early, because it could no longer reach the bar
 
     def to_dict(self) -> dict[str, Any]:
-        """As a dict for JSON."""
         measured = None if self.found is None else asdict(self.found)
         return asdict(self.candidate) | {"passes": self.passes, "stopped": self.stopped, "measured": measured}
 
@@ -177,7 +176,6 @@ class GateResult:
     skipped: Skipped = field(default_factory=Skipped)
 
     def to_dict(self) -> dict[str, Any]:
-        """As a dict for JSON."""
         bar = self.bar
         return {
             "verdict": self.verdict,

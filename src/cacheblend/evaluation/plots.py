@@ -50,9 +50,7 @@ _AXES: dict[str, tuple[str, Callable[[dict[str, Any]], float | None]]] = {
 
 def draw(summary: dict[str, Any], folder: Path, *, data: str = "") -> list[Path]:
     """Draws a file for each quality and axis with data into the folder, ``<quality>-<axis>.png``; `data`: for titles.
-
-    Qualities are the scorers with scores; without any, the agreement of the first token with full recompute.
-    """
+    Qualities are the scorers with scores; without any, the agreement of the first token with full recompute."""
     import matplotlib
 
     scored = [

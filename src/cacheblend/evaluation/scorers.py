@@ -49,10 +49,8 @@ class WordF1:
 
 @dataclass(frozen=True)
 class TokenF1:
-    """F1 over the token ids of the normalised texts, as the CacheBlend authors compute it.
-
-    Only the first line of the answer counts; if it begins with yes or no, it is reduced to that word.
-    """
+    """F1 over the token ids of the normalised texts, as the CacheBlend authors compute it. Only the first line of the
+    answer counts; if it begins with yes or no, it is reduced to that word."""
 
     encode: Encode  # gives the token ids of a text, without special tokens
     name: str = "f1-tokens"

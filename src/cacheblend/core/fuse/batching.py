@@ -145,12 +145,10 @@ class PrefillBatcher(Generic[Job]):
         return chosen
 
     def advance(self, jobs: Sequence[Job], most_rows: int | None = None) -> list[tuple[Job, Exception | None]]:
-        """Runs one layer of the jobs that `next` chose; returns each with its error, or None.
-
-        If a shared tile fails, all jobs with rows in it fail. The caller must `remove` jobs that are done or failed.
-        With `most_rows`, the layer is left after the tile that reaches so many rows, and goes on in the next call; then
-        nothing is returned, and `next` gives the same jobs again.
-        """
+        """Runs one layer of the jobs that `next` chose; returns each with its error, or None. If a shared tile fails,
+        all jobs with rows in it fail. The caller must `remove` jobs that are done or failed. With `most_rows`, the
+        layer is left after the tile that reaches so many rows, and goes on in the next call; then nothing is returned,
+        and `next` gives the same jobs again."""
         if self._under_way is None:
             steps = [job.next_layer() for job in jobs]
             self._under_way = list(jobs), TogetherPass(steps, self._join, self._tile_rows, self._isolate)

@@ -97,14 +97,11 @@ class QuestionPass:
 
     @property
     def attention(self) -> torch.Tensor:
-        """The attention to each row of the runner, [rows] fp32.
-
-        For each row: the maximum over layers, heads and asking rows of (the asking row's weight - the weight of a
-        generic row). The generic row is the first row of the suffix, which has seen no word of the question, or of the
-        span; the subtraction removes what every row attends to (above all sinks). In a suffix of one row nothing is
-        subtracted. The maximum, not the sum: only few heads look facts up, and a sum over all heads hides them
-        (docs/log.md).
-        """
+        """The attention to each row of the runner, [rows] fp32. For each row: the maximum over layers, heads and asking
+        rows of (the asking row's weight - the weight of a generic row). The generic row is the first row of the suffix,
+        which has seen no word of the question, or of the span; the subtraction removes what every row attends to (above
+        all sinks). In a suffix of one row nothing is subtracted. The maximum, not the sum: only few heads look facts
+        up, and a sum over all heads hides them (docs/log.md)."""
         counted = [row.index_fill(0, own, 0.0) for row, own in zip(self._received, self._own, strict=True)]
         return torch.stack(counted).amax(0)[self._first :]
 

@@ -76,14 +76,12 @@ class LateTiers:
 
 
 class LoadBudget:
-    """Seconds that one request may wait for the store; used by one thread.
-
-    All waits are taken from the budget, but no tier is given up for another's: each has `LEAST_S` of its own, look-ups
-    too (or as long as `seconds`, where that is less).
-
-    `seconds`: in all; None: as long as `measure` says, but at least `LEAST_S`. `measure`: how long computing what is
-    loaded takes, in seconds; called once `LEAST_S` have been spent, since it may have to be measured first; None: no
-    bound. `late_tiers`: what other requests have given up, which is not waited for. `clock`: seconds of any origin."""
+    """Seconds that one request may wait for the store; used by one thread. All waits are taken from the budget, but no
+    tier is given up for another's: each has `LEAST_S` of its own, look-ups too (or as long as `seconds`, where that is
+    less). `seconds`: in all; None: as long as `measure` says, but at least `LEAST_S`. `measure`: how long computing
+    what is loaded takes, in seconds; called once `LEAST_S` have been spent, since it may have to be measured first;
+    None: no bound. `late_tiers`: what other requests have given up, which is not waited for. `clock`: seconds of any
+    origin."""
 
     def __init__(
         self,

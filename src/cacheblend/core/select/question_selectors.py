@@ -160,13 +160,11 @@ def ranks_by_attention(
     candidates: Candidates, pool: Pool, lead: int = 0, words: float = 0.0, head_rows: int = 0
 ) -> torch.Tensor:
     """The rank of each row, [n] int64 from 0: spans by their highest attention (`_attention_of`), then the rows of a
-    span by their own. Ties go to the first.
-
-    The attention of a span is also given to the `lead` spans in front of it in the same segment: models often keep the
-    content of a sentence in the first tokens of the next one, and the KV of those tokens is only right if the sentence
-    itself was recomputed. The first `head_rows` rows of a segment have at least half of the segment's highest
-    attention: they rank behind what was found, and in front of what is hardly attended to.
-    """
+    span by their own. Ties go to the first. The attention of a span is also given to the `lead` spans in front of it in
+    the same segment: models often keep the content of a sentence in the first tokens of the next one, and the KV of
+    those tokens is only right if the sentence itself was recomputed. The first `head_rows` rows of a segment have at
+    least half of the segment's highest attention: they rank behind what was found, and in front of what is hardly
+    attended to."""
     attention, segments = _attention_of(candidates, words)
     span, best = _spans(candidates, segments, pool, attention)
     of_segment = torch.zeros_like(span).scatter(0, span, segments)

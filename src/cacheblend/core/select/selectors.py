@@ -235,10 +235,8 @@ class Threshold(Selector):
 @dataclass(frozen=True)
 class Head(Selector):
     """The first tokens of each chunk (EPIC, LegoLink), which became attention sinks when the chunk was computed alone.
-
     Every chunk gets the same number of rows; with `recency` 1 in proportion to its place, 1, 2, ..., since a question
-    attends most to what stands right in front of it; in between, a mixture.
-    """
+    attends most to what stands right in front of it; in between, a mixture."""
 
     ratio: float
     recency: float = 0.0

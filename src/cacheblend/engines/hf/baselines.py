@@ -5,8 +5,7 @@ loop."""
 import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -46,9 +45,6 @@ class Agreement:
     kl: float  # KL(full || other), in nats
     top_1: bool  # both distributions have the same most likely token
     max_logit_error: float  # largest difference of a logit, divided by the standard deviation of the full logits
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def agreement(logits: torch.Tensor, full: torch.Tensor) -> Agreement:

@@ -16,11 +16,12 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from cacheblend.core.fuse.runner import Attend
 from cacheblend.core.kernels.attention import AttentionSpec
@@ -28,30 +29,17 @@ from cacheblend.engines.hf.view import LayerMask
 
 logger = logging.getLogger("cacheblend.graphs")
 
-MOST_ROWS = 2048
-"""Of more rows the device's work takes longer than starting it."""
+MOST_ROWS = 2048  # of more rows the device's work takes longer than starting it
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}  # of a row's mean
 _ONE_AT_A_TIME = threading.Lock()  # torch captures no two graphs at once in a process
 _WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 Replay = Callable[[], None]
-Path = tuple[Any, ...]
-"""Where a part of a layer's arguments stands."""
-
-
-class Recorder(Protocol):
-    """Keeps what is started on a device, to start it again."""
-
-    def is_here(self) -> bool:
-        """Whether what is started now runs behind what was started before: calls share memory."""
-
-    def record(self, run: Callable[[Replay], None]) -> tuple[Replay, Replay]:
-        """Starts again what `run` starts in front of the one call of its argument, and behind it. Raises what `run`
-        raises, and `RuntimeError` where something in it cannot be kept."""
+Path = tuple[Any, ...]  # where a part of a layer's arguments stands
 
 
 class CudaRecorder:
-    """A `Recorder` of CUDA graphs, which share the memory of their temporary results."""
+    """Keeps what is started on a device, to start it again. Graphs share the memory of their temporary results."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._main, self._side = device, torch.cuda.current_stream(device), _capture_stream(device)
@@ -59,9 +47,12 @@ class CudaRecorder:
             self._renew_pool()
 
     def is_here(self) -> bool:
+        """Whether what is started now runs behind what was started before: calls share memory."""
         return torch.cuda.current_stream(self._device) == self._main
 
     def record(self, run: Callable[[Replay], None]) -> tuple[Replay, Replay]:
+        """Starts again what `run` starts in front of the one call of its argument, and behind it. Raises what `run`
+        raises, and `RuntimeError` where something in it cannot be kept."""
         graphs: list[torch.cuda.CUDAGraph] = []
 
         def split() -> None:
@@ -126,22 +117,22 @@ def _capture_stream(device: torch.device) -> Any:
 class _Waits(TorchDispatchMode):
     """Notes what the host waits for inside: sizes or values that only the device knows, copies to the host."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = ""
-        self.is_listening = True
+    found, is_listening = "", True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if self.is_listening and (_WAITS & set(func.tags) or "grouped_mm" in str(func) or _leaves(args, out)):
-            self.found = self.found or str(func)
+        given, name = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)], str(func)
+        waits = _WAITS & set(func.tags) or "grouped_mm" in name
+        if name == "aten.index.Tensor":  # of numbers the size is known
+            waits = any(each.dtype in (torch.bool, torch.uint8) for each in given[1:])
+        to_host = isinstance(out, torch.Tensor) and not out.is_cuda and any(each.is_cuda for each in given)
+        if self.is_listening and (waits or to_host):
+            self.found = self.found or name
         return out
 
-
-def _leaves(args: Any, out: Any) -> bool:
-    """Whether a tensor was copied to the host."""
-    first = args[0] if args else None
-    return torch.is_tensor(first) and torch.is_tensor(out) and first.is_cuda and not out.is_cuda
+    def refuse(self) -> None:
+        if self.found:
+            raise RuntimeError(f"it waits for the device ({self.found})")
 
 
 @dataclass
@@ -162,7 +153,7 @@ class _Graphs:
 class LayerGraphs:
     """What the graphs of a model's layers share: they run one at a time."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: CudaRecorder) -> None:
         self.recorder, self.lock = recorder, threading.Lock()
         self._memory: dict[Hashable, torch.Tensor] = {}
         self._sources: dict[Hashable, torch.Tensor] = {}
@@ -202,11 +193,10 @@ class GraphedLayer:
         self._held = [held for part in parts for held in (part._parameters, part._buffers)]
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self._is_plain or hidden.shape[1] > MOST_ROWS or not self._shared.lock.acquire(blocking=False):
+        may = not self._is_plain and hidden.shape[1] <= MOST_ROWS and self._shared.recorder.is_here()
+        if not may or not self._shared.lock.acquire(blocking=False):
             return self._layer(hidden, *args, **kwargs)
         try:
-            if not self._shared.recorder.is_here():
-                return self._layer(hidden, *args, **kwargs)
             return self._run(hidden, _Call(args, kwargs, hidden.shape[1]))
         except _UnknownArgumentError:
             return self._layer(hidden, *args, **kwargs)
@@ -214,11 +204,11 @@ class GraphedLayer:
             self._shared.lock.release()
 
     def _run(self, hidden: torch.Tensor, call: "_Call") -> Any:
-        count, addresses, rows = hidden.shape[1], self._addresses(), padded(hidden.shape[1])
-        memory = {path: self._shared.argument((path, call.kind), each, rows) for path, each in call.tensors.items()}
-        graphs = self._graphs.get((rows, call.kind))
-        if graphs is None or graphs.addresses != addresses:
-            return self._capture(hidden, call, memory, rows, addresses)
+        call.addresses, argument = self._addresses(), self._shared.argument
+        call.memory = {path: argument((path, call.kind), each, call.rows) for path, each in call.tensors.items()}
+        graphs, count = self._graphs.get((call.rows, call.kind)), call.count
+        if graphs is None or graphs.addresses != call.addresses:
+            return self._capture(hidden, call)
         graphs.hidden[:, :count].copy_(hidden)
         graphs.first()
         query, keys, values = (each[:, :count] for each in graphs.parts)
@@ -227,11 +217,9 @@ class GraphedLayer:
         found = graphs.out[:, :count].clone()
         return (found,) if graphs.gives_tuples else found
 
-    def _capture(
-        self, hidden: torch.Tensor, call: "_Call", memory: dict[Path, torch.Tensor], rows: int, addresses: list[int]
-    ) -> Any:
+    def _capture(self, hidden: torch.Tensor, call: "_Call") -> Any:
         """The layer's own output; it has graphs from then on, if they compute the same."""
-        own = self._shared.memory("hidden", hidden, 1, rows)
+        own = self._shared.memory("hidden", hidden, 1, call.rows)
         own[:, : call.count].copy_(hidden)
         seen: list[tuple[Any, ...]] = []
         waits = _Waits()
@@ -246,9 +234,9 @@ class GraphedLayer:
         with waits:
             out = call.of(self._layer, hidden, {}, note)
         try:
-            if waits.found:
-                raise RuntimeError(f"it waits for the device ({waits.found})")
-            self._graphs[rows, call.kind] = self._checked(own, out, call, memory, seen, addresses)
+            waits.refuse()
+            (attended,) = seen
+            self._graphs[call.rows, call.kind] = self._checked(own, out, call, *attended)
         except torch.OutOfMemoryError:
             pass  # there may be room another time
         except Exception as error:  # of a device: anything
@@ -258,21 +246,13 @@ class GraphedLayer:
         return out
 
     def _checked(
-        self,
-        own: torch.Tensor,
-        out: Any,
-        call: "_Call",
-        memory: dict[Path, torch.Tensor],
-        seen: list[tuple[Any, ...]],
-        addresses: list[int],
+        self, own: torch.Tensor, out: Any, call: "_Call", computed: list[torch.Tensor], result: torch.Tensor, spec: Any
     ) -> _Graphs:
-        """Graphs that compute, for the rows in `own`, what was `seen`, and this output; else raises."""
-        if len(seen) != 1:
-            raise RuntimeError(f"it has {len(seen)} attentions")
-        gives_tuples, rows, (computed, result, spec) = isinstance(out, tuple), own.shape[1], seen[0]
-        names = ("query", "keys", "values")
-        parts = [self._shared.memory(name, x, 1, rows) for name, x in zip(names, computed, strict=True)]
-        mixed, into = self._shared.memory("mixed", result, 0, rows), self._shared.memory("out", own, 1, rows)
+        """Graphs for the rows in `own`. Raises `RuntimeError`: they give other queries, keys or values than `computed`,
+        or another output than `out` for the attention's `result`."""
+        gives_tuples, names, memory = isinstance(out, tuple), ("query", "keys", "values"), self._shared.memory
+        parts = [memory(name, each, 1, call.rows) for name, each in zip(names, computed, strict=True)]
+        mixed, into = memory("mixed", result, 0, call.rows), memory("out", own, 1, call.rows)
 
         def run(split: Replay) -> None:
             def stop(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: AttentionSpec) -> torch.Tensor:
@@ -281,7 +261,7 @@ class GraphedLayer:
                 split()
                 return mixed
 
-            found = call.of(self._layer, own, memory, stop)
+            found = call.of(self._layer, own, call.memory, stop)
             into.copy_(found[0] if gives_tuples else found)
 
         first, second = self._shared.recorder.record(run)
@@ -294,7 +274,7 @@ class GraphedLayer:
         error, most = float(torch.stack([each.max() for each in errors]).max()), _TOLERANCE[own.dtype]
         if not error <= most:
             raise RuntimeError(f"{call.count} rows differ by {error:.2g}, more than {most}")
-        return _Graphs(first, second, spec, gives_tuples, parts, mixed, own, into, addresses)
+        return _Graphs(first, second, spec, gives_tuples, parts, mixed, own, into, call.addresses)
 
     def _addresses(self) -> list[int]:
         """Of all that the layer computes with: whoever has the model may replace a weight. Hooks would not be called by
@@ -311,8 +291,11 @@ class _Call:
     """A layer's arguments without the hidden states: `tensors` that have a part for each row, by where they stand, and
     what is the same in all calls of this `kind`. Raises `_UnknownArgumentError`: one is neither."""
 
+    memory: dict[Path, torch.Tensor]  # where graphs read what is in `tensors`
+    addresses: list[int]  # of the layer's weights
+
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> None:
-        self._args, self._kwargs, self.count = args, kwargs, count
+        self._args, self._kwargs, self.count, self.rows = args, kwargs, count, padded(count)
         self.tensors: dict[Path, torch.Tensor] = {}
         masks: list[LayerMask] = []
         self.kind = tuple(self._known(x, (name,), masks) for name, x in (*enumerate(args), *kwargs.items()))
@@ -347,7 +330,7 @@ class _Call:
         raise _UnknownArgumentError
 
 
-def graphed_layers(layers: Sequence[nn.Module], recorder: Recorder) -> list[GraphedLayer]:
+def graphed_layers(layers: Sequence[nn.Module], recorder: CudaRecorder) -> list[GraphedLayer]:
     """Some layers of one model, to be called in their place."""
     shared = LayerGraphs(recorder)
     return [GraphedLayer(layer, shared) for layer in layers]

@@ -36,13 +36,10 @@ _OWN_THREADS = torch.get_num_threads()
 
 
 class ThreadCount:
-    """Decides how many threads compute a layer: one while others use the cores, else as many as torch has.
-
-    Left alone where the environment sets a number, where the program has set another one than there was when this
-    module was loaded, and where it cannot be set for one thread alone. Says once that it has come to one thread.
-
-    `is_following`: False leaves the number alone. `is_single`: the next layer is computed by one thread.
-    """
+    """Decides how many threads compute a layer: one while others use the cores, else as many as torch has. Left alone
+    where the environment sets a number, where the program has set another one than there was when this module was
+    loaded, and where it cannot be set for one thread alone. Says once that it has come to one thread. `is_following`:
+    False leaves the number alone. `is_single`: the next layer is computed by one thread."""
 
     def __init__(self, is_following: bool = True) -> None:
         chosen = any(name in os.environ for name in _CHOICES)

@@ -158,9 +158,8 @@ class ModelView:
         self.recurrent = self.stepped = frozenset[int]()
 
     def run_as(self, layers: Sequence[Callable[..., Any]]) -> None:
-        """Has `run_layer` call these, which compute what the layers compute: compiled ones, or the layers again."""
+        """Has `run_layer` call these, which compute what the layers compute."""
         self._called = layers
-        self.threads.is_following = False  # what is compiled, is for a number of threads
 
     def open(self, token_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[LayerCall]]:
         """Embeds the rows: the first layer's input [1, n, width], and the arguments of each layer. `token_ids` and

@@ -86,10 +86,9 @@ class Outbox:
 
 class IdleWorker(Outbox):
     """The worker of a model that cannot be blended, or is not the one that blocks are named by: gives all jobs back.
-
     Inside a `MultiConnector` vLLM passes the scheduler's side the handshake of one connector only, so that it may not
-    learn of the refusal; a prompt that nobody provides would never be answered. `label` is the reason as it is counted.
-    """
+    learn of the refusal; a prompt that nobody provides would never be answered. `label` is the reason as it is
+    counted."""
 
     is_follower = False
 
