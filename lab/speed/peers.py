@@ -332,7 +332,7 @@ def _row(got: First, full: First, request: Request) -> dict[str, Any]:
         "tokens": len(got.ids),
         "reused": got.reused,
         "same_prompt": got.ids == request.ids,
-        **agreement(got.logits, full.logits).to_dict(),
+        **vars(agreement(got.logits, full.logits)),
         "max_abs": float((got.logits.float() - full.logits.float()).abs().max()),
     }
 

@@ -114,7 +114,7 @@ def _capture_stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
-class _Waits(TorchDispatchMode):
+class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what the host waits for inside: sizes or values that only the device knows, copies to the host."""
 
     found, is_listening = "", True
@@ -222,7 +222,7 @@ class GraphedLayer:
         own = self._shared.memory("hidden", hidden, 1, call.rows)
         own[:, : call.count].copy_(hidden)
         seen: list[tuple[Any, ...]] = []
-        waits = _Waits()
+        waits = _Waits()  # type: ignore[no-untyped-call]
 
         def note(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
             waits.is_listening = False
