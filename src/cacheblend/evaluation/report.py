@@ -113,7 +113,7 @@ def method_table(
         caption_justify="left",
         **PLAIN,
     )
-    out.add_column("method", no_wrap=True)
+    out.add_column("method", overflow="fold")  # figures are never cut
     for name in columns:
         form: dict[str, Any] = {"overflow": "fold", "min_width": 5} if folds else {"no_wrap": True}
         out.add_column(Text(name), justify="right", **form)
