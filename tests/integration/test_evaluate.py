@@ -20,9 +20,11 @@ from cacheblend.data import QuestionRow, Text
 from cacheblend.data.questions import split_text
 from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
+from cacheblend.engines.hf.baselines import agreement, follow, full_recompute
 from cacheblend.engines.hf.layout import PromptLayout
 from cacheblend.engines.hf.recurrent import fill_cache
 from cacheblend.evaluation import Cell, Evaluation, Settings, Template, evaluate, make_methods, summarise
+from cacheblend.evaluation import methods as methods_of_evaluation
 from cacheblend.evaluation.compute import ComputeScale
 from cacheblend.store import MemoryStore
 from command_line import Run, runner
@@ -134,6 +136,29 @@ def test_methods_are_compared_over_the_models_own_answer(engine: BlendEngine, tm
     by_method = {method["method"]: method["agreement"] for method in summarise(found)["methods"]}
     assert by_method["blend all"]["own_top_1"]["all"]["mean"] == 1 and by_method["map-rerank"]["own_kl"]["all"] is None
     assert 0 <= by_method["reuse"]["own_kl"]["all"]["low"] <= by_method["reuse"]["own_kl"]["all"]["high"]
+
+
+def test_a_method_alone_is_compared_over_an_answer_of_one_token_and_over_impossible_tokens(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = evaluate(engine, ROWS, make_methods(["reuse"]), settings=Settings(max_tokens=1, answers="model"))
+    for row, cell in zip(ROWS, cells_of(found, "reuse"), strict=True):
+        prompt = PromptLayout().prompt(engine, [Passage(text.text) for text in row.passages], row.question)
+        close = agreement(engine.prefill(prompt, mode="reuse").logits, full_recompute(engine, prompt).logits)
+        assert (cell.own_kl, cell.own_top_1) == (pytest.approx(close.kl, abs=1e-4), float(close.top_1))
+        assert (cell.kl, cell.top_1) == (None, None), "full recompute is not among the methods"
+    # A method may rule out what full recompute does not: that counts much, and is still a number
+    for ruled_out in (slice(5, None), slice(0, None, 2)):
+
+        def masked(*asked: Any, ruled_out: slice = ruled_out) -> torch.Tensor:
+            logits = follow(*asked)
+            logits[:, ruled_out] = -torch.inf
+            return logits
+
+        monkeypatch.setattr(methods_of_evaluation, "follow", masked)
+        found = evaluate(engine, ROWS[:1], make_methods(["full"]), settings=Settings(max_tokens=2, answers="model"))
+        (cell,) = cells_of(found, "full")
+        assert cell.own_kl is not None and 1e-3 < cell.own_kl < float("inf")
 
 
 def test_total_compute_counts_rows_layers_and_projections(engine: BlendEngine, found: Evaluation) -> None:

@@ -18,6 +18,7 @@ from cacheblend.core.select.selection import Ratios, SelectorChoice
 from cacheblend.core.select.selectors import Gradual, NoRows, Selector
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf.baselines import FirstToken, finish, follow, full_recompute, fused, prefix_caching
+from cacheblend.engines.shadow import kl_divergence
 from cacheblend.evaluation.templates import Template
 
 METHODS = ("full", "prefix", "reuse", "blend", "map-reduce", "map-rerank")
@@ -295,11 +296,10 @@ def answer_by(asked: Asked, prefill: Callable[[], FirstToken]) -> Outcome:
 def _over_own_answer(asked: Asked, first: FirstToken) -> dict[str, float]:
     if asked.own is None:
         return {}
-    found = follow(asked.engine, asked.prompt, first, asked.own.token_ids).float()
-    full, got = asked.own.expected.log_softmax(-1), found.log_softmax(-1)
-    ids = torch.tensor(asked.own.token_ids, device=found.device)
-    kl = float((full.exp() * (full - got)).sum(-1).mean())
-    return {"own_kl": kl, "own_top_1": float((found.argmax(-1) == ids).float().mean())}
+    ids, found = asked.own.token_ids, follow(asked.engine, asked.prompt, first, asked.own.token_ids)
+    kl = [kl_divergence(full, other) for full, other in zip(asked.own.expected, found, strict=True)]
+    same = [likeliest == token for likeliest, token in zip(found.argmax(-1).tolist(), ids, strict=True)]
+    return {"own_kl": sum(kl) / len(ids), "own_top_1": sum(same) / len(ids)}
 
 
 def _ask_alone(asked: Asked) -> list[_Decoded]:

@@ -28,8 +28,8 @@ def tables(summary: dict[str, Any]) -> list[Table]:
     }
     caption = "TTFT: median; gain: median over rows of full / method; compute: % of a full prefill"
     out.append(method_table(f"Cost, {summary['model']}, {summary['rows']} rows", summary, cost, caption))
-    others = [method for method in summary["methods"] if method["kind"] != "full"]
-    if any(method["agreement"]["same_answer"]["all"] for method in others):
+    others = summary | {"methods": [method for method in summary["methods"] if method["kind"] != "full"]}
+    if any(method["agreement"]["same_answer"]["all"] for method in others["methods"]):
         close: Columns = {
             "1st token": lambda method: _interval(method["agreement"]["top_1"]["all"]),
             "KL": lambda method: number_text(method["agreement"]["kl"]["mean"], ".2g"),
@@ -41,8 +41,8 @@ def tables(summary: dict[str, Any]) -> list[Table]:
             "1st token, answer: % of rows where it is the same; tokens: % of a greedy answer before "
             "the first difference; KL: of the first token, mean, nats"
         )
-        out.append(method_table(title, summary | {"methods": others}, close, caption))
-    if any(method["agreement"]["own_kl"]["all"] for method in others):
+        out.append(method_table(title, others, close, caption))
+    if any(method["agreement"]["own_kl"]["all"] for method in others["methods"]):
         own: Columns = {
             "KL a token": lambda method: _interval(method["agreement"]["own_kl"]["all"], factor=1, digits=3),
             "tokens, %": lambda method: _interval(method["agreement"]["own_top_1"]["all"]),
@@ -52,7 +52,7 @@ def tables(summary: dict[str, Any]) -> list[Table]:
             "Each token of full recompute's answer, given those in front of it. KL: to full recompute, "
             "mean, nats; tokens: % that are the likeliest"
         )
-        out.append(method_table(title, summary | {"methods": others}, own, caption))
+        out.append(method_table(title, others, own, caption))
     return out
 
 
