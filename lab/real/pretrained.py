@@ -28,7 +28,8 @@ def pretrained_folder() -> Path:
     model = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.bfloat16, quantization_config=plain
     )
-    del model.config.quantization_config  # which transformers does not save
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config  # which transformers does not save, where it keeps it
     model.save_pretrained(made)
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(made)
     made.replace(folder)

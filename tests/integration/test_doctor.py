@@ -397,7 +397,8 @@ def test_from_the_gate_to_an_answer(run: Run, model: Path, data: Path) -> None:
     by_hand = run(*ask, "--ratio", 0.2).json["settings"]
     assert by_hand == {"source": "given by the caller", "selector": "hkvd", "recompute_ratio": 0.2}
     with BlendEngine.from_pretrained(model) as opened:
-        assert opened.config == BlendConfig(recompute_ratio=1.0, check_layers=(1,)).on("cpu")
+        measured = BlendConfig(anchor="bos", selector="hkvd", recompute_ratio=1.0, check_layers=(1,))
+        assert opened.config == measured.on("cpu")
         assert opened.settings.profile == profile
     with BlendEngine.from_pretrained(model, config=BlendConfig(selector="none")) as opened:
         assert opened.config.selector == "none"
@@ -486,7 +487,7 @@ def test_a_profile_of_other_weights_and_a_damaged_one(
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     caplog.clear()
     with BlendEngine.from_pretrained(model) as opened:
-        assert opened.config == BlendConfig().on("cpu")
+        assert opened.config == BlendConfig(anchor="bos", selector="hkvd").on("cpu")
     assert "other weights" in caplog.text
     assert "other weights" in " ".join(run("doctor", "-m", model).out.split())
 

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -267,6 +268,25 @@ def test_chunks_behind_an_anchor_of_text_have_its_kv_and_go_on_in_a_prompt_that_
     assert_close(engine.prefill(prompt, selector=NoRows()).logits, wanted.logits, 1e-5, "logits")
     report = engine.generate(["The cat sat.\n", PASSAGES[0], "Who?"], GREEDY).report
     assert report.hit_tokens["prefix"] == len(front) + len(engine.prompt(PASSAGES[:1]).chunks[0])
+
+
+def test_by_default_a_model_with_room_reuses_chunks_behind_the_text_that_ships(tmp_path: Path) -> None:
+    build_tiny(tmp_path / "model", [passage.text for passage in PASSAGES], TinyShape(context_length=8192))
+    open_one = partial(BlendEngine.from_pretrained, tmp_path / "model", store=tmp_path / "kv")
+    with open_one(config={"anchor": "bos"}) as before:
+        before.warm(PASSAGES)
+    with open_one() as engine:
+        assert (engine.config.anchor, engine.config.selector) == ("text", "head")
+        assert engine.settings.selector() == engine.settings.selector(name="auto") == engine.config.make_selector()
+        first = engine.generate(PARTS, GREEDY).report
+        assert first.missed_tokens == sum(map(len, engine.prompt(PARTS).chunks))  # of another anchor: another KV
+        engine.flush()
+        report = engine.generate(PARTS, GREEDY).report
+        assert report.missed_tokens == 0 < report.recomputed_tokens < report.loaded_tokens
+        assert engine.generate(PARTS, GREEDY, ratio=1.0).token_ids == plain(engine, engine.prompt(PARTS))
+    with open_one(config={"anchor": "bos"}) as after:  # what was stored before stays readable
+        assert after.generate(PARTS, GREEDY).report.missed_tokens == 0
+        assert after.config.selector == "hkvd"
 
 
 def test_chunks_warmed_after_a_system_prompt_are_hits_after_it(open_engine: Open) -> None:

@@ -21,9 +21,16 @@ from cacheblend.core.config import ANCHOR_TEXT, BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.names import root_name
 from cacheblend.core.plan.planner import Anchor
+from cacheblend.core.select.selectors import Corrected, Gradual, Head, Hkvd
 from cacheblend.engines import fingerprint
 from cacheblend.engines.adapters import adapted_layers, digest_of
-from cacheblend.engines.fingerprint import ModelIdentity, fingerprint_folder, fingerprint_model, with_adapters
+from cacheblend.engines.fingerprint import (
+    ModelIdentity,
+    fingerprint_folder,
+    fingerprint_model,
+    room_of,
+    with_adapters,
+)
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.adapter_watch import AdapterWatch
 from fake_adapters import add_adapter, disable, layers, merge, set_adapter, unload, unmerge
@@ -202,6 +209,28 @@ def test_the_planner_names_blocks_by_weights_dtype_codec_salt_and_tenant() -> No
     assert with_texts.planner(BlendConfig(anchor="text")).anchor.front == ((1,), tuple(map(ord, ANCHOR_TEXT)))
     with pytest.raises(InvalidInputError, match="anchor_text has no effect without the anchor 'text'"):
         BlendConfig(anchor_text="A")
+
+
+def test_auto_is_the_text_and_head_where_they_fit_the_model_and_otherwise_what_asks_for_less() -> None:
+    def resolved(context: int | None, is_plain: bool = True, **config: Any) -> tuple[str, Any]:
+        room = room_of(context, is_plain)
+        known = replace(WITH_BOS, in_front=lambda text: ((1,), tuple(map(ord, text))), room=room)
+        found = known.resolved(BlendConfig(**config))
+        assert known.resolved(found) == found and known.planner(found) == known.planner(BlendConfig(**config))
+        return found.anchor, found.make_selector()
+
+    ours, least = Corrected(Head(0.15, recency=1.0), 0.5), 8 * (1 + len(ANCHOR_TEXT))
+    assert resolved(least) == resolved(None) == ("text", ours)
+    assert resolved(least - 1) == resolved(None, is_plain=False) == ("bos", Gradual(0.15))
+    assert resolved(least - 1, anchor="text", recompute_ratio=0.05) == ("text", replace(ours, inner=Head(0.05, 1.0)))
+    assert resolved(None, is_plain=False, anchor="text") == ("text", Gradual(0.15))  # a latent's key is its value too
+    assert resolved(None, anchor="bos") == ("bos", Gradual(0.15))
+    # settings of checks ask for what has checks; what is named has its own settings
+    assert resolved(None, check_layers=(2,)) == ("text", Hkvd((2,), (0.15,)))
+    assert resolved(None, measure="v") == ("text", Gradual(0.15, "v"))
+    assert resolved(None, selector="head") == ("text", Head(0.15))
+    # without a tokenizer there is no text
+    assert replace(WITH_BOS, room=room_of(None, True)).resolved(BlendConfig()).anchor == "bos"
 
 
 # ---- adapters, over a fake of PEFT's layers; weights quantised in place ---------------------------------------

@@ -79,7 +79,7 @@ def test_round_trip_and_which_settings_decide_quality(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="a profile cannot set 'salt'"):
         Profile("f1", {"salt": "x"})
     # Quality settings are those that differ
-    assert quality_settings(BlendConfig(salt="x")) == {"selector": "hkvd"}
+    assert quality_settings(BlendConfig(salt="x")) == {"selector": "auto"}
     assert quality_settings(BlendConfig(**SETTINGS)) == SETTINGS
     # An unknown field is named
     with pytest.raises(InvalidInputError, match="no field 'ratio'"):
@@ -185,6 +185,13 @@ def test_whose_settings_an_engine_has(tmp_path: Path, caplog: pytest.LogCaptureF
     assert found.config == BlendConfig(**SETTINGS)
     assert found.profile == PROFILE
     assert "hkvd, check_layers 1 2" in found.source
+    for anchor, wanted in (("bos", "bos"), ("none", "none"), ("text 0123", "auto"), ("", "auto")):  # as it was measured
+        measured = replace(PROFILE, measured=replace(PROFILE.measured, anchor=anchor))
+        write_profile(tmp_path / PROFILE_NAME, measured)
+        assert resolve_settings(None, tmp_path, "f1").config.anchor == wanted
+        assert resolve_settings(None, tmp_path, "f1", has_tokenizer=False).config.anchor == "auto"
+        assert resolve_settings({"anchor": "system"}, tmp_path, "f1").config.anchor == "system"
+    write_profile(tmp_path / PROFILE_NAME, PROFILE)
     # Fields that do not decide quality are laid over the profile
     found = resolve_settings({"salt": "x", "capture": False}, tmp_path, "f1")
     assert found.config == replace(BlendConfig(**SETTINGS), salt="x", capture=False)

@@ -89,7 +89,8 @@ class Profile:
         if not isinstance(top["fingerprint"], str) or not top["fingerprint"]:
             raise _wrong(where, "fingerprint", "a text", top["fingerprint"])
         settings = _typed_fields(top["settings"], where, "settings", Selection)
-        if top["format"] == _FIRST_FORMAT and settings.get("selector", "hkvd") == "hkvd":
+        settings.setdefault("selector", "hkvd")  # the default once
+        if top["format"] == _FIRST_FORMAT and settings["selector"] == "hkvd":
             settings.setdefault("check_layers", (1,))
         measured = Measurement(**_typed_fields(top["measured"], where, "measured", Measurement))
         try:

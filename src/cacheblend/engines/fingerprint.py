@@ -150,6 +150,12 @@ def _described(value: Any) -> Any:
     return value
 
 
+def room_of(context: int | None, is_plain: bool) -> int:
+    """`ModelIdentity.room` of a model: an eighth of its context (None: it has no end), so that chunks fit behind the
+    text. `is_plain`: each layer keeps keys and values, none a latent or a state."""
+    return (sys.maxsize if context is None else context) // 8 if is_plain else 0
+
+
 @dataclass(frozen=True)
 class ModelIdentity:
     """A loaded model, as far as names of blocks need it: engines that agree on it share a store's contents."""
@@ -164,16 +170,23 @@ class ModelIdentity:
     weights: str = ""  # fingerprint of the folder's files alone, however they are loaded; empty: nobody compares it
     # the segments in front of a passage that follows a text (`PromptBuilder.in_front`); None: there is no tokenizer
     in_front: Callable[[str], tuple[tuple[int, ...], ...]] | None = field(default=None, repr=False, compare=False)
+    room: int = 0  # most tokens of an anchor's text that is not asked for, see `room_of`; 0: such a model has none
+
+    def resolved(self, config: BlendConfig) -> BlendConfig:
+        """The configuration with what ``auto`` means for this model."""
+        rule = self.anchor(config.anchor, config.anchor_text).rule
+        return replace(config, anchor=rule).chosen(rule if self.room else "")
 
     def anchor(self, rule: AnchorKind, text: str | None = None) -> Anchor:
-        """The anchor of chunks; ``auto`` is the BOS token where the tokenizer sets one, else nothing; `text` is that of
-        the rule ``text``. Raises `InvalidInputError`: the tokens that the rule needs are not known."""
+        """The anchor of chunks; ``auto``: see `BlendConfig`; `text` is that of the rule ``text``. Raises
+        `InvalidInputError`: the tokens that the rule needs are not known."""
+        front: tuple[tuple[int, ...], ...] = ()
+        if self.in_front is not None and (rule == "text" or (rule == "auto" and self.room)):
+            front = self.in_front(ANCHOR_TEXT if text is None else text)
         if rule == "auto":
-            rule = "none" if self.bos_id is None else "bos"
-        front = (
-            self.in_front(ANCHOR_TEXT if text is None else text) if rule == "text" and self.in_front is not None else ()
-        )
-        return Anchor(rule, self.bos_id, front)
+            fits = 0 < sum(map(len, front)) <= self.room
+            rule = "text" if fits else "none" if self.bos_id is None else "bos"
+        return Anchor(rule, self.bos_id, front if rule == "text" else ())
 
     def planner(self, config: BlendConfig, tenant: str = "") -> Planner:
         """The planner for prompts of one tenant; no tenant finds blocks that another one stored. Raises

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class BlendSettings:
             return (self.config if self.is_full else self.config.scaled(self.raised_by)).make_selector()
         forced = self.profile is not None and not self.profile.blend
         own = BlendConfig() if forced else self.config
-        if name in (None, own.selector):
+        if name in (None, "auto", own.selector):
             return own.make_selector(ratio)
         default = own.recompute_ratio if self.profile is None else Selection.recompute_ratio
         return Selection(selector=name).make_selector(default if ratio is None else ratio)
@@ -75,12 +75,15 @@ def resolve_settings(
     folder: Path,
     fingerprint: str,
     file: str | Path | None = None,
+    *,
+    has_tokenizer: bool = True,
 ) -> BlendSettings:
     """The settings of an engine from the caller's configuration and the model's profile: the `file`, or the one in its
     folder, if there is one.
 
     A whole `BlendConfig` takes precedence over any profile, which is then not even read. A mapping of fields, or None,
-    overrides the profile's fields; if one of them is a field of `Selection`, the profile is not used. Raises
+    overrides the profile's fields; if one of them is a field of `Selection`, the profile is not used. Where there is a
+    tokenizer, which knows the tokens, the anchor is the profile's too, unless the caller names one. Raises
     `InvalidInputError`: an unknown field or a wrong value, a damaged profile, or a `file` that would not be used.
     """
     overrides = {} if config is None or isinstance(config, BlendConfig) else dict(config)
@@ -106,7 +109,10 @@ def resolve_settings(
             f"the profile {path}: no setting passed on {profile.measured.data or 'its data'}, so nothing is blended"
         )
         logger.warning("%s; give a ratio or a configuration to blend nevertheless", source)
-    return BlendSettings(profile.config(**overrides), profile, source)
+    set_up, measured = profile.config(**overrides), profile.measured.anchor
+    if set_up.anchor == "auto" and has_tokenizer and measured in ("none", "bos", "system"):
+        set_up = replace(set_up, anchor=measured)  # type: ignore[arg-type]
+    return BlendSettings(set_up, profile, source)
 
 
 def check_settings(

@@ -31,11 +31,12 @@ _OWN |= {"hybrid": (*_OF_QUESTION, "early_ratio", "rank", "measure"), "random": 
 
 @dataclass(frozen=True)
 class Selection:
-    """Everything that decides quality. The defaults are the paper's: gradual filtering by deviation, r = 0.15.
+    """Everything that decides quality.
 
     Attributes:
         recompute_ratio: share of the loaded, non-prefix tokens that are recomputed, 0..1.
-        selector: hkvd, query, hybrid, threshold, head, random, none or all.
+        selector: hkvd, query, hybrid, threshold, head, random, none or all. auto: what measured best, see `chosen`; the
+            paper's choice, gradual filtering by deviation, where nothing is known of the model.
         check_layers: layers at whose entrance deviation is measured. None: hkvd filters gradually, see `Gradual`, and
             hybrid, threshold, and hkvd with `ratios`, check at layer 1. (1,): one check, as in the authors' code.
         ratios: one ratio for each check layer, not rising; None: `recompute_ratio` at all of them.
@@ -62,7 +63,7 @@ class Selection:
     """
 
     recompute_ratio: float = 0.15
-    selector: str = "hkvd"
+    selector: str = "auto"
     check_layers: tuple[int, ...] | None = None
     ratios: tuple[float, ...] | None = None
     measure: Literal["kv", "k", "v"] = "kv"
@@ -97,6 +98,16 @@ class Selection:
         """Share of the loaded tokens that is recomputed after the last check layer, or on average if none is named."""
         return self.ratios[-1] if self.ratios else self.recompute_ratio
 
+    def chosen(self, anchor: str) -> Self:
+        """The same with a selector that is named. With the anchor ``text`` auto is head, whose rows need no check, with
+        recency 1 and a correction of 0.5: on pretrained weights it takes back most of what any selector does at the
+        same compute (docs/results, "On pretrained weights"). Otherwise, and with settings of checks, it is hkvd."""
+        if self.selector != "auto":
+            return self
+        if anchor != "text" or self.check_layers or self.ratios or self.measure != "kv":
+            return replace(self, selector="hkvd")
+        return replace(self, selector="head", recency=1.0, correction=0.5)
+
     def scaled(self, factor: float) -> Self:
         """The same with all shares so many times as large, each at most 1; a threshold stays as it is."""
         ratio = min(1.0, self.recompute_ratio * factor)
@@ -124,7 +135,7 @@ class Selection:
         names = {f.name: f.name for f in fields(QuestionSelector)} | {"words": "question_words"}
         of_question: dict[str, Any] = {name: getattr(self, own) for name, own in names.items()}
         match self.selector:
-            case "hkvd":
+            case "hkvd" | "auto":
                 return Gradual(share, self.measure) if is_gradual else Hkvd(checks, schedule, self.measure)
             case "query":
                 return Query(share, **of_question)

@@ -25,7 +25,7 @@ from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.prompt import Prompt, Segment
 from cacheblend.core.select.selectors import Selector, check_ratio
 from cacheblend.engines.discovery import open_discovery
-from cacheblend.engines.fingerprint import ModelIdentity, fingerprint_model
+from cacheblend.engines.fingerprint import ModelIdentity, fingerprint_model, room_of
 from cacheblend.engines.folders import model_folder
 from cacheblend.engines.hf.adapter_watch import AdapterWatch
 from cacheblend.engines.hf.ambient import without_ambient
@@ -87,23 +87,25 @@ class BlendEngine(FollowedModel):
         check_type(name, str, "name")
         check_type(fingerprint, str | None, "fingerprint")
         config = config if isinstance(config, BlendConfig) else BlendConfig.of({} if config is None else config)
-        self.model, self.config, self.name = model, config.on(model.device.type), name
-        self.settings = BlendSettings(self.config)
+        self.model, self.name = model, name
         adapters = AdapterWatch(model)
         adapted = adapters.adapted()
         survey = survey_model(adapted.model)
         _check_ids(bos_id, sentence_end_ids, survey.vocab_size)
-        selector = survey.fit_selector(self.config.make_selector())
         self.tokenizer = tokenizer
         self.prompts = PromptReader(tokenizer, survey, sentence_end_ids)
         self.builder = self.prompts.builder
-        if selector.question_rows:
-            self.sentence_end_ids()  # takes up to a second, which no request should wait for
         self.fingerprint = fingerprint or fingerprint_model(model)
         bos_id = self.builder.bos_id if self.builder else bos_id
         dtype = str(survey.layout.dtype).removeprefix("torch.")
         in_front = self.builder.in_front if self.builder else None
-        identity = ModelIdentity(None, self.fingerprint, dtype, bos_id, name, adapted.digest, in_front=in_front)
+        room = room_of(survey.context_length, not (survey.kinds.has_other_layers or any(survey.latents)))
+        named = self.fingerprint, dtype, bos_id, name, adapted.digest
+        identity = ModelIdentity(None, *named, in_front=in_front, room=room)
+        self.config = identity.resolved(config.on(model.device.type))
+        self.settings = BlendSettings(self.config)
+        if survey.fit_selector(self.config.make_selector()).question_rows:
+            self.sentence_end_ids()  # takes up to a second, which no request should wait for
         planner = identity.planner(self.config)
         self.stored_layout = replace(survey.layout, codec=self.config.codec)
         controller = None
@@ -167,7 +169,8 @@ class BlendEngine(FollowedModel):
         folder = model_folder(path, revision=model_options.get("revision"), cache_dir=model_options.get("cache_dir"))
         check_settings(config, folder, profile)
         opened = open_folder(folder, dtype=dtype, device=device, with_tokenizer=with_tokenizer, **model_options)
-        settings = resolve_settings(config, folder, opened.fingerprint, profile)
+        known = opened.tokenizer is not None
+        settings = resolve_settings(config, folder, opened.fingerprint, profile, has_tokenizer=known)
         engine = BlendEngine(
             opened.model,
             opened.tokenizer,
@@ -176,7 +179,7 @@ class BlendEngine(FollowedModel):
             fingerprint=opened.fingerprint,
             name=opened.name,
         )
-        engine.settings = settings
+        engine.settings = replace(settings, config=engine.config)
         settings.compare(engine.planner.anchor)
         return engine
 

@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from cacheblend.core.errors import CacheBlendError, InvalidInputError, ModelNotBlendableError
 from cacheblend.core.fuse.prefill import check_latents
-from cacheblend.engines.fingerprint import ModelIdentity, fingerprint_folder, loaded_with
+from cacheblend.engines.fingerprint import ModelIdentity, fingerprint_folder, loaded_with, room_of
 from cacheblend.engines.folders import name_of
 from cacheblend.engines.settings import read_cost_model, resolve_settings
 from cacheblend.engines.shadow import ShadowWatch
@@ -63,6 +64,7 @@ def identify(config: Any, tokenizer: Any) -> ModelIdentity:
         has_exact_hits=not is_fp8(config.cache_config, model.hf_config),
         weights=weights,
         in_front=None if builder is None else builder.in_front,
+        room=room_of(getattr(model.hf_text_config, "max_position_embeddings", None), not model.use_mla),
     )
 
 
@@ -115,11 +117,14 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
         self.identity = identify(vllm_config, self._tokenizer)
         assert self.identity.folder is not None  # vLLM loads models from folders
         fields = self._config.blend_fields
-        self._settings = resolve_settings(fields, self.identity.folder, self.identity.fingerprint)
+        known = self.identity.in_front is not None
+        found = resolve_settings(fields, self.identity.folder, self.identity.fingerprint, has_tokenizer=known)
+        self._settings = replace(found, config=self.identity.resolved(found.config))
         self._selector = self._settings.selector()
         if vllm_config.model_config.use_mla:
             check_latents(self._selector)
         self._planner = self.identity.planner(self._settings.config)
+        self.anchor = self._planner.anchor.rule  # of chunks
         self._settings.compare(self._planner.anchor)
         self._block_size = int(vllm_config.cache_config.block_size)
         is_scheduler = role == interface.KVConnectorRole.SCHEDULER

@@ -57,8 +57,8 @@ def warm_with_vllm(
             f"the files in {model} were changed while vLLM loaded them: its workers run {len(facts)} different models; "
             "start again once the files are complete"
         )
-    ((fingerprint, dtype),) = facts
-    config = BlendConfig(**settings)
+    ((fingerprint, dtype, anchor),) = facts
+    config = BlendConfig(**settings | {"anchor": anchor})  # what its prompts will ask for, by a profile, too
     planner = ModelIdentity(model, fingerprint, dtype, builder.bos_id, model.name, in_front=builder.in_front).planner(
         config
     )
@@ -80,12 +80,12 @@ def warm_with_vllm(
     return WarmReport(len(missing), len(jobs) - len(missing), tokens, time.perf_counter() - started)
 
 
-def _facts(worker: Any) -> tuple[str, str]:
-    """In a worker: fingerprint and dtype of the model that it runs."""
+def _facts(worker: Any) -> tuple[str, str, str]:
+    """In a worker: fingerprint and dtype of the model that it runs, and the anchor of its chunks."""
     from cacheblend.engines.vllm.internals import interface
 
-    identity = interface.connector_of_worker().identity
-    return identity.fingerprint, identity.dtype
+    connector = interface.connector_of_worker()
+    return connector.identity.fingerprint, connector.identity.dtype, connector.anchor
 
 
 def _capture(worker: Any, jobs: "list[CaptureJob]") -> None:
