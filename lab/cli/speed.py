@@ -17,7 +17,7 @@ from cacheblend.cli.bench import (
 from cacheblend.cli.option_groups import option
 from cacheblend.cli.options import MODEL_OPTION, MOST_TOKENS, Limit, ModelOrShape, OneRatio, Plot, Seed, SyncedTokens
 from lab.cli.output import measure
-from lab.settings import DEFAULT_SHAPE, Peers, Real, ReplayedTrace
+from lab.settings import DEFAULT_SHAPE, Adapt, Peers, Real, ReplayedTrace
 
 MOST_BLOCKS = 100_000_000
 THREE_ROUNDS, TWO_THREADS = RoundOptions(runs=3), ThreadOptions(2)
@@ -211,3 +211,8 @@ def real(asked: Real, result: ResultOptions, plot: Plot = None) -> None:
 def orders(asked: Real, result: ResultOptions) -> None:
     """Answers of pretrained weights that change with what was asked before, or with the order of passages."""
     measure(result, "real.orders", asked, unit="rows")
+
+
+def adapt(asked: Adapt, result: ResultOptions) -> None:
+    """What a LoRA on the query projections, trained on the user's passages, takes back of what reuse loses."""
+    measure(result, "real.adapt", asked, unit="steps and rows")

@@ -125,8 +125,8 @@ def run(asked: Real, advance: Advance = silent) -> dict[str, Any]:
 
 def rows_of(rows: Sequence[QuestionRow], part: str) -> list[QuestionRow]:
     """The rows of a part, ``tune`` or ``test``."""
-    tuned = {_holding(row) for row in rows[:FIRST_TUNE]}
-    return [row for row in rows if (_holding(row) in tuned) == (part == "tune")]
+    tuned = {holding(row) for row in rows[:FIRST_TUNE]}
+    return [row for row in rows if (holding(row) in tuned) == (part == "tune")]
 
 
 def filled_up(rows: Sequence[QuestionRow], asked: Real) -> list[QuestionRow]:
@@ -140,7 +140,7 @@ def filled_up(rows: Sequence[QuestionRow], asked: Real) -> list[QuestionRow]:
     return found or list(rows)
 
 
-def _holding(row: QuestionRow) -> str:
+def holding(row: QuestionRow) -> str:
     """The passage that holds the answer, the first in the alphabet if several do."""
     texts = [passage.text for passage in row.passages]
     return min([text for text in texts if any(answer.lower() in text.lower() for answer in row.answers)] or texts)
@@ -158,7 +158,7 @@ def _measure(
     full = torch.log_softmax(go_on(engine, start.kv, start.logits.reshape(1, -1).float(), tokens), -1)
     ids = full.argmax(-1)
     measured: dict[str, Any] = {
-        "passage": hashlib.sha256(_holding(case.row).encode()).hexdigest()[:8],
+        "passage": hashlib.sha256(holding(case.row).encode()).hexdigest()[:8],
         "full": {
             "log_likelihood": _likelihood(full, ids),
             "tokens": len(ids),

@@ -1,16 +1,23 @@
 """`lab real`: what it measures of the model that ships, where known cases have known figures."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
 
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.data import QuestionRow, Text
-from lab.real import orders, pretrained, quality
+from lab.real import adapt, orders, pretrained, quality
 from lab.real.quality import BASE, Way, rows_of, summarise
-from lab.settings import Real
+from lab.settings import Adapt, Real
+from parity.scenes import assert_close
 
 
 @pytest.fixture
@@ -150,3 +157,61 @@ def test_answers_that_change_are_counted(data: Path, monkeypatch: pytest.MonkeyP
         "order_variation": 0.25,
         "order_variation_full": 0.5,
     }
+
+
+def test_an_adapter_is_measured_as_the_bench_measures_and_written_for_peft(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quality, "FIRST_TUNE", 3)
+    asked = Adapt(data=[data], model=Path("nano"), rows=1, answer_tokens=3, steps=3, questions=3, out=tmp_path / "lora")
+    steps: list[tuple[int, int]] = []
+    found = adapt.run(asked, lambda done, total: steps.append((done, total)))
+    assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)] and found["figures"]["rows_things"] == 1
+    assert [len(step) for step in found["losses"]] == [2] * 3 and all(step[adapt.REUSE] > 0 for step in found["losses"])
+    ways = found["ways"]
+    bench = quality.run(Real(data=[data], model=Path("nano"), rows=1, answer_tokens=3, way=[*adapt.MEASURED]))["ways"]
+    for way in (BASE, *adapt.MEASURED):  # the questions' rows are computed again here, by transformers
+        assert ways[way]["kl"] == pytest.approx(bench[way]["kl"], rel=0.2), way
+        assert ways[way]["compute"] == bench[way]["compute"]
+    assert ways[adapt.REUSE + adapt.TOGETHER]["kl"] != ways[adapt.REUSE]["kl"]
+    assert found["figures"]["adapt_removed"] == ways[adapt.REUSE + adapt.TOGETHER]["kl_removed"]["value"]
+    weights = load_file(tmp_path / "lora" / "adapter_model.safetensors")
+    config = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
+    assert sum(map(torch.numel, weights.values())) == found["parameters"] and len(weights) == 2 * 12
+    # as PEFT adds it: lora_alpha / r times B A
+    merged, loras = adapt.with_loras(Path("nano"), 8)
+    ids = torch.arange(20, 40)[None]
+    for layer, lora in enumerate(loras):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_"
+        lora.a.data, lora.b.data = weights[f"{name}A.weight"], weights[f"{name}B.weight"]
+    adapted = merged(ids).logits
+    for lora in loras:
+        lora.inner.weight.data += (config["lora_alpha"] / config["r"] * lora.b @ lora.a).to(lora.inner.weight.dtype)
+    with adapt.without_adapters():
+        assert_close(merged(ids).logits, adapted, 0.05, "logits")
+
+
+def test_passages_of_test_rows_are_not_trained_on_and_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quality, "FIRST_TUNE", 3)
+    texts = {name: Text(f"{name} is here.", "") for name in "abcdef"}
+    rows = [
+        QuestionRow(f"Where is {gold}?", tuple(texts[name] for name in names), (f"{gold} is",))
+        for gold, names in (("a", "abcd"), ("b", "bcde"), ("a", "aecf"), ("f", "fdab"), ("a", "acef"))
+    ]
+    source = adapt.Questions(rows, random.Random(0))
+    for most in (1, 2, 3, 4):
+        drawn = source.draw(most)
+        assert 0 < len(drawn) <= most and len({row.passages for row in drawn}) == 1 and len(drawn[0].passages) == 4
+        assert texts["f"] not in drawn[0].passages and {row.question for row in drawn} <= {
+            row.question for row in rows if quality.holding(row) in {each.text for each in row.passages}
+        } - {"Where is f?"}
+    model, _ = adapt.with_loras(Path("nano"), 2)
+    segments = [text([5, 6]), chunk([7, 8, 9])]
+    prompts = [Prompt.of([*segments, text([10, 11])]), Prompt.of([*segments, text([12, 13, 14, 15])])]
+    together = adapt.Group.of(prompts).teach(model, 3, [])
+    for row, prompt in enumerate(prompts):
+        alone = adapt.Group.of([prompt]).teach(model, 3, [])
+        assert_close(together[0][row], alone[0][0], 0.05, "log-probabilities")
+    with pytest.raises(InvalidInputError, match="has no q_proj to adapt"):
+        monkeypatch.setattr(adapt, "AutoModelForCausalLM", Mock(**{"from_pretrained.return_value": nn.Linear(1, 1)}))
+        adapt.with_loras(Path("nano"), 2)

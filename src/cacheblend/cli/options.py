@@ -140,9 +140,9 @@ class SelectionOptions:
     ratio: Ratios = None
     selector: str | None = option(
         None,
-        "hkvd: rows whose KV deviates most; query: sentences that the question attends to; hybrid: both; or threshold, "
-        "head, random, none, all. Default: the model's profile, or hkvd, filtered gradually. Further settings follow a "
-        "colon: query:pool=16,hops=1, or threshold:threshold=0.5.",
+        "hkvd: rows whose KV deviates most; head: first rows of each passage; query: sentences that the question "
+        "attends to; hybrid: both; or threshold, random, none, all. Default: the model's profile, or auto: head with "
+        "corrected keys, or hkvd. Further settings follow a colon: query:pool=16,hops=1, or threshold:threshold=0.5.",
     )
     check_layers: str | None = option(
         None,
