@@ -120,6 +120,10 @@ def test_a_folder_with_tokenizers(folder: Path) -> None:
     assert names[0] == "files"
     assert {"tokenizer", "anchor", "chat template"} <= set(names)
     assert found(diagnosis, "anchor") == (True, "BOS, id 1")
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(json.dumps(json.loads(text) | {"max_position_embeddings": 8192}))
+    assert re.fullmatch(r"a text that ships, \d{3} tokens", found(diagnose(folder), "anchor")[1])
+    (folder / "config.json").write_text(text)
     for file in folder.glob("*token*"):
         file.unlink()
     diagnosis = diagnose(folder)

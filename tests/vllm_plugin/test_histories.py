@@ -73,8 +73,9 @@ class History:
         (32, {"anchor": "none"}),
         (64, {"anchor": "none", "block_size": 48, "codec": "int8"}),
         (32, {"anchor": "none", "recompute_ratio": 0.15, "codec": "int4"}),
+        (32, {"anchor": "none", "recompute_ratio": 0.15, "selector": "head", "recency": 1.0, "correction": 0.5}),
     ],
-    ids=["blocks of 32", "blocks of 64 beside 48, int8", "ratio .15, int4"],
+    ids=["blocks of 32", "blocks of 64 beside 48, int8", "ratio .15, int4", "ratio .15, corrected keys"],
 )
 def test_every_job_of_a_history_blends(llama: Served, block_size: int, settings: dict[str, Any]) -> None:
     """No job fails (`failing`), and at ratio 1 every answer is that of vLLM without the plug-in."""

@@ -147,16 +147,29 @@ def test_first_tokens_and_logprobs_are_those_of_the_dense_oracle(
     assert check_oracle(dense(model.model), asked, result["answers"][3]) == 0
 
 
-@pytest.mark.parametrize(("family", "checks"), [("llama", (1,)), ("qwen3", (1,)), ("llama", None)])
+OURS = {"recompute_ratio": 0.2, "selector": "head", "recency": 1.0, "correction": 0.5}
+"""What is the default where a tokenizer is known."""
+
+
+@pytest.mark.parametrize(
+    ("family", "extra", "in_pages"),
+    [
+        ("llama", {"recompute_ratio": 0.2, "selector": "hkvd", "check_layers": [1]}, False),
+        ("qwen3", {"recompute_ratio": 0.2, "selector": "hkvd", "check_layers": [1]}, False),
+        ("llama", {"recompute_ratio": 0.2, "selector": "hkvd"}, False),
+        ("llama", OURS, False),
+        ("qwen3", OURS, True),
+        ("mistral", OURS, True),
+    ],
+)
 def test_a_partial_ratio_chooses_the_rows_that_the_embedded_engine_chooses(
-    serve: Serve, family: str, checks: tuple[int, ...] | None
+    serve: Serve, family: str, extra: dict[str, Any], in_pages: bool
 ) -> None:
-    """Both engines on one store, each reading what the other wrote; without check layers both filter gradually."""
+    """Both engines on one store, each reading what the other wrote; hkvd without check layers filters gradually."""
     asked, model = prompts(11, 6), serve(family)
     steps = [ask(asked, alone=True), ask(asked, chunks=None, sampling={"max_tokens": 5})]
-    extra = {"recompute_ratio": 0.2, "selector": "hkvd"} | ({"check_layers": list(checks)} if checks else {})
-    blended = model.run(steps, extra, enable_prefix_caching=False)
-    config = BlendConfig(recompute_ratio=0.2, check_layers=checks, capture=False)
+    blended = model.run(steps, extra | {"in_pages": in_pages}, enable_prefix_caching=False)
+    config = BlendConfig.of(extra | {"capture": False})
     how: dict[str, Any] = {"dtype": "float32", "with_tokenizer": False, "device": "cpu"}
     with BlendEngine.from_pretrained(model.model, store=f"file://{model.store}", config=config, **how) as engine:
         plain, sampling = 0, SamplingParams(max_new_tokens=5, temperature=0.0)
@@ -175,6 +188,7 @@ HOPS = {"hops": 2, "hop_rows": 16, "question_words": 1.0}
     ("seed", "extra"),
     [
         pytest.param(10, {"recompute_ratio": 0.2}, id="hkvd", marks=pytest.mark.feature("tensor parallel 2", "blends")),
+        pytest.param(14, OURS, id="corrected keys"),
         # Each rank sees the attention of its own heads: hops by rows and words need that of all.
         pytest.param(
             12,

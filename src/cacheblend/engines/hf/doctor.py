@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from cacheblend.core.errors import CacheBlendError
 from cacheblend.engines.checkpoint import weight_files
+from cacheblend.engines.fingerprint import ModelIdentity
 from cacheblend.engines.hf.ambient import without_ambient
 from cacheblend.engines.hf.live_check import LiveCheck
 from cacheblend.engines.hf.model_loader import class_of, loading_reason, open_folder, read_config
@@ -99,14 +100,14 @@ def diagnose(
         return found
     found.checks += _survey_checks(model, survey)
     if tokenizer is not None or is_folder:
-        found.checks += _tokenizer_checks(tokenizer)
+        found.checks += _tokenizer_checks(tokenizer, survey.room)
     for title, ok, detail in LiveCheck(model, survey).run():
         found.checks.append(Check(title, ok, detail))
         on_check(f"done: {title}")
     return found
 
 
-def _tokenizer_checks(tokenizer: Any) -> Iterator[Check]:
+def _tokenizer_checks(tokenizer: Any, room: int) -> Iterator[Check]:
     if tokenizer is None:
         yield Check("tokenizer", False, "the folder has no tokenizer; pass token ids instead of text")
         return
@@ -116,10 +117,14 @@ def _tokenizer_checks(tokenizer: Any) -> Iterator[Check]:
         yield Check("tokenizer", False, " ".join(str(error).split()))
         return
     yield Check("tokenizer", True, f"fast backend, {len(tokenizer)} tokens")
-    if builder.bos_id is None:
+    identity = ModelIdentity(None, "", "", builder.bos_id, "", in_front=builder.in_front, room=room)
+    anchor = identity.anchor("auto")
+    if anchor.rule == "none":
         yield Check("anchor", None, "none: the tokenizer adds no BOS token")
-    else:
+    elif anchor.rule == "bos":
         yield Check("anchor", True, f"BOS, id {builder.bos_id}")
+    else:
+        yield Check("anchor", True, f"a text that ships, {sum(map(len, anchor.front))} tokens")
     has_template = bool(tokenizer.chat_template)
     yield Check("chat template", has_template or None, "present" if has_template else "none: plain prompts only")
 

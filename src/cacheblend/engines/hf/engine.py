@@ -25,7 +25,7 @@ from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.prompt import Prompt, Segment
 from cacheblend.core.select.selectors import Selector, check_ratio
 from cacheblend.engines.discovery import open_discovery
-from cacheblend.engines.fingerprint import ModelIdentity, fingerprint_model, room_of
+from cacheblend.engines.fingerprint import ModelIdentity, fingerprint_model
 from cacheblend.engines.folders import model_folder
 from cacheblend.engines.hf.adapter_watch import AdapterWatch
 from cacheblend.engines.hf.ambient import without_ambient
@@ -99,9 +99,8 @@ class BlendEngine(FollowedModel):
         bos_id = self.builder.bos_id if self.builder else bos_id
         dtype = str(survey.layout.dtype).removeprefix("torch.")
         in_front = self.builder.in_front if self.builder else None
-        room = room_of(survey.context_length, not (survey.kinds.has_other_layers or any(survey.latents)))
         named = self.fingerprint, dtype, bos_id, name, adapted.digest
-        identity = ModelIdentity(None, *named, in_front=in_front, room=room)
+        identity = ModelIdentity(None, *named, in_front=in_front, room=survey.room)
         self.config = identity.resolved(config.on(model.device.type))
         self.settings = BlendSettings(self.config)
         if survey.fit_selector(self.config.make_selector()).question_rows:

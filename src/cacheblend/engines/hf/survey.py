@@ -19,6 +19,7 @@ from cacheblend.core.kernels.operations import attend_rows
 from cacheblend.core.kernels.rope import KeyRotation, Pairing, reposition_keys, turn_by
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
 from cacheblend.core.select.selectors import Late, Selector
+from cacheblend.engines.fingerprint import room_of
 from cacheblend.engines.hf.latent import LatentShape, check_caching, latent_shape
 from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.engines.hf.model_loader import check_config, shift_limits
@@ -63,6 +64,11 @@ class Survey:
     def num_layers(self) -> int:
         """Decoder layers, with and without attention."""
         return self.kinds.num_layers
+
+    @property
+    def room(self) -> int:
+        """`ModelIdentity.room`."""
+        return room_of(self.context_length, not (self.kinds.has_other_layers or any(self.latents)))
 
     def fit_selector(self, selector: Selector) -> Selector:
         """The selector for this model; behind recurrent layers its checks are made later (`Late`). Raises
