@@ -42,7 +42,7 @@ def paper(
     top_k: TopK = None,
     max_tokens: MaxTokens = 32,
     scorer: Scorers = None,
-    anchor: Anchor = "auto",
+    anchor: Anchor = "bos",  # as the authors have it
     out: Out = Path("evaluations"),
     json: AsJson = False,
     json_file: JsonFile = None,
