@@ -3,14 +3,15 @@ question, and the answer, expect from stored KV what they expect after a full pr
 
 Stored KV, its names and what else is computed of the documents stay as they are: the adapter is in effect for rows of
 the question and of the answer alone. It is trained on the passages and questions of the tune rows, drawn together anew
-at each step; passages that hold the answer of a test row are never among them.
+at each step; passages that hold the answer of a test row, of whichever file, are never among them. On a CPU, for models
+all of whose layers attend to all tokens by keys and values.
 """
 
 import json
 import math
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +33,7 @@ from cacheblend.evaluation.compute import ComputeScale
 from cacheblend.evaluation.runner import Case, Settings, make_cases, store_passages
 from lab.bench import Advance, silent
 from lab.real.pretrained import pretrained_folder
-from lab.real.quality import BASE, OURS, TEMPLATE, Way, holding, rows_of, summarise
+from lab.real.quality import BASE, OURS, TEMPLATE, Way, holding, holding_any, rows_of, summarise
 from lab.settings import Adapt
 
 REUSE = "text none"
@@ -40,6 +41,7 @@ MEASURED = (REUSE, OURS["05"], OURS["15"])
 TOGETHER = ", adapted"
 ALPHA = 2.0  # weight of the LoRA's product, its alpha by its rank
 RATE, WARM_STEPS = 2e-3, 10
+TRIES = 20  # draws of passages for a step, some of which may be too long
 
 
 class QueryLora(nn.Module):
@@ -145,7 +147,7 @@ class Trained:
 
     engines: dict[str, BlendEngine]  # by anchor
     model: Any
-    loras: list[QueryLora]
+    loras: dict[str, QueryLora]  # by the name of the projection
     begun: set[str] = field(default_factory=set)  # engines whose store has what stands in front of the passages
 
     def stored(self, case: Case, way: Way, documents: int) -> tuple[DynamicCache, float]:
@@ -169,55 +171,66 @@ def run(asked: Adapt, advance: Advance = silent) -> dict[str, Any]:
     torch.manual_seed(0)
     total = asked.steps + sum(len(rows_of(own, "test")[: asked.rows]) for own in files.values())
     configs = {anchor: Way.config(anchor, []) for anchor in ("bos", "text")}
-    engines = {
-        name: BlendEngine.from_pretrained(model, store="memory", config=config) for name, config in configs.items()
-    }
-    try:
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in files}
+    done = asked.steps
+    with ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(BlendEngine.from_pretrained(model, store="memory", config=config, device="cpu"))
+            for name, config in configs.items()
+        }
+        cases = {
+            name: make_cases(engines["bos"], Settings(TEMPLATE), rows_of(own, "test")[: asked.rows])
+            for name, own in files.items()
+        }
+        if not any(case.prompts for own in cases.values() for case in own):
+            raise InvalidInputError("there are no test rows that fit the model's context")
+        survey = engines["bos"].survey
+        if not survey.room or any(survey.windows):
+            raise InvalidInputError(f"{model} has layers that do not attend to all tokens by keys and values")
         trained = Trained(engines, *with_loras(model, asked.rank))
-        losses = train(trained, files, asked, lambda done: advance(done, total))
+        losses = train(trained, files, asked, lambda step: advance(step, total))
         if asked.out is not None:
-            save(trained.loras, asked.out, model)
-        rows: dict[str, list[dict[str, Any]]] = {}
-        for name, own in files.items():
-            rows[name] = []
-            for row in rows_of(own, "test")[: asked.rows]:
-                rows[name].append(_measure(trained, row, asked.answer_tokens))
-                advance(asked.steps + sum(map(len, rows.values())), total)
-    finally:
-        for engine in engines.values():
-            engine.close()
+            save(trained, asked.out, model)
+        for name, own in cases.items():
+            for case in own:
+                rows[name] += [_measure(trained, case, asked.answer_tokens)] if case.prompts else []
+                advance(done := done + 1, total)
     found = summarise(rows)
     removed = {way: found["ways"][way]["kl_removed"]["value"] for way in found["ways"]}
     found["figures"] |= {"adapt_removed": removed[REUSE + TOGETHER], "reuse_removed": removed[REUSE]}
     found["figures"] |= {f"adapt_removed_{share}": removed[OURS[share] + TOGETHER] for share in ("05", "15")}
-    parameters = sum(p.numel() for lora in trained.loras for p in lora.parameters() if p.requires_grad)
+    parameters = sum(each.numel() for lora in trained.loras.values() for each in (lora.a, lora.b))
     return found | {"losses": losses, "steps": asked.steps, "parameters": parameters} | stamp()
 
 
-def with_loras(model: Path, rank: int) -> tuple[Any, list[QueryLora]]:
-    """The folder's model with an untrained adapter on each query projection. Raises `InvalidInputError`: it has none of
-    that name."""
+def with_loras(model: Path, rank: int) -> tuple[Any, dict[str, QueryLora]]:
+    """The folder's model with an untrained adapter on each query projection, and these by the projection's name. Raises
+    `InvalidInputError`: it has none of that name."""
     opened = AutoModelForCausalLM.from_pretrained(model_folder(model), dtype="auto").eval().requires_grad_(False)
-    found = [module for module in opened.modules() if isinstance(getattr(module, "q_proj", None), nn.Linear)]
-    if not found:
+    names = [name for name, each in opened.named_modules() if name.endswith(".q_proj") and isinstance(each, nn.Linear)]
+    if not names:
         raise InvalidInputError(f"{model} has no q_proj to adapt")
-    for attention in found:
-        attention.q_proj = QueryLora(attention.q_proj, rank)
-    return opened, [attention.q_proj for attention in found]
+    loras = {name: QueryLora(opened.get_submodule(name), rank) for name in names}
+    for name, lora in loras.items():
+        opened.set_submodule(name, lora)
+    return opened, loras
 
 
 def train(trained: Trained, files: dict[str, list[QuestionRow]], asked: Adapt, advance: Any) -> list[dict[str, float]]:
     """Trains the adapters, each step on some questions of the same passages; the losses of each step, by way."""
     draw, losses = random.Random(0), []
-    parameters = [each for lora in trained.loras for each in (lora.a, lora.b)]
+    parameters = [each for lora in trained.loras.values() for each in (lora.a, lora.b)]
     optimizer = torch.optim.AdamW(parameters, lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    sources = {name: Questions(own, draw) for name, own in files.items()}
+    tested = {text for own in files.values() for row in rows_of(own, "test") for text in holding_any(row)}
+    sources = {name: Questions(own, tested, draw) for name, own in files.items()}
     engine = trained.engines["text"]
     for step in range(1, asked.steps + 1):
-        drawn = sources[[*sources][step % len(sources)]].draw(asked.questions)
-        cases = [case for case in make_cases(engine, Settings(TEMPLATE), drawn) if case.prompts]
-        if not cases:
-            raise InvalidInputError("no prompt of these questions fits the model's context")
+        for _ in range(TRIES):
+            drawn = sources[[*sources][step % len(sources)]].draw(asked.questions)
+            if cases := [case for case in make_cases(engine, Settings(TEMPLATE), drawn) if case.prompts]:
+                break
+        else:
+            raise InvalidInputError(f"of {TRIES} draws of tune rows no prompt fits the model's context")
         group = Group.of([case.longest for case in cases])
         full, answers, counts = group.teach(trained.model, asked.answer_tokens, [*engine.eos_ids])
         ways, lost = [REUSE, draw.choice(MEASURED[1:])], {}
@@ -237,14 +250,18 @@ def train(trained: Trained, files: dict[str, list[QuestionRow]], asked: Adapt, a
 
 
 class Questions:
-    """Draws questions on the same passages from the tune rows of a file."""
+    """Draws questions on the same passages from the tune rows of a file; without the passages in `tested`. Raises
+    `InvalidInputError`: none is left."""
 
-    def __init__(self, rows: Sequence[QuestionRow], draw: random.Random) -> None:
-        self._draw, tested = draw, {holding(row) for row in rows_of(rows, "test")}
+    def __init__(self, rows: Sequence[QuestionRow], tested: set[str], draw: random.Random) -> None:
+        self._draw, tune = draw, rows_of(rows, "tune")
         self._rows: dict[str, list[QuestionRow]] = {}
-        for row in rows_of(rows, "tune"):
-            self._rows.setdefault(holding(row), []).append(row)
-        passages = {each.text: each for own in self._rows.values() for row in own for each in row.passages}
+        for row in tune:
+            if holding(row) not in tested:
+                self._rows.setdefault(holding(row), []).append(row)
+        if not self._rows:
+            raise InvalidInputError("each passage with an answer of a tune row holds one of a test row, too")
+        passages = {each.text: each for row in tune for each in row.passages}
         self._passages = {text: each for text, each in passages.items() if text not in tested}
         self._size = min(len(rows[0].passages), len(self._passages))
 
@@ -259,9 +276,8 @@ class Questions:
 
 
 @torch.no_grad()
-def _measure(trained: Trained, row: QuestionRow, tokens: int) -> dict[str, Any]:
+def _measure(trained: Trained, case: Case, tokens: int) -> dict[str, Any]:
     """A row of `summarise`: full prefill and each way, with the adapters and without."""
-    (case,) = make_cases(trained.engines["bos"], Settings(TEMPLATE), [row])
     group = Group.of([case.longest])
     full, answers, counts = group.teach(trained.model, tokens, [*trained.engines["bos"].eos_ids])
 
@@ -273,7 +289,7 @@ def _measure(trained: Trained, row: QuestionRow, tokens: int) -> dict[str, Any]:
             "compute": compute,
         }
 
-    found: dict[str, Any] = {"passage": holding(row), "full": figures(full, 1.0)}
+    found: dict[str, Any] = {"passage": holding(case.row), "full": figures(full, 1.0)}
     for name in (BASE, *MEASURED):
         documents, compute = trained.stored(case, Way.of(name), len(group.documents))
         if name != BASE:
@@ -285,16 +301,15 @@ def _measure(trained: Trained, row: QuestionRow, tokens: int) -> dict[str, Any]:
     return found
 
 
-def save(loras: Sequence[QueryLora], folder: Path, model: Path) -> None:
+def save(trained: Trained, folder: Path, model: Path) -> None:
     """Writes the adapter as PEFT reads it."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {}
-    for layer, lora in enumerate(loras):
-        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
-        weights[f"{name}.lora_A.weight"] = lora.a.detach().contiguous()
-        weights[f"{name}.lora_B.weight"] = lora.b.detach().contiguous()
+    for name, lora in trained.loras.items():
+        weights[f"base_model.model.{name}.lora_A.weight"] = lora.a.detach().contiguous()
+        weights[f"base_model.model.{name}.lora_B.weight"] = lora.b.detach().contiguous()
     save_file(weights, folder / "adapter_model.safetensors")
-    rank = len(loras[0].a)
+    rank = len(next(iter(trained.loras.values())).a)
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": ALPHA * rank}
     config |= {"target_modules": ["q_proj"], "base_model_name_or_path": str(model.name), "lora_dropout": 0.0}
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))

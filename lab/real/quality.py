@@ -142,8 +142,13 @@ def filled_up(rows: Sequence[QuestionRow], asked: Real) -> list[QuestionRow]:
 
 def holding(row: QuestionRow) -> str:
     """The passage that holds the answer, the first in the alphabet if several do."""
+    return min(holding_any(row) or [passage.text for passage in row.passages])
+
+
+def holding_any(row: QuestionRow) -> list[str]:
+    """All passages that hold an answer."""
     texts = [passage.text for passage in row.passages]
-    return min([text for text in texts if any(answer.lower() in text.lower() for answer in row.answers)] or texts)
+    return [text for text in texts if any(answer.lower() in text.lower() for answer in row.answers)]
 
 
 @torch.no_grad()

@@ -181,11 +181,11 @@ def test_an_adapter_is_measured_as_the_bench_measures_and_written_for_peft(
     # as PEFT adds it: lora_alpha / r times B A
     merged, loras = adapt.with_loras(Path("nano"), 8)
     ids = torch.arange(20, 40)[None]
-    for layer, lora in enumerate(loras):
+    for layer, lora in enumerate(loras.values()):
         name = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_"
         lora.a.data, lora.b.data = weights[f"{name}A.weight"], weights[f"{name}B.weight"]
     adapted = merged(ids).logits
-    for lora in loras:
+    for lora in loras.values():
         lora.inner.weight.data += (config["lora_alpha"] / config["r"] * lora.b @ lora.a).to(lora.inner.weight.dtype)
     with adapt.without_adapters():
         assert_close(merged(ids).logits, adapted, 0.05, "logits")
@@ -198,7 +198,8 @@ def test_passages_of_test_rows_are_not_trained_on_and_padding_changes_nothing(mo
         QuestionRow(f"Where is {gold}?", tuple(texts[name] for name in names), (f"{gold} is",))
         for gold, names in (("a", "abcd"), ("b", "bcde"), ("a", "aecf"), ("f", "fdab"), ("a", "acef"))
     ]
-    source = adapt.Questions(rows, random.Random(0))
+    tested = {text for row in rows_of(rows, "test") for text in quality.holding_any(row)}
+    source = adapt.Questions(rows, tested, random.Random(0))
     for most in (1, 2, 3, 4):
         drawn = source.draw(most)
         assert 0 < len(drawn) <= most and len({row.passages for row in drawn}) == 1 and len(drawn[0].passages) == 4
@@ -212,6 +213,8 @@ def test_passages_of_test_rows_are_not_trained_on_and_padding_changes_nothing(mo
     for row, prompt in enumerate(prompts):
         alone = adapt.Group.of([prompt]).teach(model, 3, [])
         assert_close(together[0][row], alone[0][0], 0.05, "log-probabilities")
+    with pytest.raises(InvalidInputError, match="holds one of a test row, too"):
+        adapt.Questions(rows, {each.text for each in texts.values()}, random.Random(0))
     with pytest.raises(InvalidInputError, match="has no q_proj to adapt"):
         monkeypatch.setattr(adapt, "AutoModelForCausalLM", Mock(**{"from_pretrained.return_value": nn.Linear(1, 1)}))
         adapt.with_loras(Path("nano"), 2)

@@ -185,13 +185,6 @@ def test_whose_settings_an_engine_has(tmp_path: Path, caplog: pytest.LogCaptureF
     assert found.config == BlendConfig(**SETTINGS)
     assert found.profile == PROFILE
     assert "hkvd, check_layers 1 2" in found.source
-    for anchor, wanted in (("bos", "bos"), ("none", "none"), ("text 0123", "auto"), ("", "auto")):  # as it was measured
-        measured = replace(PROFILE, measured=replace(PROFILE.measured, anchor=anchor))
-        write_profile(tmp_path / PROFILE_NAME, measured)
-        assert resolve_settings(None, tmp_path, "f1").config.anchor == wanted
-        assert resolve_settings(None, tmp_path, "f1", has_tokenizer=False).config.anchor == "auto"
-        assert resolve_settings({"anchor": "system"}, tmp_path, "f1").config.anchor == "system"
-    write_profile(tmp_path / PROFILE_NAME, PROFILE)
     # Fields that do not decide quality are laid over the profile
     found = resolve_settings({"salt": "x", "capture": False}, tmp_path, "f1")
     assert found.config == replace(BlendConfig(**SETTINGS), salt="x", capture=False)

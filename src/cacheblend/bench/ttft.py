@@ -172,7 +172,8 @@ def _measure(settings: TtftSettings, model: PreTrainedModel, tokenizer: Any, on_
         for engine in engines.values():
             engine.warm(chunks)
         empty = stack.enter_context(_engine(model, tokenizer, "memory"))
-        selection, arms = settings.selection, list[Arm]()
+        selection = settings.selection.chosen(empty.config.anchor if empty.survey.room else "")
+        arms = list[Arm]()
         for name in settings.arms:
             if name == "full":
                 arms.append(Arm(name, partial(full_recompute, empty)))

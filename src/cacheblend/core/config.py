@@ -34,7 +34,6 @@ class BlendConfig(Selection):
         anchor: tokens in front of a chunk when it is computed alone: the BOS token, the prompt's whole system prompt,
             none, or text: BOS, and `anchor_text`. auto: text where the tokenizer is known, each layer is attention over
             keys and values, and the text takes at most an eighth of the context; else BOS where the tokenizer sets one.
-            A profile's chunks keep the one it was measured with.
         anchor_text: the text of the anchor ``text``; None: `ANCHOR_TEXT`.
         block_size: most tokens of a block.
         codec: how stored chunks are compressed: raw (not at all), fp8, int8 or int4.

@@ -21,6 +21,7 @@ from cacheblend.core.plan.planner import Anchor
 from cacheblend.core.profile import Profile
 from cacheblend.core.select.selection import Selection, selection_fields
 from cacheblend.core.select.selectors import Selector
+from cacheblend.engines.fingerprint import ModelIdentity
 
 PROFILE_NAME = "blend-profile.json"  # name of a profile's file in a model's folder
 _OLD_PROFILE_NAME = "cacheblend.json"  # until version 0.1; also the name of a store's format file
@@ -36,12 +37,18 @@ class BlendSettings:
     config: BlendConfig = field(default_factory=BlendConfig)  # the settings in use
     profile: Profile | None = None  # the profile that set them; None if the user did, or they are the defaults
     source: str = "given by the caller"  # the origin in one line, for display
+    default: BlendConfig = field(default_factory=BlendConfig)  # what blends where the profile says not to
     raised_by: float = 1.0  # factor of the shares that requests name none of (the shadow check's floor); infinite: full
 
     @property
     def is_full(self) -> bool:
         """A request that names no ratio and no selector has everything recomputed that is not exact."""
         return math.isinf(self.raised_by)
+
+    def on(self, identity: ModelIdentity) -> "BlendSettings":
+        """The same with what ``auto`` means for a model."""
+        default = identity.resolved(BlendConfig(anchor=self.config.anchor))
+        return replace(self, config=identity.resolved(self.config), default=default)
 
     def compare(self, anchor: Anchor) -> None:
         """Says so where chunks have another anchor than those that the profile was measured with."""
@@ -58,7 +65,7 @@ class BlendSettings:
         if ratio is None and name is None:
             return (self.config if self.is_full else self.config.scaled(self.raised_by)).make_selector()
         forced = self.profile is not None and not self.profile.blend
-        own = BlendConfig() if forced else self.config
+        own = self.default if forced else self.config
         if name in (None, "auto", own.selector):
             return own.make_selector(ratio)
         default = own.recompute_ratio if self.profile is None else Selection.recompute_ratio
@@ -75,15 +82,12 @@ def resolve_settings(
     folder: Path,
     fingerprint: str,
     file: str | Path | None = None,
-    *,
-    has_tokenizer: bool = True,
 ) -> BlendSettings:
     """The settings of an engine from the caller's configuration and the model's profile: the `file`, or the one in its
     folder, if there is one.
 
     A whole `BlendConfig` takes precedence over any profile, which is then not even read. A mapping of fields, or None,
-    overrides the profile's fields; if one of them is a field of `Selection`, the profile is not used. Where there is a
-    tokenizer, which knows the tokens, the anchor is the profile's too, unless the caller names one. Raises
+    overrides the profile's fields; if one of them is a field of `Selection`, the profile is not used. Raises
     `InvalidInputError`: an unknown field or a wrong value, a damaged profile, or a `file` that would not be used.
     """
     overrides = {} if config is None or isinstance(config, BlendConfig) else dict(config)
@@ -109,10 +113,7 @@ def resolve_settings(
             f"the profile {path}: no setting passed on {profile.measured.data or 'its data'}, so nothing is blended"
         )
         logger.warning("%s; give a ratio or a configuration to blend nevertheless", source)
-    set_up, measured = profile.config(**overrides), profile.measured.anchor
-    if set_up.anchor == "auto" and has_tokenizer and measured in ("none", "bos", "system"):
-        set_up = replace(set_up, anchor=measured)  # type: ignore[arg-type]
-    return BlendSettings(set_up, profile, source)
+    return BlendSettings(profile.config(**overrides), profile, source)
 
 
 def check_settings(

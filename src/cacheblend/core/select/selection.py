@@ -56,7 +56,9 @@ class Selection:
             three times the last ratio.
         rank: at check layers hybrid ranks by ``"deviation"``, or by ``"either"`` of deviation and attention.
         recency: head gives every chunk the same number of rows (0), or in proportion to its place among them (1); 0..1.
-        correction: share of the recomputed keys' mean deviation that a chunk's others get, see `core.fuse.correction`.
+            None: 0, or what auto chooses.
+        correction: share of the recomputed keys' mean deviation that a chunk's others get, see `core.fuse.correction`;
+            0..1. None: 0, or what auto chooses.
 
     Raises:
         InvalidInputError: a value that the selector cannot have; the message names it.
@@ -78,11 +80,13 @@ class Selection:
     hop_rows: int = 64
     early_ratio: float | None = None
     rank: Rank = "either"
-    recency: float = 0.0
-    correction: float = 0.0
+    recency: float | None = None
+    correction: float | None = None
 
     def __post_init__(self) -> None:
         check_ratio(self.recompute_ratio)
+        for name in ("recency", "correction"):
+            check_ratio(getattr(self, name) or 0.0, name)
         for name in ("check_layers", "ratios"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, tuple | list):
@@ -106,7 +110,9 @@ class Selection:
             return self
         if anchor != "text" or self.check_layers or self.ratios or self.measure != "kv":
             return replace(self, selector="hkvd")
-        return replace(self, selector="head", recency=1.0, correction=0.5)
+        recency = 1.0 if self.recency is None else self.recency
+        correction = 0.5 if self.correction is None else self.correction
+        return replace(self, selector="head", recency=recency, correction=correction)
 
     def scaled(self, factor: float) -> Self:
         """The same with all shares so many times as large, each at most 1; a threshold stays as it is."""
@@ -122,7 +128,7 @@ class Selection:
             InvalidInputError: a ratio outside 0..1.
         """
         found = self._selector(ratio)
-        return Corrected(found, self.correction) if self.correction != 0 else found
+        return Corrected(found, self.correction) if self.correction else found
 
     def _selector(self, ratio: float | None) -> Selector:
         if ratio is not None:
@@ -149,14 +155,14 @@ class Selection:
                     raise InvalidInputError("the selector 'threshold' needs a bound; set `threshold`")
                 return Threshold(self.threshold, checks, self.measure)
             case "head":
-                return Head(share, self.recency)
+                return Head(share, self.recency or 0.0)
             case "random":
                 return RandomRows(share)
             case "none":
                 return NoRows()
             case "all":
                 return AllRows()
-        raise InvalidInputError(f"no selector is called {self.selector!r}; there are {', '.join(_OWN)}")
+        raise InvalidInputError(f"no selector is called {self.selector!r}; there are auto, {', '.join(_OWN)}")
 
 
 def selection_fields(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,6 +183,8 @@ class SelectorChoice:
         """``name`` or ``name:setting=value,setting=value``. Raises `InvalidInputError`: a setting that the selector
         does not have, or one without a value."""
         name, _, rest = text.partition(":")
+        if name.strip() == "auto":
+            raise InvalidInputError(f"selector {text!r}: that is what there is where none is named; name one, or none")
         known = [*_OWN.get(name.strip(), _OWN["hybrid"]), "correction"]  # presets are kinds of hybrid
         settings: dict[str, Any] = {"selector": name.strip()}
         for part in filter(None, (part.strip() for part in rest.split(","))):

@@ -101,8 +101,8 @@ class BlendEngine(FollowedModel):
         in_front = self.builder.in_front if self.builder else None
         named = self.fingerprint, dtype, bos_id, name, adapted.digest
         identity = ModelIdentity(None, *named, in_front=in_front, room=survey.room)
-        self.config = identity.resolved(config.on(model.device.type))
-        self.settings = BlendSettings(self.config)
+        self.settings = BlendSettings(config.on(model.device.type)).on(identity)
+        self.config = self.settings.config
         if survey.fit_selector(self.config.make_selector()).question_rows:
             self.sentence_end_ids()  # takes up to a second, which no request should wait for
         planner = identity.planner(self.config)
@@ -168,8 +168,7 @@ class BlendEngine(FollowedModel):
         folder = model_folder(path, revision=model_options.get("revision"), cache_dir=model_options.get("cache_dir"))
         check_settings(config, folder, profile)
         opened = open_folder(folder, dtype=dtype, device=device, with_tokenizer=with_tokenizer, **model_options)
-        known = opened.tokenizer is not None
-        settings = resolve_settings(config, folder, opened.fingerprint, profile, has_tokenizer=known)
+        settings = resolve_settings(config, folder, opened.fingerprint, profile)
         engine = BlendEngine(
             opened.model,
             opened.tokenizer,
@@ -178,7 +177,7 @@ class BlendEngine(FollowedModel):
             fingerprint=opened.fingerprint,
             name=opened.name,
         )
-        engine.settings = replace(settings, config=engine.config)
+        engine.settings = settings.on(engine._state.identity)
         settings.compare(engine.planner.anchor)
         return engine
 

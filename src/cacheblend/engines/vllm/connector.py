@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -117,9 +116,8 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
         self.identity = identify(vllm_config, self._tokenizer)
         assert self.identity.folder is not None  # vLLM loads models from folders
         fields = self._config.blend_fields
-        known = self.identity.in_front is not None
-        found = resolve_settings(fields, self.identity.folder, self.identity.fingerprint, has_tokenizer=known)
-        self._settings = replace(found, config=self.identity.resolved(found.config))
+        found = resolve_settings(fields, self.identity.folder, self.identity.fingerprint)
+        self._settings = found.on(self.identity)
         self._selector = self._settings.selector()
         if vllm_config.model_config.use_mla:
             check_latents(self._selector)
