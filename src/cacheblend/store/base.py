@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cacheblend.core.closable import Closable
 from cacheblend.core.errors import BlockLostError, InvalidInputError, check_type
 from cacheblend.core.names import BlockName, block_name
 from cacheblend.core.plan.blocks import (
@@ -60,7 +61,7 @@ class StoreStats:
     tiers: tuple["StoreStats", ...] = ()
 
 
-class KVStore(BlockSource):
+class KVStore(Closable, BlockSource):
     """Blocks and manifests, bounded in bytes; unpinned blocks are evicted, by default least recently used first.
 
     Every method may be called from any thread at any time; a store on a folder shares it with other
@@ -256,12 +257,6 @@ class KVStore(BlockSource):
     @abstractmethod
     def close(self) -> None:
         """Releases memory, files and connections; may be called twice. A closed store must not be used."""
-
-    def __enter__(self) -> "KVStore":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class FindCounter:

@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from cacheblend.core.closable import Closable
 from cacheblend.core.errors import BlockLostError, InvalidInputError, LoadTimeoutError
 from cacheblend.core.failures import LOST_BLOCK, count_failure
 from cacheblend.core.fuse.batching import LayerRows, LayerSteps, run_alone
@@ -124,7 +125,7 @@ class PrefillOptions:
     budget: LoadBudget = field(default_factory=LoadBudget)
 
 
-class BlendedPrefill:
+class BlendedPrefill(Closable):
     """A stepper: `advance` it until it is `done`, then take its `result`; close it in the end, or use `with`.
 
     A block that fails to load, or does not load in time, becomes a miss, and the prefill starts again without it. If
@@ -287,12 +288,6 @@ class BlendedPrefill:
     def close(self) -> None:
         """Stops loading and releases buffers. Idempotent."""
         self._loader.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _compute_layer(self) -> LayerSteps:
         layer, rows = self.layer, self._rows
