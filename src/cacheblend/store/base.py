@@ -145,12 +145,10 @@ class KVStore(Closable, BlockSource):
 
     def promote(self, names: Sequence[BlockName]) -> None:
         """Hints that these blocks will be read: a store with tiers copies them to its fastest. Ignores lost blocks."""
-        return
 
     def drop_copies(self) -> None:
         """Hints that what was stored so far is not read again: a store with tiers drops what it keeps in memory, or on
         a device, of the stores behind. These lose nothing."""
-        return
 
     @abstractmethod
     def write(self, block: Block) -> bool:
@@ -252,7 +250,6 @@ class KVStore(Closable, BlockSource):
 
     def flush(self) -> None:
         """Returns when every block that was accepted before has been written; at once where `write` waits for it."""
-        return
 
     @abstractmethod
     def close(self) -> None:
