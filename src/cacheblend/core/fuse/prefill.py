@@ -296,9 +296,8 @@ class BlendedPrefill(Closable):
         kv = self._loader.layer(layer)
         if layer in self._selector.check_layers and rows.has_candidates:
             # Measured of all active rows: which of them are candidates is known on the device only.
-            measure, parts = self._selector.measure, []
-            for tile in rows.tiles(self._options.tile_rows):
-                parts.append(kv.deviation(self._project(layer, tile), measure, rows.positions(tile)))
+            measure, tiles = self._selector.measure, rows.tiles(self._options.tile_rows)
+            parts = [kv.deviation(self._project(layer, tile), measure, rows.positions(tile)) for tile in tiles]
             deviation = torch.cat(parts)
             if self._options.over_ranks is not None:
                 deviation = self._options.over_ranks(deviation, "sum")
