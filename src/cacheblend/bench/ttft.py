@@ -283,14 +283,9 @@ def summary(arm: Arm, arms: list[Arm]) -> dict[str, Any]:
 
 
 def _prompt_facts(settings: TtftSettings) -> dict[str, Any]:
-    return {
-        "tokens": settings.prompt_tokens,
-        "plain_tokens": settings.plain_tokens,
-        "chunks": settings.chunks,
-        "chunk_tokens": settings.chunk_tokens,
-        "question_tokens": settings.question_tokens,
-        "data": Path(settings.data).name if settings.data else None,
-    }
+    numbers = {name: getattr(settings, name) for name in ("plain_tokens", "chunks", "chunk_tokens", "question_tokens")}
+    data = Path(settings.data).name if settings.data else None
+    return {"tokens": settings.prompt_tokens, **numbers, "data": data}
 
 
 def table(result: dict[str, Any]) -> Table:

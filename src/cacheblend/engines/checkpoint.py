@@ -98,17 +98,15 @@ def check_files(folder: Path, variant: str | None = None, use_safetensors: bool 
                 f"{file} is a pointer of git-lfs in place of the weights ({size} bytes); fetch them with `git lfs pull`"
             )
         if file.suffix == ".safetensors":
-            descriptor = os.open(file, os.O_RDONLY)
             try:
-                header = _header(descriptor, size)
+                with file.open("rb") as stream:
+                    header = _header(stream.fileno(), size)
                 described = 8 + len(header) + max((end for _, end in _offsets(header)), default=0)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise InvalidInputError(
                     f"{file} ({size} bytes) has no readable header of tensors, so that it is cut off or no safetensors "
                     "file; download it again"
                 ) from error
-            finally:
-                os.close(descriptor)
             if size != described:
                 what = "is cut off" if size < described else "is damaged"
                 raise InvalidInputError(f"{file} {what}: it has {size} of {described} bytes; download it again")
@@ -122,8 +120,8 @@ def sample_of(file: Path) -> str:
     """SHA-256, hex, of a sample of a file's bytes: headers, and a few spots of every tensor. Raises `OSError`. Reads at
     most `FILE_SPOTS` spots, or one of each tensor, and asks for all of them before it waits for the first."""
     found = hashlib.sha256()
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
+    with file.open("rb") as stream:
+        descriptor = stream.fileno()
         size = os.fstat(descriptor).st_size
         header, regions = _regions(file, descriptor, size)
         found.update(f"{size} ".encode() + header)
@@ -135,8 +133,6 @@ def sample_of(file: Path) -> str:
                 os.posix_fadvise(descriptor, at, length, os.POSIX_FADV_WILLNEED)
         for at, length in spots:
             found.update(os.pread(descriptor, length, at))
-    finally:
-        os.close(descriptor)
     return found.hexdigest()
 
 

@@ -273,12 +273,10 @@ class ChunkListing:
         self._preparing.discard(root)
 
     def _index(self, root: BlockName) -> ChunkIndex:
-        index = self._indexes.get(root)
-        if index is not None:
+        if (index := self._indexes.get(root)) is not None:
             return index
         with self._building:  # seconds for many chunks: one thread makes it, and the scheduler's waits for no lock
-            index = self._indexes.get(root)
-            if index is not None:
+            if (index := self._indexes.get(root)) is not None:
                 return index
             with self._lock:
                 chunks = list(self._by_root.get(root, {}).values())

@@ -176,13 +176,10 @@ class GateResult:
     skipped: Skipped = field(default_factory=Skipped)
 
     def to_dict(self) -> dict[str, Any]:
-        bar = self.bar
+        demands = ("threshold", "confidence", "f1_margin", "needed_rows")
         return {
             "verdict": self.verdict,
-            "threshold": bar.threshold,
-            "confidence": bar.confidence,
-            "f1_margin": bar.f1_margin,
-            "needed_rows": bar.needed_rows,
+            **{name: getattr(self.bar, name) for name in demands},
             "rows": {"search": self.search_rows, "confirmation": self.confirm_rows, **asdict(self.skipped)},
             "passage_sets": self.passage_sets,
             "attempts": self.attempts,
@@ -296,6 +293,7 @@ def profile_of(engine: BlendEngine, result: GateResult, data: Path | None = None
         )
     found = result.chosen.found if result.chosen else None
     settings = dict(result.chosen.candidate.settings) if result.chosen else {"selector": "all"}
+    figures = ("agreement", "bound", "compute", "f1_difference", "f1_bound")
     measured = Measurement(
         model=engine.name,
         data="" if data is None else data.name,
@@ -303,11 +301,7 @@ def profile_of(engine: BlendEngine, result: GateResult, data: Path | None = None
         rows=found.rows if found else result.confirm_rows,
         threshold=result.bar.threshold,
         confidence=result.bar.confidence,
-        agreement=found.agreement if found else None,
-        bound=found.bound if found else None,
-        compute=found.compute if found else None,
-        f1_difference=found.f1_difference if found else None,
-        f1_bound=found.f1_bound if found else None,
+        **{name: getattr(found, name, None) for name in figures},
         dtype=str(engine.survey.layout.dtype).removeprefix("torch."),
         anchor=engine.planner.anchor.described,
         date=datetime.now(UTC).date().isoformat(),

@@ -132,9 +132,7 @@ class _Sheet:
     def _figure(self, method: dict[str, Any]) -> dict[str, Any] | None:
         if self._quality == AGREEMENT and method["kind"] == "full" and method["rows"]:
             return {"mean": 1.0, "low": 1.0, "high": 1.0}
-        found: dict[str, Any] | None = (method["scores"].get(self._quality) or method["agreement"][self._quality])[
-            "all"
-        ]
+        found: dict[str, Any] | None = (method["agreement"] | method["scores"])[self._quality]["all"]
         return found
 
     def _open(self, label: str, remark: str) -> tuple[Any, Any]:

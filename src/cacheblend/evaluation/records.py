@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, Generic, Self, TypeVar
+from typing import IO, Any, Generic, TypeVar
 
+from cacheblend.core.closable import Closable
 from cacheblend.core.errors import InvalidInputError
 
 T = TypeVar("T")
@@ -69,7 +70,7 @@ class RowResult:
         return replace(row, cells=cells, too_long=[(k, reason) for k, reason in fields["too_long"]])
 
 
-class LineLog(Generic[T]):
+class LineLog(Closable, Generic[T]):
     """Results in a folder's file of JSON lines, each written as soon as it is added. Close it, or use `with`. `folder`
     is created if missing; None keeps the results in memory. `parse` makes a result of a line's JSON; `items` are those
     that were in the file. `torn`: the process that wrote the file was killed while it wrote the last line, which is
@@ -115,12 +116,6 @@ class LineLog(Generic[T]):
         """Closes the file and releases its lock."""
         if self._file is not None:
             self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class RowLog(LineLog[RowResult]):

@@ -136,6 +136,7 @@ def _method(table: _Table, column: int, figures: _Figures, scorers: Sequence[str
         for row in table.rows
         for cell in row.cells
     )
+    means = ("total_compute", "prompt_tokens", "loaded_tokens", "recomputed_tokens")
     return {
         "method": label.name,
         **{key: value for key, value in asdict(label).items() if key != "name"},
@@ -147,10 +148,7 @@ def _method(table: _Table, column: int, figures: _Figures, scorers: Sequence[str
         "ttft_s": _spread([cell.ttft_s for cell in cells]),
         "total_s": _spread([cell.total_s for cell in cells]),
         "speedup": statistics.median(ratios) if ratios else None,
-        "total_compute": _mean([cell.total_compute for cell in cells]),
-        "prompt_tokens": _mean([cell.prompt_tokens for cell in cells]),
-        "loaded_tokens": _mean([cell.loaded_tokens for cell in cells]),
-        "recomputed_tokens": _mean([cell.recomputed_tokens for cell in cells]),
+        **{name: _mean([getattr(cell, name) for cell in cells]) for name in means},
         "scores": {name: figures[name][column] for name in scorers},
         "agreement": {name: figures[name][column] for name in AGREEMENT} | {"kl": _spread(kl) | {"mean": _mean(kl)}},
     }

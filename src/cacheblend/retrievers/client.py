@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
+from cacheblend.core.closable import Closable
 from cacheblend.core.errors import CacheBlendError, InvalidInputError, check_encodable, check_type
 from cacheblend.engines.documents import (
     COLLECTION,
@@ -50,7 +51,7 @@ class IndexReport:
     without_text: int = 0  # passages that have no text to store
 
 
-class DocumentServer:
+class DocumentServer(Closable):
     """One collection of documents on one server. Safe to call from several threads; use as a context manager or close.
 
     `url`: of `cacheblend serve`, without ``/v1``. `key`: an API key, where the server has keys. `collection`: documents
@@ -143,12 +144,6 @@ class DocumentServer:
     def close(self) -> None:
         """Closes connections."""
         self._http.close()
-
-    def __enter__(self) -> "DocumentServer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _ask(self, method: str, path: str, has: str, **what: Any) -> dict[str, Any]:
         """The server's answer, an object that `has` a field."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cacheblend.core.closable import Closable
 from cacheblend.core.errors import BlockLostError, InvalidInputError, check_type
 from cacheblend.core.names import BlockName, block_name
 from cacheblend.core.plan.blocks import (
@@ -60,7 +61,7 @@ class StoreStats:
     tiers: tuple["StoreStats", ...] = ()
 
 
-class KVStore(BlockSource):
+class KVStore(Closable, BlockSource):
     """Blocks and manifests, bounded in bytes; unpinned blocks are evicted, by default least recently used first.
 
     Every method may be called from any thread at any time; a store on a folder shares it with other
@@ -144,12 +145,10 @@ class KVStore(BlockSource):
 
     def promote(self, names: Sequence[BlockName]) -> None:
         """Hints that these blocks will be read: a store with tiers copies them to its fastest. Ignores lost blocks."""
-        return
 
     def drop_copies(self) -> None:
         """Hints that what was stored so far is not read again: a store with tiers drops what it keeps in memory, or on
         a device, of the stores behind. These lose nothing."""
-        return
 
     @abstractmethod
     def write(self, block: Block) -> bool:
@@ -251,17 +250,10 @@ class KVStore(BlockSource):
 
     def flush(self) -> None:
         """Returns when every block that was accepted before has been written; at once where `write` waits for it."""
-        return
 
     @abstractmethod
     def close(self) -> None:
         """Releases memory, files and connections; may be called twice. A closed store must not be used."""
-
-    def __enter__(self) -> "KVStore":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class FindCounter:

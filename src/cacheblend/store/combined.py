@@ -72,8 +72,8 @@ class CombinedDocuments(DocumentRecords):
 class CombinedStore(KVStore):
     """A store that keeps everything in its members. A call goes to all of them, and what they return is merged. Where
     and whether a block is read or written is up to the subclass, and so is `stats`. Tiers of one kind are told apart by
-    numbers, see `KVStore.tier_names`. Of `most_found` blocks it is remembered where they were found. The members are
-    closed with this store."""
+    numbers, see `KVStore.tier_names`. Of `most_found` blocks it is remembered where they were found. Members
+    and tiers are closed with this store."""
 
     def __init__(self, members: Sequence[KVStore], tiers: Sequence[KVStore], most_found: int) -> None:
         self.members, self._tiers, self._most_found = tuple(members), tuple(tiers), most_found
@@ -81,15 +81,14 @@ class CombinedStore(KVStore):
         self._finds, self._lock = FindCounter(), threading.Lock()
         self._found: OrderedDict[BlockName, tuple[int, BlockEntry]] = OrderedDict()  # with the tier's index
         self._names: list[dict[str, str]] = []  # of each store's tiers, by the names that it gives them itself
-        taken: dict[str, None] = {}
+        self._by_tier: dict[str, tuple[KVStore, str]] = {}  # whose it is, and what that calls it
         for store in self._tiers:
             self._names.append({})
             for name in store.tier_names:
                 kind = re.sub(r"-\d+$", "", name)
-                free = (name, *(f"{kind}-{number}" for number in range(2, len(taken) + 3)))
-                self._names[-1][name] = new = next(each for each in free if each not in taken)
-                taken[new] = None
-        self._tier_names = tuple(taken)
+                free = (name, *(f"{kind}-{number}" for number in range(2, len(self._by_tier) + 3)))
+                self._names[-1][name] = new = next(each for each in free if each not in self._by_tier)
+                self._by_tier[new] = store, name
 
     def _ask(self, call: Callable[[KVStore], T], members: Sequence[KVStore] | None = None) -> list[T]:
         """The members' answers. A subclass may leave out members that fail."""
@@ -97,22 +96,18 @@ class CombinedStore(KVStore):
 
     @property
     def tier_names(self) -> tuple[str, ...]:
-        return self._tier_names
+        return tuple(self._by_tier)
 
     def tiers(self) -> dict[str, KVStore]:
-        parts = [part for store in self._tiers for part in store.tiers().values()]
-        return dict(zip(self._tier_names, parts, strict=True))
+        return {name: store.tiers()[own] for name, (store, own) in self._by_tier.items()}
 
     @property
     def is_reachable(self) -> bool:  # all members, as each may be the one that holds a block
         return all(member.is_reachable for member in self.members)
 
     def round_trip_s(self, tier: str) -> float:
-        for store, names in zip(self._tiers, self._names, strict=True):
-            for own, name in names.items():
-                if name == tier:
-                    return store.round_trip_s(own)
-        return 0.0
+        store, own = self._by_tier.get(tier, (None, tier))
+        return 0.0 if store is None else store.round_trip_s(own)
 
     def _named(self, number: int, entry: BlockEntry) -> BlockEntry:
         """An entry of tier `number`, with the name that its tier has here."""
@@ -193,8 +188,8 @@ class CombinedStore(KVStore):
             member.drop_copies()
 
     def close(self) -> None:
-        for member in self.members:
-            member.close()
+        for store in self._tiers:
+            store.close()
 
 
 class TieredStore(CombinedStore):
@@ -289,10 +284,6 @@ class TieredStore(CombinedStore):
         """Both; the bytes freed in the back."""
         self.front.prune(max_bytes)
         return self.back.prune(max_bytes, progress)
-
-    def close(self) -> None:
-        self.front.close()
-        super().close()
 
 
 class CascadeStore(CombinedStore):

@@ -189,8 +189,7 @@ class EmptyChunks:
         freed = 0
         for part in _parts(listed):
             empty = self._empty(part, frozenset())
-            if empty:
-                self._place.remove([chunk_id for chunk_id, _ in empty])
+            self._place.remove([chunk_id for chunk_id, _ in empty])
             freed += sum(nbytes for _, nbytes in empty)
         return freed
 

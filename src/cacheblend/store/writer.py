@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from cacheblend.core.closable import Closable
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block
@@ -33,7 +34,7 @@ class WriterStats:
     failed: int = 0  # blocks for which making or writing raised
 
 
-class WriteBehind:
+class WriteBehind(Closable):
     """Writes blocks to a store on a thread of its own; safe to call from several threads.
 
     The thread is a daemon and starts with the first block. Blocks that still wait when the process ends are lost
@@ -189,9 +190,3 @@ class WriteBehind:
                 self._counts.waiting_bytes -= nbytes
                 self._counts.dropped += 1
         return False
-
-    def __enter__(self) -> "WriteBehind":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from cacheblend.core.closable import Closable
 from cacheblend.core.errors import BlockLostError, InvalidInputError, LoadTimeoutError
 from cacheblend.core.failures import LOST_BLOCK, count_failure
 from cacheblend.core.fuse.batching import LayerRows, LayerSteps, run_alone
@@ -124,7 +125,7 @@ class PrefillOptions:
     budget: LoadBudget = field(default_factory=LoadBudget)
 
 
-class BlendedPrefill:
+class BlendedPrefill(Closable):
     """A stepper: `advance` it until it is `done`, then take its `result`; close it in the end, or use `with`.
 
     A block that fails to load, or does not load in time, becomes a miss, and the prefill starts again without it. If
@@ -288,12 +289,6 @@ class BlendedPrefill:
         """Stops loading and releases buffers. Idempotent."""
         self._loader.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _compute_layer(self) -> LayerSteps:
         layer, rows = self.layer, self._rows
         if layer == self._first_to_drop and rows.total and self._selector.at_start:
@@ -301,9 +296,8 @@ class BlendedPrefill:
         kv = self._loader.layer(layer)
         if layer in self._selector.check_layers and rows.has_candidates:
             # Measured of all active rows: which of them are candidates is known on the device only.
-            measure, parts = self._selector.measure, []
-            for tile in rows.tiles(self._options.tile_rows):
-                parts.append(kv.deviation(self._project(layer, tile), measure, rows.positions(tile)))
+            measure, tiles = self._selector.measure, rows.tiles(self._options.tile_rows)
+            parts = [kv.deviation(self._project(layer, tile), measure, rows.positions(tile)) for tile in tiles]
             deviation = torch.cat(parts)
             if self._options.over_ranks is not None:
                 deviation = self._options.over_ranks(deviation, "sum")

@@ -72,16 +72,14 @@ class Operation(Generic[F]):
 
     def on(self, device: torch.device, dtype: torch.dtype) -> Served[F]:
         """What serves; the first call for a device and dtype loads and checks the kernel, later ones look it up."""
-        served = self._served.get((device, dtype))
-        if served is None:
+        if (device, dtype) not in self._served:
             with self._lock:
-                served = self._served.get((device, dtype))
-                if served is None:
+                if (device, dtype) not in self._served:
                     served = self._plainly()
                     if self._serves(device, dtype):
                         served = self._checked(self._kernel, self._differs, device, dtype)
-                self._served[device, dtype] = served
-        return served
+                    self._served[device, dtype] = served
+        return self._served[device, dtype]
 
     def confirm(self, device: torch.device, dtype: torch.dtype, differs: Callable[[F, F], str]) -> Served[F]:
         """What serves, checked once more in a caller's own case, (kernel, plain) to what differs between them: a kernel

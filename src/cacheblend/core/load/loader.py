@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cacheblend.core.closable import Closable
 from cacheblend.core.errors import BlockLostError, LoadTimeoutError
 from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.core.load.budget import LoadBudget
@@ -87,7 +88,7 @@ class _Loaded(NamedTuple):
     done: Any = None
 
 
-class LayerLoader:
+class LayerLoader(Closable):
     """Loads one request's layers in order, `read_ahead` layers ahead of the last asked for.
 
     Small layers are read several at once, so that some more may be ahead, but never more than `ahead_bytes` of buffers.
@@ -219,12 +220,6 @@ class LayerLoader:
     def release(self, index: int) -> None:
         """Drops a layer's buffers, which must not be asked for again."""
         self._given.pop(index, None)
-
-    def __enter__(self) -> "LayerLoader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Stops loading ahead and drops the buffers; waits for the layer being loaded unless `threads` were given.

@@ -22,6 +22,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from cacheblend.core.closable import Closable
+from cacheblend.core.names import grouped
+
 SLAB_BYTES = 16 << 20
 CPU_SLAB_BYTES = 8 << 20  # what one thread reads at once
 CPU_BYTES = 128 << 20
@@ -180,7 +183,7 @@ class Staging:
                 tensor.record_stream(stream)
 
 
-class _ThroughSlabs:
+class _ThroughSlabs(Closable):
     """Copies to a device. Those from ordinary memory go through slabs: one is filled while the device copies others.
     `now`: an event behind the work of the current stream so far."""
 
@@ -199,7 +202,7 @@ class _ThroughSlabs:
         for start in range(0, len(data), step):
             part, place = data[start : start + step], target[start : start + step]
             if self._slab is None or self._used + len(part) > step:
-                self._leave()
+                self.close()
                 self._slab, self._used = self._memory.slab(), 0
             if self._slab is None:  # none is left
                 place.copy_(part)
@@ -209,16 +212,11 @@ class _ThroughSlabs:
                 place.copy_(room.copy_(part), non_blocking=True)
         return target
 
-    def _leave(self) -> None:
-        if self._slab is not None:  # others may fill it once it is copied
+    def close(self) -> None:
+        """Gives the slab in use back, which others may fill once it is copied."""
+        if self._slab is not None:
             slab, self._slab = self._slab, None
             self._memory.give_back([slab], self._now())
-
-    def __enter__(self) -> "_ThroughSlabs":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._leave()
 
 
 def copied_at_once(records: Mapping[Key, torch.Tensor], device: torch.device) -> dict[Key, torch.Tensor]:
@@ -261,13 +259,7 @@ def moved_together(
 
 def _close(keys: Sequence[Key], starts: Mapping[Key, int], records: Mapping[Key, torch.Tensor]) -> Iterator[list[Key]]:
     """Keys in the order of their bytes, those together between whose bytes there is at most the rest of a page."""
-    run: list[Key] = []
-    for key in keys:
-        if run and starts[key] - starts[run[-1]] - records[run[-1]].nbytes >= _ALIGNMENT:
-            yield run
-            run = []
-        run.append(key)
-    yield run
+    return grouped(keys, lambda run, key: starts[key] - starts[run[-1]] - records[run[-1]].nbytes < _ALIGNMENT)
 
 
 @cache

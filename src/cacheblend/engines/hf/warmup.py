@@ -64,9 +64,7 @@ def compute_with_states(prefiller: Prefiller, job: ChunkJob, planner: Planner, m
     Snapshots of recurrent layers follow its blocks; compressed chunks have none, since they are no exact prefix."""
     prompt = Prompt.of([*(text(part.tolist()) for part in job.anchor), chunk(job.token_ids.tolist())])
     with prefiller.open_alone(prompt, planner) as prefill:
-        while not prefill.advance():
-            pass
-        result = prefill.result()
+        result = prefill.run()
     blocks = [*blocks_of(job, planner, result.kv), *snapshot_blocks(prefiller.kinds, result.states)]
     return CapturedChunk(blocks, manifest_of(job, planner, model_name))
 

@@ -139,9 +139,7 @@ def _explain(state: ServerState, asked: Explain, key: ApiKey) -> dict[str, Any]:
     mode: Mode = "prefix" if own and engine.settings.is_full else "blend"
     raises = raised if own else None
     with torch.no_grad(), model.prefiller.open(prompt, planner, watched, mode, raised=raises) as prefill:
-        while not prefill.advance():
-            pass
-        result = prefill.result()
+        result = prefill.run()
     report = result.report
     full = full_recompute(engine, prompt)
     close = agreement(result.logits, full.logits)
