@@ -255,6 +255,7 @@ agent: --shape tiny --data {tmp}/none | --shape tiny --data {broken}
 agent: --shape tiny --data {data} --model {tmp}/none
 real: --data {tmp}/none | --data {broken} | --data {data} --model {tmp}/none
 orders: --data {tmp}/none
+adapt: --data {tmp}/none | --data {data} --rank 0
 peers: --shape tiny --data {tmp}/none | --shape tiny --data {broken} | --model {tmp}/none --data {data}
 serve: --model {tmp}/none | --trace {tmp}
 vllm faults: --only nothing | --json-file {tmp}

@@ -420,7 +420,7 @@ WRONG: list[tuple[str, Callable[[Any], Any], str]] = [
     # ---- settings ---------------------------------------------------------------------------------------
     ("recompute_ratio=2", lambda w: BlendConfig(recompute_ratio=2), "0..1, got 2"),
     ("recompute_ratio='a'", lambda w: BlendConfig(recompute_ratio="a"), "0..1, got 'a'"),
-    ("selector is unknown", lambda w: BlendConfig(selector="best"), "'best'; there are hkvd"),
+    ("selector is unknown", lambda w: BlendConfig(selector="best"), "'best'; there are auto, hkvd"),
     ("check_layers=2", lambda w: BlendConfig(check_layers=2), "check_layers .*got 2"),
     ("check_layers is a text", lambda w: BlendConfig(check_layers="1"), "check_layers .*got '1'"),
     ("check_layers has a text", lambda w: BlendConfig(check_layers=("1",)), "whole numbers.*'1'"),

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from cacheblend.core.config import ANCHOR_TEXT, BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.names import root_name
 from cacheblend.core.plan.planner import Anchor
+from cacheblend.core.select.selection import Selection, SelectorChoice
 from cacheblend.core.select.selectors import Corrected, Gradual, Head, Hkvd
 from cacheblend.engines import fingerprint
 from cacheblend.engines.adapters import adapted_layers, digest_of
@@ -227,8 +229,20 @@ def test_auto_is_the_text_and_head_where_they_fit_the_model_and_otherwise_what_a
     assert resolved(None, anchor="bos") == ("bos", Gradual(0.15))
     # settings of checks ask for what has checks; what is named has its own settings
     assert resolved(None, check_layers=(2,)) == ("text", Hkvd((2,), (0.15,)))
+    for named in ({"correction": 0.2}, {"correction": 0.0}, {"recency": 0.3}):
+        made = Selection(selector="head", **{"recency": 1.0, "correction": 0.5} | named).make_selector()
+        assert resolved(None, **named) == ("text", made)
+    with pytest.raises(InvalidInputError, match="recency must be"):
+        BlendConfig(recency=7)
+    with pytest.raises(InvalidInputError, match="that is what there is where none is named"):
+        SelectorChoice.parse("auto")
     assert resolved(None, measure="v") == ("text", Gradual(0.15, "v"))
     assert resolved(None, selector="head") == ("text", Head(0.15))
+    # a tokenizer that has no token for a text
+    silent = replace(WITH_BOS, room=99, in_front=Mock(side_effect=InvalidInputError("a chunk has no tokens")))
+    assert silent.resolved(BlendConfig()).anchor == "bos"
+    with pytest.raises(InvalidInputError, match="a chunk has no tokens"):
+        silent.resolved(BlendConfig(anchor="text"))
     # without a tokenizer there is no text
     assert replace(WITH_BOS, room=room_of(None, True)).resolved(BlendConfig()).anchor == "bos"
 

@@ -182,7 +182,9 @@ class ModelIdentity:
         `InvalidInputError`: the tokens that the rule needs are not known."""
         front: tuple[tuple[int, ...], ...] = ()
         if self.in_front is not None and (rule == "text" or (rule == "auto" and self.room)):
-            front = self.in_front(ANCHOR_TEXT if text is None else text)
+            # a tokenizer may not know a letter of it
+            with contextlib.suppress(*([InvalidInputError] if rule == "auto" else [])):
+                front = self.in_front(ANCHOR_TEXT if text is None else text)
         if rule == "auto":
             fits = 0 < sum(map(len, front)) <= self.room
             rule = "text" if fits else "none" if self.bos_id is None else "bos"
