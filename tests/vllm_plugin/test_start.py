@@ -19,9 +19,12 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoTokenizer
 
+from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
 from cacheblend.engines.fingerprint import fingerprint_folder
+from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.vllm.connector import CacheBlendConnector, identify
 from cacheblend.engines.vllm.internals import decoder, weight_loader
 from cacheblend.engines.vllm.internals.attention_shim import AttentionShim, latent_spec
@@ -33,6 +36,7 @@ from cacheblend.engines.vllm.worker.model import BlendModel
 from cacheblend.engines.vllm.worker.worker import Worker
 from cacheblend.engines.vllm.workspace import ModelSizes, workspace_of
 from deployment import DEPLOY, containers, needs_kubectl, rendered
+from tiny_folder import TinyShape, build_tiny
 from vllm_models import OPT, copy_model, make_family, make_model
 from vllm_prompts import FORGET, Texts, ask, prompts
 from vllm_requests import (
@@ -397,6 +401,18 @@ def folder(tmp_path: Path) -> Path:
     (made / "config.json").write_text(json.dumps({"model_type": "llama"}))
     save_file({"w": torch.arange(50)}, made / "model.safetensors")
     return made
+
+
+@pytest.mark.parametrize(("context", "anchor"), [(8192, "text"), (512, "bos")])
+def test_both_engines_choose_the_same_anchor_and_rows_for_a_model(tmp_path: Path, context: int, anchor: str) -> None:
+    """Or none would find what the other stored; `max_model_len` (1,000) is no part of it."""
+    build_tiny(tmp_path / "model", ["a text"], TinyShape(context_length=context))
+    read = SimpleNamespace(intermediate_size=512, max_position_embeddings=context)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    ours = identify(config_of(str(tmp_path / "model"), hf_text_config=read, hf_config=read), tokenizer)
+    with BlendEngine.from_pretrained(tmp_path / "model", store="memory", dtype="float32", device="cpu") as engine:
+        assert engine.config.anchor == anchor and engine.planner == ours.planner(BlendConfig())
+        assert engine.config.selection == ours.resolved(BlendConfig()).selection
 
 
 def test_formats_precisions_and_latents_that_have_names_of_their_own(

@@ -113,7 +113,7 @@ def run(settings: TtftSettings, on_progress: Progress | None = None) -> dict[str
         torch.set_num_threads(settings.threads)
     try:
         model, tokenizer, name = open_model(settings)
-        with _engine(model, tokenizer, "memory") as engine:  # the limits of all points, before any is measured
+        with _engine(model, tokenizer, "memory", settings) as engine:  # all points' limits, before any is measured
             for point in _points(settings):
                 draw = random.Random(point.seed)
                 engine.prompt(draw_prompt(point, open_chunks(point, engine, draw), engine.survey.vocab_size, draw))
@@ -167,13 +167,12 @@ def open_model(settings: TtftSettings) -> tuple[PreTrainedModel, Any, str]:
 def _measure(settings: TtftSettings, model: PreTrainedModel, tokenizer: Any, on_progress: Progress | None) -> list[Arm]:
     draw = random.Random(settings.seed)
     with ExitStack() as stack:
-        engines = {store: stack.enter_context(_engine(model, tokenizer, store)) for store in settings.stores}
+        engines = {store: stack.enter_context(_engine(model, tokenizer, store, settings)) for store in settings.stores}
         chunks = open_chunks(settings, next(iter(engines.values())), draw)
         for engine in engines.values():
             engine.warm(chunks)
-        empty = stack.enter_context(_engine(model, tokenizer, "memory"))
-        selection = settings.selection.chosen(empty.config.anchor if empty.survey.room else "")
-        arms = list[Arm]()
+        empty = stack.enter_context(_engine(model, tokenizer, "memory", settings))
+        selection, arms = empty.config.selection, list[Arm]()
         for name in settings.arms:
             if name == "full":
                 arms.append(Arm(name, partial(full_recompute, empty)))
@@ -201,14 +200,14 @@ def _measure(settings: TtftSettings, model: PreTrainedModel, tokenizer: Any, on_
 
 
 @contextmanager
-def _engine(model: PreTrainedModel, tokenizer: Any, store: str) -> Iterator[BlendEngine]:
+def _engine(model: PreTrainedModel, tokenizer: Any, store: str, settings: TtftSettings) -> Iterator[BlendEngine]:
     with ExitStack() as stack:
         kept: KVStore = MemoryStore(64 << 30)
         if store == "disk":
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-bench-"))
             kept = open_store(folder, ram_bytes=0)
         stack.enter_context(kept)
-        config = BlendConfig(capture=False, load_timeout_s=math.inf)
+        config = BlendConfig.of(vars(settings.selection) | {"capture": False, "load_timeout_s": math.inf})
         yield stack.enter_context(
             BlendEngine(model, tokenizer, store=kept, config=config, fingerprint="bench", name="bench")
         )

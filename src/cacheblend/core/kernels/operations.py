@@ -72,14 +72,16 @@ class Operation(Generic[F]):
 
     def on(self, device: torch.device, dtype: torch.dtype) -> Served[F]:
         """What serves; the first call for a device and dtype loads and checks the kernel, later ones look it up."""
-        if (device, dtype) not in self._served:
+        served = self._served.get((device, dtype))
+        if served is None:
             with self._lock:
-                if (device, dtype) not in self._served:
+                served = self._served.get((device, dtype))
+                if served is None:
                     served = self._plainly()
                     if self._serves(device, dtype):
                         served = self._checked(self._kernel, self._differs, device, dtype)
-                    self._served[device, dtype] = served
-        return self._served[device, dtype]
+                self._served[device, dtype] = served
+        return served
 
     def confirm(self, device: torch.device, dtype: torch.dtype, differs: Callable[[F, F], str]) -> Served[F]:
         """What serves, checked once more in a caller's own case, (kernel, plain) to what differs between them: a kernel

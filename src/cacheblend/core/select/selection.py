@@ -104,8 +104,9 @@ class Selection:
 
     def chosen(self, anchor: str) -> Self:
         """The same with a selector that is named. With the anchor ``text`` auto is head, whose rows need no check, with
-        recency 1 and a correction of 0.5: on pretrained weights it takes back most of what any selector does at the
-        same compute (docs/results, "On pretrained weights"). Otherwise, and with settings of checks, it is hkvd."""
+        recency 1 and correction 0.5 unless these are set, which measured best (docs/results, "On pretrained weights").
+        Otherwise, and with settings of checks, it is hkvd. `anchor`: of the model's chunks, or empty where a layer has
+        no keys and values to correct."""
         if self.selector != "auto":
             return self
         if anchor != "text" or self.check_layers or self.ratios or self.measure != "kv":

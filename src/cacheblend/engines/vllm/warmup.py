@@ -58,7 +58,7 @@ def warm_with_vllm(
             "start again once the files are complete"
         )
     ((fingerprint, dtype, anchor),) = facts
-    config = BlendConfig(**settings | {"anchor": anchor})  # what its prompts will ask for, by a profile, too
+    config = BlendConfig(**settings | {"anchor": anchor})  # what auto means for the workers
     planner = ModelIdentity(model, fingerprint, dtype, builder.bos_id, model.name, in_front=builder.in_front).planner(
         config
     )
