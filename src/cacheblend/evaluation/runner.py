@@ -115,7 +115,8 @@ def evaluate(
         InvalidInputError: no rows, no prompt that fits the model's context, a check layer that the model does not have,
             or two methods with the same name.
     """
-    methods, settings = list(make_methods() if methods is None else methods), settings or Settings()
+    methods = list(make_methods(profile=engine.settings.config) if methods is None else methods)
+    settings = settings or Settings()
     progress = progress or (lambda stage, done, total: None)
     names = [method.label.name for method in methods]
     if doubled := sorted({name for name in names if names.count(name) > 1}):
