@@ -84,7 +84,7 @@ class Way(NamedTuple):
 
 
 OURS = {
-    "15": "text head:recency=1,correction=0.5 0.17",
+    "15": "text head:recency=1,correction=0.5 0.165",
     "10": "text head:recency=1,correction=0.5 0.11",
     "05": "text head:recency=1,correction=0.5 0.055",
 }
@@ -92,8 +92,8 @@ OURS = {
 WAYS = (
     *(BASE, "text none"),
     *OURS.values(),
-    *("text head 0.17", "text head 0.055", "text random 0.17", "text random 0.055"),
-    *("bos head 0.17", "bos hkvd@1 0.13"),
+    *("text head 0.165", "text head 0.055", "text random 0.165", "text random 0.055"),
+    *("bos head 0.165", "bos hkvd@1 0.13"),
 )
 
 
