@@ -93,12 +93,14 @@ def test_what_is_not_refused_of_a_configuration(fields: dict[str, Any]) -> None:
 
 @pytest.mark.feature("speculative decoding, other ways", "refused by name")
 @pytest.mark.feature("pipeline parallel 2, TP 2 x PP 2", "refused by name")
+@pytest.mark.feature("sleep mode", "refused by name")
+@pytest.mark.feature("routed experts in answers", "refused by name")
 @pytest.mark.parametrize(
     ("words", "way_out", "fields"),
     [
         *(
             (f"a KV cache of type {name}", BFLOAT16, {"cache": name})
-            for name in ("nvfp4", "fp8_per_token_head", "int8_per_token_head", "fp8_inc")
+            for name in ("nvfp4", "fp8_per_token_head", "int8_per_token_head", "fp8_inc", "octave_k3v4", "a platform's")
         ),
         ("another type than FP8 with static scales", BFLOAT16, stored(kv_cache_scheme={**SCHEME, "num_bits": 4})),
         ("another type than FP8 with static scales", BFLOAT16, stored(kv_cache_scheme={**SCHEME, "dynamic": True})),
@@ -119,6 +121,8 @@ def test_what_is_not_refused_of_a_configuration(fields: dict[str, Any]) -> None:
         ("MLA attention beside speculative decoding", "", {"use_mla": True, "speculative": drafted("ngram")}),
         ("'mtp'", "ngram", {"speculative": drafted("mtp")}),
         ("'mtp'", "leave it out", {"speculative": drafted("mtp")}),
+        ("sleep mode", "leave --enable-sleep-mode out", {"enable_sleep_mode": True}),  # no CPU can sleep
+        ("--enable-return-routed-experts", "leave it out", {"experts": True}),  # vLLM's new runner only
     ],
 )
 def test_what_is_refused_of_a_configuration(words: str, way_out: str, fields: dict[str, Any]) -> None:
