@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoTokenizer
+from vllm.v1.worker.gpu import kv_connector
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
@@ -33,7 +35,7 @@ from cacheblend.engines.vllm.internals.interface import metadata_builders, refus
 from cacheblend.engines.vllm.internals.kv_cache import check_caches, fp8_scales, is_fp8, plain_queries, refused_cache
 from cacheblend.engines.vllm.jobs import BlendOutcome, StepJobs, StepReport, Unblendable
 from cacheblend.engines.vllm.worker.model import BlendModel
-from cacheblend.engines.vllm.worker.worker import Worker
+from cacheblend.engines.vllm.worker.worker import IdleWorker, Worker
 from cacheblend.engines.vllm.workspace import ModelSizes, workspace_of
 from deployment import DEPLOY, containers, needs_kubectl, rendered
 from tiny_folder import TinyShape, build_tiny
@@ -318,6 +320,26 @@ def test_a_cache_that_cannot_be_read_is_named_or_left_to_vllm(
     connector.shutdown()
     # An encoder has no group of KV cache.
     assert connector_of("plain").request_finished_all_groups(SimpleNamespace(request_id="a"), ()) == (False, None)
+
+
+def test_a_step_that_ends_after_drafting_tells_what_it_did_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's new model runner takes what a step provided, drafts, and ends the step then (since 0.33)."""
+    monkeypatch.setattr(kv_connector, "is_forward_context_available", lambda: True)
+    monkeypatch.setattr(kv_connector, "get_forward_context", lambda: None)
+    connector, runner = connector_of("plain"), object.__new__(kv_connector.ActiveKVConnector)
+    connector._worker = IdleWorker(16, "no layers")
+    runner.kv_connector, runner._disabled = connector, False
+    late = {"defer_finalize": True} if "defer_finalize" in signature(runner.post_forward).parameters else {}
+    prompt: Any = SimpleNamespace(request_id="a", block_ids=[[3, 4]], local_tokens=0)
+    told = []
+    for jobs in (StepJobs(blend=[prompt]), StepJobs()):
+        runner.pre_forward(SimpleNamespace(kv_connector_metadata=jobs, has_sync_kv_loads=False))
+        output = runner.post_forward(set(), **late)
+        told.append((output.finished_recving, output.invalid_block_ids, [*output.kv_connector_worker_meta.outcomes]))
+        if late:
+            runner.finalize_step()
+        assert not connector.has_connector_metadata()
+    assert told == [({"a"}, {3, 4}, ["a"]), (None, set(), [])]
 
 
 @pytest.mark.parametrize("error", [KeyError("lengths"), RuntimeError("a\nb"), AssertionError(), TypeError("forward()")])
