@@ -6,7 +6,8 @@
 #   WORKERS=2              test processes
 #   PART="kernels ttft"    what `make gpu` measures; it runs $(PYTHON) as it is, which needs torch for CUDA and
 #                          transformers. All parts: tests, kernels, ttft, timeline, vllm, large
-#   VLLM_VERSION=0.32.0    what `make vllm` installs, the build for CPUs, in .venv-vllm
+#   VLLM_VERSION=0.32.0    what `make vllm` installs, the build for CPUs, in .venv-vllm; of a version that has none yet
+#                          its Python files, on the compiled parts of the newest build before it
 
 PYTHON ?= python3
 CONSTRAINTS ?= constraints/ci.txt

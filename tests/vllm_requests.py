@@ -132,19 +132,26 @@ def claim(side: Any, request: Request, computed: int) -> Any:
 
 
 def refusals(
-    cache: str = "auto", lora: Any = None, speculative: Any = None, parallel: Any = None, hf: Any = None, **model: Any
+    cache: str = "auto",
+    lora: Any = None,
+    speculative: Any = None,
+    parallel: Any = None,
+    hf: Any = None,
+    experts: bool = False,
+    **model: Any,
 ) -> list[str]:
     """What is refused of a configuration of vLLM with these fields of its model and of that one's `hf_config`."""
     one = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "world_size": 1, "distributed_executor_backend": "uni"}
     config = SimpleNamespace(**(hf or {}))
-    known = {"use_mla": False, "is_multimodal_model": False, "runner_type": "generate"} | model
+    known = {"use_mla": False, "is_multimodal_model": False, "runner_type": "generate", "enable_sleep_mode": False}
     return interface.refusals(
         SimpleNamespace(  # type: ignore[arg-type]
             parallel_config=SimpleNamespace(**one | (parallel or {})),
-            model_config=SimpleNamespace(hf_config=config, hf_text_config=config, **known),
+            model_config=SimpleNamespace(hf_config=config, hf_text_config=config, **known | model),
             cache_config=SimpleNamespace(cache_dtype=cache),
             lora_config=lora,
             speculative_config=speculative,
+            aux_output_config=SimpleNamespace(enabled=experts),
         )
     )
 

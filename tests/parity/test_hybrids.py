@@ -22,7 +22,7 @@ from cacheblend.core.select.question_selectors import Query
 from cacheblend.core.select.selectors import AllRows, Gradual, Head, Hkvd, Late, NoRows, RandomRows
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.baselines import finish, full_recompute, fused, prefix_caching
-from cacheblend.engines.hf.recurrent import LayerKinds, kv_of_cache, whole_cache
+from cacheblend.engines.hf.recurrent import LayerKinds, StateTap, kv_of_cache, whole_cache
 from cacheblend.engines.hf.survey import survey_model
 from campaign import rotating
 from families import HYBRID, tiny_model
@@ -220,10 +220,11 @@ def test_a_state_that_is_ignored_is_noticed() -> None:
     model = copy.deepcopy(tiny_model("lfm2"))
     whole = type(model.model.layers[0].conv).forward
 
-    def forgetful(self: Any, hidden_states: torch.Tensor, past_key_values: Any = None, **named: Any) -> torch.Tensor:
-        if past_key_values is not None:
-            past_key_values.state.clear()
-        return whole(self, hidden_states, past_key_values=past_key_values, **named)
+    def forgetful(self: Any, hidden_states: torch.Tensor, **named: Any) -> torch.Tensor:
+        for tap in named.values():
+            if isinstance(tap, StateTap):
+                tap.state.clear()
+        return whole(self, hidden_states, **named)
 
     class Forgetful(type(model.model.layers[0].conv)):  # type: ignore[misc]
         forward = forgetful

@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoTokenizer
+from vllm.v1.worker.gpu import kv_connector
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
@@ -33,7 +35,7 @@ from cacheblend.engines.vllm.internals.interface import metadata_builders, refus
 from cacheblend.engines.vllm.internals.kv_cache import check_caches, fp8_scales, is_fp8, plain_queries, refused_cache
 from cacheblend.engines.vllm.jobs import BlendOutcome, StepJobs, StepReport, Unblendable
 from cacheblend.engines.vllm.worker.model import BlendModel
-from cacheblend.engines.vllm.worker.worker import Worker
+from cacheblend.engines.vllm.worker.worker import IdleWorker, Worker
 from cacheblend.engines.vllm.workspace import ModelSizes, workspace_of
 from deployment import DEPLOY, containers, needs_kubectl, rendered
 from tiny_folder import TinyShape, build_tiny
@@ -93,12 +95,14 @@ def test_what_is_not_refused_of_a_configuration(fields: dict[str, Any]) -> None:
 
 @pytest.mark.feature("speculative decoding, other ways", "refused by name")
 @pytest.mark.feature("pipeline parallel 2, TP 2 x PP 2", "refused by name")
+@pytest.mark.feature("sleep mode", "refused by name")
+@pytest.mark.feature("routed experts in answers", "refused by name")
 @pytest.mark.parametrize(
     ("words", "way_out", "fields"),
     [
         *(
             (f"a KV cache of type {name}", BFLOAT16, {"cache": name})
-            for name in ("nvfp4", "fp8_per_token_head", "int8_per_token_head", "fp8_inc")
+            for name in ("nvfp4", "fp8_per_token_head", "int8_per_token_head", "fp8_inc", "octave_k3v4", "a platform's")
         ),
         ("another type than FP8 with static scales", BFLOAT16, stored(kv_cache_scheme={**SCHEME, "num_bits": 4})),
         ("another type than FP8 with static scales", BFLOAT16, stored(kv_cache_scheme={**SCHEME, "dynamic": True})),
@@ -119,6 +123,8 @@ def test_what_is_not_refused_of_a_configuration(fields: dict[str, Any]) -> None:
         ("MLA attention beside speculative decoding", "", {"use_mla": True, "speculative": drafted("ngram")}),
         ("'mtp'", "ngram", {"speculative": drafted("mtp")}),
         ("'mtp'", "leave it out", {"speculative": drafted("mtp")}),
+        ("sleep mode", "leave --enable-sleep-mode out", {"enable_sleep_mode": True}),  # no CPU can sleep
+        ("--enable-return-routed-experts", "leave it out", {"experts": True}),  # vLLM's new runner only
     ],
 )
 def test_what_is_refused_of_a_configuration(words: str, way_out: str, fields: dict[str, Any]) -> None:
@@ -314,6 +320,26 @@ def test_a_cache_that_cannot_be_read_is_named_or_left_to_vllm(
     connector.shutdown()
     # An encoder has no group of KV cache.
     assert connector_of("plain").request_finished_all_groups(SimpleNamespace(request_id="a"), ()) == (False, None)
+
+
+def test_a_step_that_ends_after_drafting_tells_what_it_did_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's new model runner takes what a step provided, drafts, and ends the step then (since 0.33)."""
+    monkeypatch.setattr(kv_connector, "is_forward_context_available", lambda: True)
+    monkeypatch.setattr(kv_connector, "get_forward_context", lambda: None)
+    connector, runner = connector_of("plain"), object.__new__(kv_connector.ActiveKVConnector)
+    connector._worker = IdleWorker(16, "no layers")
+    runner.kv_connector, runner._disabled = connector, False
+    late = {"defer_finalize": True} if "defer_finalize" in signature(runner.post_forward).parameters else {}
+    prompt: Any = SimpleNamespace(request_id="a", block_ids=[[3, 4]], local_tokens=0)
+    told = []
+    for jobs in (StepJobs(blend=[prompt]), StepJobs()):
+        runner.pre_forward(SimpleNamespace(kv_connector_metadata=jobs, has_sync_kv_loads=False))
+        output = runner.post_forward(set(), **late)
+        told.append((output.finished_recving, output.invalid_block_ids, [*output.kv_connector_worker_meta.outcomes]))
+        if late:
+            runner.finalize_step()
+        assert not connector.has_connector_metadata()
+    assert told == [({"a"}, {3, 4}, ["a"]), (None, set(), [])]
 
 
 @pytest.mark.parametrize("error", [KeyError("lengths"), RuntimeError("a\nb"), AssertionError(), TypeError("forward()")])

@@ -37,7 +37,7 @@ from cacheblend.core.names import STATE_IDS, BlockName, state_name
 from cacheblend.core.plan.blocks import Block, BlockSource, KVLayout, LayerShape
 from cacheblend.core.plan.plan import BlendPlan, Source
 
-CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # what transformers' layers call the cache that they are given
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")  # what transformers calls it, the first from 5.24 on
 SHORTEST = 16  # tokens in front of a snapshot at least: fewer are computed sooner than a state is read
 STEP_ROWS = 16  # rows computed together that one row alone is taken to cost, where layers go row by row
 _DIGEST_BYTES = 4

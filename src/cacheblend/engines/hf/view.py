@@ -180,10 +180,9 @@ class ModelView:
         of a recurrent layer in front of the rows, which then are in order and without gaps; it is changed to that
         behind them. None: the layer keeps none."""
         if self.latent[index] is not None:  # a tap in the cache's place, which the attention knows too
-            latent_tap = LatentTap()
-            args = tuple(_with_tap(value, latent_tap) for value in call.args)
-            kwargs = {name: _with_tap(value, latent_tap) for name, value in call.kwargs.items()}
-            call = LayerCall(args, {**kwargs, "past_key_values": latent_tap})
+            noted = LatentTap()
+            kwargs = {n: noted if n in CACHE_ARGUMENTS else _with_tap(v, noted) for n, v in call.kwargs.items()}
+            call = LayerCall(tuple(_with_tap(value, noted) for value in call.args), kwargs)
         elif state is not None:
             tap = StateTap(state)
             call = LayerCall(call.args, {n: tap if n in CACHE_ARGUMENTS else v for n, v in call.kwargs.items()})

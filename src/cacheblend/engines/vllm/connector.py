@@ -149,7 +149,8 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
                 device = str(self._vllm_config.device_config.device_type)
                 known = read_cost_model(blend.cost_model, self.identity.fingerprint, layout, device)
             control = LoadControl(blend, layout, known)
-        planners, keeps_events = TenantPlanners(self.identity, blend), interface.publishes_events(self._vllm_config)
+        planners, events = TenantPlanners(self.identity, blend), self._vllm_config.kv_events_config
+        keeps_events = events is not None and events.enable_kv_cache_events
         finder = ChunkFinder(self._config, self._settings, planners, self._store, control, keeps_events=keeps_events)
         watch, checked = None, self._config.shadow_settings
         if checked is not None:

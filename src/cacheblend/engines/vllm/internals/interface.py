@@ -156,11 +156,6 @@ def kv_layout(config: VllmConfig, codec: str = "raw") -> KVLayout:
     return KVLayout((shape,) * int(model.get_num_layers(config.parallel_config)), model.dtype, codec)
 
 
-def publishes_events(config: VllmConfig) -> bool:
-    events = config.kv_events_config
-    return bool(events is not None and events.enable_kv_cache_events)
-
-
 SPECULATION = ("ngram", "eagle", "draft_model")  # ways to speculate that blending was tested with
 
 
@@ -204,11 +199,16 @@ def refusals(config: VllmConfig) -> list[str]:
             "several ranks of an external launcher, each with a scheduler of its own",
         ),
         (True, refused_cache(cache, model.hf_config)),
+        (getattr(model, "is_encoder_decoder", False), "an encoder, to whose output layers attend beside the prompt"),
         (
-            bool(getattr(model, "is_encoder_decoder", False)),
-            "models of an encoder and a decoder (their layers attend to what the encoder read, beside the prompt)",
+            model.enable_sleep_mode,
+            "sleep mode, which frees the memory that blending reads (leave --enable-sleep-mode out)",
         ),
-        (bool(getattr(model, "is_hybrid", False)), "layers with a recurrent state beside attention"),
+        (
+            getattr(getattr(config, "aux_output_config", None), "enabled", False),
+            "--enable-return-routed-experts (leave it out: vLLM would miss those of all tokens that are provided)",
+        ),
+        (getattr(model, "is_hybrid", False), "layers with a recurrent state beside attention"),
         ((getattr(text, "num_kv_shared_layers", 0) or 0) > 0, "layers that share their KV cache"),
     ]
     return [name for wrong, name in found if wrong and name]
