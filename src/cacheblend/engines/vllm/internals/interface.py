@@ -105,11 +105,6 @@ def attend_paged(
     return output
 
 
-def sliding_window(config: VllmConfig) -> int | None:
-    """Rows that a row attends to at most; None: any."""
-    return getattr(config.model_config.hf_text_config, "sliding_window", None) or None
-
-
 def unsuited(request: Any) -> str:
     """Why vLLM must compute a request: ids do not determine its KV, or it needs all rows' outputs; empty: suited."""
     sampling = request.sampling_params
@@ -154,11 +149,6 @@ def kv_layout(config: VllmConfig, codec: str = "raw") -> KVLayout:
     heads, head_dim = int(model.get_total_num_kv_heads()), int(model.get_head_size())
     shape = LayerShape(1, head_dim // 2) if model.use_mla else LayerShape(heads, head_dim)
     return KVLayout((shape,) * int(model.get_num_layers(config.parallel_config)), model.dtype, codec)
-
-
-def publishes_events(config: VllmConfig) -> bool:
-    events = config.kv_events_config
-    return bool(events is not None and events.enable_kv_cache_events)
 
 
 SPECULATION = ("ngram", "eagle", "draft_model")  # ways to speculate that blending was tested with
