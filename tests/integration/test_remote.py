@@ -33,7 +33,7 @@ from cacheblend.store.format.block_file import encode_block
 from cacheblend.store.memory import MemoryStore
 from cacheblend.store.remote import redis as redis_objects
 from cacheblend.store.remote import store as remote_store
-from cacheblend.store.remote.bucket import AT_ONCE, BucketObjects
+from cacheblend.store.remote.bucket import ASIDE_AT_ONCE, AT_ONCE, BucketObjects
 from cacheblend.store.remote.redis import RedisObjects
 from cacheblend.store.remote.store import RemoteStore
 from families import tiny_model
@@ -624,11 +624,12 @@ def test_look_ups_do_not_wait_behind_what_is_done_aside(what: str, request: pyte
     aside = threading.Thread(target=ASIDE[what], args=(objects, slow))
     try:
         aside.start()
-        assert asked.acquire(timeout=60)
+        assert all(asked.acquire(timeout=60) for _ in range(ASIDE_AT_ONCE))
         with RemoteStore(objects) as store:
             ends = threading.Timer(60, go_on.set)
             ends.start()
             assert all(store.find([block.name for block in blocks])) and not go_on.is_set()
+            assert not asked.acquire(timeout=1.0), "a thread of look-ups has taken one"
             ends.cancel()
             go_on.set()
             aside.join()

@@ -152,7 +152,7 @@ def test_what_a_request_that_went_away_would_still_ask_is_not_asked() -> None:
 def test_chunks_that_are_being_listed_take_no_thread_from_look_ups(monkeypatch: pytest.MonkeyPatch) -> None:
     store, let_go = MemoryStore(1 << 20), threading.Event()
     side = scheduling([CHUNK], store)
-    monkeypatch.setattr(store, "has_manifest", lambda name: let_go.wait(30))
+    monkeypatch.setattr(store, "has_manifest", lambda name: let_go.wait(120))
     job = CaptureJob(ChunkJob((), as_token_ids(OTHER)), side._finder._planners.of(""))
     for _ in range(chunk_finder.THREADS + 1):
         side._finder.list_captured([job])
