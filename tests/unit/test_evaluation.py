@@ -304,13 +304,6 @@ def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
     with RowLog(tmp_path / "run", {"a": 1}) as log:
         assert log.rows == {0: record(0), 2: record(2)}
         assert not log.torn
-    # also of earlier versions, which call a method arm
-    with RowLog(tmp_path / "earlier", {}) as log:
-        log.add(record(0))
-    file = tmp_path / "earlier" / ROWS_FILE
-    file.write_text(file.read_text().replace('"method":', '"arm":'))
-    with RowLog(tmp_path / "earlier", {}) as log:
-        assert log.rows == {0: record(0)}
     # two runs do not write into one folder
     with RowLog(tmp_path / "two", {}), pytest.raises(InvalidInputError, match="written by another process"):
         RowLog(tmp_path / "two", {})

@@ -229,7 +229,8 @@ def test_a_list_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     with pytest.raises(StoreError, match="gone"):
         listing.update()
     fails = False
-    refreshed(listing, lambda: first.chunk_id in found(listing))
+    refreshed(listing, lambda: listing.has_read)
+    assert found(listing) == {first.chunk_id}
     fails = True
     refreshed(listing, lambda: "gone" in caplog.text)
     listing.update()  # the old list serves
@@ -284,8 +285,12 @@ def test_an_index_is_made_once_and_no_change_waits_for_it(monkeypatch: pytest.Mo
 
 
 def test_nobody_waits_while_a_long_list_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's scheduler matches, and takes changes, between two steps."""
+    """vLLM's scheduler matches, and takes changes, between two steps; look-ups of tenants whose index is made only now
+    match, too, and say which chunks are lost."""
     store, listing, (first, second) = opened()
+    another = root_name("another", "float32")
+    third, fourth = (replace(chunk, root=another) for chunk in manifests(4)[2:])
+    store.put_manifest(third)
     is_applied, let_go = Event(), Event()
     listing.update()
     assert found(listing) == {first.chunk_id}
@@ -298,6 +303,7 @@ def test_nobody_waits_while_a_long_list_is_applied(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(ChunkIndex, "copy", slow)
     store.put_manifest(second)
+    store.put_manifest(fourth)
     reader = Thread(target=listing.update)
     reader.start()
     assert is_applied.wait(30)
@@ -305,16 +311,23 @@ def test_nobody_waits_while_a_long_list_is_applied(monkeypatch: pytest.MonkeyPat
 
     def step() -> None:
         answers.append(found(listing))
-        answers.append(listing.take_changes(64))
+        answers.append({chunk.chunk_id for chunk in listing.take_changes(64).added})
+        answers.append([chunk.chunk_id for chunk in listing.chunks(another)])
+        answers.append(found(listing, root_name("nobody", "float32")))
+        answers.append(found(listing, another))
+        listing.observe({first.chunk_id: False})
 
     scheduler = Thread(target=step, daemon=True)
     scheduler.start()
     scheduler.join(20)
-    assert answers == [{first.chunk_id}, ListChanges()]
     let_go.set()
+    assert answers == [{first.chunk_id}, {first.chunk_id, third.chunk_id}, [third.chunk_id], set(), {third.chunk_id}]
     reader.join()
     assert found(listing) == {first.chunk_id, second.chunk_id}
-    assert [chunk.chunk_id for chunk in listing.take_changes(64).added] == [first.chunk_id, second.chunk_id]
+    assert found(listing, another) == {third.chunk_id, fourth.chunk_id}
+    changes = listing.take_changes(64)
+    assert [chunk.chunk_id for chunk in changes.removed] == [first.chunk_id]
+    assert [chunk.chunk_id for chunk in changes.added] == [second.chunk_id, fourth.chunk_id]
     listing.close()
 
 

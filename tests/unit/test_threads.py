@@ -24,7 +24,7 @@ import torch
 from cacheblend.cli.program import BOUNDED, bound_waiting
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.load import threads as threads_module
-from cacheblend.core.load.threads import CallsInOrder, DaemonPool
+from cacheblend.core.load.threads import CallsInOrder, DaemonPool, results_of
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.engines.hf import BlendEngine, thread_count
 from cacheblend.engines.hf.thread_count import ThreadCount
@@ -113,6 +113,45 @@ def test_what_follows_another_call_takes_no_thread_until_then() -> None:
         behind.result(30)
     gate.set()
     assert begun.result(30)
+
+
+def test_a_call_that_is_dropped_asks_other_pools_for_nothing_more() -> None:
+    outer, inner, go_on, begun = DaemonPool(2, "outer"), DaemonPool(1, "inner"), threading.Event(), list[int]()
+
+    def ask(number: int) -> int:
+        begun.append(number)
+        assert go_on.wait(30)
+        return number
+
+    def look_up(first: int) -> list[int]:
+        return results_of([inner.submit(ask, first + number) for number in range(5)])
+
+    dropped, other = outer.submit(look_up, 0), outer.submit(look_up, 100)
+    while len(dropped.asked) < 5 or len(other.asked) < 5:
+        assert not dropped.done()
+    waiting = outer.submit(look_up, 200)
+    for call in (dropped, waiting):
+        call.drop()
+    go_on.set()
+    with pytest.raises(CancelledError):
+        dropped.result(30)
+    assert other.result(30) == [100, 101, 102, 103, 104] and waiting.cancelled()
+    assert set(begun) - {100, 101, 102, 103, 104} <= {0}  # it had begun, or another one had
+    again = outer.submit(lambda: results_of([inner.submit(ask, 7)]))
+    assert again.result(30) == [7] and other.asked == again.asked == ()
+    go_on.clear()
+    inner.submit(ask, 8)
+    has_begun, early = threading.Event(), threading.Event()
+    late = outer.submit(lambda: (has_begun.set(), early.wait(30), look_up(300)))
+    assert has_begun.wait(30)
+    late.drop()  # before it asks
+    early.set()
+    with pytest.raises(CancelledError):
+        late.result(30)
+    go_on.set()
+    assert inner.submit(ask, 9).result(30) == 9 and not set(begun) & set(range(300, 305))
+    outer.close()
+    inner.close()
 
 
 def test_closing_cancels_what_waits_and_a_call_that_hangs_keeps_nothing_from_ending() -> None:

@@ -15,7 +15,7 @@ from cacheblend.engines.vllm.connector import CacheBlendConnector
 from cacheblend.engines.vllm.internals import interface, prefix_cache
 from cacheblend.engines.vllm.jobs import BlendOutcome, StepReport
 from cacheblend.engines.vllm.scheduler import capture_queue
-from cacheblend.engines.vllm.scheduler.scheduler import MOST_OUTSTANDING
+from cacheblend.engines.vllm.scheduler.scheduler import MOST_OUTSTANDING, STALLED_S
 from cacheblend.store import MemoryStore
 from vllm_requests import (
     CHUNK,
@@ -83,6 +83,28 @@ def test_few_prompts_are_outstanding_at_a_time() -> None:
     assert start(side, requests[-1]) is None
     side.provided(["0"])
     assert claim(side, requests[-1], 0) == 141
+
+
+@pytest.mark.may_fail("slow store")
+def test_while_all_of_them_wait_for_the_store_vllm_computes_one_of_the_others_in_each_step() -> None:
+    side = scheduling([CHUNK])
+    requests = [Request([number + 1000, *PROMPT[1:]], name=str(number)) for number in range(MOST_OUTSTANDING + 2)]
+    for request in requests[:-2]:
+        give(side, request, 1)
+    first, second = requests[-2:]
+    for stalled_s in (0.0, STALLED_S / 2):  # it is what they are computed for
+        side.reported(StepReport(stalled_s=stalled_s))
+        assert start(side, first) is None
+    side.reported(StepReport(stalled_s=STALLED_S))
+    assert claim(side, first, 0) == 0 and start(side, second) is None
+    side.allocated(first, [[1]], 0)
+    assert side.finished(first)["cacheblend"]["reason"] == "slow store"
+    side.reported(StepReport())
+    assert claim(side, second, 0) is None
+    side.reported(StepReport(stalled_s=STALLED_S))
+    side.provided(["0"])
+    assert claim(side, second, 0) == 141, "its turn has come"
+    assert StepReport(stalled_s=3.0).aggregate(StepReport(stalled_s=2.0)).stalled_s == 2.0  # type: ignore[attr-defined]
 
 
 def test_what_vllm_holds_exactly_stays_plain_also_after_a_preemption() -> None:

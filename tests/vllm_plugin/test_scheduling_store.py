@@ -4,12 +4,18 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
 
 from cacheblend.core.errors import StoreError
+from cacheblend.core.load.capture import ChunkJob
+from cacheblend.core.load.threads import DaemonPool, results_of
+from cacheblend.core.names import as_token_ids
+from cacheblend.core.plan.chunk_matches import ChunkIndex
 from cacheblend.engines import chunk_index
+from cacheblend.engines.vllm.jobs import CaptureJob
 from cacheblend.engines.vllm.scheduler import chunk_finder, scheduler, tracked_requests
 from cacheblend.engines.vllm.scheduler.tracked_requests import LookUp
 from cacheblend.store import MemoryStore
@@ -81,6 +87,100 @@ def test_a_look_up_of_which_nobody_waits_takes_no_thread() -> None:
     side._finder._pool.close()
     side._finder._pool.join(30)
     assert len(store.asked) <= 8  # those that had begun
+
+
+@pytest.mark.may_fail("slow store")
+def test_a_store_that_does_not_answer_keeps_one_request_waiting_and_is_asked_again_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = SlowStore()
+    side = scheduling([CHUNK], store, lookup_timeout_s=0.5)
+    assert start(side, Request(PROMPT, name="quick")) == 141  # the list has been read
+    store.let_go.clear()
+    first, second, third, fourth = asking(4)
+    assert start(side, first) == 0
+    side.on_new(second)
+    assert side._requests[second.request_id].lookup is None
+    assert why(side, second) == "slow store"
+    with monkeypatch.context() as later:
+        later.setattr(chunk_finder, "PAUSE_S", -1.0)
+        side.on_new(third)
+    assert side._requests[third.request_id].lookup is not None
+    store.let_go.set()
+    assert claim(side, third, 0) == 142
+    assert start(side, fourth) == 142
+
+
+@pytest.mark.may_fail("slow store")
+def test_what_a_request_that_went_away_would_still_ask_is_not_asked() -> None:
+    """As a bucket is asked: for each name, in a few threads."""
+
+    class Bucket(MemoryStore):
+        threads, asked, begins, let_go = DaemonPool(1, "bucket"), list[str](), threading.Event(), threading.Event()
+
+        def find(self, names: Any) -> Any:
+            asked = [self.threads.submit(self._find, [name]) for name in [*names, *[b"other"] * 20]]
+            return [answer for (answer,) in results_of(asked)][: len(names)]
+
+        def _find(self, names: Any) -> Any:
+            self.asked.append("name")
+            self.begins.set()
+            assert self.let_go.wait(30)
+            return MemoryStore.find(self, names)
+
+    store = Bucket(1 << 20)
+    store.let_go.set()
+    side = scheduling([CHUNK], store, keeps_events=True)
+    assert start(side, Request(PROMPT, name="quick")) == 141
+    side.take_events()
+    for leave in (side.finished, lambda request: side.claim(request, 0)):
+        store.let_go.clear()
+        store.asked.clear()
+        store.begins.clear()
+        (request,) = asking(1)
+        side.on_new(request)
+        lookup = side._requests[request.request_id].lookup
+        assert store.begins.wait(30)
+        object.__setattr__(lookup, "deadline", 0.0)
+        leave(request)
+        store.let_go.set()
+        assert isinstance(lookup.future.exception(30), CancelledError)
+        assert store.asked == ["name"] and not side.take_events()
+    store.threads.close()
+
+
+def test_chunks_that_are_being_listed_take_no_thread_from_look_ups(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, let_go = MemoryStore(1 << 20), threading.Event()
+    side = scheduling([CHUNK], store)
+    monkeypatch.setattr(store, "has_manifest", lambda name: let_go.wait(120))
+    job = CaptureJob(ChunkJob((), as_token_ids(OTHER)), side._finder._planners.of(""))
+    for _ in range(chunk_finder.THREADS + 1):
+        side._finder.list_captured([job])
+    assert start(side, Request(PROMPT, name="r")) == 141 and not let_go.is_set()
+    let_go.set()
+    side.close()
+
+
+def test_a_tenant_of_many_chunks_whose_index_is_made_takes_no_thread_from_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    let_go, store = threading.Event(), MemoryStore(1 << 20)
+
+    class SlowIndex(ChunkIndex):
+        def add(self, chunks: Any) -> None:
+            added = list(chunks)
+            assert not any(chunk.token_ids.tolist() == OTHER for chunk in added) or let_go.wait(60)
+            super().add(added)
+
+    monkeypatch.setattr(chunk_index, "ChunkIndex", SlowIndex)
+    scheduling([OTHER], store, "large").close()
+    side = scheduling([CHUNK], store)
+    requests = [Request([number, *range(40), *OTHER, 7], name=f"l{number}", cache_salt="large") for number in range(9)]
+    for request in requests:
+        side.on_new(request)
+    assert start(side, Request(PROMPT, name="other")) == 141 and not let_go.is_set()
+    let_go.set()
+    assert [claim(side, request, 0) for request in requests] == [141] * 9
 
 
 class SlowList(SlowStore):

@@ -12,9 +12,12 @@ import torch
 
 from cacheblend.core.fuse.batching import LayerRows
 from cacheblend.engines.vllm.jobs import CaptureJob, StepJobs
-from cacheblend.engines.vllm.worker import capture_writer, tasks
+from cacheblend.engines.vllm.worker import capture_writer, prefill_factory, tasks
 from cacheblend.engines.vllm.worker.capture_writer import CaptureWriter
+from pretended_device import DEVICE, PretendedDevice, counted, plain
 from rank_threads import ThreadGroup, on_all
+from vllm_requests import CHUNK as PASSAGE
+from vllm_requests import PROMPT, Request, scheduling, start
 from vllm_workers import LAYERS, Prefill, Store, blend, make_worker
 
 CHUNK = SimpleNamespace(blocks=[], manifest=SimpleNamespace(block_names=(), token_ids=[]))
@@ -60,6 +63,39 @@ def test_a_prompt_begins_in_the_step_after_its_delivery(worker: Any, is_idle: bo
     worker.side.step(jobs(is_idle=is_idle))
     assert worker.side.take_provided() == {"two"}
     assert not worker.side.take_failed_blocks()
+
+
+def test_a_prompt_is_opened_without_waiting_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding requests would wait, too: the host queues their next step late."""
+    side = scheduling([PASSAGE])
+    request = Request(PROMPT, name="r")
+    side.allocated(request, [[*range(1, 41)]], start(side, request, 32))
+    (job,) = side.take_jobs().blend
+    opener = make_worker(Store(), SimpleNamespace(size=1, rank=0))._opener
+    opener.model.device = DEVICE
+    monkeypatch.setattr(prefill_factory, "BlendedPrefill", lambda plan, open_runner, *_: open_runner(plan))
+    with PretendedDevice(), counted() as calls:
+        runner = opener.blend(job)
+    assert calls == []
+    assert runner.token_ids.device == runner.positions.device == DEVICE
+    assert plain(runner.token_ids).tolist() == PROMPT[32:-1]
+    assert plain(runner.positions).tolist() == list(range(32, len(PROMPT) - 1))
+
+
+def test_a_report_says_for_how_long_all_prompts_have_waited_for_the_store(worker: Any) -> None:
+    reads: list[Future[None]] = [Future(), Future()]
+    for name, read in zip(("one", "two"), reads, strict=True):
+        worker.prefills[name] = Prefill(reads={2: read})
+    worker.side.step(jobs("one", "two"))
+    assert worker.side.report().stalled_s == 0
+    worker.side.step(jobs())
+    assert worker.side.report().stalled_s > 0
+    worker.side.step(jobs("three"))
+    assert worker.side.report().stalled_s > 0, "it has not been given to the device yet"
+    reads[0].set_result(None)
+    worker.prefills["three"] = Prefill(reads={0: Future()})
+    worker.side.step(jobs())
+    assert worker.side.take_provided() == {"one"} and worker.side.report().stalled_s > 0
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2], ids=["before it begins", "while it waits", "after it ended"])

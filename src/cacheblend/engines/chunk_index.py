@@ -2,21 +2,21 @@
 
     refresh    starts a reading in a thread when one is due; never waits
     update     waits until the list has been read; for a newer one only if that is quick
-    prepare    has the index of a root made, if it is not there; never waits
+    prepare    has the index of a root made in a thread; never waits
     match      the stored chunks in a prompt of one root; match_now: those that are known by now
 
-A reading changes a copy of the index, which then replaces the old one, so that `match` never waits for a reading. Knows
-stores and manifests. Does not know requests.
+A reading changes copies of the indexes, which then replace the old ones, and of which nobody else waits for the making.
+Knows stores and manifests. Does not know requests.
 """
 
 import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from cacheblend.core.failures import count_failure
 from cacheblend.core.load.threads import DaemonPool
@@ -26,6 +26,7 @@ from cacheblend.core.plan.chunk_matches import ChunkIndex
 from cacheblend.core.plan.prompt import Prompt, Segment, run_of, text
 from cacheblend.store import KVStore
 
+INDEXES_AT_ONCE = 4  # that are made: a large one takes seconds, and those of other tenants do not wait for it
 MOST_INDEXES = 256
 """Tenants whose chunks are indexed at a time; the index of another one is made again when it is needed.
 Those without chunks go first, so that any number of tenants who have stored nothing takes nobody's place."""
@@ -70,14 +71,15 @@ class ChunkListing:
         self._forgotten: set[BlockName] = set()  # since the last reading began
         self._lost: set[BlockName] = set()  # listed, and announced as taken off
         self._by_root: dict[BlockName, dict[BlockName, ChunkManifest]] = {}
-        self._lock = threading.RLock()  # of everything above; held for changes, never while the store is asked
-        self._building = threading.Lock()
-        self._preparing: set[BlockName] = set()
+        self._lock = threading.RLock()  # of everything above; for moments, never while the store is asked
+        self._applying = threading.RLock()  # of one change at a time, with the making of changed indexes
         self._is_closed = False
         self._pool = DaemonPool(1, "cacheblend-listing")
+        self._index_pool = DaemonPool(INDEXES_AT_ONCE, "cacheblend-index")
+        self._making: dict[BlockName, Future[ChunkIndex]] = {}
         self._reading: Future[None] | None = None
-        self._starting = threading.Lock()  # of one reading at a time
-        self._read_at = float("-inf")
+        self._starting = threading.Lock()  # of one reading, and of one index of a root, at a time
+        self._read_at = float("inf")
         if refresh_s:
             self._start_reading()
 
@@ -110,14 +112,10 @@ class ChunkListing:
                 self._reading_s = float("inf")
 
     def match(self, root: BlockName, prompt: Prompt) -> Prompt:
-        """Cuts the plain text of a prompt at the chunks of this root that it contains."""
+        """Cuts the plain text of a prompt at the chunks of this root that it contains. Raises as the first reading."""
         index = self._index(root)
-        if self._lock.acquire(blocking=False):  # while a list is applied, the order of use matters less than this call
-            try:
-                if root in self._indexes:
-                    self._indexes.move_to_end(root)
-            finally:
-                self._lock.release()
+        with suppress(KeyError):  # it is gone again
+            self._indexes.move_to_end(root)  # a single call, so that the scheduler waits for no lock
         return with_matches(prompt, index)
 
     def match_now(self, root: BlockName, prompt: Prompt) -> Prompt:
@@ -128,43 +126,39 @@ class ChunkListing:
             return prompt
         return self.match(root, prompt)
 
-    def first_reading(self) -> Future[None] | None:
-        """The first reading of the list, started if necessary; None if only `update` has to be waited for."""
-        if self._refresh_s == 0 or self.has_read:
-            return None
+    def prepare(self, root: BlockName) -> "Future[ChunkIndex] | None":
+        """Has the index of a root made in a thread, once the list has been read; None: it is closed."""
         with self._starting:
-            if self._reading is None:
-                self._start_reading()
-            return self._reading
+            making = self._making.get(root)
+            if making is None and not self._is_closed:
+                if self._refresh_s and not self.has_read and self._reading is None:
+                    self._start_reading()
+                first = None if self.has_read else self._reading
+                making = self._making[root] = self._index_pool.submit(self._make_index, root, first)
+                making.add_done_callback(lambda _: self._making.pop(root, None))
+        return making
 
     @property
     def age_s(self) -> float:
-        """Seconds since the current or last reading began."""
+        """Seconds since the current or last reading in a thread began; negative: none has."""
         return time.monotonic() - self._read_at
 
     def has_index(self, root: BlockName) -> bool:
         """Whether `match` finds an index ready."""
         return root in self._indexes
 
-    def prepare(self, root: BlockName) -> None:
-        """Builds the index of a root in a thread."""
-        if root not in self._indexes and root not in self._preparing and not self._is_closed:
-            self._preparing.add(root)
-            self._submit(self._prepare, root)
-
     def add(self, chunks: Sequence[ChunkManifest]) -> None:
         """Adds chunks that were stored by this process, before the store's list is read again."""
-        with self._lock:
+        with self._applying:
             self._forgotten.difference_update(chunk.chunk_id for chunk in chunks)
             new = [chunk for chunk in chunks if chunk.chunk_id not in self._listed and self._is_wanted(chunk)]
-            self._listed |= {chunk.chunk_id: chunk for chunk in new}
             self._apply(ListChanges(added=new))
             self.observe({chunk.chunk_id: True for chunk in chunks})
 
     def forget(self, chunk_ids: Iterable[BlockName]) -> None:
         """Removes chunks that were dropped by this process, before the store's list is read again."""
-        with self._lock:
-            gone = [self._listed.pop(name) for name in chunk_ids if name in self._listed]
+        with self._applying:
+            gone = [self._listed[name] for name in dict.fromkeys(chunk_ids) if name in self._listed]
             self._forgotten.update(chunk.chunk_id for chunk in gone)
             self._apply(ListChanges(removed=gone))
 
@@ -185,18 +179,13 @@ class ChunkListing:
             self._note([self._listed[name] for name in back], [self._listed[name] for name in lost])
 
     def take_changes(self, most: int) -> ListChanges:
-        """At most so many changes since the last call; none unless `keeps_changes`, and none while a list is being
-        applied, since this never waits."""
+        """At most so many changes since the last call; none unless `keeps_changes`. Waits for no lock: one thread calls
+        this, and `withdraw`."""
         taken, seen = ListChanges(), set[BlockName]()
-        if not self._lock.acquire(blocking=False):
-            return taken
-        try:
-            while self._changes and len(seen) < most and self._changes[0][1].chunk_id not in seen:
-                is_added, chunk = self._changes.popleft()  # in their order: of a chunk one at a time
-                (taken.added if is_added else taken.removed).append(chunk)
-                seen.add(chunk.chunk_id)
-        finally:
-            self._lock.release()
+        while self._changes and len(seen) < most and self._changes[0][1].chunk_id not in seen:
+            is_added, chunk = self._changes.popleft()  # in their order: of a chunk one at a time
+            (taken.added if is_added else taken.removed).append(chunk)
+            seen.add(chunk.chunk_id)
         return taken
 
     def withdraw(self) -> None:
@@ -208,35 +197,26 @@ class ChunkListing:
 
     def close(self) -> None:
         """Stops reading without waiting; known chunks are still found."""
-        self._is_closed = True
+        with self._starting:
+            self._is_closed = True
         self._pool.close()
-
-    def _submit(self, what: Callable[..., None], *args: Any) -> Future[None] | None:
-        try:
-            return self._pool.submit(what, *args)
-        except RuntimeError:
-            if not self._is_closed:
-                raise
-            return None
+        self._index_pool.close()
 
     def _start_reading(self) -> None:
         self._read_at = time.monotonic()
-        self._reading = self._submit(self._read)
+        if not self._is_closed:
+            self._reading = self._pool.submit(self._read)
 
     def _read(self) -> None:
         began, stamp = time.monotonic(), self._store.listing_stamp()
         if stamp is None or stamp != self._stamp:
-            with self._lock:
-                self._forgotten.clear()
+            self._forgotten.clear()
             before = set(self._listed)  # a chunk added meanwhile may be missing in what is read
             found = {m.chunk_id: m for m in self._store.manifests() if self._is_wanted(m)}
-            with self._lock:
+            with self._applying:
                 found = {name: chunk for name, chunk in found.items() if name not in self._forgotten}
                 added = [chunk for name, chunk in found.items() if name not in self._listed]
                 removed = [chunk for name, chunk in self._listed.items() if name in before and name not in found]
-                for chunk in removed:
-                    del self._listed[chunk.chunk_id]
-                self._listed |= {chunk.chunk_id: chunk for chunk in added}
                 self._apply(ListChanges(added, removed))
                 self._stamp = stamp
             self._reading_s = time.monotonic() - began  # of a list that has changed: asking whether it has is quick
@@ -249,48 +229,57 @@ class ChunkListing:
         return self._anchor is None or bool(chunk.anchor_ids.tolist() == self._anchor)
 
     def _apply(self, changes: ListChanges) -> None:
-        for chunk in changes.removed:
-            self._by_root[chunk.root].pop(chunk.chunk_id, None)
-        for chunk in changes.added:
-            self._by_root.setdefault(chunk.root, {})[chunk.chunk_id] = chunk
-        for root in {chunk.root for chunk in (*changes.added, *changes.removed)}:
-            if root not in self._indexes:
-                continue
-            index = self._indexes[root].copy()
+        """The caller holds `_applying`."""
+        roots, changed = {chunk.root for chunk in (*changes.added, *changes.removed)}, dict[BlockName, ChunkIndex]()
+        for root in roots & self._indexes.keys():
+            changed[root] = index = self._indexes[root].copy()
             index.remove(chunk.chunk_id for chunk in changes.removed if chunk.root == root)
             index.add(chunk for chunk in changes.added if chunk.root == root)
-            self._indexes[root] = index
-        if self._keeps_changes:
-            self._note(changes.added, [chunk for chunk in changes.removed if chunk.chunk_id not in self._lost])
-            self._lost.difference_update(chunk.chunk_id for chunk in changes.removed)
+        with self._lock:
+            for chunk in changes.removed:
+                del self._listed[chunk.chunk_id]
+                self._by_root[chunk.root].pop(chunk.chunk_id, None)
+            for chunk in changes.added:
+                self._listed[chunk.chunk_id] = chunk
+                self._by_root.setdefault(chunk.root, {})[chunk.chunk_id] = chunk
+            for root in roots & self._indexes.keys():
+                if root in changed:
+                    self._indexes[root] = changed[root]
+                else:  # made meanwhile, of the list as it was
+                    del self._indexes[root]
+            if self._keeps_changes:
+                self._note(changes.added, [chunk for chunk in changes.removed if chunk.chunk_id not in self._lost])
+                self._lost.difference_update(chunk.chunk_id for chunk in changes.removed)
 
     def _note(self, added: Iterable[ChunkManifest], removed: Iterable[ChunkManifest]) -> None:
         self._changes.extend((False, chunk) for chunk in removed)
         self._changes.extend((True, chunk) for chunk in added)
 
-    def _prepare(self, root: BlockName) -> None:
-        self._index(root)
-        self._preparing.discard(root)
-
     def _index(self, root: BlockName) -> ChunkIndex:
         if (index := self._indexes.get(root)) is not None:
             return index
-        with self._building:  # seconds for many chunks: one thread makes it, and the scheduler's waits for no lock
-            if (index := self._indexes.get(root)) is not None:
-                return index
+        making = self.prepare(root)
+        return self._make_index(root) if making is None else making.result()
+
+    def _make_index(self, root: BlockName, first_reading: Future[None] | None = None) -> ChunkIndex:
+        if first_reading is not None:
+            first_reading.result()
+        if (found := self._indexes.get(root)) is not None:
+            return found
+        index, known = ChunkIndex(self._min_tokens), dict[BlockName, ChunkManifest]()
+        while True:  # until nothing has changed meanwhile
             with self._lock:
-                chunks = list(self._by_root.get(root, {}).values())
-            index = ChunkIndex(self._min_tokens)
-            index.add(chunks)
+                chunks = dict(self._by_root.get(root, {}))
+            index.remove(known.keys() - chunks.keys())
+            index.add(chunks.values())
             with self._lock:
-                now = self._by_root.get(root, {})
-                index.remove(chunk.chunk_id for chunk in chunks if chunk.chunk_id not in now)
-                index.add(now.values())
-                self._indexes[root] = index
-                while len(self._indexes) > MOST_INDEXES:
-                    oldest = next(iter(self._indexes))
-                    del self._indexes[next((each for each, made in self._indexes.items() if not made), oldest)]
-            return index
+                if self._by_root.get(root, {}).keys() == chunks.keys():
+                    self._indexes[root] = index
+                    while len(self._indexes) > MOST_INDEXES:
+                        held = [*self._indexes.items()]  # a single call, see `match`
+                        del self._indexes[next((each for each, made in held if not made), held[0][0])]
+                    return index
+            known = chunks
 
 
 def with_matches(prompt: Prompt, index: ChunkIndex) -> Prompt:

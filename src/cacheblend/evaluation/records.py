@@ -21,7 +21,6 @@ from cacheblend.core.errors import InvalidInputError
 
 T = TypeVar("T")
 CONFIG, ROWS = "config.json", "rows.jsonl"
-_RENAMED = {"arm": "method"}  # keys of cells in files of earlier versions
 
 
 @dataclass(frozen=True)
@@ -64,9 +63,9 @@ class RowResult:
 
     @staticmethod
     def of_dict(fields: dict[str, Any]) -> "RowResult":
-        """From the form of `asdict`; files of earlier versions call the method ``arm``."""
+        """From the form of `asdict`."""
         row = RowResult(**fields)
-        cells = [Cell(**{_RENAMED.get(key, key): value for key, value in cell.items()}) for cell in fields["cells"]]
+        cells = [Cell(**cell) for cell in fields["cells"]]
         return replace(row, cells=cells, too_long=[(k, reason) for k, reason in fields["too_long"]])
 
 

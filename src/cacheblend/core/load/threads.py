@@ -9,12 +9,28 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from queue import Empty, SimpleQueue
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from cacheblend.core.errors import StoreError
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+
+
+class Call(Future[Result]):
+    """A call of a pool. `asked`: those of other pools that it waits for (`results_of`)."""
+
+    is_dropped, asked = False, cast("Sequence[Future[Any]]", ())
+
+    def drop(self) -> None:
+        """Nobody waits for it any more: cancels it, or what it has asked for and has not begun."""
+        self.is_dropped = True
+        if not self.cancel():
+            for each in self.asked:
+                each.cancel()
+
+
+_here = threading.local()  # `call`: the one that this thread is in
 
 
 class DaemonPool:
@@ -27,10 +43,10 @@ class DaemonPool:
 
     def submit(
         self, fn: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> "Future[Result]":
+    ) -> Call[Result]:
         """Has `fn` called; returns at once. Raises `RuntimeError`: the pool is closed, or the system has no more
         threads."""
-        shared, future = self._own(), Future[Result]()
+        shared, future = self._own(), Call[Result]()
         if shared.is_closed:
             raise RuntimeError(f"the threads {self._name!r} are closed")
         shared.outstanding.append(None)
@@ -53,9 +69,9 @@ class DaemonPool:
                     shared.threads.append(thread)
         return future
 
-    def submit_after(self, first: "Future[Any]", fn: Callable[[], Result]) -> "Future[Result]":
+    def submit_after(self, first: "Future[Any]", fn: Callable[[], Result]) -> Call[Result]:
         """Has `fn` called once another call has succeeded, and takes no thread until then; its error is this one's."""
-        future = Future[Result]()
+        future = Call[Result]()
 
         def begin(done: "Future[Any]") -> None:
             if done.cancelled():
@@ -114,13 +130,20 @@ def submit_or_call(
 
 
 def results_of(asked: Sequence["Future[Result]"]) -> list[Result]:
-    """The results of calls, in their order; after an error those that have not begun are cancelled. Raises
-    `StoreError`: the pool was closed before a call began. Raises `Exception`: what a call raised."""
+    """The results of calls, in order; after an error those that have not begun are cancelled. Raises what they raise;
+    `StoreError`: the pool was closed before one began; `CancelledError`: nobody waits for this (`Call.drop`)."""
+    call: Call[Any] = getattr(_here, "call", None) or Call()
+    call.asked = asked
+    if call.is_dropped:
+        call.drop()
     try:
         return [answer.result() for answer in asked]
     except CancelledError:
+        if call.is_dropped:
+            raise
         raise StoreError("the store was closed while it was asked") from None
     finally:
+        call.asked = ()
         for answer in asked:
             answer.cancel()
 
@@ -135,17 +158,17 @@ class CallsInOrder:
 
     def _renew(self) -> None:
         self._lock, self._process = threading.Lock(), os.getpid()
-        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._waiting: deque[tuple[Call[Any], Callable[[], Any]]] = deque()
         self._is_running = False
 
     def submit(
         self, fn: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> "Future[Result]":
+    ) -> Call[Result]:
         """Has `fn` called after the calls that were submitted before; returns at once. Raises `RuntimeError`: the pool
         is closed."""
         if self._process != os.getpid():  # as a pool after a fork
             self._renew()
-        future = Future[Result]()
+        future = Call[Result]()
         with self._lock:
             if not self._is_running:
                 self._pool.submit(self._run)
@@ -178,7 +201,7 @@ class _Shared:
     thread only: a KeyboardInterrupt may leave a condition's lock held for ever, and a pool may be deleted anywhere."""
 
     def __init__(self) -> None:
-        self.calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()  # None: it is closed
+        self.calls: SimpleQueue[tuple[Call[Any], Callable[[], Any]] | None] = SimpleQueue()  # None: it is closed
         self.outstanding = deque[None]()  # as many as calls that have not ended; each is to have a thread
         self.threads: list[threading.Thread] = []
         self.starting = threading.Lock()
@@ -196,12 +219,13 @@ def _run(shared: _Shared) -> None:
     shared.calls.put(None)  # for the next thread
 
 
-def _answer(future: "Future[Any]", call: Callable[[], Any], ended: Callable[[], Any] = lambda: None) -> None:
+def _answer(future: Call[Any], call: Callable[[], Any], ended: Callable[[], Any] = lambda: None) -> None:
     """Calls `ended` before anybody has the answer, who may ask again at once."""
     try:
         if not future.set_running_or_notify_cancel():
             ended()
             return
+        _here.call = future
         try:
             result = call()
         except BaseException as error:
@@ -212,4 +236,5 @@ def _answer(future: "Future[Any]", call: Callable[[], Any], ended: Callable[[], 
             future.set_result(result)
             del result
     finally:
+        _here.call = None
         del future, call  # else an error, whose traceback has this frame, and the future would keep each other alive

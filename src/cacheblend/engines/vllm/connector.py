@@ -150,13 +150,14 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
                 known = read_cost_model(blend.cost_model, self.identity.fingerprint, layout, device)
             control = LoadControl(blend, layout, known)
         planners, events = TenantPlanners(self.identity, blend), self._vllm_config.kv_events_config
-        keeps_events = events is not None and events.enable_kv_cache_events
+        keeps_events = events is not None and bool(events.enable_kv_cache_events)
         finder = ChunkFinder(self._config, self._settings, planners, self._store, control, keeps_events=keeps_events)
         watch, checked = None, self._config.shadow_settings
         if checked is not None:
             watch = ShadowWatch(checked, self.identity.name, self._selector.share, finder.raise_by)
         windows = prefix_cache.windows_of(self._kv_caches)
-        limits = [window for window in (interface.sliding_window(self._vllm_config), *windows) if window]
+        window = getattr(self._vllm_config.model_config.hf_text_config, "sliding_window", None)
+        limits = [window for window in (window, *windows) if window]
         return Scheduling(
             self._config,
             self._settings,
@@ -300,8 +301,7 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
 
     def _compare_weights(self, worker: Worker, named: str) -> None:
         """Refuses all jobs if blocks would get the names of weights that some rank does not run; all ranks call it. The
-        scheduler's side reads the files after the workers have loaded them, perhaps minutes after, and no handshake
-        says so: inside a `MultiConnector` vLLM passes one connector's only."""
+        scheduler's side reads the files after the workers have loaded them, and no handshake says so (`IdleWorker`)."""
         self._is_compared = True
         own = self.identity.weights
         if not worker.is_any(named != own):

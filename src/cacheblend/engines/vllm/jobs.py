@@ -114,10 +114,11 @@ class StepReport(interface.KVConnectorWorkerMetadata):
     checked: dict[int, Compared | str] = field(default_factory=dict)  # by number: the result, or why there is none
     check_s: float = 0.0  # that the check took where somebody may have waited
     adapters: dict[int, AdapterSeen] = field(default_factory=dict)  # by number
+    stalled_s: float = 0.0  # for which every prompt that has begun has been waiting for the store
     has_other_weights: bool = False  # some rank runs others than those that blocks are named by, and refuses every job
 
     def aggregate(self, other: interface.KVConnectorWorkerMetadata) -> "StepReport":
-        """Of two ranks: the smaller count, the longer time; they agree on the rest, so the first one's is kept."""
+        """Of two ranks: the smaller count and wait, the longer check, and the first one's of all that they agree on."""
         assert isinstance(other, StepReport)
         return StepReport(
             min(self.captured, other.captured),
@@ -125,6 +126,7 @@ class StepReport(interface.KVConnectorWorkerMetadata):
             other.checked | self.checked,
             max(self.check_s, other.check_s),
             other.adapters | self.adapters,
+            min(self.stalled_s, other.stalled_s),
             self.has_other_weights or other.has_other_weights,
         )
 

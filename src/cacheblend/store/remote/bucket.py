@@ -27,9 +27,7 @@ from cacheblend.store.remote.objects import HeldBlock, Range, parts_of, runs_of
 from cacheblend.store.sealed import DOCUMENTS, Bytes, Sealed
 
 AT_ONCE = 32  # requests
-LISTED_AT_ONCE = (
-    8  # of these for manifests and documents' records, which may be thousands: no request waits behind them
-)
+ASIDE_AT_ONCE = 8  # of these for what may be thousands: listing, eviction and pins, behind which no request waits
 CLOSE_S = 5.0  # that `close` waits for requests that are under way
 UPLOAD_S = 60.0  # that writing an object may take; no request waits for it
 KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")  # environment variables with the credentials
@@ -78,8 +76,8 @@ class BucketObjects:
         self._missing = (exceptions.NotFoundError, FileNotFoundError)
         self._refused = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError)
         self._no_answer = (exceptions.BaseError, OSError)
-        self._pool = DaemonPool(AT_ONCE - LISTED_AT_ONCE, "cacheblend-bucket")
-        self._listed_pool = DaemonPool(LISTED_AT_ONCE, "cacheblend-bucket-listed")
+        self._pool = DaemonPool(AT_ONCE - ASIDE_AT_ONCE, "cacheblend-bucket")
+        self._aside = DaemonPool(ASIDE_AT_ONCE, "cacheblend-bucket-aside")
         self._used: dict[BlockName, float] = {}
         self._lock = threading.Lock()
 
@@ -147,7 +145,7 @@ class BucketObjects:
         return there
 
     def exist(self, names: Sequence[BlockName]) -> list[bool]:
-        return [found is not None for found in self._each(names, lambda name: self._head(_block(name)))]
+        return [each is not None for each in self._each(names, lambda name: self._head(_block(name)), self._aside)]
 
     def held(self, *, tidy: bool = False) -> list[HeldBlock]:
         found = []
@@ -161,7 +159,7 @@ class BucketObjects:
         return found
 
     def pin(self, names: Iterable[BlockName]) -> None:
-        self._each(list(names), lambda name: self._put(f"pins/{name.hex()}", b""))
+        self._each(list(names), lambda name: self._put(f"pins/{name.hex()}", b""), self._aside)
 
     def unpin(self, names: Iterable[BlockName]) -> None:
         self._delete([f"pins/{name.hex()}" for name in names])
@@ -190,7 +188,7 @@ class BucketObjects:
             path = f"{kind}/{name.hex()}"
             return self._if_there(lambda: memoryview(self._obstore.get(self._bucket, path).bytes()))
 
-        return self._each(names, ask, self._listed_pool)
+        return self._each(names, ask, self._aside)
 
     def has_sealed(self, kind: str, name: BlockName) -> bool:
         return self._head(f"{kind}/{name.hex()}") is not None
@@ -213,10 +211,10 @@ class BucketObjects:
         return None  # it cannot tell without listing
 
     def close(self) -> None:
-        self._pool.close()
-        self._listed_pool.close()
-        self._pool.join(CLOSE_S)
-        self._listed_pool.join(CLOSE_S)
+        for pool in (self._pool, self._aside):
+            pool.close()
+        for pool in (self._pool, self._aside):
+            pool.join(CLOSE_S)
 
     def _head(self, path: str) -> Any:
         return self._if_there(lambda: self._obstore.head(self._bucket, path))

@@ -245,27 +245,14 @@ class RedisObjects:
         return sum(each.nbytes for listed in self._sealed(kinds) for each in listed.values()) if kinds else 0
 
     def _sealed(self, kinds: Sequence[str]) -> list[dict[BlockName, Sealed]]:
-        """What there is of each kind. A mark without bytes is an older version's: these are measured."""
+        """What there is of each kind. A mark that something else wrote counts no bytes."""
         marks = self._together(lambda pipe: [pipe.hgetall(self._marks(kind)) for kind in kinds])
-        parts = [{digits: mark.split() for digits, mark in each.items()} for each in marks]
-        sizes = [
-            {digits: int(part[1]) if len(part) == 2 and part[1].isdigit() else None for digits, part in each.items()}
-            for each in parts
-        ]
-        unknown = [(at, digits) for at, each in enumerate(sizes) for digits, size in each.items() if size is None]
-        for start in range(0, len(unknown), _MAX_COMMANDS):
-            part = unknown[start : start + _MAX_COMMANDS]
-            lengths = self._together(
-                lambda pipe, part=part: [pipe.hstrlen(self._key(kinds[at]), digits) for at, digits in part]
-            )
-            for (at, digits), length in zip(part, lengths, strict=True):
-                sizes[at][digits] = int(length)
         return [
             {
-                name: Sealed(each[digits].decode(errors="replace"), size[digits] or 0)
+                name: Sealed(each[digits].decode(errors="replace"), (_size(each[digits]) or (0, 0))[1])
                 for digits, name in _names(each).items()
             }
-            for each, size in zip(marks, sizes, strict=True)
+            for each in marks
         ]
 
     def read_sealed(self, kind: str, names: Sequence[BlockName]) -> list[Bytes | None]:
@@ -330,6 +317,6 @@ def _names(found: Iterable[bytes]) -> dict[bytes, BlockName]:
 
 
 def _size(value: bytes | None) -> tuple[int, int] | None:
-    """(bytes, layers) as `put` writes them; None: the server has something else."""
+    """Two numbers: (bytes, layers) of a block, (time, bytes) of a mark; None: something else wrote it."""
     parts = (value or b"").split()
     return (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(map(bytes.isdigit, parts)) else None

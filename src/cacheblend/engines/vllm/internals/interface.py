@@ -105,11 +105,6 @@ def attend_paged(
     return output
 
 
-def sliding_window(config: VllmConfig) -> int | None:
-    """Rows that a row attends to at most; None: any."""
-    return getattr(config.model_config.hf_text_config, "sliding_window", None) or None
-
-
 def unsuited(request: Any) -> str:
     """Why vLLM must compute a request: ids do not determine its KV, or it needs all rows' outputs; empty: suited."""
     sampling = request.sampling_params

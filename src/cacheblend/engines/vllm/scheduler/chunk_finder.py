@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import StoreError
-from cacheblend.core.load.budget import LEAST_S
+from cacheblend.core.load.budget import LEAST_S, PAUSE_S
 from cacheblend.core.load.capture import ChunkJob, manifest_of
 from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.names import BlockName, TokenIds, join_ids
@@ -48,15 +48,13 @@ class TenantPlanners:
 
     def __init__(self, identity: ModelIdentity, config: BlendConfig) -> None:
         self._identity, self._config = identity, config
-        self._made = lru_cache(_MOST_PLANNERS)(self._make)
+        make = lambda salt, adapter: replace(self._identity, adapters=adapter).planner(self._config, salt)  # noqa: E731
+        self._made = lru_cache(_MOST_PLANNERS)(make)
         self.of()  # a wrong anchor shows at the start
 
     def of(self, cache_salt: str | None = None, adapter: str = "") -> Planner:
         """The planner of the requests with this salt and this adapter (see `adapters.named`)."""
         return self._made(cache_salt or "", adapter)
-
-    def _make(self, cache_salt: str, adapter: str) -> Planner:
-        return replace(self._identity, adapters=adapter).planner(self._config, cache_salt)
 
     def renew(self) -> None:
         """Changes all roots for the rest of this process: what was stored so far is not found any more."""
@@ -83,6 +81,8 @@ class ChunkFinder:
         given = settings.config.load_timeout_s
         self._timeout_s = min(config.lookup_timeout_s, math.inf if given is None else given)
         self._pool, self._lookups = DaemonPool(THREADS, "cacheblend-lookup"), list[LookUp]()
+        self._captured_pool = DaemonPool(1, "cacheblend-captured")
+        self._answered = -math.inf  # when the latest look-up of those that were answered had asked the store
         self._listing: ChunkListing | None = None
         self._keeps_events = keeps_events
         least, fresh_s = config.min_match_tokens, min(FRESH_S, config.lookup_timeout_s / 4)
@@ -107,20 +107,23 @@ class ChunkFinder:
         if prompt is None:
             if self._listing is None:
                 return NOTHING_STORED
-            is_new = self._listing.refresh()
-            if is_new and len(token_ids) < LONG_PROMPT and self._listing.has_index(planner.root):
+            is_new, has_index = self._listing.refresh(), self._listing.has_index(planner.root)
+            if is_new and has_index and len(token_ids) < LONG_PROMPT:
                 prompt = self._listing.match(planner.root, Prompt.of([text(token_ids)]))
-            else:
-                after = self._listing.first_reading()
-                if after is not None and self._listing.age_s > self._timeout_s:  # others have waited in vain
-                    return SLOW_STORE
+            elif not self._listing.has_read and self._listing.age_s > self._timeout_s:  # others have waited in vain
+                return SLOW_STORE
+            elif not has_index:
+                after = self._listing.prepare(planner.root)
         if prompt is not None and not prompt.chunks:
             return NOTHING_STORED
         look_up = partial(self._look_up, token_ids, prompt, options, planner, settings, adapter)
-        self._lookups = [each for each in self._lookups if not each.future.done()]
-        if sum(each.future.running() and each.is_over for each in self._lookups) >= THREADS:
-            return SLOW_STORE  # every thread waits for a store that did not answer in time
         began = time.monotonic()
+        self._lookups = [each for each in self._lookups if not each.future.done()]
+        late = [each for each in self._lookups if each.future.running() and each.is_over]
+        if len(late) >= THREADS or any(
+            self._answered < each.began and began < each.deadline + PAUSE_S for each in late
+        ):
+            return SLOW_STORE  # it did not answer in time, and nobody since
         future = self._pool.submit(look_up) if after is None else self._pool.submit_after(after, look_up)
         self._lookups.append(LookUp(future, began, began + self._timeout_s))
         return self._lookups[-1]
@@ -159,7 +162,7 @@ class ChunkFinder:
     def list_captured(self, captured: Sequence[CaptureJob]) -> None:
         """Has those of the captured chunks found by content that the store took; returns at once."""
         if self._listing is not None and captured:
-            self._pool.submit(partial(self._list, self._listing, captured))
+            self._captured_pool.submit(self._list, self._listing, captured)
 
     def learn(self, plan: BlendPlan, outcome: BlendOutcome) -> None:
         if self._control is not None:
@@ -178,6 +181,7 @@ class ChunkFinder:
 
     def close(self) -> None:
         self._pool.close()
+        self._captured_pool.close()
         if self._discovery is not None:
             self._discovery.close()
         if self._listing is not None:
@@ -200,7 +204,7 @@ class ChunkFinder:
                 return None
         missed_at = time.monotonic()
         plan = planner.plan(prompt, self._store)
-        looked_up_s = time.monotonic() - missed_at
+        looked_up_s, self._answered = time.monotonic() - missed_at, max(self._answered, missed_at)
         missed = plan.missed_chunks() if settings.config.capture else []
         anchor = tuple(planner.anchor.segments(plan.prompt))
         jobs = [CaptureJob(ChunkJob(anchor, chunk.token_ids, chunk.label), planner, adapter) for chunk in missed]

@@ -49,6 +49,7 @@ from cacheblend.engines.vllm.scheduler.tracked_requests import (
 logger = logging.getLogger("cacheblend.vllm")
 
 MOST_OUTSTANDING = 8  # requests whose blocks the workers fill: more would take memory without being faster
+STALLED_S = 0.1  # that all of them wait for the store, before vLLM computes those that wait for their turn
 PAUSE_S = 10.0  # in which nothing is blended after the workers waited too long for the store
 SETTLING_S = 0.005  # of a step in which blocks are renamed; look-ups that ended at the same time wait a step
 MOST_EVENTS = 64  # chunks announced in a step: a list that is read first may have a hundred thousand
@@ -82,7 +83,7 @@ class Scheduling:
         self._coming, self._adapters = ComingBlocks(), RequestAdapters(config.lookup_timeout_s)
         self._jobs = StepJobs()
         self._paused, self._settling_s = (0.0, ""), 0.0  # until when nothing is blended, by `time.monotonic`, and why
-        self._may_wait = True
+        self._may_wait, self._is_stalled = True, False
         self.counts = Counts()
         self._checks = AnswerDraws(watch, self.counts, window)
         most_tokens = config.capture_bytes // bytes_per_token
@@ -92,9 +93,8 @@ class Scheduling:
     @property
     def is_busy(self) -> bool:
         """Something is computed, or queued for that, also while there is no request: chunks, the shadow check."""
-        if self._captures.is_empty and self._finder.is_discovering:
-            return True
-        return self._captures.is_busy or self._checks.is_busy
+        is_discovering = self._captures.is_empty and self._finder.is_discovering
+        return is_discovering or self._captures.is_busy or self._checks.is_busy
 
     # ---- a request comes --------------------------------------------------------------------------------
 
@@ -158,9 +158,15 @@ class Scheduling:
             return 0
         first, fewest = num_computed_tokens // self._block_size, max(1, claimed // self._block_size // 2)
         tracked.waits_for = self._coming.leader(request.block_hashes, first, fewest)  # it makes most of the blocks
-        if tracked.waits_for is not None or len(self._outstanding) >= MOST_OUTSTANDING:
+        is_full = len(self._outstanding) >= MOST_OUTSTANDING
+        if tracked.waits_for is not None or (is_full and not self._is_stalled):
             return None
-        return claimed
+        if not is_full:
+            return claimed
+        self._is_stalled = False  # one request a report, so that a short stall costs few their reuse
+        self.counts.add_fallback(SLOW_STORE)
+        tracked.reason = SLOW_STORE
+        return 0
 
     def _settle(self, request: Any, tracked: Tracked) -> None:
         """The look-up is over: decides whether the request is blended, and renames its blocks if so."""
@@ -196,9 +202,11 @@ class Scheduling:
         assert found is not None
         claimed = len(found.plan) - start
         tracked.held_by_vllm = start
-        is_shared = not is_exact and tracked.plain_tokens is not None and start > tracked.plain_tokens
+        plain = math.inf if tracked.plain_tokens is None else tracked.plain_tokens
+        is_shared = not is_exact and start > plain
         is_tail = is_shared and claimed < self._block_size
-        if start >= found.held or is_tail or not tracked.may_be_provided_from(start):
+        # From `plain` on blocks have names of their own, and none in front of it may hold a row that is blended.
+        if start >= found.held or is_tail or max(start, found.first_loaded) < plain < math.inf:
             reason = HELD_BY_VLLM if found.held else NOTHING_STORED
         elif found.reused_share(start) < self._config.min_reused_share:
             reason = LITTLE_STORED  # the rest is plain text or missed
@@ -254,6 +262,7 @@ class Scheduling:
 
     def reported(self, report: StepReport) -> None:
         """Takes the outcomes of jobs, and adds chunks that were captured and stored to the list."""
+        self._is_stalled = report.stalled_s >= STALLED_S
         for request_id, outcome in report.outcomes.items():
             if outcome.failure:
                 self._coming.remove(request_id)

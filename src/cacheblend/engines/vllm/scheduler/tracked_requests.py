@@ -3,12 +3,13 @@
 import hashlib
 import time
 from bisect import bisect_right
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, wait
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
+from cacheblend.core.load.threads import Call
 from cacheblend.core.names import TokenIds
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.planner import Planner
@@ -136,7 +137,7 @@ class FoundChunks:
 class LookUp:
     """A look-up in the store that has begun, in a thread: no engine step that computes waits for it."""
 
-    future: "Future[FoundChunks | None]"
+    future: Call["FoundChunks | None"]
     began: float
     deadline: float
 
@@ -150,15 +151,12 @@ class LookUp:
         wait([self.future], max(0.0, self.began + seconds - time.monotonic()))
 
     def result(self) -> FoundChunks | None:
-        """Raises TimeoutError: it did not end in time, and is not begun any more; or what the look-up raised."""
-        self.drop()
-        if self.future.cancelled():
-            raise TimeoutError
-        return self.future.result(timeout=0)
-
-    def drop(self) -> None:
-        """If it has not begun it never will, and takes no thread from others."""
-        self.future.cancel()
+        """Raises TimeoutError: it did not end in time, and is dropped; or what the look-up raised."""
+        self.future.drop()
+        try:
+            return self.future.result(timeout=0)
+        except CancelledError:
+            raise TimeoutError from None
 
 
 @dataclass(eq=False)
@@ -203,18 +201,13 @@ class Tracked:
 
     def drop_lookup(self) -> None:
         if self.lookup is not None:
-            self.lookup.drop()
+            self.lookup.future.drop()
 
     def forget(self) -> None:
         self.drop_lookup()
         if self.lookup is not None or (self.found is not None and self.tried < 0 and self.reason != SHARED):
             self.reason = RESET
         self.lookup = self.found = self.waits_for = self.missed = None
-
-    def may_be_provided_from(self, start: int) -> bool:
-        """Whether no row from `start` on would be blended in a block with a plain name."""
-        assert self.found is not None
-        return self.plain_tokens is None or max(start, self.found.first_loaded) >= self.plain_tokens
 
     def answer(self) -> dict[str, Any]:
         done = self.outcome if self.outcome is not None and not self.outcome.failure else None

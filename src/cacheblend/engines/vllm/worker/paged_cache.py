@@ -26,6 +26,7 @@ import torch
 from cacheblend.core.errors import ModelNotBlendableError
 from cacheblend.core.kernels.attention import first_key
 from cacheblend.core.kernels.float8 import FLOAT8, Float8
+from cacheblend.core.kernels.upload import upload
 from cacheblend.engines.vllm.internals.interface import attend_paged, write_paged
 from cacheblend.engines.vllm.internals.kv_cache import fp8_scales
 from cacheblend.engines.vllm.internals.prefix_cache import NULL_BLOCK
@@ -71,7 +72,7 @@ class RequestBlocks:
         passed = (table == NULL_BLOCK).nonzero().flatten()
         first = max(first, min(rows, (int(passed[-1]) + 1) * block_size)) if len(passed) else first
         slots[:first] = NO_SLOT
-        sent = torch.cat([table, slots]).to(device)
+        sent = upload(torch.cat([table, slots]), torch.device(device))
         return cls(sent[: len(table)], sent[len(table) :], first, block_size)
 
 
@@ -248,7 +249,9 @@ class RequestRows:
         for table, own, start in zip(held, job.block_ids, starts, strict=True):
             blocks = RequestBlocks.of(own, first, len(job.plan), block_size, device)
             is_whole = self.is_held == (first > 0) and NULL_BLOCK not in own
-            self.groups.append(GroupRows(blocks, is_whole, torch.tensor(table).to(device), start * block_size))
+            self.groups.append(
+                GroupRows(blocks, is_whole, upload(torch.tensor(table, dtype=torch.int64), device), start * block_size)
+            )
         self.is_whole = all(rows.is_whole for rows in self.groups)
 
     def of(self, layer: int) -> GroupRows:

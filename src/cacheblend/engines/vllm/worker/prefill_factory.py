@@ -15,6 +15,7 @@ from cacheblend.core.errors import BlockLostError
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions
 from cacheblend.core.kernels.attention import AttentionSpec
 from cacheblend.core.kernels.operations import attend_rows, serve
+from cacheblend.core.kernels.upload import upload_together
 from cacheblend.core.load.layer_kv import LayerCache, LayerKV
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.load.threads import DaemonPool
@@ -162,9 +163,9 @@ class Opener:
         The rows' own KV is computed again, since blocks behind the prompt are not named. Empty on ranks that do not
         sample."""
         first, model = len(job.prompt_ids) - 1, self.model
-        ids = torch.tensor([int(job.prompt_ids[-1]), *job.token_ids[:-1]]).to(model.device)
+        asked = np.array([job.prompt_ids[-1], *job.token_ids[:-1]])
+        ids, *tables = upload_together([asked, *map(np.array, job.block_ids)], model.device)
         rows = torch.arange(len(ids), device=model.device)
-        tables = [torch.tensor(table).to(model.device) for table in job.block_ids]
         positions = rows + first
         adapter = NO_ADAPTER if job.adapter is None else job.adapter.number
         runner = CheckRunner(model, ids, positions, adapter=adapter, float8=self._float8)
@@ -196,9 +197,8 @@ class Opener:
         model, adapter = self.model, NO_ADAPTER if job.adapter is None else job.adapter.number
 
         def open_runner(plan: BlendPlan) -> VllmLayerRunner:
-            ids = torch.from_numpy(plan.prompt.token_ids.astype("i8"))[plan.prefix_length :]
-            positions = torch.arange(plan.prefix_length, len(plan))
-            return make_runner(model, ids.to(model.device), positions.to(model.device), adapter=adapter)
+            arrays = plan.prompt.token_ids[plan.prefix_length :], np.arange(plan.prefix_length, len(plan))
+            return make_runner(model, *upload_together(arrays, model.device), adapter=adapter)
 
         def open_loader(plan: BlendPlan, first_reused_layer: int) -> LayerLoader:
             what: Sequence[Any] = (plan, source, model.layout, model.rotations)

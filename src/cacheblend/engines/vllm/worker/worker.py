@@ -86,9 +86,8 @@ class Outbox:
 
 class IdleWorker(Outbox):
     """The worker of a model that cannot be blended, or is not the one that blocks are named by: gives all jobs back.
-    Inside a `MultiConnector` vLLM passes the scheduler's side the handshake of one connector only, so that it may not
-    learn of the refusal; a prompt that nobody provides would never be answered. `label` is the reason as it is
-    counted."""
+    Inside a `MultiConnector` vLLM passes the scheduler's side one connector's handshake only: it may not learn of the
+    refusal, and a prompt that nobody provides would never be answered. `label`: the reason as it is counted."""
 
     is_follower = False
 
@@ -168,7 +167,8 @@ class Worker(Outbox):
 
     def report(self) -> StepReport:
         checked, seconds = self.checks.take_ended()
-        return StepReport(self.captured, self.take_outcomes(), checked, seconds, self.adapters.take_seen())
+        stalled_s = min((task.waiting_s for task in self._blends), default=0.0)
+        return StepReport(self.captured, self.take_outcomes(), checked, seconds, self.adapters.take_seen(), stalled_s)
 
     def take_read(self) -> set[str]:
         return self.checks.take_read()
