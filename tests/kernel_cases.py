@@ -71,6 +71,16 @@ def compare_attention(
     compare(error <= ATTENTION_TOLERANCE[query.dtype], f"off by {error}")
 
 
+def compare_asking(*given: Any) -> None:
+    """The kernel for rows that ask beside plain PyTorch: their attention, and the weights that keys receive."""
+    from cacheblend.core.kernels import attention, attention_triton
+
+    expected, found = attention.attend_asking(*given), attention_triton.attend_asking(*given)
+    assert all(a.dtype == b.dtype and a.shape == b.shape for a, b in zip(found, expected, strict=True))
+    errors = [float((a.float() - b.float()).abs().max()) for a, b in zip(found, expected, strict=True)]
+    compare(errors[0] <= ATTENTION_TOLERANCE[given[0].dtype] and errors[1] <= 2e-5, f"off by {errors}")
+
+
 # ---- placing ------------------------------------------------------------------------------------------------
 
 

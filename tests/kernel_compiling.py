@@ -32,6 +32,7 @@ def attention(
     page=0,
     splits=1,
     float8=0,
+    edges=False,
     is_assembled=False,
 ):
     """The attention kernel as `attend_rows` would launch it."""
@@ -49,6 +50,7 @@ def attention(
         "float8": float8,
         "key_dim": 1,
         "value_dim": 1,
+        **({} if edges else {"edges": None}),
         **({} if sinks else {"sinks": None}),
         **({} if page else {"block_table": None}),
     }
@@ -59,7 +61,7 @@ def attention(
         "mixed": "*bf16" if splits == 1 else "*fp32",
         "logit": "fp32",
         "cap": "fp32",
-        "positions": "*i64",
+        **dict.fromkeys(("positions", "edges"), "*i64"),
         "block_table": "*i32",
     }
     aligned = ("query_", "key_", "value_")
@@ -116,6 +118,27 @@ def deviation(capability, head_dim):
     types = {**tensors, "positions": "*i64", "distance": "*fp32"}
     aligned = ("fresh_key_", "fresh_value_", "loaded_key_", "loaded_value_")
     return compiled(deviation_triton._deviation, capability, types, constants, aligned, num_warps=4)
+
+
+def asking(capability, head_dim, group, window=False, is_capped=False):
+    """The kernel of what keys receive of rows that ask, as `attend_asking` would launch it."""
+    constants = {
+        "group": group,
+        "head_dim": head_dim,
+        "dims": triton.next_power_of_2(head_dim),
+        "tile": attention_triton._ASKING_TILE,
+        "is_capped": is_capped,
+        **({} if window else {"edges": None}),
+    }
+    types = {
+        **dict.fromkeys(("query", "keys"), "*bf16"),
+        **dict.fromkeys(("places", "edges", "members", "begins"), "*i64"),
+        **dict.fromkeys(("sums", "received"), "*fp32"),
+        **dict.fromkeys(("logit", "cap"), "fp32"),
+    }
+    kernel, aligned = attention_triton._receive, ("query_", "key_")
+    found = compiled(kernel, capability, types, constants, aligned, num_warps=4)
+    return found | {"spilled": spilled(found["ptx"], capability)}
 
 
 def compiled(kernel, capability, types, constants, aligned, **options):
@@ -184,7 +207,13 @@ def variants(capability, heads, kv_heads, head_dim, calls, page=0, window=None, 
     return {name: len(each.variants) for name, each in kernels.items()}
 
 
-KERNELS = {"variants": variants, "attention": attention, "deviation": deviation, "placing": placing}
+KERNELS = {
+    "variants": variants,
+    "attention": attention,
+    "asking": asking,
+    "deviation": deviation,
+    "placing": placing,
+}
 
 if __name__ == "__main__":
     print(json.dumps([KERNELS[case.pop("kernel")](**case) for case in json.loads(sys.argv[1])]))

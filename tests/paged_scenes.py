@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 import torch
 
 from cacheblend.core.kernels.attention import AttentionSpec, HeadShape
-from cacheblend.core.kernels.operations import ATTEND_FLOAT8, ATTEND_ROWS, KV_DEVIATION, PLACE, PLACE_FLOAT8, Served
+from cacheblend.core.kernels.operations import (
+    ATTEND_ASKING,
+    ATTEND_FLOAT8,
+    ATTEND_ROWS,
+    KV_DEVIATION,
+    PLACE,
+    PLACE_FLOAT8,
+    Served,
+)
 from cacheblend.core.kernels.rope import KeyRotation, Turn, reposition_keys
 from cacheblend.core.load.capture import ChunkJob, blocks_of
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
@@ -91,7 +99,7 @@ def serve_triton(put: Callable[[Any, str, Any], None]) -> None:
 
     calls: dict[Any, Any] = dict.fromkeys((ATTEND_ROWS, ATTEND_FLOAT8), attention_triton.attend_rows)
     calls |= dict.fromkeys((PLACE, PLACE_FLOAT8), kv_placement_triton.place)
-    calls[KV_DEVIATION] = deviation_triton.kv_deviation
+    calls |= {KV_DEVIATION: deviation_triton.kv_deviation, ATTEND_ASKING: attention_triton.attend_asking}
     for operation, call in calls.items():
         served = Served(call, "Triton")
         put(operation, "_served", {(torch.device("cpu"), dtype): served for dtype in (torch.float32, torch.bfloat16)})

@@ -16,7 +16,7 @@ from cacheblend.cli.output import INSTALL_PLOT, check_outputs, console, print_js
 
 def cuda(
     part: list[str] | None = option(
-        None, "tests, kernels, ttft, timeline, vllm or large; several times. Default: all.", panel=WHAT
+        None, "tests, kernels, ttft, timeline, profile, tiles, vllm or large; several times. Default: all.", panel=WHAT
     ),
     dry_run: bool = option(False, "Try all parts at tiny size, on a CPU, too.", panel=HOW),
     minutes: float = option(9.0, "Everything has ended after these.", least=0.1, most=1e6, panel=HOW),

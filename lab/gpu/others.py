@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -11,11 +10,13 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 from lab.checkout import ROOT, environment
 from lab.gpu.context import Bench, Found
 
-OUTCOMES = {"passed": "PASSED", "failed": "FAILED", "errors": "ERROR", "skipped": "SKIPPED"}
+_TAGS = {"failure": "failed", "error": "errors", "skipped": "skipped"}
+OUTCOMES = ("passed", *_TAGS.values())
 END_S = 15.0
 """What a program has to end by itself once it is asked to."""
 
@@ -29,17 +30,31 @@ def tests_miss() -> str:
 
 
 def tests(bench: Bench) -> Found:
-    """tests/gpu: how many passed, failed and were skipped; `error` names those that failed."""
-    command = [sys.executable, "-m", "pytest", *_TESTS, "-v", "--tb=short", "-p", "no:cacheprovider", "--color=no"]
-    done = run_program(command, bench.left_s - END_S, ROOT)
-    outcomes = re.findall(r"^(tests/gpu/\S.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", done.stdout, re.MULTILINE)
-    names = [name for name, outcome in outcomes if outcome in ("FAILED", "ERROR")]
-    found: Found = {each: sum(outcome == word for _, outcome in outcomes) for each, word in OUTCOMES.items()}
+    """tests/gpu, side by side where xdist is installed: how many passed, failed and were skipped; `error` names those
+    that failed."""
+    beside = ["-n", str(min(12, os.cpu_count() or 1)), "--dist", "worksteal"] if find_spec("xdist") is not None else []
+    with tempfile.TemporaryDirectory(prefix="cacheblend-bench-") as folder:
+        report = Path(folder) / "junit.xml"
+        options = ["-q", "--tb=short", "-p", "no:cacheprovider", "--color=no", f"--junitxml={report}", *beside]
+        done = run_program([sys.executable, "-m", "pytest", *_TESTS, *options], bench.left_s - END_S, ROOT)
+        outcomes = _outcomes(report)
+    names = [name for name, outcome in outcomes if outcome in ("failed", "errors")]
+    found: Found = {each: sum(outcome == each for _, outcome in outcomes) for each in OUTCOMES}
     if done.returncode == 124 and not names:
         bench.skipped["tests, the rest"] = f"they took too long; {len(outcomes)} were done"
     elif done.returncode:
         what = f"pytest ended with {done.returncode}; {len(names)} of {len(outcomes)} fail"
         found |= {"names": names, "error": "\n".join([what, *names, done.stdout[-3000:]])}
+    return found
+
+
+def _outcomes(report: Path) -> list[tuple[str, str]]:
+    """(test, outcome) of pytest's report, which it writes when it ends or is interrupted."""
+    cases = ElementTree.parse(report).iter("testcase") if report.exists() else ()
+    found = []
+    for case in cases:
+        outcome = next((_TAGS[each.tag] for each in case if each.tag in _TAGS), "passed")
+        found.append((f"{case.get('classname')}::{case.get('name')}", outcome))
     return found
 
 

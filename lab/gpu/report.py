@@ -8,7 +8,7 @@ from rich.table import Table
 from lab.bench import draw_curves, markdown_table, picture, plain_table
 from lab.gpu.attention_ways import OURS
 from lab.gpu.timeline import LANES
-from lab.gpu.ttft import HEAD
+from lab.gpu.ttft import label
 
 BARS: dict[str, tuple[str, float]] = {
     "ttft_speedup_4k": ("full prefill / blend, llama-3.1-8b, r = 0.15, 4,096 tokens", 4.0),
@@ -78,6 +78,8 @@ def page(result: dict[str, Any]) -> str:
         ),
         *_first_tokens(result),
         *_kernels(result["parts"].get("kernels", {})),
+        *_tiles(result["parts"].get("tiles", {}).get("cases", {})),
+        *_passes(result["parts"].get("profile", {}).get("passes", {})),
     ]
     if tests := result["parts"].get("tests"):
         parts += ["## Tests", ", ".join(f"{tests[key]} {key}" for key in ("passed", "failed", "errors", "skipped"))]
@@ -109,8 +111,7 @@ def _first_tokens(result: dict[str, Any]) -> list[str]:
 
 
 def _label(arm: dict[str, Any]) -> str:
-    head = f"{HEAD}, " if arm["arm"] == HEAD else ""
-    return str(arm["arm"]) if arm["ratio"] is None else f"{head}r = {arm['ratio']:g}, {arm['store']}"
+    return str(arm["arm"]) if arm["ratio"] is None else label(arm["arm"], arm["ratio"], arm["store"])
 
 
 def _kernels(found: dict[str, Any]) -> list[str]:
@@ -135,6 +136,36 @@ def _kernels(found: dict[str, Any]) -> list[str]:
             ways.append((f"**{name}**" if name == OURS else name, *cells))
         parts += [f"Attention of rows, {layout}:", markdown_table(*columns, ways)]
     return parts
+
+
+def _tiles(cases: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """TFLOP/s of each case by (slots, keys, warps, stages), the fastest three and the one in use."""
+    rows = []
+    for name, shapes in cases.items():
+        timed = sorted((each for each in shapes if "s" in each), key=lambda each: float(each["s"]))
+        told = [
+            f"{tuple(each['shape'])} {each['flops_per_s'] / 1e12:.0f}{', in use' if each['own'] else ''}"
+            for number, each in enumerate(timed)
+            if number < 3 or each["own"]
+        ]
+        rows.append((name, "; ".join(told) or "none could be timed"))
+    return ["## Tiles of the attention kernel", markdown_table(("rows",), ("TFLOP/s",), rows)] if rows else []
+
+
+def _passes(passes: dict[str, dict[str, Any]]) -> list[str]:
+    rows = [
+        (
+            name,
+            f"{1e3 * each['s']:.1f}",
+            f"{1e3 * each['device_s']:.1f}",
+            f"{100 * each['idle']:.0f} %",
+            str(each["launches"]),
+            "; ".join(f"{kernel[:40]} x{count} {1e3 * taken:.1f}" for kernel, count, taken in each["kernels"][:5]),
+        )
+        for name, each in passes.items()
+    ]
+    columns = ("pass", "ms", "profiled, ms", "idle", "launches"), ("kernels, ms",)
+    return ["## Where a pass's time goes", markdown_table(*columns, rows)] if rows else []
 
 
 # ---- pictures -----------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 tests      tests/gpu of the checkout: kernels beside plain PyTorch, the invariants
 kernels    each kernel by what the device can do, attention beside other ways to the same
 ttft       time to first token by length, share and place of the store, with and without graphs, llama-3.1-8b
+tiles      tile shapes of the attention kernel, with windows, pages and several head sizes
+profile    where a pass's time goes: kernels by name, launches, the device's idle share
 timeline   one pass: what was read, copied, placed and computed when, as a picture
 vllm       the plug-in in vLLM, where vLLM is installed
 large      as ttft, qwen3-32b: no figure depends on it, so it has the time that is left
@@ -41,7 +43,7 @@ from cacheblend.core.failures import failed_since, failures, in_words
 from cacheblend.engines.provenance import stamp
 from lab.bench import silent
 from lab.checkout import environment
-from lab.gpu import kernels, others, timeline, ttft
+from lab.gpu import kernels, others, profile, tiles, timeline, ttft
 from lab.gpu.context import TRACEBACK_LINES, Bench, Found, Progress, free
 from lab.gpu.others import end_group
 
@@ -80,6 +82,8 @@ PARTS: Mapping[str, Part] = {
     "kernels": Part(kernels.measure, 20, 100),
     "ttft": Part(ttft.measure, 30),
     "timeline": Part(timeline.measure, 20, 60),
+    "profile": Part(profile.measure, 30, 80),
+    "tiles": Part(tiles.measure, 20, 90, missing=tiles.misses),
     "vllm": Part(others.vllm, 240, 360, is_apart=False, missing=others.vllm_misses),
     "large": Part(ttft.measure_large, 45, is_reserved=False),
 }

@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 from cacheblend.bench.ttft import Arm, TtftSettings, draw_prompt, open_chunks, summary, timed
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.plan.prompt import Prompt
-from cacheblend.core.select.selectors import Corrected, Head
+from cacheblend.core.select.question_selectors import Hybrid
+from cacheblend.core.select.selectors import Corrected, Head, Selector
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.baselines import full_recompute, fused
 from cacheblend.engines.hf.shapes import build_shape
@@ -34,6 +35,7 @@ from lab.speed.disk_reads import drop_pages, is_cached
 
 ON_DISK = "disk"
 STORES = ("pinned memory", "device", ON_DISK)
+EIGHT_BITS = "pinned memory, fp8 records"
 GRAPHS = "pinned memory, layer graphs"
 """The first store, and an engine that starts a layer's kernels by graphs."""
 _MOST_BYTES = 48 << 30  # of a store; no prompt here needs as much
@@ -41,6 +43,8 @@ RATIOS = (0.15, 0.05, 1.0)
 """From page-locked memory; from the other stores only the first two."""
 HEAD = "head"
 """Blends by the selector that chooses in front of layer 0: the first rows of each chunk, and other keys corrected."""
+HYBRID = "hybrid"
+"""By the question's attention in front of layer 0, which takes a pass of the question's rows, and by deviation."""
 DECODED = 48  # tokens
 
 _LEAST = 0.5  # of the seconds that a point takes about: it is begun if they are left, with fewer rounds
@@ -92,8 +96,12 @@ class TimedArm(Arm):
 
     @property
     def label(self) -> str:
-        head = f"{HEAD}, " if self.name == HEAD else ""
-        return self.name if self.ratio is None else f"{head}r = {self.ratio:g}, {self.store}"
+        return self.name if self.ratio is None else label(self.name, self.ratio, self.store)
+
+
+def label(name: str, ratio: float, store: str | None) -> str:
+    """Of a blend; its selector is named unless it is the default one."""
+    return f"{'' if name == 'blend' else f'{name}, '}r = {ratio:g}, {store}"
 
 
 @dataclass(frozen=True)
@@ -119,16 +127,23 @@ def open_engines(model: PreTrainedModel, device: torch.device) -> Iterator[Engin
     """Engines with empty stores; that of `GRAPHS` has the first one's."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-bench-"))
-        stores: tuple[KVStore, ...] = (
-            MemoryStore(_MOST_BYTES, residence=PageLocked() if device.type == "cuda" else HERE),
-            MemoryStore(_MOST_BYTES, residence=OnDevice(device)),
-            DiskStore(folder, max_bytes=_MOST_BYTES, durable=False),
-        )
+        locked = PageLocked() if device.type == "cuda" else HERE
+        stores: dict[str, KVStore] = {
+            STORES[0]: MemoryStore(_MOST_BYTES, residence=locked),
+            STORES[1]: MemoryStore(_MOST_BYTES, residence=OnDevice(device)),
+            ON_DISK: DiskStore(folder, max_bytes=_MOST_BYTES, durable=False),
+            EIGHT_BITS: MemoryStore(_MOST_BYTES, residence=locked),
+        }
         engines = {}
-        for store in stores:
+        for store in stores.values():
             stack.enter_context(store)
-        for name, store in (*zip(STORES, stores, strict=True), (GRAPHS, stores[0])):
-            config = BlendConfig(capture=False, load_timeout_s=math.inf, layer_graphs=name == GRAPHS)
+        for name, store in (stores | {GRAPHS: stores[STORES[0]]}).items():
+            config = BlendConfig(
+                capture=False,
+                load_timeout_s=math.inf,
+                layer_graphs=name == GRAPHS,
+                codec="fp8" if name == EIGHT_BITS else "raw",
+            )
             engine = BlendEngine(model, None, store=store, config=config, fingerprint="bench", name="bench")
             engines[name] = stack.enter_context(engine)
         yield Engines(model, engines, Path(folder))
@@ -238,7 +253,8 @@ def _arms(engines: Engines) -> list[TimedArm]:
     ]
     arms += [_blend(engines, STORES[0], ratio) for ratio in RATIOS]
     arms += [_blend(engines, GRAPHS, ratio) for ratio in RATIOS[:2]]
-    arms += [_blend(engines, STORES[0], ratio, HEAD) for ratio in RATIOS[:2]]
+    arms += [_blend(engines, STORES[0], ratio, name) for name in (HEAD, HYBRID) for ratio in RATIOS[:2]]
+    arms += [_blend(engines, EIGHT_BITS, ratio) for ratio in RATIOS[:2]]
     for store in STORES[1:]:
         for ratio in RATIOS[:2]:
             arms.append(_blend(engines, store, ratio))
@@ -251,8 +267,14 @@ def _arms(engines: Engines) -> list[TimedArm]:
 
 def _blend(engines: Engines, store: str, ratio: float, name: str = "blend") -> TimedArm:
     engine = engines.by_store[store]
-    chosen = Corrected(Head(ratio, recency=1.0), 0.5) if name == HEAD else engine.config.make_selector(ratio)
-    return TimedArm(name, partial(fused, engine, selector=chosen), ratio=ratio, store=store)
+    return TimedArm(name, partial(fused, engine, selector=chosen(engine, name, ratio)), ratio=ratio, store=store)
+
+
+def chosen(engine: BlendEngine, name: str, ratio: float) -> Selector:
+    """The selector of an arm."""
+    if name == HEAD:
+        return Corrected(Head(ratio, recency=1.0), 0.5)
+    return Hybrid((1,), (ratio,)) if name == HYBRID else engine.config.make_selector(ratio)
 
 
 def _decoding(engines: Engines, prompt: Prompt) -> dict[str, float]:

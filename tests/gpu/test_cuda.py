@@ -10,7 +10,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cacheblend.core.kernels.attention import AttentionSpec
-from cacheblend.core.kernels.operations import ATTEND_ROWS, KV_DEVIATION, PLACE, Operation, attend_rows
+from cacheblend.core.kernels.operations import (
+    ATTEND_ASKING,
+    ATTEND_ROWS,
+    KV_DEVIATION,
+    PLACE,
+    Operation,
+    attend_rows,
+)
 from cacheblend.core.kernels.upload import upload
 from cacheblend.core.load.staging_buffers import Staging
 from cacheblend.core.plan.prompt import Prompt, text
@@ -280,7 +287,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("operation", [ATTEND_ROWS, PLACE, KV_DEVIATION], ids=["attention", "placing", "deviation"])
+@pytest.mark.parametrize("operation", [ATTEND_ROWS, ATTEND_ASKING, PLACE, KV_DEVIATION], ids=lambda each: each.name)
 def test_the_kernel_serves_this_device(operation: Operation[Any], dtype: torch.dtype) -> None:
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("the kernel is for compute capability 8.0 and later")

@@ -95,6 +95,15 @@ def test_deviation(head_dim: int, dtype: torch.dtype) -> None:
 
 @in_both_types
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_rows_that_ask(head_dim: int, dtype: torch.dtype) -> None:
+    shapes = HeadShape(8, 2, head_dim), HeadShape(8, 1, head_dim, 128), HeadShape(8, 8, head_dim)
+    kernel, plain = attention_triton.attend_asking, attention.attend_asking
+    found = operations.asking_differs(kernel, plain, torch.device(DEVICE), dtype, shapes)
+    compare(found == "", found)
+
+
+@in_both_types
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_pages_of_eight_bits(head_dim: int, dtype: torch.dtype) -> None:
     """The checks before such pages are used, at the sizes that models have."""
     device, shapes = torch.device(DEVICE), (HeadShape(8, 2, head_dim), HeadShape(8, 2, head_dim, 128))

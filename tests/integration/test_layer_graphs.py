@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cacheblend.core.kernels.operations import attend_rows
-from cacheblend.core.select.selectors import Hkvd
+from cacheblend.core.load import layer_kv
+from cacheblend.core.select.selectors import Corrected, Head, Hkvd
 from cacheblend.engines.hf import SamplingParams
 from cacheblend.engines.hf.layer_graphs import MOST_ROWS, graphed_layers, padded
 from cacheblend.engines.hf.layers import HfLayerRunner
+from cacheblend.engines.hf.prefiller import HfPrefill
 from cacheblend.engines.hf.view import ModelView
 from campaign import rotating
 from families import BLENDABLE, HYBRID, tiny_model
@@ -230,6 +233,45 @@ def test_an_attention_that_fails_is_told_and_leaves_the_graphs_usable() -> None:
         with pytest.raises(KeyError, match="lost"):
             scene.runner.run(0, scene.hidden[rows].clone(), rows, fail)
         assert scene.difference(0, rows) < TOLERANCE
+
+
+class Launches(TorchDispatchMode):
+    """Names of the operations that a device would start something for: neither views nor memory alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and "empty" not in str(func) and "view" not in str(func):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_a_deep_layer_with_graphs_is_at_most_twenty_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the thread that computes: both graphs are one each, the attention two, as rows are few; a device's loader has
+    a thread of its own, which places what it read."""
+    monkeypatch.setattr(layer_kv, "attend_rows", lambda query, *_: query.transpose(0, 1).contiguous())
+    monkeypatch.setattr(layer_kv, "place", lambda *_: None)
+    recorder, found, advance = Again(), list[list[str]](), HfPrefill.advance
+
+    def counted(prefill: HfPrefill) -> bool:
+        before = recorder.replays
+        with Launches() as launches:  # type: ignore[no-untyped-call]
+            is_done = advance(prefill)
+        found.append([*launches.names, "join", *["graph"] * 2 * (recorder.replays - before)])
+        return is_done
+
+    monkeypatch.setattr(HfPrefill, "advance", counted)
+    with open_engine(tiny_model("llama", torch.bfloat16), tile_rows=256) as engine:
+        graphed(engine, recorder)
+        for selector in (Hkvd((1,), (0.2,)), Corrected(Head(0.2, recency=1.0), 0.5)):
+            for _ in range(2):  # the first captures
+                found.clear()
+                engine.prefill(RAG, selector=selector)
+            deep = found[2]  # of four
+            assert deep.count("graph") == 2 and len(deep) <= 20, deep
 
 
 def test_rows_are_padded_to_few_numbers_and_by_little() -> None:

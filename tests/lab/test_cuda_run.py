@@ -18,7 +18,7 @@ import cacheblend
 from cacheblend.core.kernels.attention import AttentionSpec, attend_rows
 from command_line import Run, runner
 from lab.cli import main
-from lab.gpu import attention_ways, context, kernels, others, report, run, timeline, ttft
+from lab.gpu import attention_ways, context, kernels, others, profile, report, run, timeline, ttft
 from lab.gpu.context import Bench
 from lab.gpu.run import Part
 
@@ -27,7 +27,8 @@ SOURCE = Path(cacheblend.__file__).parents[1]
 ARMS = [
     *(("blend", "pinned memory", ratio) for ratio in (0.15, 0.05, 1.0)),
     *(("blend", "pinned memory, layer graphs", ratio) for ratio in (0.15, 0.05)),
-    *(("head", "pinned memory", ratio) for ratio in (0.15, 0.05)),
+    *((name, "pinned memory", ratio) for name in ("head", "hybrid") for ratio in (0.15, 0.05)),
+    *(("blend", "pinned memory, fp8 records", ratio) for ratio in (0.15, 0.05)),
     *(("blend", "device", ratio) for ratio in (0.15, 0.05)),
     *(("blend", store, ratio) for ratio in (0.15, 0.05) for store in ("disk, cold", "disk")),
 ]
@@ -48,7 +49,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @needs_no_gpu
 def test_a_dry_run_tries_all_parts_and_draws_what_it_found(command: Run, tmp_path: Path) -> None:
-    asked = ["kernels", "ttft", "timeline", "large"]
+    asked = ["kernels", "ttft", "timeline", "profile", "tiles", "large"]
     done = command("--dry-run", "--folder", tmp_path, *(word for part in [*asked, "vllm"] for word in ("--part", part)))
     assert done.code == 0, done.err
     files = {f"cuda-cpu{end}" for end in (".json", ".md", "-ttft.png", "-timeline.png")}
@@ -65,6 +66,10 @@ def test_a_dry_run_tries_all_parts_and_draws_what_it_found(command: Run, tmp_pat
         assert arms[:5] == [("full", None, None), *ARMS[:4]]
         assert {*arms[1:], *(arm for arm in ARMS if "cold" in arm[1])} == {*ARMS}  # not every disk can be cold
         assert all(arm["loaded_tokens"] == point["tokens"] and arm["runs"] == 1 for arm in point["arms"][1:])
+    for each in found["parts"]["profile"]["passes"].values():
+        assert each["launches"] >= len(each["kernels"]) > 3 and 0 <= each["idle"] < 1 and each["s"] > 0
+    for shapes in found["parts"]["tiles"]["cases"].values():
+        assert [each["own"] for each in shapes] == [True, False] and all(each["error"] < 0.06 for each in shapes)
     busy = found["parts"]["timeline"]["busy"]
     assert 0 < busy["compute"] <= 1 and 0 < busy["read"] <= 1
     assert "the numbers mean nothing" in done.out and "falls short" not in done.out
@@ -76,6 +81,8 @@ def test_a_dry_run_tries_all_parts_and_draws_what_it_found(command: Run, tmp_pat
         "| `attention_of_peak` |",
         "| tiny | 96 | r = 0.05, disk |",
         "| FlexAttention |",
+        " tokens, hybrid, r = 0.15 |",
+        "| window, in pages | (",
         "- vllm: vLLM is not",
     )
     assert all(words in page for words in lines)
@@ -89,7 +96,7 @@ def test_without_a_gpu_it_says_what_can_be_done(command: Run, tmp_path: Path) ->
 
 
 def test_wrong_options(command: Run) -> None:
-    parts = "tests, kernels, ttft, timeline, vllm, large"
+    parts = "tests, kernels, ttft, timeline, profile, tiles, vllm, large"
     for options, message in {
         ("--part", "kernel"): f"there is no part 'kernel'; choose from {parts}",
         ("--folder", "/nowhere/at/all"): "there is no such folder",
@@ -167,8 +174,9 @@ def test_a_store_that_fails_takes_its_own_arms_alone(monkeypatch: pytest.MonkeyP
     found = run.run(("ttft",), dry_run=True)
     assert found["commit"] == "0123456789ab"
     points = report.points_of(found)
+    others = [arm for arm in ARMS if "disk" not in arm[1]]
     for point in points:
-        assert [(arm["arm"], arm["store"], arm["ratio"]) for arm in point["arms"]] == [("full", None, None), *ARMS[:9]]
+        assert [(arm["arm"], arm["store"], arm["ratio"]) for arm in point["arms"]] == [("full", None, None), *others]
     assert len(points) == 2
     error = found["parts"]["ttft"]["error"]
     assert "OSError: the disk is gone" in error and ", in fails" in error
@@ -281,7 +289,8 @@ def test_what_there_is_no_time_for_is_skipped_and_said(monkeypatch: pytest.Monke
     names = list(run.PARTS)
     until = {name: running.task(name, names[place + 1 :]).until for place, name in enumerate(names)}
     assert until["large"] == until["vllm"] == 1000  # nobody leaves it anything for the large shape
-    assert until["timeline"] == 1000 - 240 - run.GRACE_S == until["ttft"] + 20 + run.GRACE_S
+    kept = sum(run.PARTS[name].least + run.GRACE_S for name in ("profile", "tiles", "vllm"))
+    assert until["timeline"] == 1000 - kept == until["ttft"] + 20 + run.GRACE_S
 
 
 def test_events_of_a_device_are_put_into_lanes() -> None:
@@ -300,6 +309,25 @@ def test_events_of_a_device_are_put_into_lanes() -> None:
     lanes = [(each.lane, round(1e6 * each.start_s), round(1e6 * each.end_s)) for each in found]
     copied = [("read", 0, 50), ("copy", 100, 300), ("compute", 300, 310)]
     assert lanes == [*copied, ("place", 300, 400), ("compute", 350, 500)]
+
+
+def test_the_profilers_events_are_summed_by_kernel() -> None:
+    def event(name: str, start: float, end: float, device: str = "DeviceType.CUDA") -> Any:
+        return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end), device_type=device)
+
+    events = [
+        *(event("gemm", start, start + 10) for start in (100, 105, 150)),
+        event("_attend", 160, 190),
+        event("aten::mm", 0, 500, "DeviceType.CPU"),
+    ]
+    found = profile.summary(events, is_cuda=True)
+    assert found["launches"] == 4 and found["device_s"] == pytest.approx(9e-5)
+    assert found["idle"] == pytest.approx(1 - 55 / 90)  # two overlap
+    assert [(name, count, round(1e6 * taken)) for name, count, taken in found["kernels"]] == [
+        *(("gemm", 3, 30), ("_attend", 1, 30))
+    ]
+    assert profile.summary(events, is_cuda=False)["kernels"][0][:2] == ["aten::mm", 1]
+    assert profile.summary([], is_cuda=True)["launches"] == 0
 
 
 def test_what_does_not_fit_is_skipped_and_the_rest_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,22 +396,28 @@ def test_a_part_that_fails_leaves_what_it_had_and_the_others_go_on(
 
 def test_tests_that_fail_are_said_and_the_rest_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     # Tests that fail are said and the rest is measured
-    lines = "tests/gpu/test_kernels.py::test_one[a b] PASSED [ 10%]\ntests/gpu/test_cuda.py::test_two FAILED [ 20%]\n"
+    case = '<testcase classname="tests.gpu.test_kernels" name="test_{}">{}</testcase>'
 
-    def failing(command: list[str], limit_s: float, folder: Path) -> Any:
-        return subprocess.CompletedProcess(command, 1, lines + "E   assert 1 == 2\n1 failed, 1 passed in 4.0s")
+    def writing(code: int, said: str, *inside: str) -> Any:
+        def program(command: list[str], limit_s: float, folder: Path) -> Any:
+            (report,) = [word.partition("=")[2] for word in command if word.startswith("--junitxml=")]
+            cases = "".join(case.format(number, each) for number, each in enumerate(inside))
+            Path(report).write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+            return subprocess.CompletedProcess(command, code, said)
 
-    monkeypatch.setattr(others, "run_program", failing)
+        return program
+
+    monkeypatch.setattr(others, "run_program", writing(1, "E   assert 1 == 2", "", "<failure/>", "<error/>"))
     monkeypatch.setitem(run.PARTS, "kernels", Part(lambda _: {"figures": {"attention_of_peak": 0.5}}, 1.0))  # type: ignore[index]
     found = run.run(("tests", "kernels"), dry_run=True)
     tests = found["parts"]["tests"]
-    assert tests["names"] == ["tests/gpu/test_cuda.py::test_two"] and (tests["passed"], tests["failed"]) == (1, 1)
+    assert tests["names"] == [f"tests.gpu.test_kernels::test_{number}" for number in (1, 2)]
+    assert (tests["passed"], tests["failed"], tests["errors"]) == (1, 1, 1)
     assert "assert 1 == 2" in report.failures(found)["tests"]
     assert found["figures"] == {"attention_of_peak": 0.5}
     assert "TESTS FAIL" in report.title(found | {"dry_run": False})
     # Tests that pass are no error
-    lines = "tests/gpu/test_kernels.py::test_one[a b] PASSED [ 10%]\ntests/gpu/test_cuda.py::test_two SKIPPED (no)\n"
-    monkeypatch.setattr(others, "run_program", lambda command, *_: subprocess.CompletedProcess(command, 0, lines))
+    monkeypatch.setattr(others, "run_program", writing(0, "", "", "<skipped/>"))
     found = run.run(("tests",), dry_run=True)
     counts = {key: found["parts"]["tests"][key] for key in others.OUTCOMES}
     assert counts == {"passed": 1, "failed": 0, "errors": 0, "skipped": 1} and not report.failures(found)

@@ -85,6 +85,7 @@ def pretend_cuda(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Pretended, "record_stream", lambda self, stream: None, raising=False)
     for operation, kernel in (
         (operations.ATTEND_ROWS, attention_triton.attend_rows),
+        (operations.ATTEND_ASKING, attention_triton.attend_asking),
         (operations.PLACE, kv_placement_triton.place),
         (operations.KV_DEVIATION, deviation_triton.kv_deviation),
     ):

@@ -10,11 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.fuse import question
 from cacheblend.core.kernels import attention
-from cacheblend.core.kernels.attention import AttentionSpec, attend_rows, attention_weights
+from cacheblend.core.kernels.attention import Askers, AttentionSpec, attend_rows, attention_weights
 from campaign import SHARE, share
-from kernel_cases import ATTENTION_TOLERANCE, compare, compare_attention
+from kernel_cases import ATTENTION_TOLERANCE, compare, compare_asking, compare_attention
 from reference_attention import dense_attention
 
 pytestmark = pytest.mark.usefixtures("surroundings")
@@ -247,8 +246,8 @@ def test_keys_that_are_left_out_get_nothing_and_the_rest_gets_it_all() -> None:
 @pytest.mark.parametrize("bound", [1, 100, 1 << 24])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2), (6, 3), (5, 1)])
 def test_groups_cover_all_heads(heads: int, kv_heads: int, bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(question, "_MAX_WEIGHTS", bound)
-    groups = question._groups(torch.zeros(heads, 3, 4), 5, kv_heads)
+    monkeypatch.setattr(attention, "_MAX_WEIGHTS", bound)
+    groups = attention._parts(torch.zeros(heads, 3, 4), 5, kv_heads)
     covered = [(head, head // (heads // kv_heads)) for head in range(heads)]
     assert [h for part, _ in groups for h in range(heads)[part]] == [head for head, _ in covered]
     for part, kv_part in groups:
@@ -301,6 +300,23 @@ def cases(draw):
 @given(cases(), st.sampled_from([None, None, 16, 32, 48]))
 def test_the_kernel_over_dense_buffers_and_a_paged_cache(kernel, case, page) -> None:
     compare_attention(*case, page=page)
+
+
+@settings(max_examples=share(40), suppress_health_check=[*HealthCheck])
+@given(cases(), st.data())
+def test_the_kernel_of_rows_that_ask_and_what_keys_receive(kernel, case, data) -> None:
+    """Over keys with gaps between their positions; groups of one row up to all, which overlap."""
+    query, keys, values, at, spec, _ = case
+    random = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
+    gaps = torch.randint(1, data.draw(st.sampled_from([1, 3, 50])) + 1, (keys.shape[1],), generator=random)
+    key_positions = gaps.cumsum(0).to(DEVICE)
+    sizes = data.draw(st.lists(st.integers(1, len(at)), min_size=1, max_size=4))
+    members = torch.cat([torch.randperm(len(at), generator=random)[:size].sort().values for size in sizes])
+    begins = torch.tensor([0, *itertools.accumulate(sizes)])
+    askers = Askers(key_positions[at], key_positions, members.to(DEVICE), begins.to(DEVICE), sizes)
+    if data.draw(st.booleans()):  # as a layer's projection leaves it, and with keys as a cache's rows may be
+        query, keys = (each.transpose(0, 1).contiguous().transpose(0, 1) for each in (query, keys))
+    compare_asking(query, keys, values, askers, spec)
 
 
 def test_the_kernel_reads_nothing_behind_the_last_row_and_takes_views_and_no_rows(kernel) -> None:

@@ -57,6 +57,12 @@ PIPELINED = [
     for head_dim, rows in ((64, 2048), (128, 2048), (128, 1))
     for layer in LAYERS
 ]
+PIPELINED.append(PIPELINED[-1] | {"rows": 2048, "window": 1024, "edges": True, "page": 0, "sinks": False})
+ASKING = [
+    {"capability": 86, "head_dim": 256, "group": 2, "window": True, "is_capped": True},
+    {"capability": 90, "head_dim": 128, "group": 4},
+    {"capability": 90, "head_dim": 64, "group": 8, "window": True},
+]
 DEVIATION = [{"capability": 80, "head_dim": 128}, {"capability": 90, "head_dim": 64}]
 CALLS = [(rows, length) for rows in (1, 8, 40, 333, 4096) for length in (1000, 16384, 30001)]
 PLAIN = {"capability": 90, "heads": 32, "kv_heads": 8, "head_dim": 128, "calls": CALLS}
@@ -73,7 +79,7 @@ def key(kernel: str, case: dict[str, Any]) -> str:
 @pytest.fixture(scope="module")
 def compiled() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
     """(kernel, case) to what it takes; all are compiled in one process, each once."""
-    by_kernel = {"attention": [*ATTENTION, *PIPELINED], "placing": PLACING, "deviation": DEVIATION}
+    by_kernel = {"attention": [*ATTENTION, *PIPELINED], "asking": ASKING, "placing": PLACING, "deviation": DEVIATION}
     by_kernel["variants"] = VARIANTS  # at last: there, kernels are replaced
     cases = list(dict.fromkeys(key(kernel, case) for kernel, cases in by_kernel.items() for case in cases))
     child = subprocess.run(
@@ -93,6 +99,10 @@ def test_kernels_compile_fit_and_load_several_numbers_at_once(compiled) -> None:
         taken = compiled("attention", case)
         assert taken["shared"] <= taken["expected"] <= taken["most"], case
         assert any(product in taken["ptx"] for product in PRODUCTS), case
+    for case in ASKING:
+        taken = compiled("asking", case)
+        assert taken["shared"] <= SMALLEST_SHARED, case
+        assert taken["spilled"] == 0 and any(product in taken["ptx"] for product in PRODUCTS), case
     for case in PLACING:
         taken = compiled("placing", case)
         assert taken["shared"] <= SMALLEST_SHARED, case

@@ -114,10 +114,24 @@ def test_attention_of_rows_is_checked_before_it_is_used() -> None:
     assert check(without_window, shapes=[HeadShape(4, 2, 80, 9000)]) == ""  # which hides nothing of so few keys
 
 
+def test_attention_of_rows_that_ask_is_checked_before_it_is_used() -> None:
+    def without_window(query, keys, values, askers, spec):
+        return attention.attend_asking(query, keys, values, askers, replace(spec, window=None))
+
+    def other_groups(query, keys, values, askers, spec):
+        return attention.attend_asking(query, keys, values, askers._replace(sizes=[21, 26]), spec)
+
+    check = partial(operations.asking_differs, plain=attention.attend_asking, device=CPU, dtype=HALF)
+    assert check(attention.attend_asking) == ""
+    assert re.match(r"differs from PyTorch by .* \(head_dim 128\), more than 0.06", check(without_window))
+    assert re.match(r"differs from PyTorch by .* \(head_dim 64\), more than 0.001", check(other_groups))
+    assert check(without_window, shapes=[HeadShape(4, 2, 80, 9000)]) == ""  # which hides nothing of so few keys
+
+
 def test_an_engine_that_opens_has_its_kernels_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not its first request."""
     served = operations.serve(torch.device("cpu"), torch.float32)
-    assert len(served) == 3 and not any(each.is_kernel for each in served.values())
+    assert len(served) == 4 and not any(each.is_kernel for each in served.values())
     asked: list[tuple[torch.device, torch.dtype, set[HeadShape]]] = []
     monkeypatch.setattr(prefiller, "serve", lambda device, dtype, shapes: asked.append((device, dtype, {*shapes})))
     model = tiny_model("gemma3_text")

@@ -6,7 +6,7 @@ from transformers import AutoConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
-from cacheblend.core.fuse import question
+from cacheblend.core.kernels import attention as attention_kernels
 from cacheblend.core.kernels.attention import AttentionSpec
 from cacheblend.core.kernels.kv_placement import Piece, Placement, place
 from cacheblend.core.kernels.latent import attended, halves, joined, parts
@@ -75,8 +75,8 @@ def test_the_question_is_asked_by_some_heads_at_a_time(monkeypatch: pytest.Monke
     """All heads share the latents, so that a group of one KV head would be all of them."""
     selector = open_engine(tiny_model("deepseek_v3"), selector="query", recompute_ratio=0.2)
     whole = selector.prefill(RAG).logits
-    monkeypatch.setattr(question, "_MAX_WEIGHTS", 1)
-    groups = question._groups(torch.zeros(4, 3, 24), 100, 1)
+    monkeypatch.setattr(attention_kernels, "_MAX_WEIGHTS", 1)
+    groups = attention_kernels._parts(torch.zeros(4, 3, 24), 100, 1)
     assert groups == [(slice(head, head + 1), slice(0, 1)) for head in range(4)]
     torch.testing.assert_close(selector.prefill(RAG).logits, whole, atol=1e-5, rtol=1e-5)
 

@@ -17,19 +17,20 @@ class Correctable(NamedTuple):
     """Which rows tell of which; all on the rows' device."""
 
     places: torch.Tensor  # [k] int64, of the recomputed candidates among the active rows
-    shares: torch.Tensor  # [segments, k] float32, of each of them in its chunk's mean; a product adds in the same order
+    chosen: torch.Tensor  # [k] int64, their positions
+    # [segments + 1, k] float32, of each of them in its chunk's mean, the last row 0; a product adds in the same order
+    shares: torch.Tensor
     positions: torch.Tensor  # [m] int64, of the candidates that were dropped, ascending
-    segments: torch.Tensor  # [m] int64, theirs
+    segments: torch.Tensor  # [tokens] int64, of all rows of the prompt, those of others than these the last
 
 
-def correct_keys(kv: LayerCache, positions: torch.Tensor, keys: torch.Tensor, rows: Correctable, weight: float) -> None:
+def correct_keys(kv: LayerCache, keys: torch.Tensor, rows: Correctable, weight: float) -> None:
     """Moves the dropped rows' keys in a layer, before the active rows are written.
 
     Args:
-        positions: [n] int64, of all active rows.
-        keys: [kv_heads, n, head_dim], their fresh keys.
+        keys: [kv_heads, n, head_dim], fresh, of all active rows.
         weight: of the mean deviation, 0..1.
     """
-    known = kv.rows(positions[rows.places]).keys
-    mean = weight * (rows.shares @ (keys[:, rows.places].float() - known.float()))
+    known = kv.rows(rows.chosen).keys  # subtracted in fp32 without a copy
+    mean = weight * (rows.shares @ (keys[:, rows.places].float() - known))
     kv.move_keys(rows.positions, mean, rows.segments)

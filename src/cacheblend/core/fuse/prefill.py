@@ -330,7 +330,7 @@ class BlendedPrefill(Closable):
         if len(tiles) == 1 and layer < self._last_to_mix:
             return rows.correctable
         keys = torch.cat([self._project(layer, tile)[0] for tile in tiles], 1)
-        correct_keys(kv, rows.positions(slice(0, len(rows))), keys, rows.correctable, weight)
+        correct_keys(kv, keys, rows.correctable, weight)
         return None
 
     def _fuse_and_attend(
@@ -338,7 +338,7 @@ class BlendedPrefill(Closable):
     ) -> Attend:
         def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
             if correction is not None:
-                correct_keys(kv, positions, keys, correction, self._selector.correction)
+                correct_keys(kv, keys, correction, self._selector.correction)
             kv.write(positions, keys, values)
             return self._options.attention(layer, query, kv, positions, spec)
 

@@ -28,8 +28,8 @@ import torch
 
 from cacheblend.core.fuse.rows import ActiveRows
 from cacheblend.core.fuse.runner import Attend, LayerRunner
-from cacheblend.core.kernels.attention import AttentionSpec, attention_weights
-from cacheblend.core.kernels.latent import attended
+from cacheblend.core.kernels.attention import Askers, AttentionSpec
+from cacheblend.core.kernels.operations import attend_asking
 from cacheblend.core.kernels.upload import upload_together
 from cacheblend.core.load.layer_kv import LayerCache
 from cacheblend.core.load.loader import LayerLoader
@@ -45,8 +45,6 @@ ROWS_BEHIND = 2
 """Rows behind a span that ask with it: models often keep a sentence's content in the first tokens of the next one."""
 LONGEST_SENTENCE = 64  # tokens: text without full stops (tables, code, Thai) would be one sentence otherwise
 _NONE = np.empty(0, dtype=np.int64)
-
-_MAX_WEIGHTS = 1 << 24  # attention weights at a time, 64 MB in fp32: KV heads are processed in groups
 
 
 class AskingRows(NamedTuple):
@@ -77,11 +75,13 @@ class QuestionPass:
         self._oldest = int(asking[0])
         stored = plan.stored_rows
         self._visible = np.union1d(stored[stored < asking[-1]], asking)
-        known = [asking, self._visible, np.searchsorted(self._visible, asking)]
-        known += [np.searchsorted(asking, group.rows) for group in groups] + [group.own for group in groups]
-        self._positions, self._all_seen, self._places, *rest = upload_together(known, device)
-        # each group's places among the asking rows, and the positions that do not count
-        self._members, self._own = rest[: len(groups)], rest[len(groups) :]
+        members = np.searchsorted(asking, np.concatenate([group.rows for group in groups]))
+        sizes = [len(group.rows) for group in groups]
+        known = [asking, self._visible, np.searchsorted(self._visible, asking), members, np.cumsum([0, *sizes])]
+        known += [group.own for group in groups]
+        # `_own`: for each group the positions that do not count
+        self._positions, seen, self._places, of_groups, begins, *self._own = upload_together(known, device)
+        self._askers = Askers(self._positions, seen, of_groups, begins, sizes)
         self._received = torch.zeros(len(groups), len(plan), dtype=torch.float32, device=device)
         self._rows = self._positions - self._first
         self._hidden, self.layer = hidden[self._rows], 0  # the next one
@@ -108,24 +108,13 @@ class QuestionPass:
     def _attend(self, kv: LayerCache) -> Attend:
         def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
             first = 0 if spec.window is None else self._oldest - spec.window + 1
-            seen = self._all_seen[int(np.searchsorted(self._visible, first)) :]  # what some asking row attends to
+            hidden = int(np.searchsorted(self._visible, first))  # to which no asking row attends
+            seen = self._askers.key_positions[hidden:]
             known = kv.rows(seen)  # a copy: a span's rows may be kept as they were stored
-            places = self._places - (len(self._all_seen) - len(seen))
-            known.keys.index_copy_(1, places, keys)
-            known.values.index_copy_(1, places, values)
-            looked_at, mixed = attended(known.keys, known.values, spec)
-            outputs = []
-            for heads, kv_heads in _groups(query, len(seen), len(keys)):
-                part = replace(spec, sinks=None if spec.sinks is None else spec.sinks[heads])
-                weights = attention_weights(query[heads], looked_at[kv_heads], self._positions, seen, part)
-                for received, members in zip(self._received, self._members, strict=True):
-                    of_group = weights if len(members) == len(self.asking) else weights[:, members]
-                    if of_group.shape[1] > 1:  # beyond what the first, generic row gives
-                        of_group = (of_group[:, 1:] - of_group[:, :1]).clamp_(min=0)
-                    received[seen] = torch.maximum(received[seen], of_group.amax((0, 1)))
-                folded = weights.view(len(looked_at[kv_heads]), -1, len(seen))
-                outputs.append(torch.bmm(folded, mixed[kv_heads].float()).view(*weights.shape[:2], -1))
-            return torch.cat(outputs).transpose(0, 1).to(query.dtype).contiguous()
+            known.write(self._places - hidden, keys, values)
+            out, received = attend_asking(query, *known, self._askers._replace(key_positions=seen), spec)
+            self._received[:, seen] = torch.maximum(self._received[:, seen], received)
+            return out
 
         return attend
 
@@ -133,17 +122,6 @@ class QuestionPass:
 def rows_to_ask(tokens: int) -> int:
     """Maximum number of question rows: the pass costs at most 5 % of a full prefill of so many tokens; at least 2."""
     return max(2, tokens // 20)
-
-
-def _groups(query: torch.Tensor, seen: int, kv_heads: int) -> list[tuple[slice, slice]]:
-    """Slices of query heads and of the KV heads that they use, with at most about `_MAX_WEIGHTS` weights each."""
-    fold, of_a_head = len(query) // kv_heads, max(1, query.shape[1] * seen)
-    if kv_heads == 1:  # as of latents, which all heads share
-        at_once = max(1, _MAX_WEIGHTS // of_a_head)
-        return [(slice(start, start + at_once), slice(0, 1)) for start in range(0, fold, at_once)]
-    step = max(1, _MAX_WEIGHTS // (fold * of_a_head))
-    starts = range(0, kv_heads, step)
-    return [(slice(s * fold, min(s + step, kv_heads) * fold), slice(s, min(s + step, kv_heads))) for s in starts]
 
 
 class Asking:

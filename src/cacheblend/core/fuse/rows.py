@@ -96,9 +96,11 @@ class ActiveRows:
             dropped = torch.argsort(left, descending=True, stable=True)[: self.total - len(chosen)]
             positions, segments = self.known.positions, self.known.segments
             assert segments is not None
-            shares = (segments[chosen] == torch.arange(self._segments, device=chosen.device)[:, None]).float()
+            shares = (segments[chosen] == torch.arange(self._segments + 1, device=chosen.device)[:, None]).float()
             shares /= shares.sum(1, keepdim=True).clamp(min=1)
-            self._correctable = Correctable(self._candidates, shares, positions[dropped], segments[dropped])
+            of_all = torch.full((len(self._plan),), self._segments, device=chosen.device)
+            of_all.index_copy_(0, positions[dropped], segments[dropped])
+            self._correctable = Correctable(self._candidates, positions[chosen], shares, positions[dropped], of_all)
         return self._correctable
 
     def put(self, tile: slice, output: torch.Tensor) -> None:

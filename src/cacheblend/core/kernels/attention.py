@@ -8,7 +8,8 @@ Plain PyTorch: serves everywhere, and is what a device's kernel is compared with
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ _TILE_SCORES = 1 << 20  # scores of a tile, over all heads: 4 MB fp32 + 2 MB bf1
 _MIN_TILE_KEYS, _MAX_TILE_KEYS = 256, 4096
 _END_STEP = 128  # tiles end at its multiples: oneDNN compiles a kernel for each shape (0.8 ms), so few shapes are used
 _SHIFT_ABOVE = 4.0  # largest error of a guessed shift, as a logit: weights are rounded by at most 4 / 2 ** 9
+_MAX_WEIGHTS = 1 << 24  # attention weights at a time, 64 MB in fp32: KV heads are processed in groups
 _UNSEEN = -(2.0**100)  # the top score of a row that has seen no key; finite: inf - inf is NaN
 
 
@@ -228,6 +230,50 @@ def attention_weights(
         return scores.softmax(-1)
     sinks = spec.sinks.to(scores)[:, None, None].expand(heads, rows, 1)
     return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+
+
+class Askers(NamedTuple):
+    """Rows that ask (`core.fuse.question`), at `positions` [rows] int64, among keys at `key_positions` [n] int64, both
+    ascending. They form groups, which may overlap: `members` [m] int64 are indices of rows, one group behind the other,
+    the generic row of each first; a group begins at `begins` [groups + 1] int64 and has `sizes` members."""
+
+    positions: torch.Tensor
+    key_positions: torch.Tensor
+    members: torch.Tensor
+    begins: torch.Tensor
+    sizes: list[int]
+
+
+def attend_asking(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, askers: Askers, spec: AttentionSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows' attention, [rows, heads, head_dim] in the query's dtype, and what each key receives of each group,
+    [groups, n] fp32: the maximum over heads and members of (the member's weight - the generic row's), at least 0; of a
+    group of one row its weight. `query`: [heads, rows, head_dim]; `keys`, `values`: [kv_heads, n, head_dim]."""
+    received = torch.zeros(len(askers.sizes), keys.shape[1], dtype=torch.float32, device=query.device)
+    members, outputs = torch.split(askers.members, askers.sizes), []
+    for heads, kv_heads in _parts(query, keys.shape[1], len(keys)):
+        part = replace(spec, sinks=None if spec.sinks is None else spec.sinks[heads])
+        weights = attention_weights(query[heads], keys[kv_heads], *askers[:2], part)
+        for number, rows in enumerate(members):
+            of_group = weights if len(rows) == len(askers.positions) else weights[:, rows]
+            if len(rows) > 1:
+                of_group = (of_group[:, 1:] - of_group[:, :1]).clamp_(min=0)
+            received[number] = torch.maximum(received[number], of_group.amax((0, 1)))
+        folded = weights.view(len(keys[kv_heads]), -1, keys.shape[1])
+        outputs.append(torch.bmm(folded, values[kv_heads].float()).view(*weights.shape[:2], -1))
+    return torch.cat(outputs).transpose(0, 1).to(query.dtype).contiguous(), received
+
+
+def _parts(query: torch.Tensor, seen: int, kv_heads: int) -> list[tuple[slice, slice]]:
+    """Slices of query heads and of the KV heads that they use, with at most about `_MAX_WEIGHTS` weights each."""
+    fold, of_a_head = len(query) // kv_heads, max(1, query.shape[1] * seen)
+    if kv_heads == 1:  # as of latents, which all heads share
+        at_once = max(1, _MAX_WEIGHTS // of_a_head)
+        return [(slice(start, start + at_once), slice(0, 1)) for start in range(0, fold, at_once)]
+    step = max(1, _MAX_WEIGHTS // (fold * of_a_head))
+    starts = range(0, kv_heads, step)
+    return [(slice(s * fold, min(s + step, kv_heads) * fold), slice(s, min(s + step, kv_heads))) for s in starts]
 
 
 # ---- by tiles of keys ----------------------------------------------------------------------------------------

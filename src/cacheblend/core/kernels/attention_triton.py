@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cacheblend.core.kernels.attention import AttentionSpec
+from cacheblend.core.kernels.attention import Askers, AttentionSpec
 from cacheblend.core.kernels.float8 import FLOAT8, as_bytes
 from cacheblend.core.kernels.numbers_triton import IS_INTERPRETED, of_float8, rounded
 
@@ -29,6 +29,7 @@ LARGEST_SHARED = 227 << 10
 _SMALLEST_SHARED = 99 << 10  # on compute capability 8.6, 8.9 and 12.0
 _BARRIERS = 1024  # bytes of a program's shared memory, on compute capability 10.0
 _ROW_SLOTS = (16, 64, 128)
+_ASKING_TILE = 64  # rows, and keys
 _DENSE_TILES = (
     (64, 64, 3, 2),
     (128, 64, 3, 1),
@@ -64,9 +65,13 @@ def attend_rows(
     block_table: torch.Tensor | None = None,
     *,
     splits: int | None = None,
+    edges: torch.Tensor | None = None,
+    log_sums: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `attention.attend_rows`, head_dim up to 256, pages of any strides; positions are not checked, and a row sees
-    the keys that there are. `splits`: programs that share a tile's keys; None: as many as keep the device busy."""
+    the keys that there are. `splits`: programs that share a tile's keys; None: as many as keep the device busy.
+    `edges`: [rows] int64, the first key that each row's window shows; None: that of keys without gaps. `log_sums`:
+    takes the logarithm to base 2 of each softmax's sum, [rows, heads] fp32."""
     heads, rows, head_dim = query.shape
     out = query.new_empty(rows, heads, head_dim)
     if rows == 0:
@@ -89,26 +94,55 @@ def attend_rows(
     tiles = -(-rows // (slots // group))
     if splits is None:
         splits = splits_of(tiles * kv_heads, -(-length // tile_keys), _processors(query.device))
+    splits = splits if log_sums is None else max(2, splits)  # sums are known where parts are joined
     mixed = out if splits == 1 else query.new_empty(splits, rows, heads, head_dim, dtype=torch.float32)
     sums = query.new_empty(2, splits, rows, heads, dtype=torch.float32) if splits > 1 else _unused(query.device)
     tops, totals = sums.unbind()
     dims = max(16, triton.next_power_of_2(head_dim))  # products contract 16 numbers at least
-    logit, cap = (spec.scaling, 0.0) if spec.softcap is None else (spec.scaling / spec.softcap, spec.softcap)
     with torch.cuda.device_of(query):  # Triton starts kernels on the current device
         _attend[tiles, kv_heads, splits](
-            query, keys, values, positions, spec.sinks, block_table, mixed, tops, totals,
-            rows, length, heads, logit, cap, *query.stride()[:2], *strides,
+            query, keys, values, positions, edges, spec.sinks, block_table, mixed, tops, totals,
+            rows, length, heads, *_folded_cap(spec), *query.stride()[:2], *strides,
             group, head_dim, dims, slots, tile_keys, spec.window or 0, spec.softcap is not None, page, float8,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
         if splits > 1:
-            _join[rows, heads](mixed, tops, totals, out, rows, heads, head_dim, dims, splits)
+            _join[rows, heads](mixed, tops, totals, out, log_sums, rows, heads, head_dim, dims, splits)
     return out
+
+
+def attend_asking(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, askers: Askers, spec: AttentionSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `attention.attend_asking`, head_dim up to 256, without a weight in memory. Keys are read twice: the kernel of
+    rows leaves each softmax's sum, and another computes weights from it and keeps their maximum."""
+    heads, rows, head_dim = query.shape
+    kv_heads, length, _ = keys.shape
+    query, keys = _with_dense_heads(query), _with_dense_heads(keys)
+    places, edges = torch.searchsorted(askers.key_positions, askers.positions), None  # each row's last and first key
+    if spec.window is not None:
+        edges = torch.searchsorted(askers.key_positions, askers.positions - (spec.window - 1))
+    sums = query.new_empty(rows, heads, dtype=torch.float32)
+    mixed = attend_rows(query, keys, values, places, spec, edges=edges, log_sums=sums)
+    received = query.new_empty(len(askers.sizes), kv_heads, length, dtype=torch.float32)
+    with torch.cuda.device_of(query):  # Triton starts kernels on the current device
+        _receive[-(-length // _ASKING_TILE), kv_heads, len(askers.sizes)](
+            query, keys, places, edges, sums, askers.members, askers.begins, received,
+            length, heads, *_folded_cap(spec), *query.stride()[:2], *keys.stride()[:2], heads // kv_heads,
+            head_dim, max(16, triton.next_power_of_2(head_dim)), _ASKING_TILE, spec.softcap is not None,
+            num_warps=4,
+        )  # fmt: skip
+    return mixed, received.amax(1)
 
 
 def _with_dense_heads(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, with the numbers of a head side by side."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _folded_cap(spec: AttentionSpec) -> tuple[float, float]:
+    """What `_logits` multiplies products with, and the cap; 0: none."""
+    return (spec.scaling, 0.0) if spec.softcap is None else (spec.scaling / spec.softcap, spec.softcap)
 
 
 @lru_cache(1024)  # asked for at each layer, with the same rows
@@ -164,10 +198,10 @@ def _processors(device: torch.device) -> int:
 
 @triton.jit(
     do_not_specialize=["rows", "length", "heads"],
-    do_not_specialize_on_alignment=["positions", "sinks", "block_table", "tops", "totals"],
+    do_not_specialize_on_alignment=["positions", "edges", "sinks", "block_table", "tops", "totals"],
 )
 def _attend(
-    query, keys, values, positions, sinks, block_table, mixed, tops, totals,
+    query, keys, values, positions, edges, sinks, block_table, mixed, tops, totals,
     rows, length, heads, logit, cap, query_head, query_row,
     key_block, key_row, key_head, key_dim, value_block, value_row, value_head, value_dim,
     group: tl.constexpr, head_dim: tl.constexpr, dims: tl.constexpr, slots: tl.constexpr, tile_keys: tl.constexpr,
@@ -181,6 +215,9 @@ def _attend(
     head = kv_head * group + slot % group
     used = (slot < slots // group * group) & (row < rows)
     at = tl.load(positions + row, mask=used, other=-1).to(tl.int32)
+    edge = at - window + 1
+    if edges is not None:
+        edge = tl.load(edges + row, mask=used, other=0).to(tl.int32)
     mask = used[:, None] & (dim < head_dim)[None, :]
     q = tl.load(query + (head * query_head + row * query_row)[:, None] + dim[None, :], mask=mask, other=0.0)
 
@@ -197,13 +234,13 @@ def _attend(
     begin, whole, end = _span(at, used, length, split, tile_keys, window)
     for start in range(begin, whole, tile_keys):
         acc, top, total = _add_tile(
-            acc, top, total, q, at, keys, values, block_table, start, end, logit, cap, key_block, key_row, key_dim,
-            value_block, value_row, value_dim, dim, head_dim, tile_keys, 0, is_capped, page, float8, False,
+            acc, top, total, q, at, edge, keys, values, block_table, start, end, logit, cap, key_block, key_row,
+            key_dim, value_block, value_row, value_dim, dim, head_dim, tile_keys, 0, is_capped, page, float8, False,
         )  # fmt: skip
     for start in range(whole, end, tile_keys):
         acc, top, total = _add_tile(
-            acc, top, total, q, at, keys, values, block_table, start, end, logit, cap, key_block, key_row, key_dim,
-            value_block, value_row, value_dim, dim, head_dim, tile_keys, window, is_capped, page, float8, True,
+            acc, top, total, q, at, edge, keys, values, block_table, start, end, logit, cap, key_block, key_row,
+            key_dim, value_block, value_row, value_dim, dim, head_dim, tile_keys, window, is_capped, page, float8, True,
         )  # fmt: skip
 
     place = (split * rows + row).to(tl.int64) * heads + head
@@ -235,7 +272,7 @@ def _span(at, used, length, split, tile_keys: tl.constexpr, window: tl.constexpr
 
 @triton.jit
 def _add_tile(
-    acc, top, total, q, at, keys, values, block_table, start, end, logit, cap, key_block, key_row, key_dim,
+    acc, top, total, q, at, edge, keys, values, block_table, start, end, logit, cap, key_block, key_row, key_dim,
     value_block, value_row, value_dim, dim, head_dim: tl.constexpr, tile_keys: tl.constexpr, window: tl.constexpr,
     is_capped: tl.constexpr, page: tl.constexpr, float8: tl.constexpr, is_masked: tl.constexpr,
 ):  # fmt: skip
@@ -251,14 +288,11 @@ def _add_tile(
     if is_masked:
         mask = mask & (key < end)[:, None]
     k = of_float8(tl.load(keys + key_at[:, None] + (dim * key_dim)[None, :], mask=mask, other=0), float8, q.dtype)
-    scores = _product(q, tl.trans(k), tl.zeros((q.shape[0], tile_keys), tl.float32)) * logit
-    if is_capped:
-        scores = cap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)  # tanh
-    scores = scores * _LOG2_E
+    scores = _logits(q, k, logit, cap, is_capped)
     if is_masked:
         hidden = (key[None, :] > at[:, None]) | (key >= end)[None, :]
         if window > 0:
-            hidden = hidden | (key[None, :] <= at[:, None] - window)
+            hidden = hidden | (key[None, :] < edge[:, None])
         scores = tl.where(hidden, float("-inf"), scores)
     highest = tl.maximum(top, tl.max(scores, 1))
     weights = tl.exp2(scores - highest[:, None])
@@ -270,6 +304,15 @@ def _add_tile(
 
 
 @triton.jit
+def _logits(q, k, logit, cap, is_capped: tl.constexpr):
+    """Of queries [slots, dims] and keys [n, dims], `logit` being the factor on their products."""
+    scores = _product(q, tl.trans(k), tl.zeros((q.shape[0], k.shape[0]), tl.float32)) * logit
+    if is_capped:
+        scores = cap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)  # tanh
+    return scores * _LOG2_E
+
+
+@triton.jit
 def _product(left, right, add):
     if IS_INTERPRETED:  # the interpreter multiplies the bits of bf16 numbers (Triton 3.9)
         left, right = left.to(tl.float32), right.to(tl.float32)
@@ -278,7 +321,7 @@ def _product(left, right, add):
 
 @triton.jit(do_not_specialize=["rows", "heads", "splits"], do_not_specialize_on_alignment=["tops", "totals"])
 def _join(
-    mixed, tops, totals, out, rows, heads, head_dim: tl.constexpr, dims: tl.constexpr, splits
+    mixed, tops, totals, out, log_sums, rows, heads, head_dim: tl.constexpr, dims: tl.constexpr, splits
 ):  # fmt: skip
     """Joins the splits of one row and head: each weighs 2 ** (its top logit - the highest)."""
     dim = tl.arange(0, dims)
@@ -292,5 +335,43 @@ def _join(
         weight = tl.exp2(tl.load(tops + part) - highest)
         total += weight * tl.load(totals + part)
         acc += weight * tl.load(mixed + part * head_dim + dim, mask=dim < head_dim, other=0.0)
+    if log_sums is not None:
+        tl.store(log_sums + place, highest + tl.log2(total))
     acc = acc / tl.where(total > 0, total, 1.0)
     tl.store(out + place * head_dim + dim, rounded(acc, out.dtype.element_ty), mask=dim < head_dim)
+
+
+@triton.jit(
+    do_not_specialize=["length", "heads"],
+    do_not_specialize_on_alignment=["places", "edges", "members", "begins"],
+)
+def _receive(
+    query, keys, places, edges, sums, members, begins, received,
+    length, heads, logit, cap, query_head, query_row, key_head, key_row,
+    group: tl.constexpr, head_dim: tl.constexpr, dims: tl.constexpr, tile: tl.constexpr,
+    is_capped: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys, which is loaded once, one KV head, one group of rows. Strides are in numbers."""
+    kv_head, number = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    key, dim = tl.program_id(0) * tile + tl.arange(0, tile), tl.arange(0, dims)
+    keys += kv_head * key_head + key[:, None].to(tl.int64) * key_row + dim[None, :]
+    k = tl.load(keys, mask=(key < length)[:, None] & (dim < head_dim)[None, :], other=0.0)
+    begin, end = tl.load(begins + number), tl.load(begins + number + 1)
+    most = tl.zeros((tile,), tl.float32)
+    for head in range(kv_head * group, kv_head * group + group):
+        generic = tl.zeros((tile,), tl.float32)
+        for start in range(begin, end, tile):
+            slot = start + tl.arange(0, tile)
+            row = tl.load(members + slot, mask=slot < end, other=0)
+            mask = (slot < end)[:, None] & (dim < head_dim)[None, :]
+            q = tl.load(query + (head * query_head + row * query_row)[:, None] + dim[None, :], mask=mask, other=0.0)
+            hidden = (slot >= end)[:, None] | (key[None, :] > tl.load(places + row)[:, None])
+            if edges is not None:
+                hidden = hidden | (key[None, :] < tl.load(edges + row)[:, None])
+            scores = _logits(q, k, logit, cap, is_capped) - tl.load(sums + row * heads + head)[:, None]
+            weights = tl.exp2(tl.where(hidden, float("-inf"), scores))
+            if end - begin > 1:
+                if start == begin:
+                    generic = tl.sum(tl.where((slot == begin)[:, None], weights, 0.0), 0)
+            most = tl.maximum(most, tl.max(weights - generic[None, :], 0))
+    tl.store(received + (number * tl.num_programs(1) + kv_head) * length + key, most, mask=key < length)

@@ -5,7 +5,7 @@ why not. So a driver or compiler that misbehaves costs speed, never an answer.""
 import importlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Generic, TypeVar, get_args
@@ -14,7 +14,7 @@ import torch
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.kernels import attention, deviation, kv_placement
-from cacheblend.core.kernels.attention import AttentionSpec, HeadShape, check_shapes
+from cacheblend.core.kernels.attention import Askers, AttentionSpec, HeadShape, check_shapes
 from cacheblend.core.kernels.deviation import Measure
 from cacheblend.core.kernels.float8 import FLOAT8, Float8
 from cacheblend.core.kernels.kv_placement import Piece, Placement, check_records
@@ -29,6 +29,7 @@ _PAGE = 16  # tokens of a block in checks
 _CHECKED_KEYS = 1024  # of a window in checks; a wider one is compiled, and hides nothing
 _CHECKED = (HeadShape(8, 2, 64), HeadShape(8, 2, 128, 40))
 _SUM_TOLERANCE = 1e-4  # of fp32 sums in another order
+_WEIGHT_TOLERANCE = 1e-3  # of attention weights, which no kernel rounds to the type
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of numbers around 1: a few steps of the type
 _STEPS = {torch.float8_e4m3fn: 0.13, torch.float8_e5m2: 0.26}  # by the number: one, where it lies between two
 F = TypeVar("F", bound=Callable[..., Any])
@@ -123,20 +124,12 @@ def attention_differs(
     shapes: Sequence[HeadShape] = _CHECKED,
     kind: torch.dtype | None = None,
 ) -> str:
-    """Scattered rows with windows, caps and sinks, over dense buffers and over pages, keys and values of a `kind` of
-    `FLOAT8` or of the query's; in fp32 on the host's generator, so that it is the same everywhere."""
-    draw = torch.Generator().manual_seed(0)
-    for number, shape in enumerate(shapes):
-        length = 300 + min(shape.window or 0, _CHECKED_KEYS)
-        sizes = [(shape.heads, 37), (shape.kv_heads, length), (shape.kv_heads, length)]
-        query, keys, values = (torch.randn(*size, shape.head_dim, generator=draw).to(device, dtype) for size in sizes)
-        positions = torch.randperm(length, generator=draw)[:37].sort().values.to(device)
-        sinks = torch.randn(shape.heads, generator=draw).to(device) if number % 2 else None
-        spec = AttentionSpec(shape.head_dim**-0.5, shape.window, 20.0 if number % 2 else None, sinks)
+    """Over dense buffers and over pages, keys and values of a `kind` of `FLOAT8` or of the query's."""
+    for shape, query, keys, values, positions, spec in _drawn(shapes, device, dtype):
         if kind is not None:
             keys, values = keys.to(kind).to(dtype), values.to(kind).to(dtype)
         expected = plain(query, keys, values, positions, spec).float()
-        table = torch.arange(-(-length // _PAGE)).flip(0).to(device)
+        table = torch.arange(-(-keys.shape[1] // _PAGE)).flip(0).to(device)
         pages = [_in_pages(each).to(kind or dtype) for each in (keys, values)]
         found = {
             "": kernel(query, keys.to(kind or dtype), values.to(kind or dtype), positions, spec),
@@ -166,6 +159,39 @@ def _in_pages(rows: torch.Tensor) -> torch.Tensor:
     padded = rows.new_zeros(kv_heads, blocks * _PAGE, head_dim)
     padded[:, :length] = rows
     return padded.view(kv_heads, blocks, _PAGE, head_dim).permute(1, 2, 0, 3).flip(0).contiguous()
+
+
+def _drawn(shapes: Sequence[HeadShape], device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
+    """(shape, query, keys, values, positions, spec): scattered rows, those of every second shape with a cap and sinks;
+    in fp32 on the host's generator, so that it is the same everywhere."""
+    draw = torch.Generator().manual_seed(0)
+    for number, shape in enumerate(shapes):
+        length = 300 + min(shape.window or 0, _CHECKED_KEYS)
+        sizes = [(shape.heads, 37), (shape.kv_heads, length), (shape.kv_heads, length)]
+        drawn = (torch.randn(*size, shape.head_dim, generator=draw).to(device, dtype) for size in sizes)
+        positions = torch.randperm(length, generator=draw)[:37].sort().values.to(device)
+        sinks = torch.randn(shape.heads, generator=draw).to(device) if number % 2 else None
+        spec = AttentionSpec(shape.head_dim**-0.5, shape.window, 20.0 if number % 2 else None, sinks)
+        yield shape, *drawn, positions, spec
+
+
+def asking_differs(
+    kernel: Callable[..., Any],
+    plain: Callable[..., Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    shapes: Sequence[HeadShape] = _CHECKED,
+) -> str:
+    """The same rows in two groups that overlap, over keys with gaps."""
+    members, begins = (torch.tensor(each).to(device) for each in ([*range(20), *range(10, 37)], [0, 20, 47]))
+    for shape, query, keys, values, positions, spec in _drawn(shapes, device, dtype):
+        askers = Askers(2 * positions, 2 * torch.arange(keys.shape[1], device=device), members, begins, [20, 27])
+        found, expected = (each(query, keys, values, askers, spec) for each in (kernel, plain))
+        for one, other, most in zip(found, expected, (TOLERANCE[dtype], _WEIGHT_TOLERANCE), strict=True):
+            error = float((one.float() - other.float()).abs().max())
+            if not error <= most:
+                return f"differs from PyTorch by {error:.2g} (head_dim {shape.head_dim}), more than {most}"
+    return ""
 
 
 def placing_differs(
@@ -243,6 +269,16 @@ def attend_rows(
     return operation.on(query.device, query.dtype).call(query, keys, values, positions, spec, block_table)
 
 
+def attend_asking(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, askers: Askers, spec: AttentionSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `attention.attend_asking`."""
+    serves = attention.attend_asking
+    if query.shape[2] <= _MAX_HEAD_DIM:
+        serves = ATTEND_ASKING.on(query.device, query.dtype).call
+    return serves(query, *attended(keys, values, spec), askers, spec)
+
+
 def attend_last(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
     """See `attention.attend_last`; by our kernel where one serves: a library's may make a plan for each length, and so
     for each token that is decoded."""
@@ -312,6 +348,7 @@ def serve(
     heads = tuple(each for each in placed if each[1] <= _MAX_HEAD_DIM and not each[1] % 4)
 
     operations: dict[Operation[Any], Callable[..., str]] = {ATTEND_ROWS: attention_differs, PLACE: placing_differs}
+    operations[ATTEND_ASKING] = asking_differs
     if float8:
         operations |= {ATTEND_FLOAT8: float8_attention_differs, PLACE_FLOAT8: float8_placing_differs}
     for operation, differs in operations.items() if _has_kernels(device, dtype) else ():
@@ -335,6 +372,8 @@ _measure = _triton("deviation_triton", "kv_deviation")
 ATTEND_ROWS = Operation("attention of rows", attention.attend_rows, _attend, attention_differs)
 PLACE = Operation("placing", kv_placement.place, _place, placing_differs)
 KV_DEVIATION = Operation("deviation", deviation.kv_deviation, _measure, deviation_differs)
+_ask = _triton("attention_triton", "attend_asking")
+ATTEND_ASKING = Operation("attention of rows that ask", attention.attend_asking, _ask, asking_differs)
 ATTEND_FLOAT8 = Operation("attention in eight bits", attention.attend_rows, _attend, float8_attention_differs)
 """Operations of their own: where a device cannot compile them, what serves other caches goes on."""
 PLACE_FLOAT8 = Operation("placing in eight bits", kv_placement.place, _place, float8_placing_differs)

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 
 from cacheblend.core.kernels.attention import AttentionSpec
 from cacheblend.core.kernels.deviation import Measure
@@ -36,9 +35,9 @@ class LayerCache(Protocol):
     def write(self, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrites the rows at these positions, ascending, with [kv_heads, n, head_dim]."""
 
-    def move_keys(self, positions: torch.Tensor, shifts: torch.Tensor, of_rows: torch.Tensor) -> None:
-        """Adds to the keys of the rows at `positions`, [m] int64, what `of_rows`, [m] int64, takes of `shifts`,
-        [kv_heads, shifts, head_dim]."""
+    def move_keys(self, positions: torch.Tensor, shifts: torch.Tensor, of_all: torch.Tensor) -> None:
+        """Adds to the keys of the rows at `positions`, [m] int64, what `of_all`, [length] int64, takes for them of
+        `shifts`, [kv_heads, shifts, head_dim]; for all other rows it takes the last one, which is 0."""
 
     def place(self, records: Sequence[torch.Tensor], placement: Placement, rotation: KeyRotation | None = None) -> None:
         """Overwrites rows with stored records; see `kv_placement.place`."""
@@ -63,10 +62,8 @@ class LayerKV(NamedTuple):
         self.keys.index_copy_(1, positions, keys)
         self.values.index_copy_(1, positions, values)
 
-    def move_keys(self, positions: torch.Tensor, shifts: torch.Tensor, of_rows: torch.Tensor) -> None:
-        nothing, length = shifts.shape[1], self.keys.shape[1]
-        of_all = torch.full((length,), nothing, device=positions.device).index_copy_(0, positions, of_rows)
-        shifts = F.pad(shifts, (0, 0, 0, 1)).to(self.keys.dtype)
+    def move_keys(self, positions: torch.Tensor, shifts: torch.Tensor, of_all: torch.Tensor) -> None:
+        shifts = shifts.to(self.keys.dtype)
         for keys, part in zip(
             torch.split(self.keys, MOVED_AT_ONCE, 1), torch.split(of_all, MOVED_AT_ONCE), strict=True
         ):

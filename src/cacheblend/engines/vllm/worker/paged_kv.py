@@ -60,10 +60,10 @@ class PagedKV:
         """See `LayerCache.write`; rows in blocks that other requests may share stay as they are."""
         self._layer.write(keys, values, self._blocks.slots[positions])
 
-    def move_keys(self, positions: torch.Tensor, shifts: torch.Tensor, of_rows: torch.Tensor) -> None:
-        for at, of in zip(torch.split(positions, MOVED_AT_ONCE), torch.split(of_rows, MOVED_AT_ONCE), strict=True):
+    def move_keys(self, positions: torch.Tensor, shifts: torch.Tensor, of_all: torch.Tensor) -> None:
+        for at in torch.split(positions, MOVED_AT_ONCE):
             rows = self.rows(at)
-            self.write(at, (rows.keys.float() + shifts[:, of]).to(rows.keys.dtype), rows.values)
+            self.write(at, (rows.keys + shifts[:, of_all[at]]).to(rows.keys.dtype), rows.values)
 
     def place(self, records: Sequence[torch.Tensor], placement: Placement, rotation: KeyRotation | None = None) -> None:
         """See `LayerCache.place`. Raises CacheBlendError: a row lies in a block that other requests may share."""
