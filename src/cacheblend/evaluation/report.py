@@ -107,11 +107,7 @@ def method_table(
 ) -> Table:
     """A line for each method; a section for each number of passages. `folds`: long headings take several lines."""
     out = Table(
-        title=Text(title, "table.title"),
-        title_justify="left",
-        caption=caption,
-        caption_justify="left",
-        **PLAIN,
+        title=Text(title, "table.title"), title_justify="left", caption=caption, caption_justify="left", **PLAIN
     )
     out.add_column("method", overflow="fold")  # figures are never cut
     for name in columns:

@@ -21,8 +21,7 @@ _TEMPLATE_OPTIONS = frozenset({"tools", "enable_thinking", "thinking", "reasonin
 USUAL = 8  # characters of a token, usually: text with more is counted before it is tokenised as a whole
 PIECE = 1 << 16  # characters that are counted at a time
 CUT = 16  # tokens that a cut between two pieces may add
-ESCAPED = 6
-r"""Bytes of a character in JSON at most: ``\u00e9``."""
+ESCAPED = 6  # bytes of a character in JSON at most: ``\u00e9``
 BESIDE = 1 << 20  # bytes of a body for all that is not part of a text
 
 
@@ -212,16 +211,6 @@ def _pieces(texts: Iterable[str]) -> Iterator[list[str]]:
                 parts, length = [], 0
     if parts:
         yield parts
-
-
-def texts_of(asked: ChatRequest | CompletionRequest) -> Iterator[str]:
-    """The texts of a request that go into its prompt."""
-    if isinstance(asked, CompletionRequest):
-        given = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt
-        yield from (text for text in given if isinstance(text, str))
-    else:
-        yield from texts_of_chat(asked.messages, asked.documents)
-        yield from strings_in([asked.tools, asked.chat_template_kwargs])
 
 
 def texts_of_chat(messages: list[Message], documents: Iterable[RequestDocument] | None = None) -> Iterator[str]:

@@ -83,9 +83,7 @@ class LiveCheck:
                 keys = reposition_keys(keys, turn_by(rotation, offsets, keys.device))
             moved.append(LayerKV(keys, values))
         return self._judge(
-            _row_distance(moved, there.kv),
-            self._noise(ids, here),
-            f"{len(ids)} tokens moved by {self._shift}",
+            _row_distance(moved, there.kv), self._noise(ids, here), f"{len(ids)} tokens moved by {self._shift}"
         )
 
     def _everything_recomputed(self) -> tuple[bool, str]:

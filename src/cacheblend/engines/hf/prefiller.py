@@ -170,9 +170,7 @@ class Prefiller:
         it is given, the loading controller (if any) decides."""
         started = time.perf_counter()
         budget = LoadBudget(
-            self._config.load_timeout_s,
-            lambda: self._compute_s(len(prompt), planner),
-            late_tiers=self.late_tiers,
+            self._config.load_timeout_s, lambda: self._compute_s(len(prompt), planner), late_tiers=self.late_tiers
         )
         plan, decision = self._look_up(prompt, planner, budget), None
         if mode == "prefix":
