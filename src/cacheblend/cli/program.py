@@ -115,7 +115,13 @@ def usage_text(error: Any, arguments: Sequence[str]) -> str:
     option = getattr(error, "option_name", None)
     param = getattr(error, "param", None)
     if type(error).__name__ == "NoSuchOption":
-        return _unknown_option(str(option), error, see)
+        known = {name for each in context.command.params for name in each.opts} if context is not None else set()
+        if moved := _moved(context, str(option)):
+            return moved
+        if (new := RENAMED_OPTIONS.get(str(option))) in known:
+            return f"there is no option {option}: it is called {new}"
+        near = ", ".join(sorted(error.possibilities or ()))
+        return f"there is no option {option}{f', did you mean {near}?' if near else ''}{see}"
     if param is not None:
         name = next((name for name in param.opts if name.startswith("--")), str(param.name).upper())
         is_missing = type(error).__name__ == "MissingParameter"
@@ -156,17 +162,6 @@ def _moved(context: Any, name: str) -> str | None:
     if old in GONE:
         return f"`{old}` is gone; {GONE[old]}"
     return f"`{old}` is now `python -m lab {MOVED[old]}`, in a checkout after `make lab`" if old in MOVED else None
-
-
-def _unknown_option(option: str, error: Any, see: str) -> str:
-    known = {name for each in error.ctx.command.params for name in each.opts} if error.ctx is not None else set()
-    if moved := _moved(error.ctx, option):
-        return moved
-    new = RENAMED_OPTIONS.get(option)
-    if new in known:
-        return f"there is no option {option}: it is called {new}"
-    near = ", ".join(sorted(error.possibilities or ()))
-    return f"there is no option {option}{f', did you mean {near}?' if near else ''}{see}"
 
 
 def _problem(error: Any, param: Any) -> str:

@@ -63,7 +63,6 @@ class AdapterWatch:
                 self._followed = adapted.version
 
     def adapted(self) -> Adapted:
-        """The model as it is now."""
         with self._lock:
             model = frozen_copy(self._model)
             while not self.describes(model):  # they were switched between the look and the copy

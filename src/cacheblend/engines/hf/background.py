@@ -83,7 +83,6 @@ class Background:
             self._start()
 
     def wake(self) -> None:
-        """There is idle work."""
         with self._changed:
             self._start()
 

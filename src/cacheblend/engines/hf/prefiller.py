@@ -112,7 +112,6 @@ class HfPrefill(BlendedPrefill):
         self._thread_count = threads
 
     def run(self) -> PrefillResult:
-        """All of its layers, in the calling thread."""
         while not self.done:
             with self._thread_count.held():
                 self.advance()
@@ -143,7 +142,6 @@ class Prefiller:
 
     @property
     def kinds(self) -> LayerKinds:
-        """Which of the model's layers have attention, and which keep a state."""
         return self._survey.kinds
 
     def of(self, survey: Survey) -> "Prefiller":
@@ -255,7 +253,7 @@ class Prefiller:
         ids, positions = upload_together([plan.prompt.token_ids[first:], np.arange(first, len(plan))], self.device)
         if resuming is None:
             return HfLayerRunner(view, ids, positions)
-        return HfLayerRunner(view, ids, positions, resuming.states, resuming.row_cuts())
+        return HfLayerRunner(view, ids, positions, resuming.states, [cut - first for cut in resuming.cuts(plan)])
 
     def _options(
         self, selector: Selector, decision: Decision | None = None, budget: LoadBudget | None = None

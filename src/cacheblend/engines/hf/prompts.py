@@ -29,7 +29,6 @@ class PromptReader:
         self._sentence_end_ids = None if sentence_end_ids is None else np.array(sentence_end_ids, dtype=np.int64)
 
     def sentence_end_ids(self) -> npt.NDArray[np.int64] | None:
-        """Ids of the tokens that end a sentence, [n], found once; None if they are unknown."""
         if self._sentence_end_ids is None and self._tokenizer is not None:
             self._sentence_end_ids = find_sentence_end_ids(self._tokenizer)
         return self._sentence_end_ids

@@ -92,7 +92,6 @@ class StateTap:
         return recurrent_states
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
-        """Whether there are rows in front."""
         return any(number == state_idx for _, number in self.state)
 
     def is_recording_past(self, *_: Any) -> bool:
@@ -269,10 +268,6 @@ class Resuming(Recurrence):
 
     def cuts(self, plan: BlendPlan) -> Sequence[int]:
         return list(self._cuts)
-
-    def row_cuts(self) -> list[int]:
-        """`cuts` in rows behind where the pass began."""
-        return [cut - self._first for cut in self._cuts]
 
     def kept(self, runner: LayerRunner) -> PromptStates:
         held: Any = runner  # an `HfLayerRunner`

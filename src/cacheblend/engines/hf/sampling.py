@@ -114,7 +114,6 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True if the most likely token is taken instead of sampling."""
         return self.temperature < GREEDY_BELOW
 
     def processors(

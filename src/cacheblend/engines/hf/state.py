@@ -100,7 +100,6 @@ class FollowedModel:
 
     @property
     def prefiller(self) -> Prefiller:
-        """Opens prefills on `view`."""
         return self._state.prefiller
 
     def planner_of(self, tenant: str) -> Planner:

@@ -67,7 +67,6 @@ class Survey:
 
     @property
     def room(self) -> int:
-        """`ModelIdentity.room`."""
         return room_of(self.context_length, not (self.kinds.has_other_layers or any(self.latents)))
 
     def fit_selector(self, selector: Selector) -> Selector:
