@@ -19,10 +19,9 @@ from cacheblend.core.errors import CacheBlendError
 ERROR = 2
 BOUNDED = {"GOMP_SPINCOUNT": "50000", "KMP_BLOCKTIME": "2"}
 """How long OpenMP's threads spin while they wait for each other. By default GNU's runtime, torch's own, spins for some
-15 ms, Intel's and LLVM's for 200: longer than the time after which a busy system gives a core to somebody else, so that
-threads that wait use the time that the one they wait for would get. A few milliseconds are more than what lies between
-two operations, and cost nothing on a quiet machine. GNU's runtime counts turns, the others milliseconds; each ignores
-the other's."""
+15 ms, Intel's and LLVM's for 200: longer than a busy system takes to give a core to somebody else, so that waiting
+threads use the time that the one they wait for would get. A few milliseconds are more than what lies between two
+operations, and cost a quiet machine nothing. GNU's runtime counts turns, the others milliseconds; each ignores that."""
 
 RENAMED_OPTIONS = {
     "--rows": "--limit",
@@ -61,8 +60,7 @@ GONE = {
 
 def run_program(app: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> None:
     """Runs the commands of an app; `arguments` are without the program's name, None takes the process's own. Errors go
-    to stderr, one line each. With ``--json`` the error is an object on stdout instead; arguments that do not parse are
-    always a line on stderr."""
+    to stderr, one line each; with ``--json`` to stdout, as an object, but for arguments that do not parse."""
     bound_waiting()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if problem := wrong_text(arguments):

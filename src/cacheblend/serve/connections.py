@@ -90,8 +90,7 @@ class WatchedConnection(asyncio.Protocol):
         super().resume_writing()
 
     def end_if_overdue(self, headers_s: float, unread_s: float) -> None:
-        """Closes the connection if it has no request, or its client reads nothing, for so long; with 408 if one has
-        begun."""
+        """Closes the connection if it has no request, or its client reads nothing, so long; with 408 if one began."""
         now = time.monotonic()
         if self.unread_since is not None:
             if now > self.unread_since + unread_s:

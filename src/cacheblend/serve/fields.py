@@ -12,8 +12,7 @@ from cacheblend.serve.errors import ApiError
 
 
 class Refused(NamedTuple):
-    """A field that is refused: what is not there, or is to be used in its place; `neutral` values, as None, ask for
-    what is done anyway."""
+    """A refused field: what is missing, or what to use; `neutral` values, as None, ask for what is done anyway."""
 
     what: str
     neutral: tuple[Any, ...] = ()

@@ -62,8 +62,7 @@ Values = Mapping[str, Mapping[Any, Any]]
 
 
 class StoreWatch:
-    """Bytes, blocks and errors of each tier of a store, but for late ones, which requests pass over, too. Safe to call
-    from several threads."""
+    """Bytes, blocks and errors of a store's tiers but late ones, which requests pass over, too. Thread-safe."""
 
     def __init__(self, store: KVStore, late_tiers: LateTiers | None = None) -> None:
         self._late_tiers = late_tiers or LateTiers()

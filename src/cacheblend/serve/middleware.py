@@ -116,9 +116,8 @@ class HostGuard:
 
 
 class BodyLimit:
-    """Refuses bodies that are too long, without keeping them, or too slow, or sent without a valid key. A body that is
-    too long for its path (`ServerState.body_bytes`), but not for the server, is read and not kept, so that the client
-    reads the refusal."""
+    """Refuses bodies that are too long, without keeping them, too slow, or without a valid key. One that is too long
+    for its path (`ServerState.body_bytes`), but not for the server, is read and not kept, so the client reads why."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app, self._state, self._max_bytes = app, state, state.settings.max_body_bytes

@@ -163,9 +163,8 @@ def with_argument_objects(messages: list[dict[str, Any]]) -> list[dict[str, Any]
 
 class TextLimit:
     """The longest texts that fit a model's context: what is too long is refused before it is tokenised. A token stands
-    for at most as many characters as the tokenizer's longest one has. Text that is long but within that bound is
-    counted piece by piece, and refused at the piece with which it exceeds the context: tokenising 16 MB takes seconds
-    and 1.5 GB."""
+    for at most as many characters as the tokenizer's longest one has. Long text within that bound is counted piece by
+    piece, and refused at the piece with which it exceeds the context: tokenising 16 MB takes seconds and 1.5 GB."""
 
     def __init__(self, engine: BlendEngine, max_tokens: int | None = None) -> None:
         self._builder = engine.builder

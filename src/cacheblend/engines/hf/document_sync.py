@@ -162,9 +162,8 @@ class DocumentSync:
                 progress(done)
 
     def steps(self, documents: Iterable[DocumentLike], tokens: int) -> Iterator[int | None]:
-        """As `put`, in steps of about so many computed tokens, between which others may have their turn, a sync of the
-        same documents included. Yields the number of documents done, behind each; None between two steps of computing,
-        or of tokenising."""
+        """As `put`, in steps of so many computed tokens, between which others have their turn, also a sync of the same
+        documents. Yields the number of documents done, behind each; None between steps of computing or tokenising."""
         seen: set[str] = set()
         for number, document in enumerate(each_document(documents), 1):
             if document.id in seen:
@@ -307,8 +306,7 @@ class DocumentSync:
     # ---- dropping ---------------------------------------------------------------------------------------
 
     def _settle(self, records: Iterable[DocumentRecord]) -> None:
-        """Drops the chunks of records that another sync has dropped or replaced while these chunks were computed,
-        except those of a document."""
+        """Drops the chunks of records that another sync dropped or replaced meanwhile, except those of a document."""
         with self._store.documents.changing(self.root):
             gone = list[Blocks]()
             for record in records:
@@ -329,8 +327,7 @@ class DocumentSync:
                     self._store.documents.put(record)
 
     def _forget(self, names: list[BlockName]) -> None:
-        """Drops documents and the chunks that no other document has. Leaves damaged records, whose chunks are
-        unknown."""
+        """Drops documents and the chunks that no other has. Leaves damaged records, whose chunks are unknown."""
         if self._dry_run:
             self.report.dropped += len(names)
             return

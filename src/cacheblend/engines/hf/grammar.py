@@ -149,9 +149,8 @@ _FORMATS = ("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "h
 
 
 def _check_schema(schema: Any) -> None:
-    """Refuses a schema with keywords that the library would not hold. It ignores what it does not know, and some of
-    what it knows in other places. An answer by a part of a schema is not what was asked for, so every other keyword is
-    refused by name and place."""
+    """Refuses keywords that the library would not hold. It ignores what it does not know, and some of what it knows in
+    other places. Part of a schema is not what was asked for, so every other keyword is refused by name and place."""
     check_depth(schema)
     waiting = [("schema", schema)]
     while waiting:

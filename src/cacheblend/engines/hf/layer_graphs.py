@@ -161,8 +161,7 @@ class LayerGraphs:
         return self._memory[key].narrow(dim, 0, rows)
 
     def argument(self, name: Hashable, value: torch.Tensor, rows: int) -> torch.Tensor:
-        """An argument [1, n, ...] in memory of its own, as [1, rows, ...]; layers share arguments, which are copied
-        once."""
+        """An argument [1, n, ...] in memory of its own, as [1, rows, ...]; layers share arguments: copied once."""
         memory, key = self.memory(name, value, 1, rows), (name, *value.shape[2:], value.dtype)
         if self._sources.get(key) is not value:
             memory[:, : value.shape[1]].copy_(value)

@@ -120,8 +120,7 @@ class HfPrefill(BlendedPrefill):
 
 class Prefiller:
     """Opens prefills on one model and one store. A `controller` decides which stored blocks are loaded; None: all of
-    them. `sentence_end_ids` is called if a selector uses the question. `late_tiers` are those of the store that are
-    passed over for a while."""
+    them. `sentence_end_ids` is called if a selector uses the question. `late_tiers` are passed over for a while."""
 
     def __init__(
         self,
@@ -197,8 +196,7 @@ class Prefiller:
         return plan.leaving_out(frozenset(span.name for span in stored if span.tier in late)) if late else plan
 
     def open_full(self, prompt: Prompt, planner: Planner, last_rows: int) -> HfPrefill:
-        """A full prefill of plain text for its last rows' logits alone: asks the store for nothing, and keeps the KV of
-        one layer at a time."""
+        """A full prefill of plain text for its last rows' logits: asks no store, and keeps one layer's KV at a time."""
         options = replace(self._options(AllRows()), last_rows=last_rows, on_layer=lambda layer, kv: None)
         return self._begin(planner.plan(prompt, EmptySource()), AllRows(), options)
 

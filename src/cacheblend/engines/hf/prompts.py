@@ -20,8 +20,7 @@ PromptLike = Prompt | str | Sequence[PassageLike] | Sequence[Message]
 
 class PromptReader:
     """Makes prompts for one model, whose limits every prompt is checked against. Without a `tokenizer` prompts and
-    chunks are token ids only, and there is no `builder`, which turns texts into them. `sentence_end_ids`: None: the
-    tokenizer says it."""
+    chunks are token ids only, and there is no `builder`. `sentence_end_ids`: None: the tokenizer says it."""
 
     def __init__(self, tokenizer: Any, survey: Survey, sentence_end_ids: Sequence[int] | None = None) -> None:
         self.builder = None if tokenizer is None else PromptBuilder(tokenizer)

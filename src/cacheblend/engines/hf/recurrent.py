@@ -128,8 +128,7 @@ class LayerKinds:
     num_layers: int
     kv_layers: tuple[int, ...]  # layers with attention, ascending
     states: Mapping[int, tuple[StatePart, ...]]  # what each recurrent layer keeps, by its index
-    # recurrent layers that go on from a state one row at a time only (transformers' Mamba-1 ignores it in front of
-    # several rows)
+    # recurrent layers that go on from a state row by row only: transformers' Mamba-1 ignores it in front of several
     stepped: frozenset[int] = frozenset()
 
     @property
@@ -227,9 +226,8 @@ class PromptStates(NamedTuple):
 
 
 class Resuming(Recurrence):
-    """One prefill's states: those that the pass goes on from, empty at the prompt's start, and why snapshots that were
-    held could not be used (`lost`). `token_bytes` is the size of a token's KV in the store; `chunks`: stored chunks can
-    be exact prefixes."""
+    """One prefill's states: those that the pass goes on from, empty at the prompt's start, and why held snapshots could
+    not be used (`lost`). `token_bytes`: of a token's stored KV; `chunks`: stored chunks can be exact prefixes."""
 
     def __init__(
         self, kinds: LayerKinds, source: BlockSource, device: torch.device, token_bytes: int, *, chunks: bool
@@ -331,8 +329,7 @@ def layers_with_states(model: Any) -> set[int]:
 
 def kv_of_cache(model: nn.Module, cache: DynamicCache, row: int = 0) -> list[LayerKV]:
     """The KV of one sequence in transformers' cache, in the form of the core's buffers; of layers with attention. Where
-    a layer attends over latents, transformers has the latent in the place of keys, and the rotated part in that of
-    values."""
+    a layer attends over latents, transformers has the latent for keys, and the rotated part for values."""
     dims = rotary_dims(model)
     kept = {
         index: (layer.keys[row], layer.values[row])

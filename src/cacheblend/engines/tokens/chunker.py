@@ -43,9 +43,8 @@ class Cutting:
             )
 
     def cut(self, ids: TokenIds, sentence_end_ids: npt.NDArray[Any] | None = None) -> list[TokenIds]:
-        """The chunks of a document, in order; together they are all of its tokens. Takes time proportional to the
-        tokens, times the number of halvings. Without the ids of tokens that end a sentence, [n], and where none is in
-        reach, it is cut at any token."""
+        """The chunks of a document, in order: all of its tokens. Takes time by the tokens times the halvings. Without
+        ids of sentence ends, [n], and where none is in reach, it is cut at any token."""
         if len(ids) <= self.most:
             return [ids] if len(ids) else []
         hashes = _hashes(ids)

@@ -192,8 +192,7 @@ class Folder:
 
     @contextlib.contextmanager
     def reservation(self, nbytes: int) -> Iterator[None]:
-        """A context in which other processes see that so many bytes are being written (`reserved_bytes`). Where there
-        is no room for an empty file they do not see it."""
+        """A context in which others see that so many bytes are being written, if there is room for an empty file."""
         try:
             path, fd = self._new_temporary(_RESERVED)
         except OSError:

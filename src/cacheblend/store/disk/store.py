@@ -1,6 +1,5 @@
-"""A store in a folder, which several processes may share (docs/format.md has every byte). A block is held completely or
-not at all: a file appears under its final name once it is complete, and a file that fails its checksum is reported,
-removed and counts as not held."""
+"""A store in a folder, that processes may share (docs/format.md has every byte). A block is held completely or not at
+all: a file appears once complete, one that fails its checksum is reported, removed and not held."""
 
 # ruff: noqa: PTH110 - system calls on strings, since this is the hot path
 
