@@ -106,8 +106,7 @@ class Arm:
 
 
 def run(settings: TtftSettings, on_progress: Progress | None = None) -> dict[str, Any]:
-    """Runs the benchmark; the result as it is written to JSON. Raises `InvalidInputError`: a prompt is longer than the
-    model's context, or the data too short for it."""
+    """Runs the benchmark; its result for JSON. Raises `InvalidInputError`: the context or the data is too short."""
     before = torch.get_num_threads()
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -181,8 +180,8 @@ def _measure(settings: TtftSettings, model: PreTrainedModel, tokenizer: Any, on_
             elif name == "prefix":
                 arms += [Arm(name, partial(prefix_caching, engine), store=store) for store, engine in engines.items()]
             elif name == "reuse":
-                for store, engine in engines.items():
-                    arms.append(Arm(name, partial(fused, engine, selector=NoRows()), 0.0, store))
+                none = partial(fused, selector=NoRows())
+                arms += [Arm(name, partial(none, engine), 0.0, store) for store, engine in engines.items()]
             else:
                 for (store, engine), ratio in product(engines.items(), settings.ratios):
                     chosen = selection.make_selector(None if ratio == selection.final_ratio else ratio)

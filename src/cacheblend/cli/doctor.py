@@ -86,8 +86,7 @@ def doctor(
     chosen_anchor = {"anchor": anchor, "anchor_text": anchor_text}
     config = BlendConfig.of(chosen_anchor | {"capture": False, "load_timeout_s": models.PATIENT_S})
     tried = gate.selector or (), gate.ratio or ()
-    layers = layers_of(folder)
-    if layers is not None:
+    if (layers := layers_of(folder)) is not None:
         grid(layers, *tried)  # refuses unknown selectors before the model is opened
     with models.open_engine(folder, store.store, config, device, quiet=json) as engine:
         candidates, rows = grid(engine.survey.num_layers, *tried, engine.survey.fit_selector), []

@@ -19,10 +19,9 @@ from cacheblend.core.errors import CacheBlendError
 ERROR = 2
 BOUNDED = {"GOMP_SPINCOUNT": "50000", "KMP_BLOCKTIME": "2"}
 """How long OpenMP's threads spin while they wait for each other. By default GNU's runtime, torch's own, spins for some
-15 ms, Intel's and LLVM's for 200: longer than the time after which a busy system gives a core to somebody else, so that
-threads that wait use the time that the one they wait for would get. A few milliseconds are more than what lies between
-two operations, and cost nothing on a quiet machine. GNU's runtime counts turns, the others milliseconds; each ignores
-the other's."""
+15 ms, Intel's and LLVM's for 200: longer than a busy system takes to give a core to somebody else, so that waiting
+threads use the time that the one they wait for would get. A few milliseconds are more than what lies between two
+operations, and cost a quiet machine nothing. GNU's runtime counts turns, the others milliseconds; each ignores that."""
 
 RENAMED_OPTIONS = {
     "--rows": "--limit",
@@ -61,8 +60,7 @@ GONE = {
 
 def run_program(app: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> None:
     """Runs the commands of an app; `arguments` are without the program's name, None takes the process's own. Errors go
-    to stderr, one line each. With ``--json`` the error is an object on stdout instead; arguments that do not parse are
-    always a line on stderr."""
+    to stderr, one line each; with ``--json`` to stdout, as an object, but for arguments that do not parse."""
     bound_waiting()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if problem := wrong_text(arguments):
@@ -115,7 +113,13 @@ def usage_text(error: Any, arguments: Sequence[str]) -> str:
     option = getattr(error, "option_name", None)
     param = getattr(error, "param", None)
     if type(error).__name__ == "NoSuchOption":
-        return _unknown_option(str(option), error, see)
+        known = {name for each in context.command.params for name in each.opts} if context is not None else set()
+        if moved := _moved(context, str(option)):
+            return moved
+        if (new := RENAMED_OPTIONS.get(str(option))) in known:
+            return f"there is no option {option}: it is called {new}"
+        near = ", ".join(sorted(error.possibilities or ()))
+        return f"there is no option {option}{f', did you mean {near}?' if near else ''}{see}"
     if param is not None:
         name = next((name for name in param.opts if name.startswith("--")), str(param.name).upper())
         is_missing = type(error).__name__ == "MissingParameter"
@@ -156,17 +160,6 @@ def _moved(context: Any, name: str) -> str | None:
     if old in GONE:
         return f"`{old}` is gone; {GONE[old]}"
     return f"`{old}` is now `python -m lab {MOVED[old]}`, in a checkout after `make lab`" if old in MOVED else None
-
-
-def _unknown_option(option: str, error: Any, see: str) -> str:
-    known = {name for each in error.ctx.command.params for name in each.opts} if error.ctx is not None else set()
-    if moved := _moved(error.ctx, option):
-        return moved
-    new = RENAMED_OPTIONS.get(option)
-    if new in known:
-        return f"there is no option {option}: it is called {new}"
-    near = ", ".join(sorted(error.possibilities or ()))
-    return f"there is no option {option}{f', did you mean {near}?' if near else ''}{see}"
 
 
 def _problem(error: Any, param: Any) -> str:

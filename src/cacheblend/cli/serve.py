@@ -94,9 +94,8 @@ def serve(
 
 @contextlib.contextmanager
 def bind(host: str, port: int) -> Iterator[list[socket.socket]]:
-    """Sockets bound to every address of the host, closed in the end; they listen when the server is ready to answer. A
-    name may have several: ``localhost`` often is 127.0.0.1 and ::1. Port 0 takes a free one, the same for all of them
-    where that is possible."""
+    """Sockets bound to every address of the host, closed in the end; they listen once the server can answer. A name may
+    have several: ``localhost`` often is 127.0.0.1 and ::1. Port 0 takes a free one, if possible the same for all."""
     with contextlib.ExitStack() as closing:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

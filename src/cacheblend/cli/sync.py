@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from cacheblend.engines.documents import Document
 
-TOO_SMALL = "the store is too small for all of them; raise max_bytes"
-
 
 def sync(
     *,
@@ -84,6 +82,7 @@ def sync(
             f"{report.computed_tokens} of {report.tokens} tokens {would}computed, in {report.computed_chunks} of "
             f"{report.chunks} chunks; {report.dropped_chunks} chunks dropped; {output.seconds_text(report.seconds)}"
         )
+        small = "documents are not held completely: the store is too small for all of them; raise max_bytes"
         missing, unread = report.missing_documents, f"{len(failed)} documents could not be read, what is stored of them"
         notes: list[tuple[Any, str]] = [
             (report.pinned_chunks, f"{report.pinned_chunks} chunks of no document stay, since they are pinned"),
@@ -91,7 +90,7 @@ def sync(
             (found.skipped, f"not read: {_some(found.skipped)}"),
             (others, f"{others} documents of other models, settings or salts are left as they are"),
             (report.damaged, f"damaged records: {_some(report.damaged)}"),
-            (missing, f"{missing} documents are not held completely: {TOO_SMALL}"),
+            (missing, f"{missing} {small}"),
             (failed, f"{unread} stays: {_some(failed.values())}"),
         ]
         for is_so, note in notes:

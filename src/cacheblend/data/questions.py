@@ -117,8 +117,7 @@ def read_passages(path: Path) -> list[Text]:
 
 def read_row(path: Path, number: int) -> QuestionRow:
     """Row `number`, from 0. Text files, and passages without questions in JSON lines, are one row together. In a JSON
-    list, each passage without a question is a row of its own. Raises `InvalidInputError`: as for `read_passages`, or
-    there is no such row."""
+    list each such passage is a row. Raises `InvalidInputError` as `read_passages`, or where there is no such row."""
     rows = [QuestionRow("", tuple(read_passages(path)))] if path.is_dir() else list(_passage_rows(path))
     if not any(row.passages for row in rows):
         raise InvalidInputError(f"{path} has no passages")

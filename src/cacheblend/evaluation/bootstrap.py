@@ -47,8 +47,7 @@ def bootstrap_means(values: Values, *, resamples: int = 2000, level: float = 0.9
 
 
 def mean_lower_bound(values: Sequence[float] | npt.NDArray[np.float64], confidence: float, seed: int = 0) -> float:
-    """One-sided lower bound of a mean (percentile bootstrap); of paired methods give the rows' differences. Raises
-    `InvalidInputError` if there are no values."""
+    """One-sided lower bound of a mean, or of rows' differences (percentile bootstrap). `InvalidInputError` for none."""
     check_share("confidence", confidence)
     found = np.asarray(values, dtype=np.float64)
     if found.size == 0:

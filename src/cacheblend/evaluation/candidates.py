@@ -41,7 +41,6 @@ class Candidate:
     settings: Mapping[str, Any]  # the fields of `Selection` that affect quality
 
     def selector(self) -> Selector:
-        """The selector with these settings."""
         return Selection(**self.settings).make_selector()
 
 
@@ -51,18 +50,12 @@ def grid(
     ratios: Sequence[float] = (),
     fit: Callable[[Selector], object] = lambda selector: None,
 ) -> list[Candidate]:
-    """Makes candidates, sorted by expected compute, ascending.
-
-    Args:
-        layers: number of layers of the model; candidates with check layers beyond it are left out.
-        selectors: selector names of `Selection`, ``gradual`` (hkvd without check layers) and ``narrowing`` (see
-            `NARROWING_SHARES`), optionally with further settings (see `SelectorChoice`); empty: `SELECTORS`.
-        ratios: shares of loaded tokens to recompute; empty: `RATIOS`.
-        fit: raises `InvalidInputError` for a selector that the model cannot have; of `SELECTORS` such are left out.
-
-    Raises:
-        InvalidInputError: an unknown selector, a ratio outside 0..1, or a model with too few layers for all of them.
-    """
+    """Candidates for a model of so many layers, sorted by expected compute, ascending; those with check layers beyond
+    it are left out. `selectors`: names of `Selection`, ``gradual`` (hkvd without check layers) and ``narrowing`` (see
+    `NARROWING_SHARES`), optionally with further settings (see `SelectorChoice`); empty: `SELECTORS`. `ratios`: shares
+    of loaded tokens to recompute; empty: `RATIOS`. `fit` raises `InvalidInputError` for a selector that the model
+    cannot have; of `SELECTORS` such are left out. Raises `InvalidInputError`: an unknown selector, a ratio outside
+    0..1, or a model with too few layers for all of them."""
     for ratio in ratios:
         check_ratio(ratio)
     names = selectors or SELECTORS

@@ -1,5 +1,4 @@
-"""Plots of a summary: quality over ratio, time to first token, total compute and chunks; and the look of figures. Needs
-matplotlib."""
+"""Plots of a summary: quality over ratio, TTFT, total compute and chunks; and the look of figures. Needs matplotlib."""
 
 from collections.abc import Callable, Sequence
 from math import inf

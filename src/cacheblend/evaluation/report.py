@@ -106,13 +106,8 @@ def method_table(
     title: str, summary: dict[str, Any], columns: Columns, caption: str | None = None, *, folds: bool = False
 ) -> Table:
     """A line for each method; a section for each number of passages. `folds`: long headings take several lines."""
-    out = Table(
-        title=Text(title, "table.title"),
-        title_justify="left",
-        caption=caption,
-        caption_justify="left",
-        **PLAIN,
-    )
+    left: Any = {"title_justify": "left", "caption_justify": "left", **PLAIN}
+    out = Table(title=Text(title, "table.title"), caption=caption, **left)
     out.add_column("method", overflow="fold")  # figures are never cut
     for name in columns:
         form: dict[str, Any] = {"overflow": "fold", "min_width": 5} if folds else {"no_wrap": True}

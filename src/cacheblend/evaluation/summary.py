@@ -92,8 +92,7 @@ class _Table:
         return found
 
 
-_Figures = dict[str, list[dict[str, Any]]]
-"""For each measure a list over columns of ``{"all", "by_category"}``."""
+_Figures = dict[str, list[dict[str, Any]]]  # for each measure a list over columns of ``{"all", "by_category"}``
 
 
 def _figures(table: _Table, measures: dict[str, Measure], *, resamples: int, level: float, seed: int) -> _Figures:

@@ -102,8 +102,7 @@ class DocumentServer(Closable):
         return report
 
     def drop(self, ids: Iterable[str]) -> int:
-        """Drops documents; how many there were. Raises `DocumentServerError`, `InvalidInputError` for an id that is no
-        text."""
+        """Drops documents; how many there were. Raises `DocumentServerError`, `InvalidInputError`: an id is no text."""
         check_document_ids(ids)
         dropped = 0
         for each in dict.fromkeys(ids):
@@ -177,9 +176,8 @@ class DocumentServer(Closable):
 
 
 class PassageIndex:
-    """What the adapters of all libraries have in common: passages are stored by a server when they are indexed. An
-    adapter has a field `server`, and asks that for nothing while a query is answered: a passage that is not stored is
-    computed with the request."""
+    """What all adapters have in common: passages are stored by a server when they are indexed. Their field `server` is
+    asked for nothing while a query is answered: a passage that is not stored is computed with the request."""
 
     server: Any
 

@@ -24,10 +24,9 @@ except ImportError as error:
 
 
 class PassageRetriever(PassageIndex, BaseRetriever):
-    """A retriever behind which passages are stored by a server: `retriever` finds the documents, and `server` stores
-    them, in `index`. What it returns are the other retriever's documents, of equal texts one; what that raises is
-    raised. A document without an id is known by its text: once it is edited it is another one, and the old one stays
-    until `remove(text_id(old text))`."""
+    """A retriever with stored passages: `retriever` finds the documents, and `server` stores them, in `index`. It
+    returns the other retriever's documents, of equal texts one; what that raises is raised. A document without an id is
+    known by its text: once edited it is another one, and the old one stays until `remove(text_id(old text))`."""
 
     retriever: BaseRetriever
     server: Any = None

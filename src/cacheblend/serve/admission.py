@@ -51,8 +51,7 @@ class RunningRequest:
         self._ticket = self.scheduler.submit(self.ask, on_event)
 
     async def events(self) -> AsyncIterator[TokenEvent]:
-        """The tokens of a started request as they come; raises the error that ended it. Leaving the iteration early
-        cancels the request."""
+        """The tokens of a started request as they come; raises the error that ended it. Leaving early cancels it."""
         done = False
         try:
             while True:

@@ -28,9 +28,6 @@ from cacheblend.serve.state import ServerState
 MORE_S = 5  # seconds in which the last events are sent, once the time for requests is over
 TICKS = 5  # of uvicorn's, ten a second, between two looks at the connections
 
-_REFUSED_S = 1.0
-"""Seconds for which a refused connection stays, so that its client reads why and is not cut while it sends."""
-
 
 class WatchedConnection(asyncio.Protocol):
     """Mixed into uvicorn's protocols: knows since when a connection waits for its client."""
@@ -57,7 +54,8 @@ class WatchedConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        open_ones = [each for each in self.connections if isinstance(each, WatchedConnection) and not each.is_ending]
+        watched = [each for each in self.connections if isinstance(each, WatchedConnection)]
+        open_ones = [each for each in watched if not each._refused and not each.transport.is_closing()]
         if len(open_ones) > self.most:
             waiting = [each for each in open_ones if each.is_waiting and each is not self]
             min(waiting, key=lambda each: each.since, default=self).refuse()
@@ -73,11 +71,6 @@ class WatchedConnection(asyncio.Protocol):
         cycle = getattr(self, "cycle", None)
         return not self.running and (cycle is None or cycle.response_complete)
 
-    @property
-    def is_ending(self) -> bool:
-        """It takes no more requests."""
-        return self._refused or self.transport.is_closing()
-
     def refuse(self) -> None:
         """Ends the connection with 503, since there are too many."""
         self._refused = True
@@ -85,7 +78,8 @@ class WatchedConnection(asyncio.Protocol):
         error = ApiError(503, message, code="too_many_connections")
         self.transport.write(_answer("503 Service Unavailable", error, "Retry-After: 5"))
         stays = len(self.connections) <= self.most + self.most // 4 + 8  # a flood of refused ones takes no files either
-        asyncio.get_running_loop().call_later(_REFUSED_S if stays else 0, self.transport.close)
+        # For a second: so that its client reads why, and is not cut while it sends.
+        asyncio.get_running_loop().call_later(1.0 if stays else 0, self.transport.close)
 
     def pause_writing(self) -> None:
         self.unread_since = time.monotonic()
@@ -96,8 +90,7 @@ class WatchedConnection(asyncio.Protocol):
         super().resume_writing()
 
     def end_if_overdue(self, headers_s: float, unread_s: float) -> None:
-        """Closes the connection if it has no request, or its client reads nothing, for so long; with 408 if one has
-        begun."""
+        """Closes the connection if it has no request, or its client reads nothing, so long; with 408 if one began."""
         now = time.monotonic()
         if self.unread_since is not None:
             if now > self.unread_since + unread_s:

@@ -37,12 +37,10 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
-        """The response's JSON object."""
         kind = _TYPES.get(self.status, "api_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """The HTTP response."""
         headers = {} if self.retry_after_s is None else {"Retry-After": str(max(1, round(self.retry_after_s)))}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"

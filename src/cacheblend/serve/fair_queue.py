@@ -51,9 +51,8 @@ class _QueuedCall:
 
 
 class FairQueue:
-    """Runs work of several tenants in turn; to be used on one event loop. `workers`: slices that run at a time, each in
-    a thread, where `runner` calls them. Beyond `limit` the newest waiting work of the tenant that has most gives way to
-    one that has less."""
+    """Runs work of several tenants in turn; on one event loop. `workers`: slices at a time, each in a thread, where
+    `runner` calls them. Beyond `limit` the newest waiting work of who has most gives way to who has less."""
 
     def __init__(
         self, workers: int, limit: int, runner: Callable[[Callable[[], None]], object] = lambda advance: advance()
@@ -75,9 +74,8 @@ class FairQueue:
     async def run(
         self, tenant: str, work: Work[T], deadline: float, is_gone: Callable[[], Awaitable[bool]] | None = None
     ) -> T:
-        """What the work returns, which is called in a worker's thread. Raises `QueueFullError`; and between two slices
-        `TooLateError` (the deadline, by `time.monotonic`, has passed), `ClosedError` (the queue has ended) and
-        `ApiError` 499 (`is_gone`)."""
+        """What the work returns, called in a worker's thread. Raises `QueueFullError`; between slices `TooLateError`
+        (the deadline, `time.monotonic`), `ClosedError` (ended) and `ApiError` 499 (`is_gone`)."""
         if len(self._jobs) >= self._limit + self._workers:
             self._make_room(tenant)
         job = _QueuedCall(tenant, work)

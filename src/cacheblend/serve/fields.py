@@ -12,14 +12,12 @@ from cacheblend.serve.errors import ApiError
 
 
 class Refused(NamedTuple):
-    """A field that is refused: what is not there, or is to be used in its place; `neutral` values, as None, ask for
-    what is done anyway."""
+    """A refused field: what is missing, or what to use; `neutral` values, as None, ask for what is done anyway."""
 
     what: str
     neutral: tuple[Any, ...] = ()
 
 
-_FORCED = "the model decides whether it calls a tool; use auto, or none"
 _TOOLS = "tools are called by answers of /v1/chat/completions"
 _IMAGES = "only text is read"
 
@@ -61,7 +59,7 @@ REFUSED: Mapping[str, Refused] = {
     "stream_interval": Refused("each token is an event", (1,)),
     "suffix": Refused("nothing is filled in between texts", ("",)),
     "thinking_token_budget": Refused("use max_tokens"),
-    "tool_choice": Refused(_FORCED, ("none", "auto")),
+    "tool_choice": Refused("the model decides whether it calls a tool; use auto, or none", ("none", "auto")),
     "truncate_prompt_tokens": Refused("a prompt that is too long is refused; shorten it"),
     "truncation_side": Refused("prompts are not shortened"),
     "use_beam_search": Refused("there is no beam search", (False,)),
@@ -91,8 +89,7 @@ REFUSED_RESPONSES: Mapping[str, Refused] = {
     "reasoning": Refused("reasoning is not told apart from the answer", ({},)),
     "response_format": Refused("use text.format", ({"type": "text"},)),
     "stream_options": Refused(
-        "events are not padded; usage is in the last one",
-        ({}, {"include_obfuscation": False}, {"include_usage": True}),
+        "events are not padded; usage is in the last one", ({}, {"include_obfuscation": False}, {"include_usage": True})
     ),
     "tools": Refused(_TOOLS, ([],)),
     "top_logprobs": Refused("use /v1/chat/completions", (0,)),
@@ -116,10 +113,7 @@ ACCEPTED: Mapping[str, str] = {
 
 
 def check_fields(
-    body: Any,
-    known: Iterable[str],
-    refused: Mapping[str, Refused] = REFUSED,
-    accepted: Mapping[str, str] = ACCEPTED,
+    body: Any, known: Iterable[str], refused: Mapping[str, Refused] = REFUSED, accepted: Mapping[str, str] = ACCEPTED
 ) -> None:
     """Raises `ApiError`, with what to do, for a field of a client's body that nothing would come of. `known` are the
     schema's fields, `accepted` say nothing about the answer, `refused` go whether the schema has them or not."""

@@ -19,7 +19,6 @@ from pathlib import Path
 from cacheblend.core.errors import InvalidInputError
 
 FORMAT = 1
-PREFIX = "cb-"
 LOOK_S = 1.0  # seconds between two looks at a file of keys
 logger = logging.getLogger("cacheblend.serve")
 
@@ -110,7 +109,7 @@ def add_key(path: Path, name: str) -> str:
     keys = read_keys(path)
     if any(key.name == name for key in keys) or not name:
         raise InvalidInputError(f"{path} already has a key of the name {name!r}" if name else "a key needs a name")
-    secret = PREFIX + secrets.token_urlsafe(32)
+    secret = f"cb-{secrets.token_urlsafe(32)}"
     new = ApiKey(name, hashlib.sha256(secret.encode()).hexdigest(), secrets.token_hex(16))
     _write(path, (*keys, new))
     return secret

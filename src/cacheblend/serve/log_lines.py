@@ -15,7 +15,6 @@ class JsonLines(logging.Formatter):
     ``error``, or the fields of a record whose ``fields`` is a dictionary."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter`."""
         when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line: dict[str, Any] = {"time": when, "level": record.levelname.lower(), "logger": record.name}
         line["request_id"] = getattr(record, "request_id", None) or request_id.get()

@@ -62,8 +62,7 @@ Values = Mapping[str, Mapping[Any, Any]]
 
 
 class StoreWatch:
-    """Bytes, blocks and errors of each tier of a store, but for late ones, which requests pass over, too. Safe to call
-    from several threads."""
+    """Bytes, blocks and errors of a store's tiers but late ones, which requests pass over, too. Thread-safe."""
 
     def __init__(self, store: KVStore, late_tiers: LateTiers | None = None) -> None:
         self._late_tiers = late_tiers or LateTiers()
@@ -90,7 +89,6 @@ class StoreWatch:
         return [name for name, stats in self.stats().items() if stats is None]
 
     def values(self) -> Values:
-        """The present values."""
         found = self.stats()
         there = {(name,): stats for name, stats in found.items() if stats is not None}
         errors = {(name, "answer"): self._no_answer[name] for name in found}
@@ -102,11 +100,6 @@ class StoreWatch:
             "store_up": {(name,): stats is not None for name, stats in found.items()},
             "store_errors": errors,
         }
-
-
-def _discovery_values(figures: DiscoveryFigures) -> Values:
-    names = (*DISCOVERED, "discovered_wasted_tokens", "watched_tokens")
-    return {name: {(): getattr(figures, name.removeprefix("discovered_"))} for name in names}
 
 
 def _shadow_values(figures: ShadowFigures, waiting: int) -> Values:
@@ -163,13 +156,15 @@ class Metrics:
         self.store = StoreWatch(store, late_tiers)
 
         def ask() -> Values:
+            learnt = None if discovered is None else discovered()
+            names = () if learnt is None else (*DISCOVERED, "discovered_wasted_tokens", "watched_tokens")
             return {
                 **self.store.values(),
                 "captures_given_up": {(reason,): count for reason, count in given_up().items()},
                 "requests_waiting": {(): waiting()},
                 "requests_active": {(): active()},
                 **({} if shadow is None else _shadow_values(shadow.watch.figures(), shadow.waiting)),
-                **({} if discovered is None else _discovery_values(discovered())),
+                **{name: {(): getattr(learnt, name.removeprefix("discovered_"))} for name in names},
             }
 
         self._registry = registry = CollectorRegistry()

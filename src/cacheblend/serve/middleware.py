@@ -33,8 +33,6 @@ VALUES, CONTAINERS = 1 << 18, 1 << 16
 FREE = 1 << 16  # bytes of every body that count against no bound: short requests are read whatever long ones there are
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 """Keeps no way back: texts may have 16 MB. One that nothing ends goes to the end: or each quote in it began one."""
-LOGGED = ("prompt_tokens", "hit_tokens", "recomputed_tokens", "recompute_ratio", "generated_tokens")
-"""Of a request's report, in the request log."""
 requests_log = logging.getLogger("cacheblend.serve.requests")
 
 
@@ -72,7 +70,8 @@ class RequestLog:
                 line = {"method": scope["method"], "path": scope["path"], "status": status, "seconds": seconds}
                 line["key"] = state.get("key")
                 if (report := getattr(state.get("running"), "report", None)) is not None:
-                    line |= {name: getattr(report, name) for name in LOGGED} | {"ttft_s": round(report.ttft_s, 4)}
+                    of = ("prompt_tokens", "hit_tokens", "recomputed_tokens", "recompute_ratio", "generated_tokens")
+                    line |= {name: getattr(report, name) for name in of} | {"ttft_s": round(report.ttft_s, 4)}
                 requests_log.info(json.dumps(line), extra={"fields": line, "request_id": asked})
 
 
@@ -117,9 +116,8 @@ class HostGuard:
 
 
 class BodyLimit:
-    """Refuses bodies that are too long, without keeping them, or too slow, or sent without a valid key. A body that is
-    too long for its path (`ServerState.body_bytes`), but not for the server, is read and not kept, so that the client
-    reads the refusal."""
+    """Refuses bodies that are too long, without keeping them, too slow, or without a valid key. One that is too long
+    for its path (`ServerState.body_bytes`), but not for the server, is read and not kept, so the client reads why."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app, self._state, self._max_bytes = app, state, state.settings.max_body_bytes

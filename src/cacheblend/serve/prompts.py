@@ -21,8 +21,7 @@ _TEMPLATE_OPTIONS = frozenset({"tools", "enable_thinking", "thinking", "reasonin
 USUAL = 8  # characters of a token, usually: text with more is counted before it is tokenised as a whole
 PIECE = 1 << 16  # characters that are counted at a time
 CUT = 16  # tokens that a cut between two pieces may add
-ESCAPED = 6
-r"""Bytes of a character in JSON at most: ``\u00e9``."""
+ESCAPED = 6  # bytes of a character in JSON at most: ``\u00e9``
 BESIDE = 1 << 20  # bytes of a body for all that is not part of a text
 
 
@@ -164,9 +163,8 @@ def with_argument_objects(messages: list[dict[str, Any]]) -> list[dict[str, Any]
 
 class TextLimit:
     """The longest texts that fit a model's context: what is too long is refused before it is tokenised. A token stands
-    for at most as many characters as the tokenizer's longest one has. Text that is long but within that bound is
-    counted piece by piece, and refused at the piece with which it exceeds the context: tokenising 16 MB takes seconds
-    and 1.5 GB."""
+    for at most as many characters as the tokenizer's longest one has. Long text within that bound is counted piece by
+    piece, and refused at the piece with which it exceeds the context: tokenising 16 MB takes seconds and 1.5 GB."""
 
     def __init__(self, engine: BlendEngine, max_tokens: int | None = None) -> None:
         self._builder = engine.builder
@@ -212,16 +210,6 @@ def _pieces(texts: Iterable[str]) -> Iterator[list[str]]:
                 parts, length = [], 0
     if parts:
         yield parts
-
-
-def texts_of(asked: ChatRequest | CompletionRequest) -> Iterator[str]:
-    """The texts of a request that go into its prompt."""
-    if isinstance(asked, CompletionRequest):
-        given = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt
-        yield from (text for text in given if isinstance(text, str))
-    else:
-        yield from texts_of_chat(asked.messages, asked.documents)
-        yield from strings_in([asked.tools, asked.chat_template_kwargs])
 
 
 def texts_of_chat(messages: list[Message], documents: Iterable[RequestDocument] | None = None) -> Iterator[str]:

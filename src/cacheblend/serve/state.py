@@ -78,9 +78,8 @@ class ServerState:
         return await self._run(queue, request, work)
 
     async def run_serially(self, request: Request, work: Work[T]) -> T:
-        """Runs work that does not go through the scheduler (storing, explaining), a slice of it at a time. The
-        request's key takes turns with the others; a function's generator lets others go first at each ``yield``. Raises
-        as `parse`."""
+        """Runs work that does not go through the scheduler (storing, explaining), a slice at a time. The key takes
+        turns with the others; a function's generator lets others go first at each ``yield``. Raises as `parse`."""
         return await self._run(self._side, request, work)
 
     async def _run(self, queue: FairQueue, request: Request, work: Work[T]) -> T:

@@ -39,8 +39,7 @@ class Tenants:
 
     def remember_salt(self, key: ApiKey, salt: str) -> bool:
         """Notes that a client of this key uses a salt, so that chunks under it are listed and count for the quota.
-        False if it has used too many: then nothing may be stored under this one. A restarted server has forgotten
-        all."""
+        False if it has used too many: then nothing may be stored under this one. A restarted server has none."""
         with self._lock:
             salts = self._salts.setdefault(key.name, {"": None})
             if len(salts) < _MAX_SALTS:

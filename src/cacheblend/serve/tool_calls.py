@@ -139,7 +139,6 @@ class Format:
     short_ids: bool = False  # as Mistral's templates take them
 
     def new_id(self) -> str:
-        """A call's id."""
         if self.short_ids:
             return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
         return f"call_{uuid.uuid4().hex}"

@@ -32,9 +32,8 @@ class Adapted(NamedTuple):
 
 class AdapterWatch:
     """Watches the adapters of one model, transformers' or PEFT's wrapper of one, and keeps an engine in step with them.
-    Thread-safe. A look compares each tensor's address and version (0.1 ms with 300), of adapters also names and scales,
-    and some values of some tensors, for writes that PyTorch does not count. `version` is raised by every change that
-    was seen."""
+    Thread-safe. It compares each tensor's address and version (0.1 ms with 300), of adapters also names and scales, and
+    some values of some tensors, for writes that PyTorch does not count. Every change seen raises `version`."""
 
     def __init__(self, model: Any) -> None:
         self._model, self.version, self._followed, self._lock = model, 0, 0, threading.RLock()
@@ -63,7 +62,6 @@ class AdapterWatch:
                 self._followed = adapted.version
 
     def adapted(self) -> Adapted:
-        """The model as it is now."""
         with self._lock:
             model = frozen_copy(self._model)
             while not self.describes(model):  # they were switched between the look and the copy
@@ -79,8 +77,7 @@ class AdapterWatch:
         return self.digest_of_copy(self._model)
 
     def look(self, *, anew: bool = False) -> bool:
-        """Looks again; True after any change, even if `digest` stays the same. `anew`: assume that something has
-        changed."""
+        """Looks again; True after any change, even if `digest` stays. `anew`: assume that something has changed."""
         marks, is_written = self._weight_marks, not torch.equal(self._weight_sample, _joined(self._weight_samples))
         if (
             not anew

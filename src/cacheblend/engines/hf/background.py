@@ -83,7 +83,6 @@ class Background:
             self._start()
 
     def wake(self) -> None:
-        """There is idle work."""
         with self._changed:
             self._start()
 
@@ -110,8 +109,7 @@ class Background:
 
     def catch_up(self, after_s: float) -> bool:
         """Runs one job in the calling thread that has waited at least `after_s` seconds, even during requests; False if
-        there is none. Patient jobs are not run. For a caller that always has requests; called from the thread that
-        computes them."""
+        there is none. No patient job is run. For a caller that always has requests, in their thread."""
         with self._changed:
             key = next((key for key, job in self._jobs.items() if not job.patient), None)
             if key is None or self._working or time.monotonic() - self._jobs[key].since < after_s:

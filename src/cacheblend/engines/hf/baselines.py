@@ -1,6 +1,5 @@
 """Methods that compute a first token, for benchmarks, `ask --compare` and `demo` to compare on the same prompt. Full
-recompute, prefix caching, and the fused path with any selector (full reuse, blend); and transformers' own decode
-loop."""
+recompute, prefix caching, the fused path with any selector (full reuse, blend), transformers' own decode loop."""
 
 import copy
 import time
@@ -70,9 +69,8 @@ def full_recompute(engine: BlendEngine, prompt: Prompt) -> FirstToken:
 @without_ambient
 def prefix_caching(engine: BlendEngine, prompt: Prompt) -> FirstToken:
     """Loads the leading blocks whose KV is exact and computes the rest without blending. A prefix shorter than
-    `SHORTEST_PREFIX` tokens (a BOS token, for example) is computed, as prefix caches do: with a loaded prefix,
-    transformers needs an attention mask, which costs more than so short a prefix saves. With recurrent layers the fused
-    path does it, which knows their states."""
+    `SHORTEST_PREFIX` tokens (a BOS token, for example) is computed, as prefix caches do: behind one transformers needs
+    an attention mask, which costs more than it saves. With recurrent layers the fused path does it."""
     if engine.survey.kinds.states:
         return _first_token(engine.prefill(prompt, mode="prefix"))
     started = time.perf_counter()
@@ -130,8 +128,7 @@ def finish(
 
 @without_ambient
 def follow(engine: BlendEngine, prompt: Prompt, first: FirstToken, ids: Sequence[int]) -> torch.Tensor:
-    """What a method's KV has the model expect of each token of this answer, given those in front of it: logits [tokens,
-    vocab]. The KV is left as it was."""
+    """What a method's KV has the model expect of each token of this answer: logits [tokens, vocab]. The KV stays."""
     kv = copy.deepcopy(first.kv)
     cache = kv if isinstance(kv, DynamicCache) else fill_cache(engine.model, kv or [], first.states)
     given = torch.tensor([ids[:-1]], device=first.logits.device, dtype=torch.int64)

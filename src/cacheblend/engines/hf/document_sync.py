@@ -112,25 +112,12 @@ class SyncReport:
 class DocumentSync:
     """One sync of one collection. Used by one thread; others, and other processes, may sync the same collection.
 
-    Args:
-        engine: with a tokenizer.
-        tenant: whose documents, see `BlendEngine.planner_of`.
-        collection: documents of different collections may have the same id, and are dropped apart.
-        cutting: how documents are cut.
-        system: the plain text in front of the first chunk, for the anchor rule ``system``.
-        state: the model; None: as it is now.
-        dry_run: change nothing; the report says what would be done.
-        reads_all: read all records of the collection first; False: those of the documents given.
-
-    Attributes:
-        root: of the names of chunks and records.
-        report: so far.
-        dropped_chunks: ids of the chunks dropped so far.
-
-    Raises:
-        InvalidInputError: no tokenizer, a wrong name of a collection, or a system prompt is missing.
-        StoreError: the store cannot be read, or not be written to.
-    """
+    `tenant`: whose documents, see `BlendEngine.planner_of`. `collection`: documents of different ones may have the same
+    id, and are dropped apart. `system`: the plain text in front of the first chunk, for the anchor rule ``system``.
+    `state`: the model; None: as it is now. `dry_run`: change nothing; the report says what would be done. `reads_all`:
+    read all records of the collection first; False: those of the documents given. `root` is that of the names of
+    chunks and records; `dropped_chunks` are ids. Raises `InvalidInputError`: no tokenizer, a wrong name of a
+    collection, or a system prompt is missing; `StoreError`: the store cannot be read, or not be written to."""
 
     def __init__(
         self,
@@ -175,9 +162,8 @@ class DocumentSync:
                 progress(done)
 
     def steps(self, documents: Iterable[DocumentLike], tokens: int) -> Iterator[int | None]:
-        """As `put`, in steps of about so many computed tokens, between which others may have their turn, a sync of the
-        same documents included. Yields the number of documents done, behind each; None between two steps of computing,
-        or of tokenising."""
+        """As `put`, in steps of so many computed tokens, between which others have their turn, also a sync of the same
+        documents. Yields the number of documents done, behind each; None between steps of computing or tokenising."""
         seen: set[str] = set()
         for number, document in enumerate(each_document(documents), 1):
             if document.id in seen:
@@ -320,8 +306,7 @@ class DocumentSync:
     # ---- dropping ---------------------------------------------------------------------------------------
 
     def _settle(self, records: Iterable[DocumentRecord]) -> None:
-        """Drops the chunks of records that another sync has dropped or replaced while these chunks were computed,
-        except those of a document."""
+        """Drops the chunks of records that another sync dropped or replaced meanwhile, except those of a document."""
         with self._store.documents.changing(self.root):
             gone = list[Blocks]()
             for record in records:
@@ -342,8 +327,7 @@ class DocumentSync:
                     self._store.documents.put(record)
 
     def _forget(self, names: list[BlockName]) -> None:
-        """Drops documents and the chunks that no other document has. Leaves damaged records, whose chunks are
-        unknown."""
+        """Drops documents and the chunks that no other has. Leaves damaged records, whose chunks are unknown."""
         if self._dry_run:
             self.report.dropped += len(names)
             return

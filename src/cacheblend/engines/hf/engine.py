@@ -78,7 +78,10 @@ class BlendEngine(FollowedModel):
         sentence_end_ids: Sequence[int] | None = None,
         name: str = "",
     ) -> None:
-        _check_model(model)
+        if not (isinstance(model, torch.nn.Module) and hasattr(model, "config")):
+            way_out = ", or a folder's path to BlendEngine.from_pretrained" if isinstance(model, str | Path) else ""
+            wanted = f"model must be a model of transformers (PreTrainedModel){way_out}"
+            raise InvalidInputError(f"{wanted}, got {shown(model)}")
         if tokenizer is not None and not hasattr(tokenizer, "bos_token_id"):  # `PromptBuilder` checks its backend
             raise InvalidInputError(
                 "tokenizer must be one of transformers, AutoTokenizer.from_pretrained(path), or None for prompts of "
@@ -245,12 +248,8 @@ class BlendEngine(FollowedModel):
 
     def close(self, *, wait: bool = True) -> None:
         """Ends background work; closes the store if the engine opened it. Idempotent: the first call says what is
-        waited for.
-
-        Args:
-            wait: for missed chunks to be captured and stored (`flush` waits with a bound), but not for a store that
-                has not answered the last requests in time; False gives them up.
-        """
+        waited for. `wait`: for missed chunks to be captured and stored (`flush` waits with a bound), but not for a
+        store that has not answered the last requests in time; False gives them up."""
         wait, self._is_closed = wait and not self._is_closed, True
         with contextlib.ExitStack() as ends:  # all of them, also where one fails or the wait is interrupted
             if self._owns_store:
@@ -418,12 +417,6 @@ class BlendEngine(FollowedModel):
         """First logits, KV cache and report. Stores nothing. Arguments as for `open_prefill`."""
         with self.open_prefill(prompt, ratio=ratio, selector=selector, mode=mode, state=state) as prefill:
             return prefill.run()
-
-
-def _check_model(model: object) -> None:
-    if not (isinstance(model, torch.nn.Module) and hasattr(model, "config")):
-        way_out = ", or a folder's path to BlendEngine.from_pretrained" if isinstance(model, str | Path) else ""
-        raise InvalidInputError(f"model must be a model of transformers (PreTrainedModel){way_out}, got {shown(model)}")
 
 
 def _check_ids(bos_id: Any, sentence_end_ids: Any, vocabulary: int) -> None:

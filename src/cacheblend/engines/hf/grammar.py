@@ -28,20 +28,14 @@ Kind = Literal["json_object", "json_schema", "regex", "choice", "ebnf"]
 
 @dataclass(frozen=True)
 class Grammar:
-    """A form that an answer has from its first to its last character.
-
-    Attributes:
-        kind: ``json_object``: any JSON object. ``json_schema``: JSON by a schema; properties that it does not name and
-            does not allow in `additionalProperties` are not written, properties come in the schema's order.
-            ``regex``: a regular expression that the whole answer matches. ``choice``: one of some texts. ``ebnf``: a
-            grammar in GBNF, whose first rule is ``root``.
-        text: the schema as JSON, the expression, the texts as a JSON list, or the grammar; empty for ``json_object``.
-
-    Raises:
-        InvalidInputError: an unknown kind, or a text that is too long, nested too deeply or of the wrong kind.
-    """
+    """A form that an answer has from its first to its last character. Kinds: ``json_object``: any JSON object.
+    ``json_schema``: JSON by a schema; properties that it does not name and does not allow in `additionalProperties` are
+    not written, properties come in the schema's order. ``regex``: a regular expression that the whole answer matches.
+    ``choice``: one of some texts. ``ebnf``: a grammar in GBNF, whose first rule is ``root``. Raises
+    `InvalidInputError`: an unknown kind, or a text that is too long, nested too deeply or of the wrong kind."""
 
     kind: Kind
+    # the schema as JSON, the expression, the texts as a JSON list, or the grammar; empty for ``json_object``
     text: str = ""
 
     def __post_init__(self) -> None:
@@ -155,9 +149,8 @@ _FORMATS = ("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "h
 
 
 def _check_schema(schema: Any) -> None:
-    """Refuses a schema with keywords that the library would not hold. It ignores what it does not know, and some of
-    what it knows in other places. An answer by a part of a schema is not what was asked for, so every other keyword is
-    refused by name and place."""
+    """Refuses keywords that the library would not hold. It ignores what it does not know, and some of what it knows in
+    other places. Part of a schema is not what was asked for, so every other keyword is refused by name and place."""
     check_depth(schema)
     waiting = [("schema", schema)]
     while waiting:
@@ -308,7 +301,6 @@ class CompiledGrammar:
     never: torch.Tensor
 
     def matcher(self) -> GrammarMatcher:
-        """For a new answer."""
         return GrammarMatcher(self.compiled, self.never)
 
 

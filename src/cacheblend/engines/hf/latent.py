@@ -19,8 +19,7 @@ from cacheblend.core.kernels.latent import UpProjection
 @dataclass(frozen=True)
 class LatentShape:
     """What a layer with latent attention keeps of a token: a latent of `rank` numbers and a rotated key part of
-    `rotary_dim` (0: the layer has no positions); and how many numbers that is expanded to, in keys and values of all
-    heads."""
+    `rotary_dim` (0: the layer has no positions); and to how many that is expanded, in keys and values of all heads."""
 
     rank: int
     rotary_dim: int
@@ -82,9 +81,8 @@ def up_projection(module: Any, latent: torch.Tensor, key_dim: int) -> UpProjecti
 
 @torch.no_grad()
 def latent_shape(module: Any, like: torch.Tensor) -> LatentShape:
-    """The shape of a layer's attention module; `like` is of the dtype and on the device that it computes in. Raises
-    `ModelNotBlendableError` if it keeps an odd number of numbers, or its own expansion is found to be anything but
-    `up_projection` of latents."""
+    """The shape of a layer's attention module; `like` has the dtype and device that it computes in. Raises
+    `ModelNotBlendableError` if it keeps an odd number, or its own expansion is not `up_projection` of latents."""
     rank, rotary_dim, heads = int(module.kv_lora_rank), int(module.qk_rope_head_dim), int(module.num_heads)
     if (rank + rotary_dim) % 2:
         raise ModelNotBlendableError(

@@ -65,7 +65,13 @@ class CudaRecorder:
                 run(split)
                 graphs[-1].capture_end()
             except BaseException:
-                self._abandon(graphs)
+                try:
+                    graphs[-1].capture_end()
+                except (RuntimeError, IndexError):  # up to torch 2.11 the allocator goes on recording where it failed
+                    with suppress(RuntimeError):
+                        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+                    with suppress(RuntimeError):
+                        self._renew_pool()
                 raise
         if len(graphs) != 2:
             raise RuntimeError(f"it has {len(graphs) - 1} attentions")
@@ -89,16 +95,6 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()  # other threads may do what they like meanwhile
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         return graph
-
-    def _abandon(self, graphs: list[torch.cuda.CUDAGraph]) -> None:
-        """Ends a capture that failed. Up to torch 2.11 the allocator goes on recording where it was invalidated."""
-        try:
-            graphs[-1].capture_end()
-        except (RuntimeError, IndexError):
-            with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
-            with suppress(RuntimeError):
-                self._renew_pool()
 
     def _renew_pool(self) -> None:
         """Memory for graphs, which is there for as long as one of them is: so one is kept."""
@@ -129,10 +125,6 @@ class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.is_listening and (waits or to_host):
             self.found = self.found or name
         return out
-
-    def refuse(self) -> None:
-        if self.found:
-            raise RuntimeError(f"it waits for the device ({self.found})")
 
 
 @dataclass
@@ -169,8 +161,7 @@ class LayerGraphs:
         return self._memory[key].narrow(dim, 0, rows)
 
     def argument(self, name: Hashable, value: torch.Tensor, rows: int) -> torch.Tensor:
-        """An argument [1, n, ...] in memory of its own, as [1, rows, ...]; layers share arguments, which are copied
-        once."""
+        """An argument [1, n, ...] in memory of its own, as [1, rows, ...]; layers share arguments: copied once."""
         memory, key = self.memory(name, value, 1, rows), (name, *value.shape[2:], value.dtype)
         if self._sources.get(key) is not value:
             memory[:, : value.shape[1]].copy_(value)
@@ -234,7 +225,8 @@ class GraphedLayer:
         with waits:
             out = call.of(self._layer, hidden, {}, note)
         try:
-            waits.refuse()
+            if waits.found:
+                raise RuntimeError(f"it waits for the device ({waits.found})")
             (attended,) = seen
             self._graphs[call.rows, call.kind] = self._checked(own, out, call, *attended)
         except torch.OutOfMemoryError:

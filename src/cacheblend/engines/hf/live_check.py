@@ -82,11 +82,8 @@ class LiveCheck:
                 offsets = torch.full((keys.shape[1],), self._shift)
                 keys = reposition_keys(keys, turn_by(rotation, offsets, keys.device))
             moved.append(LayerKV(keys, values))
-        return self._judge(
-            _row_distance(moved, there.kv),
-            self._noise(ids, here),
-            f"{len(ids)} tokens moved by {self._shift}",
-        )
+        distance, what = _row_distance(moved, there.kv), f"{len(ids)} tokens moved by {self._shift}"
+        return self._judge(distance, self._noise(ids, here), what)
 
     def _everything_recomputed(self) -> tuple[bool, str]:
         """First exactness invariant, on the fused path: with all rows recomputed, blending equals full prefill."""

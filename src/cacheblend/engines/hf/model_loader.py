@@ -137,9 +137,8 @@ def class_of(config: PretrainedConfig) -> Any:
 
 
 def read_weights(opens: Any, folder: Path, dtype: str | torch.dtype, **options: Any) -> PreTrainedModel:
-    """The loaded model, in evaluation mode, where transformers puts it; `opens` is of `class_of`, `options` are for
-    transformers' `from_pretrained`. Raises `InvalidInputError`: the weights cannot be loaded, or not all of them are
-    there, or on one device."""
+    """The model in evaluation mode, where transformers puts it; `opens` is of `class_of`, `options` go to
+    `from_pretrained`. Raises `InvalidInputError`: not all weights can be loaded, or onto one device."""
     options["output_loading_info"] = True
     try:
         loaded = opens.from_pretrained(folder, dtype=dtype, **options)
@@ -238,9 +237,8 @@ def expected_layout(config: PretrainedConfig, dtype: torch.dtype | None = None) 
 
 
 def check_config(config: Any) -> None:
-    """Refuses models by config alone that would fail later with unclear errors. Raises `ModelNotBlendableError`: an
-    encoder-decoder model, attention to tokens that an indexer selects, inputs to each layer, layers that share KV, or a
-    RoPE that cannot be shifted."""
+    """Refuses by config models that would fail later, unclearly. Raises `ModelNotBlendableError`: an encoder-decoder
+    model, attention with an indexer, inputs to each layer, layers that share KV, or a RoPE that cannot be shifted."""
     if getattr(config, "is_encoder_decoder", False):
         raise ModelNotBlendableError(f"{config.model_type} is an encoder-decoder model; only decoders are blended")
     text = config.get_text_config(decoder=True)

@@ -112,7 +112,6 @@ class HfPrefill(BlendedPrefill):
         self._thread_count = threads
 
     def run(self) -> PrefillResult:
-        """All of its layers, in the calling thread."""
         while not self.done:
             with self._thread_count.held():
                 self.advance()
@@ -121,8 +120,7 @@ class HfPrefill(BlendedPrefill):
 
 class Prefiller:
     """Opens prefills on one model and one store. A `controller` decides which stored blocks are loaded; None: all of
-    them. `sentence_end_ids` is called if a selector uses the question. `late_tiers` are those of the store that are
-    passed over for a while."""
+    them. `sentence_end_ids` is called if a selector uses the question. `late_tiers` are passed over for a while."""
 
     def __init__(
         self,
@@ -143,7 +141,6 @@ class Prefiller:
 
     @property
     def kinds(self) -> LayerKinds:
-        """Which of the model's layers have attention, and which keep a state."""
         return self._survey.kinds
 
     def of(self, survey: Survey) -> "Prefiller":
@@ -170,9 +167,7 @@ class Prefiller:
         it is given, the loading controller (if any) decides."""
         started = time.perf_counter()
         budget = LoadBudget(
-            self._config.load_timeout_s,
-            lambda: self._compute_s(len(prompt), planner),
-            late_tiers=self.late_tiers,
+            self._config.load_timeout_s, lambda: self._compute_s(len(prompt), planner), late_tiers=self.late_tiers
         )
         plan, decision = self._look_up(prompt, planner, budget), None
         if mode == "prefix":
@@ -201,8 +196,7 @@ class Prefiller:
         return plan.leaving_out(frozenset(span.name for span in stored if span.tier in late)) if late else plan
 
     def open_full(self, prompt: Prompt, planner: Planner, last_rows: int) -> HfPrefill:
-        """A full prefill of plain text for its last rows' logits alone: asks the store for nothing, and keeps the KV of
-        one layer at a time."""
+        """A full prefill of plain text for its last rows' logits: asks no store, and keeps one layer's KV at a time."""
         options = replace(self._options(AllRows()), last_rows=last_rows, on_layer=lambda layer, kv: None)
         return self._begin(planner.plan(prompt, EmptySource()), AllRows(), options)
 
@@ -257,7 +251,7 @@ class Prefiller:
         ids, positions = upload_together([plan.prompt.token_ids[first:], np.arange(first, len(plan))], self.device)
         if resuming is None:
             return HfLayerRunner(view, ids, positions)
-        return HfLayerRunner(view, ids, positions, resuming.states, resuming.row_cuts())
+        return HfLayerRunner(view, ids, positions, resuming.states, [cut - first for cut in resuming.cuts(plan)])
 
     def _options(
         self, selector: Selector, decision: Decision | None = None, budget: LoadBudget | None = None

@@ -20,8 +20,7 @@ PromptLike = Prompt | str | Sequence[PassageLike] | Sequence[Message]
 
 class PromptReader:
     """Makes prompts for one model, whose limits every prompt is checked against. Without a `tokenizer` prompts and
-    chunks are token ids only, and there is no `builder`, which turns texts into them. `sentence_end_ids`: None: the
-    tokenizer says it."""
+    chunks are token ids only, and there is no `builder`. `sentence_end_ids`: None: the tokenizer says it."""
 
     def __init__(self, tokenizer: Any, survey: Survey, sentence_end_ids: Sequence[int] | None = None) -> None:
         self.builder = None if tokenizer is None else PromptBuilder(tokenizer)
@@ -29,7 +28,6 @@ class PromptReader:
         self._sentence_end_ids = None if sentence_end_ids is None else np.array(sentence_end_ids, dtype=np.int64)
 
     def sentence_end_ids(self) -> npt.NDArray[np.int64] | None:
-        """Ids of the tokens that end a sentence, [n], found once; None if they are unknown."""
         if self._sentence_end_ids is None and self._tokenizer is not None:
             self._sentence_end_ids = find_sentence_end_ids(self._tokenizer)
         return self._sentence_end_ids

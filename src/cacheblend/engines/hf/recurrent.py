@@ -92,7 +92,6 @@ class StateTap:
         return recurrent_states
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
-        """Whether there are rows in front."""
         return any(number == state_idx for _, number in self.state)
 
     def is_recording_past(self, *_: Any) -> bool:
@@ -129,8 +128,7 @@ class LayerKinds:
     num_layers: int
     kv_layers: tuple[int, ...]  # layers with attention, ascending
     states: Mapping[int, tuple[StatePart, ...]]  # what each recurrent layer keeps, by its index
-    # recurrent layers that go on from a state one row at a time only (transformers' Mamba-1 ignores it in front of
-    # several rows)
+    # recurrent layers that go on from a state row by row only: transformers' Mamba-1 ignores it in front of several
     stepped: frozenset[int] = frozenset()
 
     @property
@@ -228,9 +226,8 @@ class PromptStates(NamedTuple):
 
 
 class Resuming(Recurrence):
-    """One prefill's states: those that the pass goes on from, empty at the prompt's start, and why snapshots that were
-    held could not be used (`lost`). `token_bytes` is the size of a token's KV in the store; `chunks`: stored chunks can
-    be exact prefixes."""
+    """One prefill's states: those that the pass goes on from, empty at the prompt's start, and why held snapshots could
+    not be used (`lost`). `token_bytes`: of a token's stored KV; `chunks`: stored chunks can be exact prefixes."""
 
     def __init__(
         self, kinds: LayerKinds, source: BlockSource, device: torch.device, token_bytes: int, *, chunks: bool
@@ -269,10 +266,6 @@ class Resuming(Recurrence):
 
     def cuts(self, plan: BlendPlan) -> Sequence[int]:
         return list(self._cuts)
-
-    def row_cuts(self) -> list[int]:
-        """`cuts` in rows behind where the pass began."""
-        return [cut - self._first for cut in self._cuts]
 
     def kept(self, runner: LayerRunner) -> PromptStates:
         held: Any = runner  # an `HfLayerRunner`
@@ -336,8 +329,7 @@ def layers_with_states(model: Any) -> set[int]:
 
 def kv_of_cache(model: nn.Module, cache: DynamicCache, row: int = 0) -> list[LayerKV]:
     """The KV of one sequence in transformers' cache, in the form of the core's buffers; of layers with attention. Where
-    a layer attends over latents, transformers has the latent in the place of keys, and the rotated part in that of
-    values."""
+    a layer attends over latents, transformers has the latent for keys, and the rotated part for values."""
     dims = rotary_dims(model)
     kept = {
         index: (layer.keys[row], layer.values[row])

@@ -45,11 +45,10 @@ class Delta:
 
 @without_ambient
 class Request:
-    """A prompt after its prefill; `step` generates its tokens. Always call `finish` at the end, or use `with`. The
-    engine is told of missed chunks after the first token, so as not to delay it, and of the request's end. `state` is
-    the model that the prompt was prefilled on; `watched` takes the answer's tokens, to be compared later; `report` and
-    `token_ids` are of the request so far; `to_store` is the prefill's result until it has been passed on for
-    storing."""
+    """A prompt after its prefill; `step` generates its tokens. Always call `finish`, or use `with`. The engine is told
+    of missed chunks after the first token, so as not to delay it, and of the request's end. `state` is the model that
+    the prompt was prefilled on; `watched` takes the answer's tokens, to be compared later; `report` and `token_ids` are
+    of the request so far; `to_store` is the prefill's result until it is passed on for storing."""
 
     def __init__(
         self,

@@ -114,14 +114,12 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True if the most likely token is taken instead of sampling."""
         return self.temperature < GREEDY_BELOW
 
     def processors(
         self, prompt_tokens: int, stop_ids: Sequence[int], matcher: GrammarMatcher | None = None
     ) -> LogitsProcessorList:
-        """Transformers' processors for these parameters, in its order: penalties, the grammar, then warpers. `stop_ids`
-        end the answer; `matcher` is of its grammar."""
+        """In transformers' order: penalties, the grammar (`matcher`), then warpers; `stop_ids` end the answer."""
         chosen: list[LogitsProcessor] = []
         if self.logit_bias:
             biases = {(token,): float(bias) for token, bias in self.logit_bias}
@@ -144,8 +142,7 @@ class SamplingParams:
 
 
 class CountPenalties(LogitsProcessor):  # type: ignore[misc, unused-ignore]
-    """OpenAI's penalties: of tokens by whether and how often they stand in the answer, which begins behind the
-    prompt."""
+    """OpenAI's penalties: of tokens by whether and how often they stand in the answer, behind the prompt."""
 
     def __init__(self, prompt_tokens: int, presence: float, frequency: float) -> None:
         self._prompt_tokens, self._presence, self._frequency = prompt_tokens, presence, frequency

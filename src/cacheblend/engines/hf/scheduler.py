@@ -181,8 +181,7 @@ class Scheduler:
     # ---- from any thread ----------------------------------------------------------------------------------
 
     def submit(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
-        """Queues a request; its last event is a `DoneEvent`. Raises `QueueFullError`; `ClosedError`: the scheduler is
-        closing or closed."""
+        """Queues a request; its last event is a `DoneEvent`. Raises `QueueFullError`, `ClosedError`."""
         with self._changed:
             if self._draining:
                 raise ClosedError("the server is shutting down")
@@ -364,8 +363,7 @@ class Scheduler:
                 self._end(ticket, None)
 
     def _sample(self, ticket: Ticket, number: int, choice: Choice) -> None:
-        """Samples a choice's next token and sends its event; after a request's first token, passes on the missed chunks
-        for storing."""
+        """Samples a choice's next token and sends its event; after the first token, has missed chunks stored."""
         sampler, stream, ask = choice.decoding.sampler, choice.stream, ticket.ask
         token = sampler.sample()
         if ticket.watched is not None and number == 0:  # of several answers one is compared

@@ -57,8 +57,7 @@ class WatchedAnswer:
     likeliest: list[torch.Tensor] = field(default_factory=list)  # scalars on the device, which nothing waits for
 
     def add(self, token: int, logits: torch.Tensor) -> None:
-        """Adds the answer's next token, and the logits [vocab] that it was drawn from, before penalties and
-        temperature."""
+        """Adds the answer's next token, and its logits [vocab] before penalties and temperature."""
         if len(self.token_ids) < ANSWER_TOKENS:
             self.token_ids.append(token)
             self.likeliest.append(logits.argmax())
@@ -112,8 +111,7 @@ class ShadowCheck:
         return WatchedAnswer(labels, origin, plan.prompt.token_ids, result.logits)
 
     def submit(self, watched: WatchedAnswer) -> None:
-        """Called when the answer has ended, was cancelled or failed; its tokens so far are compared when there is
-        time."""
+        """Called when the answer has ended, was cancelled or failed; its tokens are compared when there is time."""
         if not watched.token_ids:
             self.watch.drop(NO_ANSWER)
             return

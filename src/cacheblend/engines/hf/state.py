@@ -100,7 +100,6 @@ class FollowedModel:
 
     @property
     def prefiller(self) -> Prefiller:
-        """Opens prefills on `view`."""
         return self._state.prefiller
 
     def planner_of(self, tenant: str) -> Planner:
@@ -149,9 +148,8 @@ class FollowedModel:
         state: ModelState | None = None,
     ) -> HfPrefill:
         """The prefill of a prompt of `BlendEngine.prompt`, planned and not begun; close it, or use `with`. `ratio` and
-        `selector` override what is configured; `tenant`: whose chunks are used, see `planner_of`; `state`: the model;
-        None: as it is now (`follow`). Raises `InvalidInputError`: an argument of the wrong type, or a ratio outside
-        0..1."""
+        `selector` override what is configured; `tenant`: whose chunks, see `planner_of`; `state`: the model; None: as
+        it is now (`follow`). Raises `InvalidInputError`: an argument of the wrong type, or a ratio outside 0..1."""
         check_type(prompt, Prompt, "prompt", "a Prompt, engine.prompt(parts)")
         if selector is not None and not callable(getattr(selector, "select", None)):
             raise InvalidInputError(

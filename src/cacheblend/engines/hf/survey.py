@@ -67,14 +67,12 @@ class Survey:
 
     @property
     def room(self) -> int:
-        """`ModelIdentity.room`."""
         return room_of(self.context_length, not (self.kinds.has_other_layers or any(self.latents)))
 
     def fit_selector(self, selector: Selector) -> Selector:
-        """The selector for this model; behind recurrent layers its checks are made later (`Late`). Raises
-        `InvalidInputError`: it checks at a layer that the model does not have, compares keys or values alone where a
-        layer keeps one vector for both, asks the question's rows where these need a state, or corrects keys where some
-        layers have none."""
+        """For this model; behind recurrent layers its checks come later (`Late`). Raises `InvalidInputError`: it checks
+        at a layer that the model lacks, compares keys or values alone where a layer keeps one vector for both, asks the
+        question's rows where these need a state, or corrects keys where layers have none."""
         if any(self.latents):
             check_latents(selector)
         selector = check_selector(selector, self.num_layers)
@@ -311,8 +309,7 @@ class Probe:
         self, index: int, parts: Sequence[tuple[int, int]], attended: list[torch.Tensor], out: torch.Tensor
     ) -> bool:
         """Whether parts of the rows, each from the state behind the one before, give what all rows do. A state may
-        matter so little to a few rows of noise that ignoring it is not seen in them; but what ignores it gives the very
-        same numbers with another one."""
+        matter too little to be seen in a few rows; but what ignores it gives the same numbers with another one."""
         state, same = LayerState(), 0
         for start, stop in parts:
             rows = self._rows[start:stop]

@@ -27,7 +27,6 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-_CHOICES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _PERIOD_S = 0.02  # layers are looked at together until they have taken so long
 _BUSY, _QUIET = 0.75, 0.95  # share of the time that the thread runs; in between nothing changes
 _TRIES_S = (0.25, 8.0)  # quiet seconds before more threads are tried: at first, and at most; each failure doubles them
@@ -42,7 +41,7 @@ class ThreadCount:
     False leaves the number alone. `is_single`: the next layer is computed by one thread."""
 
     def __init__(self, is_following: bool = True) -> None:
-        chosen = any(name in os.environ for name in _CHOICES)
+        chosen = any(name in os.environ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
         self.is_following = is_following and not chosen and _libraries() is not None
         self.is_single = False
         self._took = self._ran = 0.0

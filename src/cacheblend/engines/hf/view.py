@@ -329,8 +329,7 @@ def _settings_of(module: nn.Module) -> Iterator[tuple[Any, ...]]:
 
 
 def _agrees(module: nn.Module, weight: torch.Tensor, eps: float) -> bool:
-    """Whether a norm computes what `rms_norm` does, of any weight, on numbers of usual size and on small ones, which
-    `eps` is for."""
+    """Whether a norm computes as `rms_norm`, of any weight, on usual numbers and on small ones, which `eps` is for."""
     draw = torch.Generator().manual_seed(0)
     noise = torch.randn(_ROWS, len(weight), generator=draw).to(weight)
     noise[::2] *= eps**0.5

@@ -53,8 +53,7 @@ class Encoded(NamedTuple):
 
 
 class TextEncoder:
-    """Encodes texts, without the tokens that a tokenizer sets around a whole prompt; added tokens in `guarded` are not
-    parsed."""
+    """Encodes texts without the tokens that are set around a prompt; added tokens in `guarded` are not parsed."""
 
     def __init__(self, spec: dict[str, Any], guarded: Set[int] = frozenset()) -> None:
         kept = [token for token in spec["added_tokens"] if token["id"] not in guarded]
@@ -196,10 +195,9 @@ class PromptBuilder:
 
     def chat(self, messages: Sequence[Message], documents: Sequence[Passage] = (), **options: Any) -> Prompt:
         """A message list rendered by the model's chat template; special tokens are parsed in the template's text alone.
-        Content parts of type ``chunk`` are chunks, as far as the template uses them; documents for which it has no
-        place start the last user message; options are the template's, e.g. ``tools``. The prompt says how many contents
-        the template changed. Raises `InvalidInputError`: no chat template, no message, the template refuses them, or a
-        text has a lone surrogate."""
+        Parts of type ``chunk`` are chunks, as far as it uses them; documents without a place start the last user
+        message; options are the template's, e.g. ``tools``. The prompt says how many contents the template changed.
+        Raises `InvalidInputError`: no chat template, no message, it refuses the messages, or a lone surrogate."""
         if not messages:
             raise InvalidInputError("the message list is empty; it needs at least one message")
         if not self._tokenizer.chat_template:
@@ -225,8 +223,7 @@ class PromptBuilder:
     def encode_in_frame(self, text: str, frame: str) -> list[int]:
         """Ids that a passage has inside a larger text, as in a server that tokenises whole prompts: the frame, with
         ``{passage}`` in its place. Tokens that belong to the frame in part are left out: they change with the text
-        around the passage. Raises `InvalidInputError`: the frame has no ``{passage}``, or more than one; or a text has
-        a lone surrogate."""
+        around it. Raises `InvalidInputError`: the frame has not one ``{passage}``, or a text has a lone surrogate."""
         around = frame.split("{passage}")
         if len(around) != 2:
             raise InvalidInputError(f"a frame has one {{passage}} in it, got {frame!r}")
@@ -279,8 +276,7 @@ class PromptBuilder:
         return frozenset(number for number in ids if number in self._special)
 
     def passage(self, passage: Passage, where: str) -> Segment:
-        """The passage as a chunk; `where` names its place in messages. Raises `InvalidInputError` for a passage without
-        a token or with a lone surrogate."""
+        """A chunk; `where` names its place. Raises `InvalidInputError`: it has no token, or a lone surrogate."""
         _check(passage, where)
         return core_prompt.chunk(self.encode(passage.text, f"{where}: the text"), passage.title)
 
@@ -433,8 +429,7 @@ _Token = tuple[int, tuple[int, int]]
 
 
 def _longest_run(ours: Sequence[_Token], theirs: Sequence[_Token]) -> tuple[int, int, int]:
-    """The longest run of tokens that two lists of one text have in common at the same characters: its place in each,
-    and its length."""
+    """The longest run of tokens that two lists of a text have at the same characters: its place in each, and length."""
     best, at = (0, 0, 0), 0
     places = {token: place for place, token in enumerate(theirs)}
     while at < len(ours):

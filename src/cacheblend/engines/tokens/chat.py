@@ -46,8 +46,7 @@ _MARK = re.compile(f"[{chr(_MARKS)}-󿿽􀀀-􏿽]")
 
 
 class TemplateDocument(dict[str, str]):
-    """A document as a template reads it: ``text``, and ``title`` if it has one. A template that asks for ``content`` or
-    ``contents`` gets the text."""
+    """A document as templates read it: ``text``, ``title`` if it has one; ``content`` and ``contents`` are the text."""
 
     def __missing__(self, key: str) -> str:
         if key in ("content", "contents"):

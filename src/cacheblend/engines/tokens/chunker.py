@@ -24,7 +24,6 @@ AFTER_A_STOP = " \t\"'\u201d\u2019\u00bb\u300d\u300f)]*_"  # may follow a stop i
 _HASHED_AT_ONCE = 1 << 18  # tokens: what is computed in between takes 32 bytes for each of them
 _DEEPEST = 64  # halvings, after which a cut is made near the middle: ids that are sorted by their hashes
 _MIX = 0x9E3779B97F4A7C15
-_U64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,8 @@ class Cutting:
             )
 
     def cut(self, ids: TokenIds, sentence_end_ids: npt.NDArray[Any] | None = None) -> list[TokenIds]:
-        """The chunks of a document, in order; together they are all of its tokens. Takes time proportional to the
-        tokens, times the number of halvings. Without the ids of tokens that end a sentence, [n], and where none is in
-        reach, it is cut at any token."""
+        """The chunks of a document, in order: all of its tokens. Takes time by the tokens times the halvings. Without
+        ids of sentence ends, [n], and where none is in reach, it is cut at any token."""
         if len(ids) <= self.most:
             return [ids] if len(ids) else []
         hashes = _hashes(ids)
@@ -81,17 +79,12 @@ def _hashes(ids: TokenIds) -> npt.NDArray[np.uint64]:
     hashes = np.empty(len(ids), np.uint64)
     for start in range(0, len(ids), _HASHED_AT_ONCE):
         stop, first = start + _HASHED_AT_ONCE, max(0, start - WINDOW + 1)
-        hashes[start:stop] = _hashes_from(ids[first:stop])[start - first :]
+        mixed = _scramble(ids[first:stop].astype(np.uint64) + np.uint64(1))
+        total = np.zeros(len(mixed), np.uint64)
+        for back in range(min(WINDOW, len(mixed))):
+            total[back:] += mixed[: len(mixed) - back] * np.uint64(pow(_MIX, back + 1, 1 << 64))
+        hashes[start:stop] = _scramble(total)[start - first :]
     return hashes
-
-
-def _hashes_from(ids: TokenIds) -> npt.NDArray[np.uint64]:
-    mixed = _scramble(ids.astype(np.uint64) + np.uint64(1))
-    total = np.zeros(len(ids), np.uint64)
-    for back in range(min(WINDOW, len(ids))):
-        factor = np.uint64(pow(_MIX | 1, back + 1, _U64 + 1))
-        total[back:] += mixed[: len(ids) - back] * factor
-    return _scramble(total)
 
 
 def _scramble(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

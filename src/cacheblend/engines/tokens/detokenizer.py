@@ -61,10 +61,9 @@ class Detokenizer:
         return certain
 
     def _begin_run(self) -> bool:
-        """Begins a new run behind the last ids that have a text in front of the tail; False: there are none. A first id
-        loses its leading space in many tokenizers, so that one without a text is no context. One that begins inside of
-        a character is: what follows a whole character is decoded alike, and what follows as many bytes as a character
-        can have."""
+        """Begins a run behind the last ids with a text in front of the tail; False: there are none. A first id loses
+        its leading space in many tokenizers, so one without a text is no context. One that begins inside of a character
+        is: what follows a whole character is decoded alike, and what follows as many bytes as a character has."""
         ids, size = [*self._context, *self._run], 1
         while size < 2 * len(ids):
             context = ids[-size:]

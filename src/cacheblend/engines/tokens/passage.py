@@ -31,19 +31,11 @@ class Passage:
 
     @staticmethod
     def of(value: object, where: str = "") -> "Passage":
-        """A passage of what callers have.
-
-        Args:
-            value: a passage; a text; a mapping with the text as ``text``, ``content``, ``contents`` or
-                ``page_content``, and maybe a ``title``; a document of LangChain (`page_content`) or Haystack
-                (`content`); a node of LlamaIndex, with or without a score, of which the passage is what LlamaIndex
-                shows a model (`get_content`); any object with a `text`. A title is taken from the metadata, too
-                (``title`` or ``source``).
-            where: names its place for messages.
-
-        Raises:
-            InvalidInputError: it is none of these, or a message of a chat.
-        """
+        """A passage of what callers have: a passage; a text; a mapping with the text as ``text``, ``content``,
+        ``contents`` or ``page_content``, and maybe a ``title``; a document of LangChain (`page_content`) or Haystack
+        (`content`); a node of LlamaIndex, with or without a score, as LlamaIndex shows it to a model (`get_content`);
+        any object with a `text`. A title is taken from the metadata, too (``title`` or ``source``). `where` names its
+        place for messages. Raises `InvalidInputError`: it is none of these, or a message of a chat."""
         if isinstance(value, Passage):
             return value
         if isinstance(value, str):

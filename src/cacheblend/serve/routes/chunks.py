@@ -102,10 +102,7 @@ def _add_document_routes(app: FastAPI, state: ServerState) -> None:
             record = kept.get(root, name)
             return None if isinstance(record, DocumentRecord) and record.collection != collection else record
 
-        def show(page: list[DocumentRecord | DamagedRecord]) -> list[dict[str, Any]]:
-            return [_document(state, each) for each in page]
-
-        return page_of(kept.names(root), limit, after, read, show)
+        return page_of(kept.names(root), limit, after, read, lambda page: [_document(state, each) for each in page])
 
     @app.delete("/v1/documents/{document_id:path}")
     def delete(document_id: str, key: Key, collection: Collection = COLLECTION, salt: Salt = "") -> dict[str, Any]:
@@ -235,20 +232,9 @@ def _put(state: ServerState, asked: DocumentsRequest, key: ApiKey) -> Generator[
     if not tenants.remember_salt(key, asked.salt):
         raise ApiError(403, "this key has used too many salts; nothing is stored under a new one", code="quota")
     documents = [Document(each.id, each.text, each.title) for each in asked.documents]
-    model = engine.follow()
-    cutting = Cutting(asked.chunk_tokens, min(64, asked.chunk_tokens // 2))
-    dry, sync = (
-        DocumentSync(
-            engine,
-            tenant=tenant_of(key, asked.salt),
-            collection=asked.collection,
-            cutting=cutting,
-            state=model,
-            dry_run=dry_run,
-            reads_all=False,
-        )
-        for dry_run in (True, False)
-    )
+    of: dict[str, Any] = {"tenant": tenant_of(key, asked.salt), "collection": asked.collection, "reads_all": False}
+    of |= {"cutting": Cutting(asked.chunk_tokens, min(64, asked.chunk_tokens // 2)), "state": engine.follow()}
+    dry, sync = (DocumentSync(engine, dry_run=dry_run, **of) for dry_run in (True, False))
     yield from _in_slices(dry, documents)
     tenants.count(key)
     needed = dry.report

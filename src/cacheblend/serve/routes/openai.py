@@ -19,7 +19,7 @@ from cacheblend.engines.hf.scheduler import Ask, TokenEvent
 from cacheblend.engines.tokens.chat import strings_in
 from cacheblend.serve.admission import RunningRequest, check_model, started, unless_disconnected
 from cacheblend.serve.errors import ApiError, api_error
-from cacheblend.serve.prompts import ParsedPrompt, chat_prompt, completion_prompt, texts_of, texts_of_chat
+from cacheblend.serve.prompts import ParsedPrompt, chat_prompt, completion_prompt, texts_of_chat
 from cacheblend.serve.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -59,11 +59,7 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
         return model
 
     async def answer(
-        request: Request,
-        asked: Sampling,
-        key: Key,
-        parse: Callable[[], ParsedPrompt],
-        form: "ChatFormat | CompletionFormat",
+        request: Request, asked: Sampling, key: Key, parse: Callable[[], ParsedPrompt], form: "AnswerFormat"
     ) -> Any:
         running = await started(state, request, asked, key, parse)
         if asked.stream:
@@ -76,7 +72,8 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
         calls = state.call_format if asked.may_call_tools else None
 
         def parse() -> ParsedPrompt:
-            state.text_limit.check(texts_of(asked))
+            beside = strings_in([asked.tools, asked.chat_template_kwargs])
+            state.text_limit.check([*texts_of_chat(asked.messages, asked.documents), *beside])
             prompt = chat_prompt(engine, asked, state.settings.chunk_tokens)
             if calls is None or engine.builder is None:
                 return prompt
@@ -91,7 +88,8 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/completions")
     async def completions(request: Request, asked: CompletionRequest, key: Key) -> Any:
         def parse() -> ParsedPrompt:
-            state.text_limit.check(texts_of(asked))
+            given = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt
+            state.text_limit.check(text for text in given if isinstance(text, str))
             return completion_prompt(engine, asked)
 
         return await answer(request, asked, key, parse, CompletionFormat(state.token_text))
@@ -226,12 +224,15 @@ class CompletionFormat:
         return {"index": number, "text": text, "logprobs": logprobs if found else None, "finish_reason": reason}
 
 
+AnswerFormat = ChatFormat | CompletionFormat
+
+
 def _text_and_reason(events: list[TokenEvent]) -> tuple[str, str | None]:
     reasons = [event.finish_reason for event in events if event.finish_reason]
     return "".join(event.text for event in events), reasons[-1] if reasons else None
 
 
-async def whole_response(running: RunningRequest, form: ChatFormat | CompletionFormat, model: str) -> dict[str, Any]:
+async def whole_response(running: RunningRequest, form: AnswerFormat, model: str) -> dict[str, Any]:
     """The response in one piece, as JSON; raises the error that ended the request."""
     choices: list[list[TokenEvent]] = [[] for _ in range(running.ask.choices)]
     async for event in running.events():
@@ -241,12 +242,12 @@ async def whole_response(running: RunningRequest, form: ChatFormat | CompletionF
         **_head(form.kind, form.objects[0], model),
         "choices": [form.choice(number, events) for number, events in enumerate(choices)],
         "usage": usage_of(running.ask, running.report, generated),
-        "cacheblend": report_of(running.report),
+        "cacheblend": running.report and asdict(running.report),
     }
 
 
 async def streamed_response(
-    running: RunningRequest, form: ChatFormat | CompletionFormat, model: str, options: StreamOptions
+    running: RunningRequest, form: AnswerFormat, model: str, options: StreamOptions
 ) -> AsyncIterator[str]:
     """The response as server-sent events; an error becomes an event, too. The last event carries the report. By default
     that is the event of the last token, so that clients may read ``choices[0]`` of every event; with `include_usage` it
@@ -277,7 +278,7 @@ async def streamed_response(
         if last is not None:
             yield _sse(last)
         last = {**head, "choices": [], "usage": usage_of(running.ask, running.report, generated)}
-    yield _sse({**(last or head), "cacheblend": report_of(running.report)})
+    yield _sse({**(last or head), "cacheblend": running.report and asdict(running.report)})
     yield DONE
 
 
@@ -294,11 +295,6 @@ def usage_of(ask: Ask, report: BlendReport | None, generated: int) -> dict[str, 
         "total_tokens": len(ask.prompt) + generated,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-
-
-def report_of(report: BlendReport | None) -> dict[str, Any] | None:
-    """The field ``cacheblend`` of a response: how the request was prefilled."""
-    return None if report is None else asdict(report)
 
 
 def _sse(data: dict[str, Any]) -> str:

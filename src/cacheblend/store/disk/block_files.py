@@ -1,8 +1,7 @@
-"""The block files of a folder: which are known, open or damaged; finding them, and reading their records. A known block
-is a header together with the file it was read from (its stamp). A descriptor is only kept with the header that was read
-from the same file, so a file that another process replaces or deletes is read whole as it was, or not at all. A file of
-several blocks stands under the name of each, and what one of its names says of the file is known of the others, too,
-until it is found to differ."""
+"""A folder's block files: which are known, open or damaged; finding them, and reading their records. A known block is a
+header together with the file it was read from (its stamp). A descriptor is kept only with the header read from the same
+file, so a file that another process replaces or deletes is read whole as it was, or not at all. A file of several
+blocks stands under the name of each, and what one name says of the file holds for the others until found to differ."""
 
 # System calls on strings, since this is the hot path:
 # ruff: noqa: PTH108, PTH110, PTH116
@@ -457,9 +456,8 @@ def _pieces(wanted: WantedRecords, place: RecordPlace) -> tuple[tuple[int, int, 
 def read_blocks(
     blocks: Sequence[Known], wanted: WantedRecords, memory: RecordMemory | None, *, direct: bool = False
 ) -> list[list[torch.Tensor] | DamagedError | OSError]:
-    """Records of open blocks of which the same is wanted; what went wrong where a block cannot be read. Blocks of one
-    file that follow each other are read together. `memory` gives memory for all of them together; None: each block has
-    memory of its own."""
+    """Records of open blocks of which the same is wanted; or what went wrong. Blocks of one file that follow each other
+    are read together. `memory` gives memory for all together; None: each block has its own."""
     if memory is not None:
         together = memory(len(blocks) * wanted.nbytes)
         parts: Sequence[torch.Tensor] = together.view(len(blocks), wanted.nbytes).unbind(0)

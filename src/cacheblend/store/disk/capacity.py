@@ -49,9 +49,8 @@ class BlockFile:
 
 
 class Capacity:
-    """Reserves bytes for blocks and evicts others for them; safe to call from several threads. `max_bytes`: bound on
-    the files' sizes, None: no bound but the disk's; `eviction`: None: least recently used first, by the files'
-    times."""
+    """Reserves bytes for blocks and evicts others for them; thread-safe. `max_bytes`: bound on the files' sizes, None:
+    no bound but the disk's; `eviction`: None: least recently used first, by the files' times."""
 
     def __init__(
         self,
@@ -196,8 +195,7 @@ class Capacity:
             return self._evict(need, self._count()[0])
 
     def shrink(self, max_bytes: int, progress: Progress | None = None) -> int:
-        """Evicts unpinned blocks until at most `max_bytes` are held, and removes all manifests of which no block is
-        held; the bytes freed."""
+        """Evicts unpinned blocks until at most `max_bytes` are held; removes manifests without any; the bytes freed."""
         with self._lock, self._folder.locked():
             self._total = None
             total = self._count()[0]
@@ -237,8 +235,7 @@ class Capacity:
         return freed + self._empty.evicted([block.name])
 
     def _victims(self, surplus: int) -> list[BlockFile]:
-        """The first blocks in the order of eviction, with twice the bytes, as some may turn out to be in use. Keeps no
-        other blocks in memory."""
+        """The first blocks in eviction order, with twice the bytes, as some may be in use. Holds no others."""
         chosen: list[tuple[tuple[float, ...], BlockFile]] = []  # a heap, the last one in that order on top
         nbytes, gone = 0.0, self._files.known()
         for block in self.blocks() if surplus > 0 else ():

@@ -1,6 +1,5 @@
-"""A store in a folder, which several processes may share (docs/format.md has every byte). A block is held completely or
-not at all: a file appears under its final name once it is complete, and a file that fails its checksum is reported,
-removed and counts as not held."""
+"""A store in a folder, that processes may share (docs/format.md has every byte). A block is held completely or not at
+all: a file appears once complete, one that fails its checksum is reported, removed and not held."""
 
 # ruff: noqa: PTH110 - system calls on strings, since this is the hot path
 
@@ -48,25 +47,18 @@ _DIRECT_BYTES_A_THREAD = 256 << 10  # and for so many if each read waits for the
 
 
 class DiskStore(SharedStore):
-    """Blocks in a folder, at most `max_bytes` of files.
+    """Blocks in a folder, which is made if it does not exist. Raises `InvalidInputError`: a bound or `ttl` that is not
+    above 0, or an unknown policy; `StoreFormatError` and `StoreError` as `Folder`.
 
-    Args:
-        path: the folder; made if it does not exist.
-        max_bytes: bound on the files of all models in the folder; None for no bound but the disk's.
-            Each process that writes keeps the bound that it was given.
-        read_only: never write: no block is marked as used, damage is reported but not removed.
-        durable: fsync every block, so that it also survives a power failure. Without it a block survives the
-            end of the process, `kill -9` included.
-        direct: bypass the page cache, where the file system can: for devices that are as fast as copies in memory, or
-            folders that are read once and are much larger than memory.
-        eviction: the policy's name, see `eviction_of`; of other processes' uses only their time is known.
-        ttl: seconds without use after which an unpinned block is removed; None: no limit.
-        locks, mode: lock files while they are written; permissions of new files; see `Folder`.
-
-    Raises:
-        InvalidInputError: a bound or `ttl` that is not above 0, or an unknown policy.
-        StoreFormatError: the folder was written in a newer format.
-        StoreError: the folder contains other files, or cannot be read or made.
+        max_bytes  bound on the files of all models in the folder; None: no bound but the disk's. Each process that
+                   writes keeps the bound that it was given
+        read_only  never write: no block is marked as used, damage is reported but not removed
+        durable    fsync every block, so that it also survives a power failure; without it, the end of the process
+        direct     bypass the page cache, where the file system can: for devices that are as fast as copies in memory,
+                   or folders that are read once and are much larger than memory
+        eviction   the policy's name, see `eviction_of`; of other processes' uses only their time is known
+        ttl        seconds without use after which an unpinned block is removed; None: no limit
+        locks, mode  see `Folder`
     """
 
     tier_names = ("disk",)
