@@ -234,10 +234,11 @@ def _blends(
         if profile is None:
             raise InvalidInputError(f"the selector {PROFILE!r} needs a model's settings; choose another selector")
         has_ratio = profile.make_selector(0.0) != profile.make_selector(1.0)
-        for asked in [each[0] for each in ratios if has_ratio and len(each) == 1] or [None]:
-            own, ratio = profile.make_selector(asked), profile.recompute_ratio if asked is None else asked
+        shares: list[float | None] = [each[0] for each in ratios if has_ratio and len(each) == 1]
+        for asked in shares or [None]:
+            own, share = profile.make_selector(asked), profile.recompute_ratio if asked is None else asked
             name = f"blend {PROFILE}" + ("" if asked is None else f" r={asked:g}")
-            label = Label(name, "blend", PROFILE, PROFILE, ratio if has_ratio else None, own.check_layers)
+            label = Label(name, "blend", PROFILE, PROFILE, share if has_ratio else None, own.check_layers)
             methods.append(Fused(label, own))
     for choice in (SelectorChoice.parse(text) for text in dict.fromkeys(selectors) if text != PROFILE):
         for layers in checks:

@@ -17,7 +17,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-class Call(Future[Result]):
+class PoolCall(Future[Result]):
     """A call of a pool. `asked`: those of other pools that it waits for (`results_of`)."""
 
     is_dropped, asked = False, cast("Sequence[Future[Any]]", ())
@@ -43,10 +43,10 @@ class DaemonPool:
 
     def submit(
         self, fn: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> Call[Result]:
+    ) -> PoolCall[Result]:
         """Has `fn` called; returns at once. Raises `RuntimeError`: the pool is closed, or the system has no more
         threads."""
-        shared, future = self._own(), Call[Result]()
+        shared, future = self._own(), PoolCall[Result]()
         if shared.is_closed:
             raise RuntimeError(f"the threads {self._name!r} are closed")
         shared.outstanding.append(None)
@@ -69,9 +69,9 @@ class DaemonPool:
                     shared.threads.append(thread)
         return future
 
-    def submit_after(self, first: "Future[Any]", fn: Callable[[], Result]) -> Call[Result]:
+    def submit_after(self, first: "Future[Any]", fn: Callable[[], Result]) -> PoolCall[Result]:
         """Has `fn` called once another call has succeeded, and takes no thread until then; its error is this one's."""
-        future = Call[Result]()
+        future = PoolCall[Result]()
 
         def begin(done: "Future[Any]") -> None:
             if done.cancelled():
@@ -131,8 +131,8 @@ def submit_or_call(
 
 def results_of(asked: Sequence["Future[Result]"]) -> list[Result]:
     """The results of calls, in order; after an error those that have not begun are cancelled. Raises what they raise;
-    `StoreError`: the pool was closed before one began; `CancelledError`: nobody waits for this (`Call.drop`)."""
-    call: Call[Any] = getattr(_here, "call", None) or Call()
+    `StoreError`: the pool was closed before one began; `CancelledError`: nobody waits for this (`PoolCall.drop`)."""
+    call: PoolCall[Any] = getattr(_here, "call", None) or PoolCall()
     call.asked = asked
     if call.is_dropped:
         call.drop()
@@ -158,17 +158,17 @@ class CallsInOrder:
 
     def _renew(self) -> None:
         self._lock, self._process = threading.Lock(), os.getpid()
-        self._waiting: deque[tuple[Call[Any], Callable[[], Any]]] = deque()
+        self._waiting: deque[tuple[PoolCall[Any], Callable[[], Any]]] = deque()
         self._is_running = False
 
     def submit(
         self, fn: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> Call[Result]:
+    ) -> PoolCall[Result]:
         """Has `fn` called after the calls that were submitted before; returns at once. Raises `RuntimeError`: the pool
         is closed."""
         if self._process != os.getpid():  # as a pool after a fork
             self._renew()
-        future = Call[Result]()
+        future = PoolCall[Result]()
         with self._lock:
             if not self._is_running:
                 self._pool.submit(self._run)
@@ -201,7 +201,7 @@ class _Shared:
     thread only: a KeyboardInterrupt may leave a condition's lock held for ever, and a pool may be deleted anywhere."""
 
     def __init__(self) -> None:
-        self.calls: SimpleQueue[tuple[Call[Any], Callable[[], Any]] | None] = SimpleQueue()  # None: it is closed
+        self.calls: SimpleQueue[tuple[PoolCall[Any], Callable[[], Any]] | None] = SimpleQueue()  # None: it is closed
         self.outstanding = deque[None]()  # as many as calls that have not ended; each is to have a thread
         self.threads: list[threading.Thread] = []
         self.starting = threading.Lock()
@@ -219,7 +219,7 @@ def _run(shared: _Shared) -> None:
     shared.calls.put(None)  # for the next thread
 
 
-def _answer(future: Call[Any], call: Callable[[], Any], ended: Callable[[], Any] = lambda: None) -> None:
+def _answer(future: PoolCall[Any], call: Callable[[], Any], ended: Callable[[], Any] = lambda: None) -> None:
     """Calls `ended` before anybody has the answer, who may ask again at once."""
     try:
         if not future.set_running_or_notify_cancel():

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from cacheblend.core.load.threads import Call
+from cacheblend.core.load.threads import PoolCall
 from cacheblend.core.names import TokenIds
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.planner import Planner
@@ -137,7 +137,7 @@ class FoundChunks:
 class LookUp:
     """A look-up in the store that has begun, in a thread: no engine step that computes waits for it."""
 
-    future: Call["FoundChunks | None"]
+    future: PoolCall["FoundChunks | None"]
     began: float
     deadline: float
 
