@@ -8,6 +8,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,10 @@ def measure(bench: Bench) -> Found:
             stored = open_chunks(settings, engine, draw)
             engine.warm(stored)
             prompt = draw_prompt(settings, stored, engine.survey.vocab_size, draw)
-            passes: dict[str, Callable[[], object]] = {"full": lambda prompt=prompt: full_recompute(engine, prompt)}
+            passes: dict[str, Callable[[], object]] = {"full": partial(full_recompute, engine, prompt)}
             for name, ratio in (("blend", 0.15), ("blend", 0.05), (HYBRID, 0.15)):
                 selector = chosen(engine, name, ratio)
-                passes[f"{name}, r = {ratio:g}"] = lambda s=selector, p=prompt: engine.prefill(p, selector=s)
+                passes[f"{name}, r = {ratio:g}"] = partial(engine.prefill, prompt, selector=selector)
             for name, run in passes.items():
                 what = f"{settings.prompt_tokens} tokens, {name}"
                 if bench.has_time(f"profile, {what}", 0.0 if bench.dry_run else _PASS_S):
@@ -63,7 +64,7 @@ def measure(bench: Bench) -> Found:
 
 def _profiled(run: Callable[[], object], what: str, bench: Bench) -> dict[str, Any]:
     is_cuda = bench.device.type == "cuda"
-    wait = torch.cuda.synchronize if is_cuda else (lambda: None)
+    wait: Callable[[], None] = torch.cuda.synchronize if is_cuda else (lambda: None)
     taken = []
     for _ in range(2 if bench.dry_run else 6):
         begun = time.perf_counter()
