@@ -78,10 +78,7 @@ class BlendEngine(FollowedModel):
         sentence_end_ids: Sequence[int] | None = None,
         name: str = "",
     ) -> None:
-        if not (isinstance(model, torch.nn.Module) and hasattr(model, "config")):
-            way_out = ", or a folder's path to BlendEngine.from_pretrained" if isinstance(model, str | Path) else ""
-            wanted = f"model must be a model of transformers (PreTrainedModel){way_out}"
-            raise InvalidInputError(f"{wanted}, got {shown(model)}")
+        _check_model(model)
         if tokenizer is not None and not hasattr(tokenizer, "bos_token_id"):  # `PromptBuilder` checks its backend
             raise InvalidInputError(
                 "tokenizer must be one of transformers, AutoTokenizer.from_pretrained(path), or None for prompts of "
@@ -417,6 +414,12 @@ class BlendEngine(FollowedModel):
         """First logits, KV cache and report. Stores nothing. Arguments as for `open_prefill`."""
         with self.open_prefill(prompt, ratio=ratio, selector=selector, mode=mode, state=state) as prefill:
             return prefill.run()
+
+
+def _check_model(model: object) -> None:
+    if not (isinstance(model, torch.nn.Module) and hasattr(model, "config")):
+        way_out = ", or a folder's path to BlendEngine.from_pretrained" if isinstance(model, str | Path) else ""
+        raise InvalidInputError(f"model must be a model of transformers (PreTrainedModel){way_out}, got {shown(model)}")
 
 
 def _check_ids(bos_id: Any, sentence_end_ids: Any, vocabulary: int) -> None:

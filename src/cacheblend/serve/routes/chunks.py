@@ -102,7 +102,10 @@ def _add_document_routes(app: FastAPI, state: ServerState) -> None:
             record = kept.get(root, name)
             return None if isinstance(record, DocumentRecord) and record.collection != collection else record
 
-        return page_of(kept.names(root), limit, after, read, lambda page: [_document(state, each) for each in page])
+        def show(page: list[DocumentRecord | DamagedRecord]) -> list[dict[str, Any]]:
+            return [_document(state, each) for each in page]
+
+        return page_of(kept.names(root), limit, after, read, show)
 
     @app.delete("/v1/documents/{document_id:path}")
     def delete(document_id: str, key: Key, collection: Collection = COLLECTION, salt: Salt = "") -> dict[str, Any]:
