@@ -78,9 +78,8 @@ class RequestLog:
 class HostGuard:
     """Refuses requests to a foreign name, adds `HEADERS`, and answers HEAD as GET without the body. Where no keys are
     set, anyone who reaches the server may ask, and a foreign page reaches it through its visitor's browser, by a name
-    of its own that it has pointed at this machine (DNS rebinding). So ``Host`` must name the server: `hosts`,
-    ``localhost`` or an address; it is not checked if these are None or have ``*``. Browsers always send it; probes of
-    load balancers, by HTTP/1.0, do not."""
+    of its own that it points at this machine (DNS rebinding). So ``Host`` must name the server: `hosts`, ``localhost``
+    or an address; unchecked if None, or with ``*``. Browsers send it; load balancers' probes, by HTTP/1.0, do not."""
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str] | None) -> None:
         self._app = app

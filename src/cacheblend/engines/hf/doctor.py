@@ -1,6 +1,5 @@
-"""Examines whether a model can be blended: a model folder or a loaded model, by static checks and by live runs. Only
-collects and words the results; the survey and the live check do the examining. Never raises for a model that cannot be
-blended: it reports a failed check."""
+"""Examines whether a model folder or a loaded model can be blended, by static checks and live runs. Only words the
+results; the survey and the live check examine. Never raises for one that cannot be: it reports a failed check."""
 
 import contextlib
 import json

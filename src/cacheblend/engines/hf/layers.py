@@ -140,8 +140,7 @@ def side_by_side(calls: Sequence[LayerCall], attend: Attend) -> LayerCall:
 
 
 def _answered(value: Any, attend: Attend) -> Any:
-    """An argument with this attention in its mask. Not a function inside its caller: one that calls itself is a cycle,
-    and would keep a prompt's KV cache alive."""
+    """An argument with this attention in its mask. No inner function, which would be a cycle and keep a KV cache."""
     if isinstance(value, LayerMask):
         return replace(value, attend=attend)
     return tuple(_answered(part, attend) for part in value) if type(value) is tuple else value

@@ -176,9 +176,8 @@ class ModelView:
     def run_layer(
         self, index: int, hidden: torch.Tensor, call: LayerCall, state: LayerState | None = None
     ) -> torch.Tensor:
-        """The layer's output [n, width] for hidden states [n, width] and the layer's arguments for these rows. `state`:
-        of a recurrent layer in front of the rows, which then are in order and without gaps; it is changed to that
-        behind them. None: the layer keeps none."""
+        """The layer's output [n, width] for hidden states [n, width] and arguments for these rows. `state`: of a
+        recurrent layer in front of the rows, which then have no gaps; it becomes that behind them. None: none."""
         if self.latent[index] is not None:  # a tap in the cache's place, which the attention knows too
             noted = LatentTap()
             kwargs = {n: noted if n in CACHE_ARGUMENTS else _with_tap(v, noted) for n, v in call.kwargs.items()}
@@ -201,10 +200,9 @@ class ModelView:
         return logits
 
     def _run(self, shell: _Shell, token_ids: torch.Tensor, positions: torch.Tensor) -> Any:
-        """The model's output for ids and positions, [sequences, rows] each, with the shell's instead of the layers'.
-        The mask says that no row is padding. Without one, transformers looks in the positions for sequences that are
-        packed into one: rows at positions that are not consecutive would be masked from each other, and the host would
-        wait for the device once a mask."""
+        """The model's output for ids and positions, [sequences, rows] each, with the shell's instead of the layers'. By
+        the mask no row is padding. Without one, transformers looks in the positions for packed sequences: rows at
+        positions that are not consecutive would be masked from each other, and the host would wait."""
         everything = torch.ones(token_ids.shape, dtype=torch.bool, device=token_ids.device)
         # Its own: what forwards note, no other call sees.
         model = _with_child(self.model, self.layers_path, self._stubs)

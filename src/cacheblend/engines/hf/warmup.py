@@ -45,8 +45,7 @@ HOLD_UP_TOKENS = 2048  # a longer chunk is captured only while there are no requ
 def compute_chunks(
     model: PreTrainedModel, jobs: Sequence[ChunkJob], planner: Planner, model_name: str
 ) -> Iterator[CapturedChunk]:
-    """One batched plain forward of the jobs, padded on the right. Attention is causal, so padding behind a job does not
-    change its rows and needs no mask."""
+    """One batched plain forward of the jobs, padded on the right: attention is causal, so that needs no mask."""
     longest = max(len(job) for job in jobs)
     ids = torch.zeros(len(jobs), longest, dtype=torch.int64)
     for row, job in enumerate(jobs):

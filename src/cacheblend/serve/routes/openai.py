@@ -249,9 +249,8 @@ async def whole_response(running: RunningRequest, form: AnswerFormat, model: str
 async def streamed_response(
     running: RunningRequest, form: AnswerFormat, model: str, options: StreamOptions
 ) -> AsyncIterator[str]:
-    """The response as server-sent events; an error becomes an event, too. The last event carries the report. By default
-    that is the event of the last token, so that clients may read ``choices[0]`` of every event; with `include_usage` it
-    is one without a choice, as OpenAI specifies."""
+    """The response, or its error, as server-sent events. The last one has the report. By default that is the last
+    token's, so clients may read ``choices[0]`` of each; with `include_usage` one without a choice, as OpenAI has it."""
     head = _head(form.kind, form.objects[1], model)
     generated, lengths, last = 0, [0] * running.ask.choices, None
     for number in range(running.ask.choices):
