@@ -2,7 +2,9 @@
 the passages, beside full prefill's own share.
 
 Two engines fill their stores with the same passages by what they are asked: one row after the other, or from the last
-to the first with each row's passages reversed. Then both blend each row's passages in several orders.
+to the first with each row's passages reversed. Then both blend each row's passages in several orders. Both are asked
+the first row first: the text in front of all passages is kept as the first prompt's pass computed it, as any prefix
+cache does, and in bfloat16 the length of that prompt decides how it is rounded.
 """
 
 import random
@@ -43,6 +45,8 @@ def run(asked: Real, advance: Advance = silent) -> dict[str, Any]:
         ):
             cases = [make_cases(one, Settings(TEMPLATE), list(in_orders(row))) for row in own]
             cases = [case for case in cases if all(each.prompts for each in case)]
+            for engine in (one, other):
+                _ask(engine, [case[0] for case in cases[:1]])
             _ask(one, [case[0] for case in cases])
             _ask(other, [case[-1] for case in reversed(cases)])
             for case in cases:

@@ -90,7 +90,7 @@ def test_methods_by_name() -> None:
     own = BlendConfig(selector="head", recency=1.0, recompute_ratio=0.2)
     (blend,) = make_methods(["blend"], profile=own)
     assert isinstance(blend, Fused) and (blend.selector, blend.label.ratio) == (own.make_selector(), 0.2)
-    for blend, ratio in zip(make_methods(["blend"], ratios=[0.1, 0.3], profile=own), (0.1, 0.3), strict=True):
+    for blend, ratio in zip(make_methods(["blend"], ratios=[0.1, 0.3, 0.1], profile=own), (0.1, 0.3), strict=True):
         assert isinstance(blend, Fused) and (blend.selector, blend.label.ratio) == (own.make_selector(ratio), ratio)
     (blend,) = make_methods(["blend"], check_layers=[(1,)], profile=own)
     assert blend.label.name == "blend hkvd @1 r=0.15"

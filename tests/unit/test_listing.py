@@ -349,6 +349,21 @@ def test_tenants_without_chunks_take_no_place(seed: int, monkeypatch: pytest.Mon
         assert len(listing._indexes) <= 8 and all(map(listing.has_index, used[-8:]))
     listing.add([replace(make_manifest(make_block(77), token_count=90), root=nobody)])
     assert len(found(listing, nobody)) == 1
+    # One that loses its place while a list is applied is made again
+    one, other = (chunk.root for chunk in [*listing._listed.values()][:2])
+    new = [
+        replace(make_manifest(make_block(78 + at), token_count=90), root=root) for at, root in enumerate((one, other))
+    ]
+    assert len(found(listing, one)) == len(found(listing, other)) == 1
+    copy = ChunkIndex.copy
+
+    def evicting(index: ChunkIndex) -> ChunkIndex:
+        listing._indexes.pop(one if index is listing._indexes.get(other) else other, None)
+        return copy(index)
+
+    monkeypatch.setattr(ChunkIndex, "copy", evicting)
+    listing.add(new)
+    assert len(found(listing, one)) == len(found(listing, other)) == 2
     listing.close()
 
 

@@ -88,17 +88,25 @@ def test_few_prompts_are_outstanding_at_a_time() -> None:
 @pytest.mark.may_fail("slow store")
 def test_while_all_of_them_wait_for_the_store_vllm_computes_one_of_the_others_in_each_step() -> None:
     side = scheduling([CHUNK])
-    requests = [Request([number + 1000, *PROMPT[1:]], name=str(number)) for number in range(MOST_OUTSTANDING + 2)]
-    for request in requests[:-2]:
+    requests = [Request([number + 1000, *PROMPT[1:]], name=str(number)) for number in range(MOST_OUTSTANDING + 3)]
+    for request in requests[:-3]:
         give(side, request, 1)
-    first, second = requests[-2:]
+    first, second, third = requests[-3:]
     for stalled_s in (0.0, STALLED_S / 2):  # it is what they are computed for
         side.reported(StepReport(stalled_s=stalled_s))
         assert start(side, first) is None
     side.reported(StepReport(stalled_s=STALLED_S))
     assert claim(side, first, 0) == 0 and start(side, second) is None
+    side.reported(StepReport(stalled_s=STALLED_S))
+    assert claim(side, first, 0) == 0, "vLLM had no blocks for it, and asks again"
+    assert side.counts.take().data["fallbacks"] == {"slow store": 1}
     side.allocated(first, [[1]], 0)
     assert side.finished(first)["cacheblend"]["reason"] == "slow store"
+    assert start(side, third) is None
+    side.reported(StepReport(stalled_s=STALLED_S))
+    assert side.claim(third, 64) == 0
+    side.allocated(third, [[1]], 0)
+    assert side.finished(third)["cacheblend"]["blended"], "64 tokens are held under names of blended blocks"
     side.reported(StepReport())
     assert claim(side, second, 0) is None
     side.reported(StepReport(stalled_s=STALLED_S))

@@ -261,6 +261,20 @@ def test_a_list_that_fails_is_read_by_nobody_twice_at_once(seed: int) -> None:
         assert start(side, Request(PROMPT, name="last")) == 141
 
 
+@pytest.mark.may_fail("list of chunks")
+def test_a_list_that_failed_is_read_again_for_the_next_request() -> None:
+    store = SlowList()
+    store.error = True
+    store.listed.set()
+    side = scheduling([CHUNK], store, refresh_s=1000.0)
+    listing = side._finder._listing
+    while listing._reading is not None and not listing._reading.done():
+        time.sleep(0.01)
+    store.error = False
+    listing._read_at -= 100  # longer ago than anybody waits
+    assert start(side, Request(PROMPT, name="next")) == 141
+
+
 def test_what_loading_may_take_goes_to_the_workers_less_the_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
     for fields, expected in (({}, None), ({"load_timeout_s": 20.0}, 20.0)):
         side = scheduling([CHUNK], blend_fields=fields)

@@ -72,7 +72,7 @@ Ratios = Annotated[
     option(
         ...,
         "Share of the loaded tokens to recompute, 0..1; falling ones with commas for several --check-layers. Default: "
-        "the model's profile, or 0.15. Commands that compare settings take it several times, and 0.15 by default.",
+        "the model's profile, or 0.15. Commands that compare settings take it several times.",
         "-r",
         panel=BLENDING,
     ),

@@ -79,7 +79,7 @@ class ChunkListing:
         self._making: dict[BlockName, Future[ChunkIndex]] = {}
         self._reading: Future[None] | None = None
         self._starting = threading.Lock()  # of one reading, and of one index of a root, at a time
-        self._read_at = float("inf")
+        self._read_at = float("-inf")
         if refresh_s:
             self._start_reading()
 
@@ -140,8 +140,8 @@ class ChunkListing:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the current or last reading in a thread began; negative: none has."""
-        return time.monotonic() - self._read_at
+        """Seconds since the reading that is under way began; 0: none is."""
+        return 0.0 if self._reading is None else time.monotonic() - self._read_at
 
     def has_index(self, root: BlockName) -> bool:
         """Whether `match` finds an index ready."""
@@ -231,8 +231,10 @@ class ChunkListing:
     def _apply(self, changes: ListChanges) -> None:
         """The caller holds `_applying`."""
         roots, changed = {chunk.root for chunk in (*changes.added, *changes.removed)}, dict[BlockName, ChunkIndex]()
-        for root in roots & self._indexes.keys():
-            changed[root] = index = self._indexes[root].copy()
+        for root in roots:
+            if (old := self._indexes.get(root)) is None:  # there is none, or another tenant's took its place
+                continue
+            changed[root] = index = old.copy()
             index.remove(chunk.chunk_id for chunk in changes.removed if chunk.root == root)
             index.add(chunk for chunk in changes.added if chunk.root == root)
         with self._lock:
@@ -276,8 +278,8 @@ class ChunkListing:
                 if self._by_root.get(root, {}).keys() == chunks.keys():
                     self._indexes[root] = index
                     while len(self._indexes) > MOST_INDEXES:
-                        held = [*self._indexes.items()]  # a single call, see `match`
-                        del self._indexes[next((each for each, made in held if not made), held[0][0])]
+                        held = [*self._indexes]  # a single call, see `match`
+                        del self._indexes[next((each for each in held if not self._indexes[each]), held[0])]
                     return index
             known = chunks
 

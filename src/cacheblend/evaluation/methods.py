@@ -188,9 +188,9 @@ def make_methods(
 
     Args:
         names: of `METHODS`.
-        selectors: see `SelectorChoice`; ``profile`` blends with `profile`, without its check layers. None: ``profile``
-            where there is one and check layers are none, else hkvd.
-        ratios: each is one ratio, or decreasing ones. None: that of `profile`, and 0.15 for other selectors.
+        selectors: see `SelectorChoice`; ``profile`` blends with `profile`, whose check layers are its own. Empty:
+            ``profile`` where there is one and no check layers are given, else hkvd.
+        ratios: each is one ratio, or decreasing ones. Empty: that of `profile`, and 0.15 for other selectors.
         check_layers: each is one list of check layers, or None for the selector's own: hkvd then filters gradually.
         profile: the model's own settings (`BlendEngine.settings`).
 
@@ -235,7 +235,7 @@ def _blends(
             raise InvalidInputError(f"the selector {PROFILE!r} needs a model's settings; choose another selector")
         has_ratio = profile.make_selector(0.0) != profile.make_selector(1.0)
         shares: list[float | None] = [each[0] for each in ratios if has_ratio and len(each) == 1]
-        for asked in shares or [None]:
+        for asked in dict.fromkeys(shares) or [None]:
             own, share = profile.make_selector(asked), profile.recompute_ratio if asked is None else asked
             name = f"blend {PROFILE}" + ("" if asked is None else f" r={asked:g}")
             label = Label(name, "blend", PROFILE, PROFILE, share if has_ratio else None, own.check_layers)

@@ -146,6 +146,8 @@ def results_of(asked: Sequence["Future[Result]"]) -> list[Result]:
         call.asked = ()
         for answer in asked:
             answer.cancel()
+            del answer
+        del call, asked  # see `_answer`
 
 
 class CallsInOrder:

@@ -114,7 +114,7 @@ class StepReport(interface.KVConnectorWorkerMetadata):
     checked: dict[int, Compared | str] = field(default_factory=dict)  # by number: the result, or why there is none
     check_s: float = 0.0  # that the check took where somebody may have waited
     adapters: dict[int, AdapterSeen] = field(default_factory=dict)  # by number
-    stalled_s: float = 0.0  # for which every prompt that has begun has been waiting for the store
+    stalled_s: float = 0.0  # for which every prompt has been waiting for the store
     has_other_weights: bool = False  # some rank runs others than those that blocks are named by, and refuses every job
 
     def aggregate(self, other: interface.KVConnectorWorkerMetadata) -> "StepReport":

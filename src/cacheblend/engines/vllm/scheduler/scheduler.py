@@ -164,9 +164,9 @@ class Scheduling:
         if not is_full:
             return claimed
         self._is_stalled = False  # one request a report, so that a short stall costs few their reuse
-        self.counts.add_fallback(SLOW_STORE)
-        tracked.reason = SLOW_STORE
-        return 0
+        if not tracked.reason:  # else it was left to vLLM before, which has no blocks for it
+            self.counts.add_fallback(SLOW_STORE)
+        return self._claimed(tracked, num_computed_tokens, is_exact, SLOW_STORE)
 
     def _settle(self, request: Any, tracked: Tracked) -> None:
         """The look-up is over: decides whether the request is blended, and renames its blocks if so."""
@@ -196,7 +196,7 @@ class Scheduling:
             tracked.leave(FULL_RECOMPUTE if found.is_full else SLOWER_TO_LOAD if found.is_slow else NOTHING_STORED)
         self._settling_s += time.perf_counter() - began
 
-    def _claimed(self, tracked: Tracked, start: int, is_exact: bool) -> int:
+    def _claimed(self, tracked: Tracked, start: int, is_exact: bool, why_not: str = "") -> int:
         """The tokens after the first `start` that the workers provide; 0: vLLM computes the rest."""
         found = tracked.found
         assert found is not None
@@ -210,7 +210,7 @@ class Scheduling:
             reason = HELD_BY_VLLM if found.held else NOTHING_STORED
         elif found.reused_share(start) < self._config.min_reused_share:
             reason = LITTLE_STORED  # the rest is plain text or missed
-        elif not (reason := self._why_paused):  # its look-up may have ended before the store became slow
+        elif not (reason := why_not or self._why_paused):  # its look-up may have ended before the store became slow
             return claimed
         tracked.reason = SHARED if is_shared else reason
         return 0
