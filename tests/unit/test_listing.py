@@ -7,7 +7,9 @@ import os
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -364,6 +366,60 @@ def test_tenants_without_chunks_take_no_place(seed: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(ChunkIndex, "copy", evicting)
     listing.add(new)
     assert len(found(listing, one)) == len(found(listing, other)) == 2
+    listing.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_threads_that_read_add_forget_and_match_at_once_leave_what_the_store_holds(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More tenants than indexes are kept, so that each thread takes others' away."""
+    monkeypatch.setattr(module, "MOST_INDEXES", 3)
+    copy = ChunkIndex.copy
+
+    def slow_copy(index: ChunkIndex) -> ChunkIndex:
+        time.sleep(0.001)  # others go on meanwhile
+        return copy(index)
+
+    monkeypatch.setattr(ChunkIndex, "copy", slow_copy)
+    rng, store = random.Random(seed), MemoryStore(1 << 20)
+    roots = [root_name("model", "float32", salt=str(number)) for number in range(6)]
+    chunks = [replace(chunk, root=roots[number % 6]) for number, chunk in enumerate(manifests(48))]
+    listing = open_listing(store, refresh_s=1000)
+    announced: list[ListChanges] = []
+
+    def store_and_drop(own: list[ChunkManifest], draw: random.Random) -> None:
+        for chunk in own:
+            store.put_manifest(chunk)
+            if draw.random() < 0.3:  # else a reading finds it, with those of other tenants
+                listing.add([chunk])
+            if draw.random() < 0.4:
+                store.delete_manifest(chunk.chunk_id)
+                listing.forget([chunk.chunk_id])
+            time.sleep(0.002)
+
+    def read_and_match(draw: random.Random) -> None:
+        for _ in range(60):
+            listing._read() if draw.random() < 0.2 else listing.match(draw.choice(roots), Prompt.of([text([7] * 99)]))
+
+    with ThreadPoolExecutor(4) as pool:
+        draws = [random.Random(rng.random()) for _ in range(4)]
+        work = [pool.submit(store_and_drop, chunks[at::2], draws[at]) for at in range(2)]
+        work += [pool.submit(read_and_match, draw) for draw in draws[2:]]
+        while not all(each.done() for each in work):
+            announced.append(listing.take_changes(4))
+    for each in work:
+        each.result()
+    listing._read()
+    held = {chunk.chunk_id: chunk for chunk in store.manifests()}
+    assert listing._listed.keys() == held.keys()
+    for root in roots:
+        assert found(listing, root) == {name for name, chunk in held.items() if chunk.root == root}
+    while changes := [*(last := listing.take_changes(64)).added, *last.removed]:
+        announced.append(last)
+    told = Counter(chunk.chunk_id for each in announced for chunk in each.added)
+    told.subtract(chunk.chunk_id for each in announced for chunk in each.removed)
+    assert +told == Counter(held.keys()) and min(told.values()) >= 0 and not changes
     listing.close()
 
 

@@ -112,12 +112,25 @@ class SyncReport:
 class DocumentSync:
     """One sync of one collection. Used by one thread; others, and other processes, may sync the same collection.
 
-    `tenant`: whose documents, see `BlendEngine.planner_of`. `collection`: documents of different ones may have the same
-    id, and are dropped apart. `system`: the plain text in front of the first chunk, for the anchor rule ``system``.
-    `state`: the model; None: as it is now. `dry_run`: change nothing; the report says what would be done. `reads_all`:
-    read all records of the collection first; False: those of the documents given. `root` is that of the names of
-    chunks and records; `dropped_chunks` are ids. Raises `InvalidInputError`: no tokenizer, a wrong name of a
-    collection, or a system prompt is missing; `StoreError`: the store cannot be read, or not be written to."""
+    Args:
+        engine: with a tokenizer.
+        tenant: whose documents, see `BlendEngine.planner_of`.
+        collection: documents of different collections may have the same id, and are dropped apart.
+        cutting: how documents are cut.
+        system: the plain text in front of the first chunk, for the anchor rule ``system``.
+        state: the model; None: as it is now.
+        dry_run: change nothing; the report says what would be done.
+        reads_all: read all records of the collection first; False: those of the documents given.
+
+    Attributes:
+        root: of the names of chunks and records.
+        report: so far.
+        dropped_chunks: ids of the chunks dropped so far.
+
+    Raises:
+        InvalidInputError: no tokenizer, a wrong name of a collection, or a system prompt is missing.
+        StoreError: the store cannot be read, or not be written to.
+    """
 
     def __init__(
         self,

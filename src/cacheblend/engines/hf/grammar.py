@@ -28,14 +28,20 @@ Kind = Literal["json_object", "json_schema", "regex", "choice", "ebnf"]
 
 @dataclass(frozen=True)
 class Grammar:
-    """A form that an answer has from its first to its last character. Kinds: ``json_object``: any JSON object.
-    ``json_schema``: JSON by a schema; properties that it does not name and does not allow in `additionalProperties` are
-    not written, properties come in the schema's order. ``regex``: a regular expression that the whole answer matches.
-    ``choice``: one of some texts. ``ebnf``: a grammar in GBNF, whose first rule is ``root``. Raises
-    `InvalidInputError`: an unknown kind, or a text that is too long, nested too deeply or of the wrong kind."""
+    """A form that an answer has from its first to its last character.
+
+    Attributes:
+        kind: ``json_object``: any JSON object. ``json_schema``: JSON by a schema; properties that it does not name and
+            does not allow in `additionalProperties` are not written, properties come in the schema's order.
+            ``regex``: a regular expression that the whole answer matches. ``choice``: one of some texts. ``ebnf``: a
+            grammar in GBNF, whose first rule is ``root``.
+        text: the schema as JSON, the expression, the texts as a JSON list, or the grammar; empty for ``json_object``.
+
+    Raises:
+        InvalidInputError: an unknown kind, or a text that is too long, nested too deeply or of the wrong kind.
+    """
 
     kind: Kind
-    # the schema as JSON, the expression, the texts as a JSON list, or the grammar; empty for ``json_object``
     text: str = ""
 
     def __post_init__(self) -> None:

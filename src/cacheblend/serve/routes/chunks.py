@@ -10,6 +10,7 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from typing import Annotated, Any, TypeVar
 
@@ -235,9 +236,9 @@ def _put(state: ServerState, asked: DocumentsRequest, key: ApiKey) -> Generator[
     if not tenants.remember_salt(key, asked.salt):
         raise ApiError(403, "this key has used too many salts; nothing is stored under a new one", code="quota")
     documents = [Document(each.id, each.text, each.title) for each in asked.documents]
-    of: dict[str, Any] = {"tenant": tenant_of(key, asked.salt), "collection": asked.collection, "reads_all": False}
-    of |= {"cutting": Cutting(asked.chunk_tokens, min(64, asked.chunk_tokens // 2)), "state": engine.follow()}
-    dry, sync = (DocumentSync(engine, dry_run=dry_run, **of) for dry_run in (True, False))
+    tenant, cutting = tenant_of(key, asked.salt), Cutting(asked.chunk_tokens, min(64, asked.chunk_tokens // 2))
+    sync_of = partial(DocumentSync, engine, collection=asked.collection, state=engine.follow(), reads_all=False)
+    dry, sync = (sync_of(tenant=tenant, cutting=cutting, dry_run=dry_run) for dry_run in (True, False))
     yield from _in_slices(dry, documents)
     tenants.count(key)
     needed = dry.report

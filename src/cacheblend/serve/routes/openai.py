@@ -242,7 +242,7 @@ async def whole_response(running: RunningRequest, form: AnswerFormat, model: str
         **_head(form.kind, form.objects[0], model),
         "choices": [form.choice(number, events) for number, events in enumerate(choices)],
         "usage": usage_of(running.ask, running.report, generated),
-        "cacheblend": running.report and asdict(running.report),
+        "cacheblend": report_of(running.report),
     }
 
 
@@ -277,7 +277,7 @@ async def streamed_response(
         if last is not None:
             yield _sse(last)
         last = {**head, "choices": [], "usage": usage_of(running.ask, running.report, generated)}
-    yield _sse({**(last or head), "cacheblend": running.report and asdict(running.report)})
+    yield _sse({**(last or head), "cacheblend": report_of(running.report)})
     yield DONE
 
 
@@ -294,6 +294,11 @@ def usage_of(ask: Ask, report: BlendReport | None, generated: int) -> dict[str, 
         "total_tokens": len(ask.prompt) + generated,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+
+
+def report_of(report: BlendReport | None) -> dict[str, Any] | None:
+    """The field ``cacheblend`` of a response: how the request was prefilled."""
+    return None if report is None else asdict(report)
 
 
 def _sse(data: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from cacheblend.serve.admission import RunningRequest, started, unless_disconnected
 from cacheblend.serve.errors import ApiError, api_error
 from cacheblend.serve.prompts import ParsedPrompt, chat_prompt, texts_of_chat
-from cacheblend.serve.routes.openai import EVENT_STREAM, usage_of
+from cacheblend.serve.routes.openai import EVENT_STREAM, report_of, usage_of
 from cacheblend.serve.schemas import ChatRequest, ContentPart, InputMessage, InputPart, Message, ResponsesRequest
 from cacheblend.serve.state import Key, ServerState
 
@@ -99,7 +99,7 @@ class ResponseObject:
             "truncation": "disabled",
             "usage": usage,
             "metadata": {},
-            "cacheblend": self.running.report and asdict(self.running.report),
+            "cacheblend": report_of(self.running.report),
         }
 
 

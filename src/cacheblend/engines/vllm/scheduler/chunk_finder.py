@@ -48,13 +48,15 @@ class TenantPlanners:
 
     def __init__(self, identity: ModelIdentity, config: BlendConfig) -> None:
         self._identity, self._config = identity, config
-        make = lambda salt, adapter: replace(self._identity, adapters=adapter).planner(self._config, salt)  # noqa: E731
-        self._made = lru_cache(_MOST_PLANNERS)(make)
+        self._made = lru_cache(_MOST_PLANNERS)(self._make)
         self.of()  # a wrong anchor shows at the start
 
     def of(self, cache_salt: str | None = None, adapter: str = "") -> Planner:
         """The planner of the requests with this salt and this adapter (see `adapters.named`)."""
         return self._made(cache_salt or "", adapter)
+
+    def _make(self, cache_salt: str, adapter: str) -> Planner:
+        return replace(self._identity, adapters=adapter).planner(self._config, cache_salt)
 
     def renew(self) -> None:
         """Changes all roots for the rest of this process: what was stored so far is not found any more."""
