@@ -156,7 +156,7 @@ def test_compute_time_is_learnt_only_from_prefills_that_run_alone(
         for together in (1, 3):
             scheduler = Scheduler(engine, Limits(active=3, row_layers=50))
             done = [threading.Event() for _ in range(together)]
-            with scheduler._changed:  # submit all before the first one starts
+            with scheduler._lock:  # submit all before the first one starts
                 for each in done:
                     scheduler.submit(Ask(RAG, FOUR), lambda e, each=each: isinstance(e, DoneEvent) and each.set())
             assert all(each.wait(60) for each in done)

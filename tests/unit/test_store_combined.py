@@ -430,7 +430,7 @@ def test_blocks_that_wait_are_dropped_withdrawn_or_written_together() -> None:
     store = SlowStore()  # close gives up after its timeout; withdrawing one of several being written waits for them
     chain, behind = make_chain(3), make_block(90)
     writer = WriteBehind(store)
-    with writer._changed:  # all of them wait before the first is taken
+    with writer._lock:  # all of them wait before the first is taken
         for block in [*chain, behind]:
             writer.submit(block)
     assert store.started.wait(10)

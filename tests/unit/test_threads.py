@@ -27,7 +27,9 @@ from cacheblend.core.load import threads as threads_module
 from cacheblend.core.load.threads import CallsInOrder, DaemonPool, results_of
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.engines.hf import BlendEngine, thread_count
+from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.thread_count import ThreadCount
+from cacheblend.store import MemoryStore, WriteBehind
 from families import tiny_model
 
 
@@ -330,6 +332,29 @@ def used(count: ThreadCount) -> list[int]:
             found.append(torch.get_num_threads())
         found.append(torch.get_num_threads())
     return [*found, torch.get_num_threads()]
+
+
+@pytest.mark.parametrize(
+    ("owner", "call"), [(WriteBehind(MemoryStore()), "stats"), (Background(4), "begin_request")], ids=["writer", "jobs"]
+)
+def test_an_interrupt_while_a_lock_is_taken_holds_up_nobody(
+    owner: Any, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enter = threading.Condition.__enter__
+
+    def interrupted(condition: threading.Condition) -> bool:
+        held = enter(condition)
+        if condition is owner._changed:
+            raise KeyboardInterrupt  # Python looks for signals when a function of its own has called, not when C has
+        return held
+
+    with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
+        patched.setattr(threading.Condition, "__enter__", interrupted)
+        getattr(owner, call)()
+    other = threading.Thread(target=getattr(owner, call), daemon=True)
+    other.start()
+    other.join(30)
+    assert not other.is_alive()
 
 
 def test_one_thread_beside_others(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

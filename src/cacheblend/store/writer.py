@@ -47,7 +47,10 @@ class WriteBehind(Closable):
     def __init__(self, store: KVStore, max_bytes: int = 1 << 30) -> None:
         if max_bytes <= 0:
             raise InvalidInputError(f"max_bytes must be above 0, got {max_bytes}")
-        self._store, self._max_bytes, self._changed = store, max_bytes, threading.Condition()
+        self._store, self._max_bytes = store, max_bytes
+        # Entered in place of the condition, which is entered in Python: a Ctrl-C at a bad moment would leave it held.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._waiting: OrderedDict[BlockName, tuple[Block | BlockMaker, int]] = OrderedDict()
         self._writing: list[BlockName] = []  # the first of them
         self._counts, self._closed = WriterStats(), False
@@ -62,7 +65,7 @@ class WriteBehind(Closable):
             name, nbytes = item.name, sum(record.nbytes for record in item.records)
         if name is None:
             raise InvalidInputError("submit needs the name of the block that a callable will make")
-        with self._changed:
+        with self._lock:
             if name in self._waiting:
                 self._counts.duplicates += 1
                 return False
@@ -80,19 +83,19 @@ class WriteBehind(Closable):
 
     def submit_all(self, blocks: Sequence[Block]) -> list[bool]:
         """Queues blocks as `submit` does each, all before one is written: those that follow each other go together."""
-        with self._changed:
+        with self._lock:
             return [self.submit(block) for block in blocks]
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if not self._waiting:
                     return
                 items = self._next()
             self._write(items)
             del items
-            with self._changed:
+            with self._lock:
                 for name in self._writing:
                     _, nbytes = self._waiting.pop(name)
                     self._counts.waiting_bytes -= nbytes
@@ -137,13 +140,13 @@ class WriteBehind(Closable):
 
     def is_waiting(self, names: Iterable[BlockName]) -> bool:
         """Whether any of these blocks waits or is being written."""
-        with self._changed:
+        with self._lock:
             return any(name in self._waiting for name in names)
 
     def withdraw(self, name: BlockName) -> bool:
         """Takes a waiting block out of the queue, and waits for it if it is being written; False if it did not wait.
         Afterwards no block of this name that was submitted before reaches the store."""
-        with self._changed:
+        with self._lock:
             queued = self._waiting.get(name)
             if queued is None:
                 return False
@@ -157,7 +160,7 @@ class WriteBehind(Closable):
     def flush(self, timeout_s: float | None = None) -> bool:
         """Waits until all blocks submitted before are written; False if that takes longer than `timeout_s`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._changed:
+        with self._lock:
             before = list(self._waiting.items())
             while any(self._waiting.get(name) is queued for name, queued in before):
                 left = None if deadline is None else deadline - time.monotonic()
@@ -169,13 +172,13 @@ class WriteBehind(Closable):
 
     def stats(self) -> WriterStats:
         """The counters, a snapshot."""
-        with self._changed:
+        with self._lock:
             return replace(self._counts, waiting=len(self._waiting))
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Accepts no more blocks, writes those that wait and ends the thread; may be called twice. False if that takes
         longer than `timeout_s`: then all waiting blocks are dropped except those being written."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
             thread = self._thread
@@ -184,7 +187,7 @@ class WriteBehind(Closable):
         thread.join(timeout_s)
         if not thread.is_alive():
             return True
-        with self._changed:
+        with self._lock:
             for name in list(self._waiting)[len(self._writing) :]:
                 _, nbytes = self._waiting.pop(name)
                 self._counts.waiting_bytes -= nbytes

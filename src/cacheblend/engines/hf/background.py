@@ -49,7 +49,8 @@ class Background:
     waiting jobs the rest is dropped and counted."""
 
     def __init__(self, limit: int) -> None:
-        self._limit, self._changed = limit, threading.Condition()
+        self._limit, self._lock = limit, threading.RLock()
+        self._changed = threading.Condition(self._lock)  # never entered itself: see `WriteBehind`
         self._jobs: OrderedDict[Hashable, _Job] = OrderedDict()
         self._requests = self._flushing = 0
         self._working = self._closed = False
@@ -67,7 +68,7 @@ class Background:
     def begin_request(self) -> None:
         """No further job is started until `end_request`."""
         self.check_open()
-        with self._changed:
+        with self._lock:
             self._requests += 1
 
     def check_open(self) -> None:
@@ -77,20 +78,20 @@ class Background:
 
     def end_request(self) -> None:
         """Must be called once for each `begin_request`."""
-        with self._changed:
+        with self._lock:
             self._requests -= 1
             self._quiet_since = time.monotonic()
             self._start()
 
     def wake(self) -> None:
-        with self._changed:
+        with self._lock:
             self._start()
 
     def submit(self, key: Hashable, job: Callable[[], Any], *, patient: bool = False) -> bool:
         """Queues a job, unless one with the same key is waiting or running; False if it was dropped. A patient job
         waits until there are no requests, however long that takes (see `catch_up`). Patient jobs take at most a quarter
         of the queue: beyond that the oldest one is dropped."""
-        with self._changed:
+        with self._lock:
             if key in self._jobs or (self._working and key == self._running):
                 return True
             patient_keys = [key for key, each in self._jobs.items() if each.patient]
@@ -110,7 +111,7 @@ class Background:
     def catch_up(self, after_s: float) -> bool:
         """Runs one job in the calling thread that has waited at least `after_s` seconds, even during requests; False if
         there is none. No patient job is run. For a caller that always has requests, in their thread."""
-        with self._changed:
+        with self._lock:
             key = next((key for key, job in self._jobs.items() if not job.patient), None)
             if key is None or self._working or time.monotonic() - self._jobs[key].since < after_s:
                 return False
@@ -121,7 +122,7 @@ class Background:
     def advance_idle(self) -> bool:
         """Does a slice of idle work in the calling thread, even during requests; False if there is none. For the same
         caller as `catch_up`, which sees to it that requests hardly notice."""
-        with self._changed:
+        with self._lock:
             work = self.idle_work
             if self._working or self._closed or work is None or not work.has_work:
                 return False
@@ -132,7 +133,7 @@ class Background:
     def flush(self, timeout: float | None = None) -> bool:
         """Waits until every queued job is done, running jobs even during requests; False after `timeout` seconds. Idle
         work is not waited for, but for a slice that is under way."""
-        with self._changed:
+        with self._lock:
             self._flushing += 1
             end = math.inf if timeout is None else time.monotonic() + timeout
             try:
@@ -149,7 +150,7 @@ class Background:
     def close(self, timeout: float | None = CLOSE_S) -> bool:
         """Drops waiting jobs, and ends the thread after the job that is running; False if that takes longer than
         `timeout` seconds: it may hang in the store, and is left to itself."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             if self._jobs:
                 logger.warning("closed with %d background job(s) waiting; they are dropped", len(self._jobs))
@@ -188,7 +189,7 @@ class Background:
 
     def _work(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 while self._may_idle() and self._quiet_left_s > 0:
                     self._changed.wait(self._quiet_left_s)
                 if self._may_work():
@@ -214,7 +215,7 @@ class Background:
             logger.warning("background work failed; its request is not affected", exc_info=True)
         finally:
             self.holds_up_requests = False
-            with self._changed:
+            with self._lock:
                 self._working = False
                 self._start()
                 self._changed.notify_all()

@@ -169,7 +169,8 @@ class Scheduler:
         self._opening: Ticket | None = None  # while it is planned, which may take as long as a slow store's look-up
         self._answering: list[Ticket] = []
         self._view = engine.view  # of the requests that run: other adapters have another one
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # never entered itself: see `WriteBehind`
         self._closed = self._draining = self._in_round = False
         self._catch_up_at = self._check_at = 0.0
         self._recent_s = 1.0  # running average of a request's duration
@@ -182,7 +183,7 @@ class Scheduler:
 
     def submit(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
         """Queues a request; its last event is a `DoneEvent`. Raises `QueueFullError`, `ClosedError`."""
-        with self._changed:
+        with self._lock:
             if self._draining:
                 raise ClosedError("the server is shutting down")
             if len(self._waiting) >= self._limits.waiting:
@@ -209,7 +210,7 @@ class Scheduler:
     def close(self, timeout: float = 0.0) -> None:
         """Refuses new requests, waits up to `timeout` seconds for accepted ones, and ends the rest with an error."""
         end = time.monotonic() + timeout
-        with self._changed:
+        with self._lock:
             self._draining = True
             self._changed.notify_all()
             while self._has_work and time.monotonic() < end:
@@ -239,7 +240,7 @@ class Scheduler:
     def _work(self) -> None:
         try:
             while True:
-                with self._changed:
+                with self._lock:
                     self._in_round = False
                     while not self._has_work and not self._closed:
                         self._changed.notify_all()  # wakes `close`
@@ -249,7 +250,7 @@ class Scheduler:
                     self._in_round = True
                 self.run()
         finally:  # also after SystemExit
-            with self._changed:
+            with self._lock:
                 self._draining = self._closed = True
                 self._in_round = False
             self._end_all(ClosedError("the server was shut down"))
@@ -275,7 +276,7 @@ class Scheduler:
             self._check_at = _next_at(began, shadow.watch.settings.share)
 
     def _all(self) -> Iterator[Ticket]:
-        with self._changed:
+        with self._lock:
             waiting = list(self._waiting)
         opening = () if self._opening is None else (self._opening,)
         yield from (*waiting, *opening, *self._batcher, *self._answering)
@@ -283,7 +284,7 @@ class Scheduler:
     def _admit(self) -> None:
         engine = self._engine
         while True:
-            with self._changed:
+            with self._lock:
                 # Choices count, not requests, since each has its own KV cache.
                 running: int = sum(ticket.ask.choices for ticket in (*self._batcher, *self._answering))
                 if not self._waiting or 0 < running > self._limits.active - self._waiting[0].ask.choices:
@@ -408,7 +409,7 @@ class Scheduler:
             ticket.prefill = ticket.to_store = ticket.watched = None
 
     def _leave(self, ticket: Ticket) -> None:
-        with self._changed:
+        with self._lock:
             if ticket in self._waiting:
                 self._waiting.remove(ticket)
         if self._opening is ticket:

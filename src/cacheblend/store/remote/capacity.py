@@ -34,7 +34,8 @@ class RemoteCapacity:
         self._objects, self.max_bytes, self._drop, self._asking = objects, max_bytes, drop, asking
         self._empty = EmptyChunks(manifests, self._held)
         self._blocks: set[BlockName] = set()  # that were listed last, but for those removed since
-        self._lock = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # never entered itself: see `WriteBehind`
         self._bytes, self._counted_at = 0, -_RECOUNT_S
         self._being_written = 0  # bytes
         self.evictions = 0
@@ -48,7 +49,7 @@ class RemoteCapacity:
             return
         with self._lock:
             while self._being_written and self._being_written + need > self.max_bytes:
-                self._lock.wait()  # blocks being written by other threads cannot be evicted yet
+                self._changed.wait()  # blocks being written by other threads cannot be evicted yet
             taken = self._being_written + need
             if time.monotonic() > self._counted_at + _RECOUNT_S or self._bytes + taken > self.max_bytes:
                 with self._asking():
@@ -68,7 +69,7 @@ class RemoteCapacity:
             with self._lock:
                 self._being_written -= need
                 self._bytes += written
-                self._lock.notify_all()
+                self._changed.notify_all()
 
     def shrink(self, max_bytes: int, progress: Progress | None = None) -> int:
         """Evicts unpinned blocks until at most `max_bytes` are held, and removes all manifests of which no block is
