@@ -57,6 +57,8 @@ class BlendConfig(Selection):
             not with the anchor ``system``, which is another one for each prompt.
         min_run_tokens: shorter runs of plain text are neither found nor learnt.
         watch_tokens: ids of recent prompts that are kept to learn from, 4 bytes each.
+        edits: keep what prompts had computed in context, and load it where a later prompt of the same conversation has
+            it at another place, behind an edit of its history; see `engines.histories`.
 
     Raises:
         InvalidInputError: a value outside its limits; the message names field, value and limit.
@@ -78,6 +80,7 @@ class BlendConfig(Selection):
     discover: bool = True
     min_run_tokens: int = 64
     watch_tokens: int = 16 * 1024 * 1024
+    edits: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()  # the types of all fields, too

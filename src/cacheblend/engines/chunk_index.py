@@ -16,7 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cacheblend.core.failures import count_failure
 from cacheblend.core.load.threads import DaemonPool
@@ -284,16 +284,20 @@ class ChunkListing:
             known = chunks
 
 
-def with_matches(prompt: Prompt, index: ChunkIndex) -> Prompt:
-    """The prompt with the runs of its plain text that the index finds as chunks; marked chunks stay as they are."""
-    segments: list[Segment] = []
+def with_matches(prompt: Prompt, index: ChunkIndex, start: int = 0, *, moved: bool = False) -> Prompt:
+    """The prompt with the runs of its plain text from position `start` on that the index finds as chunks, or as moved
+    ones; marked chunks stay as they are."""
+    segments, position = list[Segment](), 0
     for segment in prompt.segments:
-        if segment.is_chunk:
+        begin, position = max(0, start - position), position + len(segment)
+        if segment.is_chunk or begin >= len(segment):
             segments.append(segment)
             continue
         at = 0
-        for match in index.match(segment.token_ids):
-            segments += [text(segment.token_ids[at : match.start]), run_of(match.chunk, match.offset, len(match))]
-            at = match.stop
+        for match in index.match(segment.token_ids[begin:]):
+            run = run_of(match.chunk, match.offset, len(match), moved=moved)
+            segments += [text(segment.token_ids[at : begin + match.start]), run]
+            at = begin + match.stop
         segments.append(text(segment.token_ids[at:]) if at else segment)
-    return Prompt.of(segments, prompt.changed_contents, prompt.front)
+    found = Prompt.of(segments, prompt.changed_contents, prompt.front)
+    return replace(found, conversation=prompt.conversation, as_asked=prompt.as_asked)

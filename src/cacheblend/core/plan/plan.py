@@ -178,6 +178,8 @@ class BlendPlan:
         counts = {"prefix": 0, "memory": 0, "disk": 0, "miss": 0, "text": 0}
         for span in self.spans:
             key = span.tier if span.source is Source.LOADED else span.source.value
+            if span.source is Source.LOADED and self.prompt.segments[span.segment].is_moved:
+                key = "moved"
             counts[key] = counts.get(key, 0) + len(span)
         return counts
 

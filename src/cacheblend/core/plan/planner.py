@@ -163,7 +163,13 @@ class Planner:
                 segment, entry = prompt.segments[span.segment], entries[span.name]
                 is_run = segment.found_in is not None or segment.whole is not None
                 if entry is not None and _holds(entry, tokens, span.record_start if is_run else None):
-                    span = replace(span, source=Source.LOADED, record_tokens=len(entry.token_ids), tier=entry.tier)
+                    span = replace(
+                        span,
+                        source=Source.LOADED,
+                        record_tokens=len(entry.token_ids),
+                        is_raw=segment.is_moved,
+                        tier=entry.tier,
+                    )
             above = chain
             spans.append(span)
         # of each chunk the name of its last block, whatever the prompt has of it

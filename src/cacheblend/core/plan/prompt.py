@@ -23,6 +23,7 @@ class Segment:
         found_in: for a run found by its content, the stored chunk that contains it; otherwise None.
         offset: place of its first token in that chunk, or in `whole`.
         whole: of a chunk that the prompt has in part, the ids of all of it, under which it is stored; otherwise None.
+        is_moved: `found_in` is a part of an earlier prompt of this conversation, computed in that prompt's context.
     """
 
     token_ids: TokenIds
@@ -31,6 +32,7 @@ class Segment:
     found_in: ChunkManifest | None = None
     offset: int = 0
     whole: TokenIds | None = None
+    is_moved: bool = False
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -71,7 +73,7 @@ def part_of(ids: Sequence[int] | npt.NDArray[np.integer], offset: int, tokens: i
     return replace(whole, token_ids=whole.token_ids[offset : offset + tokens], offset=offset, whole=whole.token_ids)
 
 
-def run_of(found_in: ChunkManifest, offset: int, tokens: int) -> Segment:
+def run_of(found_in: ChunkManifest, offset: int, tokens: int, *, moved: bool = False) -> Segment:
     """A run of a stored chunk: its KV is reused as far as the store holds it, and never stored again. Raises
     `InvalidInputError`: the run lies outside the chunk."""
     if not (offset >= 0 and 0 < tokens <= len(found_in.token_ids) - offset):
@@ -79,7 +81,7 @@ def run_of(found_in: ChunkManifest, offset: int, tokens: int) -> Segment:
             f"tokens {offset}..{offset + tokens - 1} of a chunk that has 0..{len(found_in.token_ids) - 1}"
         )
     ids = found_in.token_ids[offset : offset + tokens]
-    return Segment(ids, is_chunk=True, label=found_in.label, found_in=found_in, offset=offset)
+    return Segment(ids, is_chunk=True, label=found_in.label, found_in=found_in, offset=offset, is_moved=moved)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,11 +96,15 @@ class Prompt:
         front: the text in front of the first passage as it is on its own, where its last tokens, or those behind them,
             are others in this prompt because of the passage that follows; None: what stands in front of the first
             chunk. It is the same whichever passage is first.
+        conversation: whose earlier prompts this one may continue, see `engines.histories`.
+        as_asked: this prompt before runs of it were found in earlier ones; None: none was.
     """
 
     segments: tuple[Segment, ...]
     changed_contents: int = 0
     front: tuple[Segment, ...] | None = None
+    conversation: str = ""
+    as_asked: "Prompt | None" = None
 
     @staticmethod
     def of(segments: Iterable[Segment], changed_contents: int = 0, front: Iterable[Segment] | None = None) -> "Prompt":

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.errors import InvalidInputError, check_type, shown
+from cacheblend.core.errors import InvalidInputError, check_encodable, check_type, shown
 from cacheblend.core.fuse.prefill import PrefillResult
 from cacheblend.core.names import as_token_ids
 from cacheblend.core.plan.blocks import ChunkManifest
@@ -40,6 +40,7 @@ from cacheblend.engines.hf.scheduler import Ask, Limits, Scheduler
 from cacheblend.engines.hf.state import FollowedModel, ModelState
 from cacheblend.engines.hf.survey import survey_model
 from cacheblend.engines.hf.warmup import ChunkWarmer, Progress
+from cacheblend.engines.histories import Histories
 from cacheblend.engines.keeper import WarmReport
 from cacheblend.engines.settings import BlendSettings, check_settings, controller_of, read_cost_model, resolve_settings
 from cacheblend.engines.tokens import Message
@@ -123,7 +124,10 @@ class BlendEngine(FollowedModel):
         self._is_closed = False
         self.grammars = Grammars(tokenizer, survey.vocab_size, self.eos_ids)
         self.discovery = open_discovery(self.store, self.config, planner.anchor)
-        self._warmer = ChunkWarmer(model, self.store, self.config, self.background, name, adapters, self.discovery)
+        own = self.config
+        self.histories = Histories(own.min_run_tokens, own.watch_tokens) if own.edits else None
+        learners = self.discovery, self.histories
+        self._warmer = ChunkWarmer(model, self.store, self.config, self.background, name, adapters, *learners)
         self._after_request = self._warmer.after_request
 
     @staticmethod
@@ -275,6 +279,7 @@ class BlendEngine(FollowedModel):
         params: SamplingParams | None = None,
         *,
         ratio: float | None = None,
+        conversation: str = "",
         **options: Unpack[SamplingOptions],
     ) -> Answer:
         """The whole answer.
@@ -283,13 +288,14 @@ class BlendEngine(FollowedModel):
             prompt: see `prompt`.
             params: how the answer is drawn.
             ratio: overrides the configured recompute ratio for this request.
+            conversation: whose earlier prompts this one may continue, edited (`BlendConfig.edits`).
             **options: the fields of `SamplingParams` one by one, instead of `params`.
 
         Raises:
             InvalidInputError: as for `prompt`; several texts without a passage, for which there is `generate_batch`;
                 or an option is unknown or out of range.
         """
-        *_, last = self._stream(prompt, sampling_of(params, options), ratio)
+        *_, last = self._stream(prompt, sampling_of(params, options), ratio, conversation)
         assert last.answer is not None
         return last.answer
 
@@ -300,6 +306,7 @@ class BlendEngine(FollowedModel):
         params: SamplingParams | None = None,
         *,
         ratio: float | None = None,
+        conversation: str = "",
         template_options: Mapping[str, Any] | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Answer:
@@ -307,7 +314,7 @@ class BlendEngine(FollowedModel):
         sampling = sampling_of(params, options)
         check_type(template_options, Mapping | None, "template_options", 'a mapping, {"enable_thinking": False}')
         prompt = self.chat_prompt(messages, documents, **(template_options or {}))
-        *_, last = self._stream(prompt, sampling, ratio)
+        *_, last = self._stream(prompt, sampling, ratio, conversation)
         assert last.answer is not None
         return last.answer
 
@@ -317,26 +324,36 @@ class BlendEngine(FollowedModel):
         params: SamplingParams | None = None,
         *,
         ratio: float | None = None,
+        conversation: str = "",
         **options: Unpack[SamplingOptions],
     ) -> Iterator[Delta]:
         """The answer as it is generated; the last delta carries it whole. Arguments as for `generate`."""
-        return self._stream(prompt, sampling_of(params, options), ratio)
+        return self._stream(prompt, sampling_of(params, options), ratio, conversation)
 
-    def _stream(self, prompt: PromptLike, params: SamplingParams, ratio: float | None) -> Iterator[Delta]:
+    def _stream(
+        self, prompt: PromptLike, params: SamplingParams, ratio: float | None, conversation: str
+    ) -> Iterator[Delta]:
         text = TextStream(self.builder.detokenizer() if self.builder else None, params.stop)
-        with self._start(prompt, params, ratio) as request:  # finished also where the caller leaves early
+        with self._start(prompt, params, ratio, conversation) as request:  # finished also where the caller leaves early
             yield from request.stream(text)
 
-    def start(self, prompt: PromptLike, params: SamplingParams | None = None, *, ratio: float | None = None) -> Request:
+    def start(
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        ratio: float | None = None,
+        conversation: str = "",
+    ) -> Request:
         """Prefills a prompt, for callers that draw the tokens themselves; arguments as for `generate`.
 
         Until the request's `finish` no background work is started.
         """
-        return self._start(prompt, SamplingParams() if params is None else check_params(params), ratio)
+        return self._start(prompt, SamplingParams() if params is None else check_params(params), ratio, conversation)
 
-    def _start(self, prompt: PromptLike, params: SamplingParams, ratio: float | None) -> Request:
+    def _start(self, prompt: PromptLike, params: SamplingParams, ratio: float | None, conversation: str) -> Request:
         started = time.perf_counter()
-        ask = self._ask(prompt, params, ratio)
+        ask = self._ask(prompt, params, ratio, conversation)
         self.background.begin_request()
         try:
             state = self.follow()
@@ -349,8 +366,12 @@ class BlendEngine(FollowedModel):
             self.background.end_request()
             raise
 
-    def _ask(self, prompt: PromptLike, params: SamplingParams, ratio: float | None) -> Ask:
+    def _ask(self, prompt: PromptLike, params: SamplingParams, ratio: float | None, conversation: str = "") -> Ask:
         read = self.prompts.read(prompt, is_one=False)
+        if conversation:
+            check_type(conversation, str, "conversation")
+            check_encodable(conversation, "conversation")
+            read = replace(read, conversation=conversation)
         if params.stop and self.builder is None:
             raise InvalidInputError("without a tokenizer the engine cannot find stop texts; use stop_token_ids")
         return Ask(read, params, grammar=self.grammars.compile(params.grammar), ratio=ratio)

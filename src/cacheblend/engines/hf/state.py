@@ -25,6 +25,7 @@ from cacheblend.engines.hf.sampling import Sampler, SamplingParams
 from cacheblend.engines.hf.shadow_check import Origin, ShadowCheck
 from cacheblend.engines.hf.survey import Survey, survey_model
 from cacheblend.engines.hf.view import ModelView
+from cacheblend.engines.histories import Histories
 from cacheblend.engines.settings import BlendSettings
 from cacheblend.engines.tokens import PromptBuilder
 
@@ -74,6 +75,7 @@ class FollowedModel:
     adapters: AdapterWatch
     _state: ModelState
     discovery: Discovery[Any] | None
+    histories: Histories | None
     _after_request: Callable[..., None]  # of `ChunkWarmer`
 
     def follow(self) -> ModelState:
@@ -132,10 +134,12 @@ class FollowedModel:
         return Origin(state.adapted.version, self.shadow.watch.step if own and self.shadow else None, tenant)
 
     def known_in(self, prompt: Prompt, state: ModelState, tenant: str = "") -> Prompt:
-        """The prompt whose plain text is cut at a tenant's stored chunks (`BlendConfig.discover`)."""
-        if self.discovery is None:
-            return prompt
-        return self.discovery.listing.match_now(state.planner_of(tenant).root, prompt)
+        """The prompt whose plain text is cut at what its conversation had computed elsewhere (`BlendConfig.edits`), and
+        at a tenant's stored chunks (`BlendConfig.discover`)."""
+        root = state.planner_of(tenant).root
+        if self.histories is not None:
+            prompt = self.histories.match(root, prompt)
+        return prompt if self.discovery is None else self.discovery.listing.match_now(root, prompt)
 
     def open_prefill(
         self,

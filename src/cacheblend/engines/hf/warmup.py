@@ -30,6 +30,7 @@ from cacheblend.engines.hf.prefiller import Prefiller
 from cacheblend.engines.hf.recurrent import SHORTEST, kv_of_cache, snapshot_blocks
 from cacheblend.engines.hf.state import ModelState
 from cacheblend.engines.hf.survey import check_mode
+from cacheblend.engines.histories import Histories, exact_part
 from cacheblend.engines.keeper import ChunkKeeper, WarmReport
 from cacheblend.store import KVStore, WriteBehind
 
@@ -91,6 +92,7 @@ class ChunkWarmer:
         name: str,
         adapters: AdapterWatch,
         discovery: Discovery[Asker] | None,
+        histories: Histories | None,
     ) -> None:
         self._model, self._store, self._config = model, store, config
         self._background, self._name, self._adapters = background, name, adapters
@@ -99,6 +101,7 @@ class ChunkWarmer:
         if discovery is not None:
             self.keeper.listeners.append(lambda manifest: discovery.listing.add([manifest]))
         self._discovery, self._queued, self._lock = discovery, set[bool](), threading.Lock()
+        self._histories = histories
         self._store_thread = DaemonPool(1, "cacheblend-keeper")
         self._asked: tuple[Future[Any], float] | None = None  # what the store was asked last in that thread, and when
         self._begun: dict[BlockName, None] = {}  # blocks that prompts without chunks begin with, the newest last
@@ -169,7 +172,7 @@ class ChunkWarmer:
         if not may_keep(sum(map(len, missed))):
             return
         if text:
-            self._writer.submit_all(self._exact_blocks(result))
+            self._writer.submit_all(self._exact_blocks(planner, result))
             self._writer.submit_all(snapshot_blocks(state.survey.kinds, result.states) if result.states else ())
         for segment in missed:
             job, longest = ChunkJob(anchor, segment.token_ids, segment.label), state.survey.max_length
@@ -182,9 +185,14 @@ class ChunkWarmer:
                 patient=len(job) > HOLD_UP_TOKENS,
             )
 
-    def _exact_blocks(self, result: PrefillResult) -> list[Block]:
-        """The text in front of the first chunk; of a prompt without chunks what an earlier one began with, too."""
+    def _exact_blocks(self, planner: Planner, result: PrefillResult) -> list[Block]:
+        """The text in front of the first chunk; of a prompt without chunks what an earlier one began with, too. All of
+        it where later prompts of the conversation may have it at other places."""
         plan = result.plan
+        if self._histories is not None and (exact := exact_part(planner, plan)) is not None:
+            self._histories.note(planner.root, plan.prompt.conversation, exact)
+            held = {span.name for span in plan.spans if span.source is Source.PREFIX}
+            return publish(exact, result.kv, [span for span in exact.spans if span.name not in held])
         if plan.prompt.chunks or self._discovery is None:
             return publish(plan, result.kv)
         computed = [span for span in plan.spans if span.source is Source.TEXT and span.name not in plan.left_out]

@@ -1,0 +1,117 @@
+"""What earlier prompts of a conversation had computed in their context, found again where its history was edited.
+
+    earlier prompt   system | u1 | thought | a1 | u2 | a2 | u3
+    its chain        b0   b1   b2   b3   b4   b5   b6   b7          blocks whose KV is exact for that prompt
+    prompt           system | u1 | a1 | u2 | a2 | u3 | a3 | u4
+    source           exact prefix| moved             | text
+                                 ^ the first difference
+
+A stripped thought, a cleared tool result, or a summary of the older half changes a history in the middle. What stands
+behind the edit was computed in nearly this context, at another place: it is loaded from the earlier prompt's blocks,
+moved, and recomputed in part, as a chunk is. It has seen its own context, so it serves its conversation alone, and is
+never stored again. Knows prompts and plans. Does not know how a block is stored.
+"""
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from itertools import groupby, takewhile
+
+from cacheblend.core.names import BlockName, TokenIds, equal_length
+from cacheblend.core.plan.blocks import ChunkManifest, EmptySource
+from cacheblend.core.plan.chunk_matches import ChunkIndex
+from cacheblend.core.plan.plan import BlendPlan, Source
+from cacheblend.core.plan.planner import Planner
+from cacheblend.core.plan.prompt import Prompt, Segment, text
+from cacheblend.engines.chunk_index import with_matches
+
+MOST_CHAINS = 4
+"""Earlier prompts of a conversation that are remembered. A prompt that goes on takes the place of what it begins with,
+so that there is one for each edit."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Chain:
+    """What a prompt begins with and has exact blocks of: its ids, [tokens], and each segment as if it were a chunk
+    behind the ones in front of it."""
+
+    token_ids: TokenIds
+    segments: tuple[ChunkManifest, ...]
+
+    @staticmethod
+    def of(exact: BlendPlan) -> "_Chain":
+        ids, segments = exact.prompt.token_ids, list[ChunkManifest]()
+        for _, group in groupby(exact.spans, lambda span: span.segment):
+            spans = [*group]
+            start, stop, names = spans[0].start, spans[-1].stop, tuple(span.name for span in spans)
+            segments.append(ChunkManifest(names[-1], spans[0].parent, ids[:start], ids[start:stop], names))
+        return _Chain(ids, tuple(segments))
+
+    def shared(self, token_ids: TokenIds) -> int:
+        """How many first tokens are the same."""
+        return equal_length(self.token_ids, token_ids)
+
+
+class Histories:
+    """The exact chains of recent conversations, for one engine. Thread-safe.
+
+    Args:
+        min_run_tokens: shorter runs are not moved.
+        most_tokens: ids that are kept; conversations that were asked longest ago are forgotten.
+    """
+
+    def __init__(self, min_run_tokens: int, most_tokens: int) -> None:
+        self._min_run_tokens, self._most_tokens, self._tokens = min_run_tokens, most_tokens, 0
+        self._chains: OrderedDict[tuple[BlockName, str], tuple[_Chain, ...]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def note(self, root: BlockName, conversation: str, exact: BlendPlan) -> None:
+        """Remembers what was stored of a prompt, a plan of `exact_part`."""
+        new = _Chain.of(exact)
+        with self._lock:
+            before = self._chains.pop((root, conversation), ())
+            if any(each.shared(new.token_ids) == len(new.token_ids) for each in before):
+                kept = before
+            else:
+                others = (each for each in before if each.shared(new.token_ids) < len(each.token_ids))
+                kept = (*others, new)[-MOST_CHAINS:]
+            self._chains[root, conversation] = kept
+            self._tokens += sum(len(each.token_ids) for each in kept) - sum(len(each.token_ids) for each in before)
+            while self._tokens > self._most_tokens:
+                _, gone = self._chains.popitem(last=False)
+                self._tokens -= sum(len(each.token_ids) for each in gone)
+
+    def match(self, root: BlockName, prompt: Prompt) -> Prompt:
+        """The prompt with the runs behind its exact prefix that its conversation has exact KV of at other places. A
+        prompt of no named conversation has to begin as one of the earlier prompts does."""
+        with self._lock:
+            chains = self._chains.get((root, prompt.conversation), ())
+        shared = [each.shared(prompt.token_ids) for each in chains]
+        longest = max(shared, default=0)
+        needed = 0 if prompt.conversation else self._min_run_tokens
+        if not chains or longest < needed or len(prompt) - longest < self._min_run_tokens:
+            return prompt
+        index = ChunkIndex(self._min_run_tokens)
+        index.add(segment for each in chains for segment in each.segments)
+        found = with_matches(prompt, index, longest, moved=True)
+        first = next((at for at, each in enumerate(found.segments) if each.is_chunk), None)
+        if not any(each.is_moved for each in found.segments):
+            return prompt
+        if first is not None and found.segments[first].is_moved:  # the block in which the prefix ends is loaded in part
+            nearest = chains[shared.index(longest)]
+            front = [text(each.token_ids) for each in nearest.segments]
+            found = replace(Prompt.of(found.segments, found.changed_contents, front), conversation=prompt.conversation)
+        return replace(found, as_asked=prompt)
+
+
+def exact_part(planner: Planner, plan: BlendPlan) -> BlendPlan | None:
+    """The text that a prefilled prompt begins with, as far as its KV is exact, cut into blocks as a prompt that no run
+    was found in; None: there is none. Says nothing of what is stored."""
+    exact = [*takewhile(lambda span: span.source in (Source.PREFIX, Source.TEXT), plan.spans)]
+    stop, segments, position = exact[-1].stop if exact else 0, list[Segment](), 0
+    for segment in (plan.prompt.as_asked or plan.prompt).segments:
+        if segment.is_chunk or position >= stop:
+            break
+        segments.append(text(segment.token_ids[: stop - position]))
+        position += len(segment)
+    return planner.plan(Prompt.of(segments), EmptySource()) if segments else None

@@ -1,0 +1,218 @@
+"""Histories that are edited in the middle: at r = 1 every answer is full prefill's, no history of edits stores another
+KV than a plain prefill's, and no other conversation's KV is found.
+
+Situations: pieces of a history stripped, replaced, inserted, inside of a run too; the older half replaced by a summary;
+a first line that changes each turn; several edits at once, and none; a turn asked twice; conversations of several
+tenants at once, some of which copy each other's text behind text of their own; blocks of one and many sizes; a store
+that is small, and one in a folder; discovery on and off; an engine that is asked before its blocks are written.
+"""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend.core.config import BlendConfig
+from cacheblend.core.plan.prompt import Prompt, text
+from cacheblend.engines.hf import BlendEngine, SamplingParams
+from cacheblend.store import DiskStore, KVStore, MemoryStore
+from campaign import seeds, share
+from families import VOCAB, tiny_model
+from poison import Tally, Witness, WitnessMemory, Written, compare, names_in
+from reference import plain_kv
+
+BOS, ANSWER = 1, SamplingParams(max_new_tokens=3, temperature=0, ignore_eos=True)
+FAMILIES = ["llama", "gemma3_text", "qwen3", "cohere2", "smollm3", "gpt_oss"]
+
+
+def open_engine(family: str = "llama", store: KVStore | None = None, **config: Any) -> BlendEngine:
+    settings = {"anchor": "bos", "block_size": 32, "edits": True, "discover": False, "load_timeout_s": 60.0} | config
+    return BlendEngine(
+        tiny_model(family),  # type: ignore[arg-type]
+        store=store or MemoryStore(1 << 28),
+        config=BlendConfig.of(settings),
+        bos_id=BOS,
+        fingerprint=f"weights of {family}",
+    )
+
+
+def ids(seed: int, count: int) -> list[int]:
+    return random.Random(seed).choices(range(3, VOCAB), k=count)
+
+
+@torch.no_grad()
+def full_logits(model: Any, prompt: Prompt) -> torch.Tensor:
+    found: torch.Tensor = model(torch.from_numpy(prompt.token_ids.astype("i8"))[None]).logits[0, -1]
+    return found
+
+
+def ask(engine: BlendEngine, *pieces: list[int], conversation: str = "", ratio: float | None = None) -> Any:
+    prompt = Prompt.of([text([BOS, *(token for piece in pieces for token in piece)])])
+    answer = engine.generate(prompt, ANSWER, ratio=ratio, conversation=conversation)
+    assert engine.flush(60)
+    return answer.report
+
+
+SYSTEM, U1, THOUGHT, A1, U2, NEXT = (ids(n, count) for n, count in enumerate((70, 90, 70, 100, 80, 20)))
+
+
+def test_a_stripped_thought_is_an_exact_prefix_and_a_moved_run() -> None:
+    with open_engine() as engine:
+        ask(engine, SYSTEM, U1, THOUGHT, A1, U2)
+        report = ask(engine, SYSTEM, U1, A1, U2, NEXT)
+        assert report.hit_tokens["prefix"] == 1 + len(SYSTEM + U1)
+        assert report.hit_tokens["moved"] == len(A1 + U2)
+        assert report.text_tokens == len(NEXT) and report.missed_tokens == 0
+
+
+def test_what_is_computed_in_front_of_a_moved_run_is_an_exact_prefix_of_the_next_prompt() -> None:
+    summary = ids(20, 90)
+    with open_engine() as engine:
+        ask(engine, SYSTEM, U1, A1, U2)
+        assert ask(engine, SYSTEM, summary, U2, NEXT).hit_tokens["moved"] == len(U2)
+        report = ask(engine, SYSTEM, summary, U2, NEXT, ids(21, 30))
+        assert report.hit_tokens["prefix"] >= 1 + len(SYSTEM + summary)
+
+
+def test_nothing_is_moved_that_another_conversation_computed() -> None:
+    with open_engine() as engine:
+        for planter in ("", "b"):
+            ask(engine, SYSTEM, ids(30, 70), U1, A1, U2, conversation=planter)
+        report = ask(engine, SYSTEM, U1, A1, U2, NEXT, conversation="a")
+        assert "moved" not in report.hit_tokens
+        with engine.open_prefill(Prompt.of([text([BOS, *SYSTEM, *U1, *A1])]), tenant="t") as prefill:
+            engine.store_missed(prefill.run(), "t")
+        assert engine.flush(60)
+        assert "moved" not in ask(engine, SYSTEM, A1, NEXT, conversation="c").hit_tokens
+
+
+def test_a_history_whose_first_line_changes_needs_a_named_conversation() -> None:
+    with open_engine() as engine:
+        for conversation in ("", "a"):
+            ask(engine, ids(40, 9), SYSTEM, U1, A1, conversation=conversation)
+            report = ask(engine, ids(41, 9), SYSTEM, U1, A1, NEXT, conversation=conversation)
+            assert report.hit_tokens.get("moved", 0) == (len(SYSTEM + U1 + A1) if conversation else 0)
+
+
+@pytest.mark.parametrize("edits", [True, False])
+def test_histories_are_kept_only_where_they_are_asked_for(edits: bool) -> None:
+    with open_engine(edits=edits) as engine:
+        ask(engine, SYSTEM, U1, THOUGHT, A1, U2)
+        assert ("moved" in ask(engine, SYSTEM, U1, A1, U2, NEXT).hit_tokens) is edits
+
+
+class WitnessDisk(Witness, DiskStore):
+    """In a folder."""
+
+
+class Conversation:
+    """Pieces of a history that grows and is edited."""
+
+    def __init__(self, rng: random.Random, name: str, tenant: str) -> None:
+        self.rng, self.name, self.tenant = rng, name, tenant
+        self.pieces, self.asked = [self.draw(5, 60)], list[list[int]]()
+
+    def draw(self, least: int, most: int) -> list[int]:
+        return self.rng.choices(range(3, VOCAB), k=self.rng.randint(least, most))
+
+    def turn(self, others: "list[Conversation]") -> Prompt:
+        rng, pieces = self.rng, self.pieces
+        pieces += [self.draw(1, 110) for _ in range(rng.randint(1, 2))]
+        for _ in range(rng.choice([0, 1, 1, 2])):
+            at = rng.randrange(len(pieces))
+            match rng.choice(["strip", "replace", "insert", "inside", "first", "summary", "copy"]):
+                case "strip" if len(pieces) > 2:
+                    del pieces[at]
+                case "replace":
+                    pieces[at] = self.draw(1, 30)
+                case "insert":
+                    pieces.insert(at, self.draw(1, 40))
+                case "inside":
+                    pieces[at] = [*pieces[at]]
+                    pieces[at][rng.randrange(len(pieces[at]))] = rng.randrange(3, VOCAB)
+                case "first":
+                    pieces[0] = self.draw(1, 60)
+                case "summary" if len(pieces) > 4:
+                    pieces[1 : len(pieces) // 2] = [self.draw(5, 40)]
+                case "copy":
+                    pieces += rng.choice(others).pieces[-2:]
+        while sum(map(len, pieces)) > 700:
+            del pieces[1]
+        return Prompt.of([text([BOS, *(token for piece in pieces for token in piece)])])
+
+
+class Histories:
+    """Random conversations on one engine, and the comparison afterwards."""
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        self.rng = rng = random.Random(seed)
+        family = FAMILIES[seed % len(FAMILIES)]
+        size = rng.choice([1 << 28, 1 << 28, 1 << 19])
+        self.store: Any = WitnessDisk(folder, durable=False) if rng.random() < 0.2 else WitnessMemory(size)
+        config = {
+            "anchor": rng.choice(["bos", "none"]),
+            "block_size": rng.choice([8, 32, 256]),
+            "discover": rng.random() < 0.3,
+            "codec": rng.choice(["raw", "raw", "int8"]),
+            "selector": rng.choice(["auto", "hkvd", "head"]),
+            "recompute_ratio": rng.choice([0.0, 0.2, 1.0]),
+        }
+        self.engine = open_engine(family, self.store, **config)
+        self.conversations = [
+            Conversation(rng, name, tenant) for name, tenant in (("", ""), ("a", ""), ("b", ""), ("a", "t"))
+        ]
+        self.tally, self.planted = Tally(histories=1), 0
+
+    def play(self) -> Tally:
+        rng, engine = self.rng, self.engine
+        with engine:
+            for _ in range(8):
+                one = rng.choice(self.conversations)
+                prompt = replace(one.turn(self.conversations), conversation=one.name)
+                self.tally.meet("requests")
+                known = engine.known_in(prompt, engine.follow(), one.tenant)
+                moved = [segment for segment in known.segments if segment.is_moved]
+                self.tally.meet("moved tokens", sum(map(len, moved)))
+                for run in moved:  # its KV has this conversation's context, and no other's
+                    assert run.found_in is not None
+                    chain = [*run.found_in.anchor_ids.tolist(), *run.found_in.token_ids.tolist()]
+                    self.planted += not any(ids[: len(chain)] == chain for ids in one.asked)
+                one.asked.append(prompt.token_ids.tolist())
+                ratio = rng.choice([None, 0.0, 1.0])
+                if rng.random() < 0.3:  # again before anything is written
+                    engine.open_prefill(known, tenant=one.tenant).close()
+                with engine.open_prefill(known, ratio=ratio, tenant=one.tenant) as prefill:
+                    result = prefill.run()
+                if ratio == 1.0:
+                    self.tally.meet("compared")
+                    ours, full = result.logits.flatten(), full_logits(engine.model, prompt)
+                    assert torch.allclose(ours, full, atol=2e-4), float((ours - full).abs().max())
+                engine.store_missed(result, one.tenant)
+                if rng.random() < 0.7:
+                    assert engine.flush(60)
+            assert engine.flush(60) and engine.background.failed == 0
+            roots = {}
+            for tenant in ("", "t"):
+                planner = engine.planner_of(tenant)
+                roots |= {bytes(planner.root): tenant, bytes(planner.exact_root or planner.root): tenant}
+            written: dict[bytes, Written] = getattr(self.store, "written", {})
+            names = names_in(self.store)
+            self.tally.add(
+                compare(self.store, names, written, roots, lambda root, seen: plain_kv(engine.model, seen)[1])
+            )
+        return self.tally
+
+
+def test_no_history_of_edits_gives_another_answer_or_stores_another_kv(tmp_path: Path) -> None:
+    tally, planted = Tally(), 0
+    for seed in seeds(share(36), known=36):
+        histories = Histories(seed, tmp_path / str(seed))
+        tally.add(histories.play())
+        planted += histories.planted
+    assert tally.poisoned == 0, tally.what[:5]
+    assert planted == 0
+    # by those that are always drawn
+    assert tally.met["moved tokens"] > 500 and tally.met["compared"] >= 4 and tally.blocks > 40
