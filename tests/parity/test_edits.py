@@ -73,8 +73,17 @@ def test_what_is_computed_in_front_of_a_moved_run_is_an_exact_prefix_of_the_next
     with open_engine() as engine:
         ask(engine, SYSTEM, U1, A1, U2)
         assert ask(engine, SYSTEM, summary, U2, NEXT).hit_tokens["moved"] == len(U2)
-        report = ask(engine, SYSTEM, summary, U2, NEXT, ids(21, 30))
+        report = ask(engine, SYSTEM, summary, ids(22, 9), U2, NEXT)  # edited again before the next turn
         assert report.hit_tokens["prefix"] >= 1 + len(SYSTEM + summary)
+
+
+def test_an_edited_prompt_is_computed_once_more_when_there_is_time() -> None:
+    with open_engine() as engine:
+        ask(engine, SYSTEM, U1, THOUGHT, A1, U2)
+        assert ask(engine, SYSTEM, U1, A1, U2, NEXT).hit_tokens["moved"]
+        report = ask(engine, SYSTEM, U1, A1, U2, NEXT, ids(23, 40))
+        whole_blocks = 1 + len(SYSTEM + U1 + A1 + U2 + NEXT) // 32 * 32
+        assert report.hit_tokens["prefix"] == whole_blocks and "moved" not in report.hit_tokens
 
 
 def test_nothing_is_moved_that_another_conversation_computed() -> None:

@@ -3,8 +3,10 @@
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
@@ -23,6 +25,7 @@ from cacheblend.core.plan.codec import codec_of
 from cacheblend.core.plan.plan import Source
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, Segment, check_ids, chunk, text
+from cacheblend.core.select.selectors import AllRows
 from cacheblend.engines.discovery import Discovery
 from cacheblend.engines.hf.adapter_watch import AdapterWatch
 from cacheblend.engines.hf.background import CLOSE_S, Background
@@ -39,6 +42,7 @@ Answered = TypeVar("Answered")
 logger = logging.getLogger("cacheblend.engine")
 MOST_BEGUN = 1 << 16  # names of blocks that are remembered to see whether prompts begin alike
 STORE_S = 10.0  # that background work waits for the store where requests wait for it, and for promoted blocks
+MOST_EDITED = 64  # conversations whose last prompt waits to be computed without an edit
 HOLD_UP_TOKENS = 2048  # a longer chunk is captured only while there are no requests
 
 
@@ -102,6 +106,7 @@ class ChunkWarmer:
             self.keeper.listeners.append(lambda manifest: discovery.listing.add([manifest]))
         self._discovery, self._queued, self._lock = discovery, set[bool](), threading.Lock()
         self._histories = histories
+        self._edited = OrderedDict[tuple[BlockName, str], tuple[ModelState, Planner, Prompt]]()  # by conversation
         self._store_thread = DaemonPool(1, "cacheblend-keeper")
         self._asked: tuple[Future[Any], float] | None = None  # what the store was asked last in that thread, and when
         self._begun: dict[BlockName, None] = {}  # blocks that prompts without chunks begin with, the newest last
@@ -174,6 +179,8 @@ class ChunkWarmer:
         if text:
             self._writer.submit_all(self._exact_blocks(planner, result))
             self._writer.submit_all(snapshot_blocks(state.survey.kinds, result.states) if result.states else ())
+            if result.plan.prompt.as_asked is not None:
+                self._queue_edited(state, planner, result.plan.prompt.as_asked)
         for segment in missed:
             job, longest = ChunkJob(anchor, segment.token_ids, segment.label), state.survey.max_length
             if longest is not None and len(job) > longest:  # an anchor of text does not stand in the prompt
@@ -286,6 +293,37 @@ class ChunkWarmer:
             if computed is not None:
                 discovery.stored(run, manifest_of(job, planner, self._name), computed=computed)
         self._queue_discovered(discovery)
+
+    def _queue_edited(self, state: ModelState, planner: Planner, prompt: Prompt) -> None:
+        """Has an edited prompt computed as it is, when there is time: the next one then begins with it."""
+        key = planner.root, prompt.conversation
+        with self._lock:
+            self._edited[key] = state, planner, prompt  # the newest of its conversation
+            while len(self._edited) > MOST_EDITED:
+                self._edited.popitem(last=False)
+        self._background.submit(object(), partial(self._keep_edited, key), patient=True)
+
+    def _keep_edited(self, key: tuple[BlockName, str]) -> None:
+        """Computes the next blocks of a conversation's edited prompt, some thousand tokens at a time."""
+        with self._lock:
+            edited = self._edited.pop(key, None)
+        if edited is None or self.keeper.is_paused or self._is_awaited or not self._is_current(edited[0]):
+            return
+        state, planner, prompt = edited
+        plan = self._ask_store(partial(planner.plan, prompt, self._store))
+        end = plan.prefix_length + HOLD_UP_TOKENS
+        section = exact_part(planner, replace(plan, spans=tuple(span for span in plan.spans if span.start < end)))
+        if section is None or len(section) <= plan.prefix_length:
+            return
+        asked = replace(section.prompt, conversation=prompt.conversation)
+        with state.prefiller.open(asked, planner, AllRows(), "prefix") as prefill:
+            blocks = self._exact_blocks(planner, prefill.run())
+        if blocks and self._is_current(state):
+            self._ask_store(partial(self._store.write_all, blocks))
+            with self._lock:
+                has_newer = key in self._edited
+            if len(section) < len(prompt) and not has_newer:
+                self._queue_edited(state, planner, prompt)
 
     def _compute(self, jobs: Sequence[ChunkJob], state: ModelState, planner: Planner) -> list[CapturedChunk]:
         """The chunks' KV, with the adapters that the planner names: by one padded forward of the model, or by prefills
