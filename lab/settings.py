@@ -221,3 +221,31 @@ class Adapt:
     questions: int = option(8, "Most questions of a step, all on the same passages.", least=1, most=MOST, panel=HOW)
     rank: int = option(8, "Rank of the adapter's matrices.", least=1, most=MOST, panel=HOW)
     out: Path | None = option(None, "Folder for the adapter, as PEFT reads it.", panel=HOW)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edits(ModelSettings):
+    """`lab edits`."""
+
+    panel: ClassVar = WHAT
+    data: list[Path] = option(..., "Questions with passages and answers; several times.")
+    scene: list[str] | None = option(None, "thinking, clearing, compaction or clock; several times. Default: all.")
+    conversations: int = option(3, "Conversations of each scene.", least=1, most=MOST)
+    turns: int = option(20, "Turns of a conversation.", least=5, most=MOST)
+    steps: int = option(2, "Tool calls of a turn.", least=1, most=MOST)
+    passages: int = option(2, "Passages that a tool call returns.", least=1, most=MOST)
+    tokens: int = option(7168, "Most tokens of a prompt with its answer; longer ones end a conversation.", least=256)
+    answer_tokens: int = option(24, "Tokens of the answer that KL is of; 0: random weights have none.", least=0)
+    way: list[str] | None = option(
+        None, 'Selector and ratio: "head 0.05", the first one is timed; several times.', panel=HOW
+    )
+    runs: int = option(2, "Prefills of each arm.", least=1, most=MOST, panel=HOW)
+    seed: int = seeded("Seed of weights and conversations.")
+
+    def __post_init__(self) -> None:
+        from cacheblend.core.errors import InvalidInputError
+
+        known = ("thinking", "clearing", "compaction", "clock")
+        for scene in self.scene or ():
+            if scene not in known:
+                raise InvalidInputError(f"--scene is one of {', '.join(known)}, got {scene!r}")

@@ -15,6 +15,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
         speed.real,
         speed.orders,
         speed.adapt,
+        speed.edits,
         speed.codecs,
         suite.suite,
         paper.paper,

@@ -17,7 +17,7 @@ from cacheblend.cli.bench import (
 from cacheblend.cli.option_groups import option
 from cacheblend.cli.options import MODEL_OPTION, MOST_TOKENS, Limit, ModelOrShape, OneRatio, Plot, Seed, SyncedTokens
 from lab.cli.output import measure
-from lab.settings import DEFAULT_SHAPE, Adapt, Peers, Real, ReplayedTrace
+from lab.settings import DEFAULT_SHAPE, Adapt, Edits, Peers, Real, ReplayedTrace
 
 MOST_BLOCKS = 100_000_000
 THREE_ROUNDS, TWO_THREADS = RoundOptions(runs=3), ThreadOptions(2)
@@ -216,3 +216,12 @@ def orders(asked: Real, result: ResultOptions) -> None:
 def adapt(asked: Adapt, result: ResultOptions) -> None:
     """What a LoRA on the query projections, trained on the user's passages, takes back of what reuse loses."""
     measure(result, "real.adapt", asked, unit="steps and rows")
+
+
+def edits(asked: Edits, result: ResultOptions) -> None:
+    """What moving an edited history's KV saves against prefix caching, and KL to full prefill, turn by turn.
+
+    Scenes: thoughts that are stripped, tool results that are cleared, a summary of the older half, a clock in the first
+    line. Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
+    """
+    measure(result, "real.edits", asked, unit="conversations")

@@ -1,0 +1,235 @@
+"""What moving an edited history's KV saves, and what it costs in quality, turn by turn of an agent's conversation.
+
+    thinking     the thoughts of all steps of a turn are stripped when the next turn begins
+    clearing     tool results older than three turns are replaced by a line
+    compaction   every fourth turn a summary replaces the older half
+    clock        the first line says the time, which is another one in each turn
+
+Tool results are real passages, thoughts are words of others. One engine answers all turns; between them it has time to
+store what the last one computed. From the fifth turn on each edited prompt is prefilled by prefix caching and by moved
+runs, on the same store, in turn. On pretrained weights what the model expects of the tokens of its own answer is
+compared with full prefill, beside that of the same runs computed alone, as chunks, and blended at the same ratio.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from transformers import DynamicCache
+
+from cacheblend.core.config import BlendConfig
+from cacheblend.core.errors import InvalidInputError, PromptTooLongError
+from cacheblend.core.plan.prompt import Prompt, chunk
+from cacheblend.core.select.selection import SelectorChoice
+from cacheblend.core.select.selectors import Selector
+from cacheblend.data import QuestionRow, read_questions
+from cacheblend.engines.hf import BlendEngine
+from cacheblend.engines.hf.baselines import full_recompute, touch
+from cacheblend.engines.hf.recurrent import fill_cache
+from cacheblend.engines.provenance import stamp
+from cacheblend.evaluation.compute import ComputeScale
+from lab.bench import Advance, silent
+from lab.real.quality import go_on
+from lab.servers.vllm_server import folder_of
+from lab.settings import Edits
+
+SYSTEM = "You are a careful agent. Think, look things up, and answer from what the tools have returned."
+FIRST_COUNTED = 5
+"""Turns from here on count."""
+KEPT, EVERY = 3, 4
+"""Turns whose results are kept; turns between two summaries."""
+CLEARED = "[the result was cleared]"
+
+
+class Step(NamedTuple):
+    """A tool call: what was thought, asked and found, and what was said of it."""
+
+    thought: str
+    question: str
+    result: str
+    answer: str
+
+
+Messages = list[dict[str, str]]
+Prompted = tuple[int, Messages]
+"""A turn's number, from 1 on, and what is asked in it."""
+
+
+def thinking(turns: Sequence[Sequence[Step]]) -> Iterator[Prompted]:
+    """The prompt of each turn, and that behind all its steps, which is no edit of it."""
+    for number in range(len(turns)):
+        said = [each for turn in turns[:number] for each in _said(turn, thoughts=False)]
+        yield number + 1, [*_head(), *said, _user(turns[number][0].question)]
+        yield number + 1, [*_head(), *said, *_said(turns[number], thoughts=True), _user("Go on.")]
+
+
+def clearing(turns: Sequence[Sequence[Step]]) -> Iterator[Prompted]:
+    for number in range(len(turns)):
+        cleared = [[step._replace(result=CLEARED) for step in turn] for turn in turns[: max(0, number - KEPT)]]
+        said = [each for turn in (*cleared, *turns[len(cleared) : number]) for each in _said(turn, thoughts=False)]
+        yield number + 1, [*_head(), *said, _user(turns[number][0].question)]
+
+
+def compaction(turns: Sequence[Sequence[Step]]) -> Iterator[Prompted]:
+    summary, since = "", 0
+    for number in range(len(turns)):
+        if number and number % EVERY == 0:
+            older = turns[since : (since + number) // 2]
+            summary += " ".join(f"{step.question} {step.answer}" for turn in older for step in turn) + " "
+            since = (since + number) // 2
+        said = [each for turn in turns[since:number] for each in _said(turn, thoughts=False)]
+        head = [_user(f"What was said before: {summary}")] if summary else []
+        yield number + 1, [*_head(), *head, *said, _user(turns[number][0].question)]
+
+
+def clock(turns: Sequence[Sequence[Step]]) -> Iterator[Prompted]:
+    for number in range(len(turns)):
+        said = [each for turn in turns[:number] for each in _said(turn, thoughts=False)]
+        now = f"It is {9 + number // 4}:{15 * (number % 4):02d}. "
+        yield number + 1, [*_head(now), *said, _user(turns[number][0].question)]
+
+
+SCENES: dict[str, Callable[[Sequence[Sequence[Step]]], Iterator[Prompted]]] = {
+    each.__name__: each for each in (thinking, clearing, compaction, clock)
+}
+
+
+def _head(line: str = "") -> Messages:
+    return [{"role": "system", "content": line + SYSTEM}]
+
+
+def _user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def _said(turn: Sequence[Step], *, thoughts: bool) -> Iterator[dict[str, str]]:
+    for step in turn:
+        thought = f"<think>{step.thought}</think>" if thoughts else ""
+        yield {"role": "assistant", "content": f"{thought}Look up: {step.question}"}
+        yield _user(f"Result of the tool:\n{step.result}")
+        yield {"role": "assistant", "content": step.answer}
+
+
+def drawn(rows: Sequence[QuestionRow], asked: Edits, seed: int) -> list[list[Step]]:
+    """The turns of a conversation, from rows of questions."""
+    draw, turns = random.Random(seed), list[list[Step]]()
+    for _ in range(asked.turns):
+        turns.append([])
+        for row in draw.sample(list(rows), asked.steps):
+            words = draw.choice(rows).passages[0].text.split()[: draw.randint(40, 120)]
+            found = draw.sample(row.passages, min(asked.passages, len(row.passages)))
+            answer = f"It is {row.answers[0]}." if row.answers else "It does not say."
+            turns[-1].append(Step(" ".join(words), row.question, "\n".join(each.text for each in found), answer))
+    return turns
+
+
+@torch.no_grad()
+def run(asked: Edits, advance: Advance = silent) -> dict[str, Any]:
+    """Plays each scene's conversations. `figures` by scene: gain in time to first token, medians of the turns that
+    count; compute, and moved tokens, as shares of a full prefill's; KL a token of moved runs, and of chunks."""
+    rows = [row for file in asked.data for row in read_questions(file)]
+    if len(rows) < asked.steps:
+        raise InvalidInputError(f"{len(rows)} questions, {asked.steps} are needed for each turn; give more --data")
+    ways = {way: selector_of(way) for way in asked.way or ("head 0.05",)}
+    scenes, turns = asked.scene or [*SCENES], list[dict[str, Any]]()
+    plays = [(number, scene) for number in range(asked.conversations) for scene in scenes]
+    with ExitStack() as stack:
+        folder = stack.enter_context(folder_of(asked.resolved(), asked.seed))
+        for done, (number, scene) in enumerate(plays, 1):
+            config = BlendConfig(discover=False, edits=True)
+            with BlendEngine.from_pretrained(folder, store="memory", config=config) as engine:
+                prompts = SCENES[scene](drawn(rows, asked, asked.seed + number))
+                for turn in _play(engine, prompts, asked, ways):
+                    turns.append({"scene": scene, "conversation": number} | turn)
+            advance(done, len(plays))
+    if not turns:
+        raise InvalidInputError(f"no prompt of turn {FIRST_COUNTED} or later fits the model's context")
+    figures = {f"{scene}_{name}": value for scene in scenes for name, value in _figures(turns, scene, [*ways]).items()}
+    return {"figures": figures, "turns": turns, "ways": [*ways], "model": asked.resolved().called} | stamp()
+
+
+def selector_of(way: str) -> Selector:
+    """Of a selector and a ratio, `head 0.05`. Raises `InvalidInputError`: it is not such a text."""
+    name, _, ratio = way.rpartition(" ")
+    try:
+        share = float(ratio)
+    except ValueError:
+        raise InvalidInputError(f"--way {way!r}: expected a selector and a ratio") from None
+    return SelectorChoice.parse(name).selector((share,), None)
+
+
+def _play(
+    engine: BlendEngine, scene: Iterator[Prompted], asked: Edits, ways: dict[str, Selector]
+) -> Iterator[dict[str, Any]]:
+    """Asks the prompts of a conversation in order; of each counted one that has moved runs, what was measured."""
+    for number, messages in scene:
+        try:
+            prompt = replace(engine.chat_prompt(messages), conversation="agent")
+        except PromptTooLongError:
+            return
+        if len(prompt) + asked.answer_tokens > asked.tokens:
+            return
+        known = engine.known_in(prompt, engine.follow())
+        if number >= FIRST_COUNTED and known.chunks:
+            yield {"turn": number} | _measured(engine, prompt, known, asked, ways)
+        engine.store_missed(engine.prefill(known))
+        engine.flush()
+
+
+def _measured(
+    engine: BlendEngine, prompt: Prompt, known: Prompt, asked: Edits, ways: dict[str, Selector]
+) -> dict[str, Any]:
+    scale, found = ComputeScale.of(engine), dict[str, Any]()
+    first, times = next(iter(ways.values())), dict[str, list[float]](prefix=[], moved=[])
+    for turn in range(asked.runs):
+        for arm in ("prefix", "moved")[:: 1 if turn % 2 else -1]:
+            touch(engine, prompt)
+            began = time.perf_counter()
+            result = engine.prefill(prompt, mode="prefix") if arm == "prefix" else engine.prefill(known, selector=first)
+            times[arm].append(time.perf_counter() - began)
+            report = result.report
+            found[f"{arm}_compute"] = scale.share(report.row_layers, report.projected_rows, report.prompt_tokens)
+    found |= {f"{arm}_s": statistics.median(each) for arm, each in times.items()}
+    found |= {"tokens": len(prompt), "moved_tokens": sum(len(each) for each in known.segments if each.is_moved)}
+    if asked.answer_tokens:
+        alone = Prompt.of([chunk(each.token_ids) if each.is_moved else each for each in known.segments])
+        engine.warm(alone.chunks)
+        start = full_recompute(engine, prompt)
+        assert isinstance(start.kv, DynamicCache)
+        full = go_on(engine, start.kv, start.logits.reshape(1, -1).float(), asked.answer_tokens).log_softmax(-1)
+        for way, selector in ways.items():
+            for kind, blended in (("moved", known), ("alone", alone)):
+                found[f"kl_{kind} {way}"] = _kl(engine, blended, selector, full)
+    return found
+
+
+def _kl(engine: BlendEngine, prompt: Prompt, selector: Selector, full: torch.Tensor) -> float:
+    """KL(full || method) a token of the full prefill's own answer, whose log-probabilities are given."""
+    result, ids = engine.prefill(prompt, selector=selector), full.argmax(-1)
+    got, cache = result.logits.reshape(1, -1).float(), fill_cache(engine.model, list(result.kv), None)
+    if len(ids) > 1:
+        places = torch.arange(len(prompt), len(prompt) + len(ids) - 1)[None]
+        out = engine.model(ids[None, :-1], position_ids=places, past_key_values=cache, use_cache=True)
+        got = torch.cat([got, out.logits[0].float()])
+    return float((full.exp() * (full - got.log_softmax(-1))).sum(-1).mean())
+
+
+def _figures(turns: Sequence[dict[str, Any]], scene: str, ways: Sequence[str]) -> dict[str, Any]:
+    own = [turn for turn in turns if turn["scene"] == scene]
+    if not own:
+        return {"turns": 0}
+    figures = {
+        "turns": len(own),
+        "tokens": statistics.median(turn["tokens"] for turn in own),
+        "gain": statistics.median(turn["prefix_s"] for turn in own)
+        / statistics.median(turn["moved_s"] for turn in own),
+        **{f"{arm}_compute": statistics.mean(turn[f"{arm}_compute"] for turn in own) for arm in ("prefix", "moved")},
+        "moved_share": statistics.mean(turn["moved_tokens"] / turn["tokens"] for turn in own),
+    }
+    measured = {name for turn in own for name in turn if name.startswith("kl_")}
+    return figures | {name: statistics.mean(turn[name] for turn in own) for name in sorted(measured)}
