@@ -65,7 +65,17 @@ def test_a_stripped_thought_is_an_exact_prefix_and_a_moved_run() -> None:
         report = ask(engine, SYSTEM, U1, A1, U2, NEXT)
         assert report.hit_tokens["prefix"] == 1 + len(SYSTEM + U1)
         assert report.hit_tokens["moved"] == len(A1 + U2)
+        assert (report.selector, report.recompute_ratio) == ("head", 0.05)
+        assert report.recomputed_tokens == round(0.05 * len(A1 + U2))
         assert report.text_tokens == len(NEXT) and report.missed_tokens == 0
+
+
+@pytest.mark.parametrize("config", [{"recompute_ratio": 1.0}, {"selector": "all"}])
+def test_where_everything_is_recomputed_moved_runs_are(config: dict[str, Any]) -> None:
+    with open_engine(**config) as engine:
+        ask(engine, SYSTEM, U1, THOUGHT, A1, U2)
+        report = ask(engine, SYSTEM, U1, A1, U2, NEXT)
+        assert report.recomputed_tokens == report.hit_tokens["moved"] == len(A1 + U2)
 
 
 def test_what_is_computed_in_front_of_a_moved_run_is_an_exact_prefix_of_the_next_prompt() -> None:

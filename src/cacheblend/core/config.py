@@ -8,6 +8,7 @@ from cacheblend.core.errors import InvalidInputError, check_encodable, check_typ
 from cacheblend.core.plan.chunk_matches import SHORTEST
 from cacheblend.core.plan.codec import codec_of
 from cacheblend.core.select.selection import Selection
+from cacheblend.core.select.selectors import check_ratio
 
 AnchorKind = Literal["auto", "none", "bos", "system", "text"]
 
@@ -59,6 +60,7 @@ class BlendConfig(Selection):
         watch_tokens: ids of recent prompts that are kept to learn from, 4 bytes each.
         edits: keep what prompts had computed in context, and load it where a later prompt of the same conversation has
             it at another place, behind an edit of its history; see `engines.histories`.
+        edit_ratio: share of such tokens that is recomputed, the first of each run, where nothing else is loaded; 0..1.
 
     Raises:
         InvalidInputError: a value outside its limits; the message names field, value and limit.
@@ -81,6 +83,7 @@ class BlendConfig(Selection):
     min_run_tokens: int = 64
     watch_tokens: int = 16 * 1024 * 1024
     edits: bool = False
+    edit_ratio: float = 0.05
 
     def __post_init__(self) -> None:
         super().__post_init__()  # the types of all fields, too
@@ -93,6 +96,7 @@ class BlendConfig(Selection):
             raise InvalidInputError(
                 f"load_timeout_s must be a number of seconds above 0, or none, got {self.load_timeout_s!r}"
             )
+        check_ratio(self.edit_ratio, "edit_ratio")
         codec_of(self.codec)
         check_encodable(self.salt, f"salt {self.salt!r}")
         check_encodable(self.anchor_text or "", "anchor_text")

@@ -20,7 +20,7 @@ from cacheblend.core.plan.blocks import KVLayout
 from cacheblend.core.plan.planner import Anchor
 from cacheblend.core.profile import Profile
 from cacheblend.core.select.selection import Selection, selection_fields
-from cacheblend.core.select.selectors import Selector
+from cacheblend.core.select.selectors import Head, Selector
 from cacheblend.engines.fingerprint import ModelIdentity
 
 PROFILE_NAME = "blend-profile.json"  # name of a profile's file in a model's folder
@@ -70,6 +70,15 @@ class BlendSettings:
             return own.make_selector(ratio)
         default = own.recompute_ratio if self.profile is None else Selection.recompute_ratio
         return Selection(selector=name).make_selector(default if ratio is None else ratio)
+
+    @property
+    def of_moved(self) -> Selector:
+        """The selector of a request whose loaded tokens are all runs of an edited history: the first rows of each have
+        seen most of what is gone. Where everything is recomputed, so are they."""
+        own = self.selector()
+        if self.config.selector == "all" or own.share == 1:
+            return own
+        return Head(min(1.0, self.config.edit_ratio * self.raised_by))
 
     def at_least(self, ratio: float) -> Selector:
         """The selector that the loading controller gets for a ratio of its choice: never one below that in force."""

@@ -173,8 +173,14 @@ class BlendPlan:
                 held[name] = held.get(name, True) and (span.source is not Source.MISS or span.name in self.left_out)
         return held
 
+    @property
+    def is_moved(self) -> bool:
+        """Something is loaded that is not exact, all of it runs of an edited history."""
+        loaded = {span.segment for span in self.spans if span.source is Source.LOADED}
+        return bool(loaded) and all(self.prompt.segments[index].is_moved for index in loaded)
+
     def tokens_by_source(self) -> dict[str, int]:
-        """Tokens of each source; LOADED tokens by tier."""
+        """Tokens of each source; LOADED tokens by tier, or as moved."""
         counts = {"prefix": 0, "memory": 0, "disk": 0, "miss": 0, "text": 0}
         for span in self.spans:
             key = span.tier if span.source is Source.LOADED else span.source.value

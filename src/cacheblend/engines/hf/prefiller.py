@@ -162,9 +162,11 @@ class Prefiller:
         mode: Mode = "blend",
         *,
         raised: Callable[[float], Selector] | None = None,
+        moved: Selector | None = None,
     ) -> HfPrefill:
         """Plans the prefill of a checked prompt without starting it. `raised` makes the selector for a higher ratio; if
-        it is given, the loading controller (if any) decides."""
+        it is given, the loading controller (if any) decides. `moved`: for prompts of which nothing else is loaded than
+        moved runs; None: the same."""
         started = time.perf_counter()
         budget = LoadBudget(
             self._config.load_timeout_s, lambda: self._compute_s(len(prompt), planner), late_tiers=self.late_tiers
@@ -180,6 +182,8 @@ class Prefiller:
             plan = plan.leaving_out(decision.left_out)
             if decision.ratio > in_force:
                 selector = raised(decision.ratio)
+        if moved is not None and plan.is_moved:
+            selector = moved
         chosen = NoRows() if mode == "reuse" else selector
         budget.measured_by(lambda: self._compute_s(len(plan.stored_rows), planner))
         options = self._options(chosen, decision, budget)

@@ -166,7 +166,8 @@ class FollowedModel:
         chosen = selector or settings.selector(ratio)
         if is_own and settings.is_full and mode == "blend":
             mode = "prefix"
-        return state.prefiller.open(prompt, state.planner_of(tenant), chosen, mode, raised=raised)
+        moved = settings.of_moved if is_own and self.histories is not None else None
+        return state.prefiller.open(prompt, state.planner_of(tenant), chosen, mode, raised=raised, moved=moved)
 
     def store_missed(
         self,
