@@ -237,12 +237,14 @@ train --out {tmp}/x: --shorten 0 | --seed -1
 codecs: --suite-seed 9 | --limit 0
 real: --data {data} --rows 0
 orders: --data {data} --answer-tokens 0
+edits: --data {data} --turns 4 | --data {data} --steps 99
 serve: --clients 0 | --shadow 1.5
 vllm ttft: --batched-tokens 0 | --dtype int8
 vllm shadow: --shadow 1.5 | --requests 0
 agent: --data {tmp} --turns 2 | --data {tmp} --reorder 1.5
 [names]
 ... suite micro | suite nano --part swap | load --shape tiny --kv-shape round | cuda --dry-run --part round
+edits: --data {data} --scene forgetting | --data {data} --way head
 real: --data {data} --part both | --data {data} --way bos
 [files]
 INSPECT: --out {file}
@@ -255,6 +257,7 @@ agent: --shape tiny --data {tmp}/none | --shape tiny --data {broken}
 agent: --shape tiny --data {data} --model {tmp}/none
 real: --data {tmp}/none | --data {broken} | --data {data} --model {tmp}/none
 orders: --data {tmp}/none
+edits: --data {tmp}/none | --data {data} --model {tmp}/none
 adapt: --data {tmp}/none | --data {data} --rank 0
 peers: --shape tiny --data {tmp}/none | --shape tiny --data {broken} | --model {tmp}/none --data {data}
 serve: --model {tmp}/none | --trace {tmp}

@@ -108,6 +108,7 @@ def _user(content: str) -> dict[str, str]:
 
 
 def _said(turn: Sequence[Step], *, thoughts: bool) -> Iterator[dict[str, str]]:
+    yield _user(turn[0].question)
     for step in turn:
         thought = f"<think>{step.thought}</think>" if thoughts else ""
         yield {"role": "assistant", "content": f"{thought}Look up: {step.question}"}
@@ -175,16 +176,15 @@ def _play(
         if len(prompt) + asked.answer_tokens > asked.tokens:
             return
         known = engine.known_in(prompt, engine.follow())
-        if number >= FIRST_COUNTED and known.chunks:
-            yield {"turn": number} | _measured(engine, prompt, known, asked, ways)
+        if number >= FIRST_COUNTED and known.as_asked is not None:
+            yield {"turn": number} | _measured(engine, known, asked, ways)
         engine.store_missed(engine.prefill(known))
         engine.flush()
 
 
-def _measured(
-    engine: BlendEngine, prompt: Prompt, known: Prompt, asked: Edits, ways: dict[str, Selector]
-) -> dict[str, Any]:
-    scale, found = ComputeScale.of(engine), dict[str, Any]()
+def _measured(engine: BlendEngine, known: Prompt, asked: Edits, ways: dict[str, Selector]) -> dict[str, Any]:
+    scale, found, prompt = ComputeScale.of(engine), dict[str, Any](), known.as_asked
+    assert prompt is not None
     first, times = next(iter(ways.values())), dict[str, list[float]](prefix=[], moved=[])
     for turn in range(asked.runs):
         for arm in ("prefix", "moved")[:: 1 if turn % 2 else -1]:

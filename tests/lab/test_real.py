@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -14,9 +15,9 @@ from torch import nn
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.data import QuestionRow, Text
-from lab.real import adapt, orders, pretrained, quality
+from lab.real import adapt, edits, orders, pretrained, quality
 from lab.real.quality import BASE, Way, rows_of, summarise
-from lab.settings import Adapt, Real
+from lab.settings import Adapt, Edits, Real
 from parity.scenes import assert_close
 
 
@@ -216,3 +217,23 @@ def test_passages_of_test_rows_are_not_trained_on_and_padding_changes_nothing(mo
     with pytest.raises(InvalidInputError, match="has no q_proj to adapt"):
         monkeypatch.setattr(adapt, "AutoModelForCausalLM", Mock(**{"from_pretrained.return_value": nn.Linear(1, 1)}))
         adapt.with_loras(Path("nano"), 2)
+
+
+def test_edited_histories_are_measured_by_scene(data: Path) -> None:
+    steps: list[tuple[int, int]] = []
+    asked = Edits(
+        data=[data], model=Path("nano"), scene=["thinking", "clock"], conversations=1, turns=6, steps=2, passages=4,
+        tokens=2000, answer_tokens=3, runs=1, way=["head 0.05", "all 1"],
+    )  # fmt: skip
+    found = edits.run(asked, lambda done, total: steps.append((done, total)))
+    figures = found["figures"]
+    assert steps == [(1, 2), (2, 2)] and figures["thinking_turns"] == figures["clock_turns"] == 2
+    for scene in asked.scene or ():
+        assert figures[f"{scene}_kl_moved all 1"] < 1e-3 and figures[f"{scene}_moved_compute"] < 1
+        assert figures[f"{scene}_moved_compute"] < figures[f"{scene}_prefix_compute"]
+        assert 0 < figures[f"{scene}_moved_share"] < 1
+    assert all(turn["turn"] >= 5 for turn in found["turns"])
+    with pytest.raises(InvalidInputError, match="4 questions, 99 are needed"):
+        edits.run(replace(asked, data=[data], steps=99))
+    with pytest.raises(InvalidInputError, match="no prompt of turn 5"):
+        edits.run(replace(asked, tokens=256))

@@ -208,13 +208,14 @@ class BlendOptions(SelectionOptions, ChunkOptions):
     )
     capture: bool = option(True, "Store passages that were not in the store, after the answer.")
     discover: bool = option(True, "Reuse text that recurs in prompts, also where nothing marks it.")
+    edits: bool = option(False, "Reuse what a conversation's earlier prompts computed behind an edit of its history.")
 
     def settings(self) -> dict[str, Any]:
         """Fields of `BlendConfig`: those that the user set, and those that no profile has."""
         file = None if self.cost_model is None else str(self.cost_model)
         chosen = SelectionOptions.settings(self) | ChunkOptions.settings(self)
         chosen |= {"cost_model": file, "load_timeout_s": self.load_timeout}
-        return chosen | {"capture": self.capture, "discover": self.discover}
+        return chosen | {"capture": self.capture, "discover": self.discover, "edits": self.edits}
 
 
 @dataclass(frozen=True)

@@ -72,8 +72,9 @@ class Histories:
             before = self._chains.pop((root, conversation), ())
             if any(each.shared(new.token_ids) == len(new.token_ids) for each in before):
                 kept = before
-            else:
-                others = (each for each in before if each.shared(new.token_ids) < len(each.token_ids))
+            else:  # a template ends a prompt in tokens that no longer one has
+                beyond = [len(each.token_ids) - each.shared(new.token_ids) for each in before]
+                others = (each for each, left in zip(before, beyond, strict=True) if left >= self._min_run_tokens)
                 kept = (*others, new)[-MOST_CHAINS:]
             self._chains[root, conversation] = kept
             self._tokens += sum(len(each.token_ids) for each in kept) - sum(len(each.token_ids) for each in before)
@@ -84,6 +85,9 @@ class Histories:
     def match(self, root: BlockName, prompt: Prompt) -> Prompt:
         """The prompt with the runs behind its exact prefix that its conversation has exact KV of at other places. A
         prompt of no named conversation has to begin as one of the earlier prompts does."""
+        if not prompt.chunks:  # one text, so that runs and blocks end at no message
+            whole = Prompt.of([text(prompt.token_ids)], prompt.changed_contents)
+            prompt = replace(whole, conversation=prompt.conversation)
         with self._lock:
             chains = self._chains.get((root, prompt.conversation), ())
         shared = [each.shared(prompt.token_ids) for each in chains]
