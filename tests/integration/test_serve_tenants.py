@@ -390,3 +390,30 @@ def test_a_post_whose_client_goes_is_completed_by_the_next(http: httpx.Client) -
     assert done["documents"] == 80 and done["missing_documents"] == 0
     again = put(http, documents)
     assert again["kept"] == 80 and again["computed_tokens"] == 0
+
+
+def test_an_edited_history_is_found_by_its_own_conversation_alone(tmp_path: Path) -> None:
+    ring, headers = keys_of(tmp_path, "one", "two")
+    thought, asked, told, more = (text_of(n, count) for n, count in enumerate((10, 12, 16, 2)))
+    config = {"edits": True, "discover": False}
+    with (
+        BlendEngine.from_pretrained(shallow(), store="memory", config=config) as engine,
+        TestClient(create_app(engine, ServeSettings(keys=ring))) as web,
+    ):
+
+        def moved(who: str, conversation: str, *said: str) -> int:
+            roles = ["system", *["user", "assistant"] * len(said)]
+            messages = [
+                {"role": role, "content": text} for role, text in zip(roles, ["Be brief.", *said], strict=False)
+            ]
+            body = {"model": engine.name, "messages": messages, "max_tokens": 1}
+            body["cacheblend"] = {"conversation": conversation}
+            answer = web.post("/v1/chat/completions", json=body, headers=headers[who])
+            assert answer.status_code == 200, answer.text
+            engine.flush()
+            return int(answer.json()["cacheblend"]["hit_tokens"].get("moved", 0))
+
+        assert moved("one", "a", asked, thought + told, more) == 0
+        assert moved("one", "b", asked, told, more) == moved("two", "a", asked, told, more) == 0
+        assert moved("one", "a", asked, told, more) > 64
+        assert 'cacheblend_hit_tokens_total{source="moved"}' in web.get("/metrics", headers=headers["one"]).text

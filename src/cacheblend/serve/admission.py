@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from fastapi import Request
@@ -124,6 +124,7 @@ def _scheduler_request(
         raise ApiError(400, "cache_salt and cacheblend.salt are two names of one thing, and differ", param="cache_salt")
     salt = extras.salt or asked.cache_salt or ""
     prompt, keep_text, shown = parse()
+    prompt = replace(prompt, conversation=extras.conversation)
     state.check_size(prompt)
     remembered = state.tenants.remember_salt(key, salt)
     state.tenants.count(key)
@@ -165,7 +166,8 @@ def _scheduler_request(
         tenant_label=key.label,
         may_keep=lambda tokens: remembered and state.tenants.reserve(key, tokens),
         shown=shown,
-        keep_text=keep_text and settings.store_bytes is None,  # text belongs to no chunk, so no quota would count it
+        # Text belongs to no chunk, so no quota would count it.
+        keep_text=(keep_text or state.engine.histories is not None) and settings.store_bytes is None,
     )
 
 

@@ -253,11 +253,13 @@ def wrong_value(where: str, value: Any, what: str) -> ApiError:
 class Extras(Closed):
     """The field ``cacheblend`` of a request. `recompute_ratio` and `selector` override the server's; another selector
     than the server's has its default settings. `salt`: chosen by the client; only requests with the same salt and key
-    find the chunks stored under it. `chunks`: spans [start, stop) of a prompt that is given as token ids."""
+    find the chunks stored under it. `conversation`: of this key and salt, whose earlier prompts this one may continue,
+    edited. `chunks`: spans [start, stop) of a prompt that is given as token ids."""
 
     recompute_ratio: Ratio | None = None
     selector: Name | None = None
     salt: Name = ""
+    conversation: Name = ""
     mode: Mode = "blend"
     chunks: Annotated[list[tuple[int, int]], Field(max_length=4096, fail_fast=True)] | None = None
 
