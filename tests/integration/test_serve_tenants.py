@@ -403,10 +403,9 @@ def test_an_edited_history_is_found_by_its_own_conversation_alone(tmp_path: Path
 
         def moved(who: str, conversation: str, *said: str) -> int:
             roles = ["system", *["user", "assistant"] * len(said)]
-            messages = [
-                {"role": role, "content": text} for role, text in zip(roles, ["Be brief.", *said], strict=False)
-            ]
-            body = {"model": engine.name, "messages": messages, "max_tokens": 1}
+            turns = zip(roles, ["Be brief.", *said], strict=False)
+            history = [{"role": role, "content": content} for role, content in turns]
+            body: dict[str, Any] = {"model": engine.name, "messages": history, "max_tokens": 1}
             body["cacheblend"] = {"conversation": conversation}
             answer = web.post("/v1/chat/completions", json=body, headers=headers[who])
             assert answer.status_code == 200, answer.text

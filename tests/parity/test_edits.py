@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from cacheblend.core.config import BlendConfig
+from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.store import DiskStore, KVStore, MemoryStore
@@ -25,7 +26,7 @@ from poison import Tally, Witness, WitnessMemory, Written, compare, names_in
 from reference import plain_kv
 
 BOS, ANSWER = 1, SamplingParams(max_new_tokens=3, temperature=0, ignore_eos=True)
-FAMILIES = ["llama", "gemma3_text", "qwen3", "cohere2", "smollm3", "gpt_oss"]
+FAMILIES = ["llama", "gemma3_text", "qwen3", "cohere2", "smollm3", "gpt_oss", "deepseek_v3"]
 
 
 def open_engine(family: str = "llama", store: KVStore | None = None, **config: Any) -> BlendEngine:
@@ -121,6 +122,17 @@ def test_histories_are_kept_only_where_they_are_asked_for(edits: bool) -> None:
     with open_engine(edits=edits) as engine:
         ask(engine, SYSTEM, U1, THOUGHT, A1, U2)
         assert ("moved" in ask(engine, SYSTEM, U1, A1, U2, NEXT).hit_tokens) is edits
+
+
+def test_what_edits_cannot_go_with_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="anchor 'system'"):
+        open_engine(anchor="system")
+    with pytest.raises(InvalidInputError, match="edits does not take into account that layer 0"):
+        open_engine("qwen3_next")
+    with pytest.raises(InvalidInputError, match=r"edit_ratio must be .*1\.5"):
+        open_engine(edit_ratio=1.5)
+    with open_engine() as engine, pytest.raises(InvalidInputError, match="conversation"):
+        engine.generate(Prompt.of([text([BOS, 5])]), conversation="\ud800")
 
 
 class WitnessDisk(Witness, DiskStore):

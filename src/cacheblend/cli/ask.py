@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _SOURCES = {
     "prefix": "loaded, exact prefix",
+    "moved": "loaded, moved behind an edit",
     "memory": "loaded from memory",
     "disk": "loaded from disk",
     "redis": "loaded from Redis",

@@ -11,7 +11,8 @@ class BlendReport:
     Attributes:
         prompt_tokens: length of the prompt.
         hit_tokens: tokens whose KV came from the store, by source: ``prefix`` (exact), or the tier
-            (``memory``, ``disk``, ``redis``, ``s3``).
+            (``memory``, ``disk``, ``redis``, ``s3``), or ``moved`` (in context, by an earlier prompt of the
+            conversation).
         missed_tokens: tokens of chunks that the store did not hold.
         text_tokens: tokens of plain text that were computed.
         recomputed_tokens: loaded tokens that were still recomputed after the last check layer.

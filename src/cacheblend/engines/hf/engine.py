@@ -22,6 +22,7 @@ from cacheblend.core.errors import InvalidInputError, check_encodable, check_typ
 from cacheblend.core.fuse.prefill import PrefillResult
 from cacheblend.core.names import as_token_ids
 from cacheblend.core.plan.blocks import ChunkManifest
+from cacheblend.core.plan.planner import Anchor
 from cacheblend.core.plan.prompt import Prompt, Segment
 from cacheblend.core.select.selectors import Selector, check_ratio
 from cacheblend.engines.discovery import open_discovery
@@ -34,6 +35,7 @@ from cacheblend.engines.hf.grammar import Grammars
 from cacheblend.engines.hf.model_loader import open_folder
 from cacheblend.engines.hf.prefiller import Mode, Prefiller
 from cacheblend.engines.hf.prompts import PassageLike, PromptLike, PromptReader
+from cacheblend.engines.hf.recurrent import LayerKinds
 from cacheblend.engines.hf.request import Answer, Delta, Request, answer_all, check_prompts
 from cacheblend.engines.hf.sampling import SamplingOptions, SamplingParams, check_params, sampling_of
 from cacheblend.engines.hf.scheduler import Ask, Limits, Scheduler
@@ -124,8 +126,7 @@ class BlendEngine(FollowedModel):
         self._is_closed = False
         self.grammars = Grammars(tokenizer, survey.vocab_size, self.eos_ids)
         self.discovery = open_discovery(self.store, self.config, planner.anchor)
-        own = self.config
-        self.histories = Histories(own.min_run_tokens, own.watch_tokens) if own.edits else None
+        self.histories = _open_histories(self.config, planner.anchor, survey.kinds)
         learners = self.discovery, self.histories
         self._warmer = ChunkWarmer(model, self.store, self.config, self.background, name, adapters, *learners)
         self._after_request = self._warmer.after_request
@@ -441,6 +442,15 @@ def _check_model(model: object) -> None:
     if not (isinstance(model, torch.nn.Module) and hasattr(model, "config")):
         way_out = ", or a folder's path to BlendEngine.from_pretrained" if isinstance(model, str | Path) else ""
         raise InvalidInputError(f"model must be a model of transformers (PreTrainedModel){way_out}, got {shown(model)}")
+
+
+def _open_histories(config: BlendConfig, anchor: Anchor, kinds: LayerKinds) -> Histories | None:
+    if not config.edits:
+        return None
+    kinds.check_none("edits")
+    if anchor.rule == "system":
+        raise InvalidInputError("edits moves text in front of the first passage, of which the anchor 'system' consists")
+    return Histories(config.min_run_tokens, config.watch_tokens)
 
 
 def _check_ids(bos_id: Any, sentence_end_ids: Any, vocabulary: int) -> None:
