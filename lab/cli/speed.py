@@ -224,4 +224,4 @@ def edits(asked: Edits, result: ResultOptions) -> None:
     Scenes: thoughts that are stripped, tool results that are cleared, a summary of the older half, a clock in the first
     line. Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
     """
-    measure(result, "real.edits", asked, unit="conversations")
+    measure(result, "speed.edits", asked, unit="conversations")

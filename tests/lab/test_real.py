@@ -15,9 +15,10 @@ from torch import nn
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.data import QuestionRow, Text
-from lab.real import adapt, edits, orders, pretrained, quality
+from lab.real import adapt, orders, pretrained, quality
 from lab.real.quality import BASE, Way, rows_of, summarise
 from lab.settings import Adapt, Edits, Real
+from lab.speed import edits
 from parity.scenes import assert_close
 
 
