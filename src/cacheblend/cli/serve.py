@@ -84,6 +84,7 @@ def serve(
         memory.keep_few_kernels()
         log_json()
         logging.getLogger("httpx").setLevel(logging.WARNING)
+        console(stderr=True).print(f"opening {model.model} ...", soft_wrap=True)
         # The scheduler's thread alone keeps an OpenMP team: this one serves HTTP for as long as the server runs.
         opened = run_apart(lambda: open_engine(model.model, store.store, config, device, profile=blend.profile))
         with opened as engine:
@@ -155,7 +156,12 @@ def _run(engine: "BlendEngine", settings: ServeSettings, host: str, sockets: lis
     # Its log lines go where the others do. There are no websockets, which would pass by what guards the routes.
     options: Any = {"log_level": "warning", "log_config": None, "server_header": False, "ws": "none"}
     running = DrainingServer(uvicorn.Config(application, **options), application.state.server)
-    with contextlib.suppress(KeyboardInterrupt):  # raised again after a clean stop
-        running.run(sockets=sockets)
+    # uvicorn raises the signals that it took again after a clean stop, which is no failure.
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            running.run(sockets=sockets)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if not running.started:
         raise InvalidInputError("the server did not start; see the log")

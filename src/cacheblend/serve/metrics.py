@@ -1,7 +1,9 @@
 """Figures of a running server, its store and its shadow check, for Prometheus. The names are an interface."""
 
+import asyncio
 import platform
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from itertools import accumulate
@@ -24,7 +26,11 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
 _GAPS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 _COUNTED: Texts = {
-    "requests": (("status",), "Requests, by HTTP status."),
+    "requests": (
+        ("route", "status"),
+        "Requests by route and HTTP status, without probes, scrapes and the page's files.",
+    ),
+    "refused_connections": ((), "Connections that were ended or refused since too many were open."),
     "prompt_tokens": ((), "Tokens of prompts."),
     "generated_tokens": ((), "Tokens of answers."),
     "hit_tokens": (("source",), "Tokens of prompts found in the store, by tier."),
@@ -140,6 +146,18 @@ class _PresentValues(Collector):  # type: ignore[misc, unused-ignore]
                 yield family
 
 
+class _WithoutCreated(Collector):  # type: ignore[misc, unused-ignore]
+    """What a registry has, without when each counter was made: Prometheus does not ask, and would store it."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric
+
+
 class Metrics:
     """The metrics of one server, of what is given those that there are now; safe to call from several threads."""
 
@@ -177,13 +195,25 @@ class Metrics:
         self._ttft = Histogram("cacheblend_ttft_seconds", text, ["mode"], buckets=_SECONDS, registry=registry)
         text = "Time between two tokens."
         self._gap = Histogram("cacheblend_inter_token_seconds", text, buckets=_GAPS, registry=registry)
+        text = "Time by which the event loop was late for a timer."
+        self._lag = Histogram("cacheblend_loop_lag_seconds", text, buckets=(*_GAPS, 5, 10), registry=registry)
         self._counters = {
             name: Counter(f"cacheblend_{name}", text, labels, registry=registry)
             for name, (labels, text) in _COUNTED.items()
         }
 
-    def request(self, status: int) -> None:
-        self._counters["requests"].labels(str(status)).inc()
+    def request(self, route: str, status: int) -> None:
+        self._counters["requests"].labels(route, str(status)).inc()
+
+    def refused_connection(self) -> None:
+        self._counters["refused_connections"].inc()
+
+    async def watch_loop(self, every_s: float = 0.25) -> None:
+        """Records by how much the event loop is late, until it is cancelled."""
+        while True:
+            due = time.perf_counter() + every_s
+            await asyncio.sleep(every_s)
+            self._lag.observe(max(0.0, time.perf_counter() - due))
 
     def gap(self, seconds: float) -> None:
         """Records the time between two tokens of an answer."""
@@ -202,5 +232,5 @@ class Metrics:
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
-        text: bytes = generate_latest(self._registry)
+        text: bytes = generate_latest(_WithoutCreated(self._registry))
         return text

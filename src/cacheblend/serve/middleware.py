@@ -26,6 +26,8 @@ HEADERS = {
     "Content-Security-Policy": "frame-ancestors 'none'",
 }
 """Of every answer: no type but the given one, and no frame in another page."""
+UNCOUNTED = frozenset({"/health", "/ready", "/metrics", "/", "/playground", "/openapi.json"})
+"""Paths of probes, scrapes and the page, whose requests are not counted; nor are the page's files."""
 BODIES = 8  # bodies of the longest kind that are in memory at a time; half of them, where there is one tenant
 LARGE = 1 << 16  # bytes from which on a body is looked at before it is parsed
 VALUES, CONTAINERS = 1 << 18, 1 << 16
@@ -64,14 +66,21 @@ class RequestLog:
             if not status:
                 await converted.response()(scope, receive, noting_status)
         finally:
-            self._metrics.request(status or 499)
-            if scope["path"].startswith(("/v1/", "/tokenize", "/detokenize")):
+            path, route = scope["path"], getattr(scope.get("route"), "path", None)
+            if path not in UNCOUNTED and not path.startswith("/static"):
+                known = route or next((each.path for each in scope["app"].routes if each.path == path), "other")
+                self._metrics.request(known, status or 499)
+            if path.startswith(("/v1/", "/tokenize", "/detokenize")):
                 seconds, state = round(time.perf_counter() - started, 4), scope.get("state", {})
-                line = {"method": scope["method"], "path": scope["path"], "status": status, "seconds": seconds}
+                line = {"method": scope["method"], "path": path, "status": status, "seconds": seconds}
                 line["key"] = state.get("key")
-                if (report := getattr(state.get("running"), "report", None)) is not None:
-                    of = ("prompt_tokens", "hit_tokens", "recomputed_tokens", "recompute_ratio", "generated_tokens")
-                    line |= {name: getattr(report, name) for name in of} | {"ttft_s": round(report.ttft_s, 4)}
+                if reports := list(filter(None, getattr(state.get("running"), "reports", {}).values())):
+                    of = ("prompt_tokens", "recomputed_tokens", "generated_tokens")  # of all prompts together
+                    line |= {name: sum(getattr(report, name) for report in reports) for name in of}
+                    hits = reports[0].hit_tokens
+                    line["hit_tokens"] = {tier: sum(report.hit_tokens[tier] for report in reports) for tier in hits}
+                    line["recompute_ratio"] = reports[0].recompute_ratio
+                    line["ttft_s"] = round(min(report.ttft_s for report in reports), 4)
                 requests_log.info(json.dumps(line), extra={"fields": line, "request_id": asked})
 
 

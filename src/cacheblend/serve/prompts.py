@@ -18,6 +18,8 @@ from cacheblend.serve.schemas import ChatRequest, CompletionRequest, Message, Re
 
 _TEMPLATE_OPTIONS = frozenset({"tools", "enable_thinking", "thinking", "reasoning_effort"})
 """The ``chat_template_kwargs`` that are passed to the template: others might replace it, or name files."""
+_SAYS_NOTHING = frozenset({"annotations", "cache_control", "prompt_cache_breakpoint", "tool_call_id"})
+"""Fields of messages and parts that say nothing about the answer: of calls the order says which has which result."""
 USUAL = 8  # characters of a token, usually: text with more is counted before it is tokenised as a whole
 PIECE = 1 << 16  # characters that are counted at a time
 CUT = 16  # tokens that a cut between two pieces may add
@@ -39,20 +41,28 @@ def chat_prompt(engine: BlendEngine, request: ChatRequest, chunk_tokens: int) ->
     `InvalidInputError` if the template rejects the messages, or the prompt is too long."""
     question = max((i for i, m in enumerate(request.messages) if m.role == "user"), default=-1)
     messages = [
-        _message(engine, message, chunk_tokens, is_last_user=number == question)
+        _message(engine, message, chunk_tokens, number, is_last_user=number == question)
         for number, message in enumerate(request.messages)
     ]
-    documents = [Passage(each.text, each.title) for each in request.documents or () if each.text]
-    options: dict[str, Any] = dict(request.chat_template_kwargs or {})
-    unknown = sorted(set(options) - _TEMPLATE_OPTIONS)
-    if unknown:
-        raise ApiError(400, f"chat_template_kwargs has {unknown[0]!r}; allowed are {sorted(_TEMPLATE_OPTIONS)}")
-    if request.reasoning_effort is not None:
-        options.setdefault("reasoning_effort", request.reasoning_effort)
+    documents = [Passage(each.text, each.title) for each in request.documents or () if each.text or each.title]
+    for number, document in enumerate(request.documents or ()):
+        if document.title and not document.text:
+            message = f"documents.{number}.text is empty, and a title alone is no passage; leave the document out"
+            raise ApiError(400, message, param=f"documents.{number}.text")
+    options: dict[str, Any] = {k: v for k, v in (request.chat_template_kwargs or {}).items() if v is not None}
+    for name in options:
+        if name not in _TEMPLATE_OPTIONS:
+            message = f"chat_template_kwargs has {name[:80]!r}; allowed are {', '.join(sorted(_TEMPLATE_OPTIONS))}"
+            raise ApiError(400, message, param="chat_template_kwargs")
+        _check_read(engine, name, "chat_template_kwargs", f"chat_template_kwargs has {name}")
+    for name, value in (("reasoning_effort", request.reasoning_effort), ("tools", request.tools or None)):
+        if value is None or (name == "tools" and request.tool_choice == "none"):
+            continue
+        if options.setdefault(name, value) != value:
+            raise ApiError(400, f"{name} and chat_template_kwargs.{name} differ; give one", param=name)
+        _check_read(engine, name, name, name)
     if request.tool_choice == "none":
         options.pop("tools", None)
-    elif request.tools:
-        options["tools"] = request.tools
     is_last = bool(documents) or any(
         part["type"] == "chunk"
         for message in messages[: question + 1]
@@ -73,18 +83,34 @@ def chat_prompt(engine: BlendEngine, request: ChatRequest, chunk_tokens: int) ->
     return ParsedPrompt(prompt, keep_text=is_last)
 
 
-def completion_prompt(engine: BlendEngine, request: CompletionRequest) -> ParsedPrompt:
-    """The prompt of a completion request. Raises `ApiError` for ids outside of the vocabulary, or spans that are not
-    ascending spans of the prompt, and `InvalidInputError` if it is empty or too long."""
+def completion_prompts(engine: BlendEngine, request: CompletionRequest, limit: "TextLimit") -> list[ParsedPrompt]:
+    """The prompts of a completion request. Raises `ApiError` for ids outside of the vocabulary, spans that are not
+    ascending spans of the only prompt, or one that is empty or too long."""
     spans = request.cacheblend.chunks if request.cacheblend and request.cacheblend.chunks else []
-    given = request.prompt
-    if isinstance(given, list) and given and isinstance(given[0], str | list):
-        given = given[0]
+    if spans and len(request.prompts) > 1:
+        message = (
+            f"cacheblend.chunks are spans of one prompt, and there are {len(request.prompts)}; send several requests"
+        )
+        raise ApiError(400, message, param="cacheblend.chunks")
+    found = []
+    for number, given in enumerate(request.prompts):
+        try:
+            limit.check([given] if isinstance(given, str) else [])
+            found.append(_completion_prompt(engine, given, spans))
+        except (ApiError, InvalidInputError) as error:
+            if len(request.prompts) == 1 or getattr(error, "param", None) == "cacheblend":
+                raise
+            where = f"prompt.{number}"
+            raise ApiError(400, f"{where}: {error}", param=where, code=getattr(error, "code", None)) from None
+    return found
+
+
+def _completion_prompt(engine: BlendEngine, given: str | list[int], spans: list[tuple[int, int]]) -> ParsedPrompt:
     if isinstance(given, str):
         if spans:
             raise ApiError(400, "chunks are spans of token ids: give the prompt as token ids", param="cacheblend")
         return ParsedPrompt(engine.prompt([given]), keep_text=False)
-    ids = [token for token in given if isinstance(token, int)]
+    ids = given
     if not ids:
         raise ApiError(400, "the prompt is empty", param="prompt")
     if min(ids) < 0 or max(ids) >= engine.survey.vocab_size:
@@ -100,11 +126,24 @@ def completion_prompt(engine: BlendEngine, request: CompletionRequest) -> Parsed
     return ParsedPrompt(prompt, keep_text=True)
 
 
-def _message(engine: BlendEngine, message: Message, chunk_tokens: int, *, is_last_user: bool) -> dict[str, Any]:
+def _check_read(engine: BlendEngine, name: str, param: str, what: str) -> None:
+    """Raises `ApiError` for what this model's chat template has no place for."""
+    if engine.builder is not None and not engine.builder.template_reads(name):
+        message = (
+            f"{what}: this model's chat template does not read {name[:80]!r}; leave it out, or say it in a message"
+        )
+        raise ApiError(400, message, param=param, code="unsupported_field")
+
+
+def _message(
+    engine: BlendEngine, message: Message, chunk_tokens: int, at: int, *, is_last_user: bool
+) -> dict[str, Any]:
     """The message in the form of `PromptBuilder.chat`, where parts of type ``chunk`` are chunks."""
-    extra = dict(message.model_extra or {})
-    if not extra.get("tool_calls"):  # null and an empty list are no calls, which not every template knows
-        extra.pop("tool_calls", None)
+    # Null and empty values say nothing, and not every template knows them.
+    extra = {name: value for name, value in (message.model_extra or {}).items() if value not in (None, "", [], {})}
+    for name in extra:
+        if name not in _SAYS_NOTHING and (name != "name" or message.role not in ("tool", "function")):
+            _check_read(engine, name, f"messages.{at}.{name}", f"messages.{at}.{name[:80]}")
     # None beside tool calls: some templates read it without checking.
     content: Any = "" if message.content is None else message.content
     if isinstance(content, str):
@@ -114,7 +153,11 @@ def _message(engine: BlendEngine, message: Message, chunk_tokens: int, *, is_las
     parts = []
     for number, part in enumerate(content):
         if part.type != "text" or part.text is None:
-            raise ApiError(400, f"a content part of type {part.type!r}: only text is read", param="messages")
+            raise ApiError(400, f"a content part of type {part.type[:80]!r}: only text is read", param="messages")
+        for name, value in (part.model_extra or {}).items():
+            if value is not None and name not in _SAYS_NOTHING:
+                where = f"messages.{at}.content.{number}.{name[:80]}"
+                raise ApiError(400, f"{where}: a part has type and text", param=where, code="unknown_field")
         is_question = is_last_user and number == len(content) - 1
         is_chunk = not is_question and _is_long(engine, part.text, chunk_tokens)
         parts.append({"type": "chunk" if is_chunk else "text", "text": part.text})

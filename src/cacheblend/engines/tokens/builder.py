@@ -134,7 +134,7 @@ class PromptBuilder:
             )
         spec = json.loads(backend.to_str())
         self._tokenizer = tokenizer
-        added = {int(token["id"]): str(token["content"]) for token in spec["added_tokens"]}
+        self._added = added = {int(token["id"]): str(token["content"]) for token in spec["added_tokens"]}
         self._special = {token["id"] for token in spec["added_tokens"] if token["special"]}
         self._all = TextEncoder(spec)
         # The special tokens that the tokenizer sets in front of a text, and behind it.
@@ -157,6 +157,8 @@ class PromptBuilder:
         # Byte tokens, ``<0x00>`` to ``<0xFF>``, of which a run is decoded together; none in most tokenizers.
         names = [f"<0x{byte:02X}>" for byte in range(256)] if '"ByteFallback"' in json.dumps(spec["decoder"]) else []
         self._bytes = {number for name in names if (number := backend.token_to_id(name)) is not None}
+        self._is_byte_level = '"ByteLevel"' in json.dumps(spec["decoder"])
+        self.token_bytes = lru_cache(1 << 16)(self._bytes_of)
         self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         bos, text = tokenizer.bos_token_id, tokenizer.bos_token
         is_first = bos is not None and (
@@ -269,6 +271,19 @@ class PromptBuilder:
             is_skipped=lambda number: number in hidden or token_of(number) is None,
             is_byte=lambda number: number in self._bytes,
         )
+
+    def template_reads(self, name: str) -> bool:
+        """Whether the chat template names a variable or field."""
+        return name in self._source.words
+
+    def _bytes_of(self, number: int) -> bytes:
+        """What a token stands for, which may be a part of a character; of an added token its text."""
+        token: str = self._tokenizer.backend_tokenizer.id_to_token(number) or ""
+        if number in self._bytes:
+            return bytes([int(token[3:5], 16)])
+        if number in self._added or not self._is_byte_level:
+            return token.replace("\u2581", " ").encode()
+        return b"".join(_BYTE_OF.get(letter) or letter.encode() for letter in token)
 
     def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
         """Ids of the texts that are special tokens."""
@@ -397,6 +412,12 @@ class PromptBuilder:
 
 _FRONTS = 16  # texts in front of passages whose tokens are kept: system prompts come again and again
 _LETTER = "a"  # what most passages begin like, as far as the tokens in front of them go
+
+_PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(0x100) if byte not in _PRINTED]
+_BYTE_OF = {chr(byte): bytes([byte]) for byte in _PRINTED}
+_BYTE_OF |= {chr(0x100 + at): bytes([byte]) for at, byte in enumerate(_OTHERS)}
+"""The byte that each letter of a byte-level vocabulary stands for."""
 
 _PROBES: list[list[Message]] = [
     [{"role": "user", "content": "a"}],
