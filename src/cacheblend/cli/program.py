@@ -1,6 +1,6 @@
 """Runs a command line: an error of the user, or the system's, is one line that says what to do, and exit code 2.
 
-Knows no command but those that were renamed; typer's errors by what they carry (`format_message`, `param`,
+Knows no command but those that moved; typer's errors by what they carry (`format_message`, `param`,
 `option_name`), since their classes move between typer's versions.
 """
 
@@ -23,16 +23,7 @@ BOUNDED = {"GOMP_SPINCOUNT": "50000", "KMP_BLOCKTIME": "2"}
 threads use the time that the one they wait for would get. A few milliseconds are more than what lies between two
 operations, and cost a quiet machine nothing. GNU's runtime counts turns, the others milliseconds; each ignores that."""
 
-RENAMED_OPTIONS = {
-    "--rows": "--limit",
-    "--check-layer": "--check-layers",
-    "--arm": "--methods",
-    "--rounds": "--runs",
-    "--machine": "--cost-model",
-    "--max-tokens": "--max-prompt-tokens",
-}
 MAY_BE_EMPTY = ("--salt", "--system")
-RENAMED_COMMANDS = {"profile": "calibrate"}
 MOVED = {
     "cacheblend inspect": "inspect",
     "cacheblend paper": "paper",
@@ -113,11 +104,8 @@ def usage_text(error: Any, arguments: Sequence[str]) -> str:
     option = getattr(error, "option_name", None)
     param = getattr(error, "param", None)
     if type(error).__name__ == "NoSuchOption":
-        known = {name for each in context.command.params for name in each.opts} if context is not None else set()
         if moved := _moved(context, str(option)):
             return moved
-        if (new := RENAMED_OPTIONS.get(str(option))) in known:
-            return f"there is no option {option}: it is called {new}"
         near = ", ".join(sorted(error.possibilities or ()))
         return f"there is no option {option}{f', did you mean {near}?' if near else ''}{see}"
     if param is not None:
@@ -129,11 +117,8 @@ def usage_text(error: Any, arguments: Sequence[str]) -> str:
         if argument.startswith("--json=") or (argument == "--json" and not following.startswith("-")):
             value = argument.removeprefix("--json=") if "=" in argument else following  # once it took a file
             return f"--json takes no value, got {value!r}: it prints to stdout; --json-file {value} writes a file{see}"
-    if unknown := re.match(r"No such command '([^']*)'", text):
-        if moved := _moved(context, unknown[1]):
-            return moved
-        if new := RENAMED_COMMANDS.get(unknown[1]):
-            return f"there is no command {unknown[1]!r}: it is called {new}"
+    if (unknown := re.match(r"No such command '([^']*)'", text)) and (moved := _moved(context, unknown[1])):
+        return moved
     return f"{text}{see}"
 
 

@@ -156,12 +156,7 @@ def _run(engine: "BlendEngine", settings: ServeSettings, host: str, sockets: lis
     # Its log lines go where the others do. There are no websockets, which would pass by what guards the routes.
     options: Any = {"log_level": "warning", "log_config": None, "server_header": False, "ws": "none"}
     running = DrainingServer(uvicorn.Config(application, **options), application.state.server)
-    # uvicorn raises the signals that it took again after a clean stop, which is no failure.
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
-    try:
-        with contextlib.suppress(KeyboardInterrupt):
-            running.run(sockets=sockets)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with contextlib.suppress(KeyboardInterrupt):  # before it served
+        running.run(sockets=sockets)
     if not running.started:
         raise InvalidInputError("the server did not start; see the log")

@@ -5,6 +5,7 @@ What every kind of answer shares; how it is written is in `routes.openai` and `r
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -59,13 +60,12 @@ class RunningRequest:
             for number, ask in enumerate(self.asks):
                 self._tickets.append(self.scheduler.submit(ask, partial(on_event, number)))
         except Exception:
-            self._cancel()
+            self.cancel()
             raise
 
-    def _cancel(self) -> None:
-        for number, ticket in enumerate(self._tickets):
-            if number not in self.reports:
-                ticket.cancel()
+    def cancel(self) -> None:
+        for ticket in self._tickets:  # one that has ended takes no notice
+            ticket.cancel()
 
     async def events(self) -> AsyncIterator[TokenEvent]:
         """The tokens of a started request as they come; raises the error that ended it. Leaving early cancels it."""
@@ -86,7 +86,7 @@ class RunningRequest:
                 self._last_token_at[event.choice] = now
                 yield event
         finally:
-            self._cancel()
+            self.cancel()
             for report in filter(None, self.reports.values()):
                 self.metrics.report(report, self.asks[0].mode)
 
@@ -98,7 +98,7 @@ async def started(
     Raises `ApiError` for a wrong model or value, and as `FairQueue.run` and `Scheduler.submit`."""
     check_model(state, asked.model)
     form = await _form(state, request, asked)
-    asks = await state.parse(request, lambda: _scheduler_requests(state, asked, key, parse, form))
+    asks = await state.parse(request, lambda: _asks(state, asked, key, parse(), form))
     running = RunningRequest(asks, state.scheduler, state.metrics, partial(state.settings.keys.knows, key))
     request.state.running = running
     running.start()
@@ -108,7 +108,7 @@ async def started(
 def check_model(state: ServerState, name: str) -> None:
     """Raises `ApiError` if a request names another model than the server's."""
     if name and name != state.engine.name:
-        message = f"there is no model {name!r}; this server has {state.engine.name!r}"
+        message = f"there is no model {name[:80]!r}; this server has {state.engine.name!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
@@ -126,29 +126,10 @@ async def unless_disconnected(request: Request, answer: Awaitable[T]) -> T:
         wanted.cancel()
 
 
-def _check_lengths(asked: Sampling, prompt_tokens: int, context: int | None, usual: int) -> None:
-    """Raises `ApiError` for more tokens than the context has left, or fewer than there must be."""
-    left = None if context is None else context - prompt_tokens + 1  # the last token is not computed with
-    said = {name: value for name in (*asked.lengths, "min_tokens") if (value := getattr(asked, name)) is not None}
-    for name, value in said.items():
-        if left is not None and value > left:
-            message = (
-                f"{name} is {value:,}, and the context of {context:,} tokens has {left:,} left behind a prompt of "
-            )
-            raise ApiError(400, f"{message}{prompt_tokens:,}; ask for fewer", param=name, code="too_long")
-        if name == "min_tokens" and value > (most := asked.wanted_tokens or usual):
-            message = f"min_tokens is {value:,}, and an answer has at most {most:,} ({asked.lengths[-1]})"
-            raise ApiError(400, f"{message}; ask for fewer, or allow more", param=name)
-
-
-def _scheduler_requests(
-    state: ServerState,
-    asked: Sampling,
-    key: ApiKey,
-    parse: Callable[[], list[ParsedPrompt]],
-    grammar: CompiledGrammar | None,
+def _asks(
+    state: ServerState, asked: Sampling, key: ApiKey, parsed: list[ParsedPrompt], grammar: CompiledGrammar | None
 ) -> list[Ask]:
-    # Tokenises the prompts, so it is called on a worker thread.
+    """What is asked of the scheduler, one `Ask` a prompt."""
     settings, extras, vocabulary = state.settings, asked.cacheblend or Extras(), state.engine.survey.vocab_size
     if asked.n > settings.max_choices:
         raise ApiError(400, f"n is {asked.n}; at most {settings.max_choices} choices are allowed", param="n")
@@ -159,10 +140,20 @@ def _scheduler_requests(
     if asked.cache_salt and extras.salt and asked.cache_salt != extras.salt:
         raise ApiError(400, "cache_salt and cacheblend.salt are two names of one thing, and differ", param="cache_salt")
     salt = extras.salt or asked.cache_salt or ""
-    parsed, usual = parse(), asked.usual_tokens or settings.max_tokens
+    context = state.engine.survey.max_length or math.inf
+    most = asked.wanted_tokens or int(min(settings.max_tokens, asked.usual_tokens))
     for prompt, _, _ in parsed:
         state.check_size(prompt)
-        _check_lengths(asked, len(prompt), state.engine.survey.max_length, usual)
+        left = context - len(prompt) + 1  # the last token is not computed with
+        for name in (*asked.lengths, "min_tokens"):
+            if (value := getattr(asked, name) or 0) > left:
+                message = (
+                    f"{name} is {value:,}; of the context of {context:,} tokens a prompt of {len(prompt):,} leaves"
+                )
+                raise ApiError(400, f"{message} {left:,}: ask for fewer", param=name, code="too_long")
+    if (asked.min_tokens or 0) > most:
+        message = f"min_tokens is {asked.min_tokens:,}, and an answer has at most {most:,} ({asked.lengths[-1]})"
+        raise ApiError(400, f"{message}; ask for fewer, or allow more", param="min_tokens")
     remembered = state.tenants.remember_salt(key, salt)
     state.tenants.count(key)
     ratio, selector = extras.recompute_ratio, None
@@ -177,7 +168,7 @@ def _scheduler_requests(
     given = {name: value for name in same if (value := getattr(asked, name)) is not None}
     params = SamplingParams(
         **given,
-        max_new_tokens=asked.wanted_tokens or usual,
+        max_new_tokens=most,
         temperature=1.0 if asked.temperature is None else asked.temperature,
         top_k=max(0, asked.top_k or 0),
         logit_bias=tuple((asked.logit_bias or {}).items()),

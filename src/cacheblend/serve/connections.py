@@ -151,3 +151,4 @@ class DrainingServer(uvicorn.Server):
         for ending in endings:
             ending.cancel()
         await drained
+        self._captured_signals.clear()  # uvicorn would raise them again, and they would end the process

@@ -1,6 +1,7 @@
 """Errors in the form that OpenAI's clients expect: `ApiError`, and the handlers that turn all others into it."""
 
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,20 +16,10 @@ from cacheblend.engines.hf.scheduler import ClosedError, QueueFullError, TooLate
 from cacheblend.serve.log_lines import request_id
 
 logger = logging.getLogger("cacheblend.serve")
-_LONGEST, _LONGEST_NAME = 1000, 200  # characters of a message, and of a field's name, that are sent
-_KINDS = {"int": "an integer", "float": "a number", "finite": "a number", "bool": "true or false", "string": "a text"}
-_KINDS |= {"list": "a list", "tuple": "a list", "dict": "an object", "model": "an object"}
-_RULES = {
-    "greater_than_equal": "must be at least {ge}",
-    "greater_than": "must be above {gt}",
-    "less_than_equal": "must be at most {le}",
-    "literal_error": "must be {expected}",
-    "string_too_long": "must have at most {max_length} characters",
-    "string_too_short": "must have at least {min_length} characters",
-    "too_long": "must have at most {max_length} entries",
-    "too_short": "must have at least {min_length} entries",
-}
-"""What pydantic's kinds of errors say here; others are about a value's kind, or have a sentence of their own."""
+_LONGEST = 1000  # characters of a message
+_WORDS = {"string": "a text", "dictionary": "an object", "boolean": "true or false", "integer": "an integer"}
+_FORMS = re.compile(r"str|bool|constrained-.*|.*\[.*")
+"""What pydantic calls the forms that a value may have; no field of a request is called so."""
 
 
 class ApiError(Exception):
@@ -45,14 +36,14 @@ class ApiError(Exception):
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, _cut(message, _LONGEST), param, code
+        self.message = message if len(message) <= _LONGEST else f"{message[: _LONGEST - 4]} ..."
+        self.status, self.param, self.code = status, param and param[:200], code
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
         kind = "rate_limit_error" if self.status == 429 else "invalid_request_error"
         kind = "server_error" if self.status >= 500 else kind
-        param = self.param and _cut(self.param, _LONGEST_NAME)
-        return {"error": {"message": self.message, "type": kind, "param": param, "code": self.code}}
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         headers = {} if self.retry_after_s is None else {"Retry-After": str(max(1, round(self.retry_after_s)))}
@@ -92,8 +83,8 @@ def add_error_handlers(app: FastAPI) -> None:
         if first["type"] == "json_invalid":
             where = f"character {first['loc'][-1]}"
             return ApiError(400, f"the body is not JSON: {first['ctx']['error']}, {where}").response()
-        where, what = _described(error.errors(), error.body)
-        if not where and first["type"] != "value_error":
+        where, what = _described(error.errors())
+        if not where and first["type"] not in ("value_error", "extra_forbidden"):
             return ApiError(400, "the body is not a JSON object, sent as application/json").response()
         return ApiError(400, f"{where}: {what}" if where else what, param=where or None).response()
 
@@ -109,36 +100,29 @@ def add_error_handlers(app: FastAPI) -> None:
         return error.response()
 
 
-def _described(errors: Sequence[Any], body: Any) -> tuple[str, str]:
+def _described(errors: Sequence[Any]) -> tuple[str, str]:
     """Where the first wrong value is, by the request's own names, and what it should be. A value that may have several
     forms has an error for each of them: those that got furthest into it count."""
     found: dict[str, list[Any]] = {}
     for each in errors:
-        place, value = list[str](), body
-        for part in each["loc"][1:]:  # has names of pydantic's, too: of a form, of a key
-            is_key = isinstance(value, dict) and part in value
-            if is_key or (isinstance(value, list) and isinstance(part, int) and part < len(value)):
-                value = value[part]
-            elif each["loc"][0] == "body" and (each["type"] != "missing" or part != each["loc"][-1]):
-                continue
-            place.append(_cut(str(part), 80))
+        place = ".".join(part[:80] for part in map(str, each["loc"][1:]) if not _FORMS.fullmatch(part))
         if each["loc"][:2] == errors[0]["loc"][:2]:
-            found.setdefault(".".join(place), []).append(each)
+            found.setdefault(place, []).append(each)
     where = max(found, key=lambda name: name.count("."))
-    kinds = [_KINDS.get(each["type"].partition("_")[0]) for each in found[where] if each["type"] not in _RULES]
     first = found[where][0]
     if first["type"] in ("missing", "extra_forbidden"):
         return where, "is missing" if first["type"] == "missing" else "there is no such field"
-    if first["type"] in _RULES:
-        what = _RULES[first["type"]].format(**first["ctx"])
-    elif kinds[0] is None:
-        return where, str(first.get("ctx", {}).get("error", first["msg"]))
-    else:
-        what = f"must be {' or '.join(dict.fromkeys(kind for kind in kinds if kind))}"
+    what = " or ".join(dict.fromkeys(_in_our_words(each["msg"]) for each in found[where])).replace(" or must be", " or")
+    if first["type"] == "value_error":
+        return where, what
     given = first["input"]
-    given = {list: "a list", dict: "an object"}.get(type(given)) or shown(given[:100] if type(given) is str else given)
-    return where, f"{what}; got {given}"
+    if isinstance(given, list | dict):  # of any length
+        return where, f"{what}; got {'a list' if isinstance(given, list) else 'an object'}"
+    return where, f"{what}; got {shown(given[:100] if isinstance(given, str) else given)}"
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 4]} ..."
+def _in_our_words(message: str) -> str:
+    if kind := re.match(r"Input should be a (?:valid|finite) (\w+)", message):
+        return f"must be {_WORDS.get(kind[1], f'a {kind[1]}')}"
+    message = message.removeprefix("Value error, ").replace(" after validation", "")
+    return re.sub(r"^\w+ should ", "must ", message)

@@ -9,7 +9,15 @@ from importlib.metadata import version
 from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, Info, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    Info,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -146,18 +154,6 @@ class _PresentValues(Collector):  # type: ignore[misc, unused-ignore]
                 yield family
 
 
-class _WithoutCreated(Collector):  # type: ignore[misc, unused-ignore]
-    """What a registry has, without when each counter was made: Prometheus does not ask, and would store it."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterable[Metric]:
-        for metric in self._registry.collect():
-            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
-            yield metric
-
-
 class Metrics:
     """The metrics of one server, of what is given those that there are now; safe to call from several threads."""
 
@@ -185,6 +181,7 @@ class Metrics:
                 **{name: {(): getattr(learnt, name.removeprefix("discovered_"))} for name in names},
             }
 
+        disable_created_metrics()  # Prometheus would store the time at which each counter was made as one more series
         self._registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         versions = {"version": version("cacheblend"), "python": platform.python_version()}
@@ -201,12 +198,10 @@ class Metrics:
             name: Counter(f"cacheblend_{name}", text, labels, registry=registry)
             for name, (labels, text) in _COUNTED.items()
         }
+        self.refused_connection: Callable[[], None] = self._counters["refused_connections"].inc
 
     def request(self, route: str, status: int) -> None:
         self._counters["requests"].labels(route, str(status)).inc()
-
-    def refused_connection(self) -> None:
-        self._counters["refused_connections"].inc()
 
     async def watch_loop(self, every_s: float = 0.25) -> None:
         """Records by how much the event loop is late, until it is cancelled."""
@@ -232,5 +227,5 @@ class Metrics:
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
-        text: bytes = generate_latest(_WithoutCreated(self._registry))
+        text: bytes = generate_latest(self._registry)
         return text

@@ -26,8 +26,8 @@ HEADERS = {
     "Content-Security-Policy": "frame-ancestors 'none'",
 }
 """Of every answer: no type but the given one, and no frame in another page."""
-UNCOUNTED = frozenset({"/health", "/ready", "/metrics", "/", "/playground", "/openapi.json"})
-"""Paths of probes, scrapes and the page, whose requests are not counted; nor are the page's files."""
+ASKED = ("/v1/", "/tokenize", "/detokenize", "/playground/explain")
+"""Paths whose requests are counted and logged: no probe's, no scrape's, not those of the page's files."""
 BODIES = 8  # bodies of the longest kind that are in memory at a time; half of them, where there is one tenant
 LARGE = 1 << 16  # bytes from which on a body is looked at before it is parsed
 VALUES, CONTAINERS = 1 << 18, 1 << 16
@@ -66,21 +66,19 @@ class RequestLog:
             if not status:
                 await converted.response()(scope, receive, noting_status)
         finally:
-            path, route = scope["path"], getattr(scope.get("route"), "path", None)
-            if path not in UNCOUNTED and not path.startswith("/static"):
-                known = route or next((each.path for each in scope["app"].routes if each.path == path), "other")
-                self._metrics.request(known, status or 499)
-            if path.startswith(("/v1/", "/tokenize", "/detokenize")):
+            path = scope["path"]
+            if path.startswith(ASKED):
+                paths = (route.path for route in scope["app"].routes)
+                self._metrics.request(
+                    scope["route"].path if "route" in scope else path if path in paths else "other", status or 499
+                )
                 seconds, state = round(time.perf_counter() - started, 4), scope.get("state", {})
                 line = {"method": scope["method"], "path": path, "status": status, "seconds": seconds}
                 line["key"] = state.get("key")
-                if reports := list(filter(None, getattr(state.get("running"), "reports", {}).values())):
-                    of = ("prompt_tokens", "recomputed_tokens", "generated_tokens")  # of all prompts together
-                    line |= {name: sum(getattr(report, name) for report in reports) for name in of}
-                    hits = reports[0].hit_tokens
-                    line["hit_tokens"] = {tier: sum(report.hit_tokens[tier] for report in reports) for tier in hits}
-                    line["recompute_ratio"] = reports[0].recompute_ratio
-                    line["ttft_s"] = round(min(report.ttft_s for report in reports), 4)
+                of = ("prompt_tokens", "hit_tokens", "recomputed_tokens", "recompute_ratio", "generated_tokens")
+                reports = filter(None, getattr(state.get("running"), "reports", {}).values())
+                told = [{name: getattr(r, name) for name in of} | {"ttft_s": round(r.ttft_s, 4)} for r in reports]
+                line |= told[0] if len(told) == 1 else {"prompts": told} if told else {}
                 requests_log.info(json.dumps(line), extra={"fields": line, "request_id": asked})
 
 

@@ -6,7 +6,7 @@ completions  chunks are given as spans of a prompt of token ids
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from cacheblend.core.errors import InvalidInputError
@@ -14,7 +14,7 @@ from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.engines.hf import BlendEngine, Passage
 from cacheblend.engines.tokens.chat import strings_in
 from cacheblend.serve.errors import ApiError
-from cacheblend.serve.schemas import ChatRequest, CompletionRequest, Message, RequestDocument, wrong_value
+from cacheblend.serve.schemas import ChatRequest, Message, RequestDocument, wrong_value
 
 _TEMPLATE_OPTIONS = frozenset({"tools", "enable_thinking", "thinking", "reasoning_effort"})
 """The ``chat_template_kwargs`` that are passed to the template: others might replace it, or name files."""
@@ -44,25 +44,20 @@ def chat_prompt(engine: BlendEngine, request: ChatRequest, chunk_tokens: int) ->
         _message(engine, message, chunk_tokens, number, is_last_user=number == question)
         for number, message in enumerate(request.messages)
     ]
-    documents = [Passage(each.text, each.title) for each in request.documents or () if each.text or each.title]
-    for number, document in enumerate(request.documents or ()):
-        if document.title and not document.text:
-            message = f"documents.{number}.text is empty, and a title alone is no passage; leave the document out"
-            raise ApiError(400, message, param=f"documents.{number}.text")
-    options: dict[str, Any] = {k: v for k, v in (request.chat_template_kwargs or {}).items() if v is not None}
-    for name in options:
-        if name not in _TEMPLATE_OPTIONS:
-            message = f"chat_template_kwargs has {name[:80]!r}; allowed are {', '.join(sorted(_TEMPLATE_OPTIONS))}"
-            raise ApiError(400, message, param="chat_template_kwargs")
-        _check_read(engine, name, "chat_template_kwargs", f"chat_template_kwargs has {name}")
-    for name, value in (("reasoning_effort", request.reasoning_effort), ("tools", request.tools or None)):
-        if value is None or (name == "tools" and request.tool_choice == "none"):
-            continue
-        if options.setdefault(name, value) != value:
-            raise ApiError(400, f"{name} and chat_template_kwargs.{name} differ; give one", param=name)
-        _check_read(engine, name, name, name)
+    documents = [Passage(each.text, each.title) for each in request.documents or ()]
+    given = {name: value for name, value in (request.chat_template_kwargs or {}).items() if value is not None}
+    said = {"reasoning_effort": request.reasoning_effort, "tools": request.tools or None}
+    options: dict[str, Any] = given | {name: value for name, value in said.items() if value is not None}
     if request.tool_choice == "none":
         options.pop("tools", None)
+    for name, value in options.items():
+        param = name if said.get(name) else "chat_template_kwargs"
+        if name not in _TEMPLATE_OPTIONS:
+            message = f"{param} has {name[:80]!r}; allowed are {', '.join(sorted(_TEMPLATE_OPTIONS))}"
+            raise ApiError(400, message, param=param)
+        if given.get(name, value) != value:
+            raise ApiError(400, f"{name} and chat_template_kwargs.{name} differ; give one", param=name)
+        _check_read(engine, name, param)
     is_last = bool(documents) or any(
         part["type"] == "chunk"
         for message in messages[: question + 1]
@@ -83,38 +78,20 @@ def chat_prompt(engine: BlendEngine, request: ChatRequest, chunk_tokens: int) ->
     return ParsedPrompt(prompt, keep_text=is_last)
 
 
-def completion_prompts(engine: BlendEngine, request: CompletionRequest, limit: "TextLimit") -> list[ParsedPrompt]:
-    """The prompts of a completion request. Raises `ApiError` for ids outside of the vocabulary, spans that are not
-    ascending spans of the only prompt, or one that is empty or too long."""
-    spans = request.cacheblend.chunks if request.cacheblend and request.cacheblend.chunks else []
-    if spans and len(request.prompts) > 1:
-        message = (
-            f"cacheblend.chunks are spans of one prompt, and there are {len(request.prompts)}; send several requests"
-        )
-        raise ApiError(400, message, param="cacheblend.chunks")
-    found = []
-    for number, given in enumerate(request.prompts):
-        try:
-            limit.check([given] if isinstance(given, str) else [])
-            found.append(_completion_prompt(engine, given, spans))
-        except (ApiError, InvalidInputError) as error:
-            if len(request.prompts) == 1 or getattr(error, "param", None) == "cacheblend":
-                raise
-            where = f"prompt.{number}"
-            raise ApiError(400, f"{where}: {error}", param=where, code=getattr(error, "code", None)) from None
-    return found
-
-
-def _completion_prompt(engine: BlendEngine, given: str | list[int], spans: list[tuple[int, int]]) -> ParsedPrompt:
+def completion_prompt(
+    engine: BlendEngine, given: str | list[int], spans: Sequence[tuple[int, int]], what: str
+) -> ParsedPrompt:
+    """A prompt of a completion request. Raises `ApiError` if it is empty, for ids outside of the vocabulary, or spans
+    that are not ascending spans of it, and `InvalidInputError` if it is too long."""
+    if not given:
+        raise ApiError(400, f"{what} is empty", param="prompt")
     if isinstance(given, str):
         if spans:
             raise ApiError(400, "chunks are spans of token ids: give the prompt as token ids", param="cacheblend")
         return ParsedPrompt(engine.prompt([given]), keep_text=False)
     ids = given
-    if not ids:
-        raise ApiError(400, "the prompt is empty", param="prompt")
     if min(ids) < 0 or max(ids) >= engine.survey.vocab_size:
-        raise ApiError(400, f"token ids must be in 0..{engine.survey.vocab_size - 1}", param="prompt")
+        raise ApiError(400, f"{what}: token ids must be in 0..{engine.survey.vocab_size - 1}", param="prompt")
     segments, at = list[Segment](), 0
     for start, stop in spans:
         if not at <= start < stop <= len(ids):
@@ -126,11 +103,11 @@ def _completion_prompt(engine: BlendEngine, given: str | list[int], spans: list[
     return ParsedPrompt(prompt, keep_text=True)
 
 
-def _check_read(engine: BlendEngine, name: str, param: str, what: str) -> None:
+def _check_read(engine: BlendEngine, name: str, param: str) -> None:
     """Raises `ApiError` for what this model's chat template has no place for."""
-    if engine.builder is not None and not engine.builder.template_reads(name):
+    if engine.builder is not None and name not in engine.builder.template_words:
         message = (
-            f"{what}: this model's chat template does not read {name[:80]!r}; leave it out, or say it in a message"
+            f"{param[:80]}: the model's chat template does not read {name[:80]!r}; leave it out, or say it as text"
         )
         raise ApiError(400, message, param=param, code="unsupported_field")
 
@@ -143,7 +120,7 @@ def _message(
     extra = {name: value for name, value in (message.model_extra or {}).items() if value not in (None, "", [], {})}
     for name in extra:
         if name not in _SAYS_NOTHING and (name != "name" or message.role not in ("tool", "function")):
-            _check_read(engine, name, f"messages.{at}.{name}", f"messages.{at}.{name[:80]}")
+            _check_read(engine, name, f"messages.{at}.{name}")
     # None beside tool calls: some templates read it without checking.
     content: Any = "" if message.content is None else message.content
     if isinstance(content, str):

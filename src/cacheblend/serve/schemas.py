@@ -1,6 +1,7 @@
 """Schemas of requests. Wrong values are refused, and so are fields that nothing would come of (`fields`)."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -265,7 +266,7 @@ class RequestDocument(Closed):
     """A passage that is passed to the chat template."""
 
     title: Name = ""
-    text: str
+    text: Annotated[str, StringConstraints(min_length=1)]
 
 
 class ContentPart(BaseModel):
@@ -291,12 +292,6 @@ class StreamOptions(Closed):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] | None = None
-
-    @model_validator(mode="after")
-    def _usage_where_due(self) -> Self:
-        if self.continuous_usage_stats and not self.include_usage:
-            raise ValueError("continuous_usage_stats needs include_usage: true")
-        return self
 
 
 def _few(biases: Any) -> Any:
@@ -340,8 +335,8 @@ class Sampling(Body):
     cacheblend: Extras | None = None
     lengths: ClassVar[tuple[str, ...]] = ("max_tokens",)
     """The fields that say how many tokens an answer has at most."""
-    usual_tokens: ClassVar[int | None] = None
-    """Of an answer whose request does not say; None: as the server's settings have it."""
+    usual_tokens: ClassVar[float] = math.inf
+    """Of an answer whose request does not say, unless the server's settings have fewer."""
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -350,10 +345,13 @@ class Sampling(Body):
 
     @model_validator(mode="after")
     def _beside_others(self) -> Self:
-        if self.stream_options is not None and not self.stream and "stream_options" not in self.refused:
-            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
-        if self.cacheblend and self.cacheblend.chunks and not isinstance(self, CompletionRequest):
-            message = "cacheblend.chunks are spans of token ids, which /v1/completions takes; here parts are chunks"
+        if (options := self.stream_options) is not None and "stream_options" not in self.refused:
+            is_whole = options.include_usage or not options.continuous_usage_stats
+            if not self.stream or not is_whole:
+                needed = "continuous_usage_stats needs include_usage" if self.stream else "stream_options needs stream"
+                raise ApiError(400, f"{needed}: true", param="stream_options")
+        if self.cacheblend and self.cacheblend.chunks and len(getattr(self, "prompts", ())) != 1:
+            message = "cacheblend.chunks are spans of the token ids of one prompt, which /v1/completions takes"
             raise ApiError(400, message, param="cacheblend.chunks")
         said = {name: value for name in self.lengths if (value := getattr(self, name)) is not None}
         if len(set(said.values())) > 1:
@@ -410,12 +408,9 @@ class CompletionRequest(Sampling):
     usual_tokens: ClassVar = 16
 
     @property
-    def prompts(self) -> Sequence[str | list[int]]:
-        """Each prompt; a list of several is refused where it is too long, or has `chunks`."""
-        given = self.prompt
-        if isinstance(given, list) and given and isinstance(given[0], str | list):
-            return given  # type: ignore[return-value]
-        return [given]  # type: ignore[list-item]
+    def prompts(self) -> list[Any]:
+        given: Any = self.prompt
+        return given if isinstance(given, list) and given and isinstance(given[0], str | list) else [given]
 
     def wanted_logprobs(self) -> int | None:
         return self.logprobs
@@ -525,16 +520,7 @@ class DocumentsRequest(Body):
     chunk_tokens: Annotated[int, Field(ge=2, le=1 << 20)] = 512
 
 
-class ErrorDetail(BaseModel):
-    """The field ``error`` of an `ErrorAnswer`."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
 class ErrorAnswer(BaseModel):
-    """The body of an error, in the form that OpenAI's clients expect."""
+    """The body of an error, in the form that OpenAI's clients expect: `message`, `type`, `param` and `code`."""
 
-    error: ErrorDetail
+    error: dict[str, str | None]

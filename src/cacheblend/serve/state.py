@@ -115,6 +115,10 @@ class ServerState:
         """What a token stands for, which may be a part of a character; of a special token its text."""
         return self.engine.builder.token_bytes(token) if self.engine.builder else str(token).encode()
 
+    def token_name(self, token: int) -> str:
+        """A token's text; where it is a part of a character its bytes, as OpenAI writes them: ``\\xf0\\x9f``."""
+        return self.token_bytes(token).decode(errors="backslashreplace")
+
 
 async def authenticate(request: Request) -> ApiKey:
     """The key that a request is made with; noted for the log. Raises `ApiError` as `ServerState.key_of_header`."""

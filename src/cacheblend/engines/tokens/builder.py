@@ -16,6 +16,7 @@ from itertools import chain, pairwise, takewhile
 from typing import Any, NamedTuple
 
 from tokenizers import Encoding, Tokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from cacheblend.core.errors import InvalidInputError, check_encodable
 from cacheblend.core.names import join_ids
@@ -143,6 +144,7 @@ class PromptBuilder:
         self._front, self._back = list(ids[:at]), list(ids[at + len(own) :])
         templates = tokenizer.chat_template  # several by name, one, or none
         self._source = TemplateSource.of(templates.values() if isinstance(templates, dict) else [templates or ""])
+        self.template_words = self._source.words  # names of variables and fields among them
         markers = self._find_markers({number: text for number, text in added.items() if number not in self._special})
         self._guarded = {number: added[number] for number in (self._special | markers) - {tokenizer.unk_token_id}}
         self._plain = TextEncoder(spec, self._special | markers)
@@ -158,6 +160,7 @@ class PromptBuilder:
         names = [f"<0x{byte:02X}>" for byte in range(256)] if '"ByteFallback"' in json.dumps(spec["decoder"]) else []
         self._bytes = {number for name in names if (number := backend.token_to_id(name)) is not None}
         self._is_byte_level = '"ByteLevel"' in json.dumps(spec["decoder"])
+        self._byte_of = {letter: bytes([byte]) for byte, letter in bytes_to_unicode().items()}
         self.token_bytes = lru_cache(1 << 16)(self._bytes_of)
         self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         bos, text = tokenizer.bos_token_id, tokenizer.bos_token
@@ -272,10 +275,6 @@ class PromptBuilder:
             is_byte=lambda number: number in self._bytes,
         )
 
-    def template_reads(self, name: str) -> bool:
-        """Whether the chat template names a variable or field."""
-        return name in self._source.words
-
     def _bytes_of(self, number: int) -> bytes:
         """What a token stands for, which may be a part of a character; of an added token its text."""
         token: str = self._tokenizer.backend_tokenizer.id_to_token(number) or ""
@@ -283,7 +282,7 @@ class PromptBuilder:
             return bytes([int(token[3:5], 16)])
         if number in self._added or not self._is_byte_level:
             return token.replace("\u2581", " ").encode()
-        return b"".join(_BYTE_OF.get(letter) or letter.encode() for letter in token)
+        return b"".join(self._byte_of.get(letter) or letter.encode() for letter in token)
 
     def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
         """Ids of the texts that are special tokens."""
@@ -412,12 +411,6 @@ class PromptBuilder:
 
 _FRONTS = 16  # texts in front of passages whose tokens are kept: system prompts come again and again
 _LETTER = "a"  # what most passages begin like, as far as the tokens in front of them go
-
-_PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_OTHERS = [byte for byte in range(0x100) if byte not in _PRINTED]
-_BYTE_OF = {chr(byte): bytes([byte]) for byte in _PRINTED}
-_BYTE_OF |= {chr(0x100 + at): bytes([byte]) for at, byte in enumerate(_OTHERS)}
-"""The byte that each letter of a byte-level vocabulary stands for."""
 
 _PROBES: list[list[Message]] = [
     [{"role": "user", "content": "a"}],

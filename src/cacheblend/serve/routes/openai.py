@@ -3,14 +3,12 @@
 POST /v1/chat/completions   POST /v1/completions   GET /v1/models, /v1/models/{id}   POST /tokenize, /detokenize
 """
 
-import codecs
 import json
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from itertools import accumulate
 from typing import Any, ClassVar
 
 from fastapi import FastAPI, Request
@@ -20,7 +18,7 @@ from cacheblend.engines.hf.scheduler import TokenEvent
 from cacheblend.engines.tokens.chat import strings_in
 from cacheblend.serve.admission import RunningRequest, check_model, started, unless_disconnected
 from cacheblend.serve.errors import ApiError, api_error
-from cacheblend.serve.prompts import ParsedPrompt, chat_prompt, completion_prompts, texts_of_chat
+from cacheblend.serve.prompts import ParsedPrompt, chat_prompt, completion_prompt, texts_of_chat
 from cacheblend.serve.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -35,7 +33,6 @@ from cacheblend.serve.tool_calls import CallReader
 DONE = "data: [DONE]\n\n"
 EVENT_STREAM: dict[str, Any] = {"media_type": "text/event-stream", "headers": {"Cache-Control": "no-cache"}}
 MOST_PROMPTS = 32  # of a request
-_new_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 def add_routes(app: FastAPI, state: ServerState) -> None:
@@ -97,7 +94,12 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
             raise ApiError(400, message, param="prompt")
 
         def parse() -> list[ParsedPrompt]:
-            return completion_prompts(engine, asked, state.text_limit)
+            spans, found = (asked.cacheblend and asked.cacheblend.chunks) or [], list[ParsedPrompt]()
+            for number, given in enumerate(asked.prompts):
+                what = f"prompt.{number}" if len(asked.prompts) > 1 else "the prompt"
+                state.text_limit.check([given] if isinstance(given, str) else [], what)
+                found.append(completion_prompt(engine, given, spans, what))
+            return found
 
         return await answer(request, asked, key, parse, CompletionFormat(state))
 
@@ -162,8 +164,8 @@ class ChatFormat:
         delta = {"role": "assistant", "content": "" if self.new_reader is None else None}  # beside calls there is none
         return {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def piece(self, event: TokenEvent) -> dict[str, Any]:
-        """A choice in the event of one token."""
+    def piece(self, event: TokenEvent, offset: int) -> dict[str, Any]:
+        """A choice in the event of one token; `offset` characters of the choice were sent before."""
         text, reason, calls = event.text, event.finish_reason, []
         if self.new_reader is not None:
             reader = self._readers.get(event.choice) or self._readers.setdefault(event.choice, self.new_reader())
@@ -197,8 +199,8 @@ class ChatFormat:
         return {"content": found, "refusal": None} if found else None
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        own = self.state.token_bytes(token)
-        return {"token": _shown(own), "logprob": logprob, "bytes": list(own)}
+        own = list(self.state.token_bytes(token))
+        return {"token": self.state.token_name(token), "logprob": logprob, "bytes": own}
 
 
 @dataclass(frozen=True)
@@ -208,33 +210,26 @@ class CompletionFormat:
     state: ServerState
     kind: ClassVar = "cmpl"
     objects: ClassVar = ("text_completion", "text_completion")
-    _decoders: dict[int, Any] = field(default_factory=lambda: defaultdict(partial(_new_decoder, "replace")))
-    _lengths: dict[int, int] = field(default_factory=lambda: defaultdict(int))  # characters, by choice
 
     def opening(self, number: int) -> dict[str, Any] | None:
         return None
 
-    def piece(self, event: TokenEvent) -> dict[str, Any]:
-        return self.choice(event.choice, [event])
+    def piece(self, event: TokenEvent, offset: int) -> dict[str, Any]:
+        return self.choice(event.choice, [event], offset)
 
-    def choice(self, number: int, events: list[TokenEvent]) -> dict[str, Any]:
+    def choice(self, number: int, events: list[TokenEvent], offset: int = 0) -> dict[str, Any]:
         text, reason = _text_and_reason(events)
         found = [event for event in events if event.token_id is not None and event.logprob is not None]
-        own = self.state.token_bytes
+        starts = accumulate((len(event.text) for event in events), initial=offset)
         logprobs = {
-            "tokens": [_shown(own(event.token_id or 0)) for event in found],
+            "tokens": [self.state.token_name(event.token_id or 0) for event in found],
             "token_logprobs": [event.logprob for event in found],
-            "top_logprobs": [{_shown(own(token)): value for token, value in _likeliest(event)} for event in found],
-            "text_offset": [self._offset(number, event.token_id or 0) for event in found],
+            "top_logprobs": [
+                {self.state.token_name(token): value for token, value in _likeliest(event)} for event in found
+            ],
+            "text_offset": [at for at, event in zip(starts, events, strict=False) if event in found],
         }
         return {"index": number, "text": text, "logprobs": logprobs if found else None, "finish_reason": reason}
-
-    def _offset(self, number: int, token: int) -> int:
-        """Where a choice's next token begins in its text: of a character's tokens each where the character does."""
-        at, decoder = self._lengths[number], self._decoders[number]
-        if self.state.token_text(token):  # special tokens are no part of the text
-            self._lengths[number] += len(decoder.decode(self.state.token_bytes(token)))
-        return at
 
 
 AnswerFormat = ChatFormat | CompletionFormat
@@ -244,14 +239,6 @@ def _likeliest(event: TokenEvent) -> list[tuple[int, float]]:
     """The likeliest tokens, and the one that was sampled."""
     chosen = event.token_id or 0, event.logprob or 0.0
     return [*event.top, *([] if chosen[0] in dict(event.top) else [chosen])]
-
-
-def _shown(token: bytes) -> str:
-    """A token as text; one that is a part of a character by its bytes, as OpenAI shows it."""
-    try:
-        return token.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
 def _text_and_reason(events: list[TokenEvent]) -> tuple[str, str | None]:
@@ -279,7 +266,7 @@ async def streamed_response(
     """The response, or its error, as server-sent events. The last one has the report. By default that is the last
     token's, so clients may read ``choices[0]`` of each; with `include_usage` one without a choice, as OpenAI has it."""
     head = _head(form.kind, form.objects[1], model)
-    generated, last = 0, None
+    generated, lengths, last = 0, [0] * running.choices, None
     for number in range(running.choices):
         if (opening := form.opening(number)) is not None:
             yield _sse({**head, "choices": [opening]})
@@ -288,9 +275,10 @@ async def streamed_response(
             if last is not None:
                 yield _sse(last)
             generated += event.token_id is not None
-            piece, last = {**head, "choices": [form.piece(event)]}, None
+            piece, last = {**head, "choices": [form.piece(event, lengths[event.choice])]}, None
             if options.include_usage and options.continuous_usage_stats:
                 piece["usage"] = usage_of(running, generated)
+            lengths[event.choice] += len(event.text)
             if event.finish_reason is None:
                 yield _sse(piece)
             else:  # may be the last event, which gets the report
