@@ -142,9 +142,7 @@ class PromptBuilder:
         ids, own = tokenizer("a")["input_ids"], self._all.whole("a").ids
         at = next((at for at in range(len(ids)) if ids[at : at + len(own)] == own), 0)
         self._front, self._back = list(ids[:at]), list(ids[at + len(own) :])
-        templates = tokenizer.chat_template  # several by name, one, or none
-        self._source = TemplateSource.of(templates.values() if isinstance(templates, dict) else [templates or ""])
-        self.template_words = self._source.words  # names of variables and fields among them
+        self._source = self._source_now()
         markers = self._find_markers({number: text for number, text in added.items() if number not in self._special})
         self._guarded = {number: added[number] for number in (self._special | markers) - {tokenizer.unk_token_id}}
         self._plain = TextEncoder(spec, self._special | markers)
@@ -165,7 +163,7 @@ class PromptBuilder:
         self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         bos, text = tokenizer.bos_token_id, tokenizer.bos_token
         is_first = bos is not None and (
-            self._front[:1] == [bos] or (bool(templates) and self._try(_PROBES[0]).startswith(text))
+            self._front[:1] == [bos] or (bool(tokenizer.chat_template) and self._try(_PROBES[0]).startswith(text))
         )
         self.bos_id: int | None = int(bos) if is_first else None
 
@@ -274,6 +272,14 @@ class PromptBuilder:
             is_skipped=lambda number: number in hidden or token_of(number) is None,
             is_byte=lambda number: number in self._bytes,
         )
+
+    def _source_now(self) -> TemplateSource:
+        templates = self._tokenizer.chat_template  # several by name, one, or none
+        return TemplateSource.of(tuple(templates.values() if isinstance(templates, dict) else [templates or ""]))
+
+    def template_reads(self, name: str) -> bool:
+        """Whether the chat template, as it is now, has a variable or field of this name."""
+        return name in self._source_now().words
 
     def _bytes_of(self, number: int) -> bytes:
         """What a token stands for, which may be a part of a character; of an added token its text."""
