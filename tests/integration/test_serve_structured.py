@@ -366,7 +366,7 @@ def test_log_probabilities_are_of_every_token(web: TestClient, says: Any) -> Non
     whole = [token["token"] for token in found["choices"][0]["logprobs"]["content"]]
     pieces = [event["choices"][0]["logprobs"] for event in events]
     assert [token["token"] for piece in pieces if piece for token in piece["content"]] == whole
-    assert len(whole) == found["usage"]["completion_tokens"] and "".join(whole) == "Look. " + CALL
+    assert len(whole) == found["usage"]["completion_tokens"] and "".join(whole) == f"Look. {CALL}<|end|>"
 
 
 def test_markers_that_are_special_tokens_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

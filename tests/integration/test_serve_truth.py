@@ -315,7 +315,7 @@ def counted(text: str, name: str) -> dict[str, float]:
 
 def test_requests_are_counted_by_route_without_probes_scrapes_and_files(web: TestClient) -> None:
     before = counted(web.get("/metrics").text, "requests_total")
-    for path in ("/health", "/ready", "/metrics", "/", "/static/style.css", "/openapi.json", "/playground"):
+    for path in ("/health", "/ready", "/metrics", "/", "/static/style.css", "/openapi.json"):
         web.get(path)
     web.head("/health")
     assert counted(web.get("/metrics").text, "requests_total") == before

@@ -40,13 +40,6 @@ MOVED = {
     )
 }
 """Commands and options that measure for this project's own figures, and where they are: in the lab, in a checkout."""
-GONE = {
-    "cacheblend evaluate --deviation-rows": "`python -m lab inspect` draws the deviations of one prompt",
-    "cacheblend bench random-shapes": "`python -m lab real` measures selectors on pretrained weights",
-    "python -m lab random-shapes": "`python -m lab real` measures selectors on pretrained weights",
-    "python -m lab evaluate": "use `cacheblend evaluate`; `python -m lab inspect` draws the deviations of one prompt",
-}
-"""Without a successor that does the same, and what comes near."""
 
 
 def run_program(app: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> None:
@@ -64,7 +57,7 @@ def run_program(app: typer.Typer, name: str, arguments: Sequence[str] | None = N
             typer.echo(error)
             sys.exit(ERROR)
         elif hasattr(error, "format_message") and hasattr(error, "exit_code"):  # typer's, of arguments
-            _leave(usage_text(error, arguments))
+            _leave(usage_text(error))
         elif isinstance(error, CacheBlendError | OSError):
             _leave(error_text(error), as_json="--json" in arguments)
         else:
@@ -97,7 +90,7 @@ def _leave(message: str, *, as_json: bool = False) -> None:
     sys.exit(ERROR)
 
 
-def usage_text(error: Any, arguments: Sequence[str]) -> str:
+def usage_text(error: Any) -> str:
     """One line for an error of typer's."""
     context = getattr(error, "ctx", None)
     see = f"; see {context.command_path} --help" if context is not None else ""
@@ -113,10 +106,6 @@ def usage_text(error: Any, arguments: Sequence[str]) -> str:
         is_missing = type(error).__name__ == "MissingParameter"
         return f"{name} is missing{see}" if is_missing else f"{name}: {_problem(error, param)}{see}"
     text = _clean(error.format_message())
-    for argument, following in pairwise((*arguments, "-")) if option == "--json" or "extra argument" in text else ():
-        if argument.startswith("--json=") or (argument == "--json" and not following.startswith("-")):
-            value = argument.removeprefix("--json=") if "=" in argument else following  # once it took a file
-            return f"--json takes no value, got {value!r}: it prints to stdout; --json-file {value} writes a file{see}"
     if (unknown := re.match(r"No such command '([^']*)'", text)) and (moved := _moved(context, unknown[1])):
         return moved
     return f"{text}{see}"
@@ -142,8 +131,6 @@ def wrong_text(arguments: Sequence[str]) -> str | None:
 def _moved(context: Any, name: str) -> str | None:
     """Where a command or an option went; None if it never was one."""
     old = f"{context.command_path} {name}" if context is not None else name
-    if old in GONE:
-        return f"`{old}` is gone; {GONE[old]}"
     return f"`{old}` is now `python -m lab {MOVED[old]}`, in a checkout after `make lab`" if old in MOVED else None
 
 

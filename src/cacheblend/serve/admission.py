@@ -38,7 +38,7 @@ class RunningRequest:
     asks: Sequence[Ask]
     scheduler: Scheduler
     metrics: Metrics
-    is_allowed: Callable[[], bool] = lambda: True  # False ends it: its key was removed
+    is_allowed: Callable[[], object]  # what is none ends it: its key was removed
     reports: dict[int, BlendReport | None] = field(default_factory=dict)  # how each prompt was prefilled, once it ended
     _last_token_at: dict[int, float] = field(default_factory=dict)  # by choice
     _inbox: "asyncio.Queue[tuple[int, Event]]" = field(default_factory=asyncio.Queue)
@@ -99,7 +99,8 @@ async def started(
     check_model(state, asked.model)
     form = await _form(state, request, asked)
     asks = await state.parse(request, lambda: _asks(state, asked, key, parse(), form))
-    running = RunningRequest(asks, state.scheduler, state.metrics, partial(state.settings.keys.knows, key))
+    has_key = partial(state.settings.keys.find, request.headers.get("authorization"))
+    running = RunningRequest(asks, state.scheduler, state.metrics, has_key)
     request.state.running = running
     running.start()
     return running

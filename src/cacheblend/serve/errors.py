@@ -16,7 +16,6 @@ from cacheblend.engines.hf.scheduler import ClosedError, QueueFullError, TooLate
 from cacheblend.serve.log_lines import request_id
 
 logger = logging.getLogger("cacheblend.serve")
-_LONGEST = 1000  # characters of a message
 _WORDS = {"string": "a text", "dictionary": "an object", "boolean": "true or false", "integer": "an integer"}
 _FORMS = re.compile(r"str|bool|constrained-.*|.*\[.*")
 """What pydantic calls the forms that a value may have; no field of a request is called so."""
@@ -36,13 +35,13 @@ class ApiError(Exception):
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
-        self.message = message if len(message) <= _LONGEST else f"{message[: _LONGEST - 4]} ..."
+        self.message = message if len(message) <= 1000 else f"{message[:996]} ..."
         self.status, self.param, self.code = status, param and param[:200], code
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
-        kind = "rate_limit_error" if self.status == 429 else "invalid_request_error"
-        kind = "server_error" if self.status >= 500 else kind
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:

@@ -22,12 +22,11 @@ class Refused(NamedTuple):
 
 
 _TABLES = tomllib.loads(files("cacheblend.serve").joinpath("fields.toml").read_text(encoding="utf-8"))
-_REFUSED, _RESPONSES = (
+REFUSED, _RESPONSES = (
     {name: Refused(what, tuple(neutral)) for name, (what, *neutral) in _TABLES[table].items()}
     for table in ("refused", "responses")
 )
-REFUSED: Mapping[str, Refused] = _REFUSED
-REFUSED_RESPONSES: Mapping[str, Refused] = _REFUSED | _RESPONSES
+REFUSED_RESPONSES: Mapping[str, Refused] = REFUSED | _RESPONSES
 """Of `/v1/responses`."""
 ACCEPTED: Mapping[str, str] = _TABLES["accepted"]
 """Fields that say nothing about the answer."""

@@ -69,10 +69,6 @@ class KeyRing:
             logger.warning("%d keys were read from %s", len(self._keys), self._file)
         self._stamp = stamp
 
-    def knows(self, key: ApiKey) -> bool:
-        """Whether a key that `find` returned is one still."""
-        return not self._needs_key or key in self.keys
-
     def find(self, authorization: str | None) -> ApiKey | None:
         """The key in an ``Authorization`` header, None if unknown; takes the same time for wrong and right keys."""
         keys = self.keys

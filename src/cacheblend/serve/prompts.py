@@ -105,7 +105,7 @@ def completion_prompt(
 
 def _check_read(engine: BlendEngine, name: str, param: str) -> None:
     """Raises `ApiError` for what this model's chat template has no place for."""
-    if engine.builder is not None and not engine.builder.template_reads(name):
+    if engine.builder is not None and name not in engine.builder.source.words:
         message = (
             f"{param[:80]}: the model's chat template does not read {name[:80]!r}; leave it out, or say it as text"
         )

@@ -142,7 +142,6 @@ class PromptBuilder:
         ids, own = tokenizer("a")["input_ids"], self._all.whole("a").ids
         at = next((at for at in range(len(ids)) if ids[at : at + len(own)] == own), 0)
         self._front, self._back = list(ids[:at]), list(ids[at + len(own) :])
-        self._source = self._source_now()
         markers = self._find_markers({number: text for number, text in added.items() if number not in self._special})
         self._guarded = {number: added[number] for number in (self._special | markers) - {tokenizer.unk_token_id}}
         self._plain = TextEncoder(spec, self._special | markers)
@@ -150,8 +149,8 @@ class PromptBuilder:
         # with one (``'<|channel|>final<|message|>' in content``).
         channels = tuple(text for text in self._guarded.values() if _CHANNEL.search(text))
         thoughts = {text for text in channels if _THOUGHT.search(text)}
-        thoughts |= {text for text in self._source.sought if text.startswith(channels)}
-        self._guard = Guard(self._guarded.values(), thoughts, self._source.words)
+        thoughts |= {text for text in self.source.sought if text.startswith(channels)}
+        self._guard = Guard(self._guarded.values(), thoughts, self.source.words)
         self._encode_front = lru_cache(_FRONTS)(self._encode_rendered)
         self.in_front = lru_cache(_FRONTS)(self._in_front)
         # Byte tokens, ``<0x00>`` to ``<0xFF>``, of which a run is decoded together; none in most tokenizers.
@@ -273,13 +272,11 @@ class PromptBuilder:
             is_byte=lambda number: number in self._bytes,
         )
 
-    def _source_now(self) -> TemplateSource:
-        templates = self._tokenizer.chat_template  # several by name, one, or none
+    @property
+    def source(self) -> TemplateSource:
+        """Of the chat template as the tokenizer has it now: several by name, one, or none."""
+        templates = self._tokenizer.chat_template
         return TemplateSource.of(tuple(templates.values() if isinstance(templates, dict) else [templates or ""]))
-
-    def template_reads(self, name: str) -> bool:
-        """Whether the chat template, as it is now, has a variable or field of this name."""
-        return name in self._source_now().words
 
     def _bytes_of(self, number: int) -> bytes:
         """What a token stands for, which may be a part of a character; of an added token its text."""
@@ -406,7 +403,7 @@ class PromptBuilder:
         if not candidates or not self._tokenizer.chat_template:
             return set()
         rendered = [number for chat in _PROBES for number in self._all.whole(self._try(chat)).ids]
-        return {number for number in candidates if added[number] in self._source.texts} | (candidates & {*rendered})
+        return {number for number in candidates if added[number] in self.source.texts} | (candidates & {*rendered})
 
     def _try(self, messages: list[Message]) -> str:
         try:

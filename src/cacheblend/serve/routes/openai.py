@@ -199,8 +199,8 @@ class ChatFormat:
         return {"content": found, "refusal": None} if found else None
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        own = list(self.state.token_bytes(token))
-        return {"token": self.state.token_name(token), "logprob": logprob, "bytes": own}
+        own = self.state.token_bytes(token)
+        return {"token": self.state.token_name(token), "logprob": logprob, "bytes": list(own)}
 
 
 @dataclass(frozen=True)
