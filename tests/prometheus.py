@@ -1,4 +1,4 @@
-"""What of Prometheus the shipped rules need: samples over time, and a rule's expression at a time.
+"""What the shipped rules need of Prometheus: samples over time, and a rule's expression at a time.
 
 Vectors are dictionaries by labels, which are sorted pairs. `promql_parser` parses; evaluated is what the rules use:
 selectors, `rate`, `increase`, `avg_over_time`, `sum by`, arithmetic, comparisons, `and`, `on` and `group_left`.
@@ -7,10 +7,10 @@ selectors, `rate`, `increase`, `avg_over_time`, `sum by`, arithmetic, comparison
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.core import Metric
 
 Labels = tuple[tuple[str, str], ...]
 Vector = dict[Labels, float]
@@ -24,10 +24,9 @@ class History:
     def __init__(self) -> None:
         self._series: dict[str, dict[Labels, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
 
-    def scrape(self, at: float, text: str, labels: Mapping[str, str]) -> None:
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                self.add(at, sample.name, sample.value, {**sample.labels, **labels})
+    def scrape(self, at: float, families: Iterable[Metric], labels: Mapping[str, str]) -> None:
+        for sample in (sample for family in families for sample in family.samples):
+            self.add(at, sample.name, sample.value, {**sample.labels, **labels})
 
     def add(self, at: float, name: str, value: float, labels: Mapping[str, str]) -> None:
         self._series[name][tuple(sorted(labels.items()))].append((at, value))

@@ -126,7 +126,7 @@ def fired(scenario: Callable[[Server, int], Any]) -> set[str]:
         scenario(server, minute)
         history.add(minute * 60, "up", float(server.is_up), of)
         if server.is_up:
-            history.scrape(minute * 60, server.metrics.text().decode(), of)
+            history.scrape(minute * 60, server.metrics._registry.collect(), of)
             for name, value in server.vllm.items():
                 is_reason = not name.endswith("_total")
                 told = of | ({"reason": name} if is_reason else {})
