@@ -147,11 +147,9 @@ def _asks(
         state.check_size(prompt)
         left = context - len(prompt) + 1  # the last token is not computed with
         for name in (*asked.lengths, "min_tokens"):
-            if (value := getattr(asked, name) or 0) > left:
-                message = (
-                    f"{name} is {value:,}; of the context of {context:,} tokens a prompt of {len(prompt):,} leaves"
-                )
-                raise ApiError(400, f"{message} {left:,}: ask for fewer", param=name, code="too_long")
+            if 0 < left < (value := getattr(asked, name) or 0):  # that none is left is the engine's to say
+                message = f"{name} is {value:,}; the prompt's {len(prompt):,} tokens leave {left:,} of {context:,}"
+                raise ApiError(400, f"{message}; ask for fewer", param=name, code="too_long")
     if (asked.min_tokens or 0) > most:
         message = f"min_tokens is {asked.min_tokens:,}, and an answer has at most {most:,} ({asked.lengths[-1]})"
         raise ApiError(400, f"{message}; ask for fewer, or allow more", param="min_tokens")
