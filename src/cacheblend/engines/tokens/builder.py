@@ -16,7 +16,6 @@ from itertools import chain, pairwise, takewhile
 from typing import Any, NamedTuple
 
 from tokenizers import Encoding, Tokenizer
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from cacheblend.core.errors import InvalidInputError, check_encodable
 from cacheblend.core.names import join_ids
@@ -128,6 +127,8 @@ class PromptBuilder:
     one bytes; `bos_id`: the BOS token, if the tokenizer or its chat template sets it in front of a text; else None."""
 
     def __init__(self, tokenizer: Any) -> None:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode  # a tokenizer of theirs is there by now
+
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
             raise InvalidInputError(
