@@ -86,11 +86,9 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
 
     @app.post("/v1/completions")
     async def completions(request: Request, asked: CompletionRequest, key: Key) -> Any:
-        most = max(1, min(MOST_PROMPTS, state.settings.waiting))
-        if len(asked.prompts) > most:
-            message = (
-                f"prompt has {len(asked.prompts):,} prompts; at most {most} are answered in a request: send several"
-            )
+        count, most = len(asked.prompts), max(1, min(MOST_PROMPTS, state.settings.waiting))
+        if count > most:
+            message = f"prompt has {count:,} prompts; at most {most} are answered in a request: send several"
             raise ApiError(400, message, param="prompt")
 
         def parse() -> list[ParsedPrompt]:
@@ -227,7 +225,7 @@ class CompletionFormat:
             "top_logprobs": [
                 {self.state.token_name(token): value for token, value in _likeliest(event)} for event in found
             ],
-            "text_offset": [at for at, event in zip(starts, events, strict=False) if event in found],
+            "text_offset": [at for at, event in zip(starts, events, strict=False) if event.logprob is not None],
         }
         return {"index": number, "text": text, "logprobs": logprobs if found else None, "finish_reason": reason}
 
