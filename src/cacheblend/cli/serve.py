@@ -76,10 +76,14 @@ def serve(
         )
     settings, config = access.of(settings), blend.settings()
 
+    from cacheblend.core.config import BlendConfig
     from cacheblend.engines.hf.background import run_apart
     from cacheblend.serve import memory
     from cacheblend.serve.log_lines import log_json
+    from cacheblend.store.open import check_store_url
 
+    BlendConfig(**config)
+    check_store_url(store.store)  # as the settings: what is wrong is said alone, before the model is opened
     with bind(access.host, access.port) as sockets:
         memory.keep_few_kernels()
         log_json()
