@@ -123,5 +123,4 @@ def _described(errors: Sequence[Any]) -> tuple[str, str]:
 def _in_our_words(message: str) -> str:
     if kind := re.match(r"Input should be a (?:valid|finite) (\w+)", message):
         return f"must be {_WORDS.get(kind[1], f'a {kind[1]}')}"
-    message = message.removeprefix("Value error, ").replace(" after validation", "")
-    return re.sub(r"^\w+ should ", "must ", message)
+    return re.sub(r"^\w+ should ", "must ", message.removeprefix("Value error, ").replace(" after validation", ""))
