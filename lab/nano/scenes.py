@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from cacheblend.nano import lexicon
 from cacheblend.nano.language import CHAINED_TO, Fact, Scene, Sentence
 from cacheblend.nano.lexicon import Kind
+from lab.nano.words import DEEDS, KINDS
 
 CATEGORIES = (
     "direct",
@@ -119,7 +120,7 @@ class _Generator:
     def _plan(self) -> list[tuple[str, Kind]]:
         """Types of sentences: mostly pronouns with earlier antecedents, then names, then pronouns for these names."""
         rng, style = self.rng, self.style
-        kinds = list(lexicon.KINDS)
+        kinds = list(KINDS)
         if rng.random() < style.direct_only:
             return [("direct", rng.choice(kinds)) for _ in range(style.tokens // 6)]
         dense = rng.random() < style.dense
@@ -141,7 +142,7 @@ class _Generator:
         """A sentence of the given type; None if none can be drawn."""
         if what == "deed":
             name = self._name(kind)
-            return Sentence([self.rng.choice(lexicon.ADVERBS), name, *self.rng.choice(lexicon.DEEDS[kind]), "."])
+            return Sentence([self.rng.choice(lexicon.ADVERBS), name, *self.rng.choice(DEEDS[kind]), "."])
         if not self.things:
             return None
         if what == "direct":

@@ -5,7 +5,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from cacheblend.nano import lexicon
+from lab.nano.words import every_word
 
 BOS, END, USER, ASSISTANT, SYSTEM, PAD = "<s>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|pad|>"
 SEPARATOR = "\n\n"  # between passages, and before the question
@@ -41,7 +41,7 @@ def build_tokenizer() -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    words = sorted(lexicon.words())  # at the start of a passage or an answer, and inside
+    words = sorted(every_word())  # at the start of a passage or an answer, and inside
     tokenizer.train_from_iterator([*(text for word in words for text in (word, f" {word}")), SEPARATOR], trainer)
     return tokenizer
 

@@ -11,6 +11,7 @@ These draws are used for no training, tuning or gating (`lab.nano.questions.RESE
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,17 @@ from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine, Passage
 from cacheblend.engines.settings import read_profile
 from cacheblend.evaluation.candidates import FOLLOWING, named
-from cacheblend.evaluation.gate import Bar, GateRow, check
+from cacheblend.evaluation.gate import (
+    Bar,
+    GateRow,
+    GateRun,
+    Progress,
+    Summary,
+    nothing_left,
+    one_of_each,
+    prepare,
+    summarise,
+)
 from cacheblend.evaluation.methods import Fused, Label, Method, make_methods
 from cacheblend.evaluation.records import CONFIG, ROWS, RowResult, folder_name
 from cacheblend.evaluation.runner import LIBRARIES, Evaluation, Settings, evaluate
@@ -93,6 +104,28 @@ class Suite:
 class MainPlan:
     methods: list[Method]
     config: dict[str, Any]
+
+
+def check(
+    engine: BlendEngine,
+    rows: Sequence[GateRow],
+    selector: Selector,
+    bar: Bar | None = None,
+    *,
+    progress: Progress | None = None,
+) -> tuple[bool, Summary]:
+    """Whether a setting reaches the bar on rows that were not used to choose it: one test, one row per passage set.
+    Arguments and errors as for `run_gate`."""
+    bar = bar or Bar()
+    sets, skipped = prepare(engine, rows, seed=0)
+    prompts = one_of_each(sets, skipped)
+    run = GateRun(engine, bar, skipped, progress, total=len(prompts))
+    samples = [run.measure(prompt, [selector], with_answers=True) for prompt in prompts]
+    kept = [found[0] for found in samples if found]
+    if not kept:
+        raise InvalidInputError(nothing_left(skipped))
+    found = summarise(kept, bar.confidence)
+    return bar.is_reached(found), found
 
 
 def plan_main(engine: BlendEngine, suite: Suite) -> MainPlan:

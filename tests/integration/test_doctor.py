@@ -27,11 +27,12 @@ from cacheblend.engines.hf.doctor import Diagnosis, diagnose
 from cacheblend.engines.settings import PROFILE_NAME, read_profile
 from cacheblend.evaluation import gate
 from cacheblend.evaluation.candidates import Candidate, grid
-from cacheblend.evaluation.gate import Bar, GateRow, check, profile_of, run_gate
+from cacheblend.evaluation.gate import Bar, GateRow, profile_of, run_gate
 from cacheblend.evaluation.scorers import WordF1
 from campaign import rotating
 from command_line import Run
 from families import BLENDABLE, HYBRID, REFUSED, Family, tiny_model
+from lab.suite.suite import check
 from parity.scenes import DIVERSE
 from tiny_folder import TinyShape, build_tiny
 from tokenizers_for_tests import byte_level, sentencepiece

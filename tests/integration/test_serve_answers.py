@@ -98,11 +98,9 @@ def test_modes(url: str) -> None:
 
 def test_a_tool_message_is_a_chunk_and_the_question_in_front_of_it_is_not_stored() -> None:
     """A tool's result recurs and is stored; the user's question in front of it must not be."""
-    call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": "{}"}}
     question = "Who has the key to the house? " * 12
     messages = [
         {"role": "user", "content": question},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": PASSAGES[0]},
     ]
 
@@ -129,7 +127,7 @@ def test_what_openais_fields_ask_for_is_done(url: str) -> None:
     assert texts == [choice.message.content for choice in second.choices]
     for choice in first.choices:
         for token in choice.logprobs.content:
-            assert token.logprob <= 0 and len(token.top_logprobs) == 2
+            assert token.logprob <= 0 and len(token.top_logprobs) in (2, 3)  # the sampled one beside two others
             assert math.isclose(max(t.logprob for t in token.top_logprobs), token.top_logprobs[0].logprob)
     whole = ask(url).choices[0].message.content
     stop = whole[len(whole) // 2 :][:2]
@@ -147,7 +145,7 @@ def test_what_openais_fields_ask_for_is_done(url: str) -> None:
     assert biased != plain.choices[0].message.content and len(set(biased.split())) <= 1
     longer = ask(url, max_tokens=12, extra_body={"min_tokens": 12})
     assert longer.usage.completion_tokens == 12
-    for name, value in (("presence_penalty", 2.0), ("frequency_penalty", 2.0), ("reasoning_effort", "low")):
+    for name, value in (("presence_penalty", 2.0), ("frequency_penalty", 2.0), ("parallel_tool_calls", True)):
         assert ask(url, max_tokens=2, **{name: value}).usage.completion_tokens
     for name, value in (
         ("response_format", {"type": "structural_tag"}),
@@ -193,9 +191,6 @@ def test_chunks_of_token_ids_are_those_of_prompts_of_token_ids(url: str) -> None
     httpx.delete(f"{url}/v1/chunks/{other['id']}/pin").raise_for_status()
 
 
-INTERRUPTED = signal.SIGINT, (0,)
-
-
 @pytest.fixture
 def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token takes at least 20 ms, so that a long answer is still running when the test looks at it."""
@@ -209,7 +204,7 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_full_queue_is_429_with_retry_after(slowly: None) -> None:
     with running(ServeSettings(active=1, waiting=1, drain_s=0.1)) as url, ThreadPoolExecutor(4) as pool:
-        endless = {"model": "nano", "prompt": "Read", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        endless = {"model": "nano", "prompt": "Read", "max_tokens": 2000, "ignore_eos": True, "stream": True}
         with httpx.Client(timeout=60) as http, http.stream("POST", f"{url}/v1/completions", json=endless) as first:
             lines = first.iter_lines()  # kept: a generator that is dropped closes the stream
             next(lines)
@@ -224,7 +219,7 @@ def test_a_full_queue_is_429_with_retry_after(slowly: None) -> None:
 
 
 def test_a_client_that_leaves_is_not_answered_any_more(url: str, slowly: None) -> None:
-    endless = {"model": "nano", "prompt": "Read", "max_tokens": 100_000, "ignore_eos": True}
+    endless = {"model": "nano", "prompt": "Read", "max_tokens": 2000, "ignore_eos": True}
     with (
         httpx.Client(timeout=60) as http,
         http.stream("POST", f"{url}/v1/completions", json=endless | {"stream": True}) as one,
@@ -237,7 +232,7 @@ def test_a_client_that_leaves_is_not_answered_any_more(url: str, slowly: None) -
 
 def test_a_request_whose_time_is_over_ends(slowly: None) -> None:
     with running(ServeSettings(timeout_s=0.5, drain_s=0.1)) as url:
-        body = {"model": "nano", "prompt": "Read", "max_tokens": 100_000, "ignore_eos": True}
+        body = {"model": "nano", "prompt": "Read", "max_tokens": 2000, "ignore_eos": True}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "timeout"
         with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=60) as streamed:
@@ -255,23 +250,26 @@ def test_many_requests_that_store_delay_no_other() -> None:
         assert {each.result().status_code for each in stored} <= {200, 429}
 
 
-@pytest.mark.parametrize(("sign", "codes"), rotating([INTERRUPTED, (signal.SIGTERM, (0, -signal.SIGTERM))]))
+@pytest.mark.parametrize("sign", rotating([signal.SIGINT, signal.SIGTERM], core=[signal.SIGTERM]))
 def test_a_server_that_is_stopped_answers_what_it_took_and_writes_what_it_missed(
-    tmp_path: Path, sign: signal.Signals, codes: tuple[int, ...]
+    tmp_path: Path, sign: signal.Signals
 ) -> None:
-    """A signal in the middle of a stream: it goes on to its end, and its chunks are in the store's folder."""
-    port, folder = free_port(), tmp_path / "store"
+    """A signal in the middle of a stream: it goes on to its end, and its chunks are in the store's folder. The server
+    says that it opens its model and that it stops, and ends without an error."""
+    port, folder, log = free_port(), tmp_path / "store", tmp_path / "log"
     arguments = ["serve", "-m", "nano", "--port", str(port), "--store", str(folder), "--chunk-tokens", "16"]
     command = [sys.executable, "-c", "from cacheblend.cli import main; main()", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+    with log.open("wb") as said, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said) as server:
         try:
             wait_until(lambda: is_ready(f"http://127.0.0.1:{port}"))
+            assert log.read_text().startswith("opening nano")
             events = ask(f"http://127.0.0.1:{port}", stream=True, max_tokens=40, extra_body={"ignore_eos": True})
             first = next(iter(events))
             server.send_signal(sign)
             tokens = sum(bool(event.choices[0].delta.content) for event in [first, *events])
             assert tokens >= 30
-            assert server.wait(60) in codes  # uvicorn ends itself by the SIGTERM it took
+            assert server.wait(60) == 0
+            assert f'"message": "{sign.name}: no more requests are taken' in log.read_text()
         finally:
             server.kill()
     with open_store(folder) as store:
@@ -479,9 +477,7 @@ def test_a_prompt_may_stand_in_a_list_and_usage_comes_last_or_in_each_event(http
         answer = http.post("/v1/completions", json={"prompt": prompt, "temperature": 0}).json()
         said.append(answer["choices"][0]["text"])
     assert len(set(said)) == 1
-    for prompt in ([WHO] * 2, [ids] * 2, [WHO, ids]):
-        assert "2 prompts" in refused(http.post("/v1/completions", json={"prompt": prompt}), 400, "prompt")
-    for prompt in ([], [[]], [""], [[ids]], [None], {}, 5):
+    for prompt in ([], [[]], [""], [[ids]], [None], {}, 5, [WHO, ids], [WHO] * 33):
         refused(http.post("/v1/completions", json={"prompt": prompt}), 400)
 
     # usage in streams

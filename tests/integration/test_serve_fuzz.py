@@ -68,10 +68,24 @@ def check(status: int, body: str, what: Any) -> None:
 
 
 def as_meant(body: Any) -> None:
-    """A body by the schema gets past what the schema cannot say: the model's name, roles, kinds of parts."""
+    """A body by the schema gets past what the schema cannot say: the model's name, roles, kinds of parts, what the chat
+    template reads and the context holds."""
     if isinstance(body, dict):
-        body.pop("model", None)
+        for name in (
+            "model",
+            "tools",
+            "reasoning_effort",
+            "chat_template_kwargs",
+            "max_completion_tokens",
+            "min_tokens",
+        ):
+            body.pop(name, None)
+        body |= {name: 4 for name in ("max_tokens", "max_output_tokens") if body.get(name)}
+        if not body.get("stream"):
+            body.pop("stream_options", None)
         for message in body.get("messages") or ():
+            for name in message.keys() - {"role", "content"}:
+                del message[name]
             message["role"] = "user"
             message["content"] = message.get("content") or "Who has the boot?"
             for part in message["content"] if isinstance(message["content"], list) else ():

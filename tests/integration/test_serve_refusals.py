@@ -65,7 +65,7 @@ def test_methods_queries_hosts_models_and_routes(url: str) -> None:
             assert client.recv(64).split()[1] == status
 
     # another route, another model, and no JSON
-    assert httpx.get(f"{url}/v1/nothing").json()["error"]["type"] == "not_found_error"
+    assert httpx.get(f"{url}/v1/nothing").json()["error"]["type"] == "invalid_request_error"
     with pytest.raises(openai.NotFoundError, match="no model"):
         ask(url, model="gpt-4")
     broken = httpx.post(f"{url}/v1/chat/completions", content=b"{", headers=JSON)
@@ -78,7 +78,7 @@ def test_figures_and_readiness_say_whether_the_store_answers(url: str, monkeypat
         assert httpx.get(f"{needing}/ready").json() == {"status": "ready", "waiting": 0, "active": 0}
         httpx.post(f"{needing}/v1/completions", json={"prompt": "lamp", "max_tokens": 2}, timeout=60).raise_for_status()
         text = httpx.get(f"{needing}/metrics").text
-        assert 'cacheblend_store_up{tier="memory"} 1.0' in text and 'cacheblend_requests_total{status="200"}' in text
+        assert 'cacheblend_store_up{tier="memory"} 1.0' in text and 'route="/v1/completions",status="200"}' in text
         assert "process_resident_memory_bytes" in text and "cacheblend_build_info{" in text
         counted = ("hit_tokens_total", "recomputed_tokens_total", "store_bytes", "requests_waiting")
         for name in ("ttft_seconds_bucket", "inter_token_seconds_bucket", *counted):

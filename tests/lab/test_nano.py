@@ -28,6 +28,7 @@ from lab.nano.recipe import RECIPE, Probe, Recipe, Shape, Stage
 from lab.nano.scenes import CATEGORIES, Style, draw_scene, questions_of
 from lab.nano.tokenizer import MAX_POSITIONS, SEPARATOR, SYSTEM_PROMPT, build_tokenizer, save_tokenizer
 from lab.nano.train import Trainer, TrainingFailedError
+from lab.nano.words import KINDS, every_word
 
 # ---- words, scenes, rows --------------------------------------------------------------------------------------------
 
@@ -43,7 +44,7 @@ def scenes(count: int, style: Style = STYLE) -> list[Scene]:
 def test_the_tokenizer() -> None:
     # Every word is one token at the start and inside
     tokenizer = build_tokenizer()
-    for word in lexicon.words():
+    for word in every_word():
         assert len(tokenizer.encode(word).ids) == 1, word
         assert len(tokenizer.encode(f" {word}").ids) == 1 or word in ".?:", word
     # The tokenizer is the same every time
@@ -289,7 +290,7 @@ def named_last(scene: Scene, thing: str) -> str:
     """Owner of a thing stated with a pronoun, by searching backwards."""
     sentences_of = [sentence.words for passage in scene.passages for sentence in passage]
     at = next(i for i, words in enumerate(sentences_of) if thing in words and PRONOUNS & set(words))
-    kind = next(kind for kind in lexicon.KINDS if pronouns(kind) & set(sentences_of[at]))
+    kind = next(kind for kind in KINDS if pronouns(kind) & set(sentences_of[at]))
     return next(word for words in reversed(sentences_of[:at]) for word in words if lexicon.KIND_OF.get(word) == kind)
 
 
@@ -297,7 +298,7 @@ def pronouns(kind: lexicon.Kind) -> set[str]:
     return {lexicon.SUBJECT_CASE[kind][-1], lexicon.OBJECT_CASE[kind][-1]}
 
 
-PRONOUNS = {word for kind in lexicon.KINDS for word in pronouns(kind)}
+PRONOUNS = {word for kind in KINDS for word in pronouns(kind)}
 
 
 def test_an_order_decides_who_is_meant() -> None:

@@ -79,12 +79,6 @@ def test_what_moved_says_where_it_is(capsys: pytest.CaptureFixture[str], old: st
     assert {word for word in words if word.startswith("--")} <= set(options[name])
 
 
-def test_what_is_gone_says_what_comes_near(capsys: pytest.CaptureFixture[str], run: Run) -> None:
-    for result in (runner(capsys, main=main_of_the_product)("evaluate", "--deviation-rows", "9"), run("evaluate")):
-        check(result.code, result.out, result.err)
-        assert "is gone" in result.err and "`python -m lab inspect` draws the deviations of one prompt" in result.err
-
-
 @settings(max_examples=share(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_junk_in_any_option_is_no_traceback(capsys: pytest.CaptureFixture[str], data: st.DataObject) -> None:

@@ -235,7 +235,7 @@ def metrics_text() -> str:
         metrics = Metrics(store, lambda: 3, lambda: 2, lambda: {"queue full": 5, "failed": 1}, check)
         report = BlendReport(10, {"memory": 4}, ttft_s=0.2, fallbacks=["1 block(s) lost: gone", "and again"])
         metrics.report(report, "blend")
-        metrics.request(200)
+        metrics.request("/v1/completions", 200)
         metrics.gap(0.01)
         return metrics.text().decode()
 

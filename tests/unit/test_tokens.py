@@ -68,6 +68,17 @@ def reads(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
     return tokenizer.decode([*guard, *ids], clean_up_tokenization_spaces=False)[1:]
 
 
+@pytest.mark.parametrize("name", FAITHFUL)
+def test_the_bytes_of_tokens_are_the_text(name: str) -> None:
+    builder = PromptBuilder(FAITHFUL[name])
+    for text in ("The dog, déjà vu", "你好 \U0001f9a9\u0301 ü\n", "\x00 a  b"):
+        ids = builder.text_ids(text, special=False)
+        assert b"".join(map(builder.token_bytes, ids)).decode().removeprefix(" ") == text.removeprefix(" ")
+    end = builder._tokenizer.eos_token_id
+    assert builder.token_bytes(end).decode() == builder._tokenizer.eos_token
+    assert builder.token_bytes(10**6) == b""
+
+
 def added(tokenizer: PreTrainedTokenizerFast) -> set[int]:
     return set(tokenizer.added_tokens_decoder)
 

@@ -1,6 +1,6 @@
 """Runs a command line: an error of the user, or the system's, is one line that says what to do, and exit code 2.
 
-Knows no command but those that were renamed; typer's errors by what they carry (`format_message`, `param`,
+Knows no command but those that moved; typer's errors by what they carry (`format_message`, `param`,
 `option_name`), since their classes move between typer's versions.
 """
 
@@ -23,16 +23,7 @@ BOUNDED = {"GOMP_SPINCOUNT": "50000", "KMP_BLOCKTIME": "2"}
 threads use the time that the one they wait for would get. A few milliseconds are more than what lies between two
 operations, and cost a quiet machine nothing. GNU's runtime counts turns, the others milliseconds; each ignores that."""
 
-RENAMED_OPTIONS = {
-    "--rows": "--limit",
-    "--check-layer": "--check-layers",
-    "--arm": "--methods",
-    "--rounds": "--runs",
-    "--machine": "--cost-model",
-    "--max-tokens": "--max-prompt-tokens",
-}
 MAY_BE_EMPTY = ("--salt", "--system")
-RENAMED_COMMANDS = {"profile": "calibrate"}
 MOVED = {
     "cacheblend inspect": "inspect",
     "cacheblend paper": "paper",
@@ -49,13 +40,6 @@ MOVED = {
     )
 }
 """Commands and options that measure for this project's own figures, and where they are: in the lab, in a checkout."""
-GONE = {
-    "cacheblend evaluate --deviation-rows": "`python -m lab inspect` draws the deviations of one prompt",
-    "cacheblend bench random-shapes": "`python -m lab real` measures selectors on pretrained weights",
-    "python -m lab random-shapes": "`python -m lab real` measures selectors on pretrained weights",
-    "python -m lab evaluate": "use `cacheblend evaluate`; `python -m lab inspect` draws the deviations of one prompt",
-}
-"""Without a successor that does the same, and what comes near."""
 
 
 def run_program(app: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> None:
@@ -73,7 +57,7 @@ def run_program(app: typer.Typer, name: str, arguments: Sequence[str] | None = N
             typer.echo(error)
             sys.exit(ERROR)
         elif hasattr(error, "format_message") and hasattr(error, "exit_code"):  # typer's, of arguments
-            _leave(usage_text(error, arguments))
+            _leave(usage_text(error))
         elif isinstance(error, CacheBlendError | OSError):
             _leave(error_text(error), as_json="--json" in arguments)
         else:
@@ -106,18 +90,15 @@ def _leave(message: str, *, as_json: bool = False) -> None:
     sys.exit(ERROR)
 
 
-def usage_text(error: Any, arguments: Sequence[str]) -> str:
+def usage_text(error: Any) -> str:
     """One line for an error of typer's."""
     context = getattr(error, "ctx", None)
     see = f"; see {context.command_path} --help" if context is not None else ""
     option = getattr(error, "option_name", None)
     param = getattr(error, "param", None)
     if type(error).__name__ == "NoSuchOption":
-        known = {name for each in context.command.params for name in each.opts} if context is not None else set()
         if moved := _moved(context, str(option)):
             return moved
-        if (new := RENAMED_OPTIONS.get(str(option))) in known:
-            return f"there is no option {option}: it is called {new}"
         near = ", ".join(sorted(error.possibilities or ()))
         return f"there is no option {option}{f', did you mean {near}?' if near else ''}{see}"
     if param is not None:
@@ -125,15 +106,8 @@ def usage_text(error: Any, arguments: Sequence[str]) -> str:
         is_missing = type(error).__name__ == "MissingParameter"
         return f"{name} is missing{see}" if is_missing else f"{name}: {_problem(error, param)}{see}"
     text = _clean(error.format_message())
-    for argument, following in pairwise((*arguments, "-")) if option == "--json" or "extra argument" in text else ():
-        if argument.startswith("--json=") or (argument == "--json" and not following.startswith("-")):
-            value = argument.removeprefix("--json=") if "=" in argument else following  # once it took a file
-            return f"--json takes no value, got {value!r}: it prints to stdout; --json-file {value} writes a file{see}"
-    if unknown := re.match(r"No such command '([^']*)'", text):
-        if moved := _moved(context, unknown[1]):
-            return moved
-        if new := RENAMED_COMMANDS.get(unknown[1]):
-            return f"there is no command {unknown[1]!r}: it is called {new}"
+    if (unknown := re.match(r"No such command '([^']*)'", text)) and (moved := _moved(context, unknown[1])):
+        return moved
     return f"{text}{see}"
 
 
@@ -157,8 +131,6 @@ def wrong_text(arguments: Sequence[str]) -> str | None:
 def _moved(context: Any, name: str) -> str | None:
     """Where a command or an option went; None if it never was one."""
     old = f"{context.command_path} {name}" if context is not None else name
-    if old in GONE:
-        return f"`{old}` is gone; {GONE[old]}"
     return f"`{old}` is now `python -m lab {MOVED[old]}`, in a checkout after `make lab`" if old in MOVED else None
 
 

@@ -76,14 +76,19 @@ def serve(
         )
     settings, config = access.of(settings), blend.settings()
 
+    from cacheblend.core.config import BlendConfig
     from cacheblend.engines.hf.background import run_apart
     from cacheblend.serve import memory
     from cacheblend.serve.log_lines import log_json
+    from cacheblend.store.open import check_store_url
 
+    BlendConfig(**config)
+    check_store_url(store.store)  # as the settings: what is wrong is said alone, before the model is opened
     with bind(access.host, access.port) as sockets:
         memory.keep_few_kernels()
         log_json()
         logging.getLogger("httpx").setLevel(logging.WARNING)
+        console(stderr=True).print(f"opening {model.model} ...", soft_wrap=True)
         # The scheduler's thread alone keeps an OpenMP team: this one serves HTTP for as long as the server runs.
         opened = run_apart(lambda: open_engine(model.model, store.store, config, device, profile=blend.profile))
         with opened as engine:
@@ -155,7 +160,7 @@ def _run(engine: "BlendEngine", settings: ServeSettings, host: str, sockets: lis
     # Its log lines go where the others do. There are no websockets, which would pass by what guards the routes.
     options: Any = {"log_level": "warning", "log_config": None, "server_header": False, "ws": "none"}
     running = DrainingServer(uvicorn.Config(application, **options), application.state.server)
-    with contextlib.suppress(KeyboardInterrupt):  # raised again after a clean stop
+    with contextlib.suppress(KeyboardInterrupt):  # before it served
         running.run(sockets=sockets)
     if not running.started:
         raise InvalidInputError("the server did not start; see the log")

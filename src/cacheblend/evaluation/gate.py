@@ -244,28 +244,6 @@ def run_gate(
     )
 
 
-def check(
-    engine: BlendEngine,
-    rows: Sequence[GateRow],
-    selector: Selector,
-    bar: Bar | None = None,
-    *,
-    progress: Progress | None = None,
-) -> tuple[bool, Summary]:
-    """Whether a setting reaches the bar on rows that were not used to choose it: one test, one row per passage set.
-    Arguments and errors as for `run_gate`."""
-    bar = bar or Bar()
-    sets, skipped = prepare(engine, rows, seed=0)
-    prompts = one_of_each(sets, skipped)
-    run = GateRun(engine, bar, skipped, progress, total=len(prompts))
-    samples = [run.measure(prompt, [selector], with_answers=True) for prompt in prompts]
-    kept = [found[0] for found in samples if found]
-    if not kept:
-        raise InvalidInputError(nothing_left(skipped))
-    found = summarise(kept, bar.confidence)
-    return bar.is_reached(found), found
-
-
 def attempts_for(rows: int, bar: Bar) -> int:
     """Number of attempts that this many rows can decide, at most `ATTEMPTS`; 0: too few rows for any."""
     return next((count for count in range(ATTEMPTS, 0, -1) if rows >= bar.part(count).needed_rows), 0)

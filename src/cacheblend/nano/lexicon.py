@@ -4,7 +4,6 @@ import random
 from typing import Literal
 
 Kind = Literal["man", "woman", "firm"]
-KINDS: tuple[Kind, ...] = ("man", "woman", "firm")
 
 _SYLLABLES = "al bo ca de fi go hu ir ka lu mo ne or pa ri so ta ul va wi".split()  # noqa: SIM905
 
@@ -44,13 +43,6 @@ SUBJECT_CASE: dict[Kind, tuple[str, ...]] = {"man": ("He",), "woman": ("She",), 
 TAILS = tuple(words.split() for words in ("again", "that day", "in the morning", "for a while", "as before"))
 
 ADVERBS = ("Later", "Then", "Today", "Meanwhile", "Once")
-_PERSON = ("came in", "spoke up", "sat down", "woke up early", "walked home", "waited outside")
-_FIRM = ("opened a shop", "hired people", "moved its office", "grew very quickly", "held a meeting")
-DEEDS: dict[Kind, tuple[list[str], ...]] = {
-    "man": tuple(words.split() for words in _PERSON),
-    "woman": tuple(words.split() for words in _PERSON),
-    "firm": tuple(words.split() for words in _FIRM),
-}
 
 _PLACES = "weather road harbour school library garden bridge station market river square church theatre mill".split()  # noqa: SIM905
 _STATES = ("was cold", "was quiet", "was crowded", "looked grey", "seemed calm", "was closed", "smelled of rain")
@@ -61,12 +53,3 @@ _TIMES = (
 FILLERS = tuple(f"The {place} {state} {time}".split() for place in _PLACES for state in _STATES for time in _TIMES)
 
 UNKNOWN = "unknown"
-
-
-def words() -> set[str]:
-    """Every word of passages, questions and answers, without spaces."""
-    found = {".", "?", ":", UNKNOWN, "yes", "no", "and", "Who", "has", "the", "The", "Do", "have", "same", "owner"}
-    found |= {name for names in NAMES.values() for name in names} | set(OBJECTS) | set(TAKING) | set(ADVERBS)
-    for phrases in (GIVEN, BESIDE, TAILS, FILLERS, *DEEDS.values(), OBJECT_CASE.values(), SUBJECT_CASE.values()):
-        found |= {word for phrase in phrases for word in phrase}
-    return found

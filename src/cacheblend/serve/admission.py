@@ -5,9 +5,11 @@ What every kind of answer shares; how it is written is in `routes.openai` and `r
 
 import asyncio
 import contextlib
+import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from fastapi import Request
@@ -30,59 +32,75 @@ T = TypeVar("T")
 
 @dataclass
 class RunningRequest:
-    """A request while the scheduler runs it: its events on the server's own loop, and its figures for the metrics."""
+    """A request while the scheduler runs it: its events on the server's own loop, and its figures for the metrics. Each
+    of several prompts is an `Ask` of its own, whose choices are numbered behind those of the prompt before it."""
 
-    ask: Ask
+    asks: Sequence[Ask]
     scheduler: Scheduler
     metrics: Metrics
-    report: BlendReport | None = None  # how it was prefilled; None until it is done
+    is_allowed: Callable[[], object]  # what is none ends it: its key was removed
+    reports: dict[int, BlendReport | None] = field(default_factory=dict)  # how each prompt was prefilled, once it ended
     _last_token_at: dict[int, float] = field(default_factory=dict)  # by choice
-    _inbox: "asyncio.Queue[Event]" = field(default_factory=asyncio.Queue)
-    _ticket: Ticket | None = None
+    _inbox: "asyncio.Queue[tuple[int, Event]]" = field(default_factory=asyncio.Queue)
+    _tickets: list[Ticket] = field(default_factory=list)
+
+    @property
+    def choices(self) -> int:
+        return sum(ask.choices for ask in self.asks)
 
     def start(self) -> None:
         """Queues the request; on the server's loop. Raises as `Scheduler.submit`."""
         loop, inbox = asyncio.get_running_loop(), self._inbox
 
-        def on_event(event: Event) -> None:
+        def on_event(number: int, event: Event) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped
-                loop.call_soon_threadsafe(inbox.put_nowait, event)
+                loop.call_soon_threadsafe(inbox.put_nowait, (number, event))
 
-        self._ticket = self.scheduler.submit(self.ask, on_event)
+        try:
+            for number, ask in enumerate(self.asks):
+                self._tickets.append(self.scheduler.submit(ask, partial(on_event, number)))
+        except Exception:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        for ticket in self._tickets:  # one that has ended takes no notice
+            ticket.cancel()
 
     async def events(self) -> AsyncIterator[TokenEvent]:
         """The tokens of a started request as they come; raises the error that ended it. Leaving early cancels it."""
-        done = False
         try:
-            while True:
-                event = await self._inbox.get()
+            while len(self.reports) < len(self.asks):
+                number, event = await self._inbox.get()
                 if isinstance(event, DoneEvent):
-                    done = True
-                    self.report = event.report
+                    self.reports[number] = event.report
                     if event.error is not None:
                         raise event.error
-                    return
+                    continue
+                if not self.is_allowed():
+                    raise ApiError(401, "the key of this request was removed", code="invalid_api_key")
+                event = replace(event, choice=event.choice + number * self.asks[0].choices) if number else event
                 now, before = time.perf_counter(), self._last_token_at.get(event.choice)
                 if before is not None:
                     self.metrics.gap(now - before)
                 self._last_token_at[event.choice] = now
                 yield event
         finally:
-            if not done and self._ticket is not None:
-                self._ticket.cancel()
-            elif self.report is not None:
-                self.metrics.report(self.report, self.ask.mode)
+            self.cancel()
+            for report in filter(None, self.reports.values()):
+                self.metrics.report(report, self.asks[0].mode)
 
 
 async def started(
-    state: ServerState, request: Request, asked: Sampling, key: ApiKey, parse: Callable[[], ParsedPrompt]
+    state: ServerState, request: Request, asked: Sampling, key: ApiKey, parse: Callable[[], list[ParsedPrompt]]
 ) -> RunningRequest:
-    """The request, queued, and noted in `request` for the log; `parse`, which makes its prompt, runs on a thread.
+    """The request, queued, and noted in `request` for the log; `parse`, which makes its prompts, runs on a thread.
     Raises `ApiError` for a wrong model or value, and as `FairQueue.run` and `Scheduler.submit`."""
     check_model(state, asked.model)
     form = await _form(state, request, asked)
-    ask = await state.parse(request, lambda: _scheduler_request(state, asked, key, parse, form))
-    running = RunningRequest(ask, state.scheduler, state.metrics)
+    asks = await state.parse(request, lambda: _asks(state, asked, key, parse(), form))
+    has_key = partial(state.settings.keys.find, request.headers.get("authorization"))
+    running = RunningRequest(asks, state.scheduler, state.metrics, has_key)
     request.state.running = running
     running.start()
     return running
@@ -91,7 +109,7 @@ async def started(
 def check_model(state: ServerState, name: str) -> None:
     """Raises `ApiError` if a request names another model than the server's."""
     if name and name != state.engine.name:
-        message = f"there is no model {name!r}; this server has {state.engine.name!r}"
+        message = f"there is no model {name[:80]!r}; this server has {state.engine.name!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
@@ -109,10 +127,10 @@ async def unless_disconnected(request: Request, answer: Awaitable[T]) -> T:
         wanted.cancel()
 
 
-def _scheduler_request(
-    state: ServerState, asked: Sampling, key: ApiKey, parse: Callable[[], ParsedPrompt], grammar: CompiledGrammar | None
-) -> Ask:
-    # Tokenises the prompt, so it is called on a worker thread.
+def _asks(
+    state: ServerState, asked: Sampling, key: ApiKey, parsed: list[ParsedPrompt], grammar: CompiledGrammar | None
+) -> list[Ask]:
+    """What is asked of the scheduler, one `Ask` a prompt."""
     settings, extras, vocabulary = state.settings, asked.cacheblend or Extras(), state.engine.survey.vocab_size
     if asked.n > settings.max_choices:
         raise ApiError(400, f"n is {asked.n}; at most {settings.max_choices} choices are allowed", param="n")
@@ -123,9 +141,18 @@ def _scheduler_request(
     if asked.cache_salt and extras.salt and asked.cache_salt != extras.salt:
         raise ApiError(400, "cache_salt and cacheblend.salt are two names of one thing, and differ", param="cache_salt")
     salt = extras.salt or asked.cache_salt or ""
-    prompt, keep_text, shown = parse()
-    prompt = replace(prompt, conversation=extras.conversation)
-    state.check_size(prompt)
+    context = state.engine.survey.max_length or math.inf
+    most = asked.wanted_tokens or int(min(settings.max_tokens, asked.usual_tokens))
+    for prompt, _, _ in parsed:
+        state.check_size(prompt)
+        left = context - len(prompt) + 1  # the last token is not computed with
+        for name in (*asked.lengths, "min_tokens"):
+            if 0 < left < (value := getattr(asked, name) or 0):  # that none is left is the engine's to say
+                message = f"{name} is {value:,}; the prompt's {len(prompt):,} tokens leave {left:,} of {context:,}"
+                raise ApiError(400, f"{message}; ask for fewer", param=name, code="too_long")
+    if (asked.min_tokens or 0) > most:
+        message = f"min_tokens is {asked.min_tokens:,}, and an answer has at most {most:,} ({asked.lengths[-1]})"
+        raise ApiError(400, f"{message}; ask for fewer, or allow more", param="min_tokens")
     remembered = state.tenants.remember_salt(key, salt)
     state.tenants.count(key)
     ratio, selector = extras.recompute_ratio, None
@@ -140,7 +167,7 @@ def _scheduler_request(
     given = {name: value for name in same if (value := getattr(asked, name)) is not None}
     params = SamplingParams(
         **given,
-        max_new_tokens=asked.wanted_tokens or settings.max_tokens,
+        max_new_tokens=most,
         temperature=1.0 if asked.temperature is None else asked.temperature,
         top_k=max(0, asked.top_k or 0),
         logit_bias=tuple((asked.logit_bias or {}).items()),
@@ -152,8 +179,8 @@ def _scheduler_request(
         min_new_tokens=asked.min_tokens or 0,
         grammar=None if grammar is None else grammar.grammar,
     )
-    return Ask(
-        prompt,
+    ask = Ask(
+        parsed[0].prompt,
         params,
         grammar=grammar,
         choices=asked.n,
@@ -165,10 +192,18 @@ def _scheduler_request(
         tenant=tenant_of(key, salt),
         tenant_label=key.label,
         may_keep=lambda tokens: remembered and state.tenants.reserve(key, tokens),
-        shown=shown,
-        # Text belongs to no chunk, so no quota would count it.
-        keep_text=(keep_text or state.engine.histories is not None) and settings.store_bytes is None,
+        shown=parsed[0].shown,
     )
+    may_keep_text = settings.store_bytes is None  # text belongs to no chunk, so no quota would count it
+    keeps_all = state.engine.histories is not None
+    return [
+        replace(
+            ask,
+            prompt=replace(each.prompt, conversation=extras.conversation),
+            keep_text=may_keep_text and (each.keep_text or keeps_all),
+        )
+        for each in parsed
+    ]
 
 
 async def _form(state: ServerState, request: Request, asked: Sampling) -> CompiledGrammar | None:

@@ -30,9 +30,10 @@ def create_app(engine: BlendEngine, settings: ServeSettings | None = None) -> Fa
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        trimming = asyncio.create_task(trim_heap_periodically())
+        beside = [asyncio.create_task(each) for each in (trim_heap_periodically(), state.metrics.watch_loop())]
         yield
-        trimming.cancel()
+        for task in beside:
+            task.cancel()
         for queue in state.queues:
             queue.close()
         await run_in_threadpool(state.scheduler.close, settings.drain_s)

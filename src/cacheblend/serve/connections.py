@@ -14,9 +14,12 @@ streams that do not end with an error event, and posts that store with 503.
 
 import asyncio
 import json
+import logging
 import resource
+import signal
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
@@ -25,6 +28,7 @@ from starlette.types import Receive, Scope, Send
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.state import ServerState
 
+logger = logging.getLogger("cacheblend.serve")
 MORE_S = 5  # seconds in which the last events are sent, once the time for requests is over
 TICKS = 5  # of uvicorn's, ten a second, between two looks at the connections
 
@@ -36,6 +40,7 @@ class WatchedConnection(asyncio.Protocol):
     transport: asyncio.Transport
     connections: set[Any]
     most: int  # connections at a time
+    on_refused: Callable[[], None]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -74,6 +79,7 @@ class WatchedConnection(asyncio.Protocol):
     def refuse(self) -> None:
         """Ends the connection with 503, since there are too many."""
         self._refused = True
+        self.on_refused()
         message = f"{self.most:,} connections are open (--connections); try again"
         error = ApiError(503, message, code="too_many_connections")
         self.transport.write(_answer("503 Service Unavailable", error, "Retry-After: 5"))
@@ -122,7 +128,8 @@ class DrainingServer(uvicorn.Server):
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         fitting = most if files == resource.RLIM_INFINITY else min(most, max(1, files // 2))
         named = f"WatchedConnection{protocol.__name__}"
-        self.config.http_protocol_class = type(named, (WatchedConnection, protocol), {"most": fitting})
+        watched = {"most": fitting, "on_refused": staticmethod(self._state.metrics.refused_connection)}
+        self.config.http_protocol_class = type(named, (WatchedConnection, protocol), watched)
         await super().startup(sockets)
 
     async def on_tick(self, counter: int) -> bool:
@@ -135,6 +142,8 @@ class DrainingServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Takes no more requests, and ends those that run after ``drain_s``."""
         state, drain_s = self._state, self._state.settings.drain_s
+        told = ", ".join(signal.Signals(number).name for number in self._captured_signals) or "asked to stop"
+        logger.warning("%s: no more requests are taken; those that run have %g s (--drain)", told, drain_s)
         drained = asyncio.create_task(asyncio.to_thread(state.scheduler.close, drain_s))
         loop = asyncio.get_running_loop()
         endings = [loop.call_later(drain_s, queue.end) for queue in state.queues]
@@ -142,3 +151,4 @@ class DrainingServer(uvicorn.Server):
         for ending in endings:
             ending.cancel()
         await drained
+        self._captured_signals.clear()  # uvicorn would raise them again, and they would end the process

@@ -1,6 +1,8 @@
 """Errors in the form that OpenAI's clients expect: `ApiError`, and the handlers that turn all others into it."""
 
 import logging
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -8,15 +10,15 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from cacheblend.core.errors import CacheBlendError, ModelChangedError, StoreError
+from cacheblend.core.errors import CacheBlendError, ModelChangedError, StoreError, shown
 from cacheblend.core.failures import count_failure
 from cacheblend.engines.hf.scheduler import ClosedError, QueueFullError, TooLateError
 from cacheblend.serve.log_lines import request_id
 
 logger = logging.getLogger("cacheblend.serve")
-_TYPES = dict.fromkeys((400, 413, 422), "invalid_request_error") | dict.fromkeys((408, 504), "timeout_error")
-_TYPES |= {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-_TYPES |= {503: "service_unavailable_error"}
+_WORDS = {"string": "a text", "dictionary": "an object", "boolean": "true or false", "integer": "an integer"}
+_FORMS = re.compile(r"str|bool|constrained-.*|.*\[.*")
+"""What pydantic calls the forms that a value may have; no field of a request is called so."""
 
 
 class ApiError(Exception):
@@ -33,11 +35,13 @@ class ApiError(Exception):
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.message = message if len(message) <= 1000 else f"{message[:996]} ..."
+        self.status, self.param, self.code = status, param and param[:200], code
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
-        kind = _TYPES.get(self.status, "api_error")
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
@@ -78,10 +82,10 @@ def add_error_handlers(app: FastAPI) -> None:
         if first["type"] == "json_invalid":
             where = f"character {first['loc'][-1]}"
             return ApiError(400, f"the body is not JSON: {first['ctx']['error']}, {where}").response()
-        where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path"))
-        if not where:
+        where, what = _described(error.errors())
+        if not where and first["type"] not in ("value_error", "extra_forbidden"):
             return ApiError(400, "the body is not a JSON object, sent as application/json").response()
-        return ApiError(400, f"{where}: {first['msg']}", param=where).response()
+        return ApiError(400, f"{where}: {what}" if where else what, param=where or None).response()
 
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, error: HTTPException) -> Response:
@@ -93,3 +97,30 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def own_error(_: Request, error: ApiError) -> Response:
         return error.response()
+
+
+def _described(errors: Sequence[Any]) -> tuple[str, str]:
+    """Where the first wrong value is, by the request's own names, and what it should be. A value that may have several
+    forms has an error for each of them: those that got furthest into it count."""
+    found: dict[str, list[Any]] = {}
+    for each in errors:
+        place = ".".join(part[:80] for part in map(str, each["loc"][1:]) if not _FORMS.fullmatch(part))
+        if each["loc"][:2] == errors[0]["loc"][:2]:
+            found.setdefault(place, []).append(each)
+    where = max(found, key=lambda name: name.count("."))
+    first = found[where][0]
+    if first["type"] in ("missing", "extra_forbidden"):
+        return where, "is missing" if first["type"] == "missing" else "there is no such field"
+    what = " or ".join(dict.fromkeys(_in_our_words(each["msg"]) for each in found[where])).replace(" or must be", " or")
+    if first["type"] == "value_error":
+        return where, what
+    given = first["input"]
+    if isinstance(given, list | dict):  # of any length
+        return where, f"{what}; got {'a list' if isinstance(given, list) else 'an object'}"
+    return where, f"{what}; got {shown(given[:100] if isinstance(given, str) else given)}"
+
+
+def _in_our_words(message: str) -> str:
+    if kind := re.match(r"Input should be a (?:valid|finite) (\w+)", message):
+        return f"must be {_WORDS.get(kind[1], f'a {kind[1]}')}"
+    return re.sub(r"^\w+ should ", "must ", message.removeprefix("Value error, ").replace(" after validation", ""))

@@ -1,13 +1,23 @@
 """Figures of a running server, its store and its shadow check, for Prometheus. The names are an interface."""
 
+import asyncio
 import platform
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, Info, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    Info,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -24,7 +34,11 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
 _GAPS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 _COUNTED: Texts = {
-    "requests": (("status",), "Requests, by HTTP status."),
+    "requests": (
+        ("route", "status"),
+        "Requests by route and HTTP status, without probes, scrapes and the page's files.",
+    ),
+    "refused_connections": ((), "Connections that were ended or refused since too many were open."),
     "prompt_tokens": ((), "Tokens of prompts."),
     "generated_tokens": ((), "Tokens of answers."),
     "hit_tokens": (("source",), "Tokens of prompts found in the store, by tier."),
@@ -167,6 +181,7 @@ class Metrics:
                 **{name: {(): getattr(learnt, name.removeprefix("discovered_"))} for name in names},
             }
 
+        disable_created_metrics()  # Prometheus would store the time at which each counter was made as one more series
         self._registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         versions = {"version": version("cacheblend"), "python": platform.python_version()}
@@ -177,13 +192,23 @@ class Metrics:
         self._ttft = Histogram("cacheblend_ttft_seconds", text, ["mode"], buckets=_SECONDS, registry=registry)
         text = "Time between two tokens."
         self._gap = Histogram("cacheblend_inter_token_seconds", text, buckets=_GAPS, registry=registry)
+        text = "Time by which the event loop was late for a timer."
+        self._lag = Histogram("cacheblend_loop_lag_seconds", text, buckets=(*_GAPS, 5, 10), registry=registry)
         self._counters = {
             name: Counter(f"cacheblend_{name}", text, labels, registry=registry)
             for name, (labels, text) in _COUNTED.items()
         }
+        self.refused_connection: Callable[[], None] = self._counters["refused_connections"].inc
 
-    def request(self, status: int) -> None:
-        self._counters["requests"].labels(str(status)).inc()
+    def request(self, route: str, status: int) -> None:
+        self._counters["requests"].labels(route, str(status)).inc()
+
+    async def watch_loop(self, every_s: float = 0.25) -> None:
+        """Records by how much the event loop is late, until it is cancelled."""
+        while True:
+            due = time.perf_counter() + every_s
+            await asyncio.sleep(every_s)
+            self._lag.observe(max(0.0, time.perf_counter() - due))
 
     def gap(self, seconds: float) -> None:
         """Records the time between two tokens of an answer."""

@@ -26,6 +26,8 @@ HEADERS = {
     "Content-Security-Policy": "frame-ancestors 'none'",
 }
 """Of every answer: no type but the given one, and no frame in another page."""
+ASKED = ("/v1/", "/tokenize", "/detokenize", "/playground/explain")
+"""Paths whose requests are counted and logged: no probe's, no scrape's, not those of the page's files."""
 BODIES = 8  # bodies of the longest kind that are in memory at a time; half of them, where there is one tenant
 LARGE = 1 << 16  # bytes from which on a body is looked at before it is parsed
 VALUES, CONTAINERS = 1 << 18, 1 << 16
@@ -64,14 +66,19 @@ class RequestLog:
             if not status:
                 await converted.response()(scope, receive, noting_status)
         finally:
-            self._metrics.request(status or 499)
-            if scope["path"].startswith(("/v1/", "/tokenize", "/detokenize")):
+            path = scope["path"]
+            if path.startswith(ASKED):
+                paths = (route.path for route in scope["app"].routes)
+                self._metrics.request(
+                    scope["route"].path if "route" in scope else path if path in paths else "other", status or 499
+                )
                 seconds, state = round(time.perf_counter() - started, 4), scope.get("state", {})
-                line = {"method": scope["method"], "path": scope["path"], "status": status, "seconds": seconds}
+                line = {"method": scope["method"], "path": path, "status": status, "seconds": seconds}
                 line["key"] = state.get("key")
-                if (report := getattr(state.get("running"), "report", None)) is not None:
-                    of = ("prompt_tokens", "hit_tokens", "recomputed_tokens", "recompute_ratio", "generated_tokens")
-                    line |= {name: getattr(report, name) for name in of} | {"ttft_s": round(report.ttft_s, 4)}
+                of = ("prompt_tokens", "hit_tokens", "recomputed_tokens", "recompute_ratio", "generated_tokens")
+                reports = filter(None, getattr(state.get("running"), "reports", {}).values())
+                told = [{name: getattr(r, name) for name in of} | {"ttft_s": round(r.ttft_s, 4)} for r in reports]
+                line |= told[0] if len(told) == 1 else {"prompts": told} if told else {}
                 requests_log.info(json.dumps(line), extra={"fields": line, "request_id": asked})
 
 

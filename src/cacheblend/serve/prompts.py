@@ -6,7 +6,7 @@ completions  chunks are given as spans of a prompt of token ids
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from cacheblend.core.errors import InvalidInputError
@@ -14,10 +14,12 @@ from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.engines.hf import BlendEngine, Passage
 from cacheblend.engines.tokens.chat import strings_in
 from cacheblend.serve.errors import ApiError
-from cacheblend.serve.schemas import ChatRequest, CompletionRequest, Message, RequestDocument, wrong_value
+from cacheblend.serve.schemas import ChatRequest, Message, RequestDocument, wrong_value
 
 _TEMPLATE_OPTIONS = frozenset({"tools", "enable_thinking", "thinking", "reasoning_effort"})
 """The ``chat_template_kwargs`` that are passed to the template: others might replace it, or name files."""
+_SAYS_NOTHING = frozenset({"annotations", "cache_control", "prompt_cache_breakpoint", "tool_call_id"})
+"""Fields of messages and parts that say nothing about the answer: of calls the order says which has which result."""
 USUAL = 8  # characters of a token, usually: text with more is counted before it is tokenised as a whole
 PIECE = 1 << 16  # characters that are counted at a time
 CUT = 16  # tokens that a cut between two pieces may add
@@ -39,20 +41,23 @@ def chat_prompt(engine: BlendEngine, request: ChatRequest, chunk_tokens: int) ->
     `InvalidInputError` if the template rejects the messages, or the prompt is too long."""
     question = max((i for i, m in enumerate(request.messages) if m.role == "user"), default=-1)
     messages = [
-        _message(engine, message, chunk_tokens, is_last_user=number == question)
+        _message(engine, message, chunk_tokens, number, is_last_user=number == question)
         for number, message in enumerate(request.messages)
     ]
-    documents = [Passage(each.text, each.title) for each in request.documents or () if each.text]
-    options: dict[str, Any] = dict(request.chat_template_kwargs or {})
-    unknown = sorted(set(options) - _TEMPLATE_OPTIONS)
-    if unknown:
-        raise ApiError(400, f"chat_template_kwargs has {unknown[0]!r}; allowed are {sorted(_TEMPLATE_OPTIONS)}")
-    if request.reasoning_effort is not None:
-        options.setdefault("reasoning_effort", request.reasoning_effort)
+    documents = [Passage(each.text, each.title) for each in request.documents or ()]
+    given = {name: value for name, value in (request.chat_template_kwargs or {}).items() if value is not None}
+    said = {"reasoning_effort": request.reasoning_effort, "tools": request.tools or None}
+    options: dict[str, Any] = given | {name: value for name, value in said.items() if value is not None}
     if request.tool_choice == "none":
         options.pop("tools", None)
-    elif request.tools:
-        options["tools"] = request.tools
+    for name, value in options.items():
+        param = name if said.get(name) else "chat_template_kwargs"
+        if name not in _TEMPLATE_OPTIONS:
+            message = f"{param} has {name[:80]!r}; allowed are {', '.join(sorted(_TEMPLATE_OPTIONS))}"
+            raise ApiError(400, message, param=param)
+        if given.get(name, value) != value:
+            raise ApiError(400, f"{name} and chat_template_kwargs.{name} differ; give one", param=name)
+        _check_read(engine, name, param)
     is_last = bool(documents) or any(
         part["type"] == "chunk"
         for message in messages[: question + 1]
@@ -73,22 +78,20 @@ def chat_prompt(engine: BlendEngine, request: ChatRequest, chunk_tokens: int) ->
     return ParsedPrompt(prompt, keep_text=is_last)
 
 
-def completion_prompt(engine: BlendEngine, request: CompletionRequest) -> ParsedPrompt:
-    """The prompt of a completion request. Raises `ApiError` for ids outside of the vocabulary, or spans that are not
-    ascending spans of the prompt, and `InvalidInputError` if it is empty or too long."""
-    spans = request.cacheblend.chunks if request.cacheblend and request.cacheblend.chunks else []
-    given = request.prompt
-    if isinstance(given, list) and given and isinstance(given[0], str | list):
-        given = given[0]
+def completion_prompt(
+    engine: BlendEngine, given: str | list[int], spans: Sequence[tuple[int, int]], what: str
+) -> ParsedPrompt:
+    """A prompt of a completion request. Raises `ApiError` if it is empty, for ids outside of the vocabulary, or spans
+    that are not ascending spans of it, and `InvalidInputError` if it is too long."""
+    if not given:
+        raise ApiError(400, f"{what} is empty", param="prompt")
     if isinstance(given, str):
         if spans:
             raise ApiError(400, "chunks are spans of token ids: give the prompt as token ids", param="cacheblend")
         return ParsedPrompt(engine.prompt([given]), keep_text=False)
-    ids = [token for token in given if isinstance(token, int)]
-    if not ids:
-        raise ApiError(400, "the prompt is empty", param="prompt")
+    ids = given
     if min(ids) < 0 or max(ids) >= engine.survey.vocab_size:
-        raise ApiError(400, f"token ids must be in 0..{engine.survey.vocab_size - 1}", param="prompt")
+        raise ApiError(400, f"{what}: token ids must be in 0..{engine.survey.vocab_size - 1}", param="prompt")
     segments, at = list[Segment](), 0
     for start, stop in spans:
         if not at <= start < stop <= len(ids):
@@ -100,11 +103,24 @@ def completion_prompt(engine: BlendEngine, request: CompletionRequest) -> Parsed
     return ParsedPrompt(prompt, keep_text=True)
 
 
-def _message(engine: BlendEngine, message: Message, chunk_tokens: int, *, is_last_user: bool) -> dict[str, Any]:
+def _check_read(engine: BlendEngine, name: str, param: str) -> None:
+    """Raises `ApiError` for what this model's chat template has no place for."""
+    if engine.builder is not None and name not in engine.builder.source.words:
+        message = (
+            f"{param[:80]}: the model's chat template does not read {name[:80]!r}; leave it out, or say it as text"
+        )
+        raise ApiError(400, message, param=param, code="unsupported_field")
+
+
+def _message(
+    engine: BlendEngine, message: Message, chunk_tokens: int, at: int, *, is_last_user: bool
+) -> dict[str, Any]:
     """The message in the form of `PromptBuilder.chat`, where parts of type ``chunk`` are chunks."""
-    extra = dict(message.model_extra or {})
-    if not extra.get("tool_calls"):  # null and an empty list are no calls, which not every template knows
-        extra.pop("tool_calls", None)
+    # Null and empty values say nothing, and not every template knows them.
+    extra = {name: value for name, value in (message.model_extra or {}).items() if value not in (None, "", [], {})}
+    for name in extra:
+        if name not in _SAYS_NOTHING and (name != "name" or message.role not in ("tool", "function")):
+            _check_read(engine, name, f"messages.{at}.{name}")
     # None beside tool calls: some templates read it without checking.
     content: Any = "" if message.content is None else message.content
     if isinstance(content, str):
@@ -114,7 +130,11 @@ def _message(engine: BlendEngine, message: Message, chunk_tokens: int, *, is_las
     parts = []
     for number, part in enumerate(content):
         if part.type != "text" or part.text is None:
-            raise ApiError(400, f"a content part of type {part.type!r}: only text is read", param="messages")
+            raise ApiError(400, f"a content part of type {part.type[:80]!r}: only text is read", param="messages")
+        for name, value in (part.model_extra or {}).items():
+            if value is not None and name not in _SAYS_NOTHING:
+                where = f"messages.{at}.content.{number}.{name[:80]}"
+                raise ApiError(400, f"{where}: a part has type and text", param=where, code="unknown_field")
         is_question = is_last_user and number == len(content) - 1
         is_chunk = not is_question and _is_long(engine, part.text, chunk_tokens)
         parts.append({"type": "chunk" if is_chunk else "text", "text": part.text})

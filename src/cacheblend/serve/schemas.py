@@ -1,5 +1,6 @@
 """Schemas of requests. Wrong values are refused, and so are fields that nothing would come of (`fields`)."""
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -11,7 +12,6 @@ from pydantic import (
     Field,
     StrictInt,
     StringConstraints,
-    field_validator,
     model_validator,
 )
 
@@ -268,12 +268,13 @@ class RequestDocument(Closed):
     """A passage that is passed to the chat template."""
 
     title: Name = ""
-    text: str
+    text: Annotated[str, StringConstraints(min_length=1)]
 
 
 class ContentPart(BaseModel):
-    """A part of a message's content."""
+    """A part of a message's content; what becomes of further fields is in `prompts`."""
 
+    model_config = ConfigDict(extra="allow")
     type: str
     text: str | None = None
 
@@ -334,11 +335,30 @@ class Sampling(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     cacheblend: Extras | None = None
+    lengths: ClassVar[tuple[str, ...]] = ("max_tokens",)
+    """The fields that say how many tokens an answer has at most."""
+    usual_tokens: ClassVar[float] = math.inf
+    """Of an answer whose request does not say, unless the server's settings have fewer."""
 
     @property
     def wanted_tokens(self) -> int | None:
         """Tokens of an answer, at most; None: not said."""
-        return self.max_tokens
+        return next((value for name in self.lengths if (value := getattr(self, name)) is not None), None)
+
+    @model_validator(mode="after")
+    def _beside_others(self) -> Self:
+        if (options := self.stream_options) is not None and "stream_options" not in self.refused:
+            is_whole = options.include_usage or not options.continuous_usage_stats
+            if not self.stream or not is_whole:
+                needed = "continuous_usage_stats needs include_usage" if self.stream else "stream_options needs stream"
+                raise ApiError(400, f"{needed}: true", param="stream_options")
+        if self.cacheblend and self.cacheblend.chunks and len(getattr(self, "prompts", ())) != 1:
+            message = "cacheblend.chunks are spans of the token ids of one prompt, which /v1/completions takes"
+            raise ApiError(400, message, param="cacheblend.chunks")
+        said = {name: value for name in self.lengths if (value := getattr(self, name)) is not None}
+        if len(set(said.values())) > 1:
+            raise ApiError(400, f"{' and '.join(said)} differ; give one", param=next(iter(said)))
+        return self
 
     @property
     def may_call_tools(self) -> bool:
@@ -364,9 +384,7 @@ class ChatRequest(Sampling):
     reasoning_effort: Name | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    @property
-    def wanted_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
+    lengths: ClassVar = ("max_tokens", "max_completion_tokens")
 
     @property
     def may_call_tools(self) -> bool:
@@ -379,42 +397,44 @@ class ChatRequest(Sampling):
 
 
 class CompletionRequest(Sampling):
-    """``/v1/completions``; one prompt, as text or token ids, or a list of one."""
+    """``/v1/completions``; a prompt, as text or token ids, or a list of them."""
 
     prompt: (
         str
         | TokenIds
-        | Annotated[list[str], Field(min_length=1, max_length=1)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=1)]
+        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
+    usual_tokens: ClassVar = 16
 
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _is_one(cls, prompt: Any) -> Any:
-        if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
-            message = f"prompt has {len(prompt):,} prompts; one is answered in a request: send several"
-            raise ApiError(400, message, param="prompt")
-        return prompt
+    @property
+    def prompts(self) -> list[Any]:
+        given: Any = self.prompt
+        return given if isinstance(given, list) and given and isinstance(given[0], str | list) else [given]
 
     def wanted_logprobs(self) -> int | None:
         return self.logprobs
 
 
-class InputPart(BaseModel):
-    """A part of an `InputMessage`."""
+class InputPart(Closed):
+    """A part of an `InputMessage`; those that the server answered with have the last two fields."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
+    annotations: Any = None
+    logprobs: Any = None
 
 
-class InputMessage(BaseModel):
-    """A message of ``/v1/responses``; those that the server answered with have further fields."""
+class InputMessage(Closed):
+    """A message of ``/v1/responses``; those that the server answered with have the last two fields."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[InputPart], Field(max_length=4096, fail_fast=True)]
+    id: Any = None
+    status: Any = None
 
 
 class ResponsesRequest(Sampling):
@@ -426,10 +446,7 @@ class ResponsesRequest(Sampling):
     max_output_tokens: Count | None = None
     text: TextOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-    @property
-    def wanted_tokens(self) -> int | None:
-        return self.max_output_tokens
+    lengths: ClassVar = ("max_output_tokens",)
 
 
 class TokenizeRequest(Body):
@@ -505,16 +522,7 @@ class DocumentsRequest(Body):
     chunk_tokens: Annotated[int, Field(ge=2, le=1 << 20)] = 512
 
 
-class ErrorDetail(BaseModel):
-    """The field ``error`` of an `ErrorAnswer`."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
 class ErrorAnswer(BaseModel):
-    """The body of an error, in the form that OpenAI's clients expect."""
+    """The body of an error, in the form that OpenAI's clients expect: `message`, `type`, `param` and `code`."""
 
-    error: ErrorDetail
+    error: dict[str, str | None]

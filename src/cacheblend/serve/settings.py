@@ -68,7 +68,9 @@ class ServeSettings:
     max_prompt_tokens: int | None = option(
         None, "Longest prompt. Default: the model's context.", least=1, most=MOST_TOKENS
     )
-    max_tokens: int = option(512, "Tokens of an answer, where a client does not say.", "-n", least=1, most=MOST_TOKENS)
+    max_tokens: int = option(
+        512, "Most tokens of an answer that says none; of completions 16.", "-n", least=1, most=MOST_TOKENS
+    )
     keys: KeyRing = field(default_factory=KeyRing)  # empty: no key is needed
     metrics_keys: KeyRing = field(default_factory=KeyRing)  # empty: /metrics has none of its own
     hosts: tuple[str, ...] | None = None  # the server's names, where no key is needed; None: ``Host`` is not checked

@@ -111,6 +111,14 @@ class ServerState:
         """Text of one token; empty for a special token."""
         return self.engine.builder.decode([token]) if self.engine.builder else str(token)
 
+    def token_bytes(self, token: int) -> bytes:
+        """What a token stands for, which may be a part of a character; of a special token its text."""
+        return self.engine.builder.token_bytes(token) if self.engine.builder else str(token).encode()
+
+    def token_name(self, token: int) -> str:
+        """A token's text; where it is a part of a character its bytes, as OpenAI writes them: ``\\xf0\\x9f``."""
+        return self.token_bytes(token).decode(errors="backslashreplace")
+
 
 async def authenticate(request: Request) -> ApiKey:
     """The key that a request is made with; noted for the log. Raises `ApiError` as `ServerState.key_of_header`."""

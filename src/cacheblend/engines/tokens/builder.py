@@ -127,6 +127,8 @@ class PromptBuilder:
     one bytes; `bos_id`: the BOS token, if the tokenizer or its chat template sets it in front of a text; else None."""
 
     def __init__(self, tokenizer: Any) -> None:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode  # a tokenizer of theirs is there by now
+
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
             raise InvalidInputError(
@@ -134,15 +136,13 @@ class PromptBuilder:
             )
         spec = json.loads(backend.to_str())
         self._tokenizer = tokenizer
-        added = {int(token["id"]): str(token["content"]) for token in spec["added_tokens"]}
+        self._added = added = {int(token["id"]): str(token["content"]) for token in spec["added_tokens"]}
         self._special = {token["id"] for token in spec["added_tokens"] if token["special"]}
         self._all = TextEncoder(spec)
         # The special tokens that the tokenizer sets in front of a text, and behind it.
         ids, own = tokenizer("a")["input_ids"], self._all.whole("a").ids
         at = next((at for at in range(len(ids)) if ids[at : at + len(own)] == own), 0)
         self._front, self._back = list(ids[:at]), list(ids[at + len(own) :])
-        templates = tokenizer.chat_template  # several by name, one, or none
-        self._source = TemplateSource.of(templates.values() if isinstance(templates, dict) else [templates or ""])
         markers = self._find_markers({number: text for number, text in added.items() if number not in self._special})
         self._guarded = {number: added[number] for number in (self._special | markers) - {tokenizer.unk_token_id}}
         self._plain = TextEncoder(spec, self._special | markers)
@@ -150,17 +150,20 @@ class PromptBuilder:
         # with one (``'<|channel|>final<|message|>' in content``).
         channels = tuple(text for text in self._guarded.values() if _CHANNEL.search(text))
         thoughts = {text for text in channels if _THOUGHT.search(text)}
-        thoughts |= {text for text in self._source.sought if text.startswith(channels)}
-        self._guard = Guard(self._guarded.values(), thoughts, self._source.words)
+        thoughts |= {text for text in self.source.sought if text.startswith(channels)}
+        self._guard = Guard(self._guarded.values(), thoughts, self.source.words)
         self._encode_front = lru_cache(_FRONTS)(self._encode_rendered)
         self.in_front = lru_cache(_FRONTS)(self._in_front)
         # Byte tokens, ``<0x00>`` to ``<0xFF>``, of which a run is decoded together; none in most tokenizers.
         names = [f"<0x{byte:02X}>" for byte in range(256)] if '"ByteFallback"' in json.dumps(spec["decoder"]) else []
         self._bytes = {number for name in names if (number := backend.token_to_id(name)) is not None}
+        self._is_byte_level = '"ByteLevel"' in json.dumps(spec["decoder"])
+        self._byte_of = {letter: bytes([byte]) for byte, letter in bytes_to_unicode().items()}
+        self.token_bytes = lru_cache(1 << 16)(self._bytes_of)
         self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         bos, text = tokenizer.bos_token_id, tokenizer.bos_token
         is_first = bos is not None and (
-            self._front[:1] == [bos] or (bool(templates) and self._try(_PROBES[0]).startswith(text))
+            self._front[:1] == [bos] or (bool(tokenizer.chat_template) and self._try(_PROBES[0]).startswith(text))
         )
         self.bos_id: int | None = int(bos) if is_first else None
 
@@ -269,6 +272,21 @@ class PromptBuilder:
             is_skipped=lambda number: number in hidden or token_of(number) is None,
             is_byte=lambda number: number in self._bytes,
         )
+
+    @property
+    def source(self) -> TemplateSource:
+        """Of the chat template as the tokenizer has it now: several by name, one, or none."""
+        templates = self._tokenizer.chat_template
+        return TemplateSource.of(tuple(templates.values() if isinstance(templates, dict) else [templates or ""]))
+
+    def _bytes_of(self, number: int) -> bytes:
+        """What a token stands for, which may be a part of a character; of an added token its text."""
+        token: str = self._tokenizer.backend_tokenizer.id_to_token(number) or ""
+        if number in self._bytes:
+            return bytes([int(token[3:5], 16)])
+        if number in self._added or not self._is_byte_level:
+            return token.replace("\u2581", " ").encode()
+        return b"".join(self._byte_of.get(letter) or letter.encode() for letter in token)
 
     def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
         """Ids of the texts that are special tokens."""
@@ -386,7 +404,7 @@ class PromptBuilder:
         if not candidates or not self._tokenizer.chat_template:
             return set()
         rendered = [number for chat in _PROBES for number in self._all.whole(self._try(chat)).ids]
-        return {number for number in candidates if added[number] in self._source.texts} | (candidates & {*rendered})
+        return {number for number in candidates if added[number] in self.source.texts} | (candidates & {*rendered})
 
     def _try(self, messages: list[Message]) -> str:
         try:

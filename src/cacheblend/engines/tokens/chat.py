@@ -22,6 +22,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, chain, groupby
 from typing import Any, NamedTuple
 
@@ -76,7 +77,8 @@ class TemplateSource:
     sought: frozenset[str]  # constants that it looks for in other texts (``'</think>' in content``)
 
     @staticmethod
-    def of(templates: Iterable[str]) -> "TemplateSource":
+    @lru_cache(8)
+    def of(templates: tuple[str, ...]) -> "TemplateSource":
         """Of one or more templates; nothing of one that is not Jinja."""
         from jinja2 import Environment, TemplateSyntaxError
 

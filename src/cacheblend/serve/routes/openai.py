@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from cacheblend.core.report import BlendReport
-from cacheblend.engines.hf.scheduler import Ask, TokenEvent
+from cacheblend.engines.hf.scheduler import TokenEvent
 from cacheblend.engines.tokens.chat import strings_in
 from cacheblend.serve.admission import RunningRequest, check_model, started, unless_disconnected
 from cacheblend.serve.errors import ApiError, api_error
@@ -33,7 +32,7 @@ from cacheblend.serve.tool_calls import CallReader
 
 DONE = "data: [DONE]\n\n"
 EVENT_STREAM: dict[str, Any] = {"media_type": "text/event-stream", "headers": {"Cache-Control": "no-cache"}}
-TokenText = Callable[[int], str]
+MOST_PROMPTS = 32  # of a request
 
 
 def add_routes(app: FastAPI, state: ServerState) -> None:
@@ -59,7 +58,7 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
         return model
 
     async def answer(
-        request: Request, asked: Sampling, key: Key, parse: Callable[[], ParsedPrompt], form: "AnswerFormat"
+        request: Request, asked: Sampling, key: Key, parse: Callable[[], list[ParsedPrompt]], form: "AnswerFormat"
     ) -> Any:
         running = await started(state, request, asked, key, parse)
         if asked.stream:
@@ -71,28 +70,36 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
     async def chat_completions(request: Request, asked: ChatRequest, key: Key) -> Any:
         calls = state.call_format if asked.may_call_tools else None
 
-        def parse() -> ParsedPrompt:
+        def parse() -> list[ParsedPrompt]:
             beside = strings_in([asked.tools, asked.chat_template_kwargs])
             state.text_limit.check([*texts_of_chat(asked.messages, asked.documents), *beside])
             prompt = chat_prompt(engine, asked, state.settings.chunk_tokens)
             if calls is None or engine.builder is None:
-                return prompt
-            return prompt._replace(shown=engine.builder.special_ids([*calls.markers, *calls.inner]))
+                return [prompt]
+            return [prompt._replace(shown=engine.builder.special_ids([*calls.markers, *calls.inner]))]
 
         new_reader = None
         if calls is not None:
             names = {tool["function"]["name"] for tool in asked.tools or ()}
             new_reader = lambda: CallReader(calls, names, only_first=asked.parallel_tool_calls is False)  # noqa: E731
-        return await answer(request, asked, key, parse, ChatFormat(state.token_text, new_reader))
+        return await answer(request, asked, key, parse, ChatFormat(state, new_reader))
 
     @app.post("/v1/completions")
     async def completions(request: Request, asked: CompletionRequest, key: Key) -> Any:
-        def parse() -> ParsedPrompt:
-            given = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt
-            state.text_limit.check(text for text in given if isinstance(text, str))
-            return completion_prompt(engine, asked)
+        count, most = len(asked.prompts), max(1, min(MOST_PROMPTS, state.settings.waiting))
+        if count > most:
+            message = f"prompt has {count:,} prompts; at most {most} are answered in a request: send several"
+            raise ApiError(400, message, param="prompt")
 
-        return await answer(request, asked, key, parse, CompletionFormat(state.token_text))
+        def parse() -> list[ParsedPrompt]:
+            spans, found = (asked.cacheblend and asked.cacheblend.chunks) or [], list[ParsedPrompt]()
+            for number, given in enumerate(asked.prompts):
+                what = f"prompt.{number}" if len(asked.prompts) > 1 else "the prompt"
+                state.text_limit.check([given] if isinstance(given, str) else [], what)
+                found.append(completion_prompt(engine, given, spans, what))
+            return found
+
+        return await answer(request, asked, key, parse, CompletionFormat(state))
 
     @app.post("/tokenize")
     async def tokenize(request: Request, asked: TokenizeRequest, key: Key) -> dict[str, Any]:
@@ -144,7 +151,7 @@ def _detokenize(state: ServerState, asked: DetokenizeRequest) -> dict[str, Any]:
 class ChatFormat:
     """``chat.completion``; for one request."""
 
-    token_text: TokenText  # for log-probabilities
+    state: ServerState
     new_reader: Callable[[], CallReader] | None = None  # of a choice's tool calls; None: they are not read
     kind: ClassVar = "chatcmpl"  # prefix of ids
     objects: ClassVar = ("chat.completion", "chat.completion.chunk")  # of a whole response, and of a stream's events
@@ -183,22 +190,22 @@ class ChatFormat:
     def _logprobs(self, events: list[TokenEvent]) -> dict[str, Any] | None:
         found = [
             self._token(event.token_id, event.logprob)
-            | {"top_logprobs": [self._token(token, value) for token, value in event.top]}
+            | {"top_logprobs": [self._token(token, value) for token, value in _likeliest(event) if event.top]}
             for event in events
             if event.token_id is not None and event.logprob is not None
         ]
         return {"content": found, "refusal": None} if found else None
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.token_text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        own = self.state.token_bytes(token)
+        return {"token": self.state.token_name(token), "logprob": logprob, "bytes": list(own)}
 
 
 @dataclass(frozen=True)
 class CompletionFormat:
     """``text_completion``; as `ChatFormat`."""
 
-    token_text: TokenText
+    state: ServerState
     kind: ClassVar = "cmpl"
     objects: ClassVar = ("text_completion", "text_completion")
 
@@ -206,25 +213,30 @@ class CompletionFormat:
         return None
 
     def piece(self, event: TokenEvent, offset: int) -> dict[str, Any]:
-        return self._choice(event.choice, [event], offset)
+        return self.choice(event.choice, [event], offset)
 
-    def choice(self, number: int, events: list[TokenEvent]) -> dict[str, Any]:
-        return self._choice(number, events, 0)
-
-    def _choice(self, number: int, events: list[TokenEvent], offset: int) -> dict[str, Any]:
+    def choice(self, number: int, events: list[TokenEvent], offset: int = 0) -> dict[str, Any]:
         text, reason = _text_and_reason(events)
         found = [event for event in events if event.token_id is not None and event.logprob is not None]
-        tokens = [self.token_text(event.token_id or 0) for event in found]
+        starts = accumulate((len(event.text) for event in events), initial=offset)
         logprobs = {
-            "tokens": tokens,
+            "tokens": [self.state.token_name(event.token_id or 0) for event in found],
             "token_logprobs": [event.logprob for event in found],
-            "top_logprobs": [{self.token_text(token): value for token, value in event.top} for event in found],
-            "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)),
+            "top_logprobs": [
+                {self.state.token_name(token): value for token, value in _likeliest(event)} for event in found
+            ],
+            "text_offset": [at for at, event in zip(starts, events, strict=False) if event.logprob is not None],
         }
         return {"index": number, "text": text, "logprobs": logprobs if found else None, "finish_reason": reason}
 
 
 AnswerFormat = ChatFormat | CompletionFormat
+
+
+def _likeliest(event: TokenEvent) -> list[tuple[int, float]]:
+    """The likeliest tokens, and the one that was sampled."""
+    chosen = event.token_id or 0, event.logprob or 0.0
+    return [*event.top, *([] if chosen[0] in dict(event.top) else [chosen])]
 
 
 def _text_and_reason(events: list[TokenEvent]) -> tuple[str, str | None]:
@@ -234,15 +246,15 @@ def _text_and_reason(events: list[TokenEvent]) -> tuple[str, str | None]:
 
 async def whole_response(running: RunningRequest, form: AnswerFormat, model: str) -> dict[str, Any]:
     """The response in one piece, as JSON; raises the error that ended the request."""
-    choices: list[list[TokenEvent]] = [[] for _ in range(running.ask.choices)]
+    choices: list[list[TokenEvent]] = [[] for _ in range(running.choices)]
     async for event in running.events():
         choices[event.choice].append(event)
     generated = sum(event.token_id is not None for events in choices for event in events)
     return {
         **_head(form.kind, form.objects[0], model),
         "choices": [form.choice(number, events) for number, events in enumerate(choices)],
-        "usage": usage_of(running.ask, running.report, generated),
-        "cacheblend": report_of(running.report),
+        "usage": usage_of(running, generated),
+        "cacheblend": report_of(running),
     }
 
 
@@ -252,8 +264,8 @@ async def streamed_response(
     """The response, or its error, as server-sent events. The last one has the report. By default that is the last
     token's, so clients may read ``choices[0]`` of each; with `include_usage` one without a choice, as OpenAI has it."""
     head = _head(form.kind, form.objects[1], model)
-    generated, lengths, last = 0, [0] * running.ask.choices, None
-    for number in range(running.ask.choices):
+    generated, lengths, last = 0, [0] * running.choices, None
+    for number in range(running.choices):
         if (opening := form.opening(number)) is not None:
             yield _sse({**head, "choices": [opening]})
     try:
@@ -263,7 +275,7 @@ async def streamed_response(
             generated += event.token_id is not None
             piece, last = {**head, "choices": [form.piece(event, lengths[event.choice])]}, None
             if options.include_usage and options.continuous_usage_stats:
-                piece["usage"] = usage_of(running.ask, running.report, generated)
+                piece["usage"] = usage_of(running, generated)
             lengths[event.choice] += len(event.text)
             if event.finish_reason is None:
                 yield _sse(piece)
@@ -276,8 +288,8 @@ async def streamed_response(
     if options.include_usage:
         if last is not None:
             yield _sse(last)
-        last = {**head, "choices": [], "usage": usage_of(running.ask, running.report, generated)}
-    yield _sse({**(last or head), "cacheblend": report_of(running.report)})
+        last = {**head, "choices": [], "usage": usage_of(running, generated)}
+    yield _sse({**(last or head), "cacheblend": report_of(running)})
     yield DONE
 
 
@@ -285,20 +297,23 @@ def _head(kind: str, object_name: str, model: str) -> dict[str, Any]:
     return {"id": f"{kind}-{uuid.uuid4().hex}", "object": object_name, "created": int(time.time()), "model": model}
 
 
-def usage_of(ask: Ask, report: BlendReport | None, generated: int) -> dict[str, Any]:
+def usage_of(running: RunningRequest, generated: int) -> dict[str, Any]:
     """OpenAI's usage; tokens count as cached if they were loaded and not recomputed."""
-    cached = 0 if report is None else max(0, sum(report.hit_tokens.values()) - report.recomputed_tokens)
+    reports, given = filter(None, running.reports.values()), sum(len(ask.prompt) for ask in running.asks)
+    cached = sum(max(0, sum(report.hit_tokens.values()) - report.recomputed_tokens) for report in reports)
     return {
-        "prompt_tokens": len(ask.prompt),
+        "prompt_tokens": given,
         "completion_tokens": generated,
-        "total_tokens": len(ask.prompt) + generated,
+        "total_tokens": given + generated,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 
-def report_of(report: BlendReport | None) -> dict[str, Any] | None:
-    """The field ``cacheblend`` of a response: how the request was prefilled."""
-    return None if report is None else asdict(report)
+def report_of(running: RunningRequest) -> Any:
+    """The field ``cacheblend`` of a response: how the prompt was prefilled, or each of several."""
+    found = [running.reports.get(number) for number in range(len(running.asks))]
+    shown = [None if report is None else asdict(report) for report in found]
+    return shown[0] if len(shown) == 1 else shown
 
 
 def _sse(data: dict[str, Any]) -> str:

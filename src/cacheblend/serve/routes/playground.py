@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import torch
 from fastapi import FastAPI, Request
-from fastapi.responses import FileResponse, RedirectResponse
+from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 from pydantic import Field
 
@@ -55,10 +55,6 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
     @app.get("/", include_in_schema=False)
     async def page() -> Any:
         return FileResponse(STATIC / "index.html", headers=PAGE_HEADERS)
-
-    @app.get("/playground", include_in_schema=False)
-    async def moved() -> Any:
-        return RedirectResponse("/")
 
     def expected(question: str, texts: list[str]) -> dict[str, Any] | None:
         """What is right, and the sentences that the answer needs; None if that is not known."""

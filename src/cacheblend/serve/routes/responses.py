@@ -66,7 +66,7 @@ class ResponseObject:
         asked, is_done, usage = self.asked, self.finish_reason is not None, None
         said = asked.text and asked.text.format
         if is_done:
-            counted = usage_of(self.running.ask, self.running.report, self.generated)
+            counted = usage_of(self.running, self.generated)
             usage = {
                 "input_tokens": counted["prompt_tokens"],
                 "input_tokens_details": counted["prompt_tokens_details"] | {"cache_write_tokens": 0},
@@ -99,7 +99,7 @@ class ResponseObject:
             "truncation": "disabled",
             "usage": usage,
             "metadata": {},
-            "cacheblend": report_of(self.running.report),
+            "cacheblend": report_of(self.running),
         }
 
 
@@ -134,7 +134,7 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
 
     @app.post("/v1/responses")
     async def respond(request: Request, asked: ResponsesRequest, key: Key) -> Any:
-        def parse() -> ParsedPrompt:
+        def parse() -> list[ParsedPrompt]:
             messages = [Message(role="system", content=asked.instructions)] if asked.instructions else []
             given = [InputMessage(role="user", content=asked.input)] if isinstance(asked.input, str) else asked.input
             for each in given:
@@ -143,7 +143,7 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
                 messages.append(Message(role=role, content=content if isinstance(content, str) else parts))
             state.text_limit.check(texts_of_chat(messages))
             chat = ChatRequest.model_construct(messages=messages, chat_template_kwargs=asked.chat_template_kwargs)
-            return chat_prompt(state.engine, chat, state.settings.chunk_tokens)
+            return [chat_prompt(state.engine, chat, state.settings.chunk_tokens)]
 
         shown = ResponseObject(asked, state.engine.name, await started(state, request, asked, key, parse))
         if asked.stream:
