@@ -8,6 +8,7 @@ Plain PyTorch: serves everywhere, and is what a device's kernel is compared with
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -36,6 +37,22 @@ class Piece:
     @property
     def stop(self) -> int:
         return self.start + self.rows
+
+
+class Located(Sequence[torch.Tensor]):
+    """Records by their addresses, multiples of 16, each in one of `memory` [n] and `like` another one: a tensor is made
+    only of one that is asked for."""
+
+    def __init__(self, like: list[torch.Tensor], memory: list[torch.Tensor], addresses: list[int]) -> None:
+        self.like, self.memory, self.addresses = like, memory, addresses
+
+    def __len__(self) -> int:
+        return len(self.like)
+
+    def __getitem__(self, index: Any) -> Any:
+        like, memory = self.like[index], self.memory[index]
+        start = (self.addresses[index] - memory.data_ptr()) // memory.element_size()
+        return memory[start : start + like.numel()].view(like.shape)
 
 
 class Placement:
@@ -149,18 +166,19 @@ def check_records(
         raise InvalidInputError(f"a piece ends at {placement.stop}, but there are {length} rows")
     codec, head_dim, numbers = codec_of(placement.codec), keys.shape[-1], keys.dtype if float8 is None else float8.dtype
     dtype = numbers if placement.codec == "raw" else torch.uint8
-    fitting: tuple[int, torch.Size, torch.dtype, torch.device] | None = None  # most records are like the one before
+    like, device = (records.like, records.memory[0].device) if isinstance(records, Located) else (records, None)
+    fitting: tuple[int, int, torch.dtype, torch.device] | None = None  # most records are like the one before
     for piece in placement.pieces:
         if piece.record >= len(records):
             raise InvalidInputError(f"a piece is of record {piece.record}, but there are {len(records)}")
-        record = records[piece.record]
-        kind = piece.tokens, record.shape, record.dtype, record.device
+        record = like[piece.record]
+        kind = piece.tokens, record.nbytes, record.dtype, device or record.device
         if kind == fitting:
             continue
         fitting, wanted = kind, kv_heads * codec.head_bytes(piece.tokens, head_dim, numbers)
-        if (record.nbytes, record.dtype, record.device) != (wanted, dtype, keys.device):
+        if kind[1:] != (wanted, dtype, keys.device):
             raise InvalidInputError(
-                f"a record of {piece.tokens} tokens is {record.nbytes} bytes of {record.dtype} on {record.device}; "
+                f"a record of {piece.tokens} tokens is {record.nbytes} bytes of {record.dtype} on {kind[-1]}; "
                 f"{kv_heads} heads of {head_dim} in {numbers} and {placement.codec} are {wanted} of {dtype} on "
                 f"{keys.device}"
             )
