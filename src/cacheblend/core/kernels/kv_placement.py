@@ -6,7 +6,7 @@ Plain PyTorch: serves everywhere, and is what a device's kernel is compared with
     buffers   . . . a a a a . . b b b      decompressed, rounded to the buffers' type, keys moved by the piece's offset
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,20 +39,21 @@ class Piece:
         return self.start + self.rows
 
 
-class Located(Sequence[torch.Tensor]):
-    """Records by their addresses, multiples of 16, each in one of `memory` [n] and `like` another one: a tensor is made
-    only of one that is asked for."""
+Kind = tuple[int, torch.dtype, torch.device]
 
-    def __init__(self, like: list[torch.Tensor], memory: list[torch.Tensor], addresses: list[int]) -> None:
-        self.like, self.memory, self.addresses = like, memory, addresses
+
+class Located(Sequence[torch.Tensor]):
+    """Records by their addresses, multiples of 16, and (bytes, type, device): of those that are asked for a tensor is
+    `made`, by the index."""
+
+    def __init__(self, addresses: list[int], kinds: list[Kind], made: Callable[[int], torch.Tensor]) -> None:
+        self.addresses, self.kinds, self._made = addresses, kinds, made
 
     def __len__(self) -> int:
-        return len(self.like)
+        return len(self.addresses)
 
     def __getitem__(self, index: Any) -> Any:
-        like, memory = self.like[index], self.memory[index]
-        start = (self.addresses[index] - memory.data_ptr()) // memory.element_size()
-        return memory[start : start + like.numel()].view(like.shape)
+        return self._made(range(len(self))[index])
 
 
 class Placement:
@@ -166,19 +167,18 @@ def check_records(
         raise InvalidInputError(f"a piece ends at {placement.stop}, but there are {length} rows")
     codec, head_dim, numbers = codec_of(placement.codec), keys.shape[-1], keys.dtype if float8 is None else float8.dtype
     dtype = numbers if placement.codec == "raw" else torch.uint8
-    like, device = (records.like, records.memory[0].device) if isinstance(records, Located) else (records, None)
-    fitting: tuple[int, int, torch.dtype, torch.device] | None = None  # most records are like the one before
+    kinds = records.kinds if isinstance(records, Located) else [(r.nbytes, r.dtype, r.device) for r in records]
+    fitting: tuple[int, Kind] | None = None  # most records are like the one before
     for piece in placement.pieces:
         if piece.record >= len(records):
             raise InvalidInputError(f"a piece is of record {piece.record}, but there are {len(records)}")
-        record = like[piece.record]
-        kind = piece.tokens, record.nbytes, record.dtype, device or record.device
-        if kind == fitting:
+        kind = kinds[piece.record]
+        if (piece.tokens, kind) == fitting:
             continue
-        fitting, wanted = kind, kv_heads * codec.head_bytes(piece.tokens, head_dim, numbers)
-        if kind[1:] != (wanted, dtype, keys.device):
+        fitting, wanted = (piece.tokens, kind), kv_heads * codec.head_bytes(piece.tokens, head_dim, numbers)
+        if kind != (wanted, dtype, keys.device):
             raise InvalidInputError(
-                f"a record of {piece.tokens} tokens is {record.nbytes} bytes of {record.dtype} on {kind[-1]}; "
+                f"a record of {piece.tokens} tokens is {kind[0]} bytes of {kind[1]} on {kind[2]}; "
                 f"{kv_heads} heads of {head_dim} in {numbers} and {placement.codec} are {wanted} of {dtype} on "
                 f"{keys.device}"
             )

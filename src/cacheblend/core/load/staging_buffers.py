@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -34,6 +34,7 @@ CPU_BYTES = 128 << 20
 PINNED_BYTES = 256 << 20  # staging memory of a process for each GPU: four layers of 16,384 tokens of an 8B model
 _ALIGNMENT = 4096  # as direct reads need it
 _ELEMENT = 16  # bytes of the largest element of a record, and more: what is copied begins at a multiple
+_HOST = torch.device("cpu")
 Key = TypeVar("Key")
 Sent = Callable[[Sequence[Key]], Sequence[torch.Tensor]]  # the records of some keys
 
@@ -162,20 +163,16 @@ class Staging:
         """So many layers' records of each block on the device, by layer; copies may still be in progress on the current
         stream, and the caller holds the records until then (`StagingMemory.hold`). Those of pinned memory take one
         call, in which other threads run."""
-        away = {key: records for key, records in blocks.items() if records[0].device != self.device}
-        first, sent = next(iter(away.values()), None), list[Sent[Key]]()
-        if first is not None and all(r[0].device.type == "cpu" for r in away.values()) and first[0].is_pinned():
+        firsts = [records[0] for records in blocks.values()]
+        if self.device.type == "cuda" and {each.device for each in firsts} == {_HOST} and firsts[0].is_pinned():
             # Asking takes longer than starting a copy. One that is not pinned is copied all the same, by waiting.
-            sent = sent_together(away, self.device)
-        elif first is not None:
+            return sent_together(blocks, self.device)
+        records = {(key, at): each for key, of in blocks.items() for at, each in enumerate(of)}
+        if away := {key: record for key, record in records.items() if record.device != self.device}:
             with _ThroughSlabs(self.memory, self.device, self.now) as slabs:
-                moved = moved_together({(k, at): away[k][at] for k in away for at in range(layers)}, slabs.copied)
-            sent = [partial(_chosen, {key: moved[key, at] for key in away}) for at in range(layers)]
-        if away and len(away) == len(blocks):
-            return sent
-        there = [{key: of[at] for key, of in blocks.items() if key not in away} for at in range(layers)]
-        apart = [dict(zip(away, sent[at](list(away)), strict=True)) if away else {} for at in range(layers)]
-        return [partial(_chosen, one | other) for one, other in zip(there, apart, strict=True)]
+                records |= moved_together(away, slabs.copied)
+        of_layers = [{key: records[key, at] for key in blocks} for at in range(layers)]
+        return [partial(lambda own, keys: [own[key] for key in keys], own) for own in of_layers]
 
     def now(self) -> Any:
         """An event for `wait`: all work started so far on the current stream is done."""
@@ -227,10 +224,6 @@ class _ThroughSlabs(Closable):
             self._memory.give_back([slab], self._now())
 
 
-def _chosen(records: Mapping[Key, torch.Tensor], keys: Sequence[Key]) -> list[torch.Tensor]:
-    return [records[key] for key in keys]
-
-
 def sent_together(blocks: Mapping[Key, Sequence[torch.Tensor]], device: torch.device) -> list[Sent[Key]]:
     """Copies of pinned records of some layers of each block, by layer: memory for those of one size in one piece, one
     copy of a block's records that lie side by side, and one call for all. The interpreter's lock is free during that
@@ -239,7 +232,7 @@ def sent_together(blocks: Mapping[Key, Sequence[torch.Tensor]], device: torch.de
     for key, records in blocks.items():
         shapes = (records[0].shape,) if (step := _step(records)) else tuple(record.shape for record in records)
         alike.setdefault((step, len(records), shapes, records[0].dtype), []).append(key)
-    sent: dict[Key, tuple[torch.Tensor, int, int]] = {}  # memory, a block's address in it, bytes from layer to layer
+    sent: dict[Key, Any] = {}  # memory, a block's address in it, bytes from layer to layer, kinds by layer
     targets, sources = list[torch.Tensor](), list[torch.Tensor]()
     for (joined, layers, shapes, dtype), keys in alike.items():
         most = max(shape.numel() for shape in shapes)
@@ -247,7 +240,9 @@ def sent_together(blocks: Mapping[Key, Sequence[torch.Tensor]], device: torch.de
         numbers = step // dtype.itemsize
         memory = torch.empty((len(keys) * layers, numbers), dtype=dtype, device=device)
         flat, begin = memory.view(-1), memory.data_ptr()
-        sent |= {key: (flat, begin + at * layers * step, step) for at, key in enumerate(keys)}
+        kinds = [(shape.numel() * dtype.itemsize, dtype, memory.device) for shape in shapes]
+        kinds *= layers // len(kinds)
+        sent |= {key: (flat, begin + at * layers * step, step, kinds) for at, key in enumerate(keys)}
         if joined:
             used = (layers - 1) * numbers + most
             targets += memory.view(len(keys), -1)[:, :used].unbind()
@@ -263,8 +258,14 @@ def sent_together(blocks: Mapping[Key, Sequence[torch.Tensor]], device: torch.de
 
     def located(layer: int, keys: Sequence[Key]) -> Located:
         where = [sent[key] for key in keys]
-        addresses = [begin + layer * step for _, begin, step in where]
-        return Located([blocks[key][layer] for key in keys], [memory for memory, *_ in where], addresses)
+        addresses = [begin + layer * step for _, begin, step, _ in where]
+
+        def made(index: int) -> torch.Tensor:
+            memory, like = where[index][0], blocks[keys[index]][layer]
+            start = (addresses[index] - memory.data_ptr()) // memory.element_size()
+            return cast(torch.Tensor, memory[start : start + like.numel()].view(like.shape))
+
+        return Located(addresses, [kinds[layer] for *_, kinds in where], made)
 
     return [partial(located, layer) for layer in range(max(map(len, blocks.values())))]
 
@@ -279,7 +280,7 @@ def _step(records: Sequence[torch.Tensor]) -> int:
         return 0
     end = first.storage_offset() * first.element_size() + at[-1] - at[0] + nbytes
     is_one = first.is_contiguous() and end <= first.untyped_storage().nbytes()
-    return step if is_one and all(record.nbytes == nbytes for record in records) else 0
+    return step if is_one and [record.nbytes for record in records].count(nbytes) == len(records) else 0
 
 
 def moved_together(
