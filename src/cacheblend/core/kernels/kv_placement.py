@@ -69,27 +69,15 @@ class Placement:
                 raise InvalidInputError(f"there are no such rows of a record of {piece.tokens} tokens: {piece}")
         self.pieces, self.codec = tuple(pieces), codec
         self.stop = max((piece.stop for piece in pieces), default=0)
-        # runs of neighbouring rows whose keys are moved, and the offsets of their pieces; long runs take fewer calls
-        self._runs = list[tuple[int, list[torch.Tensor]]]()
-        stop = -1
-        for piece in sorted((each for each in pieces if each.offset), key=lambda each: each.start):
-            offsets = torch.full((piece.rows,), piece.offset, dtype=torch.int64)
-            if stop == piece.start and piece.stop - self._runs[-1][0] <= ROWS_AT_ONCE:
-                self._runs[-1][1].append(offsets)
-            else:
-                self._runs.append((piece.start, [offsets]))
-            stop = piece.stop
-        self._moves: dict[tuple[KeyRotation, torch.device], list[tuple[int, int, Turn]]] = {}
+        self._moves: dict[tuple[KeyRotation, torch.device], dict[int, Turn]] = {}
         self._tables: dict[tuple[KeyRotation | int, torch.device], torch.Tensor] = {}
         self._offsets = sorted({piece.offset for piece in self.pieces})
 
-    def moves(self, rotation: KeyRotation, device: torch.device) -> list[tuple[int, int, Turn]]:
-        """(start, stop, turn) of runs of neighbouring rows whose keys are moved."""
+    def moves(self, rotation: KeyRotation, device: torch.device) -> dict[int, Turn]:
+        """What keys are moved by, by the offset of their piece."""
         if (rotation, device) not in self._moves:
-            self._moves[rotation, device] = [
-                (start, start + sum(map(len, offsets)), turn_by(rotation, torch.cat(offsets), device))
-                for start, offsets in self._runs
-            ]
+            turns = {offset: turn_by(rotation, torch.tensor([offset]), device) for offset in self._offsets if offset}
+            self._moves[rotation, device] = turns
         return self._moves[rotation, device]
 
     def turns(self, rotation: KeyRotation, device: torch.device) -> torch.Tensor:
@@ -138,16 +126,15 @@ def place(
         _place_in_pages(records, placement, keys, values, rotation, block_table, float8)
         return
     codec = codec_of(placement.codec)
+    turns = {} if rotation is None else placement.moves(rotation, keys.device)
     for piece in placement.pieces:
         record = codec.decode(records[piece.record], piece.tokens, keys.shape[-1], keys.dtype)
         rows = slice(piece.first, piece.first + piece.rows)
         keys[:, piece.start : piece.stop] = record[:, 0, rows]
         values[:, piece.start : piece.stop] = record[:, 1, rows]
-    if rotation is None:
-        return
-    for start, stop, turn in placement.moves(rotation, keys.device):
-        moved = keys[:, start:stop]
-        moved.copy_(reposition_keys(moved, turn))
+        if piece.offset in turns:
+            for moved in torch.split(keys[:, piece.start : piece.stop], ROWS_AT_ONCE, 1):
+                moved.copy_(reposition_keys(moved, turns[piece.offset]))
 
 
 def check_records(

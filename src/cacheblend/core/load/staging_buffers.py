@@ -24,7 +24,6 @@ import torch
 
 from cacheblend.core.closable import Closable
 from cacheblend.core.kernels.kv_placement import Located
-from cacheblend.core.names import grouped
 
 SLAB_BYTES = 16 << 20
 CPU_SLAB_BYTES = 8 << 20  # what one thread reads at once
@@ -168,9 +167,11 @@ class Staging:
             # Asking takes longer than starting a copy. One that is not pinned is copied all the same, by waiting.
             return sent_together(blocks, self.device)
         records = {(key, at): each for key, of in blocks.items() for at, each in enumerate(of)}
-        if away := {key: record for key, record in records.items() if record.device != self.device}:
-            with _ThroughSlabs(self.memory, self.device, self.now) as slabs:
-                records |= moved_together(away, slabs.copied)
+        with _ThroughSlabs(self.memory, self.device, self.now) as slabs:
+            for key, record in records.items():
+                if record.device != self.device:
+                    data = slabs.copied(record.contiguous().view(-1).view(torch.uint8))
+                    records[key] = data.view(record.dtype).view(record.shape)
         of_layers = [{key: records[key, at] for key in blocks} for at in range(layers)]
         return [partial(lambda own, keys: [own[key] for key in keys], own) for own in of_layers]
 
@@ -281,32 +282,6 @@ def _step(records: Sequence[torch.Tensor]) -> int:
     end = first.storage_offset() * first.element_size() + at[-1] - at[0] + nbytes
     is_one = first.is_contiguous() and end <= first.untyped_storage().nbytes()
     return step if is_one and [record.nbytes for record in records].count(nbytes) == len(records) else 0
-
-
-def moved_together(
-    records: Mapping[Key, torch.Tensor], copied: Callable[[torch.Tensor], torch.Tensor]
-) -> dict[Key, torch.Tensor]:
-    """Copies of contiguous records; `copied` is called with uint8 [bytes], once for those that lie close together."""
-    by_storage: dict[tuple[torch.device, int], list[Key]] = {}
-    for key, record in records.items():  # each device has addresses of its own
-        by_storage.setdefault((record.device, record.untyped_storage().data_ptr()), []).append(key)
-    moved: dict[Key, torch.Tensor] = {}
-    for keys in by_storage.values():
-        starts = {key: int(records[key].storage_offset()) * records[key].element_size() for key in keys}
-        whole = records[keys[0]]
-        flat = torch.empty(0, dtype=torch.uint8, device=whole.device).set_(whole.untyped_storage())
-        for run in _close(sorted(keys, key=starts.__getitem__), starts, records):
-            first = starts[run[0]] - starts[run[0]] % _ELEMENT
-            data = copied(flat[first : starts[run[-1]] + records[run[-1]].nbytes])
-            for key in run:
-                record, start = records[key], starts[key] - first
-                moved[key] = data[start : start + record.nbytes].view(record.dtype).view(record.shape)
-    return moved
-
-
-def _close(keys: Sequence[Key], starts: Mapping[Key, int], records: Mapping[Key, torch.Tensor]) -> Iterator[list[Key]]:
-    """Keys in the order of their bytes, those together between whose bytes there is at most the rest of a page."""
-    return grouped(keys, lambda run, key: starts[key] - starts[run[-1]] - records[run[-1]].nbytes < _ALIGNMENT)
 
 
 @cache
