@@ -102,7 +102,7 @@ def _ceilings(bench: Bench, sizes: Sizes) -> dict[str, Any]:
         "product_flops_per_s": 2.0 * width**3 / timed(partial(torch.mm, left, right)),
         "copy_bytes_per_s": 2.0 * nbytes / timed(partial(target.copy_, source)),
         "pinned_bytes_per_s": nbytes / timed(partial(target.copy_, host, non_blocking=True)),
-        "sdpa": next((name for name, each in SDPBackend.__members__.items() if int(each) == chosen), str(chosen)),
+        "sdpa": {int(each): name for name, each in SDPBackend.__members__.items()}[chosen],  # type: ignore[call-overload]
     }
 
 

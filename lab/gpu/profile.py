@@ -36,9 +36,9 @@ _PASS_S = 3.0  # that a pass takes about, with those in front of it
 def measure(bench: Bench) -> Found:
     """Full prefill and blends at two lengths: seconds without the profiler, and what the profiler saw. Kernels are
     compiled anew: how many while the engine is opened, and how many by the requests behind that."""
-    with tempfile.TemporaryDirectory(prefix="cacheblend-bench-") as kernels:
-        with patch.dict(os.environ, TRITON_CACHE_DIR=kernels):
-            return _measure(bench, Path(kernels))
+    kernels = tempfile.TemporaryDirectory(prefix="cacheblend-bench-")
+    with kernels, patch.dict(os.environ, TRITON_CACHE_DIR=kernels.name):
+        return _measure(bench, Path(kernels.name))
 
 
 def _measure(bench: Bench, kernels: Path) -> Found:

@@ -69,16 +69,12 @@ class Placement:
                 raise InvalidInputError(f"there are no such rows of a record of {piece.tokens} tokens: {piece}")
         self.pieces, self.codec = tuple(pieces), codec
         self.stop = max((piece.stop for piece in pieces), default=0)
-        self._moves: dict[tuple[KeyRotation, torch.device], dict[int, Turn]] = {}
         self._tables: dict[tuple[KeyRotation | int, torch.device], torch.Tensor] = {}
         self._offsets = sorted({piece.offset for piece in self.pieces})
 
-    def moves(self, rotation: KeyRotation, device: torch.device) -> dict[int, Turn]:
-        """What keys are moved by, by the offset of their piece."""
-        if (rotation, device) not in self._moves:
-            turns = {offset: turn_by(rotation, torch.tensor([offset]), device) for offset in self._offsets if offset}
-            self._moves[rotation, device] = turns
-        return self._moves[rotation, device]
+    def turn(self, rotation: KeyRotation, offset: int, device: torch.device) -> Turn:
+        cos, sin = self.turns(rotation, device)[:, self._offsets.index(offset)]
+        return Turn(cos, sin, rotation.pairing)
 
     def turns(self, rotation: KeyRotation, device: torch.device) -> torch.Tensor:
         """[2, offsets, rotary_dim / 2] fp32: cosines and sines of each offset of a piece, ascending."""
@@ -126,15 +122,15 @@ def place(
         _place_in_pages(records, placement, keys, values, rotation, block_table, float8)
         return
     codec = codec_of(placement.codec)
-    turns = {} if rotation is None else placement.moves(rotation, keys.device)
     for piece in placement.pieces:
         record = codec.decode(records[piece.record], piece.tokens, keys.shape[-1], keys.dtype)
         rows = slice(piece.first, piece.first + piece.rows)
         keys[:, piece.start : piece.stop] = record[:, 0, rows]
         values[:, piece.start : piece.stop] = record[:, 1, rows]
-        if piece.offset in turns:
+        if rotation is not None and piece.offset:
+            turn = placement.turn(rotation, piece.offset, keys.device)
             for moved in torch.split(keys[:, piece.start : piece.stop], ROWS_AT_ONCE, 1):
-                moved.copy_(reposition_keys(moved, turns[piece.offset]))
+                moved.copy_(reposition_keys(moved, turn))
 
 
 def check_records(

@@ -30,8 +30,7 @@ _CHECKED_KEYS = 1024  # of a window in checks; a wider one is compiled, and hide
 _CHECKED = (HeadShape(8, 2, 64), HeadShape(8, 2, 128, 40, is_capped=True, has_sinks=True))
 _SIZES = ((37, 300),)  # rows, and keys behind the first window
 _OF_REQUESTS = tuple(product((1, 8, 40, 333, 4096), (300, 4096)))
-"""The same where a model is served: every size of row tiles, with keys that programs share and not, so that kernels of
-all requests have been compiled."""
+"""The same where a model is served: every size of row tiles, with keys that programs share and not."""
 _SUM_TOLERANCE = 1e-4  # of fp32 sums in another order
 _WEIGHT_TOLERANCE = 1e-3  # of attention weights, which no kernel rounds to the type
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of numbers around 1: a few steps of the type
@@ -368,25 +367,23 @@ def serve(
     page: int = 0,
     float8: bool = False,
 ) -> dict[str, Served[Any]]:
-    """What serves each operation; loads and checks the kernels, so that no request waits for it. `shapes`, `rotations`:
-    of a model's layers: kernels are checked, and all that requests need compiled, for these as well. `page`: tokens of
-    a block of the engine's cache, 0: none. `float8`: pages of eight bits are used too."""
+    """What serves each operation; loads and checks the kernels, and compiles all that requests need. `shapes`,
+    `rotations`: of a model's layers; `page`: tokens of a block of its cache, 0: none; `float8`: of eight bits."""
     attended = tuple(dict.fromkeys(shape for shape in shapes if shape.head_dim <= _MAX_HEAD_DIM))
     fits = [0 < shape.placed_dim <= _MAX_HEAD_DIM and not shape.placed_dim % 4 for shape in shapes]
     turned = [(0, ()) if each is None else (len(each.inv_freq), (each.pairing,)) for each in rotations]
     heads = [(shape.kv_heads, shape.placed_dim) for shape in shapes]
     placed = dict.fromkeys(compress(zip(heads, turned, repeat(page), strict=False), fits))
-    asked, some = (attended, _OF_REQUESTS, page), (attended, [each for each in _OF_REQUESTS if each[0] < 1024])
-    compared = dict.fromkeys((each,) for each in heads if each[1] <= _MAX_HEAD_DIM)
+    asked = attended, _OF_REQUESTS, page
     operations: dict[Operation[Any], tuple[Callable[..., str], Iterable[Any]]] = {
         ATTEND_ROWS: (attention_differs, [asked]),
         PLACE: (placing_differs, placed),
-        ATTEND_ASKING: (asking_differs, [some]),
-        KV_DEVIATION: (deviation_differs, compared),
+        ATTEND_ASKING: (asking_differs, [asked[:2]]),
+        KV_DEVIATION: (deviation_differs, dict.fromkeys((each,) for each, *_ in placed)),
     }
     if float8:
-        operations |= {ATTEND_FLOAT8: (float8_attention_differs, [asked])}
-        operations |= {PLACE_FLOAT8: (float8_placing_differs, placed)}
+        operations[ATTEND_FLOAT8] = float8_attention_differs, [asked]
+        operations[PLACE_FLOAT8] = float8_placing_differs, placed
     for operation, (differs, cases) in operations.items() if _has_kernels(device, dtype) else ():
 
         def differs_here(kernel: Any, plain: Any, differs: Any = differs, cases: Any = cases) -> str:

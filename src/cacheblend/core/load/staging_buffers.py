@@ -160,8 +160,7 @@ class Staging:
 
     def send(self, blocks: Mapping[Key, Sequence[torch.Tensor]], layers: int) -> list[Sent[Key]]:
         """So many layers' records of each block on the device, by layer; copies may still be in progress on the current
-        stream, and the caller holds the records until then (`StagingMemory.hold`). Those of pinned memory take one
-        call, in which other threads run."""
+        stream, and the caller holds the records until then (`StagingMemory.hold`)."""
         firsts = [records[0] for records in blocks.values()]
         if self.device.type == "cuda" and {each.device for each in firsts} == {_HOST} and firsts[0].is_pinned():
             # Asking takes longer than starting a copy. One that is not pinned is copied all the same, by waiting.
@@ -172,8 +171,8 @@ class Staging:
                 if record.device != self.device:
                     data = slabs.copied(record.contiguous().view(-1).view(torch.uint8))
                     records[key] = data.view(record.dtype).view(record.shape)
-        of_layers = [{key: records[key, at] for key in blocks} for at in range(layers)]
-        return [partial(lambda own, keys: [own[key] for key in keys], own) for own in of_layers]
+        by_layer = [{key: records[key, at] for key in blocks} for at in range(layers)]
+        return [partial(lambda own, keys: [own[key] for key in keys], own) for own in by_layer]
 
     def now(self) -> Any:
         """An event for `wait`: all work started so far on the current stream is done."""
