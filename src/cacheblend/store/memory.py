@@ -154,8 +154,12 @@ class MemoryStore(KVStore):
         """The stored tensors themselves, or views of them."""
         found: list[list[torch.Tensor] | BlockLostError] = []
         with self._lock:
-            read = [self._records(name, layers) for name in names]
-        for name, records in zip(names, read, strict=True):
+            blocks = [self._held.get(name) for name in names]
+            for held in filter(None, blocks):
+                check_layer(held.layout, layers.start), check_layer(held.layout, layers.stop - 1)
+            read = [held.records[layers.start : layers.stop] if held else [None] for held in blocks]
+        for name, kept in zip(names, read, strict=True):
+            records = [record for record in kept if record is not None]
             if len(records) < len(layers):
                 found.append(BlockLostError([name], f"{name.hex()} is not in memory (never written, or evicted)"))
             elif heads is None:
@@ -163,14 +167,6 @@ class MemoryStore(KVStore):
             else:
                 found.append([each[slice(*head_range(heads, each.shape[0]))] for each in records])
         return found
-
-    def _records(self, name: BlockName, layers: range) -> list[torch.Tensor]:
-        """Those of a block's records that are here."""
-        if (held := self._held.get(name)) is None:
-            return []
-        check_layer(held.layout, layers.start)
-        check_layer(held.layout, layers.stop - 1)
-        return [record for record in held.records[layers.start : layers.stop] if record is not None]
 
     def peek(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor | None:
         """The record of a whole or partial block, or these heads of it, or what was offered of exactly these heads,

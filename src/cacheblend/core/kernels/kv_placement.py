@@ -70,16 +70,12 @@ class Placement:
         self.pieces, self.codec = tuple(pieces), codec
         self.stop = max((piece.stop for piece in pieces), default=0)
         self._tables: dict[tuple[KeyRotation | int, torch.device], torch.Tensor] = {}
-        self._offsets = sorted({piece.offset for piece in self.pieces})
-
-    def turn(self, rotation: KeyRotation, offset: int, device: torch.device) -> Turn:
-        cos, sin = self.turns(rotation, device)[:, self._offsets.index(offset)]
-        return Turn(cos, sin, rotation.pairing)
+        self.offsets = sorted({piece.offset for piece in self.pieces})
 
     def turns(self, rotation: KeyRotation, device: torch.device) -> torch.Tensor:
         """[2, offsets, rotary_dim / 2] fp32: cosines and sines of each offset of a piece, ascending."""
         if (rotation, device) not in self._tables:
-            turn = turn_by(rotation, torch.tensor(self._offsets, dtype=torch.int64))
+            turn = turn_by(rotation, torch.tensor(self.offsets, dtype=torch.int64))
             self._tables[rotation, device] = upload(torch.stack([turn.cos, turn.sin]), device)
         return self._tables[rotation, device]
 
@@ -87,7 +83,7 @@ class Placement:
         """[n, 6] int64, pieces cut to at most so many rows: record, its tokens, first row in it, first row in the
         prompt, rows, and the index of the offset in `turns`, -1 for 0."""
         if (rows, device) not in self._tables:
-            turn = {offset: index if offset else -1 for index, offset in enumerate(self._offsets)}
+            turn = {offset: index if offset else -1 for index, offset in enumerate(self.offsets)}
             cut = [
                 (p.record, p.tokens, p.first + at, p.start + at, min(rows, p.rows - at), turn[p.offset])
                 for p in self.pieces
@@ -128,9 +124,9 @@ def place(
         keys[:, piece.start : piece.stop] = record[:, 0, rows]
         values[:, piece.start : piece.stop] = record[:, 1, rows]
         if rotation is not None and piece.offset:
-            turn = placement.turn(rotation, piece.offset, keys.device)
+            cos, sin = placement.turns(rotation, keys.device)[:, placement.offsets.index(piece.offset)]
             for moved in torch.split(keys[:, piece.start : piece.stop], ROWS_AT_ONCE, 1):
-                moved.copy_(reposition_keys(moved, turn))
+                moved.copy_(reposition_keys(moved, Turn(cos, sin, rotation.pairing)))
 
 
 def check_records(

@@ -11,6 +11,7 @@ from itertools import compress, product, repeat
 from typing import Any, Generic, TypeVar, get_args
 
 import torch
+import torch.nn.functional as F
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.kernels import attention, deviation, kv_placement
@@ -28,21 +29,22 @@ _MAX_HEAD_DIM = 256  # of kernels: wider tiles do not fit
 _PAGE = 16  # tokens of a block in checks
 _CHECKED_KEYS = 1024  # of a window in checks; a wider one is compiled, and hides nothing
 _CHECKED = (HeadShape(8, 2, 64), HeadShape(8, 2, 128, 40, is_capped=True, has_sinks=True))
-_SIZES = ((37, 300),)  # rows, and keys behind the first window
-_OF_REQUESTS = tuple(product((1, 8, 40, 333, 4096), (300, 4096)))
-"""The same where a model is served: every size of row tiles, with keys that programs share and not."""
+Shapes = Sequence[HeadShape]
+Sizes = Sequence[tuple[int, int]]  # rows, and keys behind the first window
+_SIZES = ((37, 300),)
+_OF_REQUESTS = tuple(product((1, 8, 40, 333, 4096), (300, 4096)))  # all sizes of row tiles, keys in splits and not
 _SUM_TOLERANCE = 1e-4  # of fp32 sums in another order
 _WEIGHT_TOLERANCE = 1e-3  # of attention weights, which no kernel rounds to the type
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of numbers around 1: a few steps of the type
 _STEPS = {torch.float8_e4m3fn: 0.13, torch.float8_e5m2: 0.26}  # by the number: one, where it lies between two
-F = TypeVar("F", bound=Callable[..., Any])
+Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
-class Served(Generic[F]):
+class Served(Generic[Call]):
     """What serves a device and dtype: its name, and why nothing faster does ("": nothing faster is made for it)."""
 
-    call: F
+    call: Call
     name: str
     reason: str = ""
 
@@ -55,7 +57,7 @@ def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype in TOLERANCE and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-class Operation(Generic[F]):
+class Operation(Generic[Call]):
     """One operation, in plain PyTorch and as a kernel; safe to use from several threads. `kernel` imports and returns
     the kernel, and raises `ImportError` where what it is written in is not installed. `differs`: (kernel, plain,
     device, dtype) to what differs between them on a small input; "" if they agree. `serves`: whether the kernel is made
@@ -64,17 +66,17 @@ class Operation(Generic[F]):
     def __init__(
         self,
         name: str,
-        plain: F,
+        plain: Call,
         kernel: Callable[[], Any],
         differs: Callable[[Any, Any, torch.device, torch.dtype], str],
         serves: Callable[[torch.device, torch.dtype], bool] = _has_kernels,
     ) -> None:
         self.name = name
         self._plain, self._kernel, self._differs, self._serves = plain, kernel, differs, serves
-        self._served: dict[tuple[torch.device, torch.dtype], Served[F]] = {}
+        self._served: dict[tuple[torch.device, torch.dtype], Served[Call]] = {}
         self._lock = threading.Lock()
 
-    def on(self, device: torch.device, dtype: torch.dtype) -> Served[F]:
+    def on(self, device: torch.device, dtype: torch.dtype) -> Served[Call]:
         """What serves; the first call for a device and dtype loads and checks the kernel, later ones look it up."""
         served = self._served.get((device, dtype))
         if served is None:
@@ -87,7 +89,7 @@ class Operation(Generic[F]):
                 self._served[device, dtype] = served
         return served
 
-    def confirm(self, device: torch.device, dtype: torch.dtype, differs: Callable[[F, F], str]) -> Served[F]:
+    def confirm(self, device: torch.device, dtype: torch.dtype, differs: Callable[[Call, Call], str]) -> Served[Call]:
         """What serves, checked once more in a caller's own case, (kernel, plain) to what differs between them: a kernel
         that differs there serves nobody from now on."""
         served = self.on(device, dtype)
@@ -99,7 +101,7 @@ class Operation(Generic[F]):
 
     def _checked(
         self, load: Callable[[], Any], differs: Callable[..., str], device: torch.device, dtype: torch.dtype
-    ) -> Served[F]:
+    ) -> Served[Call]:
         try:
             kernel = load()
             reason = differs(kernel, self._plain, device, dtype)
@@ -112,7 +114,7 @@ class Operation(Generic[F]):
         logger.warning("%s: %s is not used on %s in %s: %s", self.name, KERNEL, device, dtype, reason)
         return self._plainly(reason)
 
-    def _plainly(self, reason: str = "") -> Served[F]:
+    def _plainly(self, reason: str = "") -> Served[Call]:
         return Served(self._plain, PLAIN, f"{KERNEL}: {reason}" if reason else "")
 
 
@@ -124,8 +126,8 @@ def attention_differs(
     plain: Callable[..., Any],
     device: torch.device,
     dtype: torch.dtype,
-    shapes: Sequence[HeadShape] = _CHECKED,
-    sizes: Sequence[tuple[int, int]] = _SIZES,
+    shapes: Shapes = _CHECKED,
+    sizes: Sizes = _SIZES,
     page: int = _PAGE,
     kind: torch.dtype | None = None,
 ) -> str:
@@ -137,8 +139,10 @@ def attention_differs(
         expected = plain(query, keys, values, positions, spec).float()
         found = {"": kernel(query, keys.to(kind or dtype), values.to(kind or dtype), positions, spec)}
         if page:
-            table = torch.arange(-(-keys.shape[1] // page)).flip(0).to(device)
-            pages = [_in_pages(each, page).to(kind or dtype) for each in (keys, values)]
+            blocks = -(-keys.shape[1] // page)
+            table, behind = torch.arange(blocks).flip(0).to(device), (0, 0, 0, blocks * page - keys.shape[1])
+            whole = (F.pad(each, behind).view(len(each), blocks, page, -1) for each in (keys, values))
+            pages = [each.permute(1, 2, 0, 3).flip(0).contiguous().to(kind or dtype) for each in whole]
             found[", in pages"] = kernel(query, pages[0], pages[1], positions, spec, table)
         for form, each in found.items():
             error = float((each.float() - expected).abs().max())
@@ -157,18 +161,7 @@ def _in_kind(kind: torch.dtype | None) -> str:
     return "" if kind is None else f", {kind}"
 
 
-def _in_pages(rows: torch.Tensor, page: int) -> torch.Tensor:
-    """[kv_heads, length, head_dim] as a paged cache whose blocks are in the opposite order."""
-    kv_heads, length, head_dim = rows.shape
-    blocks = -(-length // page)
-    padded = rows.new_zeros(kv_heads, blocks * page, head_dim)
-    padded[:, :length] = rows
-    return padded.view(kv_heads, blocks, page, head_dim).permute(1, 2, 0, 3).flip(0).contiguous()
-
-
-def _drawn(
-    shapes: Sequence[HeadShape], sizes: Sequence[tuple[int, int]], device: torch.device, dtype: torch.dtype
-) -> Iterator[Any]:
+def _drawn(shapes: Shapes, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
     """(shape, query, keys, values, positions, spec): scattered rows, in fp32 on the host's generator, so that it is the
     same everywhere."""
     draw = torch.Generator().manual_seed(0)
@@ -184,12 +177,7 @@ def _drawn(
 
 
 def asking_differs(
-    kernel: Callable[..., Any],
-    plain: Callable[..., Any],
-    device: torch.device,
-    dtype: torch.dtype,
-    shapes: Sequence[HeadShape] = _CHECKED,
-    sizes: Sequence[tuple[int, int]] = _SIZES,
+    kernel: Any, plain: Any, device: torch.device, dtype: torch.dtype, shapes: Shapes = _CHECKED, sizes: Sizes = _SIZES
 ) -> str:
     """The same rows in two groups that overlap, over keys with gaps."""
     for shape, query, keys, values, positions, spec in _drawn(shapes, sizes, device, dtype):
@@ -244,11 +232,7 @@ def placing_differs(
 
 
 def deviation_differs(
-    kernel: Callable[..., Any],
-    plain: Callable[..., Any],
-    device: torch.device,
-    dtype: torch.dtype,
-    heads: tuple[int, int] = (3, 96),
+    kernel: Any, plain: Any, device: torch.device, dtype: torch.dtype, heads: tuple[int, int] = (3, 96)
 ) -> str:
     """Compares scattered rows, where they lie and gathered, by each measure. `heads`: as in `placing_differs`."""
     draw = torch.Generator().manual_seed(0)
@@ -361,7 +345,7 @@ def is_served(device: torch.device, dtype: torch.dtype, shape: HeadShape, *, flo
 def serve(
     device: torch.device,
     dtype: torch.dtype,
-    shapes: Sequence[HeadShape] = (),
+    shapes: Shapes = (),
     rotations: Sequence[KeyRotation | None] = (),
     *,
     page: int = 0,
@@ -369,12 +353,12 @@ def serve(
 ) -> dict[str, Served[Any]]:
     """What serves each operation; loads and checks the kernels, and compiles all that requests need. `shapes`,
     `rotations`: of a model's layers; `page`: tokens of a block of its cache, 0: none; `float8`: of eight bits."""
-    attended = tuple(dict.fromkeys(shape for shape in shapes if shape.head_dim <= _MAX_HEAD_DIM))
+    fitting = tuple(dict.fromkeys(shape for shape in shapes if shape.head_dim <= _MAX_HEAD_DIM))
     fits = [0 < shape.placed_dim <= _MAX_HEAD_DIM and not shape.placed_dim % 4 for shape in shapes]
     turned = [(0, ()) if each is None else (len(each.inv_freq), (each.pairing,)) for each in rotations]
     heads = [(shape.kv_heads, shape.placed_dim) for shape in shapes]
     placed = dict.fromkeys(compress(zip(heads, turned, repeat(page), strict=False), fits))
-    asked = attended, _OF_REQUESTS, page
+    asked = fitting, _OF_REQUESTS, page
     operations: dict[Operation[Any], tuple[Callable[..., str], Iterable[Any]]] = {
         ATTEND_ROWS: (attention_differs, [asked]),
         PLACE: (placing_differs, placed),

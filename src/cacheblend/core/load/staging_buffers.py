@@ -240,8 +240,7 @@ def sent_together(blocks: Mapping[Key, Sequence[torch.Tensor]], device: torch.de
         numbers = step // dtype.itemsize
         memory = torch.empty((len(keys) * layers, numbers), dtype=dtype, device=device)
         flat, begin = memory.view(-1), memory.data_ptr()
-        kinds = [(shape.numel() * dtype.itemsize, dtype, memory.device) for shape in shapes]
-        kinds *= layers // len(kinds)
+        kinds = [(shape.numel() * dtype.itemsize, dtype, memory.device) for shape in shapes] * (layers // len(shapes))
         sent |= {key: (flat, begin + at * layers * step, step, kinds) for at, key in enumerate(keys)}
         if joined:
             used = (layers - 1) * numbers + most
@@ -258,24 +257,22 @@ def sent_together(blocks: Mapping[Key, Sequence[torch.Tensor]], device: torch.de
 
     def located(layer: int, keys: Sequence[Key]) -> Located:
         where = [sent[key] for key in keys]
-        addresses = [begin + layer * step for _, begin, step, _ in where]
+        addresses, kinds = [at + layer * step for _, at, step, _ in where], [kinds[layer] for *_, kinds in where]
 
         def made(index: int) -> torch.Tensor:
             memory, like = where[index][0], blocks[keys[index]][layer]
             start = (addresses[index] - memory.data_ptr()) // memory.element_size()
             return cast(torch.Tensor, memory[start : start + like.numel()].view(like.shape))
 
-        return Located(addresses, [kinds[layer] for *_, kinds in where], made)
+        return Located(addresses, kinds, made)
 
     return [partial(located, layer) for layer in range(max(map(len, blocks.values())))]
 
 
 def _step(records: Sequence[torch.Tensor]) -> int:
     """Bytes from each record to the next where records of one size lie side by side in one memory; 0: they do not."""
-    if len(records) == 1:
-        return 0
-    at, first = [record.data_ptr() for record in records], records[0]
-    nbytes, step = first.nbytes, at[1] - at[0]
+    at, first, nbytes = [record.data_ptr() for record in records], records[0], records[0].nbytes
+    step = at[1] - at[0] if len(at) > 1 else 0
     if step % _ELEMENT or not nbytes <= step < nbytes + _ALIGNMENT or at != list(range(at[0], at[-1] + 1, step)):
         return 0
     end = first.storage_offset() * first.element_size() + at[-1] - at[0] + nbytes

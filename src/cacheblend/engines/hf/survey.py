@@ -118,7 +118,7 @@ def survey_model(model: PreTrainedModel) -> Survey:
         view=view,
         layout=KVLayout(tuple(layer.shape for layer in layers), dtypes.pop()),
         rotations=tuple(layer.rotation for layer in layers),
-        windows=tuple(layer.window for layer in layers),
+        windows=tuple(layer.heads.window for layer in layers),
         head_shapes=tuple(layer.heads for layer in layers),
         latents=tuple(layer.latent for layer in layers),
         kinds=LayerKinds(len(found), kv_layers, probe.states, view.stepped),
@@ -134,7 +134,6 @@ class AttentionLayer(NamedTuple):
     shape: LayerShape
     dtype: torch.dtype
     rotation: KeyRotation | None
-    window: int | None
     heads: HeadShape
     latent: LatentShape | None
 
@@ -219,13 +218,10 @@ class Probe:
                     "both must have the same shape"
                 )
             shape, mask = LayerShape(keys.shape[0], keys.shape[2]), self._masks[index]
-            rotation, window, spec = self._rotation(index, keys, values), mask.window if mask else None, self._spec
-            width, features = (
-                latent.width if latent else shape.head_dim,
-                (spec.softcap is not None, spec.sinks is not None),
-            )
-            head_shape = HeadShape(heads, shape.kv_heads, width, window, latent is not None, *features)
-            return AttentionLayer(shape, keys.dtype, rotation, window, head_shape, latent)
+            window, width = mask.window if mask else None, latent.width if latent else shape.head_dim
+            features = latent is not None, self._spec.softcap is not None, self._spec.sinks is not None
+            of_heads = HeadShape(heads, shape.kv_heads, width, window, *features)
+            return AttentionLayer(shape, keys.dtype, self._rotation(index, keys, values), of_heads, latent)
         except ModelNotBlendableError:
             raise
         except Exception as error:
