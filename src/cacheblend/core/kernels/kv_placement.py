@@ -147,14 +147,14 @@ def check_records(
     codec, head_dim, numbers = codec_of(placement.codec), keys.shape[-1], keys.dtype if float8 is None else float8.dtype
     dtype = numbers if placement.codec == "raw" else torch.uint8
     kinds = records.kinds if isinstance(records, Located) else [(r.nbytes, r.dtype, r.device) for r in records]
-    fitting: tuple[int, Kind] | None = None  # most records are like the one before
+    tokens, fitting = 0, None  # most records are like the one before
     for piece in placement.pieces:
         if piece.record >= len(records):
             raise InvalidInputError(f"a piece is of record {piece.record}, but there are {len(records)}")
         kind = kinds[piece.record]
-        if (piece.tokens, kind) == fitting:
+        if piece.tokens == tokens and kind == fitting:
             continue
-        fitting, wanted = (piece.tokens, kind), kv_heads * codec.head_bytes(piece.tokens, head_dim, numbers)
+        tokens, fitting, wanted = piece.tokens, kind, kv_heads * codec.head_bytes(piece.tokens, head_dim, numbers)
         if kind != (wanted, dtype, keys.device):
             raise InvalidInputError(
                 f"a record of {piece.tokens} tokens is {kind[0]} bytes of {kind[1]} on {kind[2]}; "

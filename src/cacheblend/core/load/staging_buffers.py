@@ -257,7 +257,7 @@ def sent_together(blocks: Mapping[Key, Sequence[torch.Tensor]], device: torch.de
 
     def located(layer: int, keys: Sequence[Key]) -> Located:
         where = [sent[key] for key in keys]
-        addresses, kinds = [at + layer * step for _, at, step, _ in where], [kinds[layer] for *_, kinds in where]
+        addresses, kinds = [at + layer * step for _, at, step, _ in where], [each[3][layer] for each in where]
 
         def made(index: int) -> torch.Tensor:
             memory, like = where[index][0], blocks[keys[index]][layer]
