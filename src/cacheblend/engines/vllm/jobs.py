@@ -78,6 +78,7 @@ class BlendOutcome:
     failure: str = ""  # why vLLM has to compute the prompt itself
     # of the prompt, by source: `vllm` (its own prefix cache), `prefix` (exact hits of the store), a tier
     hit_tokens: Mapping[str, int] = field(default_factory=dict)
+    prompt_tokens: int = 0
     recomputed_tokens: int = 0  # loaded ones, after the last selection
     row_layers: int = 0  # that were computed, all passes included
     prefill_share: float = 0.0  # of a full prefill's computing

@@ -299,6 +299,8 @@ class Scheduling:
             self._finder.watch(tracked)
         if tracked.why_not:
             self.counts.add(NOT_BLENDED, 1, tracked.why_not)
+        elif tracked.outcome is not None:
+            self.counts.add_blended(tracked.outcome)
         return tracked.answer()
 
     def holds(self, request: Any) -> bool:

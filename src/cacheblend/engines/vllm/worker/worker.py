@@ -254,7 +254,7 @@ class Worker(Outbox):
             if isinstance(job, CaptureJob):
                 self._capture_writer.write(job, kv)
             elif task.ended is not None:
-                self.counts.add_blend(*task.ended)
+                self.counts.add_work(*task.ended)
                 self._end(job.request_id, task.ended[0])
         return max(rows, 1)
 
@@ -306,6 +306,7 @@ class Worker(Outbox):
         by_source = {**hits, "vllm": local, "prefix": hits["prefix"] - local}
         outcome = BlendOutcome(
             hit_tokens={source: count for source, count in by_source.items() if count},
+            prompt_tokens=len(result.plan),
             recomputed_tokens=report.recomputed_tokens,
             row_layers=report.row_layers,
             prefill_share=report.row_layers / (len(result.plan) * len(self._model.layout.layers)),
