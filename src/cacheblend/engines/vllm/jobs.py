@@ -105,6 +105,12 @@ class StepJobs(interface.KVConnectorMetadata):
     adapters: list[Any] = field(default_factory=list)  # vLLM's `LoRARequest`s whose weights' digests are wanted
     weights: str = ""  # fingerprint of the files that the scheduler's side names blocks by (`ModelIdentity`)
 
+    @property
+    def is_nothing(self) -> bool:
+        """vLLM computes, and the workers have nothing new to do."""
+        new = self.blend or self.capture or self.dropped or self.check or self.released or self.adapters
+        return not (new or self.may_check or self.is_idle or self.is_reset)
+
 
 @dataclass
 class StepReport(interface.KVConnectorWorkerMetadata):

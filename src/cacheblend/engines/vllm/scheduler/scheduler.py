@@ -319,6 +319,8 @@ class Scheduling:
     def take_events(self) -> list[Any]:
         """vLLM's events about chunks that the store has got or lost since the last call, some at a time."""
         changes = self._finder.take_changes(MOST_EVENTS)
+        if not (changes.added or changes.removed):
+            return []
         return interface.events_of(changes.added, changes.removed, self._settings.config.block_size)
 
     def close(self) -> None:

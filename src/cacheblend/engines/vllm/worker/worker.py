@@ -135,8 +135,15 @@ class Worker(Outbox):
 
     # ---- an engine step ---------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def step(self, jobs: StepJobs) -> None:
+        """See `_step`, which most steps of an engine that decodes have no work for."""
+        if jobs.is_nothing and not (self._arrived or self._blends or self._captures or self.adapters.is_asked):
+            self._owed = 0
+        else:
+            self._step(jobs)
+
+    @torch.inference_mode()
+    def _step(self, jobs: StepJobs) -> None:
         """Takes new jobs and computes layers until the step's budget is used or all jobs wait for the store; at least
         one tile of a layer if one is there. New prompts are begun in the next step, see `StepJobs`. By as many rows as
         the shadow check computes beyond the budget, the next step's is smaller."""
