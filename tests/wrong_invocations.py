@@ -250,8 +250,8 @@ INSPECT: --out {file}
 ... sync --data {tmp}/none | memory --shape tiny --json-file {tmp} | plan --json-file {tmp}
 ... match --json-file {tmp} | store --folder {tmp}/none | load --shape tiny --folder {file}
 ... cuda --dry-run --folder {file} | evict --trace {tmp}/none | evict --trace {tmp} --plot {tmp}/x.txt
-... vllm ttft --model {tmp}/none | vllm timeline --model {tmp}/none | vllm shadow --model {tmp}/none | vllm replay --trace {tmp}/none
-... codecs --json-file {tmp}
+... vllm ttft --model {tmp}/none | vllm timeline --model {tmp}/none | vllm shadow --model {tmp}/none
+... codecs --json-file {tmp} | vllm replay --trace {tmp}/none
 agent: --shape tiny --data {tmp}/none | --shape tiny --data {broken}
 agent: --shape tiny --data {data} --model {tmp}/none
 real: --data {tmp}/none | --data {broken} | --data {data} --model {tmp}/none

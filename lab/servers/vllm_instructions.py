@@ -2,8 +2,8 @@
 
     python -m lab.servers.vllm_instructions FILE.json
 
-Two engines of a narrow model, without the plug-in and with it, answer plain requests of `PROMPT` tokens inside callgrind,
-which counts the instructions of all threads: vLLM's own for any connector are among what is added. Answers of two
+Two engines of a narrow model, without the plug-in and with it, answer plain requests of `PROMPT` tokens inside
+callgrind, which counts the instructions of all threads: vLLM's own for any connector are among what is added. Answers of two
 lengths tell a step from a request. A step of a real model takes at least what it takes in the narrow one, and `MACS` by
 the widest instruction that a processor of this kind has. Needs valgrind with its headers, and a C compiler.
 """

@@ -44,6 +44,8 @@ PLACES = {
         _MINE + "worker.tasks:Readiness.of",
         "cacheblend.core.load.loader:LayerLoader.layer",
     ),
+    "attention of rows": (_MINE + "worker.paged_kv:PagedKV.attend", _MINE + "worker.paged_kv:PagedAttention.__call__"),
+    "writing to pages": (_MINE + "worker.paged_kv:PagedKV.write", _MINE + "worker.paged_cache:PagedLayer.write"),
     LAYERS: (_MINE + "calls:VllmLayerCall.__call__",),
     "selection": ("cacheblend.core.fuse.rows:ActiveRows.keep", "cacheblend.core.fuse.rows:ActiveRows.candidates"),
     "beside the layers": (_MINE + "worker.worker:Worker._compute",),

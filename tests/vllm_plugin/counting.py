@@ -1,5 +1,5 @@
-"""A program of `nursery.py`: plays histories of requests in one vLLM engine, and compares the plug-in's counters with what
-each request was told and with what the store was asked to hold.
+"""A program of `nursery.py`: plays histories of requests in one vLLM engine, and compares the plug-in's counters with
+what each request was told and with what the store was asked to hold.
 
 The job is `{"model", "store", "setting", "seed", "requests"}`; how often what was met is written beside it.
 """
@@ -12,13 +12,14 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from poisoning import BLOCK_SIZE, SALTS, SETTINGS, Campaign, Setting
+
 from cacheblend.engines import keeper
 from cacheblend.engines.vllm.connector import CacheBlendConnector
 from cacheblend.engines.vllm.scheduler import capture_queue
 from cacheblend.store import DiskStore
 from lab.faults.engine import Request
 from poison import Hostile, name_of, names_in
-from poisoning import BLOCK_SIZE, SALTS, SETTINGS, Campaign, Setting
 
 EXTRA = {"anchor": "none", "capture_queue": 5, "match_content": False}
 ENGINES = {

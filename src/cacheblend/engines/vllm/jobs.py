@@ -78,7 +78,6 @@ class BlendOutcome:
     failure: str = ""  # why vLLM has to compute the prompt itself
     # of the prompt, by source: `vllm` (its own prefix cache), `prefix` (exact hits of the store), a tier
     hit_tokens: Mapping[str, int] = field(default_factory=dict)
-    prompt_tokens: int = 0
     recomputed_tokens: int = 0  # loaded ones, after the last selection
     row_layers: int = 0  # that were computed, all passes included
     prefill_share: float = 0.0  # of a full prefill's computing
@@ -86,6 +85,7 @@ class BlendOutcome:
     compute_s: float | None = None  # None: something else was computed meanwhile
     # seconds of reading, by tier; of a tier that was too slow, the seconds for which it was waited for
     read_s: Mapping[str, float] = field(default_factory=dict)
+    prompt_tokens: int = 0  # without the last one
 
 
 @dataclass
