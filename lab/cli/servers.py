@@ -87,7 +87,7 @@ def vllm_timeline(model: VllmOptions, size: PromptSizeOptions, rounds: RoundOpti
 
     One engine without HTTP, in one process. Without --model and --shape: random weights of the shape qwen2.5-0.5b.
     """
-    measure(result, "servers.vllm_timeline", _pair(model), PromptShape(**vars(size)), rounds)
+    measure(result, "faults.timeline", _pair(model), PromptShape(**vars(size)), rounds)
 
 
 def vllm_shadow(

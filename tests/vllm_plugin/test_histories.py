@@ -10,12 +10,14 @@ import json
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from campaign import SEED, share
+from lab.faults import timeline
 from lab.faults.engine import make_model
 from lab.faults.injection import PLACES
 from lab.faults.run import Settings, run
@@ -141,9 +143,9 @@ def test_no_plain_request_is_answered_otherwise_than_without_the_plugin() -> Non
     assert (figures["polluted"], figures["wrong"], figures["ended"], figures["hung"]) == (0, 0, 0, 0), words
 
 
-def test_every_place_of_a_fault_is_there() -> None:
+def test_every_place_of_a_fault_and_of_the_timeline_is_there() -> None:
     """A place that was renamed would never be met."""
-    for target in PLACES.values():
+    for target in (*PLACES.values(), *chain(*timeline.PLACES.values())):
         module, path = target.split(":")
         owner, name = path.split(".")
         assert callable(getattr(getattr(importlib.import_module(module), owner), name)), target

@@ -89,9 +89,8 @@ class Counts:
         for source, count in outcome.hit_tokens.items():
             self.add(HIT_TOKENS, count, source)
         self.add("requests", 1)
-        self.add("prompt_tokens", outcome.prompt_tokens)
-        self.add("recomputed_tokens", outcome.recomputed_tokens)
-        self.add("row_layers", outcome.row_layers)
+        for name in ("prompt_tokens", "recomputed_tokens", "row_layers"):
+            self.add(name, getattr(outcome, name))
 
     def add_work(self, outcome: BlendOutcome, result: PrefillResult) -> None:
         self.add("load_seconds", result.report.load_s)

@@ -136,11 +136,10 @@ class Worker(Outbox):
     # ---- an engine step ---------------------------------------------------------------------------------
 
     def step(self, jobs: StepJobs) -> None:
-        """See `_step`, which most steps of an engine that decodes have no work for."""
-        if jobs.is_nothing and not (self._arrived or self._blends or self._captures or self.adapters.is_asked):
-            self._owed = 0
-        else:
-            self._step(jobs)
+        """As `_step`, for which most steps of an engine that decodes have no work."""
+        if not jobs.is_nothing or self._arrived or self._blends or self._captures or self.adapters.is_asked:
+            return self._step(jobs)
+        self._owed = 0
 
     @torch.inference_mode()
     def _step(self, jobs: StepJobs) -> None:

@@ -1,11 +1,12 @@
 """`plain_overhead` in instructions: what the plug-in adds to a request that blends nothing, in vLLM, by valgrind.
 
-    python -m lab.servers.vllm_instructions FILE.json
+    python -m lab.faults.instructions FILE.json
 
 Two engines of a narrow model, without the plug-in and with it, answer plain requests of `PROMPT` tokens inside
-callgrind, which counts the instructions of all threads: vLLM's own for any connector are among what is added. Answers of two
-lengths tell a step from a request. A step of a real model takes at least what it takes in the narrow one, and `MACS` by
-the widest instruction that a processor of this kind has. Needs valgrind with its headers, and a C compiler.
+callgrind, which counts the instructions of all threads: those of vLLM for any connector are among what is added.
+Answers of two lengths tell a step from a request. A step of a real model takes at least what it takes in the narrow
+one, and `MACS` by the widest instruction that a processor of this kind has. Needs valgrind with its headers, and a C
+compiler.
 """
 
 import ctypes
@@ -28,7 +29,7 @@ DEPTH = 24
 MACS, AT_ONCE = 494_000_000, 32
 """Products of one token of qwen2.5-0.5b with its head; and of one instruction: 32 numbers of bfloat16 in AVX-512."""
 
-MODULE = "lab.servers.vllm_instructions"
+MODULE = "lab.faults.instructions"
 MARKS = """
 #include <valgrind/callgrind.h>
 void begin(void) { CALLGRIND_START_INSTRUMENTATION; CALLGRIND_ZERO_STATS; }

@@ -13,9 +13,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ from lab.servers.clients import Prompts
 from lab.servers.vllm_server import Pair, dtype_of, folder_of
 from lab.settings import PromptShape
 
-MODULE = "lab.servers.vllm_timeline"
+MODULE = "lab.faults.timeline"
 REST = "vLLM's other work"
-LAYERS = "row-layers"
+PRODUCTS, ATTENTION = "products of the rows", "attention of the rows"
 _MINE, _VLLM = "cacheblend.engines.vllm.", "vllm.v1."
 PLACES = {
     "arrival": (_VLLM + "engine.llm_engine:LLMEngine.add_request",),
@@ -44,9 +45,9 @@ PLACES = {
         _MINE + "worker.tasks:Readiness.of",
         "cacheblend.core.load.loader:LayerLoader.layer",
     ),
-    "attention of rows": (_MINE + "worker.paged_kv:PagedKV.attend", _MINE + "worker.paged_kv:PagedAttention.__call__"),
+    ATTENTION: (_MINE + "worker.paged_kv:PagedKV.attend", _MINE + "worker.paged_kv:PagedAttention.__call__"),
     "writing to pages": (_MINE + "worker.paged_kv:PagedKV.write", _MINE + "worker.paged_cache:PagedLayer.write"),
-    LAYERS: (_MINE + "calls:VllmLayerCall.__call__",),
+    PRODUCTS: (_MINE + "calls:VllmLayerCall.__call__",),
     "selection": ("cacheblend.core.fuse.rows:ActiveRows.keep", "cacheblend.core.fuse.rows:ActiveRows.candidates"),
     "beside the layers": (_MINE + "worker.worker:Worker._compute",),
     "delivery": (
@@ -72,12 +73,12 @@ class Timeline:
 
     def __init__(self) -> None:
         self._thread, self._open = threading.get_ident(), [REST]
-        self._since = 0.0
-        self.seconds, self.calls = Counter[str](), Counter[str]()
+        self._since, self.calls = 0.0, Counter[str]()
+        self.seconds: dict[str, float] = defaultdict(float)
 
     def begin(self) -> None:
         self._since = time.perf_counter()
-        self.seconds, self.calls = Counter[str](), Counter[str]()
+        self.seconds, self.calls = defaultdict(float), Counter[str]()
 
     def end(self) -> dict[str, float]:
         """What each part has taken; all of them together are the time since `begin`."""
@@ -120,7 +121,12 @@ def run(pair: Pair, shape: PromptShape, rounds: RoundOptions, advance: Advance =
 
     with folder_of(pair) as folder, tempfile.TemporaryDirectory(prefix="cacheblend-timeline-") as name:
         out = Path(name) / "found.json"
-        job = {"model": str(folder), "store": f"{name}/store", "out": str(out), "dtype": dtype_of(pair.dtype)}
+        job: dict[str, Any] = {
+            "model": str(folder),
+            "store": f"{name}/store",
+            "out": str(out),
+            "dtype": dtype_of(pair.dtype),
+        }
         job |= {"shape": vars(shape), "ratio": pair.ratio, "batched": pair.batched_tokens}
         job |= {"rounds": rounds.runs, "seed": rounds.seed}
         environ = environment() | {"TORCH_COMPILE_DISABLE": "1"}
@@ -129,15 +135,17 @@ def run(pair: Pair, shape: PromptShape, rounds: RoundOptions, advance: Advance =
         if ended.returncode or not out.is_file():
             raise InvalidInputError(f"vLLM ended with {ended.returncode} before it was measured; see above")
         found: dict[str, Any] = json.loads(out.read_text())
-    whole = [sum(each.values()) for each in found["rounds"]]
-    parts = sorted({part for each in found["rounds"] for part in each})
-    shares = {
-        part: statistics.median(each.get(part, 0.0) / sum(each.values()) for each in found["rounds"]) for part in parts
-    }
+    return {**found, **summary(found["rounds"]), "prompt": vars(shape), **pair.facts()}
+
+
+def summary(rounds: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """See `run`; `rounds`: the seconds of each part."""
+    parts = {part for each in rounds for part in each}
+    shares = {part: statistics.median(each.get(part, 0.0) / sum(each.values()) for each in rounds) for part in parts}
     shares = dict(sorted(shares.items(), key=lambda each: -each[1]))
-    beside = [part for part in shares if part != LAYERS][:3]
-    figures = {LAYERS: shares[LAYERS], **{part: shares[part] for part in beside}}
-    return {"figures": figures, "shares": shares, "ttft_s": whole, **found, "prompt": vars(shape), **pair.facts()}
+    beside = {part: share for part, share in shares.items() if part not in (PRODUCTS, ATTENTION)}
+    figures = {"row-layers": shares[PRODUCTS] + shares[ATTENTION], **dict(islice(beside.items(), 3))}
+    return {"figures": figures, "shares": shares, "ttft_s": [sum(each.values()) for each in rounds]}
 
 
 def table(result: dict[str, Any]) -> str:
