@@ -37,7 +37,14 @@ for panel, commands in COMMANDS.items():
     for command in commands:
         app.command(command.__name__.replace("_", "-"), rich_help_panel=panel)(command)
 app.add_typer(vllm_app, name="vllm", rich_help_panel="Servers")
-for command in (servers.vllm_ttft, servers.vllm_latency, servers.vllm_shadow, servers.vllm_replay, servers.vllm_faults):
+for command in (
+    servers.vllm_ttft,
+    servers.vllm_latency,
+    servers.vllm_timeline,
+    servers.vllm_shadow,
+    servers.vllm_replay,
+    servers.vllm_faults,
+):
     vllm_app.command(command.__name__.removeprefix("vllm_"))(command)
 
 

@@ -21,7 +21,7 @@ LAYERS = 6
 _IDS = range(20, 1000)
 
 
-def make_model(folder: Path) -> Path:
+def make_model(folder: Path, layers: int = LAYERS) -> Path:
     """Saves a model with random weights, whose tokens depend on far context; `folder` again."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
@@ -30,7 +30,7 @@ def make_model(folder: Path) -> Path:
         vocab_size=1024,
         hidden_size=192,
         intermediate_size=320,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=6,
         num_key_value_heads=2,
         head_dim=32,

@@ -2,8 +2,9 @@
 
 import json
 import random
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from lab.faults import children, engine, injection, trials
 from lab.faults.engine import Engine, found_in, is_same
 from lab.faults.pollution import draw, plain_twins
 from lab.faults.run import Settings
+from lab.faults.timeline import ATTENTION, PRODUCTS, Timeline, summary
 from lab.servers import vllm_bench
 from lab.servers.replay import LENGTHS, REQUESTS, Sample, TraceText, prompt, read_trace, row_layer_ceiling
 from lab.servers.vllm_replay import FILLING_TOKENS, filling_prompts
@@ -60,6 +62,46 @@ def test_figures_are_printed_and_servers_opened_apart() -> None:
         without, with_it = Pair(shape="tiny")._extras(stack)
         assert without is None and with_it is not None and "shadow" not in with_it
     assert not any(folder.exists() for folder in folders)
+
+
+def test_each_part_of_a_timeline_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = [0.0]
+
+    class Engine:
+        def step(self, seconds: float) -> None:
+            at[0] += seconds
+            self.layers()
+            with suppress(ValueError):
+                self.layers(fails=True)
+            at[0] += seconds
+
+        def layers(self, *, fails: bool = False) -> None:
+            at[0] += 10
+            self.attend()
+            if fails:
+                raise ValueError
+
+        def attend(self) -> None:
+            at[0] += 4
+
+    monkeypatch.setattr("lab.faults.timeline.time.perf_counter", lambda: at[0])
+    monkeypatch.setitem(globals(), "TimedEngine", Engine)
+    timeline = Timeline()
+    parts = {"steps": "step", PRODUCTS: "layers", ATTENTION: "attend"}
+    for part, name in parts.items():
+        timeline.watch(part, f"{__name__}:TimedEngine.{name}")
+    timeline.begin()
+    at[0] += 0.5
+    Engine().step(1.0)
+    other = threading.Thread(target=Engine().attend)  # of which nobody waits
+    other.start()
+    other.join()
+    found = timeline.end()
+    assert found == {"vLLM's other work": 4.5, "steps": 2, PRODUCTS: 20, ATTENTION: 8} and timeline.calls[PRODUCTS] == 2
+    told = summary([found, found | {"steps": 36.5}])
+    assert list(told["figures"]) == ["row-layers", "steps", "vLLM's other work"]
+    assert told["figures"]["row-layers"] == pytest.approx((28 / 34.5 + 28 / 69) / 2)
+    assert told["ttft_s"] == [34.5, 69]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from cacheblend.engines.vllm.jobs import BlendOutcome, StepReport
 from cacheblend.engines.vllm.scheduler import capture_queue
 from cacheblend.engines.vllm.scheduler.scheduler import MOST_OUTSTANDING, STALLED_S
 from cacheblend.store import MemoryStore
+from store_blocks import before
 from vllm_requests import (
     CHUNK,
     OTHER,
@@ -170,6 +171,28 @@ def test_a_request_of_one_tenant_finds_nothing_of_another() -> None:
         spans = [None, [[40, 140]]][number % 2]
         assert start(side, Request(PROMPT, spans, name=str(number), cache_salt=salt)) == 0
     assert start(side, Request(PROMPT, name="own", cache_salt="acme")) == 141
+
+
+@pytest.mark.parametrize("spans", [[[40, 140]], None], ids=["spans", "content"])
+def test_what_another_tenant_has_stored_changes_nothing_that_a_request_asks_of_the_store_or_leaves_behind(
+    spans: Any,
+) -> None:
+    """So no time tells it: an answer's way is that of text that nobody has stored."""
+
+    def way(held: list[list[int]]) -> Any:
+        store, asked = MemoryStore(1 << 20), list[Any]()
+        side = scheduling(held, store, salt="theirs")
+        scheduling([OTHER], store, salt="mine")  # the asker has something in the list
+        for call in ("find", "has_manifest", "read_layers", "manifests"):
+            before(store, call, lambda *given, call=call: asked.append((call, len(given[0]) if given else 0)))
+        request = Request(PROMPT, spans, cache_salt="mine")
+        claimed = start(side, request)
+        side.allocated(request, [[1]], claimed)
+        request.num_output_tokens = 1
+        captured = [job.chunk.token_ids.tolist() for job in side.take_jobs().capture]
+        return claimed, captured, asked, side.finished(request), side.counts.take().data
+
+    assert way([CHUNK]) == way([])
 
 
 @pytest.mark.parametrize("tokens", [5, 20], ids=["no full block", "the passage begins behind the last full block"])

@@ -52,8 +52,11 @@ def test_equal_prompts_wait_for_the_first_and_share_its_blocks() -> None:
     side.allocated(first, [[1] * 9], 0)
     for request in others:
         assert side.claim(request, pool.computed(request)) == 0
+    others[0].num_preemptions = 1
+    assert side.claim(others[0], len(PROMPT) + 18) == 0  # vLLM holds what it had answered, too
+    for request, hits in zip(others, [len(PROMPT) - 1, *[128] * 6], strict=True):
         told = side.finished(request)["cacheblend"]
-        assert (told["blended"], told["hit_tokens"]) == (True, {"vllm": 128})
+        assert (told["blended"], told["hit_tokens"]) == (True, {"vllm": hits})
     assert len(side.take_jobs().blend) == 1
 
 

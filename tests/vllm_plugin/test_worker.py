@@ -4,6 +4,7 @@ prefills."""
 import random
 import threading
 from concurrent.futures import Future
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,14 @@ def jobs(*names: str, **fields: Any) -> Any:
 
 def captures(*names: str) -> Any:
     return StepJobs(capture=[CaptureJob(name, None) for name in names])  # type: ignore[arg-type]
+
+
+def test_a_step_that_brings_no_work_is_known_by_every_field_and_begins_nothing(worker: Any) -> None:
+    says_how = {"weights": "some", "is_check_free": True}
+    for name in {each.name for each in fields(StepJobs)} - set(says_how):
+        assert not StepJobs(**{name: ["something"]}).is_nothing
+    worker.side._step = None
+    worker.side.step(StepJobs(**says_how))
 
 
 @pytest.mark.parametrize("is_idle", [True, False])

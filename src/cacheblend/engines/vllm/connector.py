@@ -315,6 +315,10 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
         worker.close()
         self._worker = IdleWorker(self._block_size, reason, OTHER_WEIGHTS)
 
+    def has_connector_metadata(self) -> bool:
+        """False: each layer's forward asks, to call what follows."""
+        return False
+
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: a prompt's KV is complete before vLLM computes its last token."""
 

@@ -85,6 +85,7 @@ class BlendOutcome:
     compute_s: float | None = None  # None: something else was computed meanwhile
     # seconds of reading, by tier; of a tier that was too slow, the seconds for which it was waited for
     read_s: Mapping[str, float] = field(default_factory=dict)
+    prompt_tokens: int = 0  # without the last one
 
 
 @dataclass
@@ -103,6 +104,12 @@ class StepJobs(interface.KVConnectorMetadata):
     is_reset: bool = False  # new weights: of what came before, prompts are given up and chunks are not stored
     adapters: list[Any] = field(default_factory=list)  # vLLM's `LoRARequest`s whose weights' digests are wanted
     weights: str = ""  # fingerprint of the files that the scheduler's side names blocks by (`ModelIdentity`)
+
+    @property
+    def is_nothing(self) -> bool:
+        """vLLM computes, and the workers have nothing new to do."""
+        new = self.blend or self.capture or self.dropped or self.check or self.released or self.adapters
+        return not (new or self.may_check or self.is_idle or self.is_reset)
 
 
 @dataclass

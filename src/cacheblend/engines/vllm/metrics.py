@@ -84,13 +84,15 @@ class Counts:
                 self.add(f"discovered_{name}", getattr(now, name) - getattr(before, name))
         return now
 
-    def add_blend(self, outcome: BlendOutcome, result: PrefillResult) -> None:
+    def add_blended(self, outcome: BlendOutcome) -> None:
+        """Counts a blended request that has ended, once however often it was preempted: as its client is told."""
         for source, count in outcome.hit_tokens.items():
             self.add(HIT_TOKENS, count, source)
         self.add("requests", 1)
-        self.add("prompt_tokens", len(result.plan))
-        self.add("recomputed_tokens", outcome.recomputed_tokens)
-        self.add("row_layers", outcome.row_layers)
+        for name in ("prompt_tokens", "recomputed_tokens", "row_layers"):
+            self.add(name, getattr(outcome, name))
+
+    def add_work(self, outcome: BlendOutcome, result: PrefillResult) -> None:
         self.add("load_seconds", result.report.load_s)
         self.add("wait_seconds", result.report.wait_s)
         self.add("blend_seconds", outcome.seconds)

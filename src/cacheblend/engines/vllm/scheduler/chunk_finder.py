@@ -103,7 +103,8 @@ class ChunkFinder:
         """Starts a request's look-up; or says why there is none. Raises InvalidInputError: the options cannot be
         carried out."""
         settings = self._settings  # the floor may change them while the look-up goes on
-        options.selector_of(settings)  # raises for wrong ones
+        if options.sets_selection:
+            options.selector_of(settings)  # raises for wrong ones
         planner = self._planners.of(cache_salt, named(adapter))
         prompt, after = named_chunks(token_ids, options.spans, self._chunk_end_token_id), None
         if prompt is None:

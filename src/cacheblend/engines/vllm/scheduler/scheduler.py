@@ -201,7 +201,7 @@ class Scheduling:
         found = tracked.found
         assert found is not None
         claimed = len(found.plan) - start
-        tracked.held_by_vllm = start
+        tracked.held_by_vllm = min(start, len(found.plan))  # after a preemption, of the answer too
         plain = math.inf if tracked.plain_tokens is None else tracked.plain_tokens
         is_shared = not is_exact and start > plain
         is_tail = is_shared and claimed < self._block_size
@@ -299,6 +299,8 @@ class Scheduling:
             self._finder.watch(tracked)
         if tracked.why_not:
             self.counts.add(NOT_BLENDED, 1, tracked.why_not)
+        elif tracked.outcome is not None:
+            self.counts.add_blended(tracked.outcome)
         return tracked.answer()
 
     def holds(self, request: Any) -> bool:
@@ -317,7 +319,8 @@ class Scheduling:
     def take_events(self) -> list[Any]:
         """vLLM's events about chunks that the store has got or lost since the last call, some at a time."""
         changes = self._finder.take_changes(MOST_EVENTS)
-        return interface.events_of(changes.added, changes.removed, self._settings.config.block_size)
+        found = changes.added, changes.removed, self._settings.config.block_size
+        return interface.events_of(*found) if changes.added or changes.removed else []
 
     def close(self) -> None:
         self._finder.close()

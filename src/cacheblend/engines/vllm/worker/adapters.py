@@ -50,6 +50,11 @@ class WorkerAdapters:
         self._wanted += [one for one in requests if one.lora_int_id not in {each.lora_int_id for each in self._wanted}]
         self._wanted = [request for request in self._wanted if not self._look(request)]
 
+    @property
+    def is_asked(self) -> bool:
+        """An adapter is to be looked at, or a job has waited for a slot."""
+        return bool(self._wanted or self._since)
+
     def take_seen(self) -> dict[int, AdapterSeen]:
         seen, self._seen = self._seen, {}
         return seen

@@ -135,8 +135,14 @@ class Worker(Outbox):
 
     # ---- an engine step ---------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def step(self, jobs: StepJobs) -> None:
+        """As `_step`, for which most steps of an engine that decodes have no work."""
+        if not jobs.is_nothing or self._arrived or self._blends or self._captures or self.adapters.is_asked:
+            return self._step(jobs)
+        self._owed = 0
+
+    @torch.inference_mode()
+    def _step(self, jobs: StepJobs) -> None:
         """Takes new jobs and computes layers until the step's budget is used or all jobs wait for the store; at least
         one tile of a layer if one is there. New prompts are begun in the next step, see `StepJobs`. By as many rows as
         the shadow check computes beyond the budget, the next step's is smaller."""
@@ -254,7 +260,7 @@ class Worker(Outbox):
             if isinstance(job, CaptureJob):
                 self._capture_writer.write(job, kv)
             elif task.ended is not None:
-                self.counts.add_blend(*task.ended)
+                self.counts.add_work(*task.ended)
                 self._end(job.request_id, task.ended[0])
         return max(rows, 1)
 
@@ -306,6 +312,7 @@ class Worker(Outbox):
         by_source = {**hits, "vllm": local, "prefix": hits["prefix"] - local}
         outcome = BlendOutcome(
             hit_tokens={source: count for source, count in by_source.items() if count},
+            prompt_tokens=len(result.plan),
             recomputed_tokens=report.recomputed_tokens,
             row_layers=report.row_layers,
             prefill_share=report.row_layers / (len(result.plan) * len(self._model.layout.layers)),
