@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 
 import torch
 
@@ -137,6 +138,7 @@ class Ticket(PrefillJob):
     on_event: Callable[[Event], None]
     submitted: float  # by `time.perf_counter`
     cancelled: bool = False
+    passed: int = 0  # requests that came later and were admitted before it
     is_admitted: bool = False  # the engine knows of the request, which has not ended
     choices: list[Choice] = field(default_factory=list)
     report: BlendReport | None = None
@@ -150,6 +152,7 @@ class Ticket(PrefillJob):
 
 
 _LEAST_LOGPROB = -9999.0  # as in OpenAI's API: JSON has no infinity
+PASSES = 4  # requests for each place, that pass one of so many answers that it needs more places than are free
 _CATCH_UP_SHARE = 0.1  # share of the time for missed chunks
 logger = logging.getLogger("cacheblend.engine")
 
@@ -287,11 +290,14 @@ class Scheduler:
             with self._lock:
                 # Choices count, not requests, since each has its own KV cache.
                 running: int = sum(ticket.ask.choices for ticket in (*self._batcher, *self._answering))
-                if not self._waiting or 0 < running > self._limits.active - self._waiting[0].ask.choices:
+                if (ticket := self._next(self._limits.active - running, alone=not running)) is None:
                     return
                 if self.active and (engine.view is not self._view or engine.adapters.has_changed()):
                     return  # the requests that run end with the adapters that they began with
-                ticket = self._opening = self._waiting.popleft()
+                for passed in takewhile(lambda each: each is not ticket, self._waiting):
+                    passed.passed += 1
+                self._waiting.remove(ticket)
+                self._opening = ticket
             ask = ticket.ask
             try:
                 engine.background.begin_request()
@@ -308,6 +314,16 @@ class Scheduler:
             self._view = state.survey.view
             self._batcher.add(ticket)
             self._opening = None
+
+    def _next(self, free: int, *, alone: bool) -> Ticket | None:
+        """The first waiting request that fits. One of many answers is passed by others until it has waited for so many;
+        then none is admitted before it: it waits for those that run, and for no more."""
+        for ticket in self._waiting if free > 0 else ():
+            if alone or ticket.ask.choices <= free:
+                return ticket
+            if ticket.passed >= PASSES * self._limits.active:
+                return None
+        return None
 
     def _prefill(self) -> None:
         left = self._limits.row_layers
