@@ -6,13 +6,14 @@ POST /v1/chat/completions   POST /v1/completions   GET /v1/models, /v1/models/{i
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from typing import Any, ClassVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.concurrency import run_in_threadpool
 
 from cacheblend.core.report import BlendReport
 from cacheblend.engines.hf.scheduler import Ask, TokenEvent
@@ -33,6 +34,7 @@ from cacheblend.serve.tool_calls import CallReader
 
 DONE = "data: [DONE]\n\n"
 EVENT_STREAM: dict[str, Any] = {"media_type": "text/event-stream", "headers": {"Cache-Control": "no-cache"}}
+PIECE = 1 << 14  # characters of a whole response that are made and sent at a time
 TokenText = Callable[[int], str]
 
 
@@ -65,7 +67,10 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
         if asked.stream:
             events = streamed_response(running, form, engine.name, asked.stream_options or StreamOptions())
             return StreamingResponse(events, **EVENT_STREAM)
-        return JSONResponse(await unless_disconnected(request, whole_response(running, form, engine.name)))
+        whole = await unless_disconnected(request, whole_response(running, form, engine.name))
+        if running.ask.logprobs is None:
+            return JSONResponse(whole)
+        return StreamingResponse(json_pieces(whole), media_type="application/json")  # made on a thread
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, asked: ChatRequest, key: Key) -> Any:
@@ -178,7 +183,11 @@ class ChatFormat:
             if calls:
                 message["tool_calls"] = calls
             reason = reason and reader.finish_reason(reason)
-        return {"index": number, "message": message, "logprobs": self._logprobs(events), "finish_reason": reason}
+        logprobs = None
+        if any(event.logprob is not None for event in events):
+            found = filter(None, (self._logprobs([event]) for event in events))
+            logprobs = {"content": (token for each in found for token in each["content"]), "refusal": None}
+        return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, events: list[TokenEvent]) -> dict[str, Any] | None:
         found = [
@@ -209,16 +218,18 @@ class CompletionFormat:
         return self._choice(event.choice, [event], offset)
 
     def choice(self, number: int, events: list[TokenEvent]) -> dict[str, Any]:
-        return self._choice(number, events, 0)
+        return self._choice(number, events, 0, gather=iter)
 
-    def _choice(self, number: int, events: list[TokenEvent], offset: int) -> dict[str, Any]:
+    def _choice(
+        self, number: int, events: list[TokenEvent], offset: int, gather: Callable[[Iterator[Any]], Any] = list
+    ) -> dict[str, Any]:
         text, reason = _text_and_reason(events)
         found = [event for event in events if event.token_id is not None and event.logprob is not None]
         tokens = [self.token_text(event.token_id or 0) for event in found]
         logprobs = {
             "tokens": tokens,
             "token_logprobs": [event.logprob for event in found],
-            "top_logprobs": [{self.token_text(token): value for token, value in event.top} for event in found],
+            "top_logprobs": gather({self.token_text(token): value for token, value in event.top} for event in found),
             "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)),
         }
         return {"index": number, "text": text, "logprobs": logprobs if found else None, "finish_reason": reason}
@@ -233,17 +244,44 @@ def _text_and_reason(events: list[TokenEvent]) -> tuple[str, str | None]:
 
 
 async def whole_response(running: RunningRequest, form: AnswerFormat, model: str) -> dict[str, Any]:
-    """The response in one piece, as JSON; raises the error that ended the request."""
+    """The response in one piece, for `json_pieces`; raises the error that ended the request."""
     choices: list[list[TokenEvent]] = [[] for _ in range(running.ask.choices)]
     async for event in running.events():
         choices[event.choice].append(event)
     generated = sum(event.token_id is not None for events in choices for event in events)
     return {
         **_head(form.kind, form.objects[0], model),
-        "choices": [form.choice(number, events) for number, events in enumerate(choices)],
+        "choices": await run_in_threadpool(lambda: [form.choice(*each) for each in enumerate(choices)]),
         "usage": usage_of(running.ask, running.report, generated),
         "cacheblend": report_of(running.report),
     }
+
+
+def json_pieces(value: Any) -> Iterator[str]:
+    """A value as JSON, some kilobytes at a time. An iterator is a list: no more of it is made than is sent."""
+    waiting = ""
+    for part in _json_parts(value):
+        waiting += part
+        if len(waiting) > PIECE:
+            yield waiting
+            waiting = ""
+    yield waiting
+
+
+def _json_parts(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for number, (name, item) in enumerate(value.items()):
+            yield f"{', ' if number else '{'}{json.dumps(name)}: "
+            yield from _json_parts(item)
+        yield "}" if value else "{}"
+    elif isinstance(value, list | Iterator):
+        number = -1
+        for number, item in enumerate(value):
+            yield ", " if number else "["
+            yield from [json.dumps(item, ensure_ascii=False)] if isinstance(value, Iterator) else _json_parts(item)
+        yield "[]" if number < 0 else "]"
+    else:
+        yield json.dumps(value, ensure_ascii=False)
 
 
 async def streamed_response(
