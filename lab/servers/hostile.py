@@ -1,7 +1,7 @@
 """What a client's stream notices of clients that mean ill, what memory they take, and what their bodies cost.
 
-Each kind of attack in turn, then all of them together; afterwards documents of 15 MB, whose clients give up. Streams are
-read before and meanwhile; the longest time between two of their events counts, and what one token of another client
+Each kind of attack in turn, then all of them together; afterwards documents of 15 MB, whose clients give up. Streams
+are read before and meanwhile; the longest time between two of their events counts, and what one token of another client
 waits. At last, by kind of field, the server's processor time for bodies of doubling size.
 """
 
@@ -38,7 +38,10 @@ REST, DOCUMENT, TOGETHER = "at rest", "long documents", "together"
 FIELDS: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
     "text": ("/tokenize", lambda size: {"prompt": "lamp " * size}),
     "parts": ("/tokenize", lambda size: {"messages": [_user([{"type": "text", "text": ""}] * (size // 4))]}),
-    "short parts": ("/tokenize", lambda size: {"messages": [_user([{"type": "text", "text": "a lamp"}] * (size // 4))]}),
+    "short parts": (
+        "/tokenize",
+        lambda size: {"messages": [_user([{"type": "text", "text": "a lamp"}] * (size // 4))]},
+    ),
     "messages": ("/tokenize", lambda size: {"messages": [_user("a lamp")] * (size // 4)}),
     "documents": (
         "/tokenize",

@@ -5,8 +5,8 @@ nobody reads), and stops in order.
     at most headers_s ┘  reading: unread_s └ at most headers_s
 
 uvicorn closes a connection on which nothing more comes behind an answer, and no other. What a body may take is bounded
-by `BodyLimit`; here, whichever parser uvicorn has, what is parsed: heads of a few kilobytes, chunks that are not tiny, and
-nothing of a body whose request was answered without it.
+by `BodyLimit`; here, whichever parser uvicorn has, what is parsed: heads of a few kilobytes, chunks that are not tiny,
+and nothing of a body whose request was answered without it.
 
 Each takes a file descriptor, which the store needs, too. So there is a bound: one more than that ends the connection
 that has waited longest without a request, or is refused where all have one. At the end requests may finish for a while;

@@ -2,26 +2,36 @@
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from cacheblend.core.errors import StoreError
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.engines.chunk_index import ChunkListing
+from cacheblend.engines.documents import referring
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.serve.keys import ApiKey
 from cacheblend.store.base import SMALL_FILE_BYTES
+from cacheblend.store.documents import DocumentRecord
 
 LIST_REFRESH_S = 5.0
 """Seconds after which the store's list is read again, in a thread: other processes may store and drop chunks."""
 
-_MAX_SALTS = 4096  # remembered per key
+_MAX_SALTS, _MAX_ROOTS = 4096, 64  # remembered per key; whose documents are
 _COUNT_VALID_S = 2.0  # for which a count of a key's stored bytes is used
 
 
 def tenant_of(key: ApiKey, salt: str) -> str:
     """The name space of a key's blocks, or the part of it under a client's own salt."""
     return f"{key.tenant}\x1f{salt}" if salt else key.tenant
+
+
+@dataclass(eq=False)
+class _Documents:
+    at: float = float("-inf")  # when they were read, by `time.monotonic`
+    of_chunk: Mapping[BlockName, list[DocumentRecord]] = field(default_factory=dict)
+    reading: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Tenants:
@@ -34,6 +44,8 @@ class Tenants:
         self._listing = ChunkListing(engine.store, None, 1, LIST_REFRESH_S)
         engine.listen(lambda manifest: self._listing.add([manifest]))
         self._salts: dict[str, dict[str, None]] = {}
+        self._rooted: tuple[object, dict[str, BlockName]] = None, {}  # the model, and its root of each tenant
+        self._documents: dict[BlockName, _Documents] = {}  # of a root
         # By key's name: bytes that were stored at a time, with those reserved since, and that time.
         self._counted: dict[str, tuple[int, float]] = {}
 
@@ -47,25 +59,60 @@ class Tenants:
             return salt in salts
 
     def manifests(self, key: ApiKey) -> list[ChunkManifest]:
-        """Chunks of a key, under any of its remembered salts, ordered by id. Those that another process stored or
-        dropped are known some seconds later. Raises `StoreError`."""
+        """Chunks of a key, under any of its remembered salts. Raises as `names`."""
+        found = (self._listing.get(name) for names in self.names(key) for name in names)
+        return [manifest for manifest in found if manifest is not None]
+
+    def names(self, key: ApiKey) -> list[Sequence[BlockName]]:
+        """Ids of a key's chunks, ordered, for each of its remembered salts that has any. Chunks that another process
+        stored or dropped are known some seconds later. Raises `StoreError`."""
         self._listing.refresh()
         if not self._listing.has_read:
             self._listing.update()
-        found = [manifest for root in self.roots(key) for manifest in self._listing.chunks(root)]
-        return sorted(found, key=lambda manifest: manifest.chunk_id)
+        return [names for root in self.roots(key) if (names := self._listing.names(root))]
+
+    def find(self, key: ApiKey, chunk_id: BlockName) -> ChunkManifest | None:
+        """The chunk of this id, if it is the key's. Raises as `names`."""
+        found = self.get(chunk_id)
+        return found if found is not None and found.root in self.roots(key) else None
+
+    def get(self, chunk_id: BlockName) -> ChunkManifest | None:
+        """The chunk of this id, whoever's it is."""
+        return self._listing.get(chunk_id)
 
     def roots(self, key: ApiKey) -> set[BlockName]:
         """The roots of a key's chunks, under any of its remembered salts."""
+        model = self._engine.follow()
         with self._lock:
             salts = list(self._salts.get(key.name, {"": None}))
-        model = self._engine.follow()
-        return {model.planner_of(tenant_of(key, salt)).root for salt in salts}
+            if self._rooted[0] is not model:
+                self._rooted = model, {}
+            known = self._rooted[1]
+        tenants = [tenant_of(key, salt) for salt in salts]
+        for tenant in tenants:
+            if tenant not in known:
+                known[tenant] = model.planner_of(tenant).root
+        return {known[tenant] for tenant in tenants}
 
-    def forget(self, chunk_ids: Iterable[BlockName], by: ApiKey | None = None) -> None:
-        """Takes dropped chunks off the list, and discards the count of stored bytes of a key that has deleted them."""
+    def documents(self, root: BlockName) -> Mapping[BlockName, list[DocumentRecord]]:
+        """The documents that have each chunk of a root, as `referring`; those that another process has changed are
+        known some seconds later. Raises `StoreError`."""
+        with self._lock:
+            kept = self._documents.setdefault(root, _Documents())
+            if len(self._documents) > _MAX_ROOTS:
+                del self._documents[next(iter(self._documents))]
+        with kept.reading:
+            if time.monotonic() > kept.at + LIST_REFRESH_S:
+                kept.at, kept.of_chunk = time.monotonic(), referring(self._engine.store, root)
+            return kept.of_chunk
+
+    def forget(self, chunk_ids: Iterable[BlockName], root: BlockName | None = None, by: ApiKey | None = None) -> None:
+        """Takes dropped chunks off the list, and discards the count of stored bytes of a key that has deleted them;
+        `root`: its documents have changed."""
         self._listing.forget(chunk_ids)
         with self._lock:
+            if root is not None:
+                self._documents.pop(root, None)
             self._counted.pop(by.name if by else "", None)
 
     def bytes_of(self, manifests: list[ChunkManifest]) -> int:

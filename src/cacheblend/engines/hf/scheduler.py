@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import takewhile
+from itertools import islice
 
 import torch
 
@@ -294,8 +294,8 @@ class Scheduler:
                     return
                 if self.active and (engine.view is not self._view or engine.adapters.has_changed()):
                     return  # the requests that run end with the adapters that they began with
-                for passed in takewhile(lambda each: each is not ticket, self._waiting):
-                    passed.passed += 1
+                for each in islice(self._waiting, self._waiting.index(ticket)):
+                    each.passed += 1
                 self._waiting.remove(ticket)
                 self._opening = ticket
             ask = ticket.ask
