@@ -164,13 +164,11 @@ class ChunkListing:
             self._apply(ListChanges(removed=gone))
 
     def names(self, root: BlockName) -> Sequence[BlockName]:
-        """The ids of a root's known chunks, ordered; takes constant time unless chunks of this root have changed."""
+        """The ids of a root's known chunks, ordered; takes constant time, unless these have changed."""
         with self._lock:
-            if root not in self._by_root:
-                return ()
-            if root not in self._ordered:
+            if root in self._by_root and root not in self._ordered:
                 self._ordered[root] = sorted(self._by_root[root])
-            return self._ordered[root]
+            return self._ordered.get(root, ())
 
     def get(self, chunk_id: BlockName) -> ChunkManifest | None:
         """A known chunk of any root."""

@@ -14,10 +14,10 @@ streams that do not end with an error event, and posts that store with 503.
 """
 
 import asyncio
-import json
 import resource
 import socket
 import time
+from http import HTTPStatus
 from typing import Any
 
 import uvicorn
@@ -32,7 +32,7 @@ BACKLOG = 256  # connections that are taken in a row, before others have their t
 SLICE, PIPELINED = 1 << 14, 1 << 19
 """Bytes that are parsed before they are counted, and those of a request's head, at most; in front of an answer."""
 LINES, LINE_BYTES = 1024, 8  # line ends of a chunked body, which has two for each chunk, and bytes for each one more
-LINGER_S, LINGER_BYTES = 1.0, 1 << 25  # for which a refused client is heard, so that it reads why; not parsed
+LINGER_S, LINGER_BYTES = 1.0, 1 << 25  # in which a refused client may go on sending, so that it reads why
 
 
 class WatchedConnection(asyncio.Protocol):
@@ -63,11 +63,11 @@ class WatchedConnection(asyncio.Protocol):
             nonlocal is_cut
             if message["type"] == "http.response.start" and self._cycle.scope is scope and self._cycle.more_body:
                 is_cut = True
-                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+                message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
             elif is_cut and not message.get("more_body"):
                 await send({**message, "more_body": True})
                 self._drop()
-                while self._stays and not self.transport.is_closing() and time.monotonic() < self.since + LINGER_S:
+                while not self.transport.is_closing() and time.monotonic() < self.since + self._linger_s:
                     await asyncio.sleep(LINGER_S / 20)
                 message = {"type": "http.response.body"}
             await send(message)
@@ -87,8 +87,7 @@ class WatchedConnection(asyncio.Protocol):
         self.waiting[self] = None
         if len(self.open) > self.most:
             message = f"{self.most:,} connections are open (--connections); try again"
-            error = ApiError(503, message, code="too_many_connections")
-            next(iter(self.waiting)).refuse("503 Service Unavailable", error, "Retry-After: 5")
+            next(iter(self.waiting)).refuse(ApiError(503, message, code="too_many_connections", retry_after_s=5))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._drop()
@@ -110,32 +109,28 @@ class WatchedConnection(asyncio.Protocol):
                 self._body, self._lines = self._body + len(part), self._lines + part.count(b"\r\n")
                 if self._lines > LINES + self._body // LINE_BYTES:
                     message = "the body comes in tiny chunks; send it with a content-length, or in larger ones"
-                    self.refuse("400 Bad Request", ApiError(400, message, code="tiny_chunks"))
+                    self.refuse(ApiError(400, message, code="tiny_chunks"))
                     continue
             super().data_received(part)
             if self._cycle is cycle and not is_body:
                 self._head += len(part)
                 if self._head > (SLICE if self._is_waiting else PIPELINED):
-                    message = f"a request's headers may have at most {SLICE:,} bytes"
-                    self.refuse("431 Request Header Fields Too Large", ApiError(431, message, code="too_long"))
+                    self.refuse(ApiError(431, f"headers may have at most {SLICE:,} bytes", code="too_long"))
         if not self._is_waiting:
             self.waiting.pop(self, None)
 
     @property
-    def _cycle(self) -> Any:
-        """uvicorn's, of the request that has come last; None: there was none."""
+    def _cycle(self) -> Any:  # uvicorn's, of the request that has come last; None: there was none
         return getattr(self, "cycle", None)
 
     @property
-    def _is_waiting(self) -> bool:
-        """It has no request, not even one whose answer begins in a moment."""
+    def _is_waiting(self) -> bool:  # it has no request, not even one whose answer begins in a moment
         is_answered = self._cycle is None or self._cycle.response_complete
         return not self._refused and not self.running and is_answered
 
     @property
-    def _stays(self) -> bool:
-        """Whether it may stay for a while though it is refused: a flood of refused ones takes no files either."""
-        return len(self.connections) <= self.most + self.most // 4 + 8
+    def _linger_s(self) -> float:  # a flood of refused connections takes no files either
+        return LINGER_S if len(self.connections) <= self.most + self.most // 4 + 8 else 0
 
     def _drop(self) -> None:
         """From now on nothing more is parsed of what comes."""
@@ -143,16 +138,16 @@ class WatchedConnection(asyncio.Protocol):
         self.open.discard(self)
         self.waiting.pop(self, None)
 
-    def refuse(self, status: str, error: ApiError, *headers: str) -> None:
-        """Ends the connection with an error; an answer that has begun is cut."""
-        cycle = self._cycle
-        if cycle is not None and not cycle.response_complete:
+    def refuse(self, error: ApiError) -> None:
+        """Ends the connection; with the error, unless it is amid an answer."""
+        if (cycle := self._cycle) is not None and not cycle.response_complete:
             cycle.disconnected = True
             cycle.message_event.set()
         if cycle is None or cycle.response_complete or not cycle.response_started:
-            self.transport.write(_answer(status, error, *headers))
-        # For a second: so that its client reads why, and is not cut while it sends.
-        asyncio.get_running_loop().call_later(LINGER_S if self._stays else 0, self.transport.close)
+            response, phrase = error.response(), HTTPStatus(error.status).phrase
+            lines = (f"HTTP/1.1 {error.status} {phrase}".encode(), *map(b": ".join, response.raw_headers))
+            self.transport.write(b"\r\n".join([*lines, b"connection: close", b"", bytes(response.body)]))
+        asyncio.get_running_loop().call_later(self._linger_s, self.transport.close)
         self._drop()
 
     def pause_writing(self) -> None:
@@ -170,16 +165,11 @@ class WatchedConnection(asyncio.Protocol):
             if now > self.unread_since + unread_s:
                 self.transport.abort()  # closing would wait for the client to read
         elif not self._refused and not self.running and now > self.since + headers_s:
-            if self._began and not self.transport.is_closing():
-                message = f"a request's headers must be sent within {headers_s:g} s (--header-timeout)"
-                self.transport.write(_answer("408 Request Timeout", ApiError(408, message, code="timeout")))
-            self.transport.close()
-
-
-def _answer(status: str, error: ApiError, *headers: str) -> bytes:
-    body = json.dumps(error.body()).encode()
-    lines = (f"HTTP/1.1 {status}", "Content-Type: application/json", "Connection: close", *headers)
-    return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
+            if not self._began or self.transport.is_closing():
+                self.transport.close()
+                return
+            message = f"a request's headers must be sent within {headers_s:g} s (--header-timeout)"
+            self.refuse(ApiError(408, message, code="timeout"))
 
 
 class DrainingServer(uvicorn.Server):

@@ -115,8 +115,8 @@ class HostGuard:
 
 
 class BodyLimit:
-    """Refuses bodies that are too long, without keeping them, too slow, or without a valid key. One that is too long
-    for its path (`ServerState.body_bytes`), but not for the server, is read and not kept, so the client reads why."""
+    """Refuses bodies that are too long, for the server or their path (`ServerState.body_bytes`), too slow, or without a
+    valid key."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app, self._state, self._max_bytes = app, state, state.settings.max_body_bytes
@@ -161,18 +161,13 @@ class BodyLimit:
             message = await receive()
             if message["type"] != "http.request":
                 return None
-            part = message.get("body", b"")
-            read += len(part)
-            if read > self._max_bytes:
-                raise _refusal(self._max_bytes)
+            parts.append(message.get("body", b""))
+            read += len(parts[-1])
             if read > limit:
-                parts.clear()
-            else:
-                take(len(part))
-                parts.append(part)
+                why = ", which is more than any text that fits the model's context" if limit < self._max_bytes else ""
+                raise _refusal(limit, why)
+            take(len(parts[-1]))
             if not message.get("more_body"):
-                if read > limit:
-                    raise _refusal(limit, ", which is more than any text that fits the model's context")
                 return b"".join(parts)
 
 

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import lru_cache
 
 from cacheblend.core.errors import StoreError
 from cacheblend.core.names import BlockName
@@ -18,20 +18,13 @@ from cacheblend.store.documents import DocumentRecord
 LIST_REFRESH_S = 5.0
 """Seconds after which the store's list is read again, in a thread: other processes may store and drop chunks."""
 
-_MAX_SALTS, _MAX_ROOTS = 4096, 64  # remembered per key; whose documents are
+_MAX_SALTS = 4096  # remembered per key
 _COUNT_VALID_S = 2.0  # for which a count of a key's stored bytes is used
 
 
 def tenant_of(key: ApiKey, salt: str) -> str:
     """The name space of a key's blocks, or the part of it under a client's own salt."""
     return f"{key.tenant}\x1f{salt}" if salt else key.tenant
-
-
-@dataclass(eq=False)
-class _Documents:
-    at: float = float("-inf")  # when they were read, by `time.monotonic`
-    of_chunk: Mapping[BlockName, list[DocumentRecord]] = field(default_factory=dict)
-    reading: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Tenants:
@@ -42,10 +35,12 @@ class Tenants:
         self._lock, self._pinning = threading.Lock(), threading.Lock()
         # Every chunk by its root: what one key asks for takes the same time whatever the others have stored.
         self._listing = ChunkListing(engine.store, None, 1, LIST_REFRESH_S)
+        self.get = self._listing.get
         engine.listen(lambda manifest: self._listing.add([manifest]))
         self._salts: dict[str, dict[str, None]] = {}
         self._rooted: tuple[object, dict[str, BlockName]] = None, {}  # the model, and its root of each tenant
-        self._documents: dict[BlockName, _Documents] = {}  # of a root
+        self._changes: dict[BlockName, int] = {}  # how often a root's documents have changed
+        self._referring = lru_cache(64)(lambda root, *_: referring(engine.store, root))
         # By key's name: bytes that were stored at a time, with those reserved since, and that time.
         self._counted: dict[str, tuple[int, float]] = {}
 
@@ -60,51 +55,31 @@ class Tenants:
 
     def manifests(self, key: ApiKey) -> list[ChunkManifest]:
         """Chunks of a key, under any of its remembered salts. Raises as `names`."""
-        found = (self._listing.get(name) for names in self.names(key) for name in names)
+        found = (self.get(name) for names in self.names(key) for name in names)
         return [manifest for manifest in found if manifest is not None]
 
     def names(self, key: ApiKey) -> list[Sequence[BlockName]]:
-        """Ids of a key's chunks, ordered, for each of its remembered salts that has any. Chunks that another process
-        stored or dropped are known some seconds later. Raises `StoreError`."""
+        """Ids of a key's chunks, ordered, of each of its remembered salts. Chunks that another process stored or
+        dropped are known some seconds later. Raises `StoreError`."""
         self._listing.refresh()
         if not self._listing.has_read:
             self._listing.update()
-        return [names for root in self.roots(key) if (names := self._listing.names(root))]
-
-    def find(self, key: ApiKey, chunk_id: BlockName) -> ChunkManifest | None:
-        """The chunk of this id, if it is the key's. Raises as `names`."""
-        found = self.get(chunk_id)
-        return found if found is not None and found.root in self.roots(key) else None
-
-    def get(self, chunk_id: BlockName) -> ChunkManifest | None:
-        """The chunk of this id, whoever's it is."""
-        return self._listing.get(chunk_id)
+        return [self._listing.names(root) for root in self.roots(key)]
 
     def roots(self, key: ApiKey) -> set[BlockName]:
         """The roots of a key's chunks, under any of its remembered salts."""
         model = self._engine.follow()
         with self._lock:
-            salts = list(self._salts.get(key.name, {"": None}))
+            tenants = [tenant_of(key, salt) for salt in self._salts.get(key.name, {"": None})]
             if self._rooted[0] is not model:
                 self._rooted = model, {}
             known = self._rooted[1]
-        tenants = [tenant_of(key, salt) for salt in salts]
-        for tenant in tenants:
-            if tenant not in known:
-                known[tenant] = model.planner_of(tenant).root
-        return {known[tenant] for tenant in tenants}
+            known |= {each: model.planner_of(each).root for each in tenants if each not in known}
+        return {known[each] for each in tenants}
 
     def documents(self, root: BlockName) -> Mapping[BlockName, list[DocumentRecord]]:
-        """The documents that have each chunk of a root, as `referring`; those that another process has changed are
-        known some seconds later. Raises `StoreError`."""
-        with self._lock:
-            kept = self._documents.setdefault(root, _Documents())
-            if len(self._documents) > _MAX_ROOTS:
-                del self._documents[next(iter(self._documents))]
-        with kept.reading:
-            if time.monotonic() > kept.at + LIST_REFRESH_S:
-                kept.at, kept.of_chunk = time.monotonic(), referring(self._engine.store, root)
-            return kept.of_chunk
+        """As `referring`; changes by another process are known some seconds later. Raises `StoreError`."""
+        return self._referring(root, self._changes.get(root, 0), time.monotonic() // LIST_REFRESH_S)
 
     def forget(self, chunk_ids: Iterable[BlockName], root: BlockName | None = None, by: ApiKey | None = None) -> None:
         """Takes dropped chunks off the list, and discards the count of stored bytes of a key that has deleted them;
@@ -112,7 +87,7 @@ class Tenants:
         self._listing.forget(chunk_ids)
         with self._lock:
             if root is not None:
-                self._documents.pop(root, None)
+                self._changes[root] = self._changes.get(root, 0) + 1
             self._counted.pop(by.name if by else "", None)
 
     def bytes_of(self, manifests: list[ChunkManifest]) -> int:

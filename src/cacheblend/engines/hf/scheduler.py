@@ -11,6 +11,7 @@ Knows the engine; knows nothing of HTTP.
 
 import contextlib
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -152,7 +153,7 @@ class Ticket(PrefillJob):
 
 
 _LEAST_LOGPROB = -9999.0  # as in OpenAI's API: JSON has no infinity
-PASSES = 4  # requests for each place, that pass one of so many answers that it needs more places than are free
+PASSES = 4  # for each place, requests that pass one whose answers do not fit; then it is its turn
 _CATCH_UP_SHARE = 0.1  # share of the time for missed chunks
 logger = logging.getLogger("cacheblend.engine")
 
@@ -290,7 +291,10 @@ class Scheduler:
             with self._lock:
                 # Choices count, not requests, since each has its own KV cache.
                 running: int = sum(ticket.ask.choices for ticket in (*self._batcher, *self._answering))
-                if (ticket := self._next(self._limits.active - running, alone=not running)) is None:
+                free = self._limits.active - running if running else sys.maxsize
+                patience = PASSES * self._limits.active
+                due = (each for each in self._waiting if each.ask.choices <= free or each.passed >= patience)
+                if (ticket := next(due, None)) is None or ticket.ask.choices > free:
                     return
                 if self.active and (engine.view is not self._view or engine.adapters.has_changed()):
                     return  # the requests that run end with the adapters that they began with
@@ -314,16 +318,6 @@ class Scheduler:
             self._view = state.survey.view
             self._batcher.add(ticket)
             self._opening = None
-
-    def _next(self, free: int, *, alone: bool) -> Ticket | None:
-        """The first waiting request that fits. One of many answers is passed by others until it has waited for so many;
-        then none is admitted before it: it waits for those that run, and for no more."""
-        for ticket in self._waiting if free > 0 else ():
-            if alone or ticket.ask.choices <= free:
-                return ticket
-            if ticket.passed >= PASSES * self._limits.active:
-                return None
-        return None
 
     def _prefill(self) -> None:
         left = self._limits.row_layers

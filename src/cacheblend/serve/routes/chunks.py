@@ -55,8 +55,8 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
         # How long it takes says nothing of what other keys have stored.
         def show(page: list[ChunkManifest]) -> list[dict[str, Any]]:
             having = [tenants.documents(manifest.root).get(manifest.chunk_id, ()) for manifest in page]
-            ids = [sorted(record.id for record in records) for records in having]
-            return [shown | {"documents": each} for shown, each in zip(_shown(state, page), ids, strict=True)]
+            shown = zip(_shown(state, page), having, strict=True)
+            return [each | {"documents": sorted(record.id for record in records)} for each, records in shown]
 
         return page_of(tenants.names(key), limit, after, tenants.get, show)
 
@@ -177,7 +177,8 @@ def _find(state: ServerState, key: ApiKey, chunk_id: str) -> ChunkManifest:
         name = BlockName(bytes.fromhex(chunk_id))
     except ValueError:
         name = BlockName(b"")
-    if (manifest := state.tenants.find(key, name)) is None:
+    manifest = state.tenants.get(name)
+    if manifest is None or manifest.root not in state.tenants.roots(key):
         raise ApiError(404, f"there is no chunk {chunk_id[:80]!r}", code="chunk_not_found")
     return manifest
 

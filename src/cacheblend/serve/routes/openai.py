@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any, ClassVar
 
 from fastapi import FastAPI, Request
@@ -34,7 +34,7 @@ from cacheblend.serve.tool_calls import CallReader
 
 DONE = "data: [DONE]\n\n"
 EVENT_STREAM: dict[str, Any] = {"media_type": "text/event-stream", "headers": {"Cache-Control": "no-cache"}}
-PIECE = 1 << 14  # characters of a whole response that are made and sent at a time
+PARTS = 4096  # numbers, texts and what is between them, of a whole response, that are made and sent at a time
 TokenText = Callable[[int], str]
 
 
@@ -70,7 +70,9 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
         whole = await unless_disconnected(request, whole_response(running, form, engine.name))
         if running.ask.logprobs is None:
             return JSONResponse(whole)
-        return StreamingResponse(json_pieces(whole), media_type="application/json")  # made on a thread
+        parts = json.JSONEncoder(ensure_ascii=False).iterencode(whole)
+        pieces = iter(lambda: "".join(islice(parts, PARTS)), "")  # each made on a thread, when it can be sent
+        return StreamingResponse(pieces, media_type="application/json")
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, asked: ChatRequest, key: Key) -> Any:
@@ -145,6 +147,17 @@ def _detokenize(state: ServerState, asked: DetokenizeRequest) -> dict[str, Any]:
     return {"prompt": engine.tokenizer.decode(asked.tokens, clean_up_tokenization_spaces=False)}
 
 
+class LazyList(list[Any]):
+    """A list whose items are made while a JSON encoder goes through it, once."""
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        super().__init__([...])  # not empty
+        self._items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._items
+
+
 @dataclass(frozen=True)
 class ChatFormat:
     """``chat.completion``; for one request."""
@@ -183,10 +196,10 @@ class ChatFormat:
             if calls:
                 message["tool_calls"] = calls
             reason = reason and reader.finish_reason(reason)
-        logprobs = None
-        if any(event.logprob is not None for event in events):
+        logprobs = self._logprobs(events[:1])
+        if logprobs is not None:
             found = filter(None, (self._logprobs([event]) for event in events))
-            logprobs = {"content": (token for each in found for token in each["content"]), "refusal": None}
+            logprobs["content"] = LazyList(token for each in found for token in each["content"])
         return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, events: list[TokenEvent]) -> dict[str, Any] | None:
@@ -218,10 +231,10 @@ class CompletionFormat:
         return self._choice(event.choice, [event], offset)
 
     def choice(self, number: int, events: list[TokenEvent]) -> dict[str, Any]:
-        return self._choice(number, events, 0, gather=iter)
+        return self._choice(number, events, 0, LazyList)
 
     def _choice(
-        self, number: int, events: list[TokenEvent], offset: int, gather: Callable[[Iterator[Any]], Any] = list
+        self, number: int, events: list[TokenEvent], offset: int, many: type[list[Any]] = list
     ) -> dict[str, Any]:
         text, reason = _text_and_reason(events)
         found = [event for event in events if event.token_id is not None and event.logprob is not None]
@@ -229,7 +242,7 @@ class CompletionFormat:
         logprobs = {
             "tokens": tokens,
             "token_logprobs": [event.logprob for event in found],
-            "top_logprobs": gather({self.token_text(token): value for token, value in event.top} for event in found),
+            "top_logprobs": many({self.token_text(token): value for token, value in each.top} for each in found),
             "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)),
         }
         return {"index": number, "text": text, "logprobs": logprobs if found else None, "finish_reason": reason}
@@ -244,7 +257,7 @@ def _text_and_reason(events: list[TokenEvent]) -> tuple[str, str | None]:
 
 
 async def whole_response(running: RunningRequest, form: AnswerFormat, model: str) -> dict[str, Any]:
-    """The response in one piece, for `json_pieces`; raises the error that ended the request."""
+    """The response in one piece, as JSON; raises the error that ended the request."""
     choices: list[list[TokenEvent]] = [[] for _ in range(running.ask.choices)]
     async for event in running.events():
         choices[event.choice].append(event)
@@ -255,33 +268,6 @@ async def whole_response(running: RunningRequest, form: AnswerFormat, model: str
         "usage": usage_of(running.ask, running.report, generated),
         "cacheblend": report_of(running.report),
     }
-
-
-def json_pieces(value: Any) -> Iterator[str]:
-    """A value as JSON, some kilobytes at a time. An iterator is a list: no more of it is made than is sent."""
-    waiting = ""
-    for part in _json_parts(value):
-        waiting += part
-        if len(waiting) > PIECE:
-            yield waiting
-            waiting = ""
-    yield waiting
-
-
-def _json_parts(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        for number, (name, item) in enumerate(value.items()):
-            yield f"{', ' if number else '{'}{json.dumps(name)}: "
-            yield from _json_parts(item)
-        yield "}" if value else "{}"
-    elif isinstance(value, list | Iterator):
-        number = -1
-        for number, item in enumerate(value):
-            yield ", " if number else "["
-            yield from [json.dumps(item, ensure_ascii=False)] if isinstance(value, Iterator) else _json_parts(item)
-        yield "[]" if number < 0 else "]"
-    else:
-        yield json.dumps(value, ensure_ascii=False)
 
 
 async def streamed_response(
