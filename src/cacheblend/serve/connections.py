@@ -41,6 +41,7 @@ class WatchedConnection(asyncio.Protocol):
 
     app: Any
     transport: asyncio.Transport
+    cycle: Any  # uvicorn's, of the request that has come last; None: there was none
     connections: set[Any]
     most: int  # connections at a time
     open: set[Any]
@@ -52,8 +53,8 @@ class WatchedConnection(asyncio.Protocol):
         self.unread_since: float | None = None  # since when the client does not read; None: it does
         self._inner, self.app = self.app, self._serve
         self._began = self._refused = False
-        self._counted: Any = None  # the request, as uvicorn's cycle, that these bytes and line ends are of
-        self._head = self._body = self._lines = self._dropped = 0
+        self._phase: Any = None  # the request that has come last, and whether its body comes, or the next one's head
+        self._read = self._lines = self._dropped = 0  # bytes and line ends of it; bytes that are not parsed
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_cut = False
@@ -61,7 +62,7 @@ class WatchedConnection(asyncio.Protocol):
         async def sending(message: Message) -> None:
             """An answer to a request whose body has not come ends the connection: all of it would have to be parsed."""
             nonlocal is_cut
-            if message["type"] == "http.response.start" and self._cycle.scope is scope and self._cycle.more_body:
+            if message["type"] == "http.response.start" and self.cycle.scope is scope and self.cycle.more_body:
                 is_cut = True
                 message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
             elif is_cut and not message.get("more_body"):
@@ -102,30 +103,25 @@ class WatchedConnection(asyncio.Protocol):
                 if self._dropped > LINGER_BYTES:
                     self.transport.close()
                 return
-            if (cycle := self._cycle) is not self._counted:
-                self._counted, self._head, self._body, self._lines = cycle, 0, 0, 0
-            is_body = cycle is not None and cycle.more_body
-            if is_body and any(name == b"transfer-encoding" for name, _ in cycle.scope["headers"]):
-                self._body, self._lines = self._body + len(part), self._lines + part.count(b"\r\n")
-                if self._lines > LINES + self._body // LINE_BYTES:
-                    message = "the body comes in tiny chunks; send it with a content-length, or in larger ones"
-                    self.refuse(ApiError(400, message, code="tiny_chunks"))
-                    continue
-            super().data_received(part)
-            if self._cycle is cycle and not is_body:
-                self._head += len(part)
-                if self._head > (SLICE if self._is_waiting else PIPELINED):
-                    self.refuse(ApiError(431, f"headers may have at most {SLICE:,} bytes", code="too_long"))
+            is_body = self.cycle is not None and self.cycle.more_body
+            if self._phase != (self.cycle, is_body):
+                self._phase, self._read, self._lines = (self.cycle, is_body), 0, 0
+            if is_body and any(name == b"transfer-encoding" for name, _ in self.cycle.scope["headers"]):
+                self._lines += part.count(b"\r\n")
+            if self._lines > LINES + self._read // LINE_BYTES:
+                message = "the body comes in tiny chunks; send it with a content-length, or in larger ones"
+                self.refuse(ApiError(400, message, code="tiny_chunks"))
+            elif not is_body and self._read >= (SLICE if self._is_waiting else PIPELINED):
+                self.refuse(ApiError(431, f"headers may have at most {SLICE:,} bytes", code="too_long"))
+            else:
+                self._read += len(part)
+                super().data_received(part)
         if not self._is_waiting:
             self.waiting.pop(self, None)
 
     @property
-    def _cycle(self) -> Any:  # uvicorn's, of the request that has come last; None: there was none
-        return getattr(self, "cycle", None)
-
-    @property
     def _is_waiting(self) -> bool:  # it has no request, not even one whose answer begins in a moment
-        is_answered = self._cycle is None or self._cycle.response_complete
+        is_answered = self.cycle is None or self.cycle.response_complete
         return not self._refused and not self.running and is_answered
 
     @property
@@ -140,7 +136,7 @@ class WatchedConnection(asyncio.Protocol):
 
     def refuse(self, error: ApiError) -> None:
         """Ends the connection; with the error, unless it is amid an answer."""
-        if (cycle := self._cycle) is not None and not cycle.response_complete:
+        if (cycle := self.cycle) is not None and not cycle.response_complete:
             cycle.disconnected = True
             cycle.message_event.set()
         if cycle is None or cycle.response_complete or not cycle.response_started:
