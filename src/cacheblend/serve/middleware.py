@@ -28,7 +28,7 @@ HEADERS = {
 """Of every answer: no type but the given one, and no frame in another page."""
 BODIES = 8  # bodies of the longest kind that are in memory at a time; half of them, where there is one tenant
 LARGE = 1 << 16  # bytes from which on a body is looked at before it is parsed
-VALUES, CONTAINERS = 1 << 18, 1 << 16
+VALUES, CONTAINERS = 1 << 18, 1 << 14
 """Values, and lists and objects, of a body: these are parsed and checked in a tenth of a second."""
 FREE = 1 << 16  # bytes of every body that count against no bound: short requests are read whatever long ones there are
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)

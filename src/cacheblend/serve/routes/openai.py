@@ -231,18 +231,16 @@ class CompletionFormat:
         return self._choice(event.choice, [event], offset)
 
     def choice(self, number: int, events: list[TokenEvent]) -> dict[str, Any]:
-        return self._choice(number, events, 0, LazyList)
+        return self._choice(number, events, 0)
 
-    def _choice(
-        self, number: int, events: list[TokenEvent], offset: int, many: type[list[Any]] = list
-    ) -> dict[str, Any]:
+    def _choice(self, number: int, events: list[TokenEvent], offset: int) -> dict[str, Any]:
         text, reason = _text_and_reason(events)
         found = [event for event in events if event.token_id is not None and event.logprob is not None]
         tokens = [self.token_text(event.token_id or 0) for event in found]
         logprobs = {
             "tokens": tokens,
             "token_logprobs": [event.logprob for event in found],
-            "top_logprobs": many({self.token_text(token): value for token, value in each.top} for each in found),
+            "top_logprobs": [{self.token_text(token): value for token, value in event.top} for event in found],
             "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)),
         }
         return {"index": number, "text": text, "logprobs": logprobs if found else None, "finish_reason": reason}
