@@ -114,7 +114,7 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
 
     @app.post("/playground/explain", include_in_schema=False)
     async def explain(request: Request, asked: Explain, key: Key) -> dict[str, Any]:
-        found = await state.run_serially(request, lambda: _explain(state, asked, key))
+        found: dict[str, Any] = await state.run_serially(request, lambda: _explain(state, asked, key))
         return found | {"expected": expected(asked.question, [each.text for each in asked.documents])}
 
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
