@@ -14,6 +14,7 @@ from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.sampling import Sampler
 from cacheblend.engines.hf.scheduler import (
+    PASSES,
     Ask,
     ClosedError,
     DoneEvent,
@@ -221,6 +222,31 @@ def test_a_request_for_more_answers_than_the_limit_runs_alone(schedule: Schedule
     listeners = [submit(scheduler, RAG, choices=choices) for choices in (1, 3, 1)]
     assert [listener.wait().error for listener in listeners] == [None] * 3
     assert [len(listener.tokens) for listener in listeners] == [1, 3, 1]
+
+
+def test_many_answers_are_passed_by_one_and_not_for_ever(engine: BlendEngine) -> None:
+    scheduler = Scheduler(engine, Limits(active=2), has_thread=False)
+    ended = list[str]()
+
+    def ask(name: str, tokens: int = 1, choices: int = 1) -> Ticket:
+        params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+        done = lambda event: ended.append(name) if isinstance(event, DoneEvent) else None  # noqa: E731
+        return scheduler.submit(Ask(RAG, params, choices=choices), done)
+
+    stream = ask("stream", 100_000)
+    scheduler.run()
+    ask("two", choices=2)
+    shorts = [str(number) for number in range(PASSES * 2 + 3)]
+    for name in shorts:
+        ask(name)
+    for _ in range(100):
+        scheduler.run()
+    assert ended == shorts[: PASSES * 2]  # beside the stream; then it is the turn of the two
+    stream.cancel()
+    for _ in range(100):
+        scheduler.run()
+    assert ended == [*shorts[: PASSES * 2], "stream", "two", *shorts[PASSES * 2 :]]
+    scheduler.close()
 
 
 @pytest.mark.parametrize("is_idle", [True, False])

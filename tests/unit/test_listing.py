@@ -314,7 +314,7 @@ def test_nobody_waits_while_a_long_list_is_applied(monkeypatch: pytest.MonkeyPat
     def step() -> None:
         answers.append(found(listing))
         answers.append({chunk.chunk_id for chunk in listing.take_changes(64).added})
-        answers.append([chunk.chunk_id for chunk in listing.chunks(another)])
+        answers.append(list(listing.names(another)))
         answers.append(found(listing, root_name("nobody", "float32")))
         answers.append(found(listing, another))
         listing.observe({first.chunk_id: False})

@@ -84,7 +84,7 @@ def test_pages_have_every_entry_of_the_list_once(names: list[BlockName], limit: 
         return name if name in wanted else None
 
     for _ in range(len(names) + 1):
-        page = page_of(names, limit, after, entry, lambda page: [name.hex() for name in page])
+        page = page_of([names], limit, after, entry, lambda page: [name.hex() for name in page])
         assert len(page["data"]) <= limit
         assert len(read) <= (limit + 1) * every  # up to the first entry of the next page
         read.clear()
@@ -94,7 +94,7 @@ def test_pages_have_every_entry_of_the_list_once(names: list[BlockName], limit: 
         after = page["last_id"]
     assert found == [name.hex() for name in wanted]
     names = [BlockName(bytes([number])) for number in (1, 3, 5)]
-    assert page_of(names, 2, "02", lambda name: name, list)["data"] == names[1:]  # a page's last entry may be gone
+    assert page_of([names], 2, "02", lambda name: name, list)["data"] == names[1:]  # a page's last entry may be gone
 
 
 CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")

@@ -71,6 +71,7 @@ class ChunkListing:
         self._forgotten: set[BlockName] = set()  # since the last reading began
         self._lost: set[BlockName] = set()  # listed, and announced as taken off
         self._by_root: dict[BlockName, dict[BlockName, ChunkManifest]] = {}
+        self._ordered: dict[BlockName, list[BlockName]] = {}  # names of a root's chunks, since it has changed
         self._lock = threading.RLock()  # of everything above; for moments, never while the store is asked
         self._applying = threading.RLock()  # of one change at a time, with the making of changed indexes
         self._is_closed = False
@@ -162,11 +163,16 @@ class ChunkListing:
             self._forgotten.update(chunk.chunk_id for chunk in gone)
             self._apply(ListChanges(removed=gone))
 
-    def chunks(self, root: BlockName) -> list[ChunkManifest]:
-        """The known chunks of a root, ordered by id; takes constant time in the chunks of other roots."""
+    def names(self, root: BlockName) -> Sequence[BlockName]:
+        """The ids of a root's known chunks, ordered; takes constant time, unless these have changed."""
         with self._lock:
-            listed = self._by_root.get(root, {})
-            return [listed[name] for name in sorted(listed)]
+            if root in self._by_root and root not in self._ordered:
+                self._ordered[root] = sorted(self._by_root[root])
+            return self._ordered.get(root, ())
+
+    def get(self, chunk_id: BlockName) -> ChunkManifest | None:
+        """A known chunk of any root."""
+        return self._listed.get(chunk_id)
 
     def observe(self, held: Mapping[BlockName, bool]) -> None:
         """Reports chunks as removed or back, by whether a look-up found their blocks: evicted chunks stay listed."""
@@ -244,6 +250,8 @@ class ChunkListing:
             for chunk in changes.added:
                 self._listed[chunk.chunk_id] = chunk
                 self._by_root.setdefault(chunk.root, {})[chunk.chunk_id] = chunk
+            for root in roots:
+                self._ordered.pop(root, None)
             for root in roots & self._indexes.keys():
                 if root in changed:
                     self._indexes[root] = changed[root]

@@ -5,7 +5,8 @@ nobody reads), and stops in order.
     at most headers_s ┘  reading: unread_s └ at most headers_s
 
 uvicorn closes a connection on which nothing more comes behind an answer, and no other. What a body may take is bounded
-by `BodyLimit`.
+by `BodyLimit`; here, whichever parser uvicorn has, what is parsed: heads of a few kilobytes, chunks that are not tiny,
+and nothing of a body whose request was answered without it.
 
 Each takes a file descriptor, which the store needs, too. So there is a bound: one more than that ends the connection
 that has waited longest without a request, or is refused where all have one. At the end requests may finish for a while;
@@ -13,17 +14,17 @@ streams that do not end with an error event, and posts that store with 503.
 """
 
 import asyncio
-import json
 import logging
 import resource
 import signal
 import socket
 import time
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 import uvicorn
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.state import ServerState
@@ -31,16 +32,25 @@ from cacheblend.serve.state import ServerState
 logger = logging.getLogger("cacheblend.serve")
 MORE_S = 5  # seconds in which the last events are sent, once the time for requests is over
 TICKS = 5  # of uvicorn's, ten a second, between two looks at the connections
+BACKLOG = 256  # connections that are taken in a row, before others have their turn
+SLICE, PIPELINED = 1 << 14, 1 << 19
+"""Bytes that are parsed before they are counted, and those of a request's head, at most; in front of an answer."""
+LINES, LINE_BYTES = 1024, 8  # line ends of a chunked body, which has two for each chunk, and bytes for each one more
+LINGER_S, LINGER_BYTES = 1.0, 1 << 25  # in which a refused client may go on sending, so that it reads why
 
 
 class WatchedConnection(asyncio.Protocol):
-    """Mixed into uvicorn's protocols: knows since when a connection waits for its client."""
+    """Mixed into uvicorn's protocols: knows since when a connection waits for its client. `open` and `waiting` are the
+    server's: connections that are not refused, and those of them without a request, who waits longest first."""
 
     app: Any
     transport: asyncio.Transport
+    cycle: Any  # uvicorn's, of the request that has come last; None: there was none
     connections: set[Any]
     most: int  # connections at a time
     on_refused: Callable[[], None]
+    open: set[Any]
+    waiting: dict[Any, None]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -48,44 +58,99 @@ class WatchedConnection(asyncio.Protocol):
         self.unread_since: float | None = None  # since when the client does not read; None: it does
         self._inner, self.app = self.app, self._serve
         self._began = self._refused = False
+        self._phase: Any = None  # the request that has come last, and whether its body comes, or the next one's head
+        self._read = self._lines = self._dropped = 0  # bytes and line ends of it; bytes that are not parsed
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_cut = False
+
+        async def sending(message: Message) -> None:
+            """An answer to a request whose body has not come ends the connection: all of it would have to be parsed."""
+            nonlocal is_cut
+            if message["type"] == "http.response.start" and self.cycle.scope is scope and self.cycle.more_body:
+                is_cut = True
+                message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+            elif is_cut and not message.get("more_body"):
+                await send({**message, "more_body": True})
+                self._drop()
+                while not self.transport.is_closing() and time.monotonic() < self.since + self._linger_s:
+                    await asyncio.sleep(LINGER_S / 20)
+                message = {"type": "http.response.body"}
+            await send(message)
+
         self.running += 1
         try:
-            await self._inner(scope, receive, send)
+            await self._inner(scope, receive, sending)
         finally:
             self.running -= 1
             self.since, self._began = time.monotonic(), False
+            if self._is_waiting:
+                self.waiting[self] = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        watched = [each for each in self.connections if isinstance(each, WatchedConnection)]
-        open_ones = [each for each in watched if not each._refused and not each.transport.is_closing()]
-        if len(open_ones) > self.most:
-            waiting = [each for each in open_ones if each.is_waiting and each is not self]
-            min(waiting, key=lambda each: each.since, default=self).refuse()
+        self.open.add(self)
+        self.waiting[self] = None
+        if len(self.open) > self.most:
+            self.on_refused()
+            message = f"{self.most:,} connections are open (--connections); try again"
+            next(iter(self.waiting)).refuse(ApiError(503, message, code="too_many_connections", retry_after_s=5))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._drop()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not self._refused:
-            self._began = True
-            super().data_received(data)
+        self._began = True
+        for at in range(0, len(data), SLICE):
+            part = data[at : at + SLICE]
+            if self._refused or self.transport.is_closing():
+                self._dropped += len(data) - at
+                if self._dropped > LINGER_BYTES:
+                    self.transport.close()
+                return
+            is_body = self.cycle is not None and self.cycle.more_body
+            if self._phase != (self.cycle, is_body):
+                self._phase, self._read, self._lines = (self.cycle, is_body), 0, 0
+            if is_body and any(name == b"transfer-encoding" for name, _ in self.cycle.scope["headers"]):
+                self._lines += part.count(b"\r\n")
+            if self._lines > LINES + self._read // LINE_BYTES:
+                message = "the body comes in tiny chunks; send it with a content-length, or in larger ones"
+                self.refuse(ApiError(400, message, code="tiny_chunks"))
+            elif not is_body and self._read >= (SLICE if self._is_waiting else PIPELINED):
+                self.refuse(ApiError(431, f"headers may have at most {SLICE:,} bytes", code="too_long"))
+            else:
+                self._read += len(part)
+                super().data_received(part)
+        if not self._is_waiting:
+            self.waiting.pop(self, None)
 
     @property
-    def is_waiting(self) -> bool:
-        """It has no request, not even one whose answer begins in a moment (uvicorn's ``cycle``)."""
-        cycle = getattr(self, "cycle", None)
-        return not self.running and (cycle is None or cycle.response_complete)
+    def _is_waiting(self) -> bool:  # it has no request, not even one whose answer begins in a moment
+        is_answered = self.cycle is None or self.cycle.response_complete
+        return not self._refused and not self.running and is_answered
 
-    def refuse(self) -> None:
-        """Ends the connection with 503, since there are too many."""
-        self._refused = True
-        self.on_refused()
-        message = f"{self.most:,} connections are open (--connections); try again"
-        error = ApiError(503, message, code="too_many_connections")
-        self.transport.write(_answer("503 Service Unavailable", error, "Retry-After: 5"))
-        stays = len(self.connections) <= self.most + self.most // 4 + 8  # a flood of refused ones takes no files either
-        # For a second: so that its client reads why, and is not cut while it sends.
-        asyncio.get_running_loop().call_later(1.0 if stays else 0, self.transport.close)
+    @property
+    def _linger_s(self) -> float:  # a flood of refused connections takes no files either
+        return LINGER_S if len(self.connections) <= self.most + self.most // 4 + 8 else 0
+
+    def _drop(self) -> None:
+        """From now on nothing more is parsed of what comes."""
+        self._refused, self.since = True, time.monotonic()
+        self.open.discard(self)
+        self.waiting.pop(self, None)
+
+    def refuse(self, error: ApiError) -> None:
+        """Ends the connection; with the error, unless it is amid an answer."""
+        if (cycle := self.cycle) is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if cycle is None or cycle.response_complete or not cycle.response_started:
+            response, phrase = error.response(), HTTPStatus(error.status).phrase
+            lines = (f"HTTP/1.1 {error.status} {phrase}".encode(), *map(b": ".join, response.raw_headers))
+            self.transport.write(b"\r\n".join([*lines, b"connection: close", b"", bytes(response.body)]))
+        asyncio.get_running_loop().call_later(self._linger_s, self.transport.close)
+        self._drop()
 
     def pause_writing(self) -> None:
         self.unread_since = time.monotonic()
@@ -102,16 +167,11 @@ class WatchedConnection(asyncio.Protocol):
             if now > self.unread_since + unread_s:
                 self.transport.abort()  # closing would wait for the client to read
         elif not self._refused and not self.running and now > self.since + headers_s:
-            if self._began and not self.transport.is_closing():
-                message = f"a request's headers must be sent within {headers_s:g} s (--header-timeout)"
-                self.transport.write(_answer("408 Request Timeout", ApiError(408, message, code="timeout")))
-            self.transport.close()
-
-
-def _answer(status: str, error: ApiError, *headers: str) -> bytes:
-    body = json.dumps(error.body()).encode()
-    lines = (f"HTTP/1.1 {status}", "Content-Type: application/json", "Connection: close", *headers)
-    return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
+            if not self._began or self.transport.is_closing():
+                self.transport.close()
+                return
+            message = f"a request's headers must be sent within {headers_s:g} s (--header-timeout)"
+            self.refuse(ApiError(408, message, code="timeout"))
 
 
 class DrainingServer(uvicorn.Server):
@@ -119,6 +179,7 @@ class DrainingServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
         config.timeout_graceful_shutdown = round(state.settings.drain_s) + MORE_S
+        config.backlog = BACKLOG
         super().__init__(config)
         self._state = state
 
@@ -128,8 +189,9 @@ class DrainingServer(uvicorn.Server):
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         fitting = most if files == resource.RLIM_INFINITY else min(most, max(1, files // 2))
         named = f"WatchedConnection{protocol.__name__}"
-        watched = {"most": fitting, "on_refused": staticmethod(self._state.metrics.refused_connection)}
-        self.config.http_protocol_class = type(named, (WatchedConnection, protocol), watched)
+        own = {"most": fitting, "open": set(), "waiting": {}}
+        own |= {"on_refused": staticmethod(self._state.metrics.refused_connection)}
+        self.config.http_protocol_class = type(named, (WatchedConnection, protocol), own)
         await super().startup(sockets)
 
     async def on_tick(self, counter: int) -> bool:

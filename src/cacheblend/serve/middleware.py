@@ -30,7 +30,7 @@ ASKED = ("/v1/", "/tokenize", "/detokenize", "/playground/explain")
 """Paths whose requests are counted and logged: no probe's, no scrape's, not those of the page's files."""
 BODIES = 8  # bodies of the longest kind that are in memory at a time; half of them, where there is one tenant
 LARGE = 1 << 16  # bytes from which on a body is looked at before it is parsed
-VALUES, CONTAINERS = 1 << 18, 1 << 16
+VALUES, CONTAINERS = 1 << 18, 1 << 14
 """Values, and lists and objects, of a body: these are parsed and checked in a tenth of a second."""
 FREE = 1 << 16  # bytes of every body that count against no bound: short requests are read whatever long ones there are
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
@@ -122,8 +122,8 @@ class HostGuard:
 
 
 class BodyLimit:
-    """Refuses bodies that are too long, without keeping them, too slow, or without a valid key. One that is too long
-    for its path (`ServerState.body_bytes`), but not for the server, is read and not kept, so the client reads why."""
+    """Refuses bodies that are too long, for the server or their path (`ServerState.body_bytes`), too slow, or without a
+    valid key."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app, self._state, self._max_bytes = app, state, state.settings.max_body_bytes
@@ -168,18 +168,13 @@ class BodyLimit:
             message = await receive()
             if message["type"] != "http.request":
                 return None
-            part = message.get("body", b"")
-            read += len(part)
-            if read > self._max_bytes:
-                raise _refusal(self._max_bytes)
+            parts.append(message.get("body", b""))
+            read += len(parts[-1])
             if read > limit:
-                parts.clear()
-            else:
-                take(len(part))
-                parts.append(part)
+                why = ", which is more than any text that fits the model's context" if limit < self._max_bytes else ""
+                raise _refusal(limit, why)
+            take(len(parts[-1]))
             if not message.get("more_body"):
-                if read > limit:
-                    raise _refusal(limit, ", which is more than any text that fits the model's context")
                 return b"".join(parts)
 
 

@@ -20,6 +20,7 @@ _TEMPLATE_OPTIONS = frozenset({"tools", "enable_thinking", "thinking", "reasonin
 """The ``chat_template_kwargs`` that are passed to the template: others might replace it, or name files."""
 _SAYS_NOTHING = frozenset({"annotations", "cache_control", "prompt_cache_breakpoint", "tool_call_id"})
 """Fields of messages and parts that say nothing about the answer: of calls the order says which has which result."""
+PARTS = 4096  # of all messages together
 USUAL = 8  # characters of a token, usually: text with more is counted before it is tokenised as a whole
 PIECE = 1 << 16  # characters that are counted at a time
 CUT = 16  # tokens that a cut between two pieces may add
@@ -39,6 +40,10 @@ def chat_prompt(engine: BlendEngine, request: ChatRequest, chunk_tokens: int) ->
     """The prompt of a chat request, where a text of at least `chunk_tokens` tokens is a chunk of its own. Raises
     `ApiError` for a part that is not text, calls of another form, or a template option that is not allowed, and
     `InvalidInputError` if the template rejects the messages, or the prompt is too long."""
+    parts = sum(len(message.content) for message in request.messages if isinstance(message.content, list))
+    if parts > PARTS:
+        message = f"the messages have {parts:,} content parts; at most {PARTS:,} are read; join some"
+        raise ApiError(400, message, param="messages")
     question = max((i for i, m in enumerate(request.messages) if m.role == "user"), default=-1)
     messages = [
         _message(engine, message, chunk_tokens, number, is_last_user=number == question)

@@ -2,15 +2,18 @@
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
 from cacheblend.core.errors import StoreError
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.engines.chunk_index import ChunkListing
+from cacheblend.engines.documents import referring
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.serve.keys import ApiKey
 from cacheblend.store.base import SMALL_FILE_BYTES
+from cacheblend.store.documents import DocumentRecord
 
 LIST_REFRESH_S = 5.0
 """Seconds after which the store's list is read again, in a thread: other processes may store and drop chunks."""
@@ -32,8 +35,12 @@ class Tenants:
         self._lock, self._pinning = threading.Lock(), threading.Lock()
         # Every chunk by its root: what one key asks for takes the same time whatever the others have stored.
         self._listing = ChunkListing(engine.store, None, 1, LIST_REFRESH_S)
+        self.get = self._listing.get
         engine.listen(lambda manifest: self._listing.add([manifest]))
         self._salts: dict[str, dict[str, None]] = {}
+        self._rooted: tuple[object, dict[str, BlockName]] = None, {}  # the model, and its root of each tenant
+        self._changes: dict[BlockName, int] = {}  # how often a root's documents have changed
+        self._referring = lru_cache(64)(lambda root, *_: referring(engine.store, root))
         # By key's name: bytes that were stored at a time, with those reserved since, and that time.
         self._counted: dict[str, tuple[int, float]] = {}
 
@@ -47,25 +54,40 @@ class Tenants:
             return salt in salts
 
     def manifests(self, key: ApiKey) -> list[ChunkManifest]:
-        """Chunks of a key, under any of its remembered salts, ordered by id. Those that another process stored or
+        """Chunks of a key, under any of its remembered salts. Raises as `names`."""
+        found = (self.get(name) for names in self.names(key) for name in names)
+        return [manifest for manifest in found if manifest is not None]
+
+    def names(self, key: ApiKey) -> list[Sequence[BlockName]]:
+        """Ids of a key's chunks, ordered, of each of its remembered salts. Chunks that another process stored or
         dropped are known some seconds later. Raises `StoreError`."""
         self._listing.refresh()
         if not self._listing.has_read:
             self._listing.update()
-        found = [manifest for root in self.roots(key) for manifest in self._listing.chunks(root)]
-        return sorted(found, key=lambda manifest: manifest.chunk_id)
+        return [self._listing.names(root) for root in self.roots(key)]
 
     def roots(self, key: ApiKey) -> set[BlockName]:
         """The roots of a key's chunks, under any of its remembered salts."""
-        with self._lock:
-            salts = list(self._salts.get(key.name, {"": None}))
         model = self._engine.follow()
-        return {model.planner_of(tenant_of(key, salt)).root for salt in salts}
+        with self._lock:
+            tenants = [tenant_of(key, salt) for salt in self._salts.get(key.name, {"": None})]
+            if self._rooted[0] is not model:
+                self._rooted = model, {}
+            known = self._rooted[1]
+            known |= {each: model.planner_of(each).root for each in tenants if each not in known}
+        return {known[each] for each in tenants}
 
-    def forget(self, chunk_ids: Iterable[BlockName], by: ApiKey | None = None) -> None:
-        """Takes dropped chunks off the list, and discards the count of stored bytes of a key that has deleted them."""
+    def documents(self, root: BlockName) -> Mapping[BlockName, list[DocumentRecord]]:
+        """As `referring`; changes by another process are known some seconds later. Raises `StoreError`."""
+        return self._referring(root, self._changes.get(root, 0), time.monotonic() // LIST_REFRESH_S)
+
+    def forget(self, chunk_ids: Iterable[BlockName], root: BlockName | None = None, by: ApiKey | None = None) -> None:
+        """Takes dropped chunks off the list, and discards the count of stored bytes of a key that has deleted them;
+        `root`: its documents have changed."""
         self._listing.forget(chunk_ids)
         with self._lock:
+            if root is not None:
+                self._changes[root] = self._changes.get(root, 0) + 1
             self._counted.pop(by.name if by else "", None)
 
     def bytes_of(self, manifests: list[ChunkManifest]) -> int:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -112,10 +112,16 @@ class HfPrefill(BlendedPrefill):
         self._thread_count = threads
 
     def run(self) -> PrefillResult:
+        for _ in self.slices(1):
+            pass
+        return self.result()
+
+    def slices(self, row_layers: int) -> Iterator[None]:
+        """Computes all layers, as many at a time as have about so many rows, but at least one."""
         while not self.done:
             with self._thread_count.held():
-                self.advance()
-        return self.result()
+                self.advance(max(1, row_layers // max(1, self.active_rows)))
+            yield
 
 
 class Prefiller:

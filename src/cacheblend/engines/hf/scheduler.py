@@ -11,12 +11,14 @@ Knows the engine; knows nothing of HTTP.
 
 import contextlib
 import logging
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 
 import torch
 
@@ -137,6 +139,7 @@ class Ticket(PrefillJob):
     on_event: Callable[[Event], None]
     submitted: float  # by `time.perf_counter`
     cancelled: bool = False
+    passed: int = 0  # requests that came later and were admitted before it
     is_admitted: bool = False  # the engine knows of the request, which has not ended
     choices: list[Choice] = field(default_factory=list)
     report: BlendReport | None = None
@@ -150,6 +153,7 @@ class Ticket(PrefillJob):
 
 
 _LEAST_LOGPROB = -9999.0  # as in OpenAI's API: JSON has no infinity
+PASSES = 4  # for each place, requests that pass one whose answers do not fit; then it is its turn
 _CATCH_UP_SHARE = 0.1  # share of the time for missed chunks
 logger = logging.getLogger("cacheblend.engine")
 
@@ -287,11 +291,17 @@ class Scheduler:
             with self._lock:
                 # Choices count, not requests, since each has its own KV cache.
                 running: int = sum(ticket.ask.choices for ticket in (*self._batcher, *self._answering))
-                if not self._waiting or 0 < running > self._limits.active - self._waiting[0].ask.choices:
+                free = self._limits.active - running if running else sys.maxsize
+                patience = PASSES * self._limits.active
+                due = (each for each in self._waiting if each.ask.choices <= free or each.passed >= patience)
+                if (ticket := next(due, None)) is None or ticket.ask.choices > free:
                     return
                 if self.active and (engine.view is not self._view or engine.adapters.has_changed()):
                     return  # the requests that run end with the adapters that they began with
-                ticket = self._opening = self._waiting.popleft()
+                for each in islice(self._waiting, self._waiting.index(ticket)):
+                    each.passed += 1
+                self._waiting.remove(ticket)
+                self._opening = ticket
             ask = ticket.ask
             try:
                 engine.background.begin_request()

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from heapq import merge
 from itertools import islice
 from typing import Annotated, Any, TypeVar
 
@@ -21,7 +22,7 @@ from cacheblend.core.names import BlockName, state_name
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Segment, chunk
-from cacheblend.engines.documents import COLLECTION, LONGEST_ID, Document, referring
+from cacheblend.engines.documents import COLLECTION, LONGEST_ID, Document
 from cacheblend.engines.hf import BlendEngine, DocumentSync
 from cacheblend.engines.hf.document_sync import slices
 from cacheblend.engines.tokens.chunker import Cutting
@@ -52,15 +53,12 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
     @app.get("/v1/chunks")
     def listed(key: Key, limit: Limit = 100, after: After = "") -> dict[str, Any]:
         # How long it takes says nothing of what other keys have stored.
-        manifests = {manifest.chunk_id: manifest for manifest in tenants.manifests(key)}
-        documents = [referring(store, root) for root in tenants.roots(key)]
-        of_chunk = {chunk_id: found for each in documents for chunk_id, found in each.items()}
-
         def show(page: list[ChunkManifest]) -> list[dict[str, Any]]:
-            having = [sorted(record.id for record in of_chunk.get(manifest.chunk_id, ())) for manifest in page]
-            return [shown | {"documents": ids} for shown, ids in zip(_shown(state, page), having, strict=True)]
+            having = [tenants.documents(manifest.root).get(manifest.chunk_id, ()) for manifest in page]
+            shown = zip(_shown(state, page), having, strict=True)
+            return [each | {"documents": sorted(record.id for record in records)} for each, records in shown]
 
-        return page_of(sorted(manifests), limit, after, manifests.get, show)
+        return page_of(tenants.names(key), limit, after, tenants.get, show)
 
     @app.delete("/v1/chunks/{chunk_id}")
     def delete(chunk_id: str, key: Key) -> dict[str, Any]:
@@ -106,7 +104,7 @@ def _add_document_routes(app: FastAPI, state: ServerState) -> None:
         def show(page: list[DocumentRecord | DamagedRecord]) -> list[dict[str, Any]]:
             return [_document(state, each) for each in page]
 
-        return page_of(kept.names(root), limit, after, read, show)
+        return page_of([kept.names(root)], limit, after, read, show)
 
     @app.delete("/v1/documents/{document_id:path}")
     def delete(document_id: str, key: Key, collection: Collection = COLLECTION, salt: Salt = "") -> dict[str, Any]:
@@ -121,7 +119,7 @@ def _add_document_routes(app: FastAPI, state: ServerState) -> None:
         else:
             sync.drop([document_id])
         report = sync.finish()
-        tenants.forget(sync.dropped_chunks, by=key)
+        tenants.forget(sync.dropped_chunks, root, by=key)
         return {
             "id": document_id,
             "object": "document",
@@ -179,8 +177,8 @@ def _find(state: ServerState, key: ApiKey, chunk_id: str) -> ChunkManifest:
         name = BlockName(bytes.fromhex(chunk_id))
     except ValueError:
         name = BlockName(b"")
-    manifest = next((each for each in state.tenants.manifests(key) if each.chunk_id == name), None)
-    if manifest is None:
+    manifest = state.tenants.get(name)
+    if manifest is None or manifest.root not in state.tenants.roots(key):
         raise ApiError(404, f"there is no chunk {chunk_id[:80]!r}", code="chunk_not_found")
     return manifest
 
@@ -209,19 +207,20 @@ def _shown(state: ServerState, manifests: list[ChunkManifest]) -> list[dict[str,
 
 
 def page_of(
-    names: Sequence[BlockName],
+    names: Sequence[Sequence[BlockName]],
     limit: int,
     after: str,
     read: Callable[[BlockName], T | None],
     show: Callable[[list[T]], list[Any]],
 ) -> dict[str, Any]:
-    """One page of the entries that `read` finds for ordered names, as `show` has them; only its own are read. `after`
-    names the last entry of the page before, which may be gone; raises `ApiError` if it is no hexadecimal name."""
+    """One page of the entries that `read` finds for names, lists of which are ordered, as `show` has them; only its own
+    are read. `after` names the last entry of the page before, which may be gone; raises `ApiError` if it is no
+    hexadecimal name."""
     try:
         before = BlockName(bytes.fromhex(after))
     except ValueError:
         raise ApiError(400, f"after {after!r} is not the last_id of a page; leave it out", param="after") from None
-    left = islice(names, bisect_right(names, before), None)
+    left = merge(*(map(each.__getitem__, range(bisect_right(each, before), len(each))) for each in names))
     found = ((name, entry) for name in left if (entry := read(name)) is not None)
     page = list(islice(found, limit))
     last = page[-1][0].hex() if page else None
@@ -248,7 +247,7 @@ def _put(state: ServerState, asked: DocumentsRequest, key: ApiKey) -> Generator[
         yield from _in_slices(sync, documents)
         report = sync.finish()
     finally:
-        tenants.forget(sync.dropped_chunks)
+        tenants.forget(sync.dropped_chunks, sync.root)
     # Paths of files are the server's own.
     for reason in report.damaged:
         logger.warning("a document's record was damaged, and is written anew: %s", reason)

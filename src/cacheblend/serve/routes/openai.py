@@ -6,13 +6,15 @@ POST /v1/chat/completions   POST /v1/completions   GET /v1/models, /v1/models/{i
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, islice
 from typing import Any, ClassVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.concurrency import run_in_threadpool
 
 from cacheblend.engines.hf.scheduler import TokenEvent
 from cacheblend.engines.tokens.chat import strings_in
@@ -33,6 +35,8 @@ from cacheblend.serve.tool_calls import CallReader
 DONE = "data: [DONE]\n\n"
 EVENT_STREAM: dict[str, Any] = {"media_type": "text/event-stream", "headers": {"Cache-Control": "no-cache"}}
 MOST_PROMPTS = 32  # of a request
+PARTS = 4096  # numbers, texts and what is between them, of a whole response, that are made and sent at a time
+TokenText = Callable[[int], str]
 
 
 def add_routes(app: FastAPI, state: ServerState) -> None:
@@ -64,7 +68,12 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
         if asked.stream:
             events = streamed_response(running, form, engine.name, asked.stream_options or StreamOptions())
             return StreamingResponse(events, **EVENT_STREAM)
-        return JSONResponse(await unless_disconnected(request, whole_response(running, form, engine.name)))
+        whole = await unless_disconnected(request, whole_response(running, form, engine.name))
+        if asked.wanted_logprobs() is None:
+            return JSONResponse(whole)
+        parts = json.JSONEncoder(ensure_ascii=False).iterencode(whole)
+        pieces = iter(lambda: "".join(islice(parts, PARTS)), "")  # each made on a thread, when it can be sent
+        return StreamingResponse(pieces, media_type="application/json")
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, asked: ChatRequest, key: Key) -> Any:
@@ -91,15 +100,7 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
             message = f"prompt has {count:,} prompts; at most {most} are answered in a request: send several"
             raise ApiError(400, message, param="prompt")
 
-        def parse() -> list[ParsedPrompt]:
-            spans, found = (asked.cacheblend and asked.cacheblend.chunks) or [], list[ParsedPrompt]()
-            for number, given in enumerate(asked.prompts):
-                what = f"prompt.{number}" if len(asked.prompts) > 1 else "the prompt"
-                state.text_limit.check([given] if isinstance(given, str) else [], what)
-                found.append(completion_prompt(engine, given, spans, what))
-            return found
-
-        return await answer(request, asked, key, parse, CompletionFormat(state))
+        return await answer(request, asked, key, partial(_prompts, state, asked), CompletionFormat(state))
 
     @app.post("/tokenize")
     async def tokenize(request: Request, asked: TokenizeRequest, key: Key) -> dict[str, Any]:
@@ -110,6 +111,15 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
     async def detokenize(request: Request, asked: DetokenizeRequest, key: Key) -> dict[str, Any]:
         check_model(state, asked.model)
         return await state.parse(request, lambda: _detokenize(state, asked))
+
+
+def _prompts(state: ServerState, asked: CompletionRequest) -> list[ParsedPrompt]:
+    spans, found = (asked.cacheblend and asked.cacheblend.chunks) or [], list[ParsedPrompt]()
+    for number, given in enumerate(asked.prompts):
+        what = f"prompt.{number}" if len(asked.prompts) > 1 else "the prompt"
+        state.text_limit.check([given] if isinstance(given, str) else [], what)
+        found.append(completion_prompt(state.engine, given, spans, what))
+    return found
 
 
 def _tokenize(state: ServerState, asked: TokenizeRequest) -> dict[str, Any]:
@@ -145,6 +155,17 @@ def _detokenize(state: ServerState, asked: DetokenizeRequest) -> dict[str, Any]:
         if not 0 <= token < size:
             raise ApiError(400, f"tokens.{number} is {token}; ids are in 0..{size - 1}", param="tokens")
     return {"prompt": engine.tokenizer.decode(asked.tokens, clean_up_tokenization_spaces=False)}
+
+
+class LazyList(list[Any]):
+    """A list whose items are made while a JSON encoder goes through it, once."""
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        super().__init__([...])  # not empty
+        self._items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._items
 
 
 @dataclass(frozen=True)
@@ -185,7 +206,11 @@ class ChatFormat:
             if calls:
                 message["tool_calls"] = calls
             reason = reason and reader.finish_reason(reason)
-        return {"index": number, "message": message, "logprobs": self._logprobs(events), "finish_reason": reason}
+        logprobs = self._logprobs(events[:1])
+        if logprobs is not None:
+            found = filter(None, (self._logprobs([event]) for event in events))
+            logprobs["content"] = LazyList(token for each in found for token in each["content"])
+        return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, events: list[TokenEvent]) -> dict[str, Any] | None:
         found = [
@@ -252,7 +277,7 @@ async def whole_response(running: RunningRequest, form: AnswerFormat, model: str
     generated = sum(event.token_id is not None for events in choices for event in events)
     return {
         **_head(form.kind, form.objects[0], model),
-        "choices": [form.choice(number, events) for number, events in enumerate(choices)],
+        "choices": await run_in_threadpool(lambda: [form.choice(*each) for each in enumerate(choices)]),
         "usage": usage_of(running, generated),
         "cacheblend": report_of(running),
     }

@@ -7,11 +7,11 @@ POST /playground/explain     stores what is missing of a prompt; its tokens by s
                              far the first token is from full recompute's, and what is right, where that is known
 """
 
+from collections.abc import Generator
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
@@ -20,11 +20,13 @@ from pydantic import Field
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.select.selectors import Recorded, Selector
 from cacheblend.engines.hf import Passage
-from cacheblend.engines.hf.baselines import agreement, full_recompute
+from cacheblend.engines.hf.baselines import agreement
+from cacheblend.engines.hf.document_sync import slices
 from cacheblend.engines.hf.prefiller import Mode
 from cacheblend.engines.settings import PROFILE_NAME, read_profile
 from cacheblend.nano import model_path
 from cacheblend.nano.examples import EXAMPLES, answer_of, notes
+from cacheblend.serve.fair_queue import SLICE_TOKENS
 from cacheblend.serve.keys import ApiKey
 from cacheblend.serve.routes.chunks import manifest_for
 from cacheblend.serve.schemas import Body, Name, Ratio, RequestDocument
@@ -108,13 +110,13 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
 
     @app.post("/playground/explain", include_in_schema=False)
     async def explain(request: Request, asked: Explain, key: Key) -> dict[str, Any]:
-        found = await state.run_serially(request, lambda: _explain(state, asked, key))
+        found: dict[str, Any] = await state.run_serially(request, lambda: _explain(state, asked, key))
         return found | {"expected": expected(asked.question, [each.text for each in asked.documents])}
 
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
 
 
-def _explain(state: ServerState, asked: Explain, key: ApiKey) -> dict[str, Any]:
+def _explain(state: ServerState, asked: Explain, key: ApiKey) -> Generator[None, None, dict[str, Any]]:
     engine = state.engine
     state.builder()
     state.text_limit.check([asked.question, *(each.text for each in asked.documents)])
@@ -124,7 +126,9 @@ def _explain(state: ServerState, asked: Explain, key: ApiKey) -> dict[str, Any]:
     tenant, model = tenant_of(key, ""), engine.follow()
     stored, planner = 0, model.planner_of(tenant)
     if state.tenants.reserve_missing(key, [manifest_for(engine, planner, chunk) for chunk in prompt.chunks]):
-        stored = engine.warm(prompt.chunks, tenant=tenant, state=model).stored
+        for some in slices(prompt.chunks, SLICE_TOKENS):
+            yield
+            stored += engine.warm(some, tenant=tenant, state=model).stored
     watched = Recorded(engine.settings.selector(asked.recompute_ratio, asked.selector))  # what it decides
 
     def raised(ratio: float) -> Selector:
@@ -134,11 +138,14 @@ def _explain(state: ServerState, asked: Explain, key: ApiKey) -> dict[str, Any]:
     own = asked.selector is None and asked.recompute_ratio is None  # then loading controller and floor decide, too
     mode: Mode = "prefix" if own and engine.settings.is_full else "blend"
     raises = raised if own else None
-    with torch.no_grad(), model.prefiller.open(prompt, planner, watched, mode, raised=raises) as prefill:
-        result = prefill.run()
-    report = result.report
-    full = full_recompute(engine, prompt)
-    close = agreement(result.logits, full.logits)
+    a_slice = SLICE_TOKENS * engine.survey.num_layers
+    with model.prefiller.open(prompt, planner, watched, mode, raised=raises) as prefill:
+        yield from prefill.slices(a_slice)
+        result = prefill.result()
+    with model.prefiller.open_full(prompt, planner, 1) as prefill:
+        yield from prefill.slices(a_slice)
+        full = prefill.result()
+    report, close = result.report, agreement(result.logits, full.logits)
     return {
         "segments": _segments(state, result.plan, watched),
         "strength": _measured(watched),
