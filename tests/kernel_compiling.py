@@ -14,11 +14,8 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from cacheblend.core.kernels import attention_triton, deviation_triton, kv_placement_triton, operations
-from cacheblend.core.kernels.attention import Askers, AttentionSpec, HeadShape
-from cacheblend.core.kernels.kv_placement import Piece, Placement
-from cacheblend.core.kernels.operations import Served
-from cacheblend.core.kernels.rope import KeyRotation
+from cacheblend.core.kernels import attention_triton, deviation_triton, kv_placement_triton
+from cacheblend.core.kernels.attention import AttentionSpec
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory that a program can have, by compute capability."""
@@ -210,59 +207,8 @@ def variants(capability, heads, kv_heads, head_dim, calls, page=0, window=None, 
     return {name: len(each.variants) for name, each in kernels.items()}
 
 
-def warmed(capability, shape, pairs, calls, page=0):
-    """Of each kernel, what would be compiled where a model of such layers is opened, and what requests add."""
-    cpu, half, modules = torch.device("cpu"), torch.bfloat16, (attention_triton, deviation_triton, kv_placement_triton)
-    found = {name: each for module in modules for name, each in vars(module).items() if hasattr(each, "cache_key")}
-    started = {n: found[n] for n in ("_attend", "_join", "_receive", "_deviation", "_place")}
-    kernels = {name: Counting(kernel, capability) for name, kernel in started.items()}
-    for module, name in ((module, name) for module in modules for name in kernels if hasattr(module, name)):
-        setattr(module, name, kernels[name])
-    attention_triton._shared_memory, attention_triton._processors = lambda _: SHARED[capability] << 10, lambda _: 132
-    torch.empty, torch.Tensor.new_empty = torch.zeros, torch.Tensor.new_zeros  # what no kernel writes is the same
-    operations._has_kernels, operations._SUM_TOLERANCE = lambda *_: True, 2.0
-    own = {
-        operations.ATTEND_ROWS: attention_triton.attend_rows,
-        operations.ATTEND_ASKING: attention_triton.attend_asking,
-        operations.PLACE: kv_placement_triton.place,
-        operations.KV_DEVIATION: deviation_triton.kv_deviation,
-    }
-    for operation, kernel in own.items():
-        operation._served = {(cpu, half): Served(kernel, "Triton")}
-        operation._plain = kernel if operation is not operations.KV_DEVIATION else operation._plain
-    layer, rotation = HeadShape(**shape), KeyRotation(torch.rand(pairs), "half")
-    served = operations.serve(cpu, half, [layer], [rotation], page=page)
-    assert all(each.is_kernel for each in served.values()), served
-    opened = {name: len(each.variants) for name, each in kernels.items()}
-    heads, kv_heads, head_dim = layer.heads, layer.kv_heads, layer.head_dim
-    sinks = torch.zeros(heads) if layer.has_sinks else None
-    spec = AttentionSpec(0.1, layer.window, 30.0 if layer.is_capped else None, sinks)
-    for rows, length in calls:
-        rows = min(rows, length)
-        query = torch.empty(rows + 1, heads, head_dim, dtype=half).transpose(0, 1)[:, 1:]
-        positions, table = torch.arange(length - rows - 1, length)[1:], None
-        keys, values = torch.empty(2, kv_heads, length, head_dim, dtype=half).unbind()
-        fresh = [torch.empty(rows, kv_heads, head_dim, dtype=half).transpose(0, 1) for _ in range(2)]
-        for loaded, at in (((keys, values), positions), ((keys[:, positions], values[:, positions]), None)):
-            operations.kv_deviation(fresh, loaded, "kv", at)
-        if rows < 1000:
-            members, begins = torch.arange(rows + 1)[1:] - 1, torch.tensor([0, 0, rows])[1:]
-            askers = Askers(positions, torch.arange(length + 1)[1:] - 1, members, begins, [rows])
-            operations.attend_asking(query, keys, values, askers, spec)
-        if page:
-            table = torch.arange(-(-length // page))
-            keys, values = torch.empty(2, len(table), page, kv_heads, head_dim, dtype=half).unbind()
-        operations.attend_rows(query, keys, values, positions, spec, table)
-        record = torch.empty(kv_heads, 2, rows, head_dim, dtype=half)
-        pieces = [Piece(0, rows, at, at, 1, at) for at in range(min(4, rows))]
-        for each in (rotation, None):
-            operations.place([record], Placement(pieces), keys, values, each, table)
-    return {name: [opened[name], len(each.variants) - opened[name]] for name, each in kernels.items()}
-
-
 KERNELS = {
     "variants": variants,
-    "warmed": warmed,
     "attention": attention,
     "asking": asking,
     "deviation": deviation,

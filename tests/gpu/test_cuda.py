@@ -236,9 +236,8 @@ def test_records_that_are_dropped_before_the_device_has_read_them_are_read_as_th
         records = dict(enumerate(residence.keep([torch.full((1 << 20,), float(n)) for n in range(8)]) or []))
         with staging.stream():
             torch.cuda._sleep(sleep)
-            (sent,) = staging.send({key: [record] for key, record in records.items()}, 1)
-            copies = dict(zip(records, [record.clone() for record in sent(list(records))], strict=True))
-            staging.memory.hold(staging.now(), [*records.values()])
+            copies = {key: record.clone() for key, record in staging.send(records).items()}
+            staging.memory.hold(staging.now(), list(records.values()))
         records.clear()
         for _ in range(16):  # would take the memory, and write to it, if it were free
             torch.full((1 << 20,), -1.0, device=DEVICE)

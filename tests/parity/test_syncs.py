@@ -16,14 +16,10 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from cacheblend.core.kernels.kv_placement import Located
-from cacheblend.core.load.layer_kv import LayerKV
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.core.select.question_selectors import Hybrid, Query
 from cacheblend.core.select.selectors import AllRows, Corrected, Head, Hkvd, NoRows, RandomRows, Selector, Threshold
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.store import MemoryStore
-from cacheblend.store.residence import PageLocked
 from campaign import rotating
 from families import tiny_model
 from parity.scenes import TILE_ROWS, open_engine, random_ids
@@ -169,21 +165,6 @@ def test_a_pass_waits_for_the_device_twice_at_most(family: str, record_property:
     for calls in found.values():
         record_property("syncs", len(calls))
     assert all("synchronize" in calls and len(calls) <= MOST for calls in found.values()), found
-
-
-@pytest.mark.usefixtures("device")
-def test_records_of_page_locked_memory_are_placed_from_where_they_were_sent_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    locked = PageLocked(lambda at, nbytes: COUNTED.pinned.update({at: torch.empty(0)}), COUNTED.pinned.pop)
-    located, place = list[Any](), LayerKV.place
-    monkeypatch.setattr(LayerKV, "place", lambda kv, given, *more: (located.append(given), place(kv, given, *more))[1])
-    engine = open_engine(on_device(copy.deepcopy(tiny_model("llama"))), CHUNKS, store=MemoryStore(residence=locked))
-    with counted() as calls:
-        result = engine.prefill(PROMPT, selector=Hkvd((1,), (0.2,)))
-    assert len(calls) <= MOST and located and all(isinstance(each, Located) for each in located)
-    wanted = engines("llama")[1].prefill(PROMPT, selector=Hkvd((1,), (0.2,))).logits
-    torch.testing.assert_close(plain(result.logits), wanted, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("selector", [Query(0.2, hops=1), Hybrid((1, 2), (0.3, 0.1), 0.6, words=1.0, hops=2)])

@@ -400,18 +400,17 @@ def test_eight_bits_are_checked_where_they_are_used(monkeypatch: pytest.MonkeyPa
     device = torch.device("cpu")
     asked: list[str] = []
     eight = operations.ATTEND_FLOAT8, operations.PLACE_FLOAT8
-    usual = operations.ATTEND_ROWS, operations.ATTEND_ASKING, operations.PLACE, operations.KV_DEVIATION
-    for operation in (*usual, *eight):
+    for operation in (operations.ATTEND_ROWS, operations.ATTEND_ASKING, operations.PLACE, *eight):
         served: Served[Any] = Served(operation._plain, "ours")
         monkeypatch.setattr(operation, "_served", {(device, torch.bfloat16): served})
         monkeypatch.setattr(operation, "confirm", lambda *args, name=operation.name: asked.append(name))
     monkeypatch.setattr(operations, "_has_kernels", lambda *_: True)
     shape = HeadShape(4, 2, 64)
     operations.serve(device, torch.bfloat16, [shape])
-    always = ["attention of rows", "placing", "attention of rows that ask", "deviation"]
+    always = ["attention of rows", "placing", "attention of rows that ask"]
     assert asked == always
     operations.serve(device, torch.bfloat16, [shape], float8=True)
-    assert asked[4:] == [*always, "attention in eight bits", "placing in eight bits"]
+    assert asked[3:] == [*always, "attention in eight bits", "placing in eight bits"]
     assert operations.is_served(device, torch.bfloat16, shape, float8=True)
     plain: Served[Any] = Served(kv_placement.place, PLAIN)
     monkeypatch.setattr(operations.PLACE_FLOAT8, "_served", {(device, torch.bfloat16): plain})

@@ -4,7 +4,7 @@ import gc
 import random
 import threading
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cacheblend.core.load import staging_buffers as staging_module
-from cacheblend.core.load.staging_buffers import Lease, StagingMemory, _ThroughSlabs, sent_together
+from cacheblend.core.load.staging_buffers import Lease, StagingMemory, _ThroughSlabs, copied_at_once, moved_together
 
 SLAB = 1 << 16
 PAGE = 4096
@@ -147,6 +147,30 @@ def test_slabs_of_dropped_leases_go_to_nobody_and_may_be_made_later(monkeypatch:
     assert all(ref() is None for ref in kept)
 
 
+def test_records_are_copied_to_where_their_elements_may_lie_and_from_where_they_are() -> None:
+    slab = torch.arange(3 * PAGE, dtype=torch.int64).to(torch.uint8)
+    records = {
+        "odd": slab[7:1008],
+        "half": slab[1010:2010].view(torch.float16),
+        "full": slab[2012:2412].view(torch.float32),
+    }
+    moved = moved_together(records, lambda data: data.clone())
+    assert all(torch.equal(moved[key].view(torch.uint8), record.view(torch.uint8)) for key, record in records.items())
+    # of a slab with several layers one layer's records: what lies between them is not copied
+    slab = torch.arange(64 * PAGE, dtype=torch.int64).to(torch.uint8)
+    apart = {at: slab[at * 16 * PAGE : at * 16 * PAGE + 100] for at in range(4)}
+    copies = []
+    sent = moved_together(apart, lambda data: (copies.append(data.nbytes), data.clone())[1])
+    assert copies == [100] * 4 and all(torch.equal(sent[at], apart[at]) for at in apart)
+    # as from another GPU: two storages of a device without addresses are told apart from the host's
+    there = torch.zeros(2, 2, 5, 8, dtype=torch.bfloat16, device="meta")
+    here, asked = torch.ones(3, 2, 4, 8), []
+    both = moved_together({"there": there, "here": here}, lambda data: (asked.append(data.device.type), data)[1])
+    assert sorted(asked) == ["cpu", "meta"] and both["there"].device.type == "meta"
+    assert both["there"].shape == there.shape and both["there"].dtype == there.dtype
+    assert torch.equal(both["here"], here)
+
+
 class _Operations(TorchDispatchMode):
     """Counts what is dispatched, each of which the host works for."""
 
@@ -159,51 +183,31 @@ class _Operations(TorchDispatchMode):
         return call(*args, **(kwargs or {}))
 
 
-def side_by_side(layers: int, shape: tuple[int, ...], dtype: torch.dtype, gap: int = 0) -> list[torch.Tensor]:
-    """A block's records, in one memory, as page-locked memory has them."""
-    nbytes = torch.empty(shape, dtype=dtype).nbytes
-    memory = torch.randint(0, 99, (layers * (nbytes + gap),), dtype=torch.uint8)
-    starts = [at * (nbytes + gap) for at in range(layers)]
-    return [memory[start : start + nbytes].view(dtype).view(shape) for start in starts]
-
-
 @pytest.mark.parametrize("count", [1, 28, 300])
-def test_pinned_records_of_some_layers_take_one_call_and_one_copy_of_each_block(count: int) -> None:
-    """64 blocks a layer at 16k: what the host does for each record of each layer, it does in front of every kernel."""
-    blocks = {number: side_by_side(8, (2, 2, 8, 16), torch.bfloat16) for number in range(count)}
+def test_pinned_records_of_a_layer_take_one_call(count: int) -> None:
+    records = {number: torch.randn(2, 2, 8, 16) for number in range(count)}
     with _Operations() as seen:
-        sent = sent_together(blocks, torch.device("cpu"))
-        located = [layer(list(blocks)) for layer in sent]
-    asked = Counter(seen.names)
-    assert asked["_foreach_copy_"] == asked["empty"] == asked["unbind"] == 1 and asked["as_strided"] == count
-    assert asked.total() - asked["copy_"] <= count + 8 and asked["copy_"] <= count
-    for layer, records in enumerate(located):
-        assert all(torch.equal(records[number], block[layer]) for number, block in blocks.items())
-        assert records.addresses == [record.data_ptr() for record in records]
+        sent = copied_at_once(records, torch.device("cpu"))
+    assert seen.names.count("_foreach_copy_") == 1
+    assert [name for name in seen.names if name not in ("_foreach_copy_", "copy_")] == ["empty", "unbind"]
+    assert all(torch.equal(sent[number], record) for number, record in records.items())
+    assert not copied_at_once({}, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(8))
 def test_pinned_records_of_any_sizes_are_copied_to_where_kernels_may_read_them(seed: int) -> None:
     draw = random.Random(seed)
-    layers, blocks = draw.randrange(1, 5), dict[int, list[torch.Tensor]]()
-    for number in range(draw.randrange(1, 12)):
-        dtype, shape = draw.choice([torch.uint8, torch.bfloat16, torch.float32]), (draw.randrange(1, 4), 2, 5, 8)
-        if draw.random() < 0.5:  # with what lies between them, more than a page, and where nothing may be read at once
-            blocks[number] = side_by_side(layers, shape, dtype, draw.choice([0, 16, 5000, 4]) * 4)
-        else:
-            shapes = [(draw.randrange(1, 4), draw.choice([1, 7, 16, 33])) for _ in range(layers)]
-            kind = draw.choice([shapes, shapes[:1] * layers])
-            blocks[number] = [torch.randint(0, 99, shape).to(dtype) for shape in kind]
-    sent = sent_together(blocks, torch.device("cpu"))
-    assert len(sent) == layers
-    for layer, records in enumerate(sent):
-        names = draw.sample(sorted(blocks), draw.randrange(1, len(blocks) + 1))
-        located = records(names)
-        assert len(located) == len(names)
-        for name, found, address in zip(names, located, located.addresses, strict=True):
-            record = blocks[name][layer]
-            assert found.dtype == record.dtype and torch.equal(found, record) and found.is_contiguous()
-            assert address == found.data_ptr() and not address % 16
+    dtypes = [torch.uint8, torch.bfloat16, torch.float32]
+    shapes = [(draw.randrange(1, 4), draw.choice([1, 7, 16, 33])) for _ in range(4)]
+    records = {
+        number: torch.randint(0, 99, draw.choice(shapes)).to(draw.choice(dtypes))
+        for number in range(draw.randrange(20))
+    }
+    sent = copied_at_once(records, torch.device("cpu"))
+    assert sorted(sent) == sorted(records)
+    for number, record in records.items():
+        assert sent[number].dtype == record.dtype and torch.equal(sent[number], record)
+        assert sent[number].data_ptr() % 16 == 0 and sent[number].is_contiguous()
 
 
 def test_threads_never_share_memory() -> None:
@@ -223,6 +227,35 @@ def test_threads_never_share_memory() -> None:
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(work, range(6)))
     assert staging.nbytes <= 8 * SLAB
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_records_are_copied_together_where_they_lie_together(seed: int) -> None:
+    draw, staging = random.Random(seed), StagingMemory(1 << 20, 1 << 18)
+    lease, records = staging.lease(), dict[Any, torch.Tensor]()
+    for number in range(draw.randrange(1, 12)):
+        dtype = draw.choice([torch.uint8, torch.bfloat16, torch.float32])
+        shape = (draw.randrange(1, 4), 2, draw.randrange(1, 40), 8)
+        record = torch.randint(0, 100, shape).to(dtype)
+        if draw.random() < 0.7:
+            data = lease.take(record.nbytes)
+            data.copy_(record.view(-1).view(torch.uint8))
+            record = data.view(dtype).view(shape)
+        records[number] = record
+    copies = []
+
+    def copied(data: torch.Tensor) -> torch.Tensor:
+        assert data.dtype == torch.uint8 and data.dim() == 1
+        copies.append(data.nbytes)
+        return data.clone()
+
+    moved = moved_together(records, copied)
+    assert sorted(moved) == sorted(records)
+    for key, record in records.items():
+        assert moved[key].dtype == record.dtype and torch.equal(moved[key], record)
+    storages = {record.untyped_storage().data_ptr() for record in records.values()}
+    assert len(copies) <= len(storages) + 1
+    assert sum(copies) <= sum(record.nbytes + PAGE for record in records.values())
 
 
 class LateDevice(TorchFunctionMode):
@@ -317,7 +350,7 @@ def request(device: LateDevice, draw: random.Random, sent: Sent) -> Iterator[Non
 def _send(device: LateDevice, lease: Lease, records: dict[int, torch.Tensor], sent: Sent) -> Iterator[None]:
     expected = {number: record.clone() for number, record in records.items()}
     with _ThroughSlabs(device.memory, torch.device("cpu"), device.now) as slabs:
-        moved = {key: slabs.copied(record) for key, record in records.items()}
+        moved = moved_together(records, slabs.copied)
     sent += [(moved[number], expected[number]) for number in records]
     lease.release(device.now())
     device.memory.hold(device.now(), list(records.values()))  # as `Staging.hold`

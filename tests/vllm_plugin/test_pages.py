@@ -223,9 +223,8 @@ def test_an_opener_has_its_kernels_checked_in_the_models_own_shapes(monkeypatch:
     asked: list[Any] = []
     monkeypatch.setattr(prefill_factory, "serve", lambda *args, **options: asked.append(args))
     Scene(in_pages=None, spec="window")
-    ((device, dtype, shapes, rotations),) = asked
+    ((device, dtype, shapes),) = asked
     assert (device, dtype, set(shapes)) == (CPU, torch.float32, {HeadShape(4, 2, 16, 40)})
-    assert len(rotations) == len(shapes)
 
 
 @pytest.mark.parametrize("held", [0, 32])

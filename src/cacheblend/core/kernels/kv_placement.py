@@ -6,9 +6,8 @@ Plain PyTorch: serves everywhere, and is what a device's kernel is compared with
     buffers   . . . a a a a . . b b b      decompressed, rounded to the buffers' type, keys moved by the piece's offset
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -39,23 +38,6 @@ class Piece:
         return self.start + self.rows
 
 
-Kind = tuple[int, torch.dtype, torch.device]
-
-
-class Located(Sequence[torch.Tensor]):
-    """Records by their addresses, multiples of 16, and (bytes, type, device): of those that are asked for a tensor is
-    `made`, by the index."""
-
-    def __init__(self, addresses: list[int], kinds: list[Kind], made: Callable[[int], torch.Tensor]) -> None:
-        self.addresses, self.kinds, self._made = addresses, kinds, made
-
-    def __len__(self) -> int:
-        return len(self.addresses)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._made(range(len(self))[index])
-
-
 class Placement:
     """Where the records of one codec go in a prompt: the same for each layer, so that it is made once. `pieces`: in any
     order; no two of them share a row of the prompt. `codec`: of the records. Raises `InvalidInputError`: a piece that
@@ -69,13 +51,33 @@ class Placement:
                 raise InvalidInputError(f"there are no such rows of a record of {piece.tokens} tokens: {piece}")
         self.pieces, self.codec = tuple(pieces), codec
         self.stop = max((piece.stop for piece in pieces), default=0)
+        # runs of neighbouring rows whose keys are moved, and the offsets of their pieces; long runs take fewer calls
+        self._runs = list[tuple[int, list[torch.Tensor]]]()
+        stop = -1
+        for piece in sorted((each for each in pieces if each.offset), key=lambda each: each.start):
+            offsets = torch.full((piece.rows,), piece.offset, dtype=torch.int64)
+            if stop == piece.start and piece.stop - self._runs[-1][0] <= ROWS_AT_ONCE:
+                self._runs[-1][1].append(offsets)
+            else:
+                self._runs.append((piece.start, [offsets]))
+            stop = piece.stop
+        self._moves: dict[tuple[KeyRotation, torch.device], list[tuple[int, int, Turn]]] = {}
         self._tables: dict[tuple[KeyRotation | int, torch.device], torch.Tensor] = {}
-        self.offsets = sorted({piece.offset for piece in self.pieces})
+        self._offsets = sorted({piece.offset for piece in self.pieces})
+
+    def moves(self, rotation: KeyRotation, device: torch.device) -> list[tuple[int, int, Turn]]:
+        """(start, stop, turn) of runs of neighbouring rows whose keys are moved."""
+        if (rotation, device) not in self._moves:
+            self._moves[rotation, device] = [
+                (start, start + sum(map(len, offsets)), turn_by(rotation, torch.cat(offsets), device))
+                for start, offsets in self._runs
+            ]
+        return self._moves[rotation, device]
 
     def turns(self, rotation: KeyRotation, device: torch.device) -> torch.Tensor:
         """[2, offsets, rotary_dim / 2] fp32: cosines and sines of each offset of a piece, ascending."""
         if (rotation, device) not in self._tables:
-            turn = turn_by(rotation, torch.tensor(self.offsets, dtype=torch.int64))
+            turn = turn_by(rotation, torch.tensor(self._offsets, dtype=torch.int64))
             self._tables[rotation, device] = upload(torch.stack([turn.cos, turn.sin]), device)
         return self._tables[rotation, device]
 
@@ -83,7 +85,7 @@ class Placement:
         """[n, 6] int64, pieces cut to at most so many rows: record, its tokens, first row in it, first row in the
         prompt, rows, and the index of the offset in `turns`, -1 for 0."""
         if (rows, device) not in self._tables:
-            turn = {offset: index if offset else -1 for index, offset in enumerate(self.offsets)}
+            turn = {offset: index if offset else -1 for index, offset in enumerate(self._offsets)}
             cut = [
                 (p.record, p.tokens, p.first + at, p.start + at, min(rows, p.rows - at), turn[p.offset])
                 for p in self.pieces
@@ -123,10 +125,11 @@ def place(
         rows = slice(piece.first, piece.first + piece.rows)
         keys[:, piece.start : piece.stop] = record[:, 0, rows]
         values[:, piece.start : piece.stop] = record[:, 1, rows]
-        if rotation is not None and piece.offset:
-            cos, sin = placement.turns(rotation, keys.device)[:, placement.offsets.index(piece.offset)]
-            for moved in torch.split(keys[:, piece.start : piece.stop], ROWS_AT_ONCE, 1):
-                moved.copy_(reposition_keys(moved, Turn(cos, sin, rotation.pairing)))
+    if rotation is None:
+        return
+    for start, stop, turn in placement.moves(rotation, keys.device):
+        moved = keys[:, start:stop]
+        moved.copy_(reposition_keys(moved, turn))
 
 
 def check_records(
@@ -146,18 +149,18 @@ def check_records(
         raise InvalidInputError(f"a piece ends at {placement.stop}, but there are {length} rows")
     codec, head_dim, numbers = codec_of(placement.codec), keys.shape[-1], keys.dtype if float8 is None else float8.dtype
     dtype = numbers if placement.codec == "raw" else torch.uint8
-    kinds = records.kinds if isinstance(records, Located) else [(r.nbytes, r.dtype, r.device) for r in records]
-    tokens, fitting = 0, None  # most records are like the one before
+    fitting: tuple[int, torch.Size, torch.dtype, torch.device] | None = None  # most records are like the one before
     for piece in placement.pieces:
         if piece.record >= len(records):
             raise InvalidInputError(f"a piece is of record {piece.record}, but there are {len(records)}")
-        kind = kinds[piece.record]
-        if piece.tokens == tokens and kind == fitting:
+        record = records[piece.record]
+        kind = piece.tokens, record.shape, record.dtype, record.device
+        if kind == fitting:
             continue
-        tokens, fitting, wanted = piece.tokens, kind, kv_heads * codec.head_bytes(piece.tokens, head_dim, numbers)
-        if kind != (wanted, dtype, keys.device):
+        fitting, wanted = kind, kv_heads * codec.head_bytes(piece.tokens, head_dim, numbers)
+        if (record.nbytes, record.dtype, record.device) != (wanted, dtype, keys.device):
             raise InvalidInputError(
-                f"a record of {piece.tokens} tokens is {kind[0]} bytes of {kind[1]} on {kind[2]}; "
+                f"a record of {piece.tokens} tokens is {record.nbytes} bytes of {record.dtype} on {record.device}; "
                 f"{kv_heads} heads of {head_dim} in {numbers} and {placement.codec} are {wanted} of {dtype} on "
                 f"{keys.device}"
             )

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from cacheblend.core.kernels.float8 import FLOAT8, Float8, as_bytes
-from cacheblend.core.kernels.kv_placement import Located, Placement
+from cacheblend.core.kernels.kv_placement import Placement
 from cacheblend.core.kernels.numbers_triton import of_e4m3, rounded, to_float8
 from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.core.kernels.upload import upload
@@ -43,13 +43,9 @@ def place(
     tiles = placement.tiles(_TILE_ROWS, device)
     if not len(tiles):
         return
-    if isinstance(records, Located):
-        places = records.addresses
-    else:
-        held = [each.contiguous() for each in records]  # heads of a longer record may not lie so
-        held = [each if each.data_ptr() % _ALIGNED.value == 0 else each.clone() for each in held]
-        places = [record.data_ptr() for record in held]
-    addresses = upload(np.array(places, dtype=np.int64), device)
+    held = [each.contiguous() for each in records]  # heads of a longer record may not lie so
+    held = [each if each.data_ptr() % _ALIGNED.value == 0 else each.clone() for each in held]
+    addresses = upload(np.array([record.data_ptr() for record in held], dtype=np.int64), device)
     turns = None if rotation is None else placement.turns(rotation, device)
     pairs, is_half = (0, False) if rotation is None else (len(rotation.inv_freq), rotation.pairing == "half")
     dtype, scales = (keys.dtype, (1.0, 1.0)) if float8 is None else (float8.dtype, float8.scales)
@@ -69,7 +65,7 @@ def place(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["sines"])
+@triton.jit
 def _place(
     addresses, tiles, turns, sines, keys, values, block_table,
     key_block, key_row, key_head, key_dim, value_block, value_row, value_head, value_dim,

@@ -5,13 +5,12 @@ why not. So a driver or compiler that misbehaves costs speed, never an answer.""
 import importlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import compress, product, repeat
+from itertools import product
 from typing import Any, Generic, TypeVar, get_args
 
 import torch
-import torch.nn.functional as F
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.kernels import attention, deviation, kv_placement
@@ -28,23 +27,19 @@ PLAIN, KERNEL = "PyTorch", "Triton"  # names of what serves everywhere, and of w
 _MAX_HEAD_DIM = 256  # of kernels: wider tiles do not fit
 _PAGE = 16  # tokens of a block in checks
 _CHECKED_KEYS = 1024  # of a window in checks; a wider one is compiled, and hides nothing
-_CHECKED = (HeadShape(8, 2, 64), HeadShape(8, 2, 128, 40, is_capped=True, has_sinks=True))
-Shapes = Sequence[HeadShape]
-Sizes = Sequence[tuple[int, int]]  # rows, and keys behind the first window
-_SIZES = ((37, 300),)
-_OF_REQUESTS = tuple(product((1, 8, 40, 333, 4096), (300, 4096)))  # all sizes of row tiles, keys in splits and not
+_CHECKED = (HeadShape(8, 2, 64), HeadShape(8, 2, 128, 40))
 _SUM_TOLERANCE = 1e-4  # of fp32 sums in another order
 _WEIGHT_TOLERANCE = 1e-3  # of attention weights, which no kernel rounds to the type
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of numbers around 1: a few steps of the type
 _STEPS = {torch.float8_e4m3fn: 0.13, torch.float8_e5m2: 0.26}  # by the number: one, where it lies between two
-Call = TypeVar("Call", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
-class Served(Generic[Call]):
+class Served(Generic[F]):
     """What serves a device and dtype: its name, and why nothing faster does ("": nothing faster is made for it)."""
 
-    call: Call
+    call: F
     name: str
     reason: str = ""
 
@@ -57,7 +52,7 @@ def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype in TOLERANCE and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-class Operation(Generic[Call]):
+class Operation(Generic[F]):
     """One operation, in plain PyTorch and as a kernel; safe to use from several threads. `kernel` imports and returns
     the kernel, and raises `ImportError` where what it is written in is not installed. `differs`: (kernel, plain,
     device, dtype) to what differs between them on a small input; "" if they agree. `serves`: whether the kernel is made
@@ -66,17 +61,17 @@ class Operation(Generic[Call]):
     def __init__(
         self,
         name: str,
-        plain: Call,
+        plain: F,
         kernel: Callable[[], Any],
         differs: Callable[[Any, Any, torch.device, torch.dtype], str],
         serves: Callable[[torch.device, torch.dtype], bool] = _has_kernels,
     ) -> None:
         self.name = name
         self._plain, self._kernel, self._differs, self._serves = plain, kernel, differs, serves
-        self._served: dict[tuple[torch.device, torch.dtype], Served[Call]] = {}
+        self._served: dict[tuple[torch.device, torch.dtype], Served[F]] = {}
         self._lock = threading.Lock()
 
-    def on(self, device: torch.device, dtype: torch.dtype) -> Served[Call]:
+    def on(self, device: torch.device, dtype: torch.dtype) -> Served[F]:
         """What serves; the first call for a device and dtype loads and checks the kernel, later ones look it up."""
         served = self._served.get((device, dtype))
         if served is None:
@@ -89,7 +84,7 @@ class Operation(Generic[Call]):
                 self._served[device, dtype] = served
         return served
 
-    def confirm(self, device: torch.device, dtype: torch.dtype, differs: Callable[[Call, Call], str]) -> Served[Call]:
+    def confirm(self, device: torch.device, dtype: torch.dtype, differs: Callable[[F, F], str]) -> Served[F]:
         """What serves, checked once more in a caller's own case, (kernel, plain) to what differs between them: a kernel
         that differs there serves nobody from now on."""
         served = self.on(device, dtype)
@@ -101,7 +96,7 @@ class Operation(Generic[Call]):
 
     def _checked(
         self, load: Callable[[], Any], differs: Callable[..., str], device: torch.device, dtype: torch.dtype
-    ) -> Served[Call]:
+    ) -> Served[F]:
         try:
             kernel = load()
             reason = differs(kernel, self._plain, device, dtype)
@@ -114,7 +109,7 @@ class Operation(Generic[Call]):
         logger.warning("%s: %s is not used on %s in %s: %s", self.name, KERNEL, device, dtype, reason)
         return self._plainly(reason)
 
-    def _plainly(self, reason: str = "") -> Served[Call]:
+    def _plainly(self, reason: str = "") -> Served[F]:
         return Served(self._plain, PLAIN, f"{KERNEL}: {reason}" if reason else "")
 
 
@@ -126,24 +121,20 @@ def attention_differs(
     plain: Callable[..., Any],
     device: torch.device,
     dtype: torch.dtype,
-    shapes: Shapes = _CHECKED,
-    sizes: Sizes = _SIZES,
-    page: int = _PAGE,
+    shapes: Sequence[HeadShape] = _CHECKED,
     kind: torch.dtype | None = None,
 ) -> str:
-    """Over dense buffers and over pages of so many tokens (0: none), keys and values of a `kind` of `FLOAT8` or of the
-    query's."""
-    for shape, query, keys, values, positions, spec in _drawn(shapes, sizes, device, dtype):
+    """Over dense buffers and over pages, keys and values of a `kind` of `FLOAT8` or of the query's."""
+    for shape, query, keys, values, positions, spec in _drawn(shapes, device, dtype):
         if kind is not None:
             keys, values = keys.to(kind).to(dtype), values.to(kind).to(dtype)
         expected = plain(query, keys, values, positions, spec).float()
-        found = {"": kernel(query, keys.to(kind or dtype), values.to(kind or dtype), positions, spec)}
-        if page:
-            blocks = -(-keys.shape[1] // page)
-            table, behind = torch.arange(blocks).flip(0).to(device), (0, 0, 0, blocks * page - keys.shape[1])
-            whole = (F.pad(each, behind).view(len(each), blocks, page, -1) for each in (keys, values))
-            pages = [each.permute(1, 2, 0, 3).flip(0).contiguous().to(kind or dtype) for each in whole]
-            found[", in pages"] = kernel(query, pages[0], pages[1], positions, spec, table)
+        table = torch.arange(-(-keys.shape[1] // _PAGE)).flip(0).to(device)
+        pages = [_in_pages(each).to(kind or dtype) for each in (keys, values)]
+        found = {
+            "": kernel(query, keys.to(kind or dtype), values.to(kind or dtype), positions, spec),
+            ", in pages": kernel(query, pages[0], pages[1], positions, spec, table),
+        }
         for form, each in found.items():
             error = float((each.float() - expected).abs().max())
             if not error <= TOLERANCE[dtype]:
@@ -161,31 +152,40 @@ def _in_kind(kind: torch.dtype | None) -> str:
     return "" if kind is None else f", {kind}"
 
 
-def _drawn(shapes: Shapes, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
-    """(shape, query, keys, values, positions, spec): scattered rows, in fp32 on the host's generator, so that it is the
-    same everywhere."""
+def _in_pages(rows: torch.Tensor) -> torch.Tensor:
+    """[kv_heads, length, head_dim] as a paged cache whose blocks are in the opposite order."""
+    kv_heads, length, head_dim = rows.shape
+    blocks = -(-length // _PAGE)
+    padded = rows.new_zeros(kv_heads, blocks * _PAGE, head_dim)
+    padded[:, :length] = rows
+    return padded.view(kv_heads, blocks, _PAGE, head_dim).permute(1, 2, 0, 3).flip(0).contiguous()
+
+
+def _drawn(shapes: Sequence[HeadShape], device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
+    """(shape, query, keys, values, positions, spec): scattered rows, those of every second shape with a cap and sinks;
+    in fp32 on the host's generator, so that it is the same everywhere."""
     draw = torch.Generator().manual_seed(0)
-    for shape, (rows, most) in product(shapes, sizes):
-        length = most + min(shape.window or 0, _CHECKED_KEYS)
-        rows = min(rows, length)
-        parts = [(shape.heads, rows), (shape.kv_heads, length), (shape.kv_heads, length)]
-        drawn = (torch.randn(*part, shape.head_dim, generator=draw).to(device, dtype) for part in parts)
-        positions = torch.randperm(length, generator=draw)[:rows].sort().values.to(device)
-        sinks = torch.randn(shape.heads, generator=draw).to(device) if shape.has_sinks else None
-        spec = AttentionSpec(shape.head_dim**-0.5, shape.window, 20.0 if shape.is_capped else None, sinks)
+    for number, shape in enumerate(shapes):
+        length = 300 + min(shape.window or 0, _CHECKED_KEYS)
+        sizes = [(shape.heads, 37), (shape.kv_heads, length), (shape.kv_heads, length)]
+        drawn = (torch.randn(*size, shape.head_dim, generator=draw).to(device, dtype) for size in sizes)
+        positions = torch.randperm(length, generator=draw)[:37].sort().values.to(device)
+        sinks = torch.randn(shape.heads, generator=draw).to(device) if number % 2 else None
+        spec = AttentionSpec(shape.head_dim**-0.5, shape.window, 20.0 if number % 2 else None, sinks)
         yield shape, *drawn, positions, spec
 
 
 def asking_differs(
-    kernel: Any, plain: Any, device: torch.device, dtype: torch.dtype, shapes: Shapes = _CHECKED, sizes: Sizes = _SIZES
+    kernel: Callable[..., Any],
+    plain: Callable[..., Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    shapes: Sequence[HeadShape] = _CHECKED,
 ) -> str:
     """The same rows in two groups that overlap, over keys with gaps."""
-    for shape, query, keys, values, positions, spec in _drawn(shapes, sizes, device, dtype):
-        groups = [range((len(positions) + 3) // 2), range(len(positions) // 4, len(positions))]
-        members = torch.tensor([row for group in groups for row in group], device=device)
-        counts = [len(group) for group in groups]
-        begins = torch.tensor([0, counts[0], sum(counts)], device=device)
-        askers = Askers(2 * positions, 2 * torch.arange(keys.shape[1], device=device), members, begins, counts)
+    members, begins = (torch.tensor(each).to(device) for each in ([*range(20), *range(10, 37)], [0, 20, 47]))
+    for shape, query, keys, values, positions, spec in _drawn(shapes, device, dtype):
+        askers = Askers(2 * positions, 2 * torch.arange(keys.shape[1], device=device), members, begins, [20, 27])
         found, expected = (each(query, keys, values, askers, spec) for each in (kernel, plain))
         for one, other, most in zip(found, expected, (TOLERANCE[dtype], _WEIGHT_TOLERANCE), strict=True):
             error = float((one.float() - other.float()).abs().max())
@@ -200,25 +200,22 @@ def placing_differs(
     device: torch.device,
     dtype: torch.dtype,
     heads: tuple[int, int] = (2, 64),
-    turned: tuple[int, Sequence[Pairing]] = (24, get_args(Pairing)),
-    page: int = _PAGE,
     kind: torch.dtype | None = None,
 ) -> str:
-    """Every codec, keys that are moved and not, in dense buffers and in pages of so many tokens (0: none), or in pages
-    of a `kind` of `FLOAT8` with scales. `heads`: how many, and their dimensions; `turned`: pairs of these that are
-    rotated, and how they are paired."""
+    """Every codec and pairing, keys that are moved and not, in dense buffers and in pages, or in pages of a `kind` of
+    `FLOAT8` with scales. `heads`: how many, and their dimensions; three quarters of them are rotated."""
     float8 = None if kind is None else Float8(kind, dtype, 0.037, 0.3)
-    forms, tolerance = ({False, page > 0}, TOLERANCE[dtype]) if kind is None else ({True}, _STEPS[kind])
+    forms, tolerance = ((False, True), TOLERANCE[dtype]) if kind is None else ((True,), _STEPS[kind])
     draw, (kv_heads, head_dim) = torch.Generator().manual_seed(0), heads
     drawn = [torch.randn(kv_heads, 2, tokens, head_dim, generator=draw).to(dtype) for tokens in (70, 33)]
     pieces = [Piece(0, 70, 5, 3, 60, -2), Piece(1, 33, 0, 80, 33, 4711), Piece(1, 33, 1, 70, 5)]
-    pairs = min(turned[0], head_dim // 2)
-    frequencies, blocks = 1e4 ** (-torch.arange(pairs) / max(1, pairs)), -(-160 // max(1, page))
-    table = torch.randperm(blocks, generator=draw).to(device)
-    for (name, codec), pairing, in_pages in product(CODECS.items(), (None, *turned[1]), sorted(forms)):
+    pairs = max(1, head_dim * 3 // 8)
+    frequencies = 1e4 ** (-torch.arange(pairs) / pairs)
+    table = torch.randperm(10, generator=draw).to(device)
+    for (name, codec), pairing, in_pages in product(CODECS.items(), get_args(Pairing), forms):
         records = [codec.encode(record).to(device) for record in drawn]
-        rotation, placement = None if pairing is None else KeyRotation(frequencies, pairing), Placement(pieces, name)
-        shape = (blocks, page, kv_heads, head_dim) if in_pages else (kv_heads, 160, head_dim)
+        rotation, placement = KeyRotation(frequencies, pairing), Placement(pieces, name)
+        shape = (10, 16, kv_heads, head_dim) if in_pages else (kv_heads, 160, head_dim)
         placed = torch.zeros(2, 2, *shape, device=device, dtype=dtype).to(kind or dtype)
         for each, (keys, values) in zip((kernel, plain), placed, strict=True):
             each(records, placement, keys, values, rotation, table if in_pages else None, float8)
@@ -232,16 +229,15 @@ def placing_differs(
 
 
 def deviation_differs(
-    kernel: Any, plain: Any, device: torch.device, dtype: torch.dtype, heads: tuple[int, int] = (3, 96)
+    kernel: Callable[..., Any], plain: Callable[..., Any], device: torch.device, dtype: torch.dtype
 ) -> str:
-    """Compares scattered rows, where they lie and gathered, by each measure. `heads`: as in `placing_differs`."""
+    """Compares scattered rows, by each measure."""
     draw = torch.Generator().manual_seed(0)
-    fresh = torch.randn(2, heads[0], 37, heads[1], generator=draw).to(device, dtype).unbind()
-    loaded = torch.randn(2, heads[0], 300, heads[1], generator=draw).to(device, dtype).unbind()
+    fresh = torch.randn(2, 3, 37, 96, generator=draw).to(device, dtype).unbind()
+    loaded = torch.randn(2, 3, 300, 96, generator=draw).to(device, dtype).unbind()
     positions = torch.randperm(300, generator=draw)[:37].to(device)
-    for measure, at in product(get_args(Measure), (positions, None)):
-        rows = loaded if at is not None else [part[:, positions] for part in loaded]
-        found, expected = (each(fresh, rows, measure, at) for each in (kernel, plain))
+    for measure in get_args(Measure):
+        found, expected = (each(fresh, loaded, measure, positions) for each in (kernel, plain))
         error = float(((found - expected).abs() / expected).max())
         if not error <= _SUM_TOLERANCE:
             return f"differs from PyTorch by {error:.2g} of the sum ({measure}), more than {_SUM_TOLERANCE}"
@@ -343,39 +339,27 @@ def is_served(device: torch.device, dtype: torch.dtype, shape: HeadShape, *, flo
 
 
 def serve(
-    device: torch.device,
-    dtype: torch.dtype,
-    shapes: Shapes = (),
-    rotations: Sequence[KeyRotation | None] = (),
-    *,
-    page: int = 0,
-    float8: bool = False,
+    device: torch.device, dtype: torch.dtype, shapes: Sequence[HeadShape] = (), *, float8: bool = False
 ) -> dict[str, Served[Any]]:
-    """What serves each operation; loads and checks the kernels, and compiles all that requests need. `shapes`,
-    `rotations`: of a model's layers; `page`: tokens of a block of its cache, 0: none; `float8`: of eight bits."""
+    """What serves each operation; loads and checks the kernels, so that no request waits for it. `shapes`: of a model's
+    layers: kernels are checked, and compiled, for these as well. `float8`: pages of eight bits are used too."""
     fitting = tuple(dict.fromkeys(shape for shape in shapes if shape.head_dim <= _MAX_HEAD_DIM))
-    fits = [0 < shape.placed_dim <= _MAX_HEAD_DIM and not shape.placed_dim % 4 for shape in shapes]
-    turned = [(0, ()) if each is None else (len(each.inv_freq), (each.pairing,)) for each in rotations]
-    heads = [(shape.kv_heads, shape.placed_dim) for shape in shapes]
-    placed = dict.fromkeys(compress(zip(heads, turned, repeat(page), strict=False), fits))
-    asked = fitting, _OF_REQUESTS, page
-    operations: dict[Operation[Any], tuple[Callable[..., str], Iterable[Any]]] = {
-        ATTEND_ROWS: (attention_differs, [asked]),
-        PLACE: (placing_differs, placed),
-        ATTEND_ASKING: (asking_differs, [asked[:2]]),
-        KV_DEVIATION: (deviation_differs, dict.fromkeys((each,) for each, *_ in placed)),
-    }
+    placed = dict.fromkeys((shape.kv_heads, shape.placed_dim) for shape in shapes)
+    heads = tuple(each for each in placed if each[1] <= _MAX_HEAD_DIM and not each[1] % 4)
+
+    operations: dict[Operation[Any], Callable[..., str]] = {ATTEND_ROWS: attention_differs, PLACE: placing_differs}
+    operations[ATTEND_ASKING] = asking_differs
     if float8:
-        operations[ATTEND_FLOAT8] = float8_attention_differs, [asked]
-        operations[PLACE_FLOAT8] = float8_placing_differs, placed
-    for operation, (differs, cases) in operations.items() if _has_kernels(device, dtype) else ():
+        operations |= {ATTEND_FLOAT8: float8_attention_differs, PLACE_FLOAT8: float8_placing_differs}
+    for operation, differs in operations.items() if _has_kernels(device, dtype) else ():
+        cases: Sequence[Any] = heads if operation in (PLACE, PLACE_FLOAT8) else (fitting,)
 
         def differs_here(kernel: Any, plain: Any, differs: Any = differs, cases: Any = cases) -> str:
-            found = (differs(kernel, plain, device, dtype, *case) for case in cases)
+            found = (differs(kernel, plain, device, dtype, each) for each in cases)
             return next((reason for reason in found if reason), "")
 
         operation.confirm(device, dtype, differs_here)
-    return {operation.name: operation.on(device, dtype) for operation in operations}
+    return {operation.name: operation.on(device, dtype) for operation in (*operations, KV_DEVIATION)}
 
 
 def _triton(module: str, function: str) -> Callable[[], Any]:

@@ -1,6 +1,6 @@
 """One layer of a request's KV cache, in buffers of its own or wherever an engine keeps it, and what is placed there."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -10,7 +10,6 @@ from cacheblend.core.kernels.deviation import Measure
 from cacheblend.core.kernels.kv_placement import Piece, Placement
 from cacheblend.core.kernels.operations import attend_rows, kv_deviation, place
 from cacheblend.core.kernels.rope import KeyRotation
-from cacheblend.core.load.staging_buffers import Sent
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.plan import Source, Span
 
@@ -103,7 +102,7 @@ class PlacedSpans(NamedTuple):
         ]
         return cls(list(indices), Placement(pieces, codec))
 
-    def fill(self, kv: LayerCache, records: Sent[BlockName], rotation: KeyRotation | None) -> None:
+    def fill(self, kv: LayerCache, records: Mapping[BlockName, torch.Tensor], rotation: KeyRotation | None) -> None:
         """Places the spans' records in a layer, their keys turned by `rotation`."""
         if self.names:
-            kv.place(records(self.names), self.placement, rotation)
+            kv.place([records[name] for name in self.names], self.placement, rotation)

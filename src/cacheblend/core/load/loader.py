@@ -13,7 +13,7 @@ would take processors from the layers and cost more time than it saves (docs/log
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from cacheblend.core.errors import BlockLostError, LoadTimeoutError
 from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.core.load.budget import LoadBudget
 from cacheblend.core.load.layer_kv import LayerCache, LayerKV, PlacedSpans
-from cacheblend.core.load.staging_buffers import Lease, Sent, Staging
+from cacheblend.core.load.staging_buffers import Lease, Staging
 from cacheblend.core.load.threads import CallsInOrder, DaemonPool
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import BlockSource, KVLayout
@@ -68,11 +68,11 @@ class ReadSize:
 AHEAD_BYTES = 1 << 30  # bounds the buffers of layers that are loaded ahead; one layer is always loaded ahead
 
 
-class _Sent(NamedTuple):
-    """One layer's records on the device, after event `sent`; the seconds that reading took, by tier; and the memory
-    that they lie in, with those of other layers; None: they have left it."""
+class _Read(NamedTuple):
+    """One layer's records as stored, on the CPU or the device; the seconds that reading took, by tier; and the memory
+    that they lie in, with those of other layers; None: they have left it, and are on the device after event `sent`."""
 
-    records: Sent[BlockName]
+    records: Mapping[BlockName, torch.Tensor]
     seconds: dict[str, float]
     lease: Lease | None
     sent: Any = None
@@ -150,7 +150,7 @@ class LayerLoader(Closable):
         self._tiers = {s.tier for s in self._spans}
         at_once = AT_ONCE_TO_DEVICE if self._overlap else AT_ONCE
         self._read_size = ReadSize(layout, max(blocks.values(), default=1), sum(blocks.values()), at_once)
-        self._pending: dict[int, Future[dict[int, _Sent]] | Future[dict[int, _Loaded]]] = {}
+        self._pending: dict[int, Future[dict[int, _Read]] | Future[dict[int, _Loaded]]] = {}
         self._given: dict[int, LayerCache] = {}
         self._first_tier = next((s.tier for s in self._spans), "")
         self._asked = "", 0.0  # the tier, and since when by the budget's clock
@@ -188,9 +188,9 @@ class LayerLoader(Closable):
                     late = by_tier.get(tier) or [name for names in by_tier.values() for name in names]
                     what = f"loading layer {index} from {tier or 'the store'}"
                     raise LoadTimeoutError(late, self._budget.give_up(what, tier))
-            group = self._send(range(index, index + 1)) if pending is None else pending.result()
+            group = self._read(range(index, index + 1)) if pending is None else pending.result()
             loaded = group.pop(index)  # else this layer would live as long as the last one that was read with it
-            if isinstance(loaded, _Sent):
+            if isinstance(loaded, _Read):
                 place = self._buffers(index) if self._caches is None else self._caches(index)
                 loaded = self._fill(index, loaded, place)
             self._staging.wait(loaded.done)
@@ -250,12 +250,14 @@ class LayerLoader(Closable):
                 self._pending |= dict.fromkeys(layers, self._submit(layers))
             self._next = layers.stop
 
-    def _submit(self, layers: range) -> "Future[dict[int, _Sent]] | Future[dict[int, _Loaded]]":
+    def _submit(self, layers: range) -> "Future[dict[int, _Read]] | Future[dict[int, _Loaded]]":
         if self._reader is None:
             shared = self._threads
             self._reader = DaemonPool(1, "cacheblend-loader") if shared is None else CallsInOrder(shared)
-        if not self._overlap or self._caches is not None:
-            return self._reader.submit(self._send, layers)
+        if not self._overlap:
+            return self._reader.submit(self._read, layers)
+        if self._caches is not None:
+            return self._reader.submit(self._send_ahead, layers)
         # Allocated on the caller's stream, which frees it: else torch caches a whole KV cache for the other stream.
         buffers = [self._buffers(index) for index in layers]
         mode = torch.is_inference_mode_enabled()  # of this thread, and so of the buffers
@@ -265,27 +267,40 @@ class LayerLoader(Closable):
         self, layers: range, buffers: Sequence[LayerKV], allocated: Any, inference_mode: bool
     ) -> dict[int, _Loaded]:
         with torch.inference_mode(inference_mode), torch.no_grad(), self._staging.stream():
-            sent = self._send(layers)
-            return {i: self._fill(i, sent[i], kv, allocated) for i, kv in zip(layers, buffers, strict=True)}
+            group = self._read(layers)
+            sent = self._staging.send({(i, name): r for i, read in group.items() for name, r in read.records.items()})
+            loaded = {}
+            for index, kv in zip(layers, buffers, strict=True):
+                read = group[index]._replace(records={name: sent[index, name] for name in group[index].records})
+                loaded[index] = self._fill(index, read, kv, allocated)
+            for read in group.values():
+                self._staging.memory.hold(loaded[layers[-1]].done, list(read.records.values()))
+            return loaded
 
-    def _send(self, layers: range) -> dict[int, _Sent]:
-        """Reads layers that have the same spans, and starts their records' way to the device."""
+    def _send_ahead(self, layers: range) -> dict[int, _Read]:
+        """Reads layers, and starts their records' way to the device."""
         with self._staging.stream():
-            blocks, seconds, lease = self._read(layers)
-            sent, done = self._staging.send(blocks, len(layers)), self._staging.now()
-            self._staging.memory.hold(done, blocks)
-            if done is not None:  # else the records stay where they were read to
-                for _ in layers:
-                    lease.release(done)
-            own = lease if done is None else None
-            return {index: _Sent(records, seconds, own, done) for index, records in zip(layers, sent, strict=True)}
+            group = self._read(layers)
+            if self._device.type == "cpu":
+                return group  # the records stay where they were read to
+            sent = self._staging.send({(i, name): r for i, read in group.items() for name, r in read.records.items()})
+            done = self._staging.now()
+            for read in group.values():
+                self._staging.memory.hold(done, list(read.records.values()))
+                if read.lease is not None:
+                    read.lease.release(done)
+            return {
+                index: _Read({name: sent[index, name] for name in read.records}, read.seconds, None, done)
+                for index, read in group.items()
+            }
 
     def _buffers(self, index: int) -> LayerKV:
         shape = self._layout.layers[index]
         size = (shape.kv_heads, len(self._plan), shape.head_dim)
         return LayerKV(*torch.zeros((2, *size), dtype=self._layout.dtype, device=self._device).unbind())
 
-    def _read(self, layers: range) -> tuple[dict[BlockName, list[torch.Tensor]], dict[str, float], Lease]:
+    def _read(self, layers: range) -> dict[int, _Read]:
+        """Reads layers that have the same spans."""
         seconds, lease = dict[str, float](), self._staging.memory.lease(len(layers))
         records: dict[BlockName, list[torch.Tensor]] = {}
         lost: dict[BlockName, BlockLostError] = {}
@@ -306,25 +321,29 @@ class LayerLoader(Closable):
             *_, reason = (error.reason for error in lost.values())
             which = f"layer {layers.start}" if len(layers) == 1 else f"layers {layers.start} to {layers.stop - 1}"
             raise BlockLostError(list(lost), f"{which}: {reason}")
-        return records, seconds, lease
+        return {
+            index: _Read({name: found[number] for name, found in records.items()}, seconds, lease)
+            for number, index in enumerate(layers)
+        }
 
     def _spans_of(self, index: int) -> list[Span]:
         """The spans that are read for a layer."""
         reused = index >= self._first_reused_layer
         return [span for span in self._spans if reused or span.source is not Source.LOADED]
 
-    def _fill(self, index: int, read: _Sent, kv: LayerCache, allocated: Any = None) -> _Loaded:
+    def _fill(self, index: int, read: _Read, kv: LayerCache, allocated: Any = None) -> _Loaded:
         """Writes records into the buffers, after the event `allocated`, when the device has them."""
         started = time.perf_counter()
-        self._staging.wait(read.sent)
+        on_device = self._staging.send(read.records)
+        self._staging.wait(read.sent, list(read.records.values()))
         self._staging.wait(allocated, () if allocated is None else (kv.keys, kv.values))
-        self._exact.fill(kv, read.records, None)
+        self._exact.fill(kv, on_device, None)
         if index >= self._first_reused_layer:
             for placed in self._reused:
-                placed.fill(kv, read.records, self._rotations[index])
+                placed.fill(kv, on_device, self._rotations[index])
         done = self._staging.now()
-        self._staging.memory.hold(done, read.records)
         if read.lease is not None:
+            self._staging.memory.hold(done, list(read.records.values()))
             read.lease.release(done)
         return _Loaded(kv, sum(read.seconds.values()) + time.perf_counter() - started, read.seconds, done)
 

@@ -17,13 +17,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
-from typing import Any, TypeVar, cast
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 
 from cacheblend.core.closable import Closable
-from cacheblend.core.kernels.kv_placement import Located
+from cacheblend.core.names import grouped
 
 SLAB_BYTES = 16 << 20
 CPU_SLAB_BYTES = 8 << 20  # what one thread reads at once
@@ -33,9 +33,7 @@ CPU_BYTES = 128 << 20
 PINNED_BYTES = 256 << 20  # staging memory of a process for each GPU: four layers of 16,384 tokens of an 8B model
 _ALIGNMENT = 4096  # as direct reads need it
 _ELEMENT = 16  # bytes of the largest element of a record, and more: what is copied begins at a multiple
-_HOST = torch.device("cpu")
 Key = TypeVar("Key")
-Sent = Callable[[Sequence[Key]], Sequence[torch.Tensor]]  # the records of some keys
 
 
 class StagingMemory:
@@ -49,7 +47,7 @@ class StagingMemory:
         self._made = 0
         self._free: list[torch.Tensor] = []  # the last one used is used next: it is in the processor's cache
         self._copied: deque[tuple[Any, list[torch.Tensor]]] = deque()  # slabs that the device copies until an event
-        self._held: deque[tuple[Any, object]] = deque()  # what has other memory that it reads until an event
+        self._held: deque[tuple[Any, list[torch.Tensor]]] = deque()  # other memory that it reads until an event
         self._lost: deque[int] = deque()  # numbers of slabs; a finalizer may run anywhere, so it takes no lock
         self._lock = threading.Lock()
 
@@ -80,14 +78,14 @@ class StagingMemory:
             self.forget(1)
             raise
 
-    def hold(self, event: Any, held: object) -> None:
-        """Keeps what has tensors alive until the device has passed an event (that of the last call maybe until the next
-        one): their owner may drop them before it has read them. None: no device reads them."""
+    def hold(self, event: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Keeps tensors alive until the device has passed an event (those of the last call maybe until the next one):
+        their owner may drop them before it has read them. None: no device reads them."""
         with self._lock:
             while self._held and self._held[0][0].query():
                 self._held.popleft()
             if event is not None:
-                self._held.append((event, held))
+                self._held.append((event, list(tensors)))
 
     def give_back(self, slabs: list[torch.Tensor], event: Any) -> None:
         """Takes slabs back that the device copies until an event; None: that nobody uses."""
@@ -158,21 +156,18 @@ class Staging:
         with torch.cuda.device(self.device), torch.cuda.stream(_stream(self.device)):
             yield
 
-    def send(self, blocks: Mapping[Key, Sequence[torch.Tensor]], layers: int) -> list[Sent[Key]]:
-        """So many layers' records of each block on the device, by layer; copies may still be in progress on the current
-        stream, and the caller holds the records until then (`StagingMemory.hold`)."""
-        firsts = [records[0] for records in blocks.values()]
-        if self.device.type == "cuda" and {each.device for each in firsts} == {_HOST} and firsts[0].is_pinned():
+    def send(self, records: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+        """The records on the device; copies may still be in progress on the current stream, and the caller holds the
+        records until then (`StagingMemory.hold`). Those of pinned memory take one call, in which other threads run."""
+        if self.device.type != "cuda":
+            return {key: record.to(self.device) for key, record in records.items()}
+        away = {key: record for key, record in records.items() if record.device != self.device}
+        first = next(iter(away.values()), None)
+        if first is None or (all(r.device.type == "cpu" for r in away.values()) and first.is_pinned()):
             # Asking takes longer than starting a copy. One that is not pinned is copied all the same, by waiting.
-            return sent_together(blocks, self.device)
-        records = {(key, at): each for key, of in blocks.items() for at, each in enumerate(of)}
+            return dict(records) | copied_at_once(away, self.device)
         with _ThroughSlabs(self.memory, self.device, self.now) as slabs:
-            for key, record in records.items():
-                if record.device != self.device:
-                    data = slabs.copied(record.contiguous().view(-1).view(torch.uint8))
-                    records[key] = data.view(record.dtype).view(record.shape)
-        by_layer = [{key: records[key, at] for key in blocks} for at in range(layers)]
-        return [partial(lambda own, keys: [own[key] for key in keys], own) for own in by_layer]
+            return dict(records) | moved_together(away, slabs.copied)
 
     def now(self) -> Any:
         """An event for `wait`: all work started so far on the current stream is done."""
@@ -224,60 +219,47 @@ class _ThroughSlabs(Closable):
             self._memory.give_back([slab], self._now())
 
 
-def sent_together(blocks: Mapping[Key, Sequence[torch.Tensor]], device: torch.device) -> list[Sent[Key]]:
-    """Copies of pinned records of some layers of each block, by layer: memory for those of one size in one piece, one
-    copy of a block's records that lie side by side, and one call for all. The interpreter's lock is free during that
-    call, and the thread that computes needs it for each kernel it starts."""
-    alike: dict[Any, list[Key]] = {}
-    for key, records in blocks.items():
-        shapes = (records[0].shape,) if (step := _step(records)) else tuple(record.shape for record in records)
-        alike.setdefault((step, len(records), shapes, records[0].dtype), []).append(key)
-    sent: dict[Key, Any] = {}  # memory, a block's address in it, bytes from layer to layer, kinds by layer
-    targets, sources = list[torch.Tensor](), list[torch.Tensor]()
-    for (joined, layers, shapes, dtype), keys in alike.items():
-        most = max(shape.numel() for shape in shapes)
-        step = joined or most * dtype.itemsize + -most * dtype.itemsize % _ELEMENT
-        numbers = step // dtype.itemsize
-        memory = torch.empty((len(keys) * layers, numbers), dtype=dtype, device=device)
-        flat, begin = memory.view(-1), memory.data_ptr()
-        kinds = [(shape.numel() * dtype.itemsize, dtype, memory.device) for shape in shapes] * (layers // len(shapes))
-        sent |= {key: (flat, begin + at * layers * step, step, kinds) for at, key in enumerate(keys)}
-        if joined:
-            used = (layers - 1) * numbers + most
-            targets += memory.view(len(keys), -1)[:, :used].unbind()
-            sources += [blocks[key][0].as_strided((used,), (1,)) for key in keys]
-            continue
-        records = [record for key in keys for record in blocks[key]]
-        sources += records
-        if most == numbers and len(set(shapes)) == 1:
-            targets += memory.view(-1, *shapes[0]).unbind()
+def copied_at_once(records: Mapping[Key, torch.Tensor], device: torch.device) -> dict[Key, torch.Tensor]:
+    """Copies of pinned records: memory for those of one shape in one piece, and one call for all of them. The
+    interpreter's lock is free during that call, and the thread that computes needs it for each kernel it starts."""
+    alike: dict[tuple[torch.Size, torch.dtype], list[Key]] = {}
+    for key, record in records.items():
+        alike.setdefault((record.shape, record.dtype), []).append(key)
+    copies: dict[Key, torch.Tensor] = {}
+    for (shape, dtype), keys in alike.items():
+        if records[keys[0]].nbytes % _ELEMENT:
+            copies |= {key: torch.empty(shape, dtype=dtype, device=device) for key in keys}
         else:
-            targets += [row[: r.numel()].view(r.shape) for row, r in zip(memory, records, strict=True)]
-    torch._foreach_copy_(targets, sources, non_blocking=True)
-
-    def located(layer: int, keys: Sequence[Key]) -> Located:
-        where = [sent[key] for key in keys]
-        addresses, kinds = [at + layer * step for _, at, step, _ in where], [each[3][layer] for each in where]
-
-        def made(index: int) -> torch.Tensor:
-            memory, like = where[index][0], blocks[keys[index]][layer]
-            start = (addresses[index] - memory.data_ptr()) // memory.element_size()
-            return cast(torch.Tensor, memory[start : start + like.numel()].view(like.shape))
-
-        return Located(addresses, kinds, made)
-
-    return [partial(located, layer) for layer in range(max(map(len, blocks.values())))]
+            copies |= zip(keys, torch.empty((len(keys), *shape), dtype=dtype, device=device).unbind(), strict=True)
+    if copies:
+        torch._foreach_copy_([copies[key] for key in records], list(records.values()), non_blocking=True)
+    return copies
 
 
-def _step(records: Sequence[torch.Tensor]) -> int:
-    """Bytes from each record to the next where records of one size lie side by side in one memory; 0: they do not."""
-    at, first, nbytes = [record.data_ptr() for record in records], records[0], records[0].nbytes
-    step = at[1] - at[0] if len(at) > 1 else 0
-    if step % _ELEMENT or not nbytes <= step < nbytes + _ALIGNMENT or at != list(range(at[0], at[-1] + 1, step)):
-        return 0
-    end = first.storage_offset() * first.element_size() + at[-1] - at[0] + nbytes
-    is_one = first.is_contiguous() and end <= first.untyped_storage().nbytes()
-    return step if is_one and [record.nbytes for record in records].count(nbytes) == len(records) else 0
+def moved_together(
+    records: Mapping[Key, torch.Tensor], copied: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[Key, torch.Tensor]:
+    """Copies of contiguous records; `copied` is called with uint8 [bytes], once for those that lie close together."""
+    by_storage: dict[tuple[torch.device, int], list[Key]] = {}
+    for key, record in records.items():  # each device has addresses of its own
+        by_storage.setdefault((record.device, record.untyped_storage().data_ptr()), []).append(key)
+    moved: dict[Key, torch.Tensor] = {}
+    for keys in by_storage.values():
+        starts = {key: int(records[key].storage_offset()) * records[key].element_size() for key in keys}
+        whole = records[keys[0]]
+        flat = torch.empty(0, dtype=torch.uint8, device=whole.device).set_(whole.untyped_storage())
+        for run in _close(sorted(keys, key=starts.__getitem__), starts, records):
+            first = starts[run[0]] - starts[run[0]] % _ELEMENT
+            data = copied(flat[first : starts[run[-1]] + records[run[-1]].nbytes])
+            for key in run:
+                record, start = records[key], starts[key] - first
+                moved[key] = data[start : start + record.nbytes].view(record.dtype).view(record.shape)
+    return moved
+
+
+def _close(keys: Sequence[Key], starts: Mapping[Key, int], records: Mapping[Key, torch.Tensor]) -> Iterator[list[Key]]:
+    """Keys in the order of their bytes, those together between whose bytes there is at most the rest of a page."""
+    return grouped(keys, lambda run, key: starts[key] - starts[run[-1]] - records[run[-1]].nbytes < _ALIGNMENT)
 
 
 @cache

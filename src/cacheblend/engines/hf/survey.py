@@ -42,7 +42,7 @@ class Survey:
     layout: KVLayout  # of the KV cache
     rotations: tuple[KeyRotation | None, ...]  # None if the layer's keys carry no position (NoPE)
     windows: tuple[int | None, ...]  # sliding windows in tokens, None for full attention
-    head_shapes: tuple[HeadShape, ...]
+    heads: tuple[int, ...]  # query heads of each layer
     # what each layer with latent attention keeps; None for layers that keep keys and values of heads
     latents: tuple[LatentShape | None, ...]
     kinds: LayerKinds  # which of the model's layers have attention, and which keep a state
@@ -51,6 +51,14 @@ class Survey:
     length_limit: int | None
     context_length: int | None  # the model's context in tokens, None if its config has none
     vocab_size: int  # token ids are 0..vocab_size - 1
+
+    @property
+    def head_shapes(self) -> list[HeadShape]:
+        layers = zip(self.heads, self.layout.layers, self.latents, self.windows, strict=True)
+        return [
+            HeadShape(heads, shape.kv_heads, latent.width if latent else shape.head_dim, window, latent is not None)
+            for heads, shape, latent, window in layers
+        ]
 
     @property
     def num_layers(self) -> int:
@@ -118,8 +126,8 @@ def survey_model(model: PreTrainedModel) -> Survey:
         view=view,
         layout=KVLayout(tuple(layer.shape for layer in layers), dtypes.pop()),
         rotations=tuple(layer.rotation for layer in layers),
-        windows=tuple(layer.heads.window for layer in layers),
-        head_shapes=tuple(layer.heads for layer in layers),
+        windows=tuple(layer.window for layer in layers),
+        heads=tuple(layer.heads for layer in layers),
         latents=tuple(layer.latent for layer in layers),
         kinds=LayerKinds(len(found), kv_layers, probe.states, view.stepped),
         length_limit=limit,
@@ -134,7 +142,8 @@ class AttentionLayer(NamedTuple):
     shape: LayerShape
     dtype: torch.dtype
     rotation: KeyRotation | None
-    heads: HeadShape
+    window: int | None
+    heads: int
     latent: LatentShape | None
 
 
@@ -161,7 +170,7 @@ class Probe:
             if name.endswith("inv_freq") and buffer.dim() == 1 and buffer.numel()
             for pairing, sign in product(get_args(Pairing), (1, -1))
         ]
-        self._stateful, self._spec = layers_with_states(model), AttentionSpec(1.0)  # of the last layer that was run
+        self._stateful = layers_with_states(model)
         self._masks: list[LayerMask | None] = []
         self.states: dict[int, tuple[StatePart, ...]] = {}
         self.stepped = set[int]()
@@ -218,10 +227,8 @@ class Probe:
                     "both must have the same shape"
                 )
             shape, mask = LayerShape(keys.shape[0], keys.shape[2]), self._masks[index]
-            window, width = mask.window if mask else None, latent.width if latent else shape.head_dim
-            features = latent is not None, self._spec.softcap is not None, self._spec.sinks is not None
-            of_heads = HeadShape(heads, shape.kv_heads, width, window, *features)
-            return AttentionLayer(shape, keys.dtype, self._rotation(index, keys, values), of_heads, latent)
+            rotation = self._rotation(index, keys, values)
+            return AttentionLayer(shape, keys.dtype, rotation, mask.window if mask else None, heads, latent)
         except ModelNotBlendableError:
             raise
         except Exception as error:
@@ -272,7 +279,6 @@ class Probe:
                     f"{self._name} caps its attention's logits, which transformers' SDPA does not: plain and blended "
                     'passes would differ; load the model with attn_implementation="eager"'
                 )
-            self._spec = spec
             attended.append(attend_rows(query, keys, values, self._rows, spec))
             return attended[-1]
 
