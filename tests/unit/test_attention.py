@@ -14,6 +14,7 @@ from cacheblend.core.kernels import attention
 from cacheblend.core.kernels.attention import Askers, AttentionSpec, attend_rows, attention_weights
 from campaign import SHARE, share
 from kernel_cases import ATTENTION_TOLERANCE, compare, compare_asking, compare_attention
+from pretended_device import Pretended, PretendedDevice, plain
 from reference_attention import dense_attention
 
 pytestmark = pytest.mark.usefixtures("surroundings")
@@ -117,6 +118,27 @@ def test_sdpa_in_both_layouts_without_a_device(rows, kv_heads, kind, way, monkey
         return attention._attend_sdpa(query, keys, values, positions, positions.tolist(), spec)
 
     _check(_inputs(14, kv_heads, 16, 640, ROWS[rows]), _spec(14, **SPECS[kind]), attend=attend)
+
+
+def test_a_device_without_the_kernel_is_asked_for_no_plan_of_cudnns(monkeypatch):
+    """Which plans each shape anew; the backends that the process had chosen are those that it has afterwards."""
+    real, used = F.scaled_dot_product_attention, []
+
+    def noted(*args, **options):
+        used.append((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()))
+        return plain(real(*map(plain, args), **{n: plain(each) for n, each in options.items()})).as_subclass(Pretended)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    for positions, window in ((range(64), None), ([3, 9, 63], None), ([3, 9, 63], 7)):
+        query, keys, values, at = inputs = _inputs(6, 2, 16, 64, [*positions])
+        with PretendedDevice():
+            there = [each.to("cuda") for each in inputs]
+            out = attention.attend_rows(*there, _spec(6, window=window))
+            last = attention.attend_last(there[0][:, -1], *there[1:3], _spec(6, window=window))
+        expected = dense_attention(query, keys, values, at, _spec(6, window=window))
+        assert torch.allclose(plain(out), expected, atol=1e-5) and torch.allclose(plain(last), expected[-1], atol=1e-5)
+    assert len(used) == 6 and set(used) == {(False, True)} and torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
 @pytest.mark.parametrize("order", itertools.permutations(range(4)), ids=str)

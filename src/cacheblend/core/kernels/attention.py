@@ -8,11 +8,13 @@ Plain PyTorch: serves everywhere, and is what a device's kernel is compared with
 """
 
 import math
+import threading
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.kernels.float8 import FLOAT8, as_bytes
@@ -27,6 +29,8 @@ _MIN_TILE_KEYS, _MAX_TILE_KEYS = 256, 4096
 _END_STEP = 128  # tiles end at its multiples: oneDNN compiles a kernel for each shape (0.8 ms), so few shapes are used
 _SHIFT_ABOVE = 4.0  # largest error of a guessed shift, as a logit: weights are rounded by at most 4 / 2 ** 9
 _MAX_WEIGHTS = 1 << 24  # attention weights at a time, 64 MB in fp32: KV heads are processed in groups
+_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_NAMING = threading.Lock()  # backends are a setting of the process, which is set back
 _UNSEEN = -(2.0**100)  # the top score of a row that has seen no key; finite: inf - inf is NaN
 
 
@@ -152,8 +156,16 @@ def attend_last(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, s
         return attend_rows(query[:, None], keys, values, positions, spec)[0]
     seen = slice(first_key(length - 1, spec.window), length)
     folded = query.view(1, kv_heads, heads // kv_heads, head_dim)  # the heads of a KV head as its rows
-    mixed = F.scaled_dot_product_attention(folded, keys[None, :, seen], values[None, :, seen], scale=spec.scaling)
+    mixed = _sdpa(folded, keys[None, :, seen], values[None, :, seen], scale=spec.scaling)
     return mixed.reshape(heads, head_dim)  # its strides are the backend's choice
+
+
+def _sdpa(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **options: Any) -> torch.Tensor:
+    """PyTorch's attention. On CUDA its backends are named: cuDNN's, which it may prefer, plans each shape anew."""
+    if query.device.type != "cuda":
+        return F.scaled_dot_product_attention(query, keys, values, **options)
+    with _NAMING, sdpa_kernel(_BACKENDS):
+        return F.scaled_dot_product_attention(query, keys, values, **options)
 
 
 def _attend_sdpa(
@@ -170,7 +182,7 @@ def _attend_sdpa(
     if rows == length and (spec.window is None or spec.window >= length):  # ascending: these are all positions
         q, k, v = query[None], keys[None, :, :length], values[None, :, :length]
         grouped = heads != kv_heads
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        mixed = _sdpa(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
         return mixed[0].transpose(0, 1)
     attend, most = (_sdpa_side_by_side, _SDPA_CPU_ROWS) if query.device.type == "cpu" else (_sdpa_folded, _SDPA_ROWS)
     out = query.new_empty(rows, heads, head_dim)
@@ -195,7 +207,7 @@ def _sdpa_side_by_side(
     kv_heads = keys.shape[0]
     q = query.reshape(kv_heads, -1, *query.shape[1:])
     k, v = (each[:, None].expand(-1, q.shape[1], -1, -1) for each in (keys, values))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return _sdpa(q, k, v, attn_mask=mask, scale=scale)
 
 
 def _sdpa_folded(
@@ -205,7 +217,7 @@ def _sdpa_folded(
     grouped queries, and PyTorch would materialise all scores."""
     kv_heads = keys.shape[0]
     q, mask = query.reshape(1, kv_heads, -1, query.shape[2]), mask.repeat(query.shape[0] // kv_heads, 1)
-    return F.scaled_dot_product_attention(q, keys[None], values[None], attn_mask=mask, scale=scale)
+    return _sdpa(q, keys[None], values[None], attn_mask=mask, scale=scale)
 
 
 def attention_weights(
