@@ -29,6 +29,11 @@ MOST_CHAINS = 4
 """Earlier prompts of a conversation that are remembered. A prompt that goes on takes the place of what it begins with,
 so that there is one for each edit."""
 
+KEPT = 2 / 3
+"""Of what stood in front of a run, at least this share has to stand in front of it now. Behind less its KV is of
+another text than this one: behind a summary of the older half it was further from full prefill than a run that was
+computed alone (docs/log.md, 2026-11-28)."""
+
 
 @dataclass(frozen=True, eq=False)
 class _Chain:
@@ -97,15 +102,22 @@ class Histories:
             return prompt
         index = ChunkIndex(self._min_run_tokens)
         index.add(segment for each in chains for segment in each.segments)
-        found = with_matches(prompt, index, longest, moved=True)
-        first = next((at for at, each in enumerate(found.segments) if each.is_chunk), None)
-        if not any(each.is_moved for each in found.segments):
+        segments, kept = list[Segment](), longest
+        for segment in with_matches(prompt, index, longest, moved=True).segments:
+            if segment.is_moved and segment.found_in is not None:
+                in_front = len(segment.found_in.anchor_ids) + segment.offset
+                kept += len(segment)
+                if kept - len(segment) < KEPT * in_front:
+                    segment = text(segment.token_ids)
+            segments.append(segment)
+        first = next((segment for segment in segments if segment.is_chunk), None)
+        if not any(segment.is_moved for segment in segments):
             return prompt
-        if first is not None and found.segments[first].is_moved:  # the block in which the prefix ends is loaded in part
-            nearest = chains[shared.index(longest)]
-            front = [text(each.token_ids) for each in nearest.segments]
-            found = replace(Prompt.of(found.segments, found.changed_contents, front), conversation=prompt.conversation)
-        return replace(found, as_asked=prompt)
+        front = prompt.front
+        if first is not None and first.is_moved:  # the block in which the prefix ends is loaded in part
+            front = tuple(text(each.token_ids) for each in chains[shared.index(longest)].segments)
+        found = Prompt.of(segments, prompt.changed_contents, front)
+        return replace(found, conversation=prompt.conversation, as_asked=prompt)
 
 
 def exact_part(planner: Planner, plan: BlendPlan) -> BlendPlan | None:
