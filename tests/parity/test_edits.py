@@ -18,7 +18,7 @@ import torch
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt, text
-from cacheblend.engines.hf import BlendEngine, SamplingParams
+from cacheblend.engines.hf import BlendEngine, SamplingParams, warmup
 from cacheblend.store import DiskStore, KVStore, MemoryStore
 from campaign import seeds, share
 from families import VOCAB, tiny_model
@@ -80,12 +80,48 @@ def test_where_everything_is_recomputed_moved_runs_are(config: dict[str, Any]) -
 
 
 def test_what_is_computed_in_front_of_a_moved_run_is_an_exact_prefix_of_the_next_prompt() -> None:
-    summary = ids(20, 90)
+    other = ids(20, 90)
     with open_engine() as engine:
-        ask(engine, SYSTEM, U1, A1, U2)
-        assert ask(engine, SYSTEM, summary, U2, NEXT).hit_tokens["moved"] == len(U2)
-        report = ask(engine, SYSTEM, summary, ids(22, 9), U2, NEXT)  # edited again before the next turn
-        assert report.hit_tokens["prefix"] >= 1 + len(SYSTEM + summary)
+        ask(engine, SYSTEM, U1, THOUGHT, U2, A1)
+        assert ask(engine, SYSTEM, U1, other, U2, A1, NEXT).hit_tokens["moved"] == len(U2 + A1)
+        report = ask(engine, SYSTEM, U1, other, ids(22, 9), U2, A1, NEXT)  # edited again before the next turn
+        assert report.hit_tokens["prefix"] >= 1 + len(SYSTEM + U1 + other)
+
+
+def test_nothing_is_moved_whose_context_is_gone_and_no_text_that_is_repeated() -> None:
+    with open_engine() as engine:
+        ask(engine, SYSTEM, U1, A1, U2, THOUGHT)
+        assert "moved" not in ask(engine, SYSTEM, ids(24, 90), THOUGHT, NEXT).hit_tokens
+        ask(engine, SYSTEM, U1, A1, NEXT)
+        assert "moved" not in ask(engine, SYSTEM, U1, A1, NEXT, A1).hit_tokens
+        assert ask(engine, SYSTEM, U1, A1, NEXT, A1[:5], A1, U2).hit_tokens["moved"] == len(U2)
+
+
+def test_a_store_that_holds_no_whole_history_ends_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warmup, "HOLD_UP_TOKENS", 64)
+    a_token = open_engine().stored_layout.block_bytes(1)
+    with open_engine(store=MemoryStore(200 * a_token)) as engine:
+        for number in range(3):
+            for thought in (THOUGHT, []):
+                ask(engine, SYSTEM, U1, thought, A1, U2, conversation=str(number))
+        assert engine.flush(60)
+
+
+def test_a_conversation_has_one_job_waiting_and_nothing_is_stored_twice() -> None:
+    with open_engine(capture_queue=16) as engine:
+        ask(engine, SYSTEM, U1, THOUGHT, A1, U2)
+        engine.background.begin_request()  # no background work from here on
+        engine.background.submit("other", lambda: None, patient=True)
+        for number in range(10):
+            prompt = Prompt.of([text([BOS, *SYSTEM, *U1, *A1, *U2, number + 3])])
+            engine.generate(prompt, ANSWER)
+        assert engine.background.dropped == 0
+        engine.background.end_request()
+        assert engine.flush(60)
+        written = engine.store.stats().blocks
+        with engine.open_prefill(Prompt.of([text([BOS, *SYSTEM, *U1, *A1])]), mode="full") as prefill:
+            engine.store_missed(prefill.run())
+        assert engine.flush(60) and engine.store.stats().blocks <= written + 1  # the last block of it is another
 
 
 def test_an_edited_prompt_is_computed_once_more_when_there_is_time() -> None:
@@ -127,6 +163,8 @@ def test_histories_are_kept_only_where_they_are_asked_for(edits: bool) -> None:
 def test_what_edits_cannot_go_with_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="anchor 'system'"):
         open_engine(anchor="system")
+    with pytest.raises(InvalidInputError, match="set capture"):
+        open_engine(capture=False)
     with pytest.raises(InvalidInputError, match="edits does not take into account that layer 0"):
         open_engine("qwen3_next")
     with pytest.raises(InvalidInputError, match=r"edit_ratio must be .*1\.5"):
@@ -248,4 +286,4 @@ def test_no_history_of_edits_gives_another_answer_or_stores_another_kv(tmp_path:
     assert tally.poisoned == 0, tally.what[:5]
     assert planted == 0
     # by those that are always drawn
-    assert tally.met["moved tokens"] > 500 and tally.met["compared"] >= 4 and tally.blocks > 40
+    assert tally.met["moved tokens"] > 300 and tally.met["compared"] >= 4 and tally.blocks > 40

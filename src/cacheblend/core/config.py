@@ -97,6 +97,8 @@ class BlendConfig(Selection):
                 f"load_timeout_s must be a number of seconds above 0, or none, got {self.load_timeout_s!r}"
             )
         check_ratio(self.edit_ratio, "edit_ratio")
+        if self.edits and not self.capture:
+            raise InvalidInputError("edits needs what earlier prompts had stored: set capture, or leave edits out")
         codec_of(self.codec)
         check_encodable(self.salt, f"salt {self.salt!r}")
         check_encodable(self.anchor_text or "", "anchor_text")

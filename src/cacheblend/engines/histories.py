@@ -22,17 +22,18 @@ from cacheblend.core.plan.blocks import ChunkManifest, EmptySource
 from cacheblend.core.plan.chunk_matches import ChunkIndex
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.planner import Planner
-from cacheblend.core.plan.prompt import Prompt, Segment, text
+from cacheblend.core.plan.prompt import Prompt, Segment, run_of, text
 from cacheblend.engines.chunk_index import with_matches
 
 MOST_CHAINS = 4
 """Earlier prompts of a conversation that are remembered. A prompt that goes on takes the place of what it begins with,
 so that there is one for each edit."""
 
-KEPT = 2 / 3
-"""Of what stood in front of a run, at least this share has to stand in front of it now. Behind less its KV is of
-another text than this one: behind a summary of the older half it was further from full prefill than a run that was
-computed alone (docs/log.md, 2026-11-28)."""
+OVERHEAD = 256  # ids that a chain counts for beside its own
+GONE = 1 / 3
+"""Of what stood in front of a run, at most this share, or a shortest run, may stand in front of it no more. Else its KV
+is of another text than this one: behind a summary of the older half it was further from full prefill than a run that
+was computed alone (docs/log.md, 2026-11-28)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +52,9 @@ class _Chain:
             start, stop, names = spans[0].start, spans[-1].stop, tuple(span.name for span in spans)
             segments.append(ChunkManifest(names[-1], spans[0].parent, ids[:start], ids[start:stop], names))
         return _Chain(ids, tuple(segments))
+
+    def __len__(self) -> int:  # what it counts for, its names and arrays, too
+        return len(self.token_ids) + OVERHEAD
 
     def shared(self, token_ids: TokenIds) -> int:
         """How many first tokens are the same."""
@@ -73,6 +77,8 @@ class Histories:
     def note(self, root: BlockName, conversation: str, exact: BlendPlan) -> None:
         """Remembers what was stored of a prompt, a plan of `exact_part`."""
         new = _Chain.of(exact)
+        if len(new.token_ids) < self._min_run_tokens:
+            return
         with self._lock:
             before = self._chains.pop((root, conversation), ())
             if any(each.shared(new.token_ids) == len(new.token_ids) for each in before):
@@ -82,10 +88,10 @@ class Histories:
                 others = (each for each, left in zip(before, beyond, strict=True) if left >= self._min_run_tokens)
                 kept = (*others, new)[-MOST_CHAINS:]
             self._chains[root, conversation] = kept
-            self._tokens += sum(len(each.token_ids) for each in kept) - sum(len(each.token_ids) for each in before)
+            self._tokens += sum(map(len, kept)) - sum(map(len, before))
             while self._tokens > self._most_tokens:
                 _, gone = self._chains.popitem(last=False)
-                self._tokens -= sum(len(each.token_ids) for each in gone)
+                self._tokens -= sum(map(len, gone))
 
     def match(self, root: BlockName, prompt: Prompt) -> Prompt:
         """The prompt with the runs behind its exact prefix that its conversation has exact KV of at other places. A
@@ -100,16 +106,28 @@ class Histories:
         needed = 0 if prompt.conversation else self._min_run_tokens
         if not chains or longest < needed or len(prompt) - longest < self._min_run_tokens:
             return prompt
-        index = ChunkIndex(self._min_run_tokens)
-        index.add(segment for each in chains for segment in each.segments)
+        index, begins = ChunkIndex(self._min_run_tokens), dict[BlockName, int]()
+        for each, begin in zip(chains, shared, strict=True):
+            index.add(each.segments)
+            for part in each.segments:
+                begins[part.chunk_id] = min(begin, begins.get(part.chunk_id, begin))
         segments, kept = list[Segment](), longest
         for segment in with_matches(prompt, index, longest, moved=True).segments:
-            if segment.is_moved and segment.found_in is not None:
-                in_front = len(segment.found_in.anchor_ids) + segment.offset
-                kept += len(segment)
-                if kept - len(segment) < KEPT * in_front:
-                    segment = text(segment.token_ids)
-            segments.append(segment)
+            found_in = segment.found_in
+            if not segment.is_moved or found_in is None:
+                segments.append(segment)
+                continue
+            # What stands in front of the first difference is where it was; its like elsewhere is text that is repeated.
+            in_front = len(found_in.anchor_ids) + segment.offset
+            skipped = max(0, begins[found_in.chunk_id] - in_front)
+            left = len(segment) - skipped
+            may_be_gone = max(self._min_run_tokens, GONE * in_front)
+            if left >= self._min_run_tokens and in_front - kept <= may_be_gone:
+                run = run_of(found_in, segment.offset + skipped, left, moved=True)
+                segments += [text(segment.token_ids[:skipped]), run]
+            else:
+                segments.append(text(segment.token_ids))
+            kept += len(segment)
         first = next((segment for segment in segments if segment.is_chunk), None)
         if not any(segment.is_moved for segment in segments):
             return prompt

@@ -2,14 +2,14 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from cacheblend.core.errors import StoreError
 from cacheblend.core.failures import NOT_WRITTEN, count_failure
 from cacheblend.core.load.capture import CapturedChunk
-from cacheblend.core.plan.blocks import ChunkManifest
+from cacheblend.core.plan.blocks import Block, ChunkManifest
 from cacheblend.store import KVStore
 
 PAUSE_S = 60  # seconds without further attempts after a store could not take a chunk
@@ -58,8 +58,15 @@ class ChunkKeeper:
 
     def keep(self, chunk: CapturedChunk) -> bool:
         """Stores a chunk after the request that missed it; False, logged, and a pause if the store cannot take it."""
+        return self._attempt(lambda: self.store(chunk))
+
+    def write(self, blocks: Sequence[Block]) -> bool:
+        """Writes blocks that belong to no chunk; as `keep`."""
+        return self._attempt(lambda: self._store.write_all(blocks))
+
+    def _attempt(self, write: Callable[[], object]) -> bool:
         try:
-            self.store(chunk)
+            write()
         except StoreError as error:  # full or read-only: the next chunk would fail as well
             self._resume_at = time.monotonic() + PAUSE_S
             logger.warning("missed chunks are not stored for %d s: %s", PAUSE_S, error)

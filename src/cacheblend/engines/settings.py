@@ -71,14 +71,13 @@ class BlendSettings:
         default = own.recompute_ratio if self.profile is None else Selection.recompute_ratio
         return Selection(selector=name).make_selector(default if ratio is None else ratio)
 
-    @property
-    def of_moved(self) -> Selector:
+    def of_moved(self, at_least: float = 0.0) -> Selector:
         """The selector of a request whose loaded tokens are all runs of an edited history: the first rows of each have
-        seen most of what is gone. Where everything is recomputed, so are they."""
+        seen most of what is gone. Where everything is recomputed, so are they. `at_least`: the loading controller's."""
         own = self.selector()
         if self.config.selector == "all" or own.share == 1:
             return own
-        return Head(min(1.0, self.config.edit_ratio * self.raised_by))
+        return Head(min(1.0, max(at_least, self.config.edit_ratio * self.raised_by)))
 
     def at_least(self, ratio: float) -> Selector:
         """The selector that the loading controller gets for a ratio of its choice: never one below that in force."""

@@ -6,6 +6,7 @@ from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request
 
+from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.background import run_apart
@@ -43,6 +44,8 @@ class ServerState:
             None if (discovery := engine.discovery) is None else lambda: discovery.figures,
             engine.prefiller.late_tiers,
         )
+        if settings.store_bytes is not None and engine.histories is not None:
+            raise InvalidInputError("--edits stores text, which no quota counts: leave out --store-quota, or --edits")
         self.tenants = Tenants(engine, settings.store_bytes, settings.pin_bytes)
         self.text_limit = TextLimit(engine, settings.max_prompt_tokens)
         # In which tool calls are read from answers; None: they are not.

@@ -168,11 +168,11 @@ class Prefiller:
         mode: Mode = "blend",
         *,
         raised: Callable[[float], Selector] | None = None,
-        moved: Selector | None = None,
+        moved: Callable[[float], Selector] | None = None,
     ) -> HfPrefill:
         """Plans the prefill of a checked prompt without starting it. `raised` makes the selector for a higher ratio; if
-        it is given, the loading controller (if any) decides. `moved`: for prompts of which nothing else is loaded than
-        moved runs; None: the same."""
+        it is given, the loading controller (if any) decides. `moved` is that of prompts of which nothing else is loaded
+        than moved runs; None: the same."""
         started = time.perf_counter()
         budget = LoadBudget(
             self._config.load_timeout_s, lambda: self._compute_s(len(prompt), planner), late_tiers=self.late_tiers
@@ -182,14 +182,14 @@ class Prefiller:
             plan = plan.exact_only()
         elif mode == "full":
             plan = plan.leaving_out(frozenset(s.name for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)))
+        if moved is not None and plan.is_moved:
+            selector, raised = moved(0.0), moved
         if self.controller is not None and raised is not None and mode == "blend":
             in_force = selector.share if selector.share is not None else self._config.selection.final_ratio
             decision = self.controller.decide(plan, in_force)
             plan = plan.leaving_out(decision.left_out)
             if decision.ratio > in_force:
                 selector = raised(decision.ratio)
-        if moved is not None and plan.is_moved:
-            selector = moved
         chosen = NoRows() if mode == "reuse" else selector
         budget.measured_by(lambda: self._compute_s(len(plan.stored_rows), planner))
         options = self._options(chosen, decision, budget)

@@ -22,7 +22,7 @@ from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.names import BlockName, TokenIds, grouped, join_ids, state_name
 from cacheblend.core.plan.blocks import Block
 from cacheblend.core.plan.codec import codec_of
-from cacheblend.core.plan.plan import Source
+from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, Segment, check_ids, chunk, text
 from cacheblend.core.select.selectors import AllRows
@@ -82,6 +82,15 @@ class Asker(NamedTuple):
     may_keep: Callable[[int], bool]
 
 
+class _Edited(NamedTuple):
+    """A prompt that was edited: it is computed as it is, of which so many tokens are done."""
+
+    state: ModelState
+    planner: Planner
+    prompt: Prompt
+    done: int = 0
+
+
 class ChunkWarmer:
     """Computes chunks alone, each with its anchor in front of it, and stores them. `model` is the caller's, whose mode
     is looked at before anything is computed; KV computed while its adapters change is not stored. `discovery` learns
@@ -106,7 +115,7 @@ class ChunkWarmer:
             self.keeper.listeners.append(lambda manifest: discovery.listing.add([manifest]))
         self._discovery, self._queued, self._lock = discovery, set[bool](), threading.Lock()
         self._histories = histories
-        self._edited = OrderedDict[tuple[BlockName, str], tuple[ModelState, Planner, Prompt]]()  # by conversation
+        self._edited = OrderedDict[tuple[BlockName, str], _Edited]()  # by conversation, its newest
         self._store_thread = DaemonPool(1, "cacheblend-keeper")
         self._asked: tuple[Future[Any], float] | None = None  # what the store was asked last in that thread, and when
         self._begun: dict[BlockName, None] = {}  # blocks that prompts without chunks begin with, the newest last
@@ -177,7 +186,10 @@ class ChunkWarmer:
         if not may_keep(sum(map(len, missed))):
             return
         if text:
-            self._writer.submit_all(self._exact_blocks(planner, result))
+            exact, blocks = self._exact_blocks(planner, result)
+            self._writer.submit_all(blocks)
+            if exact is not None and self._histories is not None:
+                self._histories.note(planner.root, result.plan.prompt.conversation, exact)
             self._writer.submit_all(snapshot_blocks(state.survey.kinds, result.states) if result.states else ())
             if result.plan.prompt.as_asked is not None:
                 self._queue_edited(state, planner, result.plan.prompt.as_asked)
@@ -192,23 +204,30 @@ class ChunkWarmer:
                 patient=len(job) > HOLD_UP_TOKENS,
             )
 
-    def _exact_blocks(self, planner: Planner, result: PrefillResult) -> list[Block]:
-        """The text in front of the first chunk; of a prompt without chunks what an earlier one began with, too. All of
-        it where later prompts of the conversation may have it at other places."""
+    def _exact_blocks(self, planner: Planner, result: PrefillResult) -> tuple[BlendPlan | None, list[Block]]:
+        """The text in front of the first chunk; of a prompt without chunks what an earlier one began with, too. Where
+        later prompts of the conversation may have it at other places all of it, with a plan of it (`exact_part`)."""
         plan = result.plan
-        if self._histories is not None and (exact := exact_part(planner, plan)) is not None:
-            self._histories.note(planner.root, plan.prompt.conversation, exact)
+        if self._histories is not None:
+            left_out = [span for span in plan.spans if span.name in plan.left_out]
+            if len(left_out) == len(plan.spans) or (exact := exact_part(planner, plan)) is None:
+                return None, []  # nobody knows what is stored, or it begins with a chunk
             held = {span.name for span in plan.spans if span.source is Source.PREFIX}
-            return publish(exact, result.kv, [span for span in exact.spans if span.name not in held])
+            new = [
+                span
+                for span in exact.spans
+                if span.name not in held and all(span.stop <= out.start or out.stop <= span.start for out in left_out)
+            ]
+            return exact, publish(exact, result.kv, new)
         if plan.prompt.chunks or self._discovery is None:
-            return publish(plan, result.kv)
+            return None, publish(plan, result.kv)
         computed = [span for span in plan.spans if span.source is Source.TEXT and span.name not in plan.left_out]
         with self._lock:
             again = [span for span in computed if span.name in self._begun]
             self._begun |= dict.fromkeys(span.name for span in computed)
             for name in list(islice(self._begun, max(0, len(self._begun) - MOST_BEGUN))):
                 del self._begun[name]
-        return publish(plan, result.kv, again)
+        return None, publish(plan, result.kv, again)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Waits for the work that `after_request` queued; False if it took longer than `timeout` seconds."""
@@ -296,34 +315,42 @@ class ChunkWarmer:
 
     def _queue_edited(self, state: ModelState, planner: Planner, prompt: Prompt) -> None:
         """Has an edited prompt computed as it is, when there is time: the next one then begins with it."""
-        key = planner.root, prompt.conversation
         with self._lock:
-            self._edited[key] = state, planner, prompt  # the newest of its conversation
+            self._edited[planner.root, prompt.conversation] = _Edited(state, planner, prompt)
             while len(self._edited) > MOST_EDITED:
                 self._edited.popitem(last=False)
-        self._background.submit(object(), partial(self._keep_edited, key), patient=True)
+        self._submit_edited((planner.root, prompt.conversation), again=False)
 
-    def _keep_edited(self, key: tuple[BlockName, str]) -> None:
-        """Computes the next blocks of a conversation's edited prompt, some thousand tokens at a time."""
+    def _submit_edited(self, key: tuple[BlockName, str], *, again: bool) -> None:
+        """One job of a conversation waits at a time, and one more that goes on with the running one."""
+        if not self._background.submit((key, again), partial(self._keep_edited, key, again), patient=True):
+            with self._lock:
+                self._edited.pop(key, None)
+
+    def _keep_edited(self, key: tuple[BlockName, str], again: bool) -> None:
+        """Computes the next blocks of the newest edited prompt of a conversation, some thousand tokens at a time."""
         with self._lock:
             edited = self._edited.pop(key, None)
-        if edited is None or self.keeper.is_paused or self._is_awaited or not self._is_current(edited[0]):
+        if edited is None or self.keeper.is_paused or self._is_awaited or not self._is_current(edited.state):
             return
-        state, planner, prompt = edited
+        state, planner, prompt, done = edited
         plan = self._ask_store(partial(planner.plan, prompt, self._store))
         end = plan.prefix_length + HOLD_UP_TOKENS
         section = exact_part(planner, replace(plan, spans=tuple(span for span in plan.spans if span.start < end)))
-        if section is None or len(section) <= plan.prefix_length:
+        if section is None or not done <= plan.prefix_length < len(section):
+            return  # it is whole, or the store has evicted what was computed before
+        with state.prefiller.open(section.prompt, planner, AllRows(), "prefix") as prefill:
+            exact, blocks = self._exact_blocks(planner, prefill.run())
+        if exact is None or not self._is_current(state) or not self._ask_store(partial(self.keeper.write, blocks)):
             return
-        asked = replace(section.prompt, conversation=prompt.conversation)
-        with state.prefiller.open(asked, planner, AllRows(), "prefix") as prefill:
-            blocks = self._exact_blocks(planner, prefill.run())
-        if blocks and self._is_current(state):
-            self._ask_store(partial(self._store.write_all, blocks))
-            with self._lock:
-                has_newer = key in self._edited
-            if len(section) < len(prompt) and not has_newer:
-                self._queue_edited(state, planner, prompt)
+        if self._histories is not None:
+            self._histories.note(*key, exact)
+        with self._lock:
+            if len(section) < len(prompt):
+                self._edited.setdefault(key, _Edited(state, planner, prompt, len(section)))
+            is_more = key in self._edited
+        if is_more:
+            self._submit_edited(key, again=not again)
 
     def _compute(self, jobs: Sequence[ChunkJob], state: ModelState, planner: Planner) -> list[CapturedChunk]:
         """The chunks' KV, with the adapters that the planner names: by one padded forward of the model, or by prefills
