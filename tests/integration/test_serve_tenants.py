@@ -394,7 +394,7 @@ def test_a_post_whose_client_goes_is_completed_by_the_next(http: httpx.Client) -
 
 def test_an_edited_history_is_found_by_its_own_conversation_alone(tmp_path: Path) -> None:
     ring, headers = keys_of(tmp_path, "one", "two")
-    thought, asked, told, more = (text_of(n, count) for n, count in enumerate((10, 12, 16, 2)))
+    thought, asked, told, more = (text_of(n, count) for n, count in enumerate((4, 12, 16, 2)))
     config = {"edits": True, "discover": False}
     with (
         BlendEngine.from_pretrained(shallow(), store="memory", config=config) as engine,
