@@ -256,10 +256,10 @@ def test_a_deep_layer_with_graphs_is_at_most_twenty_launches(monkeypatch: pytest
     monkeypatch.setattr(layer_kv, "place", lambda *_: None)
     recorder, found, advance = Again(), list[list[str]](), HfPrefill.advance
 
-    def counted(prefill: HfPrefill) -> bool:
+    def counted(prefill: HfPrefill, layers: int = 1) -> bool:
         before = recorder.replays
         with Launches() as launches:  # type: ignore[no-untyped-call]
-            is_done = advance(prefill)
+            is_done = advance(prefill, layers)
         found.append([*launches.names, "join", *["graph"] * 2 * (recorder.replays - before)])
         return is_done
 
