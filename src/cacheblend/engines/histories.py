@@ -6,7 +6,7 @@
     source           exact prefix| moved             | text
                                  ^ the first difference
 
-A stripped thought, a cleared tool result, or a summary of the older half changes a history in the middle. What stands
+A stripped thought, a cleared tool result, or a clock in the first line changes a history in the middle. What stands
 behind the edit was computed in nearly this context, at another place: it is loaded from the earlier prompt's blocks,
 moved, and recomputed in part, as a chunk is. It has seen its own context, so it serves its conversation alone, and is
 never stored again. Knows prompts and plans. Does not know how a block is stored.
