@@ -103,9 +103,10 @@ class Histories:
             chains = self._chains.get((root, prompt.conversation), ())
         shared = [each.shared(prompt.token_ids) for each in chains]
         longest = max(shared, default=0)
+        beyond = max((len(each.token_ids) - begin for each, begin in zip(chains, shared, strict=True)), default=0)
         needed = 0 if prompt.conversation else self._min_run_tokens
-        if not chains or longest < needed or len(prompt) - longest < self._min_run_tokens:
-            return prompt
+        if longest < needed or min(beyond, len(prompt) - longest) < self._min_run_tokens:
+            return prompt  # nothing was edited, most often
         index, begins = ChunkIndex(self._min_run_tokens), dict[BlockName, int]()
         for each, begin in zip(chains, shared, strict=True):
             index.add(each.segments)
