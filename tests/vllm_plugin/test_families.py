@@ -285,6 +285,7 @@ def test_memory_of_a_blended_request_with_the_hybrid_manager_on_and_off(family: 
     steps = [ask([asked], sampling={"max_tokens": 1}), FORGET]
     steps += [{"begin": "r", "ids": asked.ids, "chunks": asked.spans, "sampling": {"max_tokens": 60}}]
     steps += [part for given in (1, 20, 40) for part in ({"until": "r", "tokens": given}, CACHE)]
+    steps.append({"until": "r"})  # a request is counted when it ends
     used, engine = {}, {"max_model_len": 4400, "max_num_batched_tokens": 4400, "kv_cache_memory_bytes": 1 << 30}
     for off in (False, True):
         extra = {"store": f"file://{tmp_path}/{off}", "recompute_ratio": 0.05}
