@@ -7,7 +7,9 @@ tenants at once, some of which copy each other's text behind text of their own; 
 that is small, and one in a folder; discovery on and off; an engine that is asked before its blocks are written.
 """
 
+import copy
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,9 @@ from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.engines.hf import BlendEngine, SamplingParams, warmup
 from cacheblend.store import DiskStore, KVStore, MemoryStore
 from campaign import seeds, share
+from fake_adapters import add_adapter, set_adapter
 from families import VOCAB, tiny_model
+from parity.scenes import greedy
 from poison import Tally, Witness, WitnessMemory, Written, compare, name_of, names_in
 from reference import plain_kv
 
@@ -287,3 +291,36 @@ def test_no_history_of_edits_gives_another_answer_or_stores_another_kv(tmp_path:
     assert planted == 0
     # by those that are always drawn
     assert tally.met["moved tokens"] > 300 and tally.met["compared"] >= 4 and tally.blocks > 40
+
+
+def test_what_other_adapters_had_computed_is_not_moved() -> None:
+    model: Any = copy.deepcopy(tiny_model("llama"))
+    for seed, name in enumerate("ab", 1):
+        add_adapter(model, name, seed=seed)
+    config = BlendConfig.of({"anchor": "bos", "block_size": 32, "edits": True, "discover": False})
+    with BlendEngine(model, store=MemoryStore(1 << 28), config=config, bos_id=BOS, fingerprint="adapted") as engine:
+        set_adapter(model, "a")
+        ask(engine, SYSTEM, U1, THOUGHT, A1, U2)
+        request = engine.start(Prompt.of([text([BOS, *SYSTEM, *U1, *A1, *U2])]), ANSWER)  # its edit is yet to be kept
+        request.step()
+        set_adapter(model, "b")
+        request.finish()
+        assert engine.flush(60)
+        report = ask(engine, SYSTEM, U1, A1, U2, NEXT)
+        assert sum(report.hit_tokens.values()) == 0
+        set_adapter(model, "a")
+        assert ask(engine, SYSTEM, U1, A1, U2, NEXT).hit_tokens["moved"] == len(A1 + U2)
+
+
+def test_turns_of_a_conversation_at_once_are_each_full_prefills() -> None:
+    with open_engine(recompute_ratio=1.0) as engine:
+        ask(engine, SYSTEM, U1, THOUGHT, A1, U2, conversation="a")
+        prompts = [
+            replace(Prompt.of([text([BOS, *SYSTEM, *U1, *ids(50 + n, 9), *A1, *U2, *NEXT])]), conversation="a")
+            for n in range(4)
+        ]
+        with ThreadPoolExecutor(4) as threads:
+            answers = list(threads.map(lambda prompt: engine.generate(prompt, ANSWER, conversation="a"), prompts))
+        assert engine.flush(60) and engine.background.failed == 0
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.token_ids == greedy(engine.model, prompt, 3) and answer.report.hit_tokens["moved"] > 100
