@@ -1,10 +1,12 @@
 """Many requests on one engine: each has the same answer as alone, none waits forever, limits hold."""
 
+import asyncio
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from cacheblend.engines.hf.scheduler import (
     TokenEvent,
     TooLateError,
 )
+from cacheblend.serve.admission import RunningRequest
 from families import tiny_model
 from parity.scenes import QUESTION, RAG, SYSTEM, UNSEEN, A, B, C, open_engine
 
@@ -274,3 +277,20 @@ def test_missed_chunks_are_captured(is_idle: bool) -> None:
             busy.close()
             if not is_idle:
                 engine.background.end_request()
+
+
+def test_prompts_of_a_request_are_queued_together_or_not_at_all(engine: BlendEngine) -> None:
+    scheduler = Scheduler(engine, Limits(waiting=4), has_thread=False)
+    ask, listener = Ask(RAG, PARAMS), Listener()
+    scheduler.submit(ask, listener)
+    scheduler.submit(ask, listener)
+
+    async def start(count: int) -> None:
+        RunningRequest([ask] * count, scheduler, Mock(), lambda: True).start()
+
+    with pytest.raises(QueueFullError):
+        asyncio.run(start(3))
+    assert scheduler.waiting == 2  # nothing of it takes a place
+    asyncio.run(start(2))
+    assert scheduler.waiting == 4
+    scheduler.close()

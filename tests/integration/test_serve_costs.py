@@ -139,6 +139,17 @@ def test_a_body_of_tiny_chunks_is_not_parsed_to_its_end(
         assert connection.cycle.disconnected  # nobody goes on waiting for the rest
 
 
+@pytest.mark.parametrize("size", [10, 16, 24])
+def test_chunks_are_tiny_or_not_however_the_network_cuts_them(connect: Callable[[], Any], size: int) -> None:
+    body = (b"%x\r\n" % size + b"x" * size + b"\r\n") * (60_000 // size)
+    for piece in (1400, len(body)):
+        connection = connect()
+        connection.cycle = Cycle((b"transfer-encoding", b"chunked"))
+        for at in range(0, len(body), piece):
+            connection.data_received(body[at : at + piece])
+        assert connection.parsed == len(body) and not connection.transport.written
+
+
 def test_a_body_with_its_length_may_have_line_ends(connect: Callable[[], Any]) -> None:
     connection = connect()
     connection.cycle = Cycle((b"content-length", b"300000"))

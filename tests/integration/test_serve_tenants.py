@@ -30,6 +30,7 @@ from campaign import share
 from openai_asking import PASSAGES, ask, extras, messages
 from random_words import text_of
 from serving import connected, keys_of, running, shallow
+from small_llama import wait_until
 
 TRIES = max(30, share(100))
 WORDS = ["boot", "lamp", "rope", "coin", "drum", "flag", "glove", "helmet", "jar", "kite", "lock", "map"]
@@ -416,3 +417,20 @@ def test_an_edited_history_is_found_by_its_own_conversation_alone(tmp_path: Path
         assert moved("one", "b", asked, told, more) == moved("two", "a", asked, told, more) == 0
         assert moved("one", "a", asked, told, more) > 64
         assert 'cacheblend_hit_tokens_total{source="moved"}' in web.get("/metrics", headers=headers["one"]).text
+
+
+def test_a_chunk_that_another_process_stored_is_pinned_and_deleted_without_a_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend.serve.tenants.LIST_REFRESH_S", 0.05)
+    one, other = (BlendEngine.from_pretrained(shallow(), store=f"{tmp_path}/store") for _ in range(2))
+    with (
+        one,
+        other,
+        TestClient(create_app(one, ServeSettings())) as here,
+        TestClient(create_app(other, ServeSettings())) as there,
+    ):
+        wait_until(lambda: there.get("/v1/chunks").status_code == 200)
+        stored = here.post("/v1/chunks", json={"chunks": [{"text": text_of(1, 9)}]}).json()["data"][0]["id"]
+        wait_until(lambda: there.post(f"/v1/chunks/{stored}/pin").status_code == 200)
+        assert there.delete(f"/v1/chunks/{stored}").status_code == 200

@@ -49,7 +49,7 @@ class RunningRequest:
         return sum(ask.choices for ask in self.asks)
 
     def start(self) -> None:
-        """Queues the request; on the server's loop. Raises as `Scheduler.submit`."""
+        """Queues all prompts of the request, or none; on the server's loop. Raises as `Scheduler.submit`."""
         loop, inbox = asyncio.get_running_loop(), self._inbox
 
         def on_event(number: int, event: Event) -> None:
@@ -58,7 +58,8 @@ class RunningRequest:
 
         try:
             for number, ask in enumerate(self.asks):
-                self._tickets.append(self.scheduler.submit(ask, partial(on_event, number)))
+                left = len(self.asks) - number
+                self._tickets.append(self.scheduler.submit(ask, partial(on_event, number), places=left))
         except Exception:
             self.cancel()
             raise

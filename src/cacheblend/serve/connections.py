@@ -114,7 +114,7 @@ class WatchedConnection(asyncio.Protocol):
                 self._phase, self._read, self._lines = (self.cycle, is_body), 0, 0
             if is_body and any(name == b"transfer-encoding" for name, _ in self.cycle.scope["headers"]):
                 self._lines += part.count(b"\r\n")
-            if self._lines > LINES + self._read // LINE_BYTES:
+            if self._lines > LINES + (self._read + len(part)) // LINE_BYTES:
                 message = "the body comes in tiny chunks; send it with a content-length, or in larger ones"
                 self.refuse(ApiError(400, message, code="tiny_chunks"))
             elif not is_body and self._read >= (SLICE if self._is_waiting else PIPELINED):

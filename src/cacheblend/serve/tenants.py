@@ -53,17 +53,21 @@ class Tenants:
                 salts[salt] = None
             return salt in salts
 
+    def look(self) -> None:
+        """Has the store's list read where it is time for that: chunks that another process stored or dropped are known
+        some seconds later. Raises `StoreError`."""
+        self._listing.refresh()
+        if not self._listing.has_read:
+            self._listing.update()
+
     def manifests(self, key: ApiKey) -> list[ChunkManifest]:
         """Chunks of a key, under any of its remembered salts. Raises as `names`."""
         found = (self.get(name) for names in self.names(key) for name in names)
         return [manifest for manifest in found if manifest is not None]
 
     def names(self, key: ApiKey) -> list[Sequence[BlockName]]:
-        """Ids of a key's chunks, ordered, of each of its remembered salts. Chunks that another process stored or
-        dropped are known some seconds later. Raises `StoreError`."""
-        self._listing.refresh()
-        if not self._listing.has_read:
-            self._listing.update()
+        """Ids of a key's chunks, ordered, of each of its remembered salts. Raises as `look`."""
+        self.look()
         return [self._listing.names(root) for root in self.roots(key)]
 
     def roots(self, key: ApiKey) -> set[BlockName]:

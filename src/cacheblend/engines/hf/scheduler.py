@@ -185,12 +185,13 @@ class Scheduler:
 
     # ---- from any thread ----------------------------------------------------------------------------------
 
-    def submit(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
-        """Queues a request; its last event is a `DoneEvent`. Raises `QueueFullError`, `ClosedError`."""
+    def submit(self, ask: Ask, on_event: Callable[[Event], None], *, places: int = 1) -> Ticket:
+        """Queues a request; its last event is a `DoneEvent`. `places`: of it and of those that its caller queues next,
+        for which the queue has to have room, too. Raises `QueueFullError`, `ClosedError`."""
         with self._lock:
             if self._draining:
                 raise ClosedError("the server is shutting down")
-            if len(self._waiting) >= self._limits.waiting:
+            if len(self._waiting) + places > self._limits.waiting:
                 each = self._recent_s / self._limits.active
                 raise QueueFullError(len(self._waiting), max(1.0, each * len(self._waiting)))
             ticket = Ticket(ask, on_event, time.perf_counter())

@@ -172,7 +172,9 @@ def manifest_for(engine: BlendEngine, planner: Planner, segment: Segment) -> Chu
 
 
 def _find(state: ServerState, key: ApiKey, chunk_id: str) -> ChunkManifest:
-    """The key's chunk; another key's chunk is reported in the same way as one that does not exist."""
+    """The key's chunk; another key's chunk is reported in the same way as one that does not exist. Raises `ApiError`,
+    and as `Tenants.look`."""
+    state.tenants.look()
     try:
         name = BlockName(bytes.fromhex(chunk_id))
     except ValueError:
