@@ -74,6 +74,11 @@ class Histories:
         self._chains: OrderedDict[tuple[BlockName, str], tuple[_Chain, ...]] = OrderedDict()
         self._lock = threading.Lock()
 
+    def knows(self, root: BlockName, conversation: str) -> bool:
+        """Whether anything is remembered of a conversation."""
+        with self._lock:
+            return (root, conversation) in self._chains
+
     def note(self, root: BlockName, conversation: str, exact: BlendPlan) -> None:
         """Remembers what was stored of a prompt, a plan of `exact_part`."""
         new = _Chain.of(exact)

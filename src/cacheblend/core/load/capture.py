@@ -47,11 +47,13 @@ def manifest_of(job: ChunkJob, planner: Planner, model_name: str) -> ChunkManife
     )
 
 
-def publish(plan: BlendPlan, kv: Sequence[LayerKV], spans: Sequence[Span] | None = None) -> list[Block]:
-    """Blocks of a request whose KV, given by layer, is exact as computed: of these spans of the plan, which have
-    nothing but text in front of them; None: of `BlendPlan.publishable`."""
+def publish(
+    plan: BlendPlan, kv: Sequence[LayerKV], spans: Sequence[Span] | None = None, *, first: int = 0
+) -> list[Block]:
+    """Blocks of a request whose KV, given by layer from row `first` on, is exact as computed: of these spans of the
+    plan, which have nothing but text in front of them; None: of `BlendPlan.publishable`."""
     ids, spans = plan.prompt.token_ids, plan.publishable if spans is None else spans
-    return [_block(span.name, span.parent, ids[span.start : span.stop], span.start, kv, "raw") for span in spans]
+    return [_block(s.name, s.parent, ids[s.start : s.stop], s.start - first, kv, "raw") for s in spans]
 
 
 def blocks_of(job: ChunkJob, planner: Planner, layers: Sequence[LayerKV]) -> list[Block]:

@@ -17,10 +17,7 @@ from cacheblend.core.errors import InvalidInputError, check_fields
 from cacheblend.core.plan.chunk_matches import SHORTEST
 from cacheblend.engines.shadow import ShadowSettings
 
-_NOT_HERE = (
-    *("tile_rows", "read_ahead", "layer_graphs", "capture_batch_tokens", "discover", "min_run_tokens"),
-    *("edits", "edit_ratio"),
-)
+_NOT_HERE = ("tile_rows", "read_ahead", "layer_graphs", "capture_batch_tokens", "discover", "min_run_tokens")
 """Fields of `BlendConfig` that users do not set here: the connector takes vLLM's own limits."""
 
 _UCM_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")

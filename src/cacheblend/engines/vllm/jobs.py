@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cacheblend.core.load.capture import ChunkJob
-from cacheblend.core.names import TokenIds
+from cacheblend.core.load.capture import ChunkJob, manifest_of
+from cacheblend.core.names import BlockName, TokenIds
 from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.select.selectors import Selector
@@ -51,11 +51,24 @@ class BlendJob:
 
 @dataclass(frozen=True, eq=False)
 class CaptureJob:
-    """A chunk that the workers compute alone and store."""
+    """A chunk that the workers compute alone and store; or text that they compute behind what the store holds of it."""
 
     chunk: ChunkJob
     planner: Planner
     adapter: Adapter | None = None
+    exact: BlendPlan | None = None  # of the text, of which the store holds a prefix; its other blocks are stored
+
+    @property
+    def name(self) -> BlockName:
+        """What it is known by: of its last block."""
+        if self.exact is not None:
+            return self.exact.spans[-1].name
+        return manifest_of(self.chunk, self.planner, "").chunk_id
+
+    @property
+    def tokens(self) -> int:
+        """Tokens whose KV is held until it is stored."""
+        return len(self.chunk) - (0 if self.exact is None else self.exact.prefix_length)
 
 
 @dataclass(frozen=True, eq=False)

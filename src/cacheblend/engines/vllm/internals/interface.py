@@ -126,6 +126,12 @@ def text_tokens(request: Any) -> int:
     return min([len(request.prompt_token_ids or ()), *(int(item.mm_position.offset) for item in items)])
 
 
+def history_of(request: Any) -> list[int]:
+    """A request's prompt up to its first image, or all of it and its answer."""
+    prompt, end = request.prompt_token_ids, text_tokens(request)
+    return [*prompt, *getattr(request, "output_token_ids", ())] if end == len(prompt) else list(prompt[:end])
+
+
 def has_images(request: Any) -> bool:
     """Whether ids alone do not say what a request's prompt is."""
     return bool(getattr(request, "mm_features", None))

@@ -10,7 +10,6 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Any
 
-from cacheblend.core.load.capture import manifest_of
 from cacheblend.core.names import BlockName
 from cacheblend.engines.vllm.jobs import CaptureJob
 from cacheblend.engines.vllm.metrics import Counts
@@ -67,11 +66,11 @@ class CaptureQueue:
         jobs = []
         while self._queued:
             chunk_id, job = self._queued[0]
-            if self._sent_tokens + len(job.chunk) > self._most_tokens:
+            if self._sent_tokens + job.tokens > self._most_tokens:
                 break
             self._queued.popleft()
             self._sent[chunk_id] = job
-            self._sent_tokens += len(job.chunk)
+            self._sent_tokens += job.tokens
             jobs.append(job)
         if jobs:
             self._progress_at = time.monotonic()
@@ -83,7 +82,7 @@ class CaptureQueue:
         found = []
         for _ in range(min(finished - self._finished, len(self._sent))):
             chunk_id, job = self._sent.popitem(last=False)
-            self._sent_tokens -= len(job.chunk)
+            self._sent_tokens -= job.tokens
             self._unfinished.discard(chunk_id)
             self._finished_at[chunk_id] = time.monotonic()
             found.append(job)
@@ -103,10 +102,10 @@ class CaptureQueue:
         if len(self._unfinished) >= self._limit:  # before names are computed
             self._counts.add_fallback(QUEUE_FULL)
             return False
-        chunk_id = manifest_of(job.chunk, job.planner, "").chunk_id
+        chunk_id = job.name
         if chunk_id in self._unfinished or self._finished_at.get(chunk_id, 0.0) > missed_at:
             return chunk_id in self._unfinished  # another request missed it as well
-        if len(job.chunk) > self._longest:
+        if job.tokens > self._longest:
             self._counts.add_fallback(TOO_LARGE)
             return False
         if not self._queued and not self._sent:

@@ -14,7 +14,7 @@ from cacheblend.core.errors import StoreError
 from cacheblend.core.load.budget import LEAST_S, PAUSE_S
 from cacheblend.core.load.capture import ChunkJob, manifest_of
 from cacheblend.core.load.threads import DaemonPool
-from cacheblend.core.names import BlockName, TokenIds, join_ids
+from cacheblend.core.names import BlockName, TokenIds, as_token_ids, join_ids
 from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, text
@@ -22,13 +22,16 @@ from cacheblend.core.plan.recurrence import Run
 from cacheblend.engines.chunk_index import ChunkListing, ListChanges
 from cacheblend.engines.discovery import Discovery, DiscoveryFigures
 from cacheblend.engines.fingerprint import ModelIdentity
+from cacheblend.engines.histories import Histories
 from cacheblend.engines.settings import BlendSettings
 from cacheblend.engines.vllm.config import ConnectorConfig
+from cacheblend.engines.vllm.internals import interface
 from cacheblend.engines.vllm.jobs import Adapter, BlendOutcome, CaptureJob
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.reasons import SLOW_STORE
 from cacheblend.engines.vllm.scheduler.adapters import named
 from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue
+from cacheblend.engines.vllm.scheduler.conversations import Conversations
 from cacheblend.engines.vllm.scheduler.load_control import LoadControl
 from cacheblend.engines.vllm.scheduler.options import RequestOptions, named_chunks
 from cacheblend.engines.vllm.scheduler.tracked_requests import NOTHING_STORED, FoundChunks, LookUp, Tracked, salt_of
@@ -96,6 +99,9 @@ class ChunkFinder:
         self._discovered: dict[BlockName, Run] = {}  # sent to be captured, by chunk
         if self._listing is not None and config.discover and settings.config.capture:
             self._discovery = Discovery(store, self._listing, least, settings.config.watch_tokens)
+        self._conversations: Conversations | None = None
+        if settings.config.edits:
+            self._conversations = Conversations(store, least, settings.config.watch_tokens)
 
     def start(
         self, token_ids: TokenIds, options: RequestOptions, cache_salt: str | None, adapter: Adapter | None = None
@@ -107,17 +113,16 @@ class ChunkFinder:
             options.selector_of(settings)  # raises for wrong ones
         planner = self._planners.of(cache_salt, named(adapter))
         prompt, after = named_chunks(token_ids, options.spans, self._chunk_end_token_id), None
-        if prompt is None:
-            if self._listing is None:
-                return NOTHING_STORED
+        goes_on = self._histories_of(planner, options) is not None
+        if prompt is None and self._listing is not None:
             is_new, has_index = self._listing.refresh(), self._listing.has_index(planner.root)
-            if is_new and has_index and len(token_ids) < LONG_PROMPT:
+            if is_new and has_index and len(token_ids) < LONG_PROMPT and not goes_on:
                 prompt = self._listing.match(planner.root, Prompt.of([text(token_ids)]))
             elif not self._listing.has_read and self._listing.age_s > self._timeout_s:  # others have waited in vain
                 return SLOW_STORE
             elif not has_index:
                 after = self._listing.prepare(planner.root)
-        if prompt is not None and not prompt.chunks:
+        if not goes_on and (self._listing is None if prompt is None else not prompt.chunks):
             return NOTHING_STORED
         look_up = partial(self._look_up, token_ids, prompt, options, planner, settings, adapter)
         began = time.monotonic()
@@ -136,11 +141,17 @@ class ChunkFinder:
         self._settings = replace(self._settings, raised_by=factor)
 
     def watch(self, tracked: Tracked) -> None:
-        """Has a request that has ended taken note of, to learn text that recurs; returns at once."""
+        """Has a request that has ended taken note of, to learn text that recurs, and for its conversation; returns at
+        once."""
         is_unknown, ids = tracked.adapter is None and tracked.request.lora_request is not None, tracked.token_ids
-        if self._discovery is None or ids is None or is_unknown:
+        if ids is None or is_unknown:
             return
         planner = self._planners.of(tracked.cache_salt, named(tracked.adapter))
+        if self._conversations is not None:
+            history = as_token_ids(interface.history_of(tracked.request))
+            self._conversations.add(planner, tracked.options.conversation, tracked.adapter, history)
+        if self._discovery is None:
+            return
         plan, prompt = None, named_chunks(ids, tracked.options.spans, self._chunk_end_token_id)
         if tracked.found is not None:
             plan, prompt = tracked.found.plan, tracked.found.plan.prompt
@@ -158,14 +169,28 @@ class ChunkFinder:
             if captures.add(job, time.monotonic()):
                 self._discovered[manifest_of(job.chunk, planner, "").chunk_id] = run
 
+    def add_history(self, captures: CaptureQueue) -> None:
+        """Queues what is computed next of a conversation's history; called while vLLM computes nothing."""
+        if self._conversations is None or not captures.is_empty:
+            return
+        job = self._conversations.take()
+        if job is not None and not captures.add(job, time.monotonic()):
+            self._conversations.drop()
+
     @property
-    def is_discovering(self) -> bool:
-        return self._discovery is not None and self._discovery.has_work
+    def has_work(self) -> bool:
+        """An engine without requests has to go on stepping."""
+        parts = (self._discovery, self._conversations)
+        return any(part is not None and part.has_work for part in parts)
 
     def list_captured(self, captured: Sequence[CaptureJob]) -> None:
         """Has those of the captured chunks found by content that the store took; returns at once."""
-        if self._listing is not None and captured:
-            self._captured_pool.submit(self._list, self._listing, captured)
+        chunks = [job for job in captured if job.exact is None]
+        if self._listing is not None and chunks:
+            self._captured_pool.submit(self._list, self._listing, chunks)
+        for job in captured:
+            if self._conversations is not None and job.exact is not None:
+                self._conversations.finish(job)
 
     def learn(self, plan: BlendPlan, outcome: BlendOutcome) -> None:
         if self._control is not None:
@@ -178,6 +203,8 @@ class ChunkFinder:
         if self._discovery is not None:
             self._discovery.reset()
             self._discovered.clear()
+        if self._conversations is not None:
+            self._conversations.reset()
 
     def take_changes(self, most: int) -> ListChanges:
         return ListChanges() if self._listing is None else self._listing.take_changes(most)
@@ -187,8 +214,15 @@ class ChunkFinder:
         self._captured_pool.close()
         if self._discovery is not None:
             self._discovery.close()
+        if self._conversations is not None:
+            self._conversations.close()
         if self._listing is not None:
             self._listing.close()
+
+    def _histories_of(self, planner: Planner, options: RequestOptions) -> Histories | None:
+        """Those of which something is known of the request's conversation; None: there are none."""
+        found = None if self._conversations is None else self._conversations.histories
+        return found if found is not None and found.knows(planner.root, options.conversation) else None
 
     def _look_up(
         self,
@@ -199,12 +233,15 @@ class ChunkFinder:
         settings: BlendSettings,
         adapter: Adapter | None,
     ) -> FoundChunks | None:
-        if prompt is None:
-            assert self._listing is not None
+        histories, is_marked = self._histories_of(planner, options), prompt is not None
+        prompt = prompt or Prompt.of([text(token_ids)])
+        if histories is not None:
+            prompt = histories.match(planner.root, replace(prompt, conversation=options.conversation))
+        if self._listing is not None and not is_marked:
             self._listing.update()
-            prompt = self._listing.match(planner.root, Prompt.of([text(token_ids)]))
-            if not prompt.chunks:
-                return None
+            prompt = self._listing.match(planner.root, prompt)
+        if histories is None and not prompt.chunks:
+            return None
         missed_at = time.monotonic()
         plan = planner.plan(prompt, self._store)
         looked_up_s, self._answered = time.monotonic() - missed_at, max(self._answered, missed_at)
@@ -217,16 +254,18 @@ class ChunkFinder:
         if options.mode == "prefix" or is_full:
             plan = plan.exact_only()
         is_full, plan = is_full and bool(plan.left_out), plan.without_last_row()
-        selector = named_by = options.selector_of(settings)
+        is_moved = plan.is_moved and not options.sets_selection
+        selector = named_by = settings.of_moved() if is_moved else options.selector_of(settings)
         is_slow, seconds = False, settings.config.load_timeout_s  # of the look-up and of loading
         if self._control is not None:
             choice = self._control.decide(plan, selector.share, raises=not options.sets_selection)
             plan, is_slow = choice.plan, choice.is_all_left_out
             if choice.ratio is not None:  # which makes KV more exact: its blocks serve the others as well
-                selector = settings.at_least(choice.ratio)
+                selector = (settings.of_moved if is_moved else settings.at_least)(choice.ratio)
             if seconds is None and (compute_s := self._control.compute_s(plan)) is not None:
                 seconds = max(LEAST_S, compute_s)
-        salt = salt_of(planner, named_by, adapter)
+        own = any(segment.is_moved for segment in plan.prompt.segments)  # of its conversation alone
+        salt = salt_of(planner, named_by, adapter, options.conversation if own else None)
         found = FoundChunks(plan, selector, salt, named_by, jobs, missed_at, is_slow, is_full)
         if seconds is None:
             return found

@@ -1,6 +1,7 @@
 """What a client asks of the plug-in for one request: the object `cacheblend` of its `kv_transfer_params`.
 
-    {"cacheblend": {"mode": "blend", "recompute_ratio": 0.2, "selector": "hkvd", "chunks": [[12, 268], [270, 512]]}}
+    {"cacheblend": {"mode": "blend", "recompute_ratio": 0.2, "selector": "hkvd", "chunks": [[12, 268], [270, 512]],
+                    "conversation": "7f3a"}}
 
 Its chunks are the spans that it names, else runs that end with the configured chunk-end token, else what matches chunks
 of the store.
@@ -13,7 +14,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, check_encodable, check_type
 from cacheblend.core.names import TokenIds
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.core.select.selectors import Selector
@@ -35,6 +36,7 @@ class RequestOptions:
     recompute_ratio: float | None = None
     selector: str | None = None
     spans: tuple[Span, ...] | None = None  # the prompt's chunks, ascending without overlap
+    conversation: str = ""  # whose earlier prompts this one may continue, edited
 
     @property
     def sets_selection(self) -> bool:
@@ -67,7 +69,7 @@ def read_options(params: Any, tokens: int) -> RequestOptions:
         return RequestOptions()
     if not isinstance(mine, Mapping):
         raise InvalidInputError(f'kv_transfer_params["{KEY}"] must be an object, got {mine!r}')
-    known = ("mode", "recompute_ratio", "selector", "chunks")
+    known = ("mode", "recompute_ratio", "selector", "chunks", "conversation")
     unknown = sorted(str(key) for key in mine if key not in known)
     if unknown:
         raise InvalidInputError(
@@ -82,8 +84,11 @@ def read_options(params: Any, tokens: int) -> RequestOptions:
         ratio = float(ratio)
     if selector is not None and not isinstance(selector, str):
         raise InvalidInputError(f"selector must be a selector's name, got {selector!r}")
+    conversation = mine.get("conversation", "")
+    check_type(conversation, str, "conversation")
+    check_encodable(conversation, "conversation")
     spans = _read_spans(mine["chunks"], tokens) if "chunks" in mine else None
-    return RequestOptions(mode, ratio, selector, spans)
+    return RequestOptions(mode, ratio, selector, spans, conversation)
 
 
 def _read_spans(given: Any, tokens: int) -> tuple[Span, ...]:

@@ -93,8 +93,8 @@ class Scheduling:
     @property
     def is_busy(self) -> bool:
         """Something is computed, or queued for that, also while there is no request: chunks, the shadow check."""
-        is_discovering = self._captures.is_empty and self._finder.is_discovering
-        return is_discovering or self._captures.is_busy or self._checks.is_busy
+        is_learning = self._captures.is_empty and self._finder.has_work
+        return is_learning or self._captures.is_busy or self._checks.is_busy
 
     # ---- a request comes --------------------------------------------------------------------------------
 
@@ -248,6 +248,8 @@ class Scheduling:
         """New jobs since the last call; chunks are captured once their request has its first token."""
         jobs, self._jobs, self._settling_s = self._jobs, StepJobs(), 0.0
         self._finder.add_discovered(self._captures, self.counts)
+        if is_idle:
+            self._finder.add_history(self._captures)
         jobs.capture, jobs.is_idle, jobs.adapters = self._captures.take(), is_idle, self._adapters.take()
         self._checks.fill(jobs, has_requests=bool(self._requests))
         self._may_wait = is_idle and all(each.lookup is not None for each in self._requests.values())

@@ -22,12 +22,16 @@ from cacheblend.engines.vllm.scheduler.options import KEY, RequestOptions
 VERSION = 2  # of the KV in blended blocks, part of their names: another version must not find them
 
 
-def salt_of(planner: Planner, selector: Selector, adapter: Adapter | None = None) -> bytes:
-    """What blended KV depends on besides the tokens: settings, model, tenant and LoRA adapter."""
+def salt_of(
+    planner: Planner, selector: Selector, adapter: Adapter | None = None, conversation: str | None = None
+) -> bytes:
+    """What blended KV depends on besides the tokens: settings, model, tenant, LoRA adapter, and the conversation that
+    runs were moved from."""
     # While an adapter is replaced, a request may be computed with other weights than its blocks are named by: so those
     # of the same weights, when they come back, have other names.
     again = f" {adapter.generation}" if adapter is not None and adapter.generation else ""
-    described = f"{VERSION} {selector!r} {planner.root.hex()} {planner.anchor!r}{again}"
+    whose = "" if conversation is None else f" of {conversation!r}"
+    described = f"{VERSION} {selector!r} {planner.root.hex()} {planner.anchor!r}{again}{whose}"
     return hashlib.sha256(described.encode()).digest()
 
 

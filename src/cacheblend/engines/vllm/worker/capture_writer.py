@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
-from cacheblend.core.load.capture import CapturedChunk, blocks_of, manifest_of
+from cacheblend.core.load.capture import CapturedChunk, blocks_of, manifest_of, publish
 from cacheblend.core.load.loader import LayerKV
 from cacheblend.core.load.staging_buffers import Staging
 from cacheblend.core.load.threads import DaemonPool
+from cacheblend.core.plan.blocks import Block, ChunkManifest
+from cacheblend.core.plan.plan import Source
 from cacheblend.engines.keeper import ChunkKeeper
 from cacheblend.engines.vllm.jobs import CaptureJob
 from cacheblend.engines.vllm.metrics import Counts
@@ -88,11 +90,15 @@ class CaptureWriter:
         self._storing.close()
         self._storing.join(CLOSE_S)
 
-    def _store(self, copied: "Future[CapturedChunk]") -> None:
+    def _store(self, copied: "Future[tuple[list[Block], ChunkManifest | None]]") -> None:
         try:
-            chunk = copied.result()
-            if self._keeper.keep(chunk):
-                self._counts.add("captured_tokens", len(chunk.manifest.token_ids))
+            blocks, manifest = copied.result()
+            if manifest is None:
+                is_kept, tokens = self._keeper.write(blocks), sum(len(block.token_ids) for block in blocks)
+            else:
+                is_kept, tokens = self._keeper.keep(CapturedChunk(blocks, manifest)), len(manifest.token_ids)
+            if is_kept:
+                self._counts.add("captured_tokens", tokens)
             else:
                 self._counts.add_fallback(NOT_WRITTEN)
         except Exception as error:
@@ -102,11 +108,15 @@ class CaptureWriter:
             self.count_done()
 
     @torch.inference_mode()
-    def _on_host(self, job: CaptureJob, kv: list[LayerKV], computed: Any) -> CapturedChunk:
+    def _on_host(self, job: CaptureJob, kv: list[LayerKV], computed: Any) -> tuple[list[Block], ChunkManifest | None]:
+        """Blocks to be stored, and the manifest behind them; text has none."""
         try:
             with self._staging.stream():
                 self._staging.wait(computed, [part for layer in kv for part in layer])
+                if job.exact is not None:
+                    new = [span for span in job.exact.spans if span.source is Source.TEXT]
+                    return publish(job.exact, kv, new, first=job.exact.prefix_length), None
                 blocks = blocks_of(job.chunk, job.planner, kv)
-            return CapturedChunk(blocks, manifest_of(job.chunk, job.planner, self._name))
+            return blocks, manifest_of(job.chunk, job.planner, self._name)
         finally:
             kv.clear()

@@ -145,7 +145,15 @@ class Opener:
         return self._open(job, plan, self.store, job.selector, options, resident=held)
 
     def capture(self, job: CaptureJob, kv: list[LayerKV]) -> BlendedPrefill:
-        """A prefill of a chunk behind its anchor alone, which appends each layer to `kv`."""
+        """A prefill of a chunk behind its anchor alone, or of text behind what the store holds of it, which gives `kv`
+        each layer; of text without the rows that are loaded."""
+        if job.exact is not None:
+            first = job.exact.prefix_length
+
+            def keep(layer: int, found: LayerCache) -> None:
+                kv[layer:] = [LayerKV(found.keys[:, first:].clone(), found.values[:, first:].clone())]  # may restart
+
+            return self._open(job, job.exact, self.store, NoRows(), replace(self._options, on_layer=keep))
         prompt = Prompt.of([text(part) for part in (*job.chunk.anchor, job.chunk.token_ids)])
         plan = job.planner.plan(prompt, EmptySource())
         options = replace(self._options, on_layer=lambda layer, found: kv.append(LayerKV(found.keys, found.values)))

@@ -225,10 +225,13 @@ class Worker(Outbox):
         self._chunks += len(jobs.capture)
 
     def _choose(self) -> list[Task]:
-        states = self._readiness.of([task for task in self._blends if task.prefill is not None])
+        tasks = [*self._blends, *self._captures]
+        states = self._readiness.of([task for task in tasks if task.prefill is not None])
         for task, state in states.items():
             if state not in (READY, WAITING):
-                logger.warning("the store does not give a layer; vLLM computes this request")
+                logger.warning(
+                    "the store does not give a layer; vLLM computes this request, or a history is not stored"
+                )
                 reason = {SLOW: LOAD_TIMEOUT, LATE: SLOW_STORE}.get(state, UNREADABLE)
                 tier = task.prefill.reading if state == SLOW and task.prefill is not None else ""
                 self._give_up(task, reason, {tier: task.waited_s + task.waiting_s} if tier else None)

@@ -1,0 +1,133 @@
+"""Exact KV of recent conversations, for prompts whose history was edited (`engines.histories`).
+
+    request ends            its prompt and answer: the newest history of its conversation
+    vLLM computes nothing   look-up in a thread: what the store holds of it
+                            -> a job for the workers: its next `SECTION` tokens, computed exactly and stored
+    the job has ended       looked up again: runs of what is stored are found from now on; the next section
+
+vLLM's own blocks end with its prefix cache, and those of a prompt that was blended are not exact. So a history is
+computed once more, when there is time: mostly while an agent's tools run.
+"""
+
+import logging
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+
+from cacheblend.core.errors import StoreError
+from cacheblend.core.load.capture import ChunkJob
+from cacheblend.core.load.threads import DaemonPool, PoolCall
+from cacheblend.core.names import BlockName, TokenIds
+from cacheblend.core.plan.plan import Source
+from cacheblend.core.plan.planner import Planner
+from cacheblend.core.plan.prompt import Prompt, text
+from cacheblend.engines.histories import Histories, exact_part
+from cacheblend.engines.vllm.jobs import Adapter, CaptureJob
+from cacheblend.store import KVStore
+
+SECTION = 4096  # tokens that a job computes, about: its KV is held until it is stored
+MOST_WAITING = 64  # conversations; of further ones the histories that have waited longest are forgotten
+STUCK_S = 10.0  # seconds of a look-up after which an idle engine stops stepping for it
+logger = logging.getLogger("cacheblend.vllm")
+
+
+@dataclass(frozen=True, eq=False)
+class _History:
+    """What a conversation's newest request left."""
+
+    planner: Planner
+    conversation: str
+    adapter: Adapter | None
+    token_ids: TokenIds
+    done: int = 0  # leading tokens that the store was given
+
+    @property
+    def key(self) -> tuple[BlockName, str]:
+        return self.planner.root, self.conversation
+
+
+class Conversations:
+    """The histories of one engine. All but the look-ups in the scheduler's thread; `most_tokens`: ids that are kept."""
+
+    def __init__(self, store: KVStore, min_run_tokens: int, most_tokens: int) -> None:
+        self._store, self._min_run_tokens = store, min_run_tokens
+        self.histories = Histories(min_run_tokens, most_tokens)
+        self._pool = DaemonPool(1, "cacheblend-histories")
+        self._waiting: OrderedDict[tuple[BlockName, str], _History] = OrderedDict()
+        self._look_up: tuple[PoolCall[CaptureJob | None], _History, float] | None = None
+        self._sent: tuple[CaptureJob, _History] | None = None  # with the workers
+
+    @property
+    def has_work(self) -> bool:
+        """An engine that computes nothing has to go on stepping; False while the store hangs."""
+        if self._look_up is None:
+            return bool(self._waiting) and self._sent is None
+        return time.monotonic() - self._look_up[2] < STUCK_S
+
+    def add(self, planner: Planner, conversation: str, adapter: Adapter | None, token_ids: TokenIds) -> None:
+        """A request has ended: its history takes the place of its conversation's last one."""
+        if len(token_ids) >= self._min_run_tokens:
+            self._wait(_History(planner, conversation, adapter, token_ids))
+
+    def take(self) -> CaptureJob | None:
+        """The next job, to be given back by `finish`; None: there is none yet. Starts the next look-up."""
+        if self._look_up is None:
+            if self._waiting and self._sent is None:
+                _, history = self._waiting.popitem(last=False)
+                self._look_up = self._pool.submit(self._plan, history), history, time.monotonic()
+            return None
+        call, history, _ = self._look_up
+        if not call.done():
+            return None
+        self._look_up, job = None, call.result()
+        self._sent = None if job is None else (job, history)
+        return job
+
+    def finish(self, job: CaptureJob) -> None:
+        """A job has ended, whether its blocks are stored or not: the next look-up tells."""
+        sent, self._sent = self._sent, None
+        if sent is None or sent[0] is not job or job.exact is None:
+            return  # forgotten meanwhile
+        if sent[1].key not in self._waiting:
+            self._wait(replace(sent[1], done=len(job.exact)))
+
+    def drop(self) -> None:
+        """The job that was taken last is not carried out."""
+        self._sent = None
+
+    def reset(self) -> None:
+        """Forgets what waits; names of what was stored are found no more."""
+        self._waiting.clear()
+        self._look_up = self._sent = None
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _wait(self, history: _History) -> None:
+        self._waiting[history.key] = history
+        self._waiting.move_to_end(history.key)
+        while len(self._waiting) > MOST_WAITING:
+            self._waiting.popitem(last=False)
+
+    def _plan(self, history: _History) -> CaptureJob | None:
+        """Notes what the store holds of a history; the job for its next section, None: it is complete, or the store
+        does not keep what it was given."""
+        planner, ids = history.planner, history.token_ids
+        try:
+            plan = planner.plan(Prompt.of([text(ids)]), self._store)
+            held = plan.prefix_length
+            exact = exact_part(planner, replace(plan, spans=plan.spans[: sum(s.stop <= held for s in plan.spans)]))
+            if exact is not None:
+                self.histories.note(*history.key, exact)
+            if held == len(plan) or held < history.done:
+                return None
+            stop = next((span.stop for span in plan.spans if span.stop >= held + SECTION), len(plan))
+            section = planner.plan(Prompt.of([text(ids[:stop])]), self._store)
+        except (StoreError, OSError) as error:
+            logger.warning("a history is not stored: %s", error)
+            return None
+        is_next = section.prefix_length < len(section) and all(s.source in _EXACT for s in section.spans)
+        return CaptureJob(ChunkJob((), ids[:stop]), planner, history.adapter, section) if is_next else None
+
+
+_EXACT = (Source.PREFIX, Source.TEXT)
