@@ -266,13 +266,18 @@ class Scene:
         """What lies in these blocks, in each layer."""
         return [layer.read(torch.tensor(blocks), len(blocks) * SIZE).clone() for layer in self.opener._paged]
 
+    def compute(self, job: Any, kv: list[Any]) -> None:
+        """Runs a capture to its end; `kv` gets its layers."""
+        with self.opener.capture(job, kv) as prefill:
+            prefill.advance(10 * LAYERS)
+            assert prefill.done
+
     def _keep(self, ids: list[int]) -> None:
         from cacheblend.core.names import as_token_ids
         from cacheblend.engines.vllm.jobs import CaptureJob
 
         kv: list[Any] = []
         chunk_job = ChunkJob((), as_token_ids(ids))
-        with self.opener.capture(CaptureJob(chunk_job, self.planner), kv) as prefill:
-            prefill.advance(LAYERS)
+        self.compute(CaptureJob(chunk_job, self.planner), kv)
         for block in blocks_of(chunk_job, self.planner, kv):
             assert self.store.write(block)

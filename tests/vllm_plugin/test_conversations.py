@@ -7,19 +7,26 @@ than a section; a store that drops what it was given; weights that change in bet
 """
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from cacheblend.core.load.capture import ChunkJob, blocks_of, publish
 from cacheblend.core.names import as_token_ids
+from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
 from cacheblend.core.plan.plan import Source
 from cacheblend.core.plan.prompt import Prompt, text
+from cacheblend.engines.vllm.jobs import CaptureJob, StepReport
 from cacheblend.engines.vllm.scheduler import conversations
+from cacheblend.store import MemoryStore
+from campaign import share
 from paged_scenes import LAYERS, VOCAB, Scene
+from vllm_models import make_adapter
 from vllm_prompts import FORGET, Asked, Texts, ask
-from vllm_requests import Request, give, scheduling, start, why, with_options
-from vllm_running import Served, tokens
+from vllm_requests import SIZE, Request, give, reported, scheduling, start, why, with_options
+from vllm_running import TWO_RANKS, Served, tokens
 
 EXTRA = {"edits": True, "anchor": "none", "refresh_s": 0, "block_size": 48}
 
@@ -31,26 +38,231 @@ def edited(rng: random.Random, texts: Texts, pieces: list[list[int]]) -> list[li
         kept = [texts.ids(9), *kept[1:]]
     if rng.random() < 0.3 and kept:
         at = rng.randrange(len(kept))
-        kept = [*kept[:at], kept[at][: len(kept[at]) // 2], texts.ids(5), kept[at][len(kept[at]) // 2 :], *kept[at + 1 :]]
+        kept = [
+            *kept[:at],
+            kept[at][: len(kept[at]) // 2],
+            texts.ids(5),
+            kept[at][len(kept[at]) // 2 :],
+            *kept[at + 1 :],
+        ]
     return [*kept, texts.ids(rng.choice([30, 90, 140]))]
 
 
-@pytest.mark.parametrize("block_size", [32, 64])
-def test_at_ratio_one_answers_of_edited_histories_are_vllms(llama: Served, block_size: int) -> None:
-    texts = Texts(block_size)
+ENGINES: dict[str, dict[str, Any]] = {
+    "blocks of 32, int8": {"block_size": 32},
+    "two ranks": {"block_size": 64, **TWO_RANKS},
+    "adapters": {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8},
+}
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_at_ratio_one_answers_of_edited_histories_are_vllms(llama: Served, tmp_path: Path, kind: str) -> None:
+    texts, adapters = Texts(len(kind)), dict[str, Any]()
+    if kind == "adapters":
+        for number, name in enumerate("ab", 1):
+            make_adapter(tmp_path / name, number)
+            adapters[name] = {"name": name, "number": number, "path": str(tmp_path / name)}
     steps, histories = list[dict[str, Any]](), dict[str, list[list[int]]]()
     for _ in range(24):
         name = texts.rng.choice(["", "a", "b"])
         pieces = histories[name] = edited(texts.rng, texts, histories.get(name) or [texts.ids(70), texts.ids(110)])
         prompt = Asked([token for piece in pieces for token in piece][:1800], [])
-        steps.append(ask([], [prompt], options={"conversation": name} if name else {}))
-        steps[-1].pop("chunks")
+        step = ask([], [prompt], options={"conversation": name} if name else {}, adapters=[adapters.get(name)])
+        steps.append({key: value for key, value in step.items() if key != "chunks"})
         if texts.rng.random() < 0.1:
             steps.append(FORGET)
-    found = llama.run(steps, EXTRA | {"recompute_ratio": 1.0}, block_size=block_size)
-    plain = llama.run([{**step, "options": {}} if "ask" in step else step for step in steps], None, block_size=block_size)
-    for step, mine, right in zip(steps, found["answers"], plain["answers"], strict=True):
+    codec = "int8" if kind.endswith("int8") else "raw"
+    found = llama.run(steps, EXTRA | {"recompute_ratio": 1.0, "codec": codec}, **ENGINES[kind])
+    plain = [{**step, "options": {}} if "ask" in step else step for step in steps]
+    for step, mine, right in zip(
+        steps, found["answers"], llama.run(plain, None, **ENGINES[kind])["answers"], strict=True
+    ):
         assert step == FORGET or tokens(mine) == tokens(right)
     counted = found["metrics"]
-    assert counted["vllm:cacheblend_hit_tokens moved"] > 300
+    assert counted["vllm:cacheblend_hit_tokens moved"] > 300 and counted["vllm:cacheblend_hit_tokens prefix"] > 300
     assert "vllm:cacheblend_fallbacks" not in " ".join(counted)
+
+
+def test_a_cache_that_rounds_has_no_exact_history(llama: Served) -> None:
+    words = llama.refusal(EXTRA, kv_cache_dtype="fp8_e4m3", dtype="bfloat16")
+    assert "edits" in words and "kv_cache_dtype" in words
+
+
+# ---- the scheduler's side alone ------------------------------------------------------------------------------------
+
+SYSTEM, THOUGHT, ANSWER, NEXT = (list(range(n, n + count)) for n, count in ((0, 80), (100, 50), (200, 130), (400, 30)))
+
+
+def keep(side: Any, store: Any = None) -> list[int]:
+    """vLLM has nothing to compute until the conversations have no more work; of each job the tokens it is of. `store`:
+    gets what the workers compute; None: they store nothing."""
+    asked, found = side._finder._conversations, list[int]()
+    while asked.has_work:
+        for job in side.take_jobs(is_idle=True).capture:
+            found.append(len(job.exact))
+            new = [span for span in job.exact.spans if span.source is Source.TEXT]
+            assert [span.source for span in job.exact.spans[-len(new) :]] == [Source.TEXT] * len(new)
+            if store is not None:
+                write(store, job, new)
+            side.reported(StepReport(side._captures._finished + 1))
+    return found
+
+
+def write(store: Any, job: Any, spans: Any) -> None:
+    ids, layout = job.exact.prompt.token_ids, KVLayout((LayerShape(1, 4),), torch.float32)
+    for span in spans:
+        own = ids[span.start : span.stop]
+        store.write(Block(span.name, span.parent, own, [torch.zeros(1, 2, len(own), 4)], layout))
+
+
+def end(side: Any, ids: list[int], name: str, **fields: Any) -> str:
+    """A request that vLLM computes; what its client is told."""
+    options = {"conversation": fields.pop("conversation")} if "conversation" in fields else {}
+    request = Request(ids, name=name, kv_transfer_params={"cacheblend": options}, **fields)
+    claimed = start(side, request)
+    side.allocated(request, [[1] * 40], claimed)
+    if claimed:
+        side.provided([name])
+        side.reported(reported(name))
+    return why(side, request)
+
+
+def moved(side: Any, ids: list[int], name: str, **fields: Any) -> int:
+    """Tokens that are moved for a request."""
+    options = {"conversation": fields.pop("conversation")} if "conversation" in fields else {}
+    request = Request(ids, name=name, kv_transfer_params={"cacheblend": options}, **fields)
+    start(side, request)
+    found = side._requests[request.request_id].found
+    side.finished(request)
+    return 0 if found is None else found.plan.tokens_by_source().get("moved", 0)
+
+
+def test_no_other_tenants_or_conversations_history_is_moved() -> None:
+    """Conversations that copy each other's text behind text of their own, at random."""
+    store, texts = MemoryStore(1 << 24), Texts(5, below=900)
+    side = scheduling([], store, blend_fields={"edits": True, "block_size": 32})
+    pieces, said, found = texts.passages(6, 64, 110), dict[Any, list[list[int]]](), 0
+    for number in range(30 + share(300)):
+        whose = texts.rng.choice(["", "t"]), texts.rng.choice(["", "a", "b"])
+        ids = [token for piece in texts.rng.sample(pieces, 4) for token in piece]
+        request = Request(ids, name=str(number), cache_salt=whose[0] or None)
+        request.kv_transfer_params = {"cacheblend": {"conversation": whose[1]}}
+        claimed = start(side, request)
+        plan = (
+            None if side._requests[request.request_id].found is None else side._requests[request.request_id].found.plan
+        )
+        for segment in () if plan is None else plan.prompt.segments:
+            if segment.found_in is not None:
+                source = [*segment.found_in.anchor_ids, *segment.found_in.token_ids]
+                assert any(each[: len(source)] == source for each in said[whose])
+                found += 1
+        if claimed:
+            side.allocated(request, [[1] * 40], claimed)
+            side.provided([request.request_id])
+            side.reported(reported(request.request_id))
+        side.finished(request)
+        keep(side, store)
+        said.setdefault(whose, []).append(ids)
+    assert found > 10
+
+
+FIRST, STRIPPED = [*SYSTEM, *THOUGHT, *ANSWER], [*SYSTEM, *ANSWER, *NEXT]
+
+
+def test_what_a_conversation_computed_is_moved_in_it_alone() -> None:
+    store = MemoryStore(1 << 22)
+    side = scheduling([], store, blend_fields={"edits": True})
+    assert end(side, FIRST, "one", conversation="a", cache_salt="t") == "nothing stored"
+    assert keep(side, store) == [len(FIRST)]
+    for number, other in enumerate(
+        ({"conversation": "b", "cache_salt": "t"}, {"conversation": "a"}, {"cache_salt": "t"})
+    ):
+        assert moved(side, STRIPPED, f"other{number}", **other) == 0
+    side._finder._conversations._waiting.clear()
+    assert moved(side, STRIPPED, "own", conversation="a", cache_salt="t") == len(ANSWER)
+
+
+def test_an_answer_is_part_of_the_history_and_a_newer_prompt_takes_an_older_ones_place() -> None:
+    store = MemoryStore(1 << 22)
+    side = scheduling([], store, blend_fields={"edits": True})
+    for count in (60, 90, len(ANSWER)):
+        end(side, [*SYSTEM, *THOUGHT], f"{count}", output_token_ids=ANSWER[:count])
+    assert keep(side, store) == [len(FIRST)]
+    assert moved(side, STRIPPED, "next") == len(ANSWER)
+
+
+def test_a_long_history_is_computed_in_sections_each_behind_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversations, "SECTION", 64)
+    store = MemoryStore(1 << 22)
+    side = scheduling([], store, blend_fields={"edits": True, "block_size": 32})
+    end(side, FIRST, "one")
+    assert keep(side, store) == [64, 128, 192, 256, len(FIRST)]
+    end(side, [*FIRST, *NEXT], "two")
+    assert keep(side, store) == [len(FIRST + NEXT)]
+    end(side, [*FIRST, *NEXT], "again")
+    assert keep(side, store) == []
+
+
+def test_a_store_that_does_not_keep_a_section_is_given_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversations, "SECTION", 64)
+    side = scheduling([], blend_fields={"edits": True, "block_size": 32})
+    end(side, FIRST, "one")
+    assert keep(side) == [64]
+    assert moved(side, STRIPPED, "next") == 0
+
+
+def test_an_engine_that_computes_is_given_no_history_and_a_reset_forgets_all() -> None:
+    store = MemoryStore(1 << 22)
+    side = scheduling([], store, blend_fields={"edits": True})
+    end(side, FIRST, "one")
+    assert side.is_busy and all(not side.take_jobs().capture for _ in range(9))
+    assert keep(side, store) == [len(FIRST)] and not side.is_busy
+    end(side, [*FIRST, 7], "two")
+    side.reset()
+    assert not side.is_busy and moved(side, STRIPPED, "next") == 0
+
+
+def test_blended_blocks_of_moved_runs_are_named_by_their_conversation() -> None:
+    store, names = MemoryStore(1 << 22), list[Any]()
+    side = scheduling([], store, blend_fields={"edits": True})
+    for name in ("a", "b"):
+        end(side, FIRST, name, conversation=name)
+        keep(side, store)
+        names.append(give(side, with_options(STRIPPED, f"{name}2", conversation=name)).block_hashes)
+    assert names[0][: 80 // SIZE] == names[1][: 80 // SIZE] == Request(STRIPPED).block_hashes[: 80 // SIZE]
+    assert not {*names[0][80 // SIZE :]} & {*names[1]}
+
+
+@pytest.mark.may_fail("bad spans")
+@pytest.mark.parametrize("name", [7, None, "\ud800"])
+def test_a_wrong_conversation_is_refused(name: Any) -> None:
+    side = scheduling([], blend_fields={"edits": True})
+    request = with_options(FIRST, "one", conversation=name)
+    assert start(side, request) == 0 and "conversation" in why(side, request)
+
+
+# ---- the workers' side alone ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.may_fail("block lost")
+@pytest.mark.parametrize(("in_pages", "lost"), [(None, 0), (False, 0), (None, 1)])
+def test_a_section_is_computed_behind_what_is_stored_and_lost_blocks_are_computed_again(
+    in_pages: bool | None, lost: int
+) -> None:
+    scene = Scene(in_pages=in_pages)
+    ids = as_token_ids([(11 * n) % VOCAB for n in range(150)])
+    whole, kept = list[Any](), list[Any]()
+    scene.compute(CaptureJob(ChunkJob((), ids), scene.planner), whole)
+    blocks = blocks_of(ChunkJob((), ids), scene.planner, whole)
+    scene.store.write_all(blocks[:2])
+    plan = scene.planner.plan(Prompt.of([text(ids)]), scene.store)
+    assert plan.prefix_length == 64
+    if lost:
+        scene.store.delete(blocks[0].name)
+    scene.compute(CaptureJob(ChunkJob((), ids), scene.planner, exact=plan), kept)
+    assert [layer.keys.shape[1] for layer in kept] == [150 - 64] * LAYERS
+    found = publish(plan, kept, [span for span in plan.spans if span.source is Source.TEXT], first=64)
+    for mine, right in zip(found, blocks[2:], strict=True):
+        assert (mine.name, mine.parent) == (right.name, right.parent)
+        for one, other in zip(mine.records, right.records, strict=True):
+            torch.testing.assert_close(one, other)

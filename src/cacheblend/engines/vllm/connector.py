@@ -142,6 +142,11 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
 
     def _open_scheduling(self) -> Scheduling:
         blend, layout = self._settings.config, interface.kv_layout(self._vllm_config, self._settings.config.codec)
+        if blend.edits and not self.identity.has_exact_hits:
+            raise InvalidInputError(
+                "edits moves KV that is exact in an earlier prompt, and a kv_cache_dtype of eight bits rounds it; "
+                'set kv_cache_dtype "auto", or leave edits out'
+            )
         control = None
         if self._config.controller:
             known = None

@@ -13,6 +13,7 @@ import logging
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from cacheblend.core.errors import StoreError
 from cacheblend.core.load.capture import ChunkJob
@@ -115,8 +116,8 @@ class Conversations:
         planner, ids = history.planner, history.token_ids
         try:
             plan = planner.plan(Prompt.of([text(ids)]), self._store)
-            held = plan.prefix_length
-            exact = exact_part(planner, replace(plan, spans=plan.spans[: sum(s.stop <= held for s in plan.spans)]))
+            stored = tuple(takewhile(lambda span: span.source is Source.PREFIX, plan.spans))
+            held, exact = sum(map(len, stored)), exact_part(planner, replace(plan, spans=stored))
             if exact is not None:
                 self.histories.note(*history.key, exact)
             if held == len(plan) or held < history.done:
@@ -126,8 +127,5 @@ class Conversations:
         except (StoreError, OSError) as error:
             logger.warning("a history is not stored: %s", error)
             return None
-        is_next = section.prefix_length < len(section) and all(s.source in _EXACT for s in section.spans)
-        return CaptureJob(ChunkJob((), ids[:stop]), planner, history.adapter, section) if is_next else None
-
-
-_EXACT = (Source.PREFIX, Source.TEXT)
+        is_new = section.spans[-1].source is Source.TEXT  # else another request has stored it meanwhile
+        return CaptureJob(ChunkJob((), ids[:stop]), planner, history.adapter, section) if is_new else None
