@@ -241,6 +241,7 @@ class Edits(ModelSettings):
     )
     runs: int = option(2, "Prefills of each arm.", least=1, most=MOST, panel=HOW)
     seed: int = seeded("Seed of weights and conversations.")
+    vllm: bool = option(False, "Time to first token of vLLM's server, with the plug-in and without.", panel=HOW)
 
     def __post_init__(self) -> None:
         from cacheblend.core.errors import InvalidInputError

@@ -70,11 +70,14 @@ class Server:
         self.url = url
         self._client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=START_S)
 
-    def ask(self, ids: Sequence[int], tokens: int, chunks: Sequence[Sequence[int]] | None = None) -> Streamed:
+    def ask(
+        self, ids: Sequence[int], tokens: int, chunks: Sequence[Sequence[int]] | None = None, conversation: str = ""
+    ) -> Streamed:
         """Greedy, streamed. `chunks`: spans of the prompt; None: the server finds them; empty: there are none."""
         extra: dict[str, Any] = {"ignore_eos": True}
-        if chunks is not None:
-            extra["kv_transfer_params"] = {"cacheblend": {"chunks": [list(span) for span in chunks]}}
+        mine: dict[str, Any] = {} if chunks is None else {"chunks": [list(span) for span in chunks]}
+        if mine := mine | ({"conversation": conversation} if conversation else {}):
+            extra["kv_transfer_params"] = {"cacheblend": mine}
         found, started = Streamed(), time.perf_counter()
         events = self._client.completions.create(
             model=NAME, prompt=list(ids), max_tokens=tokens, temperature=0, stream=True, extra_body=extra
@@ -110,6 +113,13 @@ class Server:
     def counters(self) -> dict[str, float]:
         """Those of the plug-in, by name and labels."""
         return {key: value for key, value in self.metrics().items() if "cacheblend" in key and "created" not in key}
+
+    def wait_until_idle(self, still_s: float = 1.5) -> None:
+        """Returns when nothing has been stored for so long."""
+        seen, end = -1.0, time.monotonic() + FILL_S
+        while time.monotonic() < end and (stored := self.counted("captured_tokens")) != seen:
+            seen = stored
+            time.sleep(still_s)
 
     def wait_for_captures(self, tokens: int, pause: float = 2 * REFRESH_S) -> None:
         """Returns when so many tokens were stored since the server started, and after a pause in which the server

@@ -9,18 +9,21 @@ Tool results are real passages, thoughts are words of others. One engine answers
 store what the last one computed. From the fifth turn on each edited prompt is prefilled by prefix caching and by moved
 runs, on the same store, in turn. On pretrained weights what the model expects of the tokens of its own answer is
 compared with full prefill, beside that of the same runs computed alone, as chunks, and blended at the same ratio.
+With --vllm the same prompts are timed in two servers of vLLM, which compute one token of each.
 """
 
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import DynamicCache
+from transformers import AutoTokenizer, DynamicCache
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, PromptTooLongError
@@ -35,7 +38,7 @@ from cacheblend.engines.provenance import stamp
 from cacheblend.evaluation.compute import ComputeScale
 from lab.bench import Advance, silent
 from lab.real.quality import go_on
-from lab.servers.vllm_server import folder_of
+from lab.servers.vllm_server import Server, ServerSettings, dtype_of, folder_of, serving
 from lab.settings import Edits
 
 SYSTEM = "You are a careful agent. Think, look things up, and answer from what the tools have returned."
@@ -141,12 +144,16 @@ def run(asked: Edits, advance: Advance = silent) -> dict[str, Any]:
     plays = [(number, scene) for number in range(asked.conversations) for scene in scenes]
     with ExitStack() as stack:
         folder = stack.enter_context(folder_of(asked.resolved(), asked.seed))
+        servers = stack.enter_context(_servers(folder, asked)) if asked.vllm else None
         for done, (number, scene) in enumerate(plays, 1):
-            config = BlendConfig(discover=False, edits=True)
-            with BlendEngine.from_pretrained(folder, store="memory", config=config) as engine:
-                prompts = SCENES[scene](drawn(rows, asked, asked.seed + number))
-                for turn in _play(engine, prompts, asked, ways):
-                    turns.append({"scene": scene, "conversation": number} | turn)
+            prompts = SCENES[scene](drawn(rows, asked, asked.seed + number))
+            if servers is not None:
+                played = _timed(*servers, folder, prompts, asked, f"{scene} {number}")
+            else:
+                config = BlendConfig(discover=False, edits=True)
+                engine = BlendEngine.from_pretrained(folder, store="memory", config=config)
+                played = _play(engine, prompts, asked, ways)
+            turns += [{"scene": scene, "conversation": number} | turn for turn in played]
             advance(done, len(plays))
     if not turns:
         raise InvalidInputError(f"no prompt of turn {FIRST_COUNTED} or later fits the model's context")
@@ -164,10 +171,50 @@ def selector_of(way: str) -> Selector:
     return SelectorChoice.parse(name).selector((share,), None)
 
 
+@contextmanager
+def _servers(folder: Path, asked: Edits) -> Iterator[tuple[Server, Server]]:
+    """vLLM with prefix caching, and the same with the plug-in and an empty store."""
+    with ExitStack() as stack:
+        store = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-bench-"))
+        extra = {"store": f"file://{store}?ram_bytes=4GiB", "edits": True, "match_content": False}
+        limits = asked.tokens + 64, max(2048, asked.tokens // 8)
+        settings = (ServerSettings(folder, each, *limits, dtype_of("auto")) for each in (None, extra))
+        first, second = (stack.enter_context(serving(each)) for each in settings)
+        yield first, second
+
+
+def _timed(
+    plain: Server, mine: Server, folder: Path, scene: Iterator[Prompted], asked: Edits, name: str
+) -> Iterator[dict[str, Any]]:
+    """As `_play`, of two servers; between two prompts both have nothing to do, as while an agent's tools run."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for turn, (number, messages) in enumerate(scene):
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        if len(ids) + 1 > asked.tokens:
+            return
+        times, before = dict[str, float](), mine.counters()
+        for arm in ("prefix", "moved")[:: 1 if turn % 2 else -1]:
+            server = plain if arm == "prefix" else mine
+            times[f"{arm}_s"] = server.ask(ids, 1, conversation="" if arm == "prefix" else name).ttft_s
+            mine.wait_until_idle()
+        found = {key: value - before.get(key, 0) for key, value in mine.counters().items()}
+        moved = sum(value for key, value in found.items() if "hit_tokens" in key and 'source="moved"' in key)
+        if number >= FIRST_COUNTED and moved:
+            yield {"turn": number, "tokens": len(ids), "moved_tokens": moved} | times
+
+
 def _play(
     engine: BlendEngine, scene: Iterator[Prompted], asked: Edits, ways: dict[str, Selector]
 ) -> Iterator[dict[str, Any]]:
-    """Asks the prompts of a conversation in order; of each counted one that has moved runs, what was measured."""
+    """Asks the prompts of a conversation in order; of each counted one that has moved runs, what was measured. Closes
+    the engine."""
+    with engine:
+        yield from _played(engine, scene, asked, ways)
+
+
+def _played(
+    engine: BlendEngine, scene: Iterator[Prompted], asked: Edits, ways: dict[str, Selector]
+) -> Iterator[dict[str, Any]]:
     for number, messages in scene:
         try:
             prompt = replace(engine.chat_prompt(messages), conversation="agent")
@@ -228,7 +275,7 @@ def _figures(turns: Sequence[dict[str, Any]], scene: str, ways: Sequence[str]) -
         "tokens": statistics.median(turn["tokens"] for turn in own),
         "gain": statistics.median(turn["prefix_s"] for turn in own)
         / statistics.median(turn["moved_s"] for turn in own),
-        **{f"{arm}_compute": statistics.mean(turn[f"{arm}_compute"] for turn in own) for arm in ("prefix", "moved")},
+        **{name: statistics.mean(turn[name] for turn in own) for name in own[0] if name.endswith("_compute")},
         "moved_share": statistics.mean(turn["moved_tokens"] / turn["tokens"] for turn in own),
     }
     measured = {name for turn in own for name in turn if name.startswith("kl_")}

@@ -211,11 +211,13 @@ def test_a_store_that_does_not_keep_a_section_is_given_no_other(monkeypatch: pyt
     assert moved(side, STRIPPED, "next") == 0
 
 
-def test_an_engine_that_computes_is_given_no_history_and_a_reset_forgets_all() -> None:
+def test_an_engine_with_requests_is_given_no_history_and_a_reset_forgets_all() -> None:
     store = MemoryStore(1 << 22)
     side = scheduling([], store, blend_fields={"edits": True})
     end(side, FIRST, "one")
-    assert side.is_busy and all(not side.take_jobs().capture for _ in range(9))
+    running = give(side, Request(NEXT, name="running"))
+    assert side.is_busy and all(not side.take_jobs(is_idle=True).capture for _ in range(9))
+    side._requests.pop(running.request_id)
     assert keep(side, store) == [len(FIRST)] and not side.is_busy
     end(side, [*FIRST, 7], "two")
     side.reset()

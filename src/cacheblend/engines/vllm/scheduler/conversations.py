@@ -1,17 +1,18 @@
 """Exact KV of recent conversations, for prompts whose history was edited (`engines.histories`).
 
     request ends            its prompt and answer: the newest history of its conversation
-    vLLM computes nothing   look-up in a thread: what the store holds of it
+    there is no request     look-up in a thread: what the store holds of it
                             -> a job for the workers: its next `SECTION` tokens, computed exactly and stored
     the job has ended       looked up again: runs of what is stored are found from now on; the next section
 
 vLLM's own blocks end with its prefix cache, and those of a prompt that was blended are not exact. So a history is
-computed once more, when there is time: mostly while an agent's tools run.
+computed once more, when there is time: while an agent's tools run.
 """
 
 import logging
 import time
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -26,7 +27,7 @@ from cacheblend.engines.histories import Histories, exact_part
 from cacheblend.engines.vllm.jobs import Adapter, CaptureJob
 from cacheblend.store import KVStore
 
-SECTION = 4096  # tokens that a job computes, about: its KV is held until it is stored
+SECTION = 2048  # tokens that a job computes, about: requests that come meanwhile are computed beside it
 MOST_WAITING = 64  # conversations; of further ones the histories that have waited longest are forgotten
 STUCK_S = 10.0  # seconds of a look-up after which an idle engine stops stepping for it
 logger = logging.getLogger("cacheblend.vllm")
@@ -75,7 +76,8 @@ class Conversations:
         if self._look_up is None:
             if self._waiting and self._sent is None:
                 _, history = self._waiting.popitem(last=False)
-                self._look_up = self._pool.submit(self._plan, history), history, time.monotonic()
+                with suppress(RuntimeError):  # the system has no more threads
+                    self._look_up = self._pool.submit(self._plan, history), history, time.monotonic()
             return None
         call, history, _ = self._look_up
         if not call.done():
@@ -86,11 +88,11 @@ class Conversations:
 
     def finish(self, job: CaptureJob) -> None:
         """A job has ended, whether its blocks are stored or not: the next look-up tells."""
-        sent, self._sent = self._sent, None
-        if sent is None or sent[0] is not job or job.exact is None:
+        if self._sent is None or self._sent[0] is not job:
             return  # forgotten meanwhile
-        if sent[1].key not in self._waiting:
-            self._wait(replace(sent[1], done=len(job.exact)))
+        (_, history), self._sent = self._sent, None
+        if history.key not in self._waiting:
+            self._wait(replace(history, done=len(job.chunk)))
 
     def drop(self) -> None:
         """The job that was taken last is not carried out."""
@@ -126,6 +128,9 @@ class Conversations:
             section = planner.plan(Prompt.of([text(ids[:stop])]), self._store)
         except (StoreError, OSError) as error:
             logger.warning("a history is not stored: %s", error)
+            return None
+        except Exception:
+            logger.exception("a history is not stored")
             return None
         is_new = section.spans[-1].source is Source.TEXT  # else another request has stored it meanwhile
         return CaptureJob(ChunkJob((), ids[:stop]), planner, history.adapter, section) if is_new else None

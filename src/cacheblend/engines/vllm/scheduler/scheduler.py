@@ -248,7 +248,7 @@ class Scheduling:
         """New jobs since the last call; chunks are captured once their request has its first token."""
         jobs, self._jobs, self._settling_s = self._jobs, StepJobs(), 0.0
         self._finder.add_discovered(self._captures, self.counts)
-        if is_idle:
+        if not self._requests:
             self._finder.add_history(self._captures)
         jobs.capture, jobs.is_idle, jobs.adapters = self._captures.take(), is_idle, self._adapters.take()
         self._checks.fill(jobs, has_requests=bool(self._requests))
