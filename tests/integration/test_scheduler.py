@@ -22,6 +22,7 @@ from cacheblend.engines.hf.scheduler import (
     DoneEvent,
     Event,
     Limits,
+    QueueFullError,
     Scheduler,
     Ticket,
     TokenEvent,
