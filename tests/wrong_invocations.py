@@ -223,7 +223,7 @@ WRONG_LAB = _lines("""
 ... inspect -m {model} -q Why? | vllm replay
 paper: -m {model} | -d {data}
 [numbers]
-INSPECT: --layers 9 | --layers 3-1 | --max-prompt-tokens 0
+INSPECT: --max-prompt-tokens 0
 load --shape tiny: --threads 0 | --ratio 1.01
 controller: --shape tiny --chunks 0 | --shape tiny --runs 0
 ... core --threads 0 | suite nano --suite-seed -1 | memory --shape tiny --threads 0 | cuda --dry-run --minutes 0

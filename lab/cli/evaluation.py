@@ -1,8 +1,5 @@
-"""`lab inspect`: where loaded KV deviates and where attention goes in one prompt, as figures and a heat map; and
-`lab train`: the model that ships.
-"""
+"""`lab inspect`: where loaded KV deviates and attention goes in one prompt; and `lab train`: the model that ships."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +17,7 @@ from cacheblend.cli.options import (
     SelectionOptions,
     StoreOptions,
 )
-from cacheblend.cli.output import INSTALL_PLOT, console, print_json, progress, share_text
+from cacheblend.cli.output import INSTALL_PLOT, can_draw, check_folder, console, print_json, progress, share_text
 from lab.bench import plain_table
 
 if TYPE_CHECKING:
@@ -48,7 +45,6 @@ def train(
 
 # ---- lab inspect ----------
 
-HEAT_MAP, NUMBERS = "heat_map.html", "inspection.json"
 KEY = (
     "All compared with full recompute. KV: deviation of the loaded tokens, relative to the norm of fresh KV; "
     "top 15 %: share of it in the 15 % of tokens that deviate most; next: rank correlation with the next layer; "
@@ -66,14 +62,8 @@ def inspect(
     max_prompt_tokens: int = option(
         4096, "Longest prompt: time grows with its square.", least=1, most=MOST_TOKENS, panel=OUTPUT
     ),
-    layers: str | None = option(None, "Show only these, e.g. 1,4,8-11. Default: all.", panel=OUTPUT),
     curve: bool = option(True, "Also measure attention deviation by ratio: 14 more passes.", panel=OUTPUT),
-    out: Path | None = option(
-        None,
-        "Write figures, heat_map.html and inspection.json into this folder. Figures need matplotlib.",
-        "-o",
-        panel=OUTPUT,
-    ),
+    out: Path | None = option(None, "Draw the figures into this folder. Needs matplotlib.", "-o", panel=OUTPUT),
     json: AsJson = False,
 ) -> None:
     """Show what blending does to a prompt: KV deviation by token and layer, and where attention goes.
@@ -91,29 +81,30 @@ def inspect(
     from cacheblend.engines.folders import model_folder
     from cacheblend.engines.settings import layers_of
     from lab.inspection import inspect_prompt, ratio_curves
-    from lab.inspection.facts import summary
+    from lab.inspection.inspection import summary
 
     chosen = selection.settings()
     known = layers_of(model_folder(model.model))  # wrong options are reported before the model is opened
-    _layers(layers, known)
     if chosen:
         selector = BlendConfig(**chosen).make_selector()
         if known is not None:
             check_selector(selector, known)
     if out is not None:  # before minutes of measuring, not after them
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InvalidInputError(f"--out {out}: the folder cannot be made: {error.strerror}") from error
+        check_folder("--out", out)
+        if not can_draw():
+            raise InvalidInputError(f"--out needs matplotlib: {INSTALL_PLOT}")
     config = chosen | stored.settings() | {"capture": False, "load_timeout_s": PATIENT_S}
     with open_engine(model.model, store.store, config, device, profile=selection.profile, quiet=json) as engine:
-        shown = _layers(layers, engine.survey.num_layers)
         asked = prompt.build(engine, texts, question)
         curves = ratio_curves(engine.config) if curve else None
         with progress("inspecting", "passes", quiet=json) as advance:
             found = inspect_prompt(engine, asked, curves=curves, max_tokens=max_prompt_tokens, advance=advance)
-        files = [] if out is None else _write(found, out, shown)
-        facts = summary(found, shown) | {"settings": engine.settings.source, "files": list(map(str, files))}
+        facts = summary(found) | {"settings": engine.settings.source, "files": []}
+    if out is not None:
+        from lab.inspection.figures import draw_figures
+
+        out.mkdir(parents=True, exist_ok=True)
+        facts["files"] = list(map(str, draw_figures(found, out)))
     if json:
         print_json(facts)
         return
@@ -121,45 +112,8 @@ def inspect(
     console().print(KEY, style="dim")
     for line in _lines(found, facts):
         console().print(line, soft_wrap=True)
-    if files:
-        console().print(f"\n{len(files)} files in {files[0].parent}; begin with {HEAT_MAP}", soft_wrap=True)
-
-
-def _layers(text: str | None, number: int | None) -> list[int] | None:
-    """``"1,4,8-11"`` as ascending layers, all below `number` if that is known."""
-    from cacheblend.core.errors import InvalidInputError
-
-    if text is None:
-        return None
-    layers: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = (piece.strip() for piece in part.partition("-"))
-        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
-            raise InvalidInputError(f"--layers takes numbers and ranges such as 1,4,8-11, not {text!r}")
-        last = last or first
-        if number is not None and int(last) >= number:
-            raise InvalidInputError(f"--layers {text}: the model has layers 0..{number - 1}")
-        if number is not None:
-            layers |= set(range(int(first), int(last) + 1))
-    return sorted(layers)
-
-
-def _write(found: "Inspection", out: Path, layers: Sequence[int] | None) -> list[Path]:
-    """The files; without matplotlib no figures are among them."""
-    import json
-    from importlib.util import find_spec
-
-    from lab.inspection.facts import heat_map, numbers
-
-    page, file = out / HEAT_MAP, out / NUMBERS
-    page.write_text(heat_map(found, layers), encoding="utf-8")
-    file.write_text(json.dumps(numbers(found), ensure_ascii=False, allow_nan=False), encoding="utf-8")
-    if find_spec("matplotlib") is None:
-        console(stderr=True).print(f"no figures are drawn, that needs matplotlib: {INSTALL_PLOT}", soft_wrap=True)
-        return [page, file]
-    from lab.inspection.figures import draw_figures
-
-    return [page, file, *draw_figures(found, out, layers)]
+    if out is not None:
+        console().print(f"\n{len(facts['files'])} figures in {out}", soft_wrap=True)
 
 
 # ---- what is shown ------------------------------------------------------------------------------------------
