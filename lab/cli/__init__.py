@@ -26,7 +26,8 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
 
 app = App(
     name="lab",
-    help="How the figures in docs/results are made, and measured again on this machine.",
+    help="How the figures in docs/results are made, and measured again on this machine. "
+    "Where neither --model nor --shape is given: random weights of the shape qwen2.5-0.5b.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )

@@ -60,8 +60,6 @@ def peers(what: Peers, result: ResultOptions) -> None:
 
     Tokens reused, time to first token, distance of the first token's logits from full prefill. What is not installed
     is skipped, and named. On random weights the distances say nothing about quality.
-
-    Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
     """
     measure(result, "speed.peers", what, unit="requests", title="asking")
 
@@ -188,6 +186,6 @@ def edits(asked: Edits, result: ResultOptions) -> None:
     """What moving an edited history's KV saves against prefix caching, and KL to full prefill, turn by turn.
 
     Scenes: thoughts that are stripped, tool results that are cleared, a summary of the older half, a clock in the first
-    line. Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
+    line.
     """
     measure(result, "speed.edits", asked, unit="conversations")
