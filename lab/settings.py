@@ -185,18 +185,25 @@ class Peers(RoundOptions, PromptSizeOptions, ModelSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Real:
-    """`lab real`."""
+class AnsweredRows:
+    """Rows of questions that a pretrained model answers."""
 
     panel: ClassVar = WHAT
     data: list[Path] = option(..., "Questions with passages and answers; several times.")
     model: Path | None = option(None, "Model folder. Default: SmolLM2-135M-Instruct, made by `make pretrained`.")
-    part: str = option("test", "test, or tune: the rows that settings may be chosen by.")
     rows: int = option(200, "Most rows of each file.", least=1, most=MOST)
+    answer_tokens: int = option(24, "Most tokens of an answer.", least=1, most=MOST_TOKENS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Real(AnsweredRows):
+    """`lab real`."""
+
+    panel: ClassVar = WHAT
+    part: str = option("test", "test, or tune: the rows that settings may be chosen by.")
     passages: int = option(
         0, "Passages of a prompt, filled up with those of other rows. Default: the row's own.", least=0
     )
-    answer_tokens: int = option(24, "Most tokens of an answer.", least=1, most=MOST_TOKENS)
     way: list[str] | None = option(
         None, 'Anchor, selector and ratio: "text head:recency=1,correction=0.5 0.055"; several times.', panel=HOW
     )
@@ -209,14 +216,10 @@ class Real:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adapt:
+class Adapt(AnsweredRows):
     """`lab adapt`."""
 
     panel: ClassVar = WHAT
-    data: list[Path] = option(..., "Questions with passages and answers; several times.")
-    model: Path | None = option(None, "Model folder. Default: SmolLM2-135M-Instruct, made by `make pretrained`.")
-    rows: int = option(200, "Most test rows of each file.", least=1, most=MOST)
-    answer_tokens: int = option(24, "Most tokens of an answer.", least=1, most=MOST_TOKENS)
     steps: int = option(180, "Steps of the training.", least=1, most=MOST, panel=HOW)
     questions: int = option(8, "Most questions of a step, all on the same passages.", least=1, most=MOST, panel=HOW)
     rank: int = option(8, "Rank of the adapter's matrices.", least=1, most=MOST, panel=HOW)

@@ -215,22 +215,21 @@ PLAN: --cost-model {file}
 
 WRONG_LAB = _lines("""
 [unknown]
-... nonsense | ttft --nonsense | train --nonsense | core --out x | vllm nonsense
+... nonsense | train --nonsense | core --out x | vllm nonsense
 [renamed]
-... inspect --max-tokens 9 | plan --json=out.json
+... inspect --max-tokens 9 | match --json=out.json
 [missing]
-... train | paper | evaluate | real | memory | load | controller | evict | sync | agent | peers
+... train | paper | evaluate | real | load | controller | evict | sync | agent | peers
 ... inspect -m {model} -q Why? | vllm replay
 paper: -m {model} | -d {data}
 [numbers]
-INSPECT: --layers 9 | --layers 3-1 | --max-prompt-tokens 0
+INSPECT: --max-prompt-tokens 0
 load --shape tiny: --threads 0 | --ratio 1.01
 controller: --shape tiny --chunks 0 | --shape tiny --runs 0
-... core --threads 0 | suite nano --suite-seed -1 | memory --shape tiny --threads 0 | cuda --dry-run --minutes 0
+... core --threads 0 | suite nano --suite-seed -1 | cuda --dry-run --minutes 0
 ... routing --servers 1 | vllm replay --trace {tmp} --rate 0 | vllm faults --tried 0
 ... peers --data {tmp} --chunks 0
-plan: --chunks 0 | --runs 0 | --chunks 60000 --chunk-tokens 60000
-match: --stored 0 | --stored 1 | --stored 99999999 --chunk-tokens 4096
+match: --runs 0 | --stored 0 | --stored 1 | --stored 99999999 --chunk-tokens 4096
 store: --blocks 0 | --blocks -7
 evict --trace {tmp}: --size 2 | --size nan
 train --out {tmp}/x: --shorten 0 | --seed -1
@@ -249,7 +248,7 @@ edits: --data {data} --scene forgetting | --data {data} --way head
 real: --data {data} --part both | --data {data} --way bos
 [files]
 INSPECT: --out {file}
-... sync --data {tmp}/none | memory --shape tiny --json-file {tmp} | plan --json-file {tmp}
+... sync --data {tmp}/none | core --shape tiny --json-file {tmp}
 ... match --json-file {tmp} | store --folder {tmp}/none | load --shape tiny --folder {file}
 ... cuda --dry-run --folder {file} | evict --trace {tmp}/none | evict --trace {tmp} --plot {tmp}/x.txt
 ... vllm ttft --model {tmp}/none | vllm timeline --model {tmp}/none | vllm shadow --model {tmp}/none
@@ -265,7 +264,6 @@ serve: --model {tmp}/none | --trace {tmp}
 vllm faults: --only nothing | --json-file {tmp}
 [stores]
 INSPECT: -s memory://x
-... plan --store tape://x
 [contradictions]
 suite nano: -d {data} | --methods full
 paper: -m {model} -d {data} --ratio 0.1,0.2 | -m {model} -d {data} -d {data}

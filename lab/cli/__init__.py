@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Sequence
 
-from cacheblend.cli.bench import ttft
 from cacheblend.cli.help import App
 from cacheblend.cli.program import run_program
 from lab.cli import cuda, evaluation, paper, servers, speed, suite
 
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Prefill": (ttft, speed.memory, speed.controller, speed.core, cuda.cuda, speed.peers),
-    "Stores": (speed.plan, speed.match, speed.load, speed.store, speed.evict, speed.sync),
+    "Prefill": (speed.core, speed.controller, cuda.cuda, speed.peers),
+    "Stores": (speed.match, speed.load, speed.store, speed.evict, speed.sync),
     "Servers": (servers.serve, servers.routing, servers.agent),
     "Answers": (
         speed.real,
@@ -27,7 +26,8 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
 
 app = App(
     name="lab",
-    help="How the figures in docs/results are made, and measured again on this machine.",
+    help="How the figures in docs/results are made, and measured again on this machine. "
+    "Where neither --model nor --shape is given: random weights of the shape qwen2.5-0.5b.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )

@@ -1,18 +1,14 @@
-"""`lab inspect`: where loaded KV deviates and where attention goes in one prompt, as figures and a heat map; and
-`lab train`: the model that ships.
-"""
+"""`lab inspect`: where loaded KV deviates and attention goes in one prompt; and `lab train`: the model that ships."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from cacheblend.cli.bench import ResultOptions
 from cacheblend.cli.option_groups import option
 from cacheblend.cli.options import (
     IN_MEMORY,
     MOST_SEED,
     MOST_TOKENS,
     OUTPUT,
-    AsJson,
     ChunkOptions,
     DeviceOptions,
     ModelOptions,
@@ -20,14 +16,8 @@ from cacheblend.cli.options import (
     SelectionOptions,
     StoreOptions,
 )
-from cacheblend.cli.output import INSTALL_PLOT, console, print_json, progress, share_text
+from cacheblend.cli.output import INSTALL_PLOT, can_draw, check_folder, progress
 from lab.bench import plain_table
-
-if TYPE_CHECKING:
-    from rich.table import Table
-    from rich.text import Text
-
-    from lab.inspection.inspection import Inspection
 
 
 def train(
@@ -46,35 +36,19 @@ def train(
     train(out, seed, threads, device, shorten)
 
 
-# ---- lab inspect ----------
-
-HEAT_MAP, NUMBERS = "heat_map.html", "inspection.json"
-KEY = (
-    "All compared with full recompute. KV: deviation of the loaded tokens, relative to the norm of fresh KV; "
-    "top 15 %: share of it in the 15 % of tokens that deviate most; next: rank correlation with the next layer; "
-    "attention: deviation of the question's attention to the preceding tokens."
-)
-
-
 def inspect(
     model: ModelOptions,
     prompt: PromptOptions,
     selection: SelectionOptions,
     stored: ChunkOptions,
     device: DeviceOptions,
+    result: ResultOptions,
     store: StoreOptions = IN_MEMORY,
     max_prompt_tokens: int = option(
         4096, "Longest prompt: time grows with its square.", least=1, most=MOST_TOKENS, panel=OUTPUT
     ),
-    layers: str | None = option(None, "Show only these, e.g. 1,4,8-11. Default: all.", panel=OUTPUT),
     curve: bool = option(True, "Also measure attention deviation by ratio: 14 more passes.", panel=OUTPUT),
-    out: Path | None = option(
-        None,
-        "Write figures, heat_map.html and inspection.json into this folder. Figures need matplotlib.",
-        "-o",
-        panel=OUTPUT,
-    ),
-    json: AsJson = False,
+    out: Path | None = option(None, "Draw the figures into this folder. Needs matplotlib.", "-o", panel=OUTPUT),
 ) -> None:
     """Show what blending does to a prompt: KV deviation by token and layer, and where attention goes.
 
@@ -82,123 +56,56 @@ def inspect(
     """
     from cacheblend.core.errors import InvalidInputError
 
+    result.check()
     texts, question = prompt.read()
     if not texts:
         raise InvalidInputError("there is no passage to inspect: give --passage or --data")
+    from rich.text import Text
+
     from cacheblend.cli.models import PATIENT_S, open_engine
     from cacheblend.core.config import BlendConfig
     from cacheblend.core.fuse.prefill import check_selector
     from cacheblend.engines.folders import model_folder
     from cacheblend.engines.settings import layers_of
     from lab.inspection import inspect_prompt, ratio_curves
-    from lab.inspection.facts import summary
+    from lab.inspection.inspection import summary
 
     chosen = selection.settings()
     known = layers_of(model_folder(model.model))  # wrong options are reported before the model is opened
-    _layers(layers, known)
     if chosen:
         selector = BlendConfig(**chosen).make_selector()
         if known is not None:
             check_selector(selector, known)
     if out is not None:  # before minutes of measuring, not after them
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InvalidInputError(f"--out {out}: the folder cannot be made: {error.strerror}") from error
+        check_folder("--out", out)
+        if not can_draw():
+            raise InvalidInputError(f"--out needs matplotlib: {INSTALL_PLOT}")
     config = chosen | stored.settings() | {"capture": False, "load_timeout_s": PATIENT_S}
-    with open_engine(model.model, store.store, config, device, profile=selection.profile, quiet=json) as engine:
-        shown = _layers(layers, engine.survey.num_layers)
+    with open_engine(model.model, store.store, config, device, profile=selection.profile, quiet=result.json) as engine:
         asked = prompt.build(engine, texts, question)
         curves = ratio_curves(engine.config) if curve else None
-        with progress("inspecting", "passes", quiet=json) as advance:
+        with progress("inspecting", "passes", quiet=result.json) as advance:
             found = inspect_prompt(engine, asked, curves=curves, max_tokens=max_prompt_tokens, advance=advance)
-        files = [] if out is None else _write(found, out, shown)
-        facts = summary(found, shown) | {"settings": engine.settings.source, "files": list(map(str, files))}
-    if json:
-        print_json(facts)
-        return
-    console().print(_table(facts))
-    console().print(KEY, style="dim")
-    for line in _lines(found, facts):
-        console().print(line, soft_wrap=True)
-    if files:
-        console().print(f"\n{len(files)} files in {files[0].parent}; begin with {HEAT_MAP}", soft_wrap=True)
+        facts = summary(found) | {"settings": engine.settings.source, "files": []}
+    if out is not None:
+        from lab.inspection.figures import draw_figures
 
-
-def _layers(text: str | None, number: int | None) -> list[int] | None:
-    """``"1,4,8-11"`` as ascending layers, all below `number` if that is known."""
-    from cacheblend.core.errors import InvalidInputError
-
-    if text is None:
-        return None
-    layers: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = (piece.strip() for piece in part.partition("-"))
-        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
-            raise InvalidInputError(f"--layers takes numbers and ranges such as 1,4,8-11, not {text!r}")
-        last = last or first
-        if number is not None and int(last) >= number:
-            raise InvalidInputError(f"--layers {text}: the model has layers 0..{number - 1}")
-        if number is not None:
-            layers |= set(range(int(first), int(last) + 1))
-    return sorted(layers)
-
-
-def _write(found: "Inspection", out: Path, layers: Sequence[int] | None) -> list[Path]:
-    """The files; without matplotlib no figures are among them."""
-    import json
-    from importlib.util import find_spec
-
-    from lab.inspection.facts import heat_map, numbers
-
-    page, file = out / HEAT_MAP, out / NUMBERS
-    page.write_text(heat_map(found, layers), encoding="utf-8")
-    file.write_text(json.dumps(numbers(found), ensure_ascii=False, allow_nan=False), encoding="utf-8")
-    if find_spec("matplotlib") is None:
-        console(stderr=True).print(f"no figures are drawn, that needs matplotlib: {INSTALL_PLOT}", soft_wrap=True)
-        return [page, file]
-    from lab.inspection.figures import draw_figures
-
-    return [page, file, *draw_figures(found, out, layers)]
-
-
-# ---- what is shown ------------------------------------------------------------------------------------------
-
-
-def _table(facts: dict[str, Any]) -> "Table":
-    """A line a layer."""
-    from rich.text import Text
-
-    columns = ("layer", "KV reuse", "KV blend", "top 15 %", "next", "attention reuse", "attention blend")
-    table = plain_table(Text(f"What blending does to this prompt, {facts['model']}", "table.title"), (), columns)
-    for layer in facts["layers"]:
-        kv, attention = layer["mean_deviation"], layer["attention_deviation"]
-        top = "" if layer["top_share"] is None else share_text(layer["top_share"], 1)
-        numbers = (kv["reuse"], kv["blend"], layer["correlation_with_next"], attention["reuse"], attention["blend"])
-        reuse, blend, *others = ("" if value is None else f"{value:.3f}" for value in numbers)
-        table.add_row(str(layer["layer"]), reuse, blend, top, *others)
-    return table
-
-
-def _lines(found: "Inspection", facts: dict[str, Any]) -> "list[str | Text]":
-    """Lines after the table: tokens, first tokens, notes on chunks not loaded at a new position, or only in part."""
-    from rich.text import Text
-
-    loaded, again = facts["loaded_tokens"], facts["recomputed_tokens"]
-    lines: list[str | Text] = [
-        f"\n{facts['prompt_tokens']} tokens, {loaded} of them loaded at a new position; blend recomputes {again} "
-        f"({share_text(again, loaded)}) by {facts['selector']}; settings: {facts['settings']}"
-    ]
-    for name, method in (("full reuse", "reuse"), ("blend", "blend")):
-        close = facts["first_token"][method]
-        same = "as in full recompute" if close["top_1"] else "not as in full recompute"
-        share = share_text(facts["compute"][method], 1)
-        lines.append(f"{name}: first token {same}, KL {close['kl']:.2g} nats; {share} of full prefill's compute")
-    reasons = {"prefix": "is an exact prefix of this prompt: nothing in it deviates", "miss": "is not in the store"}
-    for part in (part for part in found.parts if part.is_chunk):
-        start, stop = part.runs[0]
-        for source, reason in reasons.items():
-            if tokens := found.sources[start:stop].count(source):
-                some = "" if tokens == len(part) else f" ({tokens} of {len(part)} tokens)"
-                lines.append(Text.assemble(("note:", "yellow"), f" {part.label}{some} {reason}"))
-    return lines
+        out.mkdir(parents=True, exist_ok=True)
+        facts["files"] = list(map(str, draw_figures(found, out)))
+    columns = {
+        "layer": "{layer}",
+        "KV reuse": "{mean_deviation[reuse]}",
+        "KV blend": "{mean_deviation[blend]}",
+        "top 15 %": "{top_share}",
+        "next": "{correlation_with_next}",
+        "attention reuse": "{attention_deviation[reuse]}",
+        "attention blend": "{attention_deviation[blend]}",
+    }
+    caption = (
+        f"{facts['prompt_tokens']} tokens, {facts['loaded_tokens']} of them loaded at a new position, of which "
+        f"{facts['recomputed_tokens']} are recomputed; first token, KL and compute: --json"
+    )
+    result.show(
+        plain_table(Text(f"Deviation from full recompute, {facts['model']}"), (), columns, caption, facts["layers"]),
+        facts,
+    )

@@ -29,8 +29,6 @@ def serve(
 
     With --discover the trace is also replayed with nothing marked, on what discovery learnt of the requests before the
     sample: `figures.discovered_of_marked`, `wasted` and `watch_ms`.
-
-    Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
     """
     from cacheblend.core.errors import InvalidInputError
 
@@ -46,8 +44,6 @@ def routing(what: Routing, result: ResultOptions) -> None:
     """What sending a request where its chunks are hot gains over round robin: memory's hits against Redis'.
 
     Starts a Redis and servers on it. `figures`: shares of loaded tokens from memory, gains in time and throughput.
-
-    Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
     """
     measure(result, "servers.routing", what)
 
@@ -57,8 +53,6 @@ def agent(what: Agent, sizes: Sizes, result: ResultOptions, plot: Plot = None) -
 
     Three servers with cold stores get the same requests: prefix caching, tool results as content parts, and nothing
     marked. `figures.agent_gain`: median of turns 3 and later, prefix caching by nothing marked.
-
-    Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
     """
     measure(result, "servers.agent", what, sizes, unit="requests", title="asking", plot=plot)
 
@@ -67,18 +61,12 @@ def agent(what: Agent, sizes: Sizes, result: ResultOptions, plot: Plot = None) -
 
 
 def vllm_ttft(model: VllmOptions, size: PromptSizeOptions, rounds: RoundOptions, result: ResultOptions) -> None:
-    """Time to first token, of stored chunks in shuffled order and of plain prompts; both servers alternate.
-
-    Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
-    """
+    """Time to first token, of stored chunks in shuffled order and of plain prompts; both servers alternate."""
     measure(result, "servers.vllm_bench:ttft", _pair(model), PromptShape(**vars(size)), rounds)
 
 
 def vllm_latency(model: VllmOptions, size: PromptSizeOptions, rounds: RoundOptions, result: ResultOptions) -> None:
-    """Gaps between a request's tokens while another request's prompt is prefilled: blended, and plain.
-
-    Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
-    """
+    """Gaps between a request's tokens while another request's prompt is prefilled: blended, and plain."""
     measure(result, "servers.vllm_bench:latency", _pair(model), PromptShape(**vars(size)), rounds)
 
 
@@ -102,8 +90,6 @@ def vllm_shadow(
     """What the shadow check costs: throughput of two servers with the plug-in, one with the check; both in turn.
 
     `figures.shadow_overhead`: a share of throughput. --shadow 0 shows by how much equal servers differ.
-
-    Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
     """
     what = _pair(model, shadow), PromptShape(**vars(size)), rounds, requests, clients
     measure(result, "servers.vllm_bench:shadow", *what)
@@ -116,8 +102,6 @@ def vllm_replay(model: VllmOptions, what: Replay, result: ResultOptions, plot: P
 
     With --discover also what a server that learns by itself gains, of one whose passages are marked and stored before:
     `figures.discovered_of_marked`.
-
-    Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
     """
     measure(result, "servers.vllm_replay", _pair(model), what, plot=plot)
 

@@ -23,18 +23,9 @@ MOST_BLOCKS = 100_000_000
 THREE_ROUNDS, TWO_THREADS = RoundOptions(runs=3), ThreadOptions(2)
 
 Folder = Annotated[Path | None, option(..., "Folder on the disk to measure.", panel=WHAT)]
-Runs = Annotated[int, option(..., "Measured rounds, after one warm-up.", least=1, most=100_000, panel=HOW)]
 
 
 # ---- prefills -----------------------------------------------------------------------------------------------
-
-
-def memory(
-    model: ModelOrShape, size: SizeOptions, threads: ThreadOptions, result: ResultOptions, ratio: OneRatio = 0.15
-) -> None:
-    """Peak resident memory of a blend and of a full prefill, each in its own process, the store on disk."""
-    settings = prompt_settings(model, ratios=(ratio,), **vars(size), **vars(threads))
-    measure(result, "speed.memory", settings, unit="processes")
 
 
 def controller(
@@ -69,8 +60,6 @@ def peers(what: Peers, result: ResultOptions) -> None:
 
     Tokens reused, time to first token, distance of the first token's logits from full prefill. What is not installed
     is skipped, and named. On random weights the distances say nothing about quality.
-
-    Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
     """
     measure(result, "speed.peers", what, unit="requests", title="asking")
 
@@ -78,44 +67,19 @@ def peers(what: Peers, result: ResultOptions) -> None:
 # ---- stores -------------------------------------------------------------------------------------------------
 
 
-def plan(
-    result: ResultOptions,
-    chunks: int = option(64, "Chunks of the prompt, all stored.", least=1, most=MOST_CHUNKS, panel=WHAT),
-    chunk_tokens: ChunkTokens = 511,
-    store: str = option("memory", "memory, or a folder to fill.", panel=WHAT),
-    runs: Runs = 20,
-) -> None:
-    """Time to name and plan a long prompt: what blending costs before the first layer."""
-    result.check()
-    _check_most(MOST_TOKENS, chunks=chunks, chunk_tokens=chunk_tokens)
-    from lab.speed import plan as bench
-
-    found = bench.run(chunks=chunks, chunk_tokens=chunk_tokens, store=store, runs=runs)
-    line = (
-        f"names and plan of {found['prompt_tokens']} tokens, {chunks} chunks: "
-        f"{1e3 * found['plan_s']['median']:.1f} ms (median of {runs})"
-    )
-    result.show(line, found)
-
-
 def match(
     result: ResultOptions,
     stored: int = option(100_000, "Chunks in the store.", least=1, most=MOST_BLOCKS, panel=WHAT),
     chunk_tokens: ChunkTokens = 256,
     prompt_tokens: int = option(32_768, "Tokens of a prompt, at least.", least=1, most=MOST_TOKENS, panel=WHAT),
-    runs: Runs = 20,
+    runs: int = option(20, "Measured prompts.", least=1, most=100_000, panel=HOW),
 ) -> None:
     """Time to find a prompt's stored chunks by their content."""
-    _check_most(1 << 31, stored=stored, chunk_tokens=chunk_tokens)
-    measure(result, "speed.plan:match", stored, chunk_tokens, prompt_tokens, runs)
-
-
-def _check_most(most: int, **options: int) -> None:
     from cacheblend.core.errors import InvalidInputError
 
-    (one, first), (other, second) = ((f"--{name.replace('_', '-')}", value) for name, value in options.items())
-    if first * second > most:
-        raise InvalidInputError(f"{one} {first} x {other} {second} is more than {most} tokens; give fewer")
+    if stored * chunk_tokens > 1 << 31:
+        raise InvalidInputError(f"--stored {stored} x --chunk-tokens {chunk_tokens} is too much memory; give fewer")
+    measure(result, "speed.plan:match", stored, chunk_tokens, prompt_tokens, runs)
 
 
 def load(
@@ -222,6 +186,6 @@ def edits(asked: Edits, result: ResultOptions) -> None:
     """What moving an edited history's KV saves against prefix caching, and KL to full prefill, turn by turn.
 
     Scenes: thoughts that are stripped, tool results that are cleared, a summary of the older half, a clock in the first
-    line. Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
+    line.
     """
     measure(result, "speed.edits", asked, unit="conversations")

@@ -148,9 +148,6 @@ class Results:
 def _show(report: dict[str, Any], results: Results) -> None:
     for summary in results.summaries.values():
         show_summary(summary)
-    if "sweep" in results.summaries:
-        console().print(_sweep_table(report["sweep"]))
-        console().print()
     console().print(_bars_table(report))
     missing = {key: entry["reason"] for key, entry in report["bars"].items() if "reason" in entry}
     for reason in dict.fromkeys(missing.values()):
@@ -175,20 +172,6 @@ def _bars_table(report: dict[str, Any]) -> "Table":
         bar = "yes" if entry["bar"] is True else f"at {entry['at']} {entry['bar']}"
         verdict, style = VERDICTS[entry["ok"]]
         table.add_row(key, _number(value), interval, str(entry["n"]), bar, verdict, style=style)
-    return table
-
-
-def _sweep_table(summary: dict[str, Any]) -> "Table":
-    from lab.suite.figures import EQUAL_SHARES
-
-    columns = tuple(f"{100 * share:g} %" for share in EQUAL_SHARES)
-    table = plain_table("Exact match at equal total compute, %: all categories, cross", ("selector",), columns)
-    for line in summary["at_equal_compute"]:
-        if all(value is None for value in line["all"]):
-            continue
-        cross = line["by_category"].get("cross", [None] * len(EQUAL_SHARES))
-        both = zip(line["all"], cross, strict=True)
-        table.add_row(line["family"], *("" if a is None else f"{_number(a, 1)}, {_number(b, 1)}" for a, b in both))
     return table
 
 

@@ -91,8 +91,3 @@ def spearman(first: Floats, second: Floats) -> float:
     a, b = (ranks(values) - (len(values) + 1) / 2 for values in (first, second))
     scale = np.sqrt((a**2).sum() * (b**2).sum())
     return float((a * b).sum() / scale) if scale else float("nan")
-
-
-def spearman_matrix(rows: Floats) -> Array:
-    """`spearman` of every pair of rows: [m, n] -> [m, m]."""
-    return np.array([[spearman(first, second) for second in rows] for first in rows]).reshape(len(rows), len(rows))

@@ -1,7 +1,5 @@
 """The figures of an inspection, one file each. Needs matplotlib."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +7,7 @@ import numpy as np
 
 from cacheblend.evaluation.plots import STYLE, new_figure
 from lab.inspection.deviation import Array
-from lab.inspection.inspection import TOP_SHARE, Inspection, MethodView
+from lab.inspection.inspection import Inspection, MethodView
 
 DEVIATION = "KV deviation / norm of fresh KV"
 COLOURS = {"full recompute": "#444444", "full reuse": "#d55e00", "blend": "#0072b2"}  # Okabe and Ito's palette
@@ -23,39 +21,29 @@ def whole_numbers(axis: Any) -> None:
     axis.get_major_locator().set_params(integer=True)
 
 
-def draw_figures(inspection: Inspection, folder: Path, layers: Sequence[int] | None = None) -> list[Path]:
-    """Writes every figure of these layers for which this prompt has data; the files."""
+def draw_figures(inspection: Inspection, folder: Path) -> list[Path]:
+    """Writes every figure for which this prompt has data; the files."""
     import matplotlib
 
-    shown = list(range(inspection.num_layers)) if layers is None else list(layers)
-    drawn: list[tuple[str, Callable[[Inspection, list[int]], Any]]] = [("kv-deviation", _kv_deviation)]
-    if any(shown):
-        drawn.append(("kv-deviation-distribution", _distribution))
-    if inspection.num_layers > 2:
-        drawn.append(("rank-correlation", _rank_correlation))
-    drawn += [("attention-by-chunk", attention_by_chunk), ("attention-deviation-by-layer", attention_by_layer)]
+    drawn = {"kv-deviation": kv_deviation, "attention-by-chunk": attention_by_chunk}
     if inspection.curves:
-        drawn.append(("attention-deviation-by-ratio", attention_by_ratio))
-    files = []
-    for name, draw in drawn:
+        drawn["attention-deviation-by-ratio"] = attention_by_ratio
+    files = [folder / f"{name}.png" for name in drawn]
+    for file, draw in zip(files, drawn.values(), strict=True):
         with matplotlib.rc_context(STYLE):
-            figure = draw(inspection, shown)
-            files.append(folder / f"{name}.png")
-            figure.savefig(files[-1])
+            draw(inspection).savefig(file)
     return files
 
 
-def _kv_deviation(of: Inspection, layers: list[int]) -> Any:
+def kv_deviation(of: Inspection) -> Any:
     """Deviation by layer and token under full reuse and blend, on one scale; below, the recomputed tokens."""
-    height = min(3.2, 0.6 + 0.16 * len(layers))
+    height = min(3.2, 0.6 + 0.16 * of.num_layers)
     figure = new_figure(11, 2.6 + 2 * height)
     upper, lower, strip = figure.subplots(3, 1, sharex=True, height_ratios=(height, height, 0.16))
-    reuse, blend = of.relative(of.reuse)[layers], of.relative(of.blend)[layers]
-    top = of.scale(layers)
-    for axes, values in ((upper, reuse), (lower, blend)):
+    for axes, method in ((upper, of.reuse), (lower, of.blend)):
+        values, top = of.relative(method), of.scale()
         image = axes.imshow(values, aspect="auto", cmap="magma", vmin=0, vmax=top, interpolation="nearest")
-        step = max(1, round(len(layers) / 8))
-        axes.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
+        axes.set_yticks(range(0, of.num_layers, max(1, round(of.num_layers / 8))))
         axes.set_ylabel("layer")
         axes.grid(False)
         for border in {edge for part in of.parts if part.is_chunk for run in part.runs for edge in run}:
@@ -65,75 +53,16 @@ def _kv_deviation(of: Inspection, layers: list[int]) -> Any:
     lower.set_title(f"Blend: remaining deviation when {share:.0f} % of the loaded tokens are recomputed (blue, below)")
     for number, part in enumerate((part for part in of.parts if part.is_chunk), start=1):
         start, stop = part.runs[0]
-        width = int(130 * (stop - start) / len(of.tokens))  # characters that fit above the chunk's tokens
+        width = int(130 * (stop - start) / len(of.sources))  # characters that fit above the chunk's tokens
         fitting = [text for text in (label_of(part.label), f"chunk {number}", str(number)) if len(text) <= width]
         if fitting:
             place = {"transform": upper.get_xaxis_transform(), "ha": "center", "va": "bottom"}
             upper.text((start + stop) / 2, 1.02, fitting[0], fontsize=9, **place)
-    strip.vlines(of.recomputed, 0, 1, color=COLOURS["blend"], linewidth=max(0.4, 600 / len(of.tokens)))
+    strip.vlines(of.recomputed, 0, 1, color=COLOURS["blend"], linewidth=max(0.4, 600 / len(of.sources)))
     strip.set(ylim=(0, 1), yticks=[], xlabel="token of the prompt")
     strip.grid(False)
     bar = figure.colorbar(image, ax=[upper, lower, strip], extend="max", fraction=0.03, pad=0.01)
     bar.set_label(DEVIATION)
-    return figure
-
-
-def _distribution(of: Inspection, layers: list[int]) -> Any:
-    """Cumulative share of tokens by deviation, one line per layer."""
-    from matplotlib import colormaps
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-
-    figure = new_figure(7.5, 4.8)
-    axes = figure.subplots()
-    shown = [layer for layer in layers if layer]  # layer 0 deviates by rounding only
-    scale = Normalize(min(shown), max(shown) if len(shown) > 1 else min(shown) + 1)
-    values = np.sort(of.relative(of.reuse)[:, of.candidates], axis=1)
-    shares = np.arange(1, values.shape[1] + 1) / values.shape[1]
-    for layer in shown:
-        axes.step(values[layer], shares, where="post", color=colormaps["viridis"](scale(layer)), linewidth=1.6)
-    axes.axhspan(1 - TOP_SHARE, 1, color=COLOURS["blend"], alpha=0.10, linewidth=0)
-    axes.annotate(
-        f"the top {100 * TOP_SHARE:.0f} %",
-        (0.01, 1 - TOP_SHARE / 2),
-        xycoords=("axes fraction", "data"),
-        va="center",
-        color=COLOURS["blend"],
-    )
-    axes.set(xlabel=DEVIATION, ylabel="share of loaded tokens at or below", xlim=(0, None), ylim=(0, 1.005))
-    held = 100 * of.top_share()[shown]
-    of_it = f"{np.nanmin(held):.0f} to {np.nanmax(held):.0f} % of it" if np.isfinite(held).any() else "none of it"
-    axes.set_title(
-        "Full reuse: distribution of deviation over tokens\n"
-        f"the top {100 * TOP_SHARE:.0f} % of a layer's tokens hold {of_it}"
-    )
-    if len(shown) > 1:
-        figure.colorbar(
-            ScalarMappable(scale, "viridis"), ax=axes, label="layer", ticks=shown[:: max(1, round(len(shown) / 8))]
-        )
-    return figure
-
-
-def _rank_correlation(of: Inspection, layers: list[int]) -> Any:
-    """Correlation between layers of the tokens' ranks by deviation."""
-    figure = new_figure(10.5, 4.6)
-    left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
-    last = of.num_layers - 1
-    neighbours = of.next_correlation()[1:last]
-    left.plot(range(1, last), neighbours, "o-", color=COLOURS["blend"])
-    lowest = min(0.0, float(np.nanmin(neighbours, initial=0.0)))
-    left.set(xlabel="layer", ylabel="Spearman's correlation with the next layer", ylim=(lowest - 0.02, 1.02))
-    whole_numbers(left.xaxis)
-    left.set_title("Rank correlation of neighbouring layers")
-    image = right.imshow(
-        of.correlation[1:, 1:], cmap="viridis", vmin=lowest, vmax=1, origin="lower", extent=(0.5, last + 0.5) * 2
-    )
-    right.grid(False)
-    right.set(xlabel="layer", ylabel="layer")
-    whole_numbers(right.xaxis)
-    whole_numbers(right.yaxis)
-    right.set_title("Rank correlation of all layers")
-    figure.colorbar(image, ax=right, fraction=0.046, label="Spearman's correlation of KV deviation")
     return figure
 
 
@@ -148,18 +77,18 @@ def label_of(text: str) -> str:
     return short.replace("$", r"\$")
 
 
-def attention_by_chunk(of: Inspection, layers: list[int]) -> Any:
+def attention_by_chunk(of: Inspection) -> Any:
     """Attention matrices over parts for the three methods, and the cross-chunk share by layer."""
     from matplotlib.colors import PowerNorm
 
     side = max(2.6, min(4.4, 0.42 * len(of.parts)))
     figure = new_figure(3 * side + 3.2, side + 5.2)
     upper, lower = figure.subfigures(2, 1, height_ratios=(side + 2.0, 3.2))
-    matrices = {name: 100 * method.attention[layers].mean(axis=0) for name, method in methods_of(of).items()}
+    matrices = {name: 100 * method.attention.mean(axis=0) for name, method in methods_of(of).items()}
     scale = PowerNorm(0.5, 0, max(matrix.max() for matrix in matrices.values()))
     axes = upper.subplots(1, 3, sharey=True)
     for one, (name, matrix) in zip(axes, matrices.items(), strict=True):
-        cross = 100 * float(of.cross_chunk(methods_of(of)[name])[layers].mean())
+        cross = 100 * float(of.cross_chunk(methods_of(of)[name]).mean())
         image = one.imshow(matrix, cmap="viridis", norm=scale)
         one.set_title(f"{name}" + (f": {cross:.1f} % to other chunks" if np.isfinite(cross) else ""))
         one.set_xlabel("attended to")
@@ -170,7 +99,7 @@ def attention_by_chunk(of: Inspection, layers: list[int]) -> Any:
     upper.suptitle("Attention between parts (mean over heads, tokens and layers); framed: from chunk to chunk")
     below = lower.subplots()
     for name, method in methods_of(of).items():
-        below.plot(layers, 100 * of.cross_chunk(method)[layers], "o-", color=COLOURS[name], label=name)
+        below.plot(100 * of.cross_chunk(method), "o-", color=COLOURS[name], label=name)
     below.set(xlabel="layer", ylabel="attention to other chunks, %", ylim=(0, None))
     whole_numbers(below.xaxis)
     below.set_title("Attention from chunks to other chunks: full reuse has none")
@@ -178,43 +107,15 @@ def attention_by_chunk(of: Inspection, layers: list[int]) -> Any:
     return figure
 
 
-def attention_by_layer(of: Inspection, layers: list[int]) -> Any:
-    """Forward attention deviation, one line per ratio."""
-    from matplotlib import colormaps
-
-    figure = new_figure(8, 4.8)
-    axes = figure.subplots()
-    name, points = next(iter(of.curves.items()), ("", []))
-    drawn = of.reuse.attention_deviation, of.blend.attention_deviation
-    close = partial(np.allclose, rtol=1e-3, atol=1e-4, equal_nan=True)
-    inner = [p for p in points if p.ratio < 1 and not any(close(p.attention_deviation, values) for values in drawn)]
-    _plot_method(axes, of, layers, "full reuse")
-    for place, point in enumerate(inner):
-        colour = colormaps["viridis"](0.15 + 0.75 * place / max(1, len(inner) - 1))
-        label = f"{name}, r = {point.ratio:g}"
-        axes.plot(layers, point.attention_deviation[layers], "-", color=colour, linewidth=1.4, label=label)
-    _plot_method(axes, of, layers, "blend")
-    axes.set(xlabel="layer", ylabel="attention deviation / norm in full recompute", ylim=(0, None))
-    whole_numbers(axes.xaxis)
-    axes.set_title("Deviation of the question's attention to the context from full recompute")
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
-    return figure
-
-
-def _plot_method(axes: Any, of: Inspection, layers: list[int], name: str) -> None:
-    values = methods_of(of)[name].attention_deviation[layers]
-    axes.plot(layers, values, "o-", color=COLOURS[name], linewidth=2.2, label=name)
-
-
-def attention_by_ratio(of: Inspection, layers: list[int]) -> Any:
+def attention_by_ratio(of: Inspection) -> Any:
     """Attention deviation over recompute ratio, one line per selector."""
     figure = new_figure(7.5, 4.8)
     axes = figure.subplots()
     for place, (name, points) in enumerate(of.curves.items()):
         colour, line = (COLOURS["blend"], "o-") if place == 0 else ("#777777", "s--")
-        means = [_mean(point.attention_deviation[layers]) for point in points]
+        means = [_mean(point.attention_deviation) for point in points]
         axes.plot([100 * point.ratio for point in points], means, line, color=colour, label=name)
-    reuse = _mean(of.reuse.attention_deviation[layers])
+    reuse = _mean(of.reuse.attention_deviation)
     axes.axhline(reuse, color=COLOURS["full reuse"], linewidth=1.2, linestyle=":", label="full reuse")
     axes.set(xlabel="loaded tokens recomputed, %", ylabel="attention deviation, mean over layers")
     axes.set(xlim=(-2, 102), ylim=(0, None))

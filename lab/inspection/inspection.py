@@ -7,10 +7,11 @@ root, divided by the root mean square norm of the fresh KV of the layer's loaded
 makes layers comparable: 0 is exact, 1 is as large as the KV itself.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import count
-from typing import TypeVar
+from itertools import count, pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,7 @@ from lab.inspection.deviation import (
     kv_deviation_by_layer,
     kv_norm_by_layer,
     relative_deviation,
-    spearman_matrix,
+    spearman,
 )
 from lab.inspection.observation import (
     Observation,
@@ -38,7 +39,6 @@ from lab.inspection.observation import (
     observe_fused,
     part_of_row,
     parts_of,
-    token_texts,
 )
 
 TOP_SHARE = 0.15
@@ -83,20 +83,16 @@ class Inspection:
     Attributes:
         model: name of the model.
         selector: selector of the blend.
-        tokens: [tokens] text of each token; joined, they are the prompt.
         sources: [tokens] ``prefix``, ``loaded``, ``miss`` or ``text``.
         parts: rows and columns of the attention matrices.
         candidates: [n] positions of the loaded rows, from which a selector selects.
         kv_norm: [layers] root mean square norm of the candidates' fresh KV.
         full, reuse, blend: the three passes; the deviations of full are zero.
-        correlation: [layers, layers] Spearman's rank correlation of the candidates' deviation under full reuse; NaN
-            for layer 0, which deviates by rounding only.
         curves: name of a selector -> its points, by increasing ratio.
     """
 
     model: str
     selector: str
-    tokens: list[str]
     sources: list[str]
     parts: list[Part]
     candidates: npt.NDArray[np.int64]
@@ -104,16 +100,11 @@ class Inspection:
     full: MethodView
     reuse: MethodView
     blend: MethodView
-    correlation: Array
     curves: dict[str, list[CurvePoint]] = field(default_factory=dict)
 
     @property
     def num_layers(self) -> int:
         return len(self.kv_norm)
-
-    @property
-    def part(self) -> npt.NDArray[np.int64]:
-        return part_of_row(self.parts, len(self.tokens))
 
     @property
     def recomputed(self) -> npt.NDArray[np.int64]:
@@ -125,9 +116,9 @@ class Inspection:
         """[layers, tokens] relative deviation, see the module's docstring."""
         return relative_deviation(method.kv_deviation, self.kv_norm)
 
-    def scale(self, layers: list[int]) -> float:
+    def scale(self) -> float:
         """End of the colour scale: 99th percentile of the candidates' relative deviation under full reuse."""
-        values = self.relative(self.reuse)[layers][:, self.candidates]
+        values = self.relative(self.reuse)[:, self.candidates]
         return max(LOWEST_SCALE, float(np.percentile(values, 99)))
 
     def mean_deviation(self, method: MethodView) -> Array:
@@ -144,8 +135,10 @@ class Inspection:
         return share
 
     def next_correlation(self) -> Array:
-        """[layers] rank correlation of the deviation with that of the next layer; NaN for the first and last layer."""
-        return np.append(np.diagonal(self.correlation, offset=1), np.nan)
+        """[layers] Spearman's rank correlation of the candidates' deviation under full reuse with the next layer's;
+        NaN for the first layer, which deviates by rounding only, and for the last."""
+        rows = self.reuse.kv_deviation[1:, self.candidates]
+        return np.array([np.nan, *(spearman(*pair) for pair in pairwise(rows)), np.nan][: self.num_layers])
 
     def cross_chunk(self, method: MethodView) -> Array:
         """[layers] share of attention from rows of the second and later chunks to other chunks."""
@@ -222,12 +215,9 @@ def inspect_prompt(
     alone = counted(alone_mass(engine, plan))
     reuse = counted(_view(full, observe_fused(engine, prompt, NoRows()), alone))
     blend = counted(_view(full, observe_fused(engine, prompt, selector), alone))
-    correlation = spearman_matrix(reuse.kv_deviation[:, plan.candidate_rows])
-    correlation[0], correlation[:, 0] = np.nan, np.nan  # layer 0 deviates by rounding only
     return Inspection(
         model=engine.name or type(engine.model).__name__,
         selector=repr(selector),
-        tokens=token_texts(engine.tokenizer, plan.prompt.token_ids.tolist()),
         sources=[span.source.value for span in plan.spans for _ in range(len(span))],
         parts=parts_of(plan.prompt),
         candidates=plan.candidate_rows,
@@ -235,7 +225,6 @@ def inspect_prompt(
         full=_view(full, full, alone),
         reuse=reuse,
         blend=blend,
-        correlation=correlation,
         curves={
             name: [counted(_point(engine, full, ratio, points[ratio])) for ratio in sorted(points)]
             for name, points in curves.items()
@@ -273,3 +262,58 @@ def _view(full: Observation, seen: Observation, alone: npt.NDArray[np.float32]) 
 def _point(engine: BlendEngine, full: Observation, ratio: float, selector: Selector) -> CurvePoint:
     seen = observe_fused(engine, full.plan.prompt, selector)
     return CurvePoint(ratio, seen.compute, attention_deviation_by_layer(full.forward, seen.forward))
+
+
+# ---- as JSON ------------------------------------------------------------------------------------------------
+
+DIGITS = 5  # significant ones
+
+
+def summary(of: Inspection) -> dict[str, Any]:
+    """The figures by layer, as JSON and as shown on the terminal. Undefined values are None."""
+    compared = {"reuse": of.reuse, "blend": of.blend}
+    methods = {"full": of.full, **compared}
+    means = {name: of.mean_deviation(method) for name, method in compared.items()}
+    cross = {name: of.cross_chunk(method) for name, method in methods.items()}
+    top, following = of.top_share(), of.next_correlation()
+    by_layer = [
+        {
+            "layer": layer,
+            "mean_deviation": {name: mean[layer] for name, mean in means.items()},
+            "top_share": top[layer],
+            "correlation_with_next": following[layer],
+            "attention_deviation": {name: method.attention_deviation[layer] for name, method in compared.items()},
+            "cross_chunk_attention": {name: values[layer] for name, values in cross.items()},
+        }
+        for layer in range(of.num_layers)
+    ]
+    return {
+        "model": of.model,
+        "selector": of.selector,
+        "prompt_tokens": len(of.sources),
+        "loaded_tokens": len(of.candidates),
+        "recomputed_tokens": len(of.recomputed),
+        "compute": _plain({name: method.compute for name, method in methods.items()}),
+        "first_token": {name: _plain(vars(method.agreement)) for name, method in compared.items()},
+        "layers": [_plain(each) for each in by_layer],
+        "attention_deviation_by_ratio": {
+            name: [_facts(point) for point in points] for name, points in of.curves.items()
+        },
+    }
+
+
+def _facts(point: CurvePoint) -> dict[str, Any]:
+    deviation = point.attention_deviation
+    mean = float(np.nanmean(deviation)) if np.isfinite(deviation).any() else math.nan
+    return {"ratio": point.ratio, **_plain({"compute": point.compute, "mean": mean, "by_layer": deviation})}
+
+
+def _plain(value: Any) -> Any:
+    """Converts to JSON types: arrays to lists, rounded, with None for NaN and infinities."""
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, np.ndarray):
+        return [_plain(part) for part in value]
+    if isinstance(value, float | np.floating):
+        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+    return value

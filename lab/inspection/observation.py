@@ -4,10 +4,8 @@ Slow, for figures only: attention weights are computed explicitly, for one layer
 own layers run, so scaling, soft-cap, sinks and windows are those of the model.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -78,36 +76,6 @@ def context_length(prompt: Prompt) -> int:
     stops = list(accumulate(len(segment) for segment in prompt.segments))
     chunk_stops = [stop for stop, segment in zip(stops, prompt.segments, strict=True) if segment.is_chunk]
     return min(max(chunk_stops, default=0), len(prompt) - 1)
-
-
-LONGEST_CHARACTER = 8  # most tokens joined to one character; a character has up to four bytes
-
-
-def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """One text per token, special ones included; joined, they are the decoded prompt. No tokenizer: ids as ``[17]``.
-
-    A character of several tokens is the text of the last of them; the others are empty.
-    """
-    if tokenizer is None:
-        return [f"[{token}]" for token in ids]
-    texts: list[str] = []
-    before: list[int] = []  # decoding depends on the preceding tokens
-    held: list[int] = []
-    for token in ids:
-        held.append(token)
-        new = _decode(tokenizer, before + held)[len(_decode(tokenizer, before)) :]
-        if new.endswith("\ufffd") and len(held) < LONGEST_CHARACTER and len(texts) + 1 < len(ids):
-            texts.append("")
-        else:
-            texts.append(new)
-            before, held = held, []
-    return texts
-
-
-def _decode(tokenizer: Any, ids: list[int]) -> str:
-    # Cleaning up spaces would change preceding text.
-    decoded: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return decoded
 
 
 SCORES_AT_ONCE = 1 << 24  # over all heads: 64 MB in fp32

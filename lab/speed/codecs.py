@@ -13,8 +13,6 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from rich.table import Table
-
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.codec import CODECS
 from cacheblend.core.select.selectors import NoRows
@@ -24,7 +22,7 @@ from cacheblend.engines.hf.baselines import agreement, finish, full_recompute, f
 from cacheblend.engines.provenance import stamp
 from cacheblend.evaluation.scorers import ExactMatch, best
 from cacheblend.nano import model_path
-from lab.bench import Advance, plain_table, silent
+from lab.bench import Advance, silent
 from lab.nano.questions import draw_questions
 from lab.suite.suite import SETTINGS, Suite
 
@@ -94,14 +92,3 @@ def _measure(engines: dict[str, BlendEngine], rows: Sequence[QuestionRow], advan
         plain.store.prune(STORE_BYTES)
         advance(number + 1, len(rows))
     return found
-
-
-def table(result: dict[str, Any]) -> Table:
-    rows = result["arms"]
-    return plain_table(
-        f"{rows[0]['questions']} questions; full recompute is right in {result['full_right']:.1f} %",
-        {"": "{how}", "codec": "{codec}"},
-        {"1st": "{top_1:.1f}", "KL": "{kl:.2g}", "answer": "{same_answer:.1f}", "right": "{right:.1f}"},
-        "1st, answer: % the same as with uncompressed KV; KL of the first token, nats; right: % exact match",
-        rows,
-    )

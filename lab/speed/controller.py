@@ -174,18 +174,3 @@ def _cell(
         "over_full": medians["controller"] / medians["full"],
         "reason": reasons[-1],
     }
-
-
-def table(result: dict[str, Any]) -> str:
-    lines = [
-        f"{'tokens':>7}{'load/prefill':>14}{'memory':>8}{'controller':>12}{'best fixed':>12}{'full':>9}  over best"
-    ]
-    for cell in result["cells"]:
-        medians = {name: statistics.median(times) for name, times in cell["seconds"].items()}
-        best = min((seconds, name) for name, seconds in medians.items() if name != "controller")
-        near = "half" if cell["behind_memory"] else ""
-        lines.append(
-            f"{cell['tokens']:>7}{cell['load_over_prefill']:>14}{near:>8}{medians['controller']:>10.3f} s"
-            f"{best[0]:>10.3f} s{medians['full']:>7.3f} s  {cell['over_best']:.2f} ({best[1]})"
-        )
-    return "\n".join(lines)

@@ -4,7 +4,7 @@ Takes about half an hour on two cores.
 """
 
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from rich.table import Table
@@ -16,20 +16,6 @@ from lab.speed import memory, plan
 LENGTHS = (8, 16, 32)
 """Chunks of 512 tokens; the speedup must hold at each."""
 PARTS = 3 + len(LENGTHS)
-
-
-@dataclass(frozen=True)
-class Figure:
-    """What is measured, its value and its bar; `at_least`: the least that the value may be, otherwise the most."""
-
-    what: str
-    value: float
-    bar: float
-    at_least: bool
-
-    @property
-    def reached(self) -> bool:
-        return self.value >= self.bar if self.at_least else self.value <= self.bar
 
 
 def run(settings: ttft.TtftSettings, advance: Advance = silent) -> dict[str, Any]:
@@ -52,26 +38,29 @@ def run(settings: ttft.TtftSettings, advance: Advance = silent) -> dict[str, Any
     done()
     raw["memory"] = memory.run(settings)
     done()
-    return {"figures": [asdict(figure) | {"reached": figure.reached} for figure in figures(raw)], "raw": raw}
+    return {"figures": figures(raw), "raw": raw}
 
 
-def figures(raw: dict[str, Any]) -> list[Figure]:
+def figures(raw: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is measured, its value and its bar; ``at_least``: the least that the value may be, otherwise the most."""
     main = raw["8x512"]
     full = _median(_arm(main, "full", store=None))
     blend = _arm(main, "blend", 0.15)
     gains = {n: _arm(raw[f"length-{n}x512"], "blend", 0.15)["speedup_vs_full"] for n in LENGTHS}
-    return [
-        Figure("full / blend, r = 0.15", full / _median(blend), 5.0, True),
-        Figure("full / blend, r = 0.05", full / _median(_arm(main, "blend", 0.05)), 9.0, True),
-        Figure("gain at 16 x 512 / gain at 8 x 512", gains[16] / gains[8], 0.95, True),
-        Figure("gain at 32 x 512 / gain at 8 x 512", gains[32] / gains[8], 0.95, True),
-        Figure("blend / full, r = 1", _median(_arm(main, "blend", 1.0)) / full, 1.05, False),
-        Figure("all miss / full", _median(_arm(main, "miss", store=None)) / full, 1.05, False),
-        Figure("disk / memory, r = 0.15", _median(_arm(main, "blend", 0.15, "disk")) / _median(blend), 1.1, False),
-        Figure("names and plan, 32k tokens, 64 chunks, ms", 1e3 * raw["plan"]["plan_s"]["median"], 20.0, False),
-        Figure("the same, disk, ms", 1e3 * raw["plan-disk"]["plan_s"]["median"], 20.0, False),
-        Figure("(peak of blend - peak of full) / KV cache", raw["memory"]["excess_over_kv"], 1.5, False),
+    bars = [
+        ("full / blend, r = 0.15", full / _median(blend), 5.0, True),
+        ("full / blend, r = 0.05", full / _median(_arm(main, "blend", 0.05)), 9.0, True),
+        ("gain at 16 x 512 / gain at 8 x 512", gains[16] / gains[8], 0.95, True),
+        ("gain at 32 x 512 / gain at 8 x 512", gains[32] / gains[8], 0.95, True),
+        ("blend / full, r = 1", _median(_arm(main, "blend", 1.0)) / full, 1.05, False),
+        ("all miss / full", _median(_arm(main, "miss", store=None)) / full, 1.05, False),
+        ("disk / memory, r = 0.15", _median(_arm(main, "blend", 0.15, "disk")) / _median(blend), 1.1, False),
+        ("names and plan, 32k tokens, 64 chunks, ms", 1e3 * raw["plan"]["plan_s"]["median"], 20.0, False),
+        ("the same, disk, ms", 1e3 * raw["plan-disk"]["plan_s"]["median"], 20.0, False),
+        ("(peak of blend - peak of full) / KV cache", raw["memory"]["excess_over_kv"], 1.5, False),
     ]
+    names = ("what", "value", "bar", "at_least", "reached")
+    return [dict(zip(names, (*one, one[1] >= one[2] if one[3] else one[1] <= one[2]), strict=True)) for one in bars]
 
 
 def table(result: dict[str, Any]) -> Table:

@@ -94,15 +94,6 @@ def _hits(policy: str, uses: Sequence[BlockName], capacity: int) -> int:
     return found
 
 
-def table(result: dict[str, Any]) -> str:
-    names = list(result["hit_rate"])
-    lines = ["size    " + "".join(f"{name:>9}" for name in names)]
-    for at, share in enumerate(result["shares"]):
-        rates = "".join(f"{100 * result['hit_rate'][name][at]:8.1f}%" for name in names)
-        lines.append(f"{100 * share:5.0f} % {rates}")
-    return "\n".join(lines)
-
-
 def plot(result: dict[str, Any], path: Path) -> None:
     """Draws hit rate by size, a curve for each policy."""
     sizes = [100 * share for share in result["shares"]]

@@ -7,7 +7,6 @@ import tempfile
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from cacheblend.bench.ttft import TtftSettings, draw_prompt, open_chunks, open_model
 from cacheblend.core.config import BlendConfig
@@ -16,19 +15,18 @@ from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import full_recompute
 from cacheblend.engines.provenance import stamp
 from cacheblend.store import open_store
-from lab.bench import Advance, forget_peak, peak_bytes, plain_table, silent
+from lab.bench import forget_peak, peak_bytes
 from lab.checkout import measured_apart
 
 STEPS = ("warm", "full", "blend")
-PASSED_ON = (
-    *("model", "shape", "chunks", "chunk_tokens", "question_tokens", "plain_tokens"),
-    *("ratios", "threads", "seed"),
-)
+PASSED_ON = ("model", "shape", "threads", "seed")
 """Of the settings, to the processes."""
 
 
-def run(settings: TtftSettings, advance: Advance = silent) -> dict[str, Any]:
+def run(settings: TtftSettings) -> dict[str, Any]:
     """Warms a store in one process, then measures one prefill of each arm in its own process.
+
+    Of the settings `PASSED_ON` count.
 
     Returns:
         ``peak_bytes`` by arm, the prompt's ``kv_bytes``, and ``excess_over_kv``: (blend - full) / KV cache.
@@ -36,11 +34,10 @@ def run(settings: TtftSettings, advance: Advance = silent) -> dict[str, Any]:
     measured: dict[str, dict[str, Any]] = {}
     passed_on = json.dumps({name: getattr(settings, name) for name in PASSED_ON})
     with tempfile.TemporaryDirectory(prefix="cacheblend-bench-") as folder:
-        for step, arm in enumerate(STEPS, 1):
+        for arm in STEPS:
             measured[arm] = measured_apart("lab.speed.memory", arm, folder, passed_on)
             for reason, count in measured[arm].pop("failed").items():
                 count_failure(reason, count)
-            advance(step, len(STEPS))
     excess = measured["blend"]["peak_bytes"] - measured["full"]["peak_bytes"]
     kv_bytes = measured["blend"]["kv_bytes"]
     return {
@@ -52,17 +49,6 @@ def run(settings: TtftSettings, advance: Advance = silent) -> dict[str, Any]:
         "ratio": settings.ratios[0],
         **stamp(),
     }
-
-
-def table(result: dict[str, Any]) -> Table:
-    found = result["peak_bytes"] | {"KV cache": result["kv_bytes"]}
-    return plain_table(
-        f"Peak resident memory, {result['model']}, {result['prompt_tokens']} tokens",
-        {"what": "{what}"},
-        {"MiB": "{mib:.0f}"},
-        f"(blend - full) / KV cache: {result['excess_over_kv']:.2f}",
-        [{"what": what, "mib": nbytes / 2**20} for what, nbytes in found.items()],
-    )
 
 
 def _measure(arm: str, folder: str, settings: TtftSettings) -> dict[str, Any]:
@@ -88,6 +74,4 @@ def _measure(arm: str, folder: str, settings: TtftSettings) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    fields = json.loads(sys.argv[3])
-    given = TtftSettings(**{**fields, "ratios": tuple(fields["ratios"])})
-    print(json.dumps(_measure(sys.argv[1], sys.argv[2], given)))
+    print(json.dumps(_measure(sys.argv[1], sys.argv[2], TtftSettings(**json.loads(sys.argv[3])))))

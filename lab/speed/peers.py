@@ -16,7 +16,7 @@ from functools import partial
 from importlib.metadata import version
 from io import StringIO
 from math import gcd
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -102,59 +102,48 @@ class First:
     ids: list[int]
 
 
-class Way(Protocol):
-    """One way to the first token; keeps what it keeps from request to request."""
+@dataclass(frozen=True)
+class Way:
+    """One way to the first token, which keeps what it keeps from request to request.
 
-    changes: str
-    """What becomes of the prompt."""
+    Attributes:
+        first: computes a request's first token.
+        changes: what becomes of the prompt.
+        settings: of another's package; what it raises is no error of the comparison. None: it is no such package.
+    """
 
-    def first(self, request: Request) -> First:
-        """Computes a request's first token."""
+    first: Callable[[Request], First]
+    changes: str = "nothing"
+    settings: dict[str, Any] | None = None
 
 
-class FullPrefill:
+def full_prefill(engine: BlendEngine, request: Request) -> First:
     """transformers' own forward of the whole prompt."""
-
-    changes = "nothing"
-
-    def __init__(self, engine: BlendEngine) -> None:
-        self._engine = engine
-
-    def first(self, request: Request) -> First:
-        found = full_recompute(self._engine, request.prompt)
-        return First(found.logits, found.ttft_s, 0, request.ids)
+    found = full_recompute(engine, request.prompt)
+    return First(found.logits, found.ttft_s, 0, request.ids)
 
 
-class Blending:
-    """Stored passages, moved and blended. They are stored before the first request (`warm`)."""
-
-    changes = "nothing"
-
-    def __init__(self, engine: BlendEngine, selector: Selector) -> None:
-        self._engine, self._selector = engine, selector
-
-    def first(self, request: Request) -> First:
-        found = fused(self._engine, request.prompt, self._selector)
-        hits = 0 if found.report is None else sum(found.report.hit_tokens.values())
-        return First(found.logits, found.ttft_s, hits, request.ids)
+def blended(engine: BlendEngine, selector: Selector, request: Request) -> First:
+    """Passages that were stored before the first request, moved and blended."""
+    found = fused(engine, request.prompt, selector)
+    hits = 0 if found.report is None else sum(found.report.hit_tokens.values())
+    return First(found.logits, found.ttft_s, hits, request.ids)
 
 
 class TransformersPrefix:
     """transformers' `DynamicCache` of earlier prompts, cropped to the longest common prefix.
 
-    `arrange` is what becomes of a request before it is computed, and its time counts; `changes` says so in words.
+    `arrange` is what becomes of a request before it is computed, and its time counts.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, arrange: Callable[[Request], Request] | None = None, changes: str = "nothing"
-    ) -> None:
-        self._model, self._arrange, self.changes = model, arrange, changes
+    def __init__(self, model: PreTrainedModel, arrange: Callable[[Request], Request] = lambda request: request) -> None:
+        self._model, self._arrange = model, arrange
         self._kept: list[tuple[list[int], DynamicCache]] = []
 
     @torch.no_grad()
     def first(self, request: Request) -> First:
         started = time.perf_counter()
-        ids = (request if self._arrange is None else self._arrange(request)).ids
+        ids = self._arrange(request).ids
         known, used = self._longest(ids)
         given = torch.tensor([ids[known:]], device=self._model.device)
         logits = self._model(input_ids=given, past_key_values=used, use_cache=True, logits_to_keep=1).logits[0, -1]
@@ -207,48 +196,43 @@ class _Ids:
         return " ".join(map(str, ids))
 
 
-class KVBoost:
-    """`kvboost`: chunks of a fixed length by content, its own recomputation.
+def kvboost(model: PreTrainedModel, chunk_size: int = KVBOOST_CHUNK) -> Way:
+    """`kvboost`: chunks of a fixed length by content, its own recomputation. Raises `NotInstalledError`.
 
     It cuts from a prompt's first token, so passages are found at another place only where head and passages are whole
-    chunks. Raises `NotInstalledError`.
+    chunks.
     """
+    package, settings = required("kvboost"), {**KVBOOST_SETTINGS, "chunk_size": chunk_size}
+    engine = package.KVBoost(model, _Ids(), device=str(model.device), **settings)
 
-    changes = "nothing"
-
-    def __init__(self, model: PreTrainedModel, chunk_size: int = KVBOOST_CHUNK) -> None:
-        package, settings = required("kvboost"), {**KVBOOST_SETTINGS, "chunk_size": chunk_size}
-        self._engine = package.KVBoost(model, _Ids(), device=str(model.device), **settings)
-        self.settings = {**settings, "version": version("kvboost")}
-
-    def first(self, request: Request) -> First:
+    def first(request: Request) -> First:
         """Its own `ttft_ms` leaves out how the cache is put together; storing comes behind the token."""
         ids, came = request.ids, list[float]()
         started = time.perf_counter()
-        found = self._engine.generate(
+        found = engine.generate(
             " ".join(map(str, ids)), max_new_tokens=1, on_token=lambda token: came.append(time.perf_counter())
         )
         return First(torch.from_numpy(found.first_token_logits), came[0] - started, int(found.cached_tokens), ids)
 
+    return Way(first, settings={**settings, "version": version("kvboost")})
 
-class ContextPilot(TransformersPrefix):
+
+def contextpilot(model: PreTrainedModel) -> Way:
     """`contextpilot`: passages in the order that hits prefixes of earlier prompts, then transformers' prefix cache.
 
     Raises `NotInstalledError`.
     """
+    pilot, numbers = required("contextpilot").ContextPilot(use_gpu=False), dict[bytes, int]()
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._pilot = required("contextpilot").ContextPilot(use_gpu=False)
-        self._numbers: dict[bytes, int] = {}
-        self.settings = {"use_gpu": False, "call": "reorder, a request at a time", "version": version("contextpilot")}
-        super().__init__(model, self._reordered, "the order of the passages")
-
-    def _reordered(self, request: Request) -> Request:
+    def reordered(request: Request) -> Request:
         keys = [passage.token_ids.tobytes() for passage in request.passages]
-        names = [self._numbers.setdefault(key, len(self._numbers)) for key in keys]
+        names = [numbers.setdefault(key, len(numbers)) for key in keys]
         with redirect_stdout(StringIO()):  # it prints what it does
-            [order], _ = self._pilot.reorder([names])
+            [order], _ = pilot.reorder([names])
         return request.ordered([names.index(name) for name in order])
+
+    settings = {"use_gpu": False, "call": "reorder, a request at a time", "version": version("contextpilot")}
+    return Way(TransformersPrefix(model, reordered).first, "the order of the passages", settings)
 
 
 # ---- the comparison -----------------------------------------------------------------------------------------
@@ -275,7 +259,7 @@ def run(what: Peers, advance: Advance = silent) -> dict[str, Any]:
             try:
                 got = full if name == FULL else way.first(request)
             except Exception as error:
-                if name in skipped or not isinstance(way, KVBoost | ContextPilot):
+                if name in skipped or way.settings is None:
                     raise
                 skipped[name] = f"stopped at request {number + 1}: {type(error).__name__}: {error}"
                 continue
@@ -299,7 +283,7 @@ def run(what: Peers, advance: Advance = silent) -> dict[str, Any]:
             "model": what.model and called,
             "data": what.data.name,
             "dtype": str(engine.model.dtype),
-            **{name: way.settings for name, way in ways.items() if isinstance(way, KVBoost | ContextPilot)},
+            **{name: way.settings for name, way in ways.items() if way.settings is not None},
         },
         **stamp(),
     }
@@ -307,22 +291,22 @@ def run(what: Peers, advance: Advance = silent) -> dict[str, Any]:
 
 def _ways(engine: BlendEngine, ratios: tuple[float, ...], aligned: int) -> tuple[dict[str, Way], dict[str, str]]:
     """All ways by name, and why others are left out; head and passages are whole multiples of `aligned` tokens."""
-    model = engine.model
-    ways: dict[str, Way] = {FULL: FullPrefill(engine), "transformers' prefix cache": TransformersPrefix(model)}
-    skipped: dict[str, str] = {}
-    others: dict[str, Callable[[], Way]] = {"kvboost": partial(KVBoost, model)}
+    model, skipped = engine.model, dict[str, str]()
+    prefix = TransformersPrefix(model)
+    ways = {FULL: Way(partial(full_prefill, engine)), "transformers' prefix cache": Way(prefix.first)}
+    others: dict[str, Callable[[], Way]] = {"kvboost": partial(kvboost, model)}
     if aligned != KVBOOST_CHUNK:
-        others[f"kvboost, chunks of {aligned}"] = partial(KVBoost, model, aligned)
-    others["contextpilot"] = partial(ContextPilot, model)
+        others[f"kvboost, chunks of {aligned}"] = partial(kvboost, model, aligned)
+    others["contextpilot"] = partial(contextpilot, model)
     for name, make in others.items():
         try:
             ways[name] = make()
-        except NotInstalledError as error:
-            skipped[name] = str(error)
         except Exception as error:  # a package of others may refuse the model in any way
-            skipped[name] = f"{type(error).__name__}: {error}"
+            kind = "" if isinstance(error, NotInstalledError) else f"{type(error).__name__}: "
+            skipped[name] = f"{kind}{error}"
     for ratio in ratios:
-        ways[f"cacheblend, r = {ratio:g}"] = Blending(engine, Selection(recompute_ratio=ratio).make_selector())
+        selector = Selection(recompute_ratio=ratio).make_selector()
+        ways[f"cacheblend, r = {ratio:g}"] = Way(partial(blended, engine, selector))
     return ways, skipped
 
 

@@ -19,11 +19,12 @@ from cacheblend.store import open_store
 from lab.bench import Advance, silent
 
 VOCAB = 150_000
+CHUNKS, CHUNK_TOKENS, ROUNDS = 64, 511, 20
 _LAYOUT = KVLayout((LayerShape(1, 1),), torch.float32)  # records are not read
 
 
-def run(*, chunks: int = 64, chunk_tokens: int = 511, store: str = "memory", runs: int = 20) -> dict[str, Any]:
-    """Plans prompts of `chunks` stored chunks in new orders; 32 plain tokens precede and follow them.
+def run(*, store: str = "memory") -> dict[str, Any]:
+    """Plans prompts of stored chunks in new orders; 32 plain tokens precede and follow them.
 
     The store is warm; `Planner.plan` is timed: all names, one look-up of all blocks, the plan. The ids of a prompt are
     arrays, as in engines.
@@ -31,7 +32,7 @@ def run(*, chunks: int = 64, chunk_tokens: int = 511, store: str = "memory", run
     draw = random.Random(0)
     generator = np.random.default_rng(0)
     planner = Planner(root_name("bench", "bfloat16"), Anchor("none"))
-    segments = [chunk(generator.integers(VOCAB, size=chunk_tokens)) for _ in range(chunks)]
+    segments = [chunk(generator.integers(VOCAB, size=CHUNK_TOKENS)) for _ in range(CHUNKS)]
     seconds = []
     with open_store(store) as kept:
         for segment in segments:
@@ -40,16 +41,16 @@ def run(*, chunks: int = 64, chunk_tokens: int = 511, store: str = "memory", run
                 name = block_name(parent, tokens)
                 kept.write(Block(name, parent, tokens, [torch.zeros(1, 2, len(tokens), 1)], _LAYOUT))
                 parent = name
-        for _ in range(runs + 1):
+        for _ in range(ROUNDS + 1):
             plain = [text(generator.integers(VOCAB, size=32)) for _ in range(2)]
-            prompt = Prompt.of([plain[0], *draw.sample(segments, chunks), plain[1]])
+            prompt = Prompt.of([plain[0], *draw.sample(segments, CHUNKS), plain[1]])
             started = time.perf_counter()
             plan = planner.plan(prompt, kept)
             seconds.append(time.perf_counter() - started)
             assert plan.tokens_by_source()["miss"] == 0
     return {
         "prompt_tokens": len(prompt),
-        "chunks": chunks,
+        "chunks": CHUNKS,
         "store": store,
         "plan_s": {"median": statistics.median(seconds[1:]), "min": min(seconds[1:]), "max": max(seconds[1:])},
         **stamp(),

@@ -1,7 +1,7 @@
 """The suite on the model that ships: its parts, their random draws, and where results are written.
 
 <out>/suite-nano-<hash>/         the main part: every category by the methods that have bars
-  seed-<seed>-<hash>/              rows of a seed; seeds may run in parallel, and a report covers all finished ones
+  seed-<seed>-<hash>/              rows of a seed; seeds may run in parallel, a run of all of them then reads their rows
 <out>/suite-nano-sweep-<hash>/   the sweep: fewer rows by every selector at several ratios
 <out>/suite-nano-gate-<hash>/    the profile's setting on fresh data, see `check_gate`
 
@@ -10,7 +10,6 @@ These draws are used for no training, tuning or gating (`lab.nano.questions.RESE
 
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,7 +35,7 @@ from cacheblend.evaluation.gate import (
     summarise,
 )
 from cacheblend.evaluation.methods import Fused, Label, Method, make_methods
-from cacheblend.evaluation.records import CONFIG, ROWS, RowResult, folder_name
+from cacheblend.evaluation.records import folder_name
 from cacheblend.evaluation.runner import LIBRARIES, Evaluation, Settings, evaluate
 from cacheblend.evaluation.scorers import WordF1
 from cacheblend.nano import LEAN_PROFILE_NAME, model_path
@@ -179,21 +178,19 @@ def measured_share(engine: BlendEngine, rows: list[QuestionRow], selector: Selec
 def run_main(
     engine: BlendEngine, suite: Suite, plan: MainPlan, out: Path, advance: AdvanceStage = silent
 ) -> Evaluation:
-    """Runs the suite's seeds in turn; includes the seeds that other runs of the same plan have finished."""
+    """Runs the suite's seeds in turn; those of earlier runs of the same plan are only read."""
     folder = out / folder_name("suite-nano", plan.config)
     parts = {}
-    for seed in dict.fromkeys(suite.seeds):
+    for seed in sorted(set(suite.seeds)):
         rows = draw_questions(seed, suite.per_category)
         name = f"seed-{seed}"
         parts[seed] = evaluate(engine, rows, plan.methods, settings=SETTINGS, out=folder, name=name, progress=advance)
-    others = {seed: rows for seed, rows in finished_seeds(folder).items() if seed not in parts}
-    by_seed = {seed: part.rows for seed, part in parts.items()} | others
     return replace(
         next(iter(parts.values())),
-        config=plan.config | {"seeds": sorted(by_seed)},
-        rows=[row for seed in sorted(by_seed) for row in by_seed[seed]],
+        config=plan.config | {"seeds": list(parts)},
+        rows=[row for part in parts.values() for row in part.rows],
         folder=folder,
-        resumed=sum(part.resumed for part in parts.values()) + sum(map(len, others.values())),
+        resumed=sum(part.resumed for part in parts.values()),
         torn=any(part.torn for part in parts.values()),
     )
 
@@ -230,24 +227,6 @@ def sweep_methods() -> list[Method]:
 def lean_selector() -> Selector:
     """What the shipped model's lean profile selects."""
     return read_profile(model_path() / LEAN_PROFILE_NAME).selection.make_selector()
-
-
-def finished_seeds(folder: Path) -> dict[int, list[RowResult]]:
-    """Rows by seed, for every seed in the folder of a main part that is complete; others may be written just now."""
-    found = {}
-    for path in sorted(folder.glob("seed-*")):
-        named = re.fullmatch(r"seed-(\d+)-[0-9a-f]{12}", path.name)
-        if not named or not (path / CONFIG).is_file() or not (path / ROWS).is_file():
-            continue
-        try:
-            wanted = json.loads((path / CONFIG).read_text(encoding="utf-8"))["rows"]
-            lines = (path / ROWS).read_bytes().split(b"\n")[:-1]
-            rows = {row.number: row for row in (RowResult.of_dict(json.loads(line)) for line in lines)}
-        except (ValueError, TypeError, KeyError) as error:
-            raise InvalidInputError(f"{path}: damaged ({error}); run that seed again, or delete the folder") from error
-        if len(rows) == wanted:
-            found[int(named[1])] = [rows[number] for number in sorted(rows)]
-    return found
 
 
 def _fused(name: str, selector: Selector, family: str) -> Method:

@@ -4,7 +4,6 @@ import copy
 import json
 import re
 from collections.abc import Sequence
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,8 @@ from lab.inspection.deviation import (
     kv_deviation_by_layer,
     ranks,
     spearman,
-    spearman_matrix,
 )
-from lab.inspection.facts import heat_map, numbers, summary
-from lab.inspection.inspection import Inspection, MethodView, inspect_prompt, ratio_curves
+from lab.inspection.inspection import Inspection, MethodView, inspect_prompt, ratio_curves, summary
 from lab.inspection.observation import (
     LAST_ROWS,
     Part,
@@ -44,11 +41,9 @@ from lab.inspection.observation import (
     observe_fused,
     part_of_row,
     parts_of,
-    token_texts,
 )
 from reference import plain_kv
 from tiny_folder import TinyShape, build_tiny
-from tokenizers_for_tests import CORPUS, byte_level, sentencepiece
 
 FAMILIES = [
     name
@@ -194,7 +189,6 @@ def test_by_hand() -> None:
     assert spearman(np.array([1.0, 5, 9]), np.array([-3.0, 0, 1e9])) == 1
     assert spearman(np.array([1.0, 5, 9]), np.array([2.0, 1, 0])) == -1
     assert np.isnan(spearman(np.ones(3), np.arange(3.0)))
-    assert spearman_matrix(np.array([[1.0, 2, 3], [3.0, 2, 1]])).tolist() == [[1, -1], [-1, 1]]
     # Parts
     parts = parts_of(Prompt.of([text([BOS]), SYSTEM, A, SEPARATOR, B, SEPARATOR, C, QUESTION]))
     assert [(part.label, part.is_chunk, part.runs) for part in parts] == [
@@ -216,7 +210,7 @@ def test_by_hand() -> None:
     assert np.isnan(found.top_share()[0])
     assert found.recomputed.tolist() == [0]
     assert found.cross_chunk(found.full).tolist() == [0.25, 0.25]
-    assert summary(found, [1])["layers"] == [
+    assert summary(found)["layers"][1:] == [
         {
             "layer": 1,
             "mean_deviation": {"reuse": 1.5, "blend": 0.75},
@@ -226,7 +220,6 @@ def test_by_hand() -> None:
             "cross_chunk_attention": {"full": 0.25, "reuse": 0.25, "blend": 0.25},
         }
     ]
-    assert numbers(found)["rank_correlation"] == [[None, None], [None, None]]
 
 
 # ---- the whole inspection ---------------------------------------------------------------------------------
@@ -241,7 +234,8 @@ def test_inspection(family: str) -> None:
     )
     assert done == [(n, 10) for n in range(1, 11)]
     layers = len(engine.survey.layout.layers)
-    assert found.kv_norm.shape == (layers,) and found.correlation.shape == (layers, layers)
+    assert found.kv_norm.shape == found.next_correlation().shape == (layers,)
+    assert np.isnan(found.next_correlation()).tolist() == [True, *[False] * (layers - 2), True]
     assert found.full.attention.shape == (layers, len(found.parts), len(found.parts))
     assert [part.label for part in found.parts] == [
         "front", "chunk 1: first", "chunk 2: second", "chunk 3", "between", "question"
@@ -257,7 +251,7 @@ def test_inspection(family: str) -> None:
     assert np.allclose(none.attention_deviation, found.reuse.attention_deviation, atol=1e-3, equal_nan=True)
     assert np.nanmax(everything.attention_deviation) < TOLERANCE
     assert none.compute < everything.compute <= 1
-    json.dumps(numbers(found), allow_nan=False)
+    json.dumps(summary(found), allow_nan=False)
 
 
 def test_an_exact_prefix_counts_as_full_recompute() -> None:
@@ -323,27 +317,7 @@ def test_spearman_as_defined(pairs: list[tuple[int, float]]) -> None:
     assert spearman(first, second) == pytest.approx(slow_spearman(first, second), nan_ok=True)
 
 
-@pytest.mark.parametrize("tokenizer", [byte_level(), sentencepiece()], ids=["byte-level", "sentencepiece"])
-def test_token_texts_are_the_text(tokenizer: object) -> None:
-    # Characters of several tokens included; every token has an entry.
-    whole = f" and {CORPUS[4]} fine 🦜."
-    encoded = tokenizer(whole, add_special_tokens=False)["input_ids"]  # type: ignore[operator]
-    texts = token_texts(tokenizer, encoded)
-    assert len(texts) == len(encoded)
-    assert "".join(texts).strip() == whole.strip()
-    assert any("🦜" in text for text in texts) and "" in texts
-
-
-def test_token_texts_without_a_tokenizer_and_of_broken_bytes() -> None:
-    assert token_texts(None, [3, 17]) == ["[3]", "[17]"]
-    tokenizer = byte_level()
-    lead = tokenizer("🦜", add_special_tokens=False)["input_ids"][0]
-    texts = token_texts(tokenizer, [lead] * 20)
-    assert len(texts) == 20
-    assert "\ufffd" in "".join(texts)
-
-
-# ---- numbers and page -------------------------------------------------------------------------------------
+# ---- numbers ----------------------------------------------------------------------------------------------
 
 
 def method(kv: list[list[float]], computed: list[list[bool]]) -> MethodView:
@@ -357,7 +331,6 @@ def by_hand() -> Inspection:
     return Inspection(
         model="<b>model</b>",
         selector="Hkvd()",
-        tokens=["</script><script>alert(1)</script>", "", "a&b\n"],
         sources=["loaded", "loaded", "text"],
         parts=[
             Part("chunk 1: <i>", True, ((0, 1),)),
@@ -369,56 +342,7 @@ def by_hand() -> Inspection:
         full=method([[0, 0, 0]] * 2, [[True] * 3] * 2),
         reuse=method([[0, 0, 0], [16, 4, 0]], [[False, False, True]] * 2),
         blend=method([[0, 0, 0], [1, 4, 0]], [[True] * 3, [True, False, True]]),
-        correlation=np.full((2, 2), np.nan),
     )
-
-
-class Page(HTMLParser):
-    """Tags, and the text of every token."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.tokens: dict[int, str] = {}
-        self.classes: dict[int, str | None] = {}
-        self.headings: list[str] = []
-        self._at: int | None = None
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        found = dict(attrs)
-        self._at = int(found["data-at"] or 0) if "data-at" in found else None
-        if self._at is not None:
-            self.tokens[self._at], self.classes[self._at] = "", found.get("class")
-
-    def handle_endtag(self, tag: str) -> None:
-        self._at = None
-
-    def handle_data(self, data: str) -> None:
-        if self._at is not None:
-            self.tokens[self._at] += data
-        elif self.tags and self.tags[-1] == "h2" and data.strip():
-            self.headings.append(data)
-
-
-def test_the_page() -> None:
-    # The page escapes what it shows
-    found = by_hand()
-    page = Page(heat_map(found))
-    assert page.tokens == dict(enumerate(found.tokens))
-    assert page.classes == {0: "r", 1: "h", 2: "n"}
-    assert page.headings == ["chunk 1: <i>", "chunk 2", "question"]
-    assert page.tags.count("script") == 2 and "b" in page.tags and "i" in page.tags  # the page's own
-    assert "alert(1)</script>" not in heat_map(found)
-    assert "http:" not in heat_map(found).replace("http-equiv", "") and "https:" not in heat_map(found)
-    # The page has the layers that were asked for
-    page = heat_map(by_hand(), [1])
-    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
-    assert data["layers"] == [1]
-    assert data["reuse"] == [[2, 1, 0]]
-    assert data["blend"] == [[0.5, 1, 0]]
-    assert data["labels"][data["parts"][0]] == "chunk 1: <i>"
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -430,14 +354,7 @@ PASSAGES = [
     "A clock that shows the tide needs a wheel for the moon.",
 ]
 SHAPE = TinyShape(layers=4, width=64, mlp_width=96, heads=4, kv_heads=2, vocab_size=400, context_length=512)
-FIGURES = [
-    "attention-by-chunk.png",
-    "attention-deviation-by-layer.png",
-    "attention-deviation-by-ratio.png",
-    "kv-deviation-distribution.png",
-    "kv-deviation.png",
-    "rank-correlation.png",
-]
+FIGURES = ["attention-by-chunk.png", "attention-deviation-by-ratio.png", "kv-deviation.png"]
 ASK = ("--question", "When was it lit?", "--system", "Answer from the passages.")
 
 
@@ -467,50 +384,33 @@ def is_picture(file: Path) -> bool:
     return file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and file.stat().st_size > 10_000
 
 
-def test_inspect_shows_every_layer_or_some(run: Run, model: Path, data: Path, tmp_path: Path) -> None:
+def test_inspect_shows_every_layer(run: Run, model: Path, data: Path, tmp_path: Path) -> None:
     # Inspect shows every layer
     result = run("-m", model, "-d", data, "--no-curve", "--system", "Answer.", "--check-layers", 1)
     assert result.code == 0
-    layers = re.findall(r"^ +(\d) +0\.\d{3} ", result.out, re.MULTILINE)
-    assert layers == ["0", "1", "2", "3"]
-    assert re.search(r"blend recomputes \d+ \(1\d\.\d %\)", result.out)
-    assert "note:" not in result.out
-    # Inspect of some layers
-    pytest.importorskip("matplotlib")
-    options = ("-m", model, "-d", data, "--no-curve", "--json")
-    assert [layer["layer"] for layer in run(*options, "--layers", "3,0-1").json["layers"]] == [0, 1, 3]
-    first = run(*options, "--layers", "0", "--out", tmp_path / "first")
-    assert first.code == 0  # nothing deviates there, and everything is drawn all the same
-    assert is_picture(tmp_path / "first" / "kv-deviation.png")
+    layers = re.findall(r"^ +(\d) +[\d.e-]+ +[\d.e-]+ ", result.out, re.MULTILINE)
+    assert layers == ["0", "1", "2", "3"] and "None" in result.out
     # Inspect stores the passages
     store = tmp_path / "store"
     assert run("-m", model, "-d", data, "-s", store, "--no-curve").code == 0
     assert list(store.rglob("*.safetensors"))
-    # A chunk that is exact is named
-    result = run("-m", model, "--no-curve", "-q", "When?", "-p", PASSAGES[0], "-p", PASSAGES[1])
-    assert result.code == 0
-    assert "note: chunk 1 is an exact prefix" in result.out
 
 
-def test_inspect_writes_figures_page_and_numbers(run: Run, model: Path, data: Path, tmp_path: Path) -> None:
+def test_inspect_draws_figures(run: Run, model: Path, data: Path, tmp_path: Path, monkeypatch: Any) -> None:
     pytest.importorskip("matplotlib")
-    out = tmp_path / "a" / "figures"
-    result = run("-m", model, "-d", data, "--system", "Answer.", "-r", 0.3, "--check-layers", 1, "--out", out, "--json")
+    out, asked = (
+        tmp_path / "a" / "figures",
+        ("-m", model, "-d", data, "--system", "Answer.", "-r", 0.3, "--check-layers", 1),
+    )
+    result = run(*asked, "--check-layers", 1, "--out", out, "--json")
     assert result.code == 0
-    assert sorted(file.name for file in out.iterdir()) == sorted([*FIGURES, "heat_map.html", "inspection.json"])
+    assert sorted(file.name for file in out.iterdir()) == FIGURES
     assert all(is_picture(out / name) for name in FIGURES)
     assert sorted(result.json["files"]) == sorted(str(file) for file in out.iterdir())
-
-    page = (out / "heat_map.html").read_text()
-    shown = "".join(re.findall(r'<span data-at="\d+"[^>]*>([^<]*)</span>', page))
-    assert "&lt;" in shown and "<b>algae" not in page
-
-    numbers = json.loads((out / "inspection.json").read_text())
-    assert len(numbers["tokens"]) == result.json["prompt_tokens"] == len(numbers["kv_deviation"]["blend"][3])
-    assert "".join(numbers["tokens"]).count(PASSAGES[1]) == 1
-    assert len(numbers["recomputed"]) == round(0.3 * result.json["loaded_tokens"])
-    assert list(numbers["attention_deviation_by_ratio"]) == ["hkvd", "random"]
-    assert result.json["layers"][2] == numbers["layers"][2]
+    assert result.json["recomputed_tokens"] == round(0.3 * result.json["loaded_tokens"])
+    assert list(result.json["attention_deviation_by_ratio"]) == ["hkvd", "random"]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'cacheblend[plot]'" in run(*asked, "--out", out).err
 
 
 @pytest.mark.parametrize("selector", ["query", "hybrid", "head", "all", "none"])
@@ -524,14 +424,6 @@ def test_inspect_takes_every_selector(run: Run, model: Path, data: Path, tmp_pat
         assert result.json["recomputed_tokens"] == result.json["loaded_tokens"]
 
 
-def test_inspect_without_matplotlib(run: Run, model: Path, data: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    result = run("-m", model, "-d", data, "--no-curve", "--out", tmp_path / "out")
-    assert result.code == 0
-    assert "pip install 'cacheblend[plot]'" in result.err
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["heat_map.html", "inspection.json"]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -539,10 +431,7 @@ def test_inspect_without_matplotlib(run: Run, model: Path, data: Path, tmp_path:
         (("-p", PASSAGES[0]), "no question"),
         (("-q", "When?", "-p", PASSAGES[0]), "nothing of this prompt is reused at a new position"),
         ((*ASK, "-p", PASSAGES[0], "--max-prompt-tokens", 9), "inspection takes 9"),
-        ((*ASK, "-p", PASSAGES[0], "--layers", "1-x"), "not '1-x'"),
-        ((*ASK, "-p", PASSAGES[0], "--layers", "3-2"), "not '3-2'"),
-        ((*ASK, "-p", PASSAGES[0], "--layers", "1,4"), "layers 0..3"),
-        ((*ASK, "-p", PASSAGES[0], "--out", "{file}"), "cannot be made"),
+        ((*ASK, "-p", PASSAGES[0], "--out", "{file}"), "is a file"),
         ((*ASK, "-p", PASSAGES[0], "--check-layers", 4), "check layer 4 does not exist"),
         ((*ASK, "-p", PASSAGES[0], "-r", 2), "0..1"),
         ((*ASK, "-p", PASSAGES[0] * 50), "context 512"),

@@ -25,6 +25,8 @@ operations, and cost a quiet machine nothing. GNU's runtime counts turns, the ot
 
 MAY_BE_EMPTY = ("--salt", "--system")
 MOVED = {
+    "cacheblend bench memory": "core",
+    "cacheblend bench plan": "core",
     "cacheblend inspect": "inspect",
     "cacheblend paper": "paper",
     "cacheblend suite": "suite nano",
@@ -35,7 +37,7 @@ MOVED = {
 } | {
     f"cacheblend bench {name}": name
     for name in (
-        *("agent", "codecs", "controller", "core", "cuda", "evict", "load", "match", "memory", "peers", "plan"),
+        *("agent", "codecs", "controller", "core", "cuda", "evict", "load", "match", "peers"),
         *("routing", "serve", "store", "sync", "vllm"),
     )
 }
@@ -144,9 +146,7 @@ def _problem(error: Any, param: Any) -> str:
         least, most = getattr(param, "min", None), getattr(param, "max", None)
         one = f"at least {least}" if most is None else f"at most {most}"
         return f"{value} is out of range, {one if least is None or most is None else f'{least}..{most}'}"
-    words = {"int": "a whole number", "float": "a number", "bool": "true or false"}
-    wanted = words.get(kind.split("_")[0])
-    if wanted is not None:
+    if wanted := {"int": "a whole number", "float": "a number", "bool": "true or false"}.get(kind.split("_")[0]):
         return f"{str(value)[:80]!r} is not {wanted}"
     return f"{str(value)[:80]!r}: {_clean(found[0]['msg']).removeprefix('Value error, ')}"
 
