@@ -43,6 +43,7 @@ class Request(SimpleNamespace):
             lora_request=None,
             num_preemptions=0,
             num_output_tokens=0,
+            output_token_ids=[],
             cache_salt=None,
             block_hashes=[],
         )

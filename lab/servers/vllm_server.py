@@ -114,7 +114,7 @@ class Server:
         """Those of the plug-in, by name and labels."""
         return {key: value for key, value in self.metrics().items() if "cacheblend" in key and "created" not in key}
 
-    def wait_until_idle(self, still_s: float = 1.5) -> None:
+    def wait_until_idle(self, still_s: float = 4.0) -> None:
         """Returns when nothing has been stored for so long."""
         seen, end = -1.0, time.monotonic() + FILL_S
         while time.monotonic() < end and (stored := self.counted("captured_tokens")) != seen:

@@ -97,6 +97,7 @@ def keep(side: Any, store: Any = None) -> list[int]:
     """vLLM has nothing to compute until the conversations have no more work; of each job the tokens it is of. `store`:
     gets what the workers compute; None: they store nothing."""
     asked, found = side._finder._conversations, list[int]()
+    assert not side._requests
     while asked.has_work:
         for job in side.take_jobs(is_idle=True).capture:
             found.append(len(job.exact))
@@ -118,7 +119,7 @@ def write(store: Any, job: Any, spans: Any) -> None:
 def end(side: Any, ids: list[int], name: str, **fields: Any) -> str:
     """A request that vLLM computes; what its client is told."""
     options = {"conversation": fields.pop("conversation")} if "conversation" in fields else {}
-    request = Request(ids, name=name, kv_transfer_params={"cacheblend": options}, **fields)
+    request = Request(ids, name=name, kv_transfer_params={"cacheblend": options}, num_output_tokens=1, **fields)
     claimed = start(side, request)
     side.allocated(request, [[1] * 40], claimed)
     if claimed:
@@ -145,7 +146,7 @@ def test_no_other_tenants_or_conversations_history_is_moved() -> None:
     for number in range(30 + share(300)):
         whose = texts.rng.choice(["", "t"]), texts.rng.choice(["", "a", "b"])
         ids = [token for piece in texts.rng.sample(pieces, 4) for token in piece]
-        request = Request(ids, name=str(number), cache_salt=whose[0] or None)
+        request = Request(ids, name=str(number), cache_salt=whose[0] or None, num_output_tokens=1)
         request.kv_transfer_params = {"cacheblend": {"conversation": whose[1]}}
         claimed = start(side, request)
         plan = (
@@ -211,17 +212,60 @@ def test_a_store_that_does_not_keep_a_section_is_given_no_other(monkeypatch: pyt
     assert moved(side, STRIPPED, "next") == 0
 
 
-def test_an_engine_with_requests_is_given_no_history_and_a_reset_forgets_all() -> None:
+def test_an_engine_with_requests_is_given_no_history_and_keeps_no_step_for_one() -> None:
     store = MemoryStore(1 << 22)
     side = scheduling([], store, blend_fields={"edits": True})
     end(side, FIRST, "one")
-    running = give(side, Request(NEXT, name="running"))
-    assert side.is_busy and all(not side.take_jobs(is_idle=True).capture for _ in range(9))
-    side._requests.pop(running.request_id)
-    assert keep(side, store) == [len(FIRST)] and not side.is_busy
-    end(side, [*FIRST, 7], "two")
+    assert side.is_busy
+    held_back = Request(NEXT, name="held back")  # as while vLLM is paused
+    side.on_new(held_back)
+    assert not side.is_busy and not side.take_jobs(is_idle=True).capture
+    side.finished(held_back)
+    assert keep(side, store) == [len(FIRST)]
+
+
+def test_after_a_reset_nothing_is_computed_until_vllm_computes() -> None:
+    store = MemoryStore(1 << 22)
+    side = scheduling([], store, blend_fields={"edits": True})
+    end(side, FIRST, "one")
+    assert keep(side, store) == [len(FIRST)]
+    late = Request(FIRST, name="late", num_output_tokens=1)
+    side.on_new(late)
     side.reset()
-    assert not side.is_busy and moved(side, STRIPPED, "next") == 0
+    side.finished(late)  # while weights are being replaced
+    assert not side.is_busy and keep(side, store) == [] and moved(side, STRIPPED, "next") == 0
+    side.take_jobs()
+    assert side.is_busy and keep(side, store) == [len(FIRST)]
+
+
+@pytest.mark.may_fail("bad spans")
+def test_requests_that_nobody_computed_or_whose_options_are_wrong_leave_no_history() -> None:
+    side = scheduling([], blend_fields={"edits": True})
+    side.on_new(Request(FIRST, name="aborted"))
+    side.finished(Request(FIRST, name="aborted"))
+    wrong = with_options(FIRST, "wrong", conversation="a", typo=1)
+    wrong.num_output_tokens = 1
+    start(side, wrong)
+    side.finished(wrong)
+    assert not side.is_busy
+
+
+def test_the_store_is_asked_for_the_history_of_a_named_conversation_that_is_not_remembered() -> None:
+    store = MemoryStore(1 << 22)
+    side = scheduling([], store, blend_fields={"edits": True, "block_size": 32})
+    end(side, FIRST, "one", conversation="a")
+    keep(side, store)
+    again = scheduling([], store, blend_fields={"edits": True, "block_size": 32})
+    assert start(again, with_options([*FIRST, *NEXT], "two", conversation="a")) > len(FIRST)
+    assert again._requests["two"].found.held == len(FIRST) // 32 * 32
+
+
+def test_a_section_is_no_larger_than_what_may_be_captured_at_once() -> None:
+    store = MemoryStore(1 << 22)
+    fields = {"edits": True, "block_size": 32}
+    side = scheduling([], store, capture_bytes=800, bytes_per_token=10, blend_fields=fields)
+    end(side, FIRST, "one")
+    assert keep(side, store) == [64, 128, 192, len(FIRST)]
 
 
 def test_blended_blocks_of_moved_runs_are_named_by_their_conversation() -> None:
@@ -230,13 +274,16 @@ def test_blended_blocks_of_moved_runs_are_named_by_their_conversation() -> None:
     for name in ("a", "b"):
         end(side, FIRST, name, conversation=name)
         keep(side, store)
-        names.append(give(side, with_options(STRIPPED, f"{name}2", conversation=name)).block_hashes)
+        request = give(side, with_options(STRIPPED, f"{name}2", conversation=name))
+        names.append(request.block_hashes)
+        side.provided([request.request_id])
+        side.finished(request)
     assert names[0][: 80 // SIZE] == names[1][: 80 // SIZE] == Request(STRIPPED).block_hashes[: 80 // SIZE]
     assert not {*names[0][80 // SIZE :]} & {*names[1]}
 
 
 @pytest.mark.may_fail("bad spans")
-@pytest.mark.parametrize("name", [7, None, "\ud800"])
+@pytest.mark.parametrize("name", [7, None, "\ud800", "x" * 300])
 def test_a_wrong_conversation_is_refused(name: Any) -> None:
     side = scheduling([], blend_fields={"edits": True})
     request = with_options(FIRST, "one", conversation=name)

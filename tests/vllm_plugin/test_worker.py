@@ -21,7 +21,7 @@ from vllm_requests import CHUNK as PASSAGE
 from vllm_requests import PROMPT, Request, scheduling, start
 from vllm_workers import LAYERS, Prefill, Store, blend, make_worker
 
-CHUNK = SimpleNamespace(blocks=[], manifest=SimpleNamespace(block_names=(), token_ids=[]))
+CHUNK: Any = [], SimpleNamespace(block_names=(), token_ids=[])
 """A captured chunk of nothing."""
 
 

@@ -5,6 +5,10 @@ from dataclasses import dataclass, fields
 from cacheblend.core.fuse.batching import ROWS_OPEN
 from cacheblend.engines.shadow import ANSWER_TOKENS, MOST_WAITING
 
+MOST_SECTION = 8192
+"""Tokens of a history that are computed at once, behind a long prefix, all of which is read each time: a quarter of it,
+but no more than this."""
+
 READ_AHEAD = 8  # layers
 """As many as the embedded engine: a store answers unevenly, and short prompts' layers are small. Those of long prompts
 are bounded by `READ_AHEAD_BYTES`, so that the workspace hardly grows with it."""
@@ -34,6 +38,7 @@ class ModelSizes:
     in_pages: bool = False  # prompts are blended in vLLM's own cache
     checked_vocab: int = 0  # tokens of the vocabulary, if answers are compared with full prefill
     tier_bytes: int = 0  # of stored records that the device keeps
+    has_histories: bool = False  # text is computed behind what the store holds of it, in buffers
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Workspace:
     tile: int  # a layer's intermediate results for the rows that go through it at once
     attention: int  # masks, or the parts that several programs of the kernel compute
     question: int  # what the question's pass takes more than a tile and its attention
-    chunks: int  # KV of the chunks that are being captured, in all layers
+    chunks: int  # KV of the chunks that are being captured, in all layers, and what a history's prefix is loaded into
     check: int = 0  # a prompt that is computed once more in full, beside those above
     tier: int = 0  # stored records that are kept there, with ``cuda://`` in the store's URL
 
@@ -71,6 +76,7 @@ def workspace_of(sizes: ModelSizes) -> Workspace:
     attending = 4 * sizes.query_width + 6 * sizes.kv_width  # as projected, rotated and laid out; or the MLP's results
     tile = sizes.tile_rows * (4 * sizes.width + max(3 * sizes.intermediate, attending)) * sizes.item_bytes
     attention = attention_bytes(sizes)
+    captured = max(sizes.tile_rows, min(sizes.longest, MOST_SECTION) if sizes.has_histories else 0)
     # Of the shadow check: hidden states and a layer's KV of the prompt that is computed in full; a layer as read from
     # vLLM's cache and with the answer's rows behind it; logits of two passes, and of the answers that wait.
     read = (HELD_COPIES if sizes.in_pages else 0) + 1  # `Workspace.held` has the copies otherwise
@@ -83,7 +89,8 @@ def workspace_of(sizes: ModelSizes) -> Workspace:
         tile=tile,
         attention=attention,
         question=max(0, question_bytes(sizes) - tile - attention),
-        chunks=2 * sizes.kv_width * sizes.tile_rows * sizes.layers * sizes.item_bytes,
+        chunks=2 * sizes.kv_width * captured * sizes.layers * sizes.item_bytes
+        + (records + (1 + ahead) * layer if sizes.has_histories else 0),
         check=check if sizes.checked_vocab else 0,
         tier=sizes.tier_bytes,
     )

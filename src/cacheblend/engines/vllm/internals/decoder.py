@@ -67,6 +67,7 @@ def model_sizes(config: VllmConfig, device: torch.device, extra: Mapping[str, An
         in_pages=in_pages and not passes_blocks and not latent,  # most layouts have pages; no cache can be asked yet
         checked_vocab=int(model.get_vocab_size()) if settings.shadow_settings else 0,
         tier_bytes=stores.device_bytes(settings.store),
+        has_histories=settings.blend.edits,
     )
 
 

@@ -126,10 +126,9 @@ def text_tokens(request: Any) -> int:
     return min([len(request.prompt_token_ids or ()), *(int(item.mm_position.offset) for item in items)])
 
 
-def history_of(request: Any) -> list[int]:
-    """A request's prompt up to its first image, or all of it and its answer."""
-    prompt, end = request.prompt_token_ids, text_tokens(request)
-    return [*prompt, *getattr(request, "output_token_ids", ())] if end == len(prompt) else list(prompt[:end])
+def answer_of(request: Any) -> list[int]:
+    """The tokens that a request has been answered with; none behind an image, whose KV is of more than ids."""
+    return [] if has_images(request) else list(request.output_token_ids)
 
 
 def has_images(request: Any) -> bool:

@@ -26,7 +26,7 @@ class CaptureQueue:
 
     def __init__(self, limit: int, most_tokens: int, longest: int, counts: Counts) -> None:
         self._limit, self._most_tokens, self._counts = limit, most_tokens, counts
-        self._longest = min(longest, most_tokens)
+        self.longest = min(longest, most_tokens)
         self._waiting: dict[str, tuple[Any, Sequence[CaptureJob], float]] = {}
         self._queued: deque[tuple[BlockName, CaptureJob]] = deque()
         self._sent: OrderedDict[BlockName, CaptureJob] = OrderedDict()  # with the workers, in the order of sending
@@ -105,7 +105,7 @@ class CaptureQueue:
         chunk_id = job.name
         if chunk_id in self._unfinished or self._finished_at.get(chunk_id, 0.0) > missed_at:
             return chunk_id in self._unfinished  # another request missed it as well
-        if job.tokens > self._longest:
+        if job.tokens > self.longest:
             self._counts.add_fallback(TOO_LARGE)
             return False
         if not self._queued and not self._sent:

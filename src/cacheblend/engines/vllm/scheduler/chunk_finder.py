@@ -113,7 +113,7 @@ class ChunkFinder:
             options.selector_of(settings)  # raises for wrong ones
         planner = self._planners.of(cache_salt, named(adapter))
         prompt, after = named_chunks(token_ids, options.spans, self._chunk_end_token_id), None
-        goes_on = self._histories_of(planner, options) is not None
+        goes_on = self._histories_of(planner, options) is not None  # its history may be stored without a chunk in it
         if prompt is None and self._listing is not None:
             is_new, has_index = self._listing.refresh(), self._listing.has_index(planner.root)
             if is_new and has_index and len(token_ids) < LONG_PROMPT and not goes_on:
@@ -147,8 +147,8 @@ class ChunkFinder:
         if ids is None or is_unknown:
             return
         planner = self._planners.of(tracked.cache_salt, named(tracked.adapter))
-        if self._conversations is not None:
-            history = as_token_ids(interface.history_of(tracked.request))
+        if self._conversations is not None and tracked.request.num_output_tokens > 0:  # else nobody computed it
+            history = join_ids([ids, as_token_ids(interface.answer_of(tracked.request))])
             self._conversations.add(planner, tracked.options.conversation, tracked.adapter, history)
         if self._discovery is None:
             return
@@ -170,18 +170,25 @@ class ChunkFinder:
                 self._discovered[manifest_of(job.chunk, planner, "").chunk_id] = run
 
     def add_history(self, captures: CaptureQueue) -> None:
-        """Queues what is computed next of a conversation's history; called while vLLM computes nothing."""
+        """Queues what is computed next of a conversation's history; called while there is no request."""
         if self._conversations is None or not captures.is_empty:
             return
-        job = self._conversations.take()
+        job = self._conversations.take(captures.longest)
         if job is not None and not captures.add(job, time.monotonic()):
             self._conversations.drop()
 
     @property
-    def has_work(self) -> bool:
-        """An engine without requests has to go on stepping."""
-        parts = (self._discovery, self._conversations)
-        return any(part is not None and part.has_work for part in parts)
+    def is_discovering(self) -> bool:
+        return self._discovery is not None and self._discovery.has_work
+
+    @property
+    def has_history(self) -> bool:
+        return self._conversations is not None and self._conversations.has_work
+
+    def resume(self) -> None:
+        """vLLM computes: its weights are those that blocks are named by."""
+        if self._conversations is not None:
+            self._conversations.is_held = False
 
     def list_captured(self, captured: Sequence[CaptureJob]) -> None:
         """Has those of the captured chunks found by content that the store took; returns at once."""
@@ -220,9 +227,11 @@ class ChunkFinder:
             self._listing.close()
 
     def _histories_of(self, planner: Planner, options: RequestOptions) -> Histories | None:
-        """Those of which something is known of the request's conversation; None: there are none."""
+        """Those of a conversation that is named, since the store may hold what is not remembered, or of which something
+        is known; None: it is not such a one."""
         found = None if self._conversations is None else self._conversations.histories
-        return found if found is not None and found.knows(planner.root, options.conversation) else None
+        is_known = found is not None and (options.conversation or found.knows(planner.root, ""))
+        return found if is_known else None
 
     def _look_up(
         self,

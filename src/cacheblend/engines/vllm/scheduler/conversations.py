@@ -2,7 +2,7 @@
 
     request ends            its prompt and answer: the newest history of its conversation
     there is no request     look-up in a thread: what the store holds of it
-                            -> a job for the workers: its next `SECTION` tokens, computed exactly and stored
+                            -> a job for the workers: its next tokens (`SECTION`), computed exactly and stored
     the job has ended       looked up again: runs of what is stored are found from now on; the next section
 
 vLLM's own blocks end with its prefix cache, and those of a prompt that was blended are not exact. So a history is
@@ -12,6 +12,7 @@ computed once more, when there is time: while an agent's tools run.
 import logging
 import time
 from collections import OrderedDict
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -25,9 +26,11 @@ from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.engines.histories import Histories, exact_part
 from cacheblend.engines.vllm.jobs import Adapter, CaptureJob
+from cacheblend.engines.vllm.workspace import MOST_SECTION
 from cacheblend.store import KVStore
 
 SECTION = 2048  # tokens that a job computes, about: requests that come meanwhile are computed beside it
+LOOK_UP_WAIT_S = 0.01  # of a step of an engine without requests
 MOST_WAITING = 64  # conversations; of further ones the histories that have waited longest are forgotten
 STUCK_S = 10.0  # seconds of a look-up after which an idle engine stops stepping for it
 logger = logging.getLogger("cacheblend.vllm")
@@ -49,7 +52,8 @@ class _History:
 
 
 class Conversations:
-    """The histories of one engine. All but the look-ups in the scheduler's thread; `most_tokens`: ids that are kept."""
+    """The histories of one engine, all but the look-ups in the scheduler's thread. `most_tokens`: ids that are kept;
+    after a `reset` nothing is computed until vLLM computes again: it is paused, perhaps while weights are replaced."""
 
     def __init__(self, store: KVStore, min_run_tokens: int, most_tokens: int) -> None:
         self._store, self._min_run_tokens = store, min_run_tokens
@@ -58,10 +62,13 @@ class Conversations:
         self._waiting: OrderedDict[tuple[BlockName, str], _History] = OrderedDict()
         self._look_up: tuple[PoolCall[CaptureJob | None], _History, float] | None = None
         self._sent: tuple[CaptureJob, _History] | None = None  # with the workers
+        self.is_held = False
 
     @property
     def has_work(self) -> bool:
-        """An engine that computes nothing has to go on stepping; False while the store hangs."""
+        """An engine without requests has to go on stepping; False while the store hangs."""
+        if self.is_held:
+            return False
         if self._look_up is None:
             return bool(self._waiting) and self._sent is None
         return time.monotonic() - self._look_up[2] < STUCK_S
@@ -71,15 +78,17 @@ class Conversations:
         if len(token_ids) >= self._min_run_tokens:
             self._wait(_History(planner, conversation, adapter, token_ids))
 
-    def take(self) -> CaptureJob | None:
-        """The next job, to be given back by `finish`; None: there is none yet. Starts the next look-up."""
+    def take(self, most: int) -> CaptureJob | None:
+        """The next job, of at most so many tokens, to be given back by `finish`; None: there is none yet. Starts the
+        next look-up, and waits for it a little."""
+        if self._look_up is None and self._waiting and self._sent is None and not self.is_held:
+            _, history = self._waiting.popitem(last=False)
+            with suppress(RuntimeError):  # the system has no more threads
+                self._look_up = self._pool.submit(self._plan, history, most), history, time.monotonic()
         if self._look_up is None:
-            if self._waiting and self._sent is None:
-                _, history = self._waiting.popitem(last=False)
-                with suppress(RuntimeError):  # the system has no more threads
-                    self._look_up = self._pool.submit(self._plan, history), history, time.monotonic()
             return None
         call, history, _ = self._look_up
+        wait([call], LOOK_UP_WAIT_S)
         if not call.done():
             return None
         self._look_up, job = None, call.result()
@@ -102,6 +111,7 @@ class Conversations:
         """Forgets what waits; names of what was stored are found no more."""
         self._waiting.clear()
         self._look_up = self._sent = None
+        self.is_held = True
 
     def close(self) -> None:
         self._pool.close()
@@ -112,7 +122,7 @@ class Conversations:
         while len(self._waiting) > MOST_WAITING:
             self._waiting.popitem(last=False)
 
-    def _plan(self, history: _History) -> CaptureJob | None:
+    def _plan(self, history: _History, most: int) -> CaptureJob | None:
         """Notes what the store holds of a history; the job for its next section, None: it is complete, or the store
         does not keep what it was given."""
         planner, ids = history.planner, history.token_ids
@@ -124,7 +134,9 @@ class Conversations:
                 self.histories.note(*history.key, exact)
             if held == len(plan) or held < history.done:
                 return None
-            stop = next((span.stop for span in plan.spans if span.stop >= held + SECTION), len(plan))
+            wanted = held + min(max(SECTION, min(held // 4, MOST_SECTION)), most)
+            ends = [span.stop for span in plan.spans if span.stop > held]
+            stop = max((end for end in ends if end <= wanted), default=ends[0])
             section = planner.plan(Prompt.of([text(ids[:stop])]), self._store)
         except (StoreError, OSError) as error:
             logger.warning("a history is not stored: %s", error)

@@ -25,6 +25,7 @@ Mode = Literal["blend", "prefix", "full"]
 """What is reused: all that is stored; only what is exact in this prompt; nothing from the store."""
 
 Span = tuple[int, int]  # [start, stop) of a prompt's tokens
+MOST_NAME = 256  # characters of a conversation's name
 MOST_SPANS = 2048  # chunks that a client may name: they are checked in the engine's thread
 
 
@@ -87,6 +88,8 @@ def read_options(params: Any, tokens: int) -> RequestOptions:
     conversation = mine.get("conversation", "")
     check_type(conversation, str, "conversation")
     check_encodable(conversation, "conversation")
+    if len(conversation) > MOST_NAME:
+        raise InvalidInputError(f"conversation has {len(conversation)} characters, {MOST_NAME} are allowed")
     spans = _read_spans(mine["chunks"], tokens) if "chunks" in mine else None
     return RequestOptions(mode, ratio, selector, spans, conversation)
 

@@ -93,7 +93,9 @@ class Scheduling:
     @property
     def is_busy(self) -> bool:
         """Something is computed, or queued for that, also while there is no request: chunks, the shadow check."""
-        is_learning = self._captures.is_empty and self._finder.has_work
+        # A request that is held back keeps no paused engine stepping for a history.
+        has_history = self._finder.has_history and not self._requests
+        is_learning = self._captures.is_empty and (self._finder.is_discovering or has_history)
         return is_learning or self._captures.is_busy or self._checks.is_busy
 
     # ---- a request comes --------------------------------------------------------------------------------
@@ -109,8 +111,8 @@ class Scheduling:
 
     def _start(self, request: Any, tracked: Tracked) -> None:
         end = interface.text_tokens(request)
-        tracked.token_ids = as_token_ids(request.prompt_token_ids[:end])
         tracked.options = read_options(request.kv_transfer_params, len(request.prompt_token_ids)).until(end)
+        tracked.token_ids = as_token_ids(request.prompt_token_ids[:end])  # of options that can be carried out
         if tracked.options.mode == "full":
             return tracked.leave("mode full")
         if reason := self._why_paused:
@@ -248,7 +250,9 @@ class Scheduling:
         """New jobs since the last call; chunks are captured once their request has its first token."""
         jobs, self._jobs, self._settling_s = self._jobs, StepJobs(), 0.0
         self._finder.add_discovered(self._captures, self.counts)
-        if not self._requests:
+        if not is_idle:
+            self._finder.resume()
+        elif not self._requests:
             self._finder.add_history(self._captures)
         jobs.capture, jobs.is_idle, jobs.adapters = self._captures.take(), is_idle, self._adapters.take()
         self._checks.fill(jobs, has_requests=bool(self._requests))
@@ -298,7 +302,10 @@ class Scheduling:
             return None
         tracked.drop_lookup()
         if self._paused[1] != OTHER_WEIGHTS:
-            self._finder.watch(tracked)
+            try:
+                self._finder.watch(tracked)
+            except Exception:  # vLLM's scheduler would end
+                logger.exception("nothing is learnt of request %s", request.request_id)
         if tracked.why_not:
             self.counts.add(NOT_BLENDED, 1, tracked.why_not)
         elif tracked.outcome is not None:

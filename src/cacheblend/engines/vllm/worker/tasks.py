@@ -42,6 +42,11 @@ class Task(PrefillJob):
     waited_s: float = 0.0  # for reads that have ended, between layers that were computed
 
     @property
+    def reads(self) -> bool:
+        """It may have to wait for the store."""
+        return isinstance(self.job, BlendJob) or self.job.exact is not None
+
+    @property
     def adapter(self) -> Adapter | None:
         return self.job.adapter
 

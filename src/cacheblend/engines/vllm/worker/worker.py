@@ -152,7 +152,7 @@ class Worker(Outbox):
         tasks = [*self._blends, *self._captures]
         for late in self.adapters.overdue([task.adapter for task in tasks]):
             self._give_up(tasks[late], NO_SLOT)
-        self._readiness.begin_step(is_idle=jobs.is_idle and not self._captures)
+        self._readiness.begin_step(is_idle=jobs.is_idle and all(task.reads for task in self._captures))
         left = budget = max(1, self._budget * (IDLE_TIMES if jobs.is_idle else 1) - self._owed)
         while left > 0:
             tasks = self._choose()
