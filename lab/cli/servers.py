@@ -131,7 +131,8 @@ def vllm_faults(
 
 
 def _pair(model: VllmOptions, shadow: float | None = None) -> "Pair":
-    from cacheblend.cli.models import checked_dtype, quiet_transformers
+    from cacheblend.cli.models import quiet_transformers
+    from cacheblend.engines.hf.model_loader import checked_dtype
     from lab.servers.vllm_server import Pair, check_installed
 
     chosen = model.resolved()

@@ -18,7 +18,7 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.ambient import without_ambient
-from cacheblend.engines.hf.baselines import PlainDecoding, full_recompute, fused, prefix_caching
+from cacheblend.engines.hf.baselines import full_recompute, fused, prefix_caching
 from cacheblend.engines.hf.prefiller import HfPrefill
 from cacheblend.engines.hf.request import Request
 from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Event, Scheduler, TokenEvent
@@ -209,7 +209,7 @@ def test_a_scheduler_and_background_work_started_inside_of_settings_compute_outs
             torch.testing.assert_close(loaded.logits, engine.prefill(prompt, mode="full").logits, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", [BlendEngine, Request, HfPrefill, PlainDecoding])
+@pytest.mark.parametrize("kind", [BlendEngine, Request, HfPrefill])
 def test_all_public_methods_are_entry_points(kind: type) -> None:
     """One that is added is, without anything to think of, and so are properties."""
     public = [each for name, each in inspect.getmembers_static(kind) if not name.startswith("_")]

@@ -1,4 +1,4 @@
-"""PlainDecoding compared with transformers' own `generate`, the text stream with the whole text, and grammars with
+"""Plain decoding compared with transformers' own `generate`, the text stream with the whole text, and grammars with
 every token tried one by one.
 """
 
@@ -22,7 +22,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.load.loader import LayerKV
 from cacheblend.engines.hf import Grammar
 from cacheblend.engines.hf import grammar as grammars_module
-from cacheblend.engines.hf.baselines import PlainDecoding, fill_cache
+from cacheblend.engines.hf.baselines import fill_cache, plain_tokens
 from cacheblend.engines.hf.grammar import MOST_BYTES, Grammars, check_repetitions
 from cacheblend.engines.hf.sampling import Sampler, SamplingParams
 from cacheblend.engines.tokens.detokenizer import Detokenizer, TextStream
@@ -86,10 +86,9 @@ def answer(params: SamplingParams, eos_ids: Sequence[int] = ()) -> Sampler:
     model = tiny_model("llama")
     cache = DynamicCache(config=model.config)
     logits = model(input_ids=PROMPT[None], past_key_values=cache, use_cache=True).logits[0, -1]
-    running = PlainDecoding(model, cache, PROMPT, logits, params, eos_ids)
-    while running.sampler.finish_reason is None:
-        running.step()
-    return running.sampler
+    sampler = Sampler(PROMPT, logits, params, eos_ids)
+    assert list(plain_tokens(model, cache, sampler)) == sampler.token_ids
+    return sampler
 
 
 def generated(params: SamplingParams) -> list[int]:
@@ -156,8 +155,8 @@ def test_decoding_from_a_filled_cache_and_up_to_eos_unless_it_is_ignored() -> No
     filled = fill_cache(model, kv)
     assert all(keys.shape[1] == values.shape[1] == 0 for keys, values in kv)
     params = SamplingParams(max_new_tokens=5)
-    one = PlainDecoding(model, filled, PROMPT, out.logits[0, -1], params, [])
-    assert [one.step() for _ in range(5)] == answer(params).token_ids
+    one = plain_tokens(model, filled, Sampler(PROMPT, out.logits[0, -1], params, []))
+    assert list(one) == answer(params).token_ids
     # an answer ends at EOS
     ids = answer(SamplingParams(max_new_tokens=8)).token_ids
     cut = ids.index(ids[3]) + 1

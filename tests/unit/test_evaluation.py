@@ -41,7 +41,7 @@ from cacheblend.evaluation.demo import (
 )
 from cacheblend.evaluation.plots import draw
 from cacheblend.evaluation.records import ROWS as ROWS_FILE
-from cacheblend.evaluation.records import RowLog, folder_name
+from cacheblend.evaluation.records import LineLog, folder_name
 from cacheblend.evaluation.report import notes, tables
 from cacheblend.evaluation.scorers import ExactMatch, TokenF1, WordF1, best, make_scorers, normalise
 from cacheblend.nano import lexicon
@@ -297,21 +297,24 @@ def record(number: int) -> RowResult:
     return RowResult(number, f"id{number}", "direct", ["Ann"], [cell], [(5, "too long")])
 
 
+def opened(folder: Path | None, config: dict[str, Any]) -> LineLog[RowResult]:
+    return LineLog(folder, config, RowResult.of_dict)
+
+
 def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
-    with RowLog(tmp_path / "run", {"a": 1}) as log:
-        log.add(record(0))
-        log.add(record(2))
-    with RowLog(tmp_path / "run", {"a": 1}) as log:
-        assert log.rows == {0: record(0), 2: record(2)}
+    with opened(tmp_path / "run", {"a": 1}) as log:
+        log.append(asdict(record(0)))
+        log.append(asdict(record(2)))
+    with opened(tmp_path / "run", {"a": 1}) as log:
+        assert log.items == [record(0), record(2)]
         assert not log.torn
     # two runs do not write into one folder
-    with RowLog(tmp_path / "two", {}), pytest.raises(InvalidInputError, match="written by another process"):
-        RowLog(tmp_path / "two", {})
-    RowLog(tmp_path / "two", {}).close()
-    # without a folder they stay in memory
-    with RowLog(None, {}) as log:
-        log.add(record(3))
-        assert asdict(log.rows[3]) == asdict(record(3))
+    with opened(tmp_path / "two", {}), pytest.raises(InvalidInputError, match="written by another process"):
+        opened(tmp_path / "two", {})
+    opened(tmp_path / "two", {}).close()
+    # without a folder nothing is kept
+    with opened(None, {}) as log:
+        log.append(asdict(record(3)))
     # which is named by what shapes its results
     name = folder_name("my model/x y", {"a": 1, "b": [2]})
     assert name == folder_name("my model/x y", {"b": [2], "a": 1})
@@ -321,24 +324,24 @@ def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 def test_a_torn_last_line_is_written_over_and_one_damaged_in_the_middle_an_error(tmp_path: Path) -> None:
-    with RowLog(tmp_path / "run", {}) as log:
-        log.add(record(0))
-        log.add(record(1))
+    with opened(tmp_path / "run", {}) as log:
+        log.append(asdict(record(0)))
+        log.append(asdict(record(1)))
     file = tmp_path / "run" / ROWS_FILE
     whole = file.read_bytes()
     file.write_bytes(whole[:-20])
-    with RowLog(tmp_path / "run", {}) as log:
-        assert log.torn and list(log.rows) == [0]
-        log.add(record(1))
+    with opened(tmp_path / "run", {}) as log:
+        assert log.torn and [row.number for row in log.items] == [0]
+        log.append(asdict(record(1)))
     assert file.read_bytes() == whole
     # in the middle
-    with RowLog(tmp_path / "damaged", {}) as log:
-        log.add(record(0))
-        log.add(record(1))
+    with opened(tmp_path / "damaged", {}) as log:
+        log.append(asdict(record(0)))
+        log.append(asdict(record(1)))
     file = tmp_path / "damaged" / ROWS_FILE
     file.write_bytes(b"{" + file.read_bytes())
     with pytest.raises(InvalidInputError, match=r"rows.jsonl, line 1: damaged .*delete that line"):
-        RowLog(tmp_path / "damaged", {})
+        opened(tmp_path / "damaged", {})
 
 
 # ---- figures --------------------------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ def _examine(model: options.ModelOrShape, device: options.DeviceOptions, as_json
         models.quiet_transformers()
         from cacheblend.engines.hf.doctor import Check, diagnose
 
-        dtype, place = models.checked_dtype(device.dtype), models.checked_device(device.device)
+        dtype, place = models.checked(device)
         if model.model is not None:
             found = diagnose(model.model, name=models.model_name(model.model), dtype=dtype, device=place, on_check=say)
         else:
@@ -122,7 +122,7 @@ def _examine(model: options.ModelOrShape, device: options.DeviceOptions, as_json
 
             assert model.shape is not None  # one of the two is given
             wanted = torch.bfloat16 if dtype == "auto" else dtype
-            built = build_shape(model.shape, dtype=wanted, device=device.device)
+            built = build_shape(model.shape, dtype=wanted, device=str(place))
             found = diagnose(built, name=f"{model.shape} (random weights)", on_check=say)
         if model.model is not None and found.blendable:
             from cacheblend.engines.settings import resolve_settings

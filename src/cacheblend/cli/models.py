@@ -40,8 +40,8 @@ def open_engine(
                 store=store,
                 config=config,
                 profile=profile,
-                dtype=checked_dtype(device.dtype),
-                device=checked_device(device.device),
+                dtype=device.dtype,
+                device=device.device,
             )
         except CacheBlendError:
             raise
@@ -74,25 +74,8 @@ def quiet_transformers() -> None:
     logging.disable_progress_bar()
 
 
-def checked_dtype(name: str) -> Any:
-    """The torch dtype of that name, or ``"auto"``."""
-    import torch
+def checked(device: DeviceOptions) -> tuple[Any, Any]:
+    """The options' dtype, or ``"auto"``, and device, for what does not open a folder with them at once."""
+    from cacheblend.engines.hf.model_loader import checked_device, checked_dtype
 
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name != "auto" and name not in known:
-        raise InvalidInputError(f"no dtype is called {name!r}; there are auto, {', '.join(known)}")
-    return known.get(name, "auto")
-
-
-def checked_device(name: str | None) -> Any:
-    """The torch device of that name; None for None."""
-    import torch
-
-    if name is None:
-        return None
-    try:
-        if torch.empty(1, device=name).is_meta:
-            raise ValueError("it holds no data")
-    except Exception as error:
-        raise InvalidInputError(f"the device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
-    return torch.device(name)
+    return checked_dtype(device.dtype), checked_device(device.device)

@@ -93,18 +93,14 @@ class Method(Protocol):
 
     def check(self, layers: int) -> None:
         """Raises `InvalidInputError` if the method does not work with a model of this many layers."""
+        return  # it works with any
 
     def answer(self, asked: Asked) -> Outcome:
         """Answer and cost. Raises `PromptTooLongError` for a prompt of its own that exceeds the model's context."""
 
 
-class _AnyModel:
-    def check(self, layers: int) -> None:
-        pass
-
-
 @dataclass(frozen=True)
-class FullRecompute(_AnyModel):
+class FullRecompute(Method):
     """Computes everything, with transformers' own forward pass."""
 
     label: Label = Label("full", "full", "full")
@@ -114,7 +110,7 @@ class FullRecompute(_AnyModel):
 
 
 @dataclass(frozen=True)
-class PrefixCaching(_AnyModel):
+class PrefixCaching(Method):
     """Loads the exact prefix only, and computes the rest."""
 
     label: Label = Label("prefix", "prefix", "prefix")
@@ -138,7 +134,7 @@ class Fused:
 
 
 @dataclass(frozen=True)
-class MapReduce(_AnyModel):
+class MapReduce(Method):
     """Asks each passage alone, then asks again over the joined answers. Loads nothing."""
 
     label: Label = Label("map-reduce", "map-reduce", "map-reduce")
@@ -158,7 +154,7 @@ class MapReduce(_AnyModel):
 
 
 @dataclass(frozen=True)
-class MapRerank(_AnyModel):
+class MapRerank(Method):
     """Asks each passage alone; takes the answer whose tokens have the highest mean log-probability."""
 
     label: Label = Label("map-rerank", "map-rerank", "map-rerank")

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
@@ -71,7 +71,7 @@ class RowResult:
 
 class LineLog(Closable, Generic[T]):
     """Results in a folder's file of JSON lines, each written as soon as it is added. Close it, or use `with`. `folder`
-    is created if missing; None keeps the results in memory. `parse` makes a result of a line's JSON; `items` are those
+    is created if missing; None: nothing is written. `parse` makes a result of a line's JSON; `items` are those
     that were in the file. `torn`: the process that wrote the file was killed while it wrote the last line, which is
     dropped. Raises `InvalidInputError`: a line is damaged, or another process writes to the folder."""
 
@@ -115,19 +115,6 @@ class LineLog(Closable, Generic[T]):
         """Closes the file and releases its lock."""
         if self._file is not None:
             self._file.close()
-
-
-class RowLog(LineLog[RowResult]):
-    """The finished rows by number, see `LineLog`."""
-
-    def __init__(self, folder: Path | None, config: Mapping[str, Any]) -> None:
-        super().__init__(folder, config, RowResult.of_dict)
-        self.rows = {row.number: row for row in self.items}
-
-    def add(self, row: RowResult) -> None:
-        """Adds a row, see `append`."""
-        self.rows[row.number] = row
-        self.append(asdict(row))
 
 
 def folder_name(name: str, config: Mapping[str, Any]) -> str:

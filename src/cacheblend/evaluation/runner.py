@@ -17,7 +17,7 @@ from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf.baselines import agreement, touch
 from cacheblend.evaluation.compute import ComputeScale
 from cacheblend.evaluation.methods import Asked, Label, Method, Outcome, OwnAnswer, make_methods
-from cacheblend.evaluation.records import Cell, RowLog, RowResult, folder_name
+from cacheblend.evaluation.records import Cell, LineLog, RowResult, folder_name
 from cacheblend.evaluation.templates import Template
 
 Progress = Callable[[str, int, int], None]  # called with (``warming`` or ``answering``, passages or rows done, total)
@@ -133,21 +133,23 @@ def evaluate(
         )
     prompts = [prompt for case in cases for prompt in case.prompts.values()]
     config = describe(engine, rows, methods, settings, prompts)
-    with RowLog(None if out is None else out / folder_name(name, config), config) as log:
-        resumed, scale = len(log.rows), ComputeScale.of(engine)
-        pending = [case for case in cases if case.number not in log.rows]
-        progress("answering", len(log.rows), len(cases))
+    with LineLog(None if out is None else out / folder_name(name, config), config, RowResult.of_dict) as log:
+        finished = {row.number: row for row in log.items}
+        resumed, scale = len(finished), ComputeScale.of(engine)
+        pending = [case for case in cases if case.number not in finished]
+        progress("answering", len(finished), len(cases))
         for index, group in enumerate(groups_that_fit(engine, pending)):
-            if enough(len(log.rows)):
+            if enough(len(finished)):
                 break
             store_passages(engine, group, progress, first=index == 0)
             for case in group:
-                if enough(len(log.rows)):
+                if enough(len(finished)):
                     break
-                log.add(_run(engine, case, methods, settings, scale))
-                progress("answering", len(log.rows), len(cases))
+                row = finished[case.number] = _run(engine, case, methods, settings, scale)
+                log.append(asdict(row))
+                progress("answering", len(finished), len(cases))
         labels = tuple(method.label for method in methods)
-        done = [log.rows[case.number] for case in cases if case.number in log.rows]
+        done = [finished[case.number] for case in cases if case.number in finished]
         return Evaluation(config, labels, settings.top_k, done, log.folder, resumed, log.torn)
 
 

@@ -3,7 +3,7 @@ recompute, prefix caching, the fused path with any selector (full reuse, blend),
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -112,13 +112,12 @@ def finish(
     """Decodes the answer that follows a method's first logits on its engine and prompt: (text, token ids). Consumes its
     KV. `seen` is called after each token with its id and the logits [vocab] that it was sampled from."""
     assert first.kv is not None
-    ids = engine.ids_of(prompt)
-    decoding = PlainDecoding(engine.model, first.kv, ids, first.logits, params, engine.eos_ids, first.states)
+    sampler = Sampler(engine.ids_of(prompt), first.logits, params, engine.eos_ids)
+    tokens = plain_tokens(engine.model, first.kv, sampler, first.states)
     stream = TextStream(engine.builder.detokenizer() if engine.builder else None, params.stop)
-    sampler = decoding.sampler
     while sampler.finish_reason is None and not stream.stopped:
         with engine.view.threads.layer():
-            token = decoding.step()
+            token = next(tokens)
         stream.push(token)
         if seen is not None:
             seen(token, sampler.logits)
@@ -149,33 +148,17 @@ def _plain(engine: BlendEngine, prompt: Prompt, cache: DynamicCache, *, known: i
     return FirstToken(out.logits[0, -1], seconds, ids.shape[1] * engine.survey.num_layers, cache)
 
 
-@without_ambient
-class PlainDecoding:
-    """Decodes one sequence with transformers' own forward and cache, one token per `step`. `kv` has one entry per
-    layer, or is a filled transformers cache; a list is moved into such a cache after the first token, and emptied.
-    `states` are those of recurrent layers, beside a list. The others are as for `Sampler`."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        kv: list[LayerKV] | DynamicCache,
-        prompt_ids: torch.Tensor,
-        logits: torch.Tensor,
-        params: SamplingParams,
-        eos_ids: Sequence[int],
-        states: States | None = None,
-    ) -> None:
-        self._model, self._kv, self._states = model, kv, states
-        self.sampler = Sampler(prompt_ids, logits, params, eos_ids)
-
-    def step(self) -> int:
-        """Samples the next token; sets the sampler's `finish_reason` after the last one."""
-        sampler = self.sampler
-        if sampler.has_begun:
-            if not isinstance(self._kv, DynamicCache):
-                self._kv = fill_cache(self._model, self._kv, self._states)
-            position = torch.tensor([[len(sampler) - 1]], device=sampler.last_id.device)
-            ids = sampler.last_id[None]
-            out = self._model(input_ids=ids, position_ids=position, past_key_values=self._kv, use_cache=True)
-            sampler.logits = out.logits[0, -1]
-        return sampler.sample()
+def plain_tokens(
+    model: PreTrainedModel, kv: list[LayerKV] | DynamicCache, sampler: Sampler, states: States | None = None
+) -> Iterator[int]:
+    """Decodes a sampler's answer with transformers' own forward and cache. `kv` has one entry per layer, or is a filled
+    transformers cache; a list is moved into such a cache after the first token, and emptied. `states` are those of
+    recurrent layers, beside a list."""
+    yield sampler.sample()
+    if sampler.finish_reason is None and not isinstance(kv, DynamicCache):
+        kv = fill_cache(model, kv, states)
+    while sampler.finish_reason is None:
+        position = torch.tensor([[len(sampler) - 1]], device=sampler.last_id.device)
+        out = model(input_ids=sampler.last_id[None], position_ids=position, past_key_values=kv, use_cache=True)
+        sampler.logits = out.logits[0, -1]
+        yield sampler.sample()

@@ -58,18 +58,8 @@ def open_folder(
     **model_options: Any,
 ) -> OpenedModel:
     """Opens a model folder; arguments as for `BlendEngine.from_pretrained`."""
-    folder, where = Path(path), torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device is not None:
-        try:
-            where = torch.empty(0, device=device).device
-        except Exception as error:
-            reason = str(error).splitlines()[0]
-            raise InvalidInputError(f"the device {device!r} cannot be used: {reason}") from error
-    if "torch_dtype" in model_options:
-        dtype = model_options.pop("torch_dtype") or dtype
-    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype != "auto" and not isinstance(named, torch.dtype):
-        raise InvalidInputError(f"no dtype is called {dtype!r}; use auto, float32, bfloat16 or float16")
+    folder, where = Path(path), checked_device(device)
+    dtype = checked_dtype(model_options.pop("torch_dtype", None) or dtype)
     if subfolder := model_options.pop("subfolder", ""):
         folder = folder / subfolder
     before = states_in(folder)
@@ -92,6 +82,27 @@ def open_folder(
             f"files in {folder} were changed while the model was opened from them; open it again once they are complete"
         )
     return OpenedModel(model, tokenizer, with_own_code(fingerprint, model), name_of(folder))
+
+
+def checked_dtype(dtype: str | torch.dtype) -> Any:
+    """The dtype of weights, by name or as it is, or ``"auto"``. Raises `InvalidInputError`."""
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype == "auto" or (isinstance(named, torch.dtype) and named.is_floating_point):
+        return named or dtype
+    raise InvalidInputError(f"no dtype is called {dtype!r}; use auto, float32, bfloat16 or float16")
+
+
+def checked_device(device: str | torch.device | None) -> torch.device:
+    """The device of that name, CUDA for None if there is any. Raises `InvalidInputError`."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.empty(1, device=device)
+        if found.is_meta:
+            raise ValueError("it holds no data")
+    except Exception as error:
+        raise InvalidInputError(f"the device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return found.device
 
 
 def _changing(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:

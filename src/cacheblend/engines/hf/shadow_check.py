@@ -17,10 +17,11 @@ from typing import NamedTuple
 import torch
 
 from cacheblend.core.failures import CHECK, count_failure
-from cacheblend.core.fuse.batching import LayerRows, LayerSteps
+from cacheblend.core.fuse.batching import TogetherPass
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillResult
 from cacheblend.core.names import TokenIds
 from cacheblend.core.plan.prompt import Prompt, text
+from cacheblend.engines.hf.layers import JoinedRows
 from cacheblend.engines.shadow import (
     ANSWER_TOKENS,
     CLOSED,
@@ -83,8 +84,7 @@ class ShadowCheck:
         self._queue: deque[WatchedAnswer] = deque()
         self._current: WatchedAnswer | None = None  # since it left the queue: opening its prefill takes a while
         self._prefill: BlendedPrefill | None = None
-        self._steps: LayerSteps | None = None  # of the layer under way
-        self._tile: LayerRows | None = None  # to be computed next
+        self._layer: TogetherPass | None = None  # under way
         self._lock, self._closed = threading.Lock(), False
         self._last_version: int | None = None
 
@@ -132,14 +132,11 @@ class ShadowCheck:
             if self._prefill is None:
                 self._open()
                 return
-            if self._tile is None:
-                self._steps = self._prefill.next_layer()
-                self._tile = next(self._steps, None)
-            if self._tile is not None and self._steps is not None:
-                try:
-                    self._tile = self._steps.send(self._tile.run())
-                except StopIteration:
-                    self._tile = None
+            if self._layer is None:
+                self._layer = TogetherPass([self._prefill.next_layer()], JoinedRows, 1, isolate=False)
+            self._layer.advance(1)
+            if self._layer.done:
+                self._layer = None
             if self._prefill.done:
                 watched, full = self._current, self._prefill.result().logits
                 if watched is not None and not self._is_stale(watched):  # adapters may have been switched meanwhile
@@ -175,8 +172,7 @@ class ShadowCheck:
             self._prefill = self._open_full(watched.forced(), len(watched.token_ids))
 
     def _end(self) -> None:
-        done, self._prefill, self._current = self._prefill, None, None
-        self._steps = self._tile = None
+        done, self._prefill, self._current, self._layer = self._prefill, None, None, None
         if done is not None:
             done.close()
 

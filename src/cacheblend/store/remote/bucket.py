@@ -44,18 +44,16 @@ T = TypeVar("T")
 class BucketObjects:
     """See `Objects`; ``s3://bucket/folder``. A request may take `timeout` seconds, writing a block `UPLOAD_S` if that
     is more. `options`: obstore's for S3 (``endpoint``, ``region``, ``access_key_id``, ...); missing ones are taken from
-    AWS's usual environment variables. Raises `InvalidInputError`: obstore is not installed, or rejects the URL or an
-    option, or one of the two keys is missing."""
+    AWS's usual environment variables. Raises `InvalidInputError`: obstore, which must be installed, rejects the URL or
+    an option, or one of the two keys is missing."""
 
     tier = "s3"
 
     def __init__(self, url: str, *, timeout: float = 5.0, options: Mapping[str, str] | None = None) -> None:
-        try:
-            import obstore
-            from obstore import exceptions
-            from obstore.store import S3Store
-        except ImportError as error:
-            raise InvalidInputError("a store in a bucket needs obstore: pip install 'cacheblend[s3]'") from error
+        import obstore
+        from obstore import exceptions
+        from obstore.store import S3Store
+
         if "access_key_id" not in (options or {}):
             check_keys(url)
         self.place = url

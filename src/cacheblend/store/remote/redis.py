@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from cacheblend.core.errors import InvalidInputError, StoreError, StoreFullError, StoreUnreachableError
+from cacheblend.core.errors import StoreError, StoreFullError, StoreUnreachableError
 from cacheblend.core.names import BlockName
 from cacheblend.store.base import LOGGER_NAME
 from cacheblend.store.remote.objects import HeldBlock, Range
@@ -44,23 +44,20 @@ logger = logging.getLogger(LOGGER_NAME)
 class RedisObjects:
     """See `Objects`; ``redis://``, ``rediss://`` or ``valkey://`` host:port/database. The connection is opened on first
     use; it and each answer may take `timeout` seconds. `prefix`: of all keys; `cluster`: the server is a node of one.
-    Raises `InvalidInputError`: redis-py is not installed."""
+    Needs redis-py."""
 
     tier = "redis"
 
     def __init__(self, url: str, *, prefix: str = "cacheblend", timeout: float = 2.0, cluster: bool = False) -> None:
-        try:
-            import redis
-        except ImportError as error:
-            raise InvalidInputError("a store in Redis needs redis-py: pip install 'cacheblend[redis]'") from error
-        parts = urlsplit(url)
-        scheme = parts.scheme.replace("valkey", "redis")
-        self.place = urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
-        self._prefix = prefix
+        import redis
         from redis.backoff import NoBackoff
         from redis.exceptions import RedisClusterException
         from redis.retry import Retry
 
+        parts = urlsplit(url)
+        scheme = parts.scheme.replace("valkey", "redis")
+        self.place = urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+        self._prefix = prefix
         # One retry, for a connection that was closed while idle; a cluster's client repeats commands by itself.
         options: dict[str, Any] = {"retry": Retry(NoBackoff(), 0 if cluster else 1)}
         options |= dict.fromkeys(("socket_timeout", "socket_connect_timeout"), timeout)
