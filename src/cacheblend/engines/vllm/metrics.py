@@ -25,7 +25,7 @@ _PLAIN: Texts = {
     "prompt_tokens": ((), "Tokens of blended prompts."),
     "recomputed_tokens": ((), "Loaded tokens that were recomputed after the last selection."),
     "row_layers": ((), "Rows times layers that blending computed."),
-    "captured_tokens": ((), "Tokens of missed chunks that were computed alone and stored."),
+    "captured_tokens": ((), "Tokens of missed chunks that were computed alone, and of histories, that were stored."),
     **DISCOVERED,
     "load_seconds": ((), "Seconds of reading stored KV and copying it to the device."),
     "wait_seconds": ((), "Seconds that blending waited for stored KV."),
