@@ -135,8 +135,8 @@ async function ask() {
 
 // One after the other: at the same time they would compete for the processors, and the times mean nothing.
 async function run(prompt, signal) {
-  const step = (number, what) => { byId("progress").textContent = `Step ${number} of 4: ${what} …`; };
-  step(1, "storing new passages");
+  const step = (number, what) => { byId("progress").textContent = `${number} of 4: ${what} …`; };
+  step(1, "storing passages");
   const found = await api.explain(prompt, signal);
   const answers = {};
   for (const [number, mode] of MODES.entries()) {

@@ -90,7 +90,7 @@ function charactersOf(tokens) {
 }
 
 const isHot = (token) => (token.source === "loaded" || token.source === "recomputed") && token.strength > 0;
-const heat = (token) => `${Math.round(75 * Math.sqrt(token.strength))}%`;
+const heat = (token) => `${Math.round(100 * Math.sqrt(token.strength))}%`;
 
 function drawPart(part, longest, strength, isKnown) {
   const shown = element("details", undefined, { class: "part", "data-title": part.title });
