@@ -27,7 +27,8 @@ export function drawMap(result) {
 }
 
 function workIn({ answers: { blend: { report } }, found }) {
-  const rows = report.recomputed_tokens ? `${plural(report.recomputed_tokens, "loaded token")} in all layers, checks in the first ones, and the question` : "what was not loaded";
+  const checks = report.projected_rows ? "checks in the first ones, " : "";
+  const rows = report.recomputed_tokens ? `${plural(report.recomputed_tokens, "loaded token")} in all layers, ${checks}and the question` : "what was not loaded";
   return `Blending did ${percent(workOf(report, found.layers))} of a full prefill's work: ${rows}.`;
 }
 
