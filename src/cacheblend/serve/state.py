@@ -110,10 +110,6 @@ class ServerState:
             raise ApiError(400, "this server has no tokenizer")
         return self.engine.builder
 
-    def token_text(self, token: int) -> str:
-        """Text of one token; empty for a special token."""
-        return self.engine.builder.decode([token]) if self.engine.builder else str(token)
-
     def token_bytes(self, token: int) -> bytes:
         """What a token stands for, which may be a part of a character; of a special token its text."""
         return self.engine.builder.token_bytes(token) if self.engine.builder else str(token).encode()

@@ -7,7 +7,9 @@ POST /playground/explain     stores what is missing of a prompt; its tokens by s
                              far the first token is from full recompute's, and what is right, where that is known
 """
 
-from collections.abc import Generator
+import codecs
+import json
+from collections.abc import Generator, Iterable
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
@@ -58,26 +60,16 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
     async def page() -> Any:
         return FileResponse(STATIC / "index.html", headers=PAGE_HEADERS)
 
-    def expected(question: str, texts: list[str]) -> dict[str, Any] | None:
-        """What is right, and the sentences that the answer needs; None if that is not known."""
-        found = answer_of(question, texts)
-        return found and {"answer": found.text, "places": [place._asdict() for place in found.places]}
-
-    texts, engine = notes(), state.engine
-    library = {
-        "passages": [{"title": f"Note {number}", "text": text} for number, text in enumerate(texts, 1)],
-        "questions": [
-            {"title": each.title, "about": each.about, "text": each.question, "passages": each.order}
-            | (expected(each.question, [texts[index] for index in each.order]) or {})
-            for each in EXAMPLES
-        ],
+    engine = state.engine
+    is_shipped = engine.fingerprint == read_profile(model_path() / PROFILE_NAME).fingerprint
+    library = (_notes() if is_shipped else json.loads((STATIC / "examples.json").read_text(encoding="utf-8"))) | {
         "model": {
             "name": engine.name,
             "parameters": sum(weights.numel() for weights in engine.model.parameters()),
-            "layers": len(engine.survey.layout.layers),
+            "layers": engine.survey.num_layers,
             "dtype": str(engine.survey.layout.dtype).removeprefix("torch."),
             "device": engine.model.device.type,
-            "is_shipped": engine.fingerprint == read_profile(model_path() / PROFILE_NAME).fingerprint,
+            "is_shipped": is_shipped,
         },
         "needs_key": bool(state.settings.keys.keys),
     }
@@ -111,9 +103,28 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
     @app.post("/playground/explain", include_in_schema=False)
     async def explain(request: Request, asked: Explain, key: Key) -> dict[str, Any]:
         found: dict[str, Any] = await state.run_serially(request, lambda: _explain(state, asked, key))
-        return found | {"expected": expected(asked.question, [each.text for each in asked.documents])}
+        texts = [each.text for each in asked.documents]
+        return found | {"expected": _expected(asked.question, texts) if is_shipped else None}
 
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
+
+
+def _notes() -> dict[str, Any]:
+    """Passages and questions of the model that ships."""
+    texts = notes()
+    questions = [
+        {"title": each.title, "about": each.about, "text": each.question, "passages": each.order}
+        | (_expected(each.question, [texts[index] for index in each.order]) or {})
+        for each in EXAMPLES
+    ]
+    passages = [{"title": f"Note {number}", "text": text} for number, text in enumerate(texts, 1)]
+    return {"passages": passages, "questions": questions}
+
+
+def _expected(question: str, texts: list[str]) -> dict[str, Any] | None:
+    """What is right, and the sentences that the answer needs; None if that is not known."""
+    found = answer_of(question, texts)
+    return found and {"answer": found.text, "places": [place._asdict() for place in found.places]}
 
 
 def _explain(state: ServerState, asked: Explain, key: ApiKey) -> Generator[None, None, dict[str, Any]]:
@@ -151,8 +162,9 @@ def _explain(state: ServerState, asked: Explain, key: ApiKey) -> Generator[None,
         "strength": _measured(watched),
         "kl": close.kl,
         "top_1": close.top_1,
-        "first_token": state.token_text(int(result.logits.argmax())),
-        "full_first_token": state.token_text(int(full.logits.argmax())),
+        "first_token": state.token_name(int(result.logits.argmax())),
+        "full_first_token": state.token_name(int(full.logits.argmax())),
+        "layers": engine.survey.num_layers,
         "prompt_tokens": report.prompt_tokens,
         "hit_tokens": report.hit_tokens,
         "recomputed_tokens": report.recomputed_tokens,
@@ -162,14 +174,14 @@ def _explain(state: ServerState, asked: Explain, key: ApiKey) -> Generator[None,
 
 def _segments(state: ServerState, plan: BlendPlan, watched: Recorded) -> list[dict[str, Any]]:
     """The prompt by segment: each token's text and source, and for loaded tokens a strength 0..1."""
-    strengths, kept, tokenizer = dict[int, float](), set(watched.kept), state.engine.tokenizer
+    strengths, kept = dict[int, float](), set(watched.kept)
     by_deviation = _measured(watched) == "deviation"  # hybrid has both, on scales that cannot be compared
     for asked in watched.asked:
         values = asked.deviation if by_deviation else asked.attention
         if values is not None:  # the last layer that measured it counts
             strengths |= dict(zip(asked.positions.tolist(), values.float().tolist(), strict=True))
     highest = max(strengths.values(), default=0.0) or 1.0
-    ids = plan.prompt.token_ids.tolist()
+    texts = _texts(map(state.token_bytes, plan.prompt.token_ids.tolist()))
     found: list[dict[str, Any]] = []
     for span in plan.spans:
         if not found or found[-1]["segment"] != span.segment:
@@ -179,11 +191,19 @@ def _segments(state: ServerState, plan: BlendPlan, watched: Recorded) -> list[di
             source = {Source.PREFIX: "prefix", Source.LOADED: "loaded"}.get(span.source, "fresh")
             if source == "loaded" and position in kept:
                 source = "recomputed"
-            token = ids[position]
-            shown = state.token_text(token) or str(tokenizer.convert_ids_to_tokens(token))  # a special token's name
             strength = round(strengths.get(position, 0.0) / highest, 3)
-            found[-1]["tokens"].append({"text": shown, "source": source, "strength": strength})
+            found[-1]["tokens"].append({"text": texts[position], "source": source, "strength": strength})
     return found
+
+
+def _texts(tokens: Iterable[bytes]) -> list[str]:
+    """Texts of tokens. A character that several tokens make stands with the first of them; the others have none."""
+    decoder, texts, start = codecs.getincrementaldecoder("utf-8")("replace"), list[str](), 0
+    for number, token in enumerate(tokens):
+        start = start if decoder.getstate()[0] else number
+        texts.append("")
+        texts[start] += decoder.decode(token)
+    return texts
 
 
 def _measured(watched: Recorded) -> str:

@@ -5,15 +5,18 @@ import { MODES, changedInputs } from "./changes.js";
 import { byId, element, say } from "./dom.js";
 import { drawMap } from "./map.js";
 import * as passages from "./passages.js";
-import { beginPane, breakPanes, clearPanes, drawResult, endPane, markStale, writeAnswer } from "./results.js";
+import { beginPane, breakPanes, clearPanes, drawPanes, drawResult, endPane, markStale, writeAnswer } from "./results.js";
 import { watchShadow } from "./shadow.js";
 
 const MORE = 0.3; // the ratio that the page proposes to try
+const PAPERS = 0.15; // the ratio of the paper, whose selector is `hkvd`
+const KEPT = "cacheblend-prompt"; // in the tab's session: own passages, the prompt and the question, never the key
 let settings = {};
 let examples = []; // prompts with the passages that they are made of, and the sentences that their answers need
 let shown = null; // the result that is drawn
 let last = null; // the last result, drawn or not
 let known = null; // a prompt, and the sentences that its answer needs
+let isRestored = false; // what was written before a reload is there again
 let stopping = null; // ends the question under way; null: none is
 
 // ---- the prompt as it stands ------------------------------------------------------------------------------
@@ -41,6 +44,24 @@ function promptChanged() {
   markStale(shown ? changedInputs(shown.prompt, promptNow()) : []);
   const now = promptNow();
   examples.forEach((example, number) => byId("examples").children[number].setAttribute("aria-pressed", String(asksTheSame(example, now))));
+  if (isRestored) keep({ ...passages.written(), question: byId("question").value });
+}
+
+// A browser may refuse to keep anything.
+function keep(written) {
+  try { sessionStorage.setItem(KEPT, JSON.stringify(written)); } catch { /* then a reload begins anew */ }
+}
+
+// What was written before the page was loaded again.
+function restore() {
+  let written = null;
+  try { written = JSON.parse(sessionStorage.getItem(KEPT)); } catch { /* as above */ }
+  isRestored = true;
+  if (!written) return;
+  byId("question").value ||= written.question;
+  passages.restore(written);
+  known = examples.find((example) => asksTheSame(example, promptNow())) ?? null;
+  passages.draw();
 }
 
 function drawRatio() {
@@ -61,9 +82,10 @@ function setSelector(selector, ratio) {
 
 // ---- asking -----------------------------------------------------------------------------------------------
 
-function showError(message) {
-  byId("error").textContent = message;
-  byId("error").hidden = !message;
+function showError(message, where = "error") {
+  for (const name of ["error", "refused"]) byId(name).hidden = name !== where || !message;
+  byId(where).textContent = message;
+  if (message) byId(where).scrollIntoView({ block: "nearest" });
 }
 
 function setAsking(isAsking) {
@@ -72,6 +94,7 @@ function setAsking(isAsking) {
   for (const button of [byId("ask"), byId("again"), ...byId("examples").children, ...byId("next").querySelectorAll("button")]) {
     button.setAttribute("aria-disabled", String(isAsking));
   }
+  if (!isAsking && document.activeElement === byId("stop")) byId("ask").focus();
   byId("stop").hidden = !isAsking;
   if (!isAsking) byId("progress").textContent = "";
 }
@@ -82,11 +105,13 @@ async function ask() {
   if (!prompt.documents.length) return refuse("Add a passage to the prompt first.", "prompt-title");
   if (!prompt.question) return refuse("Enter a question.", "question");
   showError("");
+  const former = shown;
   stopping = new AbortController();
   setAsking(true);
   clearPanes();
   markStale([]);
   shown = null;
+  showResults();
   try {
     const result = await run(prompt, stopping.signal);
     known = { ...prompt, places: result.found.expected?.places ?? [] };
@@ -97,27 +122,28 @@ async function ask() {
     passages.draw();
     document.body.dataset.state = "done";
   } catch (error) {
-    breakPanes();
-    emptyResults();
-    failed(error);
+    if (stopping.signal.aborted) stopped(former);
+    else failed(error);
   } finally {
+    const said = stopping.signal.aborted ? "Stopped." : "";
     stopping = null;
     setAsking(false);
+    byId("progress").textContent = said;
     promptChanged();
   }
 }
 
 // One after the other: at the same time they would compete for the processors, and the times mean nothing.
 async function run(prompt, signal) {
-  const step = (number, what) => { byId("progress").textContent = `Step ${number} of 4: ${what} …`; };
-  step(1, "storing passages that are new, and comparing the first tokens");
+  const step = (number, what) => { byId("progress").textContent = `${number} of 4: ${what} …`; };
+  step(1, "storing passages");
   const found = await api.explain(prompt, signal);
   const answers = {};
   for (const [number, mode] of MODES.entries()) {
     step(number + 2, { full: "full recompute", reuse: "full reuse", blend: "blend" }[mode]);
     beginPane(mode);
     answers[mode] = await api.answer(mode, prompt, (text) => writeAnswer(mode, text), signal);
-    endPane(mode, answers[mode]);
+    endPane(mode, answers[mode], found.layers);
   }
   return { prompt, found, answers };
 }
@@ -128,13 +154,23 @@ function emptyResults() {
 }
 
 function refuse(message, focused) {
-  showError(message);
   byId(focused).focus();
+  showError(message, "refused");
+}
+
+// The former result, if there is one, is there again.
+function stopped(former) {
+  document.body.dataset.state = "stopped";
+  shown = former;
+  if (former) drawPanes(former);
+  else breakPanes("stopped");
 }
 
 function failed(error) {
+  breakPanes("broke off");
+  emptyResults();
   document.body.dataset.state = "failed";
-  showError(stopping.signal.aborted ? "Stopped." : error.message);
+  showError(error.message);
   if (error.status === 401) {
     byId("key-field").hidden = false;
     byId("key").focus();
@@ -156,11 +192,11 @@ function exampleCard(example, number) {
     if (stopping) return;
     load(example);
     ask();
-    showResults();
   });
   return card;
 }
 
+// The answers come into sight, wherever the page was scrolled to.
 function showResults() {
   const { top, bottom } = byId("results").querySelector(".panes").getBoundingClientRect();
   if (top < 0 || bottom > innerHeight) byId("results").scrollIntoView();
@@ -169,10 +205,10 @@ function showResults() {
 function describeModel({ name, parameters, layers, device, dtype, is_shipped: isShipped }) {
   const size = parameters >= 1e9 ? `${(parameters / 1e9).toFixed(1)} billion` : `${(parameters / 1e6).toFixed(1)} million`;
   byId("model").replaceChildren(element("b", name), ` ${size} parameters, ${layers} layers, ${dtype}, ${device}`);
-  const chosen = "The examples were chosen from many, so that full reuse answers the first ones wrong; it is often right.";
+  document.body.dataset.answers = isShipped ? "words" : "sentences";
   byId("about-examples").textContent = isShipped
-    ? `This server runs ${name}, the small model that ships with CacheBlend. It knows about 290 words and one thing: who has what in notes like these. ${chosen}`
-    : `This server runs ${name}. The examples were written for the small model that ships with CacheBlend, so ${name} may answer them in any way; your own passages say more.`;
+    ? `This server runs ${name}, the small model that ships with CacheBlend. It knows about 290 words and one thing: who has what in notes like these. The examples were chosen from many, so that full reuse answers the first ones wrong; it is often right.`
+    : `This server runs ${name}. The examples are passages about places that do not exist. Nothing here knows what is right: each answer is compared with the one that ${name} gives when it computes everything anew.`;
   byId("own-hint").hidden = !isShipped;
   byId("own-hint").textContent = "This model reads sentences like “Later Vaden sat down. The boot belongs to him.”, and not much else.";
 }
@@ -187,6 +223,7 @@ async function start() {
   } catch (error) {
     byId("library-error").querySelector("span").textContent = `The examples could not be loaded. ${error.message}`;
     byId("library-error").hidden = false;
+    if (!isRestored) restore();
     return;
   }
   byId("key-field").hidden = !found.needs_key;
@@ -198,15 +235,16 @@ async function start() {
     return { title, about, question: text, passages: chosen, documents: chosen.map(asDocument), places: places ?? [] };
   });
   byId("examples").replaceChildren(...examples.map(exampleCard));
+  if (!isRestored) restore();
   drawRatio();
   if (!passages.inPrompt().length && !byId("question").value) load(examples[0]);
   if (settings.shadow) watchShadow();
 }
 
 const TRIES = {
-  shuffle: () => { passages.shuffle(); ask(); showResults(); },
+  shuffle: () => { passages.shuffle(); ask(); },
   ratio: () => { setSelector(byId("selector").value || settings.selector, MORE); ask(); },
-  selector: () => { setSelector("hkvd", settings.recompute_ratio ?? Number(byId("ratio").value)); ask(); },
+  selector: () => { setSelector("hkvd", PAPERS); ask(); },
   own: () => {
     byId("add").open = true;
     byId("own-text").focus();

@@ -36,4 +36,7 @@ export function say(message) {
 }
 
 export const plural = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
+export const percent = (share) => `${(100 * share).toLocaleString("en", { maximumFractionDigits: 1 })}\u00a0%`;
 export const list = (words) => (words.length < 2 ? words.join("") : `${words.slice(0, -1).join(", ")} and ${words.at(-1)}`);
+// The first of many, and how many more there are.
+export const some = (words, most = 3) => list(words.length > most + 1 ? [...words.slice(0, most), `${words.length - most} more`] : words);

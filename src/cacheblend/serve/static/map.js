@@ -1,10 +1,13 @@
 // The map of a prompt: for each passage a strip of its tokens by the source of their KV, and its text to unfold.
 
-import { byId, element, plural } from "./dom.js";
-import { sources } from "./changes.js";
+import { byId, element, percent, plural } from "./dom.js";
+import { sources, workOf } from "./changes.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const NAMES = { prefix: "loaded, exact prefix", loaded: "loaded", recomputed: "loaded and recomputed", fresh: "computed" };
+const NAMES = { prefix: "loaded, exact prefix", loaded: "loaded", recomputed: "loaded, recomputed in all layers", fresh: "computed" };
+const STRONGEST = ["recomputed", "fresh", "loaded", "prefix"]; // of the sources of a character, what is shown
+const MANY = 12; // parts: more of them are scrolled
+const NARROW = matchMedia("(max-width: 48rem)"); // there texts stay folded, or the page has no end
 const HEAT = { deviation: "stronger colour: larger KV deviation", attention: "stronger colour: more attention by the question" };
 
 export function drawMap(result) {
@@ -17,9 +20,16 @@ export function drawMap(result) {
   byId("heat").textContent = HEAT[found.strength] ?? "";
   byId("needed-legend").hidden = !places.length;
   byId("needed-legend").textContent = isKnown ? "what the answer needs" : "the answer's words";
-  byId("map-facts").textContent = qualityOf(found);
+  byId("map-facts").textContent = `${workIn(result)} ${qualityOf(found)}`;
+  byId("why").classList.toggle("many", parts.length > MANY);
   const longest = Math.max(...parts.map((part) => part.tokens.length));
   byId("why").replaceChildren(...parts.map((part) => drawPart(part, longest, found.strength, isKnown)));
+}
+
+function workIn({ answers: { blend: { report } }, found }) {
+  const checks = report.projected_rows ? "checks in the first ones, " : "";
+  const rows = report.recomputed_tokens ? `${plural(report.recomputed_tokens, "loaded token")} in all layers, ${checks}and the question` : "what was not loaded";
+  return `Blending did ${percent(workOf(report, found.layers))} of a full prefill's work: ${rows}.`;
 }
 
 function qualityOf(found) {
@@ -63,21 +73,38 @@ function markNeeded(parts, places, documents) {
   }
 }
 
+// Tokens by character as a reader counts them: an emoji or an accented letter may be several tokens, which are drawn as one.
+function charactersOf(tokens) {
+  const starts = new Set(Array.from(new Intl.Segmenter().segment(tokens.map(({ text }) => text).join("")), ({ index }) => index));
+  const found = [];
+  let at = 0;
+  for (const token of tokens) {
+    const last = found.at(-1);
+    if (last && (!token.text || !starts.has(at))) {
+      const source = STRONGEST.find((name) => name === last.source || name === token.source);
+      const [strength, isNeeded] = [Math.max(last.strength, token.strength), last.isNeeded || token.isNeeded];
+      Object.assign(last, { text: last.text + token.text, source, strength, isNeeded });
+    } else found.push({ ...token });
+    at += token.text.length;
+  }
+  return found;
+}
+
 const isHot = (token) => (token.source === "loaded" || token.source === "recomputed") && token.strength > 0;
-const heat = (token) => `${Math.round(75 * Math.sqrt(token.strength))}%`;
+const heat = (token) => `${Math.round(100 * Math.sqrt(token.strength))}%`;
 
 function drawPart(part, longest, strength, isKnown) {
   const shown = element("details", undefined, { class: "part", "data-title": part.title });
   const needed = part.tokens.some((token) => token.isNeeded);
-  shown.open = needed;
+  shown.open = needed && !NARROW.matches;
   const summary = element("summary");
   const head = element("span", undefined, { class: "head" });
   head.append(element("b", part.title));
-  if (needed) head.append(element("span", isKnown ? "the answer needs it" : "has the answer's words", { class: "tag" }));
+  if (needed) head.append(element("span", isKnown ? "needed" : "has the words", { class: "tag" }));
   head.append(element("span", countOf(part.tokens), { class: "count" }));
   summary.append(head, strip(part, longest));
-  const text = element("p", undefined, { class: "tokens" });
-  for (const token of part.tokens) {
+  const text = element("p", undefined, { class: "tokens", dir: "auto" });
+  for (const token of charactersOf(part.tokens)) {
     const name = `${token.source}${token.isNeeded ? " needed" : ""}`;
     const measured = strength && isHot(token) ? `, ${strength} ${token.strength}` : "";
     const span = element("span", token.text, { class: name, title: NAMES[token.source] + measured });
@@ -91,7 +118,8 @@ function drawPart(part, longest, strength, isKnown) {
 function countOf(tokens) {
   const recomputed = tokens.filter((token) => token.source === "recomputed").length;
   const loaded = tokens.filter((token) => token.source !== "fresh").length;
-  return loaded ? `${recomputed.toLocaleString("en")} of ${plural(loaded, "loaded token")} recomputed` : `${plural(tokens.length, "token")} computed`;
+  if (!loaded) return `${plural(tokens.length, "token")} computed`;
+  return recomputed ? `${plural(recomputed, "token")} recomputed` : "reused";
 }
 
 function strip({ tokens, title }, longest) {
@@ -103,7 +131,7 @@ function strip({ tokens, title }, longest) {
   drawn.setAttribute("class", "strip");
   drawn.style.width = `${(100 * tokens.length) / longest}%`;
   tokens.forEach((token, at) => {
-    const cell = rectangle(at, 0, 18, token.source);
+    const cell = token.source === "recomputed" ? rectangle(at, 0, 19, token.source) : rectangle(at, 4, 15, token.source);
     if (isHot(token)) cell.style.setProperty("--heat", heat(token));
     drawn.append(cell);
     if (token.isNeeded) drawn.append(rectangle(at, 20, 4, "needed"));

@@ -1,11 +1,12 @@
 // The passages to choose from, and those in the prompt: shown, moved, written, edited. Whoever asks about them listens.
 
-import { byId, element, iconButton, keepingFocus, say } from "./dom.js";
+import { byId, element, iconButton, keepingFocus, say, some } from "./dom.js";
 
 const shelf = []; // to choose from: the library's passages and the page's own
 let chosen = []; // in the prompt, in its order
 let edited = null; // the passage whose form is open
 let form = null; // that form: one element across redraws, so that what is written in it stays
+const unfolded = new Set(); // ids of passages that are shown in full
 let dragged = null;
 let listener = () => {};
 let placesIn = () => []; // sentences that the answer needs, if they are known of the prompt as it is
@@ -27,6 +28,17 @@ export function fillShelf(passages) {
   drawShelf();
 }
 
+// What a reload would lose, and how it is restored. A passage that is not on the shelf comes from a library of before.
+export const written = () => ({ own: shelf.filter((one) => one.isOwn).map(asWritten), prompt: chosen.map(asWritten) });
+
+const asWritten = ({ title, text, isOwn }) => ({ title, text, isOwn });
+
+export function restore({ own, prompt }) {
+  const made = (one) => makePassage(one.title, one.text, one.isOwn);
+  shelf.push(...own.map(made));
+  choose(prompt.map((one) => shelf.find((other) => other.title === one.title && other.text === one.text) ?? made(one)));
+}
+
 export function choose(passages) {
   chosen = passages;
   if (!chosen.includes(edited)) edited = null;
@@ -43,7 +55,7 @@ export function shuffle() {
     }
   } while (mixed.every((one, at) => one === chosen[at]));
   choose(mixed);
-  say(`Shuffled: ${chosen.map((one) => one.title).join(", ")}`);
+  say(`Shuffled: ${some(chosen.map((one) => one.title))}`);
 }
 
 function changed() {
@@ -78,14 +90,14 @@ function item(passage, at, places) {
   if (passage === edited) return form;
   const shown = element("li", undefined, { draggable: "true", "data-title": passage.title });
   const head = element("div", undefined, { class: "head" });
-  head.append(element("span", at + 1, { class: "place", "aria-hidden": "true" }), element("b", passage.title));
+  head.append(element("span", at + 1, { class: "place", "aria-hidden": "true" }), titleOf(passage, "read", draw));
   head.append(
     iconButton(`Move ${passage.title} up`, "↑", `up-${passage.id}`, () => move(at, at - 1), at === 0),
     iconButton(`Move ${passage.title} down`, "↓", `down-${passage.id}`, () => move(at, at + 1), at === chosen.length - 1),
     iconButton(`Edit ${passage.title}`, "✎", `edit-${passage.id}`, () => edit(passage)),
     iconButton(`Remove ${passage.title}`, "×", `remove-${passage.id}`, () => remove(passage)),
   );
-  shown.append(head, excerpt(passage.text, places.filter((place) => place.passage === at)));
+  shown.append(head, excerpt(passage, places.filter((place) => place.passage === at)));
   shown.addEventListener("dragstart", () => { dragged = at; });
   shown.addEventListener("dragend", () => { dragged = null; });
   shown.addEventListener("dragover", (event) => { event.preventDefault(); shown.classList.add("over"); });
@@ -98,20 +110,27 @@ function item(passage, at, places) {
   return shown;
 }
 
-// The sentences that the answer needs, or the beginning of the text.
-function excerpt(text, places) {
-  const shown = element("p", undefined, { class: places.length ? "needs" : "" });
-  if (!places.length) {
-    shown.textContent = text;
-    return shown;
-  }
+// A click on a title shows the whole text, or its beginning again.
+function titleOf(passage, key, redraw) {
+  const shown = element("button", passage.title, { type: "button", class: "title", "data-key": `${key}-${passage.id}`, "aria-expanded": String(unfolded.has(passage.id)) });
+  shown.addEventListener("click", () => {
+    if (!unfolded.delete(passage.id)) unfolded.add(passage.id);
+    redraw();
+  });
+  return shown;
+}
+
+// The whole text if it is unfolded; else the sentences that the answer needs, or the beginning.
+function excerpt({ id, text }, places) {
+  const isWhole = unfolded.has(id);
+  const shown = element("p", undefined, { class: isWhole ? "whole" : places.length ? "needs" : "", dir: "auto" });
   let end = 0;
-  for (const place of places) {
-    if (place.start > end) shown.append("… ");
-    shown.append(element("mark", text.slice(place.start, place.stop)), " ");
-    end = place.stop + 1;
+  for (const { start, stop } of places) {
+    if (start > end) shown.append(isWhole ? text.slice(end, start) : "… ");
+    shown.append(element("mark", text.slice(start, stop)), isWhole ? "" : " ");
+    end = isWhole ? stop : stop + 1;
   }
-  if (end < text.length) shown.append("…");
+  if (end < text.length) shown.append(isWhole || !places.length ? text.slice(end) : "…");
   return shown;
 }
 
@@ -128,8 +147,8 @@ function editForm(passage) {
   const shown = element("li", undefined, { "data-title": passage.title });
   const fields = element("form", undefined, { class: "own", "aria-label": `Edit ${passage.title}` });
   const [title, text] = [element("label", "Title "), element("label", "Text ")];
-  title.append(element("input", undefined, { id: "edited-name", maxlength: "80", autocomplete: "off" }));
-  text.append(element("textarea", passage.text, { id: "edited-text", rows: "7", required: "" }));
+  title.append(element("input", undefined, { id: "edited-name", maxlength: "80", autocomplete: "off", dir: "auto" }));
+  text.append(element("textarea", passage.text, { id: "edited-text", rows: "7", required: "", dir: "auto" }));
   title.querySelector("input").value = passage.title;
   const tools = element("div", undefined, { class: "tools" });
   const [save, cancel] = [element("button", "Save", { type: "submit" }), element("button", "Cancel", { type: "button" })];
@@ -202,13 +221,13 @@ function drawShelf() {
     const isTaken = chosen.includes(passage);
     const shown = element("li");
     const head = element("div", undefined, { class: "head" });
-    head.append(element("b", passage.title));
+    head.append(titleOf(passage, "look", drawShelf));
     const add = () => {
       choose([...chosen, passage]);
       say(`${passage.title} added to the prompt`);
     };
     head.append(iconButton(isTaken ? `${passage.title} is in the prompt` : `Add ${passage.title}`, isTaken ? "✓" : "+", `add-${passage.id}`, add, isTaken));
-    shown.append(head, excerpt(passage.text, []));
+    shown.append(head, excerpt(passage, []));
     return shown;
   })));
 }

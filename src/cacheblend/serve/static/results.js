@@ -23,38 +23,45 @@ export function writeAnswer(mode, text) {
   part(mode, ".answer").textContent = text;
 }
 
-export function endPane(mode, answer) {
+export function endPane(mode, answer, layers) {
   byId(`pane-${mode}`).dataset.state = "done";
   writeAnswer(mode, answer.text || "(nothing)");
   part(mode, ".time").textContent = timeOf(answer.report);
-  part(mode, ".facts").textContent = facts(mode, answer.report);
+  part(mode, ".facts").textContent = facts(answer.report, layers);
 }
 
-// After a failure: what has come stays readable, and says that it is not whole.
-export function breakPanes() {
+// After a failure or a stop: what has come stays readable, and says that it is not whole.
+export function breakPanes(why) {
   for (const mode of MODES) {
     const pane = byId(`pane-${mode}`);
-    if (pane.dataset.state === "asking") part(mode, ".judged").textContent = "broke off";
+    if (pane.dataset.state === "asking") part(mode, ".judged").textContent = why;
     if (pane.dataset.state !== "done") pane.dataset.state = "broken";
   }
 }
 
-export function drawResult(result, before) {
+export function drawPanes(result) {
   const longest = Math.max(...MODES.map((mode) => result.answers[mode].report.ttft_s));
   for (const mode of MODES) {
+    endPane(mode, result.answers[mode], result.found.layers);
     const { isGood, words } = judge(mode, result);
     part(mode, ".judged").textContent = words;
     part(mode, ".judged").dataset.good = String(isGood);
     part(mode, ".bar i").style.width = `${(100 * result.answers[mode].report.ttft_s) / longest}%`;
   }
-  const since = before ? sinceThen(changedInputs(before.prompt, result.prompt)) : "";
-  const lines = [reason(result), since].filter(Boolean).map((line) => element("p", line));
-  byId("verdict").replaceChildren(element("p", headline(result), { class: "headline" }), ...lines);
-  byId("changes").hidden = !before;
-  if (before) byId("changes").replaceChildren(element("h3", "What changed"), tableOf(changedResults(before, result)));
 }
 
-const sinceThen = (inputs) => (inputs.length ? `Since the last answer: ${list(inputs)}.` : "The same prompt as before, asked once more.");
+export function drawResult(result, before) {
+  drawPanes(result);
+  const since = before ? sinceThen(changedInputs(before.prompt, result.prompt), result.found.stored) : "";
+  const lines = [reason(result), since].filter(Boolean).map((line) => element("p", line));
+  byId("verdict").replaceChildren(element("p", headline(result), { class: "headline" }), ...lines);
+  const rows = before ? changedResults(before, result) : [];
+  byId("changes").hidden = !before;
+  byId("changes").replaceChildren(element("h3", "What changed"), rows.length ? tableOf(rows) : element("p", "Neither the answers nor the work."));
+}
+
+const sinceThen = (inputs, stored) =>
+  (inputs.length ? `Since the last answer: ${list(inputs)}.` : "The same prompt as before, asked once more.") + (stored ? "" : " All passages were stored already.");
 
 function tableOf(rows) {
   const table = element("table");
@@ -63,8 +70,8 @@ function tableOf(rows) {
   table.append(element("thead"), element("tbody"));
   table.tHead.append(head);
   for (const [what, old, now] of rows) {
-    const row = element("tr", undefined, old === now ? {} : { class: "changed" });
-    row.append(element("th", what, { scope: "row" }), element("td", old), element("td", now));
+    const row = element("tr");
+    row.append(element("th", what, { scope: "row" }), element("td", old, { dir: "auto" }), element("td", now, { dir: "auto" }));
     table.tBodies[0].append(row);
   }
   return table;
