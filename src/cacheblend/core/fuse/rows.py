@@ -119,7 +119,7 @@ class ActiveRows:
         if selected.dtype == torch.bool and selected.shape == (most,):
             selected = selected.nonzero().flatten()
         fits = selected.dtype == torch.int64 and selected.dim() == 1 and len(selected) <= most
-        if fits and selected.device.type == "cpu" and len(selected):
+        if fits and _is_on_host(selected) and len(selected):
             fits = bool((selected.diff() > 0).all()) and int(selected[0]) >= 0 and int(selected[-1]) < most
         if not fits:
             raise InvalidInputError(
@@ -147,3 +147,7 @@ class ActiveRows:
     def of_runner(self, by_position: npt.NDArray[np.generic]) -> torch.Tensor:
         """[len(plan)] by position to [rows] of the runner, on its device."""
         return upload(by_position[self._plan.prefix_length :], self.hidden.device)
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"

@@ -36,6 +36,7 @@ DONE = "data: [DONE]\n\n"
 EVENT_STREAM: dict[str, Any] = {"media_type": "text/event-stream", "headers": {"Cache-Control": "no-cache"}}
 MOST_PROMPTS = 32  # of a request
 PARTS = 4096  # numbers, texts and what is between them, of a whole response, that are made and sent at a time
+TokenText = Callable[[int], str]
 
 
 def add_routes(app: FastAPI, state: ServerState) -> None:

@@ -75,10 +75,15 @@ def _remember(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     if hasattr(child, "impl") and hasattr(child, "kv_cache"):
         config = get_current_vllm_config_or_none()
         if config is not None and len(attention_layers(config)) == 1:
-            with contextlib.suppress(InvalidInputError):  # before the first weight is read; vLLM may yet fetch others
-                folder = files_of(config)
-                _begun[folder] = states_in(folder)
+            _note_files(config)
             _reserve(child, config, torch.device(config.device_config.device))
+
+
+def _note_files(config: VllmConfig) -> None:
+    """Notes the files that are there before vLLM reads the first weight; it may yet fetch others."""
+    with contextlib.suppress(InvalidInputError):
+        folder = files_of(config)
+        _begun[folder] = states_in(folder)
 
 
 def _reserve(attention: nn.Module, config: VllmConfig, device: torch.device) -> None:
