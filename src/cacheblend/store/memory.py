@@ -155,8 +155,9 @@ class MemoryStore(KVStore):
         found: list[list[torch.Tensor] | BlockLostError] = []
         with self._lock:
             blocks = [self._held.get(name) for name in names]
-            for held in filter(None, blocks):
-                check_layer(held.layout, layers.start), check_layer(held.layout, layers.stop - 1)
+            for held in filter(None, blocks) if layers else ():
+                check_layer(held.layout, layers[0])
+                check_layer(held.layout, layers[-1])
             read = [held.records[layers.start : layers.stop] if held else [] for held in blocks]
         for name, kept in zip(names, read, strict=True):
             records = [record for record in kept if record is not None]

@@ -276,9 +276,11 @@ class LayerLoader(Closable):
             if self._device.type == "cpu":
                 return group  # the records stay where they were read to
             by_placement = zip(*(read.records for read in group.values()), strict=True)
-            sent = [self._staging.send(records) for records in by_placement]
-            done = self._staging.now()
-            self._staging.memory.hold(done, [*chain(*chain(*(read.records for read in group.values())))])
+            try:
+                sent = [self._staging.send(records) for records in by_placement]
+            finally:  # where one is out of memory, copies of those before it are under way
+                done = self._staging.now()
+                self._staging.memory.hold(done, [*chain(*chain(*(read.records for read in group.values())))])
             for read in group.values():
                 if read.lease is not None:
                     read.lease.release(done)

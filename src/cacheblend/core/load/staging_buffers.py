@@ -1,8 +1,8 @@
 """Memory of fixed size that records are read into, and CUDA's stream for loading: copies overlap with computing.
 
-    store ── read ──▶ slabs ── one copy a slab ──▶ device ── place ──▶ buffers       all of it on the loading stream
-                        ▲                            │
-                        └──── event: copied ─────────┘
+    store ── read ──▶ slabs ── one copy a block ──▶ device ── place ──▶ buffers       all of it on the loading stream
+                        ▲                             │
+                        └──── event: copied ──────────┘
 
 A layer's records lie in slabs, which are pinned where a GPU copies from them. A slab is used again once the device has
 copied it: who reads faster than the device copies waits for it, and for nobody else. Where all slabs wait to be used by
@@ -245,11 +245,11 @@ class _ThroughSlabs(Closable):
 def _steps(layers: Sequence[Sequence[torch.Tensor]]) -> npt.NDArray[np.int64] | None:
     """[blocks] bytes from layer to layer, where each block's records, all alike, lie side by side in one memory at
     multiples of 16 bytes; 0 of a single layer; None: not all lie so."""
-    first, shapes = layers[0], [record.shape for record in layers[0]]
+    first = layers[0]
     if len(layers) == 1:
         return np.zeros(len(first), dtype=np.int64)
-    alike = all([record.shape for record in records] == shapes for records in layers[1:])
-    if not alike or not all(record.is_contiguous() for record in first):
+    kinds = [[(r.shape, r.dtype, r.is_contiguous()) for r in records] for records in layers]
+    if any(own != kinds[0] for own in kinds[1:]) or not all(is_contiguous for *_, is_contiguous in kinds[0]):
         return None
     at, nbytes = np.array([[r.data_ptr() for r in records] for records in layers]), np.array([r.nbytes for r in first])
     steps, ends = at[1] - at[0], np.array([s.data_ptr() + s.nbytes() for s in (r.untyped_storage() for r in first)])
