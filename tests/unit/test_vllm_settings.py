@@ -191,9 +191,9 @@ def test_spans_that_cannot_be_meant_are_refused(params: dict[str, Any], message:
 
 
 def test_untested_versions_are_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    for tested in ("0.31.0", "0.31.1", "0.32.0", "0.32.2", "0.32.0+cpu", "0.32.0.post1"):
+    for tested in ("0.31.0", "0.31.1", "0.32.0", "0.32.2", "0.32.0+cpu", "0.32.0.post1", "0.33.0+cpu"):
         check_version(tested, allowed=False)
-    others = ("0.28.0", "0.29.0", "0.30.1", "0.33.0", "0.3.2", "1.32.0", "0.320.0", "0.32.0rc1", "0.32.1.dev7", "dev")
+    others = ("0.28.0", "0.29.0", "0.30.1", "0.34.0", "0.3.2", "1.32.0", "0.320.0", "0.32.0rc1", "0.32.1.dev7", "dev")
     for found in others:
         with pytest.raises(InvalidInputError) as refused:
             check_version(found, allowed=False)
