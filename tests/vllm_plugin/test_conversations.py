@@ -18,8 +18,8 @@ from cacheblend.core.names import as_token_ids
 from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
 from cacheblend.core.plan.plan import Source
 from cacheblend.core.plan.prompt import Prompt, text
+from cacheblend.engines import histories
 from cacheblend.engines.vllm.jobs import CaptureJob, StepReport
-from cacheblend.engines.vllm.scheduler import conversations
 from cacheblend.store import MemoryStore
 from campaign import share
 from paged_scenes import LAYERS, VOCAB, Scene
@@ -193,7 +193,7 @@ def test_an_answer_is_part_of_the_history_and_a_newer_prompt_takes_an_older_ones
 
 
 def test_a_long_history_is_computed_in_sections_each_behind_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversations, "SECTION", 64)
+    monkeypatch.setattr(histories, "SECTION", 64)
     store = MemoryStore(1 << 22)
     side = scheduling([], store, blend_fields={"edits": True, "block_size": 32})
     end(side, FIRST, "one")
@@ -205,7 +205,7 @@ def test_a_long_history_is_computed_in_sections_each_behind_what_is_stored(monke
 
 
 def test_a_store_that_does_not_keep_a_section_is_given_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversations, "SECTION", 64)
+    monkeypatch.setattr(histories, "SECTION", 64)
     side = scheduling([], blend_fields={"edits": True, "block_size": 32})
     end(side, FIRST, "one")
     assert keep(side) == [64]

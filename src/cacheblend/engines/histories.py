@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
 
 from cacheblend.core.names import BlockName, TokenIds, equal_length
-from cacheblend.core.plan.blocks import ChunkManifest, EmptySource
+from cacheblend.core.plan.blocks import BlockSource, ChunkManifest, EmptySource
 from cacheblend.core.plan.chunk_matches import ChunkIndex
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.planner import Planner
@@ -28,6 +28,10 @@ from cacheblend.engines.chunk_index import with_matches
 MOST_CHAINS = 4
 """Earlier prompts of a conversation that are remembered. A prompt that goes on takes the place of what it begins with,
 so that there is one for each edit."""
+
+SECTION, MOST_SECTION = 2048, 8192
+"""Tokens of a history that are computed at once, while there is no request: so many, or behind a long prefix, all of
+which is read each time, a quarter of it, but no more than the second."""
 
 OVERHEAD = 256  # ids that a chain counts for beside its own
 GONE = 1 / 3
@@ -155,3 +159,20 @@ def exact_part(planner: Planner, plan: BlendPlan) -> BlendPlan | None:
         segments.append(text(segment.token_ids[: stop - position]))
         position += len(segment)
     return planner.plan(Prompt.of(segments), EmptySource()) if segments else None
+
+
+def next_section(
+    planner: Planner, prompt: Prompt, store: BlockSource, done: int, most: int
+) -> tuple[BlendPlan | None, BlendPlan | None]:
+    """What the store holds of a history, as `exact_part`; and the plan of it with the section behind, of `most` tokens
+    at most, but a block at least. None: it holds nothing; the history is complete, or of its first `done` tokens, which
+    were stored, some are gone: the store does not keep it."""
+    plan = planner.plan(prompt, store)
+    held = [*takewhile(lambda span: span.source is Source.PREFIX, plan.spans)]
+    stop = sum(map(len, held))
+    end = stop + min(max(SECTION, min(stop // 4, MOST_SECTION)), most)
+    spans = plan.spans[: max(len(held) + 1, sum(span.stop <= end for span in plan.spans))]
+    exact, section = (exact_part(planner, replace(plan, spans=tuple(part))) for part in (held, spans))
+    if section is None or not done <= stop < len(section):
+        return exact, None
+    return exact, replace(section, spans=spans[: len(section.spans)])
