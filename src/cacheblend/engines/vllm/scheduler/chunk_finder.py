@@ -5,7 +5,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -22,7 +22,7 @@ from cacheblend.core.plan.recurrence import Run
 from cacheblend.engines.chunk_index import ChunkListing, ListChanges
 from cacheblend.engines.discovery import Discovery, DiscoveryFigures
 from cacheblend.engines.fingerprint import ModelIdentity
-from cacheblend.engines.histories import Histories
+from cacheblend.engines.histories import Histories, plan_of_held
 from cacheblend.engines.settings import BlendSettings
 from cacheblend.engines.vllm.config import ConnectorConfig
 from cacheblend.engines.vllm.internals import interface
@@ -244,16 +244,19 @@ class ChunkFinder:
         adapter: Adapter | None,
     ) -> FoundChunks | None:
         histories, is_marked = self._histories_of(planner, options), prompt is not None
-        prompt = prompt or Prompt.of([text(token_ids)])
-        if histories is not None:
-            prompt = histories.match(planner.root, replace(prompt, conversation=options.conversation))
         if self._listing is not None and not is_marked:
             self._listing.update()
-            prompt = self._listing.match(planner.root, prompt)
+
+        def match(prompt: Prompt, lost: Collection[BlockName] = ()) -> Prompt:
+            if histories is not None:
+                prompt = histories.match(planner.root, replace(prompt, conversation=options.conversation), lost)
+            return prompt if self._listing is None or is_marked else self._listing.match(planner.root, prompt)
+
+        prompt = match(prompt or Prompt.of([text(token_ids)]))
         if histories is None and not prompt.chunks:
             return None
         missed_at = time.monotonic()
-        plan = planner.plan(prompt, self._store)
+        plan = plan_of_held(prompt, lambda each: planner.plan(each, self._store), match)
         looked_up_s, self._answered = time.monotonic() - missed_at, max(self._answered, missed_at)
         missed = plan.missed_chunks() if settings.config.capture else []
         anchor = tuple(planner.anchor.segments(plan.prompt))
