@@ -101,6 +101,16 @@ def test_nothing_is_moved_whose_context_is_gone_and_no_text_that_is_repeated() -
         assert ask(engine, SYSTEM, U1, A1, NEXT, A1[:5], A1, U2).hit_tokens["moved"] == len(U2)
 
 
+def test_a_newest_prompt_whose_blocks_are_gone_hides_no_older_one() -> None:
+    with open_engine() as engine:
+        ask(engine, SYSTEM, U1, THOUGHT, A1, U2)
+        older = set(names_in(engine.store))
+        ask(engine, SYSTEM, U1, ids(20, 40), A1, U2, NEXT)
+        for name in set(names_in(engine.store)) - older:
+            assert engine.store.delete(name)
+        assert ask(engine, SYSTEM, U1, A1, U2, NEXT, ids(23, 9)).hit_tokens["moved"] == len(A1 + U2)
+
+
 def test_a_store_that_holds_no_whole_history_ends_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warmup, "HOLD_UP_TOKENS", 64)
     a_token = open_engine().stored_layout.block_bytes(1)

@@ -191,9 +191,9 @@ def test_spans_that_cannot_be_meant_are_refused(params: dict[str, Any], message:
 
 
 def test_untested_versions_are_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    for tested in ("0.31.0", "0.31.1", "0.32.0", "0.32.2", "0.32.0+cpu", "0.32.0.post1"):
+    for tested in ("0.31.0", "0.31.1", "0.32.0", "0.32.2", "0.32.0+cpu", "0.32.0.post1", "0.33.0+cpu"):
         check_version(tested, allowed=False)
-    others = ("0.28.0", "0.29.0", "0.30.1", "0.33.0", "0.3.2", "1.32.0", "0.320.0", "0.32.0rc1", "0.32.1.dev7", "dev")
+    others = ("0.28.0", "0.29.0", "0.30.1", "0.34.0", "0.3.2", "1.32.0", "0.320.0", "0.32.0rc1", "0.32.1.dev7", "dev")
     for found in others:
         with pytest.raises(InvalidInputError) as refused:
             check_version(found, allowed=False)
@@ -305,6 +305,14 @@ def test_a_rank_of_a_large_model_with_kernels_in_pages_and_with_a_check() -> Non
     assert checked.check == 32768 * 8192 * 2 + 2 * LAYER + (2 * 16 + 9) * 128_000 * 4
     pages = replace(LLAMA_70B, has_kernels=True, in_pages=True)
     assert workspace_of(replace(pages, checked_vocab=128_000)).check == checked.check + 4 * LAYER
+    # histories: KV of a section that is behind a long prefix, in all layers, and buffers and records of that prefix
+    histories = workspace_of(replace(LLAMA_70B, tile_rows=2048, has_histories=True))
+    behind = 8192 * 2 * 256 * 80 * 2 + 2 * 5 * LAYER
+    assert histories == replace(workspace_of(replace(LLAMA_70B, tile_rows=2048)), chunks=behind)
+    in_pages = workspace_of(replace(LLAMA_70B, tile_rows=2048, has_histories=True, in_pages=True))
+    assert in_pages.chunks == behind, "a history is in no page"
+    few = replace(LLAMA_70B, tile_rows=64, longest=4096, has_histories=True)
+    assert workspace_of(few).chunks == 4096 * 2 * 256 * 80 * 2 + 2 * 16 * LAYER // 8, "no more than a whole prompt"
     # wide heads, long questions, huge layers, short prompts
     wide = replace(LLAMA_70B, intermediate=512, query_width=8192)
     assert workspace_of(wide).tile == 8192 * (4 * 8192 + 4 * 8192 + 6 * 256) * 2

@@ -18,15 +18,17 @@ from cacheblend.core.names import as_token_ids
 from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
 from cacheblend.core.plan.plan import Source
 from cacheblend.core.plan.prompt import Prompt, text
+from cacheblend.engines import histories
 from cacheblend.engines.vllm.jobs import CaptureJob, StepReport
-from cacheblend.engines.vllm.scheduler import conversations
 from cacheblend.store import MemoryStore
 from campaign import share
+from families import VOCAB as TINY_VOCAB
 from paged_scenes import LAYERS, VOCAB, Scene
-from vllm_models import make_adapter
+from poison import names_in
+from vllm_models import PLAIN_OPERATIONS, make_adapter, make_family, make_hybrid
 from vllm_prompts import FORGET, Asked, Texts, ask
 from vllm_requests import SIZE, Request, give, reported, scheduling, start, why, with_options
-from vllm_running import TWO_RANKS, Served, tokens
+from vllm_running import TWO_RANKS, Serve, Served, tokens
 
 EXTRA = {"edits": True, "anchor": "none", "refresh_s": 0, "block_size": 48}
 
@@ -52,12 +54,21 @@ ENGINES: dict[str, dict[str, Any]] = {
     "blocks of 32, int8": {"block_size": 32},
     "two ranks": {"block_size": 64, **TWO_RANKS},
     "adapters": {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8},
+    "discovery": {},
+    "sliding windows": {"block_size": 32},
+    "latents": PLAIN_OPERATIONS,
 }
 
 
+def model_of(kind: str, folder: Path) -> str | Path:
+    if kind == "sliding windows":
+        return make_hybrid(folder / "model", "gemma3", 100)
+    return make_family("deepseek_v3", folder) if kind == "latents" else "llama"
+
+
 @pytest.mark.parametrize("kind", ENGINES)
-def test_at_ratio_one_answers_of_edited_histories_are_vllms(llama: Served, tmp_path: Path, kind: str) -> None:
-    texts, adapters = Texts(len(kind)), dict[str, Any]()
+def test_at_ratio_one_answers_of_edited_histories_are_vllms(serve: Serve, tmp_path: Path, kind: str) -> None:
+    model, texts, adapters = serve(model_of(kind, tmp_path)), Texts(len(kind), TINY_VOCAB), dict[str, Any]()
     if kind == "adapters":
         for number, name in enumerate("ab", 1):
             make_adapter(tmp_path / name, number)
@@ -71,11 +82,11 @@ def test_at_ratio_one_answers_of_edited_histories_are_vllms(llama: Served, tmp_p
         steps.append({key: value for key, value in step.items() if key != "chunks"})
         if texts.rng.random() < 0.1:
             steps.append(FORGET)
-    codec = "int8" if kind.endswith("int8") else "raw"
-    found = llama.run(steps, EXTRA | {"recompute_ratio": 1.0, "codec": codec}, **ENGINES[kind])
+    more = {"codec": "int8" if kind.endswith("int8") else "raw", "discover": kind == "discovery"}
+    found = model.run(steps, EXTRA | {"recompute_ratio": 1.0} | more, **ENGINES[kind])
     plain = [{**step, "options": {}} if "ask" in step else step for step in steps]
     for step, mine, right in zip(
-        steps, found["answers"], llama.run(plain, None, **ENGINES[kind])["answers"], strict=True
+        steps, found["answers"], model.run(plain, None, **ENGINES[kind])["answers"], strict=True
     ):
         assert step == FORGET or tokens(mine) == tokens(right)
     counted = found["metrics"]
@@ -192,8 +203,21 @@ def test_an_answer_is_part_of_the_history_and_a_newer_prompt_takes_an_older_ones
     assert moved(side, STRIPPED, "next") == len(ANSWER)
 
 
+def test_a_newest_history_whose_blocks_are_gone_hides_no_older_one() -> None:
+    store = MemoryStore(1 << 22)
+    side = scheduling([], store, blend_fields={"edits": True, "block_size": 32})
+    end(side, FIRST, "one")
+    keep(side, store)
+    older = set(names_in(store))
+    end(side, [*SYSTEM, *range(600, 630), *ANSWER, *NEXT], "two")
+    keep(side, store)
+    for name in set(names_in(store)) - older:
+        assert store.delete(name)
+    assert moved(side, STRIPPED, "next") == len(ANSWER)
+
+
 def test_a_long_history_is_computed_in_sections_each_behind_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversations, "SECTION", 64)
+    monkeypatch.setattr(histories, "SECTION", 64)
     store = MemoryStore(1 << 22)
     side = scheduling([], store, blend_fields={"edits": True, "block_size": 32})
     end(side, FIRST, "one")
@@ -205,7 +229,7 @@ def test_a_long_history_is_computed_in_sections_each_behind_what_is_stored(monke
 
 
 def test_a_store_that_does_not_keep_a_section_is_given_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversations, "SECTION", 64)
+    monkeypatch.setattr(histories, "SECTION", 64)
     side = scheduling([], blend_fields={"edits": True, "block_size": 32})
     end(side, FIRST, "one")
     assert keep(side) == [64]

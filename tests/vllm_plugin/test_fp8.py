@@ -65,8 +65,7 @@ def test_at_ratio_one_answers_are_those_of_vllm_with_that_cache(
     One number on the other side of a step, after a sum in another order, becomes thousands in later layers: these
     models answer at once to whatever changes. Without FP8 their log-probabilities are 3 to 12 apart from these.
     """
-    by_command = cache != "of the checkpoint"
-    model = serve("llama", kv_cache_dtype=cache) if by_command else serve(scaled)
+    model = serve(scaled) if cache == "of the checkpoint" else serve("llama", kv_cache_dtype=cache)
     asked = mixed(3, 12)
     turn = asked[-1] + asked[0]
     told: dict[str, Any] = {"sampling": {"max_tokens": 1, "logprobs": 20}}
@@ -80,7 +79,7 @@ def test_at_ratio_one_answers_are_those_of_vllm_with_that_cache(
         assert statistics.median(distances) < 0.2, distances
     assert apart(found["answers"][3], [right_turn])[0] < 1.0
     check_blended(found, 15)
-    unrounded = model.plain(by_content, kv_cache_dtype="auto" if by_command else "bfloat16")
+    unrounded = serve("llama").plain(by_content)
     assert statistics.median(apart(right, unrounded)) > 2.0
 
 

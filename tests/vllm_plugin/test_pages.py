@@ -26,12 +26,16 @@ from cacheblend.core.kernels.float8 import Float8
 from cacheblend.core.kernels.kv_placement import Piece, Placement
 from cacheblend.core.kernels.operations import PLAIN, Served
 from cacheblend.core.load import layer_kv
+from cacheblend.core.load.capture import ChunkJob, blocks_of
 from cacheblend.core.load.layer_kv import LayerKV
 from cacheblend.core.load.loader import LayerLoader
+from cacheblend.core.names import as_token_ids
 from cacheblend.core.plan.plan import Source
+from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.question_selectors import Hybrid, Query
 from cacheblend.core.select.selectors import AllRows, Corrected, Head, Hkvd, NoRows
 from cacheblend.engines.vllm import workspace
+from cacheblend.engines.vllm.jobs import CaptureJob
 from cacheblend.engines.vllm.worker import paged_kv, prefill_factory
 from cacheblend.engines.vllm.worker.paged_cache import PagedLayer, RequestBlocks
 from cacheblend.engines.vllm.worker.paged_kv import PagedKV, open_pages
@@ -538,3 +542,29 @@ def test_a_blend_takes_no_more_than_its_parts_and_less_in_pages(selector: Any, m
         assert parts >= peak.most > parts // 5
         most[in_pages] = peak.most
     assert most[False] - most[True] >= LAYER
+
+
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_a_section_of_a_history_takes_no_more_than_what_is_reserved(
+    in_pages: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short section behind a long prefix; as it is computed, so without what copies it to the host."""
+    for module in (layer_kv, paged_kv):
+        monkeypatch.setattr(module, "attend_rows", lambda query, *_: query.transpose(0, 1).contiguous())
+    monkeypatch.setattr(workspace, "ROWS_OPEN", 0)
+    monkeypatch.setattr(workspace, "READ_AHEAD_BYTES", 0)
+    monkeypatch.setattr(workspace, "_WEIGHTS", 0)
+    scene, kv = Scene(in_pages=in_pages), list[Any]()
+    ids = as_token_ids([(11 * n) % paged_scenes.VOCAB for n in range(ROWS)])
+    scene.compute(CaptureJob(ChunkJob((), ids), scene.planner), kv)
+    scene.store.write_all(blocks_of(ChunkJob((), ids), scene.planner, kv)[:6])
+    job = CaptureJob(ChunkJob((), ids), scene.planner, exact=scene.planner.plan(Prompt.of([text(ids)]), scene.store))
+    assert job.exact is not None and job.tokens == ROWS - 6 * 32
+    kv.clear()
+    scene.compute(job, kv)  # what is made once is there
+    kv.clear()
+    with Peak() as peak:
+        scene.compute(job, kv)
+    counted = workspace_of(replace(SIZES, tile_rows=job.tokens, in_pages=in_pages, has_histories=True))
+    without = workspace_of(replace(SIZES, tile_rows=job.tokens, in_pages=in_pages))
+    assert counted.hidden + counted.chunks + counted.tile >= peak.most > without.chunks

@@ -155,6 +155,31 @@ def test_vllm_computes_a_prompt_whose_layer_does_not_come(worker: Any) -> None:
     assert worker.prefills["late"].is_closed
 
 
+@pytest.mark.may_fail("slow store", "store")
+@pytest.mark.parametrize("reason", ["slow store", "store"], ids=["hangs", "drops it"])
+def test_a_history_whose_layer_does_not_come_is_given_up_and_requests_go_on(worker: Any, reason: str) -> None:
+    class Unreadable(Prefill):
+        @property
+        def awaited(self) -> Any:
+            if self.layer == 2:
+                raise OSError("gone")
+            return None
+
+    history = Prefill(reads={2: Future()}) if reason == "slow store" else Unreadable()
+    worker.prefills.update(history=history, fine=Prefill())
+    worker.side._readiness._timeout_s = 0.02
+    job = CaptureJob("history", None, exact=SimpleNamespace(spans=[]))  # type: ignore[arg-type]
+    worker.side.step(StepJobs(capture=[job], is_idle=True))
+    worker.side.step(jobs("fine"))
+    while not worker.side.captured:
+        worker.side.step(jobs(is_idle=True))
+    worker.side.step(jobs())
+    assert worker.side.take_provided() == {"fine"} and not worker.side.take_outcomes()["fine"].failure
+    assert worker.side.counts.take().data["fallbacks"] == {reason: 1}
+    assert history.is_closed and history.layer == 2
+    assert worker.side.captured == 1 and worker.store.writes == 0
+
+
 def test_vllm_computes_a_prompt_that_has_waited_for_the_store_as_long_as_it_may(
     worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

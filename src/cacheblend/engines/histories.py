@@ -14,11 +14,13 @@ never stored again. Knows prompts and plans. Does not know how a block is stored
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
+from typing import NamedTuple
 
 from cacheblend.core.names import BlockName, TokenIds, equal_length
-from cacheblend.core.plan.blocks import ChunkManifest, EmptySource
+from cacheblend.core.plan.blocks import BlockSource, ChunkManifest, EmptySource
 from cacheblend.core.plan.chunk_matches import ChunkIndex
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.planner import Planner
@@ -29,6 +31,10 @@ MOST_CHAINS = 4
 """Earlier prompts of a conversation that are remembered. A prompt that goes on takes the place of what it begins with,
 so that there is one for each edit."""
 
+SECTION, MOST_SECTION = 2048, 8192
+"""Tokens of a history that are computed at once, while there is no request: so many, or behind a long prefix, all of
+which is read each time, a quarter of it, but no more than the second."""
+
 OVERHEAD = 256  # ids that a chain counts for beside its own
 GONE = 1 / 3
 """Of what stood in front of a run, at most this share, or a shortest run, may stand in front of it no more. Else its KV
@@ -36,22 +42,32 @@ is of another text than this one: behind a summary of the older half it was furt
 was computed alone (docs/log.md, 2026-11-28)."""
 
 
+class _Block(NamedTuple):
+    segment: int
+    start: int
+    stop: int
+    name: BlockName
+
+
 @dataclass(frozen=True, eq=False)
 class _Chain:
-    """What a prompt begins with and has exact blocks of: its ids, [tokens], and each segment as if it were a chunk
-    behind the ones in front of it."""
+    """What a prompt begins with and has exact blocks of: its ids, [tokens], and where its blocks lie."""
 
     token_ids: TokenIds
-    segments: tuple[ChunkManifest, ...]
+    blocks: tuple[_Block, ...]
 
     @staticmethod
     def of(exact: BlendPlan) -> "_Chain":
-        ids, segments = exact.prompt.token_ids, list[ChunkManifest]()
-        for _, group in groupby(exact.spans, lambda span: span.segment):
-            spans = [*group]
-            start, stop, names = spans[0].start, spans[-1].stop, tuple(span.name for span in spans)
-            segments.append(ChunkManifest(names[-1], spans[0].parent, ids[:start], ids[start:stop], names))
-        return _Chain(ids, tuple(segments))
+        blocks = (_Block(span.segment, span.start, span.stop, span.name) for span in exact.spans)
+        return _Chain(exact.prompt.token_ids, tuple(blocks))
+
+    def parts(self, root: BlockName, lost: Collection[BlockName] = ()) -> Iterator[ChunkManifest]:
+        """Each segment, or what lies between lost blocks of it, as if it were a chunk behind the text in front."""
+        for (_, is_lost), group in groupby(self.blocks, lambda block: (block.segment, block.name in lost)):
+            if not is_lost:
+                blocks, ids = [*group], self.token_ids
+                start, stop, names = blocks[0].start, blocks[-1].stop, tuple(block.name for block in blocks)
+                yield ChunkManifest(names[-1], root, ids[:start], ids[start:stop], names)
 
     def __len__(self) -> int:  # what it counts for, its names and arrays, too
         return len(self.token_ids) + OVERHEAD
@@ -98,9 +114,9 @@ class Histories:
                 _, gone = self._chains.popitem(last=False)
                 self._tokens -= sum(map(len, gone))
 
-    def match(self, root: BlockName, prompt: Prompt) -> Prompt:
-        """The prompt with the runs behind its exact prefix that its conversation has exact KV of at other places. A
-        prompt of no named conversation has to begin as one of the earlier prompts does."""
+    def match(self, root: BlockName, prompt: Prompt, lost: Collection[BlockName] = ()) -> Prompt:
+        """The prompt with the runs behind its exact prefix that its conversation has exact KV of at other places, but
+        in `lost` blocks. A prompt of no named conversation has to begin as one of the earlier prompts does."""
         if not prompt.chunks:  # one text, so that runs and blocks end at no message
             whole = Prompt.of([text(prompt.token_ids)], prompt.changed_contents)
             prompt = replace(whole, conversation=prompt.conversation)
@@ -114,8 +130,8 @@ class Histories:
             return prompt  # nothing was edited, most often
         index, begins = ChunkIndex(self._min_run_tokens), dict[BlockName, int]()
         for each, begin in zip(chains, shared, strict=True):
-            index.add(each.segments)
-            for part in each.segments:
+            index.add(parts := [*each.parts(root, lost)])
+            for part in parts:
                 begins[part.chunk_id] = min(begin, begins.get(part.chunk_id, begin))
         segments, kept = list[Segment](), longest
         for segment in with_matches(prompt, index, longest, moved=True).segments:
@@ -139,7 +155,7 @@ class Histories:
             return prompt
         front = prompt.front
         if first is not None and first.is_moved:  # the block in which the prefix ends is loaded in part
-            front = tuple(text(each.token_ids) for each in chains[shared.index(longest)].segments)
+            front = tuple(text(each.token_ids) for each in chains[shared.index(longest)].parts(root))
         found = Prompt.of(segments, prompt.changed_contents, front)
         return replace(found, conversation=prompt.conversation, as_asked=prompt)
 
@@ -155,3 +171,41 @@ def exact_part(planner: Planner, plan: BlendPlan) -> BlendPlan | None:
         segments.append(text(segment.token_ids[: stop - position]))
         position += len(segment)
     return planner.plan(Prompt.of(segments), EmptySource()) if segments else None
+
+
+def plan_of_held(
+    prompt: Prompt,
+    plan: Callable[[Prompt], BlendPlan],
+    match: Callable[[Prompt, Collection[BlockName]], Prompt],
+) -> BlendPlan:
+    """The plan of a matched prompt. Of runs whose blocks the store has lost, with what other chains hold: `match`
+    finds runs of the prompt as it was asked, but in these blocks."""
+    found, lost = plan(prompt), set[BlockName]()
+    for _ in range(MOST_CHAINS):
+        moved = [span for span in found.spans if found.prompt.segments[span.segment].is_moved]
+        missed = {s.name for s in moved if s.source is Source.MISS and s.name not in found.left_out}
+        if not missed or found.prompt.as_asked is None:
+            break
+        again = match(found.prompt.as_asked, lost := lost | missed)
+        held = sum(len(span) for span in moved if span.source is not Source.MISS)
+        if sum(len(segment) for segment in again.segments if segment.is_moved) <= held:
+            break
+        found = plan(again)
+    return found
+
+
+def next_section(
+    planner: Planner, prompt: Prompt, store: BlockSource, done: int, most: int
+) -> tuple[BlendPlan | None, BlendPlan | None]:
+    """What the store holds of a history, as `exact_part`; and the plan of it with the section behind, of `most` tokens
+    at most, but a block at least. None: it holds nothing; the history is complete, or of its first `done` tokens, which
+    were stored, some are gone: the store does not keep it."""
+    plan = planner.plan(prompt, store)
+    held = [*takewhile(lambda span: span.source is Source.PREFIX, plan.spans)]
+    stop = sum(map(len, held))
+    end = stop + min(max(SECTION, min(stop // 4, MOST_SECTION)), most)
+    spans = plan.spans[: max(len(held) + 1, sum(span.stop <= end for span in plan.spans))]
+    exact, section = (exact_part(planner, replace(plan, spans=tuple(part))) for part in (held, spans))
+    if section is None or not done <= stop < len(section):
+        return exact, None
+    return exact, replace(section, spans=spans[: len(section.spans)])

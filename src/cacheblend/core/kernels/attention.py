@@ -2,8 +2,8 @@
 
 Plain PyTorch: serves everywhere, and is what a device's kernel is compared with. Keeps no state. Two routes:
 
-- tiles of keys (with softcap or sinks; in 16 bits on a CPU): adjacent rows form a group, the keys are cut into tiles,
-  and an online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867) joins the tiles.
+- tiles of keys (with softcap or sinks; in 16 bits on a CPU, but for bf16 with AMX): adjacent rows form a group, the
+  keys are cut into tiles, and an online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867) joins the tiles.
 - PyTorch's `scaled_dot_product_attention` (else): one mask for each group of rows.
 """
 
@@ -114,8 +114,8 @@ def attend_rows(
         block_table: [n] int32 or int64; key j is in block `block_table[j // block_size]`. None: dense buffers.
 
     Returns:
-        [rows, heads, head_dim] in the query's dtype. On a CPU this needs, however many the rows, in 16 bits about 10 MB
-        (up to 128 query heads) and a copy of the visible keys and values; in float32 640 bytes for each visible key.
+        [rows, heads, head_dim] in the query's dtype. On a CPU this needs, however many the rows, in tiles about 10 MB
+        (up to 128 query heads) and a copy of the visible keys and values; else 384 to 640 bytes for each visible key.
 
     Raises:
         InvalidInputError: the shapes do not fit together, or a row's position is behind the last key.
@@ -132,10 +132,10 @@ def attend_rows(
     if at[-1] >= keys.shape[1]:
         raise InvalidInputError(f"a row has position {at[-1]}, but there are {keys.shape[1]} keys")
     positions = positions.to(query.device)
-    # PyTorch's own attention rounds the weights of 16-bit values, and is slower for them on CPUs.
     is_short_on_cpu = query.device.type == "cpu" and query.dtype.itemsize < 4
-    tiled = is_short_on_cpu or spec.softcap is not None or spec.sinks is not None
-    route = attend_tiles if tiled else _attend_sdpa
+    is_slow = is_short_on_cpu and not _has_fast_sdpa(query)
+    is_tiled = is_slow or spec.softcap is not None or spec.sinks is not None
+    route = attend_tiles if is_tiled else _attend_sdpa
     return route(query, keys, values, positions, at, spec)
 
 
@@ -166,6 +166,12 @@ def _sdpa(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **optio
         return F.scaled_dot_product_attention(query, keys, values, **options)
     with _NAMING, sdpa_kernel(_BACKENDS):
         return F.scaled_dot_product_attention(query, keys, values, **options)
+
+
+def _has_fast_sdpa(query: torch.Tensor) -> bool:
+    """Whether PyTorch's own attention of 16 bits on a CPU is faster than tiles: of bf16 and many rows, with AMX."""
+    is_many = query.shape[1] >= _SDPA_CPU_ROWS
+    return is_many and query.dtype == torch.bfloat16 and bool(torch.cpu._is_amx_tile_supported())
 
 
 def _attend_sdpa(

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,7 @@ from cacheblend.core.load.budget import LOOK_UP, BudgetedSource, LateTiers, Load
 from cacheblend.core.load.layer_kv import LayerCache, LayerKV
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.load.threads import DaemonPool
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import BlockSource, EmptySource, KVLayout
 from cacheblend.core.plan.codec import codec_of
 from cacheblend.core.plan.plan import BlendPlan, Source
@@ -34,6 +35,7 @@ from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.engines.hf.recurrent import LayerKinds, Resuming
 from cacheblend.engines.hf.survey import Survey
 from cacheblend.engines.hf.thread_count import ThreadCount
+from cacheblend.engines.histories import plan_of_held
 from cacheblend.store import KVStore
 
 
@@ -169,15 +171,16 @@ class Prefiller:
         *,
         raised: Callable[[float], Selector] | None = None,
         moved: Callable[[float], Selector] | None = None,
+        match: Callable[[Prompt, Collection[BlockName]], Prompt] = lambda asked, lost: asked,
     ) -> HfPrefill:
         """Plans the prefill of a checked prompt without starting it. `raised` makes the selector for a higher ratio; if
         it is given, the loading controller (if any) decides. `moved` is that of prompts of which nothing else is loaded
-        than moved runs; None: the same."""
+        than moved runs; None: the same. `match`: see `plan_of_held`."""
         started = time.perf_counter()
         budget = LoadBudget(
             self._config.load_timeout_s, lambda: self._compute_s(len(prompt), planner), late_tiers=self.late_tiers
         )
-        plan, decision = self._look_up(prompt, planner, budget), None
+        plan, decision = plan_of_held(prompt, lambda each: self._look_up(each, planner, budget), match), None
         if mode == "prefix":
             plan = plan.exact_only()
         elif mode == "full":

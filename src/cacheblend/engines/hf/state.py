@@ -1,6 +1,6 @@
 """A model whose adapters may be switched meanwhile, and what its engine and schedulers do for a request on it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, ModelChangedError, check_type, shown
 from cacheblend.core.fuse.prefill import PrefillResult
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.select.selectors import Selector
@@ -133,12 +134,12 @@ class FollowedModel:
         """What a prefill that was just opened is computed with; see `Origin`."""
         return Origin(state.adapted.version, self.shadow.watch.step if own and self.shadow else None, tenant)
 
-    def known_in(self, prompt: Prompt, state: ModelState, tenant: str = "") -> Prompt:
-        """The prompt whose plain text is cut at what its conversation had computed elsewhere (`BlendConfig.edits`), and
-        at a tenant's stored chunks (`BlendConfig.discover`)."""
+    def known_in(self, prompt: Prompt, state: ModelState, tenant: str = "", lost: Collection[BlockName] = ()) -> Prompt:
+        """The prompt whose plain text is cut at what its conversation had computed elsewhere (`BlendConfig.edits`), but
+        in `lost` blocks, and at a tenant's stored chunks (`BlendConfig.discover`)."""
         root = state.planner_of(tenant).root
         if self.histories is not None:
-            prompt = self.histories.match(root, prompt)
+            prompt = self.histories.match(root, prompt, lost)
         return prompt if self.discovery is None else self.discovery.listing.match_now(root, prompt)
 
     def open_prefill(
@@ -161,13 +162,14 @@ class FollowedModel:
             )
         if mode not in get_args(Mode):
             raise InvalidInputError(f"mode must be one of {', '.join(get_args(Mode))}, got {shown(mode)}")
-        state, settings, is_own = state or self.follow(), self.settings, ratio is None and selector is None
+        current, settings, is_own = state or self.follow(), self.settings, ratio is None and selector is None
         raised = settings.at_least if is_own else None  # None: the caller has decided
         chosen = selector or settings.selector(ratio)
         if is_own and settings.is_full and mode == "blend":
             mode = "prefix"
         moved = settings.of_moved if is_own and self.histories is not None else None
-        return state.prefiller.open(prompt, state.planner_of(tenant), chosen, mode, raised=raised, moved=moved)
+        planner, match = current.planner_of(tenant), lambda asked, lost: self.known_in(asked, current, tenant, lost)
+        return current.prefiller.open(prompt, planner, chosen, mode, raised=raised, moved=moved, match=match)
 
     def store_missed(
         self,

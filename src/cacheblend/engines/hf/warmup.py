@@ -6,7 +6,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
@@ -33,7 +32,7 @@ from cacheblend.engines.hf.prefiller import Prefiller
 from cacheblend.engines.hf.recurrent import SHORTEST, kv_of_cache, snapshot_blocks
 from cacheblend.engines.hf.state import ModelState
 from cacheblend.engines.hf.survey import check_mode
-from cacheblend.engines.histories import Histories, exact_part
+from cacheblend.engines.histories import Histories, exact_part, next_section
 from cacheblend.engines.keeper import ChunkKeeper, WarmReport
 from cacheblend.store import KVStore, WriteBehind
 
@@ -334,19 +333,17 @@ class ChunkWarmer:
         if edited is None or self.keeper.is_paused or self._is_awaited or not self._is_current(edited.state):
             return
         state, planner, prompt, done = edited
-        plan = self._ask_store(partial(planner.plan, prompt, self._store))
-        end = plan.prefix_length + HOLD_UP_TOKENS
-        section = exact_part(planner, replace(plan, spans=tuple(span for span in plan.spans if span.start < end)))
-        if section is None or not done <= plan.prefix_length < len(section):
-            return  # it is whole, or the store has evicted what was computed before
-        with state.prefiller.open(section.prompt, planner, AllRows(), "prefix") as prefill:
-            exact, blocks = self._exact_blocks(planner, prefill.run())
-        if exact is None or not self._is_current(state) or not self._ask_store(partial(self.keeper.write, blocks)):
-            return
-        if self._histories is not None:
-            self._histories.note(*key, exact)
+        look_up = partial(next_section, planner, prompt, self._store, done, HOLD_UP_TOKENS)
+        held, section = self._ask_store(look_up)
+        if held is not None and self._histories is not None:
+            self._histories.note(*key, held)
+        if section is not None:
+            with state.prefiller.open(section.prompt, planner, AllRows(), "prefix") as prefill:
+                _, blocks = self._exact_blocks(planner, prefill.run())
+            if not self._is_current(state) or not self._ask_store(partial(self.keeper.write, blocks)):
+                return
         with self._lock:
-            if len(section) < len(prompt):
+            if section is not None:
                 self._edited.setdefault(key, _Edited(state, planner, prompt, len(section)))
             is_more = key in self._edited
         if is_more:

@@ -3,11 +3,8 @@
 from dataclasses import dataclass, fields
 
 from cacheblend.core.fuse.batching import ROWS_OPEN
+from cacheblend.engines.histories import MOST_SECTION
 from cacheblend.engines.shadow import ANSWER_TOKENS, MOST_WAITING
-
-MOST_SECTION = 8192
-"""Tokens of a history that are computed at once, behind a long prefix, all of which is read each time: a quarter of it,
-but no more than this."""
 
 READ_AHEAD = 8  # layers
 """As many as the embedded engine: a store answers unevenly, and short prompts' layers are small. Those of long prompts

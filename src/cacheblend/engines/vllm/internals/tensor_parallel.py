@@ -1,4 +1,4 @@
-"""vLLM's tensor-parallel group. Written for vLLM 0.31 and 0.32, in which the layers' collectives end in the methods
+"""vLLM's tensor-parallel group. Written for vLLM 0.31 to 0.33, in which the layers' collectives end in the methods
 `COLLECTIVES` of the group, called directly or by the custom operations `torch.ops.vllm.*`."""
 
 from collections.abc import Callable, Iterator

@@ -5,7 +5,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -22,7 +22,7 @@ from cacheblend.core.plan.recurrence import Run
 from cacheblend.engines.chunk_index import ChunkListing, ListChanges
 from cacheblend.engines.discovery import Discovery, DiscoveryFigures
 from cacheblend.engines.fingerprint import ModelIdentity
-from cacheblend.engines.histories import Histories
+from cacheblend.engines.histories import Histories, plan_of_held
 from cacheblend.engines.settings import BlendSettings
 from cacheblend.engines.vllm.config import ConnectorConfig
 from cacheblend.engines.vllm.internals import interface
@@ -113,16 +113,17 @@ class ChunkFinder:
             options.selector_of(settings)  # raises for wrong ones
         planner = self._planners.of(cache_salt, named(adapter))
         prompt, after = named_chunks(token_ids, options.spans, self._chunk_end_token_id), None
-        goes_on = self._histories_of(planner, options) is not None  # its history may be stored without a chunk in it
+        has_history = self._histories_of(planner, options) is not None
         if prompt is None and self._listing is not None:
             is_new, has_index = self._listing.refresh(), self._listing.has_index(planner.root)
-            if is_new and has_index and len(token_ids) < LONG_PROMPT and not goes_on:
+            if is_new and has_index and len(token_ids) < LONG_PROMPT and not has_history:
                 prompt = self._listing.match(planner.root, Prompt.of([text(token_ids)]))
             elif not self._listing.has_read and self._listing.age_s > self._timeout_s:  # others have waited in vain
                 return SLOW_STORE
             elif not has_index:
                 after = self._listing.prepare(planner.root)
-        if not goes_on and (self._listing is None if prompt is None else not prompt.chunks):
+        may_find_chunks = self._listing is not None if prompt is None else bool(prompt.chunks)
+        if not has_history and not may_find_chunks:
             return NOTHING_STORED
         look_up = partial(self._look_up, token_ids, prompt, options, planner, settings, adapter)
         began = time.monotonic()
@@ -182,7 +183,7 @@ class ChunkFinder:
         return self._discovery is not None and self._discovery.has_work
 
     @property
-    def has_history(self) -> bool:
+    def may_store_history(self) -> bool:
         return self._conversations is not None and self._conversations.has_work
 
     def resume(self) -> None:
@@ -243,16 +244,19 @@ class ChunkFinder:
         adapter: Adapter | None,
     ) -> FoundChunks | None:
         histories, is_marked = self._histories_of(planner, options), prompt is not None
-        prompt = prompt or Prompt.of([text(token_ids)])
-        if histories is not None:
-            prompt = histories.match(planner.root, replace(prompt, conversation=options.conversation))
         if self._listing is not None and not is_marked:
             self._listing.update()
-            prompt = self._listing.match(planner.root, prompt)
+
+        def match(prompt: Prompt, lost: Collection[BlockName] = ()) -> Prompt:
+            if histories is not None:
+                prompt = histories.match(planner.root, replace(prompt, conversation=options.conversation), lost)
+            return prompt if self._listing is None or is_marked else self._listing.match(planner.root, prompt)
+
+        prompt = match(prompt or Prompt.of([text(token_ids)]))
         if histories is None and not prompt.chunks:
             return None
         missed_at = time.monotonic()
-        plan = planner.plan(prompt, self._store)
+        plan = plan_of_held(prompt, lambda each: planner.plan(each, self._store), match)
         looked_up_s, self._answered = time.monotonic() - missed_at, max(self._answered, missed_at)
         missed = plan.missed_chunks() if settings.config.capture else []
         anchor = tuple(planner.anchor.segments(plan.prompt))

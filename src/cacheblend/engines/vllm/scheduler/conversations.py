@@ -2,7 +2,7 @@
 
     request ends            its prompt and answer: the newest history of its conversation
     there is no request     look-up in a thread: what the store holds of it
-                            -> a job for the workers: its next tokens (`SECTION`), computed exactly and stored
+                            -> a job for the workers: its next tokens (`next_section`), computed exactly and stored
     the job has ended       looked up again: runs of what is stored are found from now on; the next section
 
 vLLM's own blocks end with its prefix cache, and those of a prompt that was blended are not exact. So a history is
@@ -15,21 +15,17 @@ from collections import OrderedDict
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import takewhile
 
 from cacheblend.core.errors import StoreError
 from cacheblend.core.load.capture import ChunkJob
 from cacheblend.core.load.threads import DaemonPool, PoolCall
 from cacheblend.core.names import BlockName, TokenIds
-from cacheblend.core.plan.plan import Source
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, text
-from cacheblend.engines.histories import Histories, exact_part
+from cacheblend.engines.histories import Histories, next_section
 from cacheblend.engines.vllm.jobs import Adapter, CaptureJob
-from cacheblend.engines.vllm.workspace import MOST_SECTION
 from cacheblend.store import KVStore
 
-SECTION = 2048  # tokens that a job computes, about: requests that come meanwhile are computed beside it
 LOOK_UP_WAIT_S = 0.01  # of a step of an engine without requests
 MOST_WAITING = 64  # conversations; of further ones the histories that have waited longest are forgotten
 STUCK_S = 10.0  # seconds of a look-up after which an idle engine stops stepping for it
@@ -123,26 +119,18 @@ class Conversations:
             self._waiting.popitem(last=False)
 
     def _plan(self, history: _History, most: int) -> CaptureJob | None:
-        """Notes what the store holds of a history; the job for its next section, None: it is complete, or the store
-        does not keep what it was given."""
-        planner, ids = history.planner, history.token_ids
+        """Notes what the store holds of a history; the job for its next section, None: there is none."""
+        planner, prompt = history.planner, Prompt.of([text(history.token_ids)])
         try:
-            plan = planner.plan(Prompt.of([text(ids)]), self._store)
-            stored = tuple(takewhile(lambda span: span.source is Source.PREFIX, plan.spans))
-            held, exact = sum(map(len, stored)), exact_part(planner, replace(plan, spans=stored))
-            if exact is not None:
-                self.histories.note(*history.key, exact)
-            if held == len(plan) or held < history.done:
-                return None
-            wanted = held + min(max(SECTION, min(held // 4, MOST_SECTION)), most)
-            ends = [span.stop for span in plan.spans if span.stop > held]
-            stop = max((end for end in ends if end <= wanted), default=ends[0])
-            section = planner.plan(Prompt.of([text(ids[:stop])]), self._store)
+            held, section = next_section(planner, prompt, self._store, history.done, most)
         except (StoreError, OSError) as error:
             logger.warning("a history is not stored: %s", error)
             return None
         except Exception:
             logger.exception("a history is not stored")
             return None
-        is_new = section.spans[-1].source is Source.TEXT  # else another request has stored it meanwhile
-        return CaptureJob(ChunkJob((), ids[:stop]), planner, history.adapter, section) if is_new else None
+        if held is not None:
+            self.histories.note(*history.key, held)
+        if section is None:
+            return None
+        return CaptureJob(ChunkJob((), section.prompt.token_ids), planner, history.adapter, section)

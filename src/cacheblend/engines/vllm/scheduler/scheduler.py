@@ -94,8 +94,8 @@ class Scheduling:
     def is_busy(self) -> bool:
         """Something is computed, or queued for that, also while there is no request: chunks, the shadow check."""
         # A request that is held back keeps no paused engine stepping for a history.
-        has_history = self._finder.has_history and not self._requests
-        is_learning = self._captures.is_empty and (self._finder.is_discovering or has_history)
+        may_store_history = self._finder.may_store_history and not self._requests
+        is_learning = self._captures.is_empty and (self._finder.is_discovering or may_store_history)
         return is_learning or self._captures.is_busy or self._checks.is_busy
 
     # ---- a request comes --------------------------------------------------------------------------------
