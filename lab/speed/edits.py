@@ -47,6 +47,8 @@ FIRST_COUNTED = 5
 KEPT, EVERY = 3, 4
 """Turns whose results are kept; turns between two summaries."""
 CLEARED = "[the result was cleared]"
+SECTION_TOKENS_A_S = 1000
+"""That a slow machine computes of a section, at least."""
 
 
 class Step(NamedTuple):
@@ -196,7 +198,8 @@ def _timed(
         for arm in ("prefix", "moved")[:: 1 if turn % 2 else -1]:
             server = plain if arm == "prefix" else mine
             times[f"{arm}_s"] = server.ask(ids, 1, conversation="" if arm == "prefix" else name).ttft_s
-            mine.wait_until_idle()
+            if arm == "moved":  # a section of a long history takes long, and nothing is counted before its end
+                mine.wait_until_idle(4.0 + len(ids) / SECTION_TOKENS_A_S)
         found = {key: value - before.get(key, 0) for key, value in mine.counters().items()}
         moved = sum(value for key, value in found.items() if "hit_tokens" in key and 'source="moved"' in key)
         if number >= FIRST_COUNTED and moved:

@@ -233,17 +233,17 @@ def test_records_that_are_dropped_before_the_device_has_read_them_are_read_as_th
     """Their memory must not be given to others until then."""
     staging, sleep = Staging(torch.device(DEVICE)), 200_000_000  # cycles
     for residence in (OnDevice(torch.device(DEVICE)), PageLocked()):
-        records = dict(enumerate(residence.keep([torch.full((1 << 20,), float(n)) for n in range(8)]) or []))
+        records = residence.keep([torch.full((1 << 20,), float(n)) for n in range(8)]) or []
         with staging.stream():
             torch.cuda._sleep(sleep)
-            copies = {key: record.clone() for key, record in staging.send(records).items()}
-            staging.memory.hold(staging.now(), list(records.values()))
-        records.clear()
+            copies = [record.clone() for (record,) in staging.send([(record,) for record in records])]
+            staging.memory.hold(staging.now(), records)
+        del records
         for _ in range(16):  # would take the memory, and write to it, if it were free
             torch.full((1 << 20,), -1.0, device=DEVICE)
             residence.keep([torch.full((1 << 20,), -1.0)])
         torch.cuda.synchronize()
-        assert all(bool(copy.eq(key).all()) for key, copy in copies.items())
+        assert len(copies) == 8 and all(bool(copy.eq(number).all()) for number, copy in enumerate(copies))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

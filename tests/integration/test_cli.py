@@ -412,7 +412,7 @@ def test_demo(run: Run) -> None:
     assert run("store", "stat", "kept/store", "--json").json["chunks"] == 3
     rows = [json.loads(line) for line in Path("kept/questions.jsonl").read_text().splitlines()]
     assert len(rows) == 7
-    asked = next(line for line in shown.out.splitlines() if line.startswith("  cacheblend ask "))
+    asked = next(line for line in shown.out.splitlines() if " ask --model kept/" in line)
     again = run(*shlex.split(asked)[1:], "--json").json
     assert again["report"]["hit_tokens"]["disk"] > 100
     assert again["report"]["missed_tokens"] == 0
@@ -442,8 +442,11 @@ def test_demo_as_json(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_demo")
 def test_a_slow_demo_asks_one_question_of_each_category(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend.evaluation.demo.BUDGET_S", 0.0)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("sys.argv", ["an environment/bin/cacheblend"])
     shown = run("demo", "-n", 2)
     assert shown.code == 0
+    assert "\n  'an environment/bin/cacheblend' doctor --model DIR\n" in shown.out, "such that it can be called"
     assert "asked 7 of 14 questions" in shown.err
     assert "/7 " in shown.out
     assert "3. 7 questions" in shown.out

@@ -188,6 +188,23 @@ def test_bf16_is_as_good_as_sdpa(positions, window, query_scale, common_key):
     assert ours.mean() <= 2.0**2 * sdpa.mean()
 
 
+@pytest.mark.parametrize("is_told", [True, False, None])
+@pytest.mark.parametrize("rows", [127, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_many_rows_of_bf16_go_by_sdpa_where_the_processor_has_amx(is_told, rows, dtype, monkeypatch):
+    """Both ways are right on any processor; only the faster differs. `None` is a PyTorch that does not tell."""
+    monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported")
+    if is_told is not None:
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: is_told, raising=False)
+    tiled, attend_tiles = [], attention.attend_tiles
+    monkeypatch.setattr(attention, "attend_tiles", lambda *inputs: tiled.append(1) or attend_tiles(*inputs))
+    positions = _scattered(rows, 400)
+    for spec in (_spec(4), _spec(4, window=40)):
+        _check(_inputs(4, 2, 16, 410, positions, dtype), spec)
+    is_fast = dtype == torch.float32 or (dtype == torch.bfloat16 and rows == 128 and bool(is_told))
+    assert len(tiled) == (0 if is_fast else 2)
+
+
 def test_extreme_scores_stay_finite_and_inputs_as_they_are():
     query, keys, values, at = _inputs(4, 2, 64, 700, list(range(700)), torch.bfloat16)
     keys[:, :] = -keys.abs() * 30

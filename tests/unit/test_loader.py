@@ -13,12 +13,12 @@ import torch
 
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.kernels import kv_placement
-from cacheblend.core.kernels.kv_placement import ROWS_AT_ONCE
+from cacheblend.core.kernels.kv_placement import ROWS_AT_ONCE, Located
 from cacheblend.core.kernels.rope import KeyRotation, Turn, reposition_keys, turn_by
 from cacheblend.core.load import loader as loader_module
 from cacheblend.core.load.layer_kv import LayerKV
 from cacheblend.core.load.loader import AT_ONCE, AT_ONCE_TO_DEVICE, LayerLoader, ReadSize
-from cacheblend.core.load.staging_buffers import Lease, StagingMemory
+from cacheblend.core.load.staging_buffers import Lease, Staging, StagingMemory, _steps, copied_together
 from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.names import BlockName, root_name
 from cacheblend.core.plan.blocks import BlockEntry, EmptySource, KVLayout, LayerShape, RecordMemory
@@ -157,6 +157,49 @@ def test_buffers_are_filled_in_any_order_of_reading(
     assert in_thread == (read_ahead == 0)
     assert loader.load_s > 0
     assert loader.wait_s > 0
+
+
+class SideBySide(RandomRecords):
+    """A block's records of one read lie side by side."""
+
+    def read_layers(self, names: Sequence[BlockName], layers: range, heads=None, memory=None):
+        read = super().read_layers(names, layers, heads)
+        return [list(torch.stack(records).unbind()) for records in read]
+
+
+@pytest.mark.parametrize("in_caches", [False, True])
+@pytest.mark.parametrize("first", [0, 3])
+def test_records_that_are_sent_by_block_fill_what_those_read_one_by_one_fill(
+    first: int, in_caches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA from pinned memory: only the copies are the host's here."""
+    plan, _ = planned()
+    layout = KVLayout((LayerShape(2, 8),) * 9, torch.float32)
+    source, rotations, sent = SideBySide(plan, layout=layout), [FULL, None, FULL] * 3, list[list[Located]]()
+    source.held |= {s.name: plan.prompt.token_ids[s.start : s.stop] for s in plan.spans}
+    with LayerLoader(plan, source, layout, rotations, first_reused_layer=first, read_ahead=0) as loader:
+        expected = [loader.layer(index) for index in range(9)]
+
+    def buffers(*_: Any) -> LayerKV:
+        return LayerKV(*torch.zeros(2, 2, len(plan), 8).unbind())
+
+    def send(self: Staging, layers: Sequence[Sequence[torch.Tensor]]) -> Sequence[Sequence[torch.Tensor]]:
+        steps = _steps(layers)
+        if steps is None:
+            return layers
+        sent.append(copied_together(layers, steps, torch.device("cpu")))
+        return sent[-1]
+
+    monkeypatch.setattr(loader_module, "MOMENT_S", 1e9)
+    monkeypatch.setattr(LayerLoader, "_buffers", buffers)
+    monkeypatch.setattr(Staging, "send", send)
+    options: dict[str, Any] = {"first_reused_layer": first, "overlap": True, "caches": buffers if in_caches else None}
+    with LayerLoader(plan, source, layout, rotations, **options) as loader:
+        loader._device = torch.device("meta")  # else the records stay where they were read to
+        found = [loader.layer(index) for index in range(9)]
+    assert sum(map(len, sent)) == 9 and max(map(len, sent)) > 1, "every layer is sent by block, some together"
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
 
 
 @pytest.mark.parametrize("inference_mode", [False, True])

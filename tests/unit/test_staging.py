@@ -15,7 +15,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cacheblend.core.load import staging_buffers as staging_module
-from cacheblend.core.load.staging_buffers import Lease, StagingMemory, _ThroughSlabs, copied_at_once, moved_together
+from cacheblend.core.load.staging_buffers import (
+    Lease,
+    StagingMemory,
+    _steps,
+    _ThroughSlabs,
+    copied_together,
+    moved_together,
+)
 
 SLAB = 1 << 16
 PAGE = 4096
@@ -183,31 +190,71 @@ class _Operations(TorchDispatchMode):
         return call(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("count", [1, 28, 300])
-def test_pinned_records_of_a_layer_take_one_call(count: int) -> None:
-    records = {number: torch.randn(2, 2, 8, 16) for number in range(count)}
+def side_by_side(layers: int, shape: tuple[int, ...], dtype: torch.dtype, gap: int, start: int) -> list[torch.Tensor]:
+    """One block's records in one memory, so many bytes apart."""
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    memory = torch.randint(0, 99, (start + layers * (nbytes + gap) - gap,), dtype=torch.uint8)
+    starts = range(start, len(memory), nbytes + gap)
+    return [memory[at : at + nbytes].view(dtype).view(shape) for at in starts]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_blocks_records_of_several_layers_are_one_copy_where_they_lie_side_by_side(seed: int) -> None:
+    draw, layers = random.Random(seed), 1 + seed % 5
+    dtype = draw.choice([torch.bfloat16, torch.float32, torch.uint8])
+    width = 7 if layers == 1 else 16  # of one layer, records of any size
+    shapes = [(draw.randrange(1, 4), 2, draw.randrange(1, 40), width) for _ in range(draw.randrange(1, 9))]
+    blocks = [side_by_side(layers, s, dtype, draw.choice([0, 16, 240]), draw.choice([0, 48])) for s in shapes]
+    by_layer, device = list(zip(*blocks, strict=True)), torch.device("cpu")
+    steps = _steps(by_layer)
+    assert steps is not None
     with _Operations() as seen:
-        sent = copied_at_once(records, torch.device("cpu"))
-    assert seen.names.count("_foreach_copy_") == 1
-    assert [name for name in seen.names if name not in ("_foreach_copy_", "copy_")] == ["empty", "unbind"]
-    assert all(torch.equal(sent[number], record) for number, record in records.items())
-    assert not copied_at_once({}, torch.device("cpu"))
+        sent = copied_together(by_layer, steps, device)
+    assert seen.names.count("_foreach_copy_") == seen.names.count("empty") == 1
+    for layer, found in enumerate(sent):
+        assert found.table.tolist() == [record.data_ptr() for record in found] and len(found) == len(shapes)
+        assert all(int(address) % 16 == 0 for address in found.table)
+        assert found.kinds == [(record.nbytes, record.dtype, record.device) for record in found]
+        assert all(map(torch.equal, found, by_layer[layer])) and all(record.dtype == dtype for record in found)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_pinned_records_of_any_sizes_are_copied_to_where_kernels_may_read_them(seed: int) -> None:
-    draw = random.Random(seed)
-    dtypes = [torch.uint8, torch.bfloat16, torch.float32]
-    shapes = [(draw.randrange(1, 4), draw.choice([1, 7, 16, 33])) for _ in range(4)]
-    records = {
-        number: torch.randint(0, 99, draw.choice(shapes)).to(draw.choice(dtypes))
-        for number in range(draw.randrange(20))
+def test_other_records_are_copied_one_by_one() -> None:
+    whole = side_by_side(4, (2, 2, 5, 16), torch.bfloat16, 16, 0)
+    like = whole[0]
+    permuted = [record.transpose(2, 3) for record in whole]
+    others = {
+        "backwards": whole[::-1],
+        "one is left out": [whole[0], whole[1], whole[3]],
+        "more than a page between": side_by_side(3, (2, 2, 5, 16), torch.bfloat16, PAGE, 0),
+        "odd distance": side_by_side(3, (2, 2, 4, 16), torch.bfloat16, 8, 0),
+        "shapes": [whole[0], whole[1].view(4, 2, 5, 8), whole[2]],
+        "not contiguous": permuted,
+        "overlap": [like[:1], like.view(-1)[80 : 80 + 160].view(1, 2, 5, 16), like[1:]],
     }
-    sent = copied_at_once(records, torch.device("cpu"))
-    assert sorted(sent) == sorted(records)
-    for number, record in records.items():
-        assert sent[number].dtype == record.dtype and torch.equal(sent[number], record)
-        assert sent[number].data_ptr() % 16 == 0 and sent[number].is_contiguous()
+    assert _steps([(record,) for record in whole]) is not None
+    for why, records in others.items():
+        assert _steps([(record,) for record in records]) is None, why
+        assert _steps(list(zip(whole, records, strict=False))) is None, f"beside another: {why}"
+    # neighbours by chance: the memory of the first one ends with it
+    apart = torch.zeros(64, dtype=torch.uint8)
+    near = [apart[:16], torch.zeros(0, dtype=torch.uint8).set_(apart.untyped_storage(), 16, (16,))]
+    assert _steps([(record,) for record in near]) is not None
+    owned = torch.frombuffer(memoryview(apart.numpy())[:16], dtype=torch.uint8)
+    assert owned.data_ptr() == apart.data_ptr() and _steps([(owned,), (near[1],)]) is None
+
+
+def test_nobody_waits_for_a_lock_while_a_slab_is_waited_for() -> None:
+    staging = memory(1)
+
+    class Waited(Event):
+        def synchronize(self) -> None:
+            free.append(not staging._lock.locked())
+            super().synchronize()
+
+    free, lease = list[bool](), staging.lease()
+    place = place_of(lease.take(SLAB))
+    lease.release(Waited())
+    assert place_of(staging.lease().take(SLAB)) == place and free == [True]
 
 
 def test_threads_never_share_memory() -> None:

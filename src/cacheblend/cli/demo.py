@@ -2,6 +2,7 @@
 
 import shlex
 import shutil
+import sys
 import tempfile
 from json import dumps
 from pathlib import Path
@@ -113,14 +114,21 @@ def _show(result: dict[str, Any], example: dict[str, Any], about: str, keep: Pat
     out.print(Text(f"\nThe model ({about}) {LIMITS}", "dim"))
     if result["plot"] is not None:
         out.print(f"\nAll results in one picture: {result['plot']}", soft_wrap=True)
-    commands = ["demo --keep DIR"]
+    title = "Next, on your own model in a folder DIR (demo --keep NEW keeps what was shown here):"
+    own = "--data FILE --question TEXT --compare"
+    commands = [
+        "doctor --model DIR",
+        f"ask --model DIR {own}",
+        "serve --model DIR --store file:///var/cache/cacheblend",
+    ]
     if keep is not None:
         model, store, passages, questions, to = (shlex.quote(f"{keep}/{name}") for name in KEPT_FILES)
         opened = f"--model {model} --dtype {DTYPE}"
         asked = f"--store {store} --data {passages} --question {shlex.quote(example['row'].question)}"
-        commands = [f"store ls {store}", f"ask {opened} {asked} --compare"]
+        title, commands = "Try:", [f"store ls {store}", f"ask {opened} {asked} --compare"]
         commands.append(f"evaluate {opened} --data {questions} --selector profile --selector hkvd --out {to}")
-    out.print("\nTry:", *(f"  cacheblend {command}" for command in commands), sep="\n", soft_wrap=True)
+    program = "cacheblend" if shutil.which("cacheblend") else shlex.quote(sys.argv[0])
+    out.print(f"\n{title}", *(f"  {program} {command}" for command in commands), sep="\n", soft_wrap=True)
 
 
 def _passages(example: dict[str, Any], result: dict[str, Any]) -> Text:

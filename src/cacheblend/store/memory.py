@@ -153,8 +153,14 @@ class MemoryStore(KVStore):
     ) -> list[list[torch.Tensor] | BlockLostError]:
         """The stored tensors themselves, or views of them."""
         found: list[list[torch.Tensor] | BlockLostError] = []
-        for name in names:
-            records = [record for layer in layers if (record := self.peek(name, layer)) is not None]
+        with self._lock:
+            blocks = [self._held.get(name) for name in names]
+            for held in filter(None, blocks) if layers else ():
+                check_layer(held.layout, layers[0])
+                check_layer(held.layout, layers[-1])
+            read = [held.records[layers.start : layers.stop] if held else [] for held in blocks]
+        for name, kept in zip(names, read, strict=True):
+            records = [record for record in kept if record is not None]
             if len(records) < len(layers):
                 found.append(BlockLostError([name], f"{name.hex()} is not in memory (never written, or evicted)"))
             elif heads is None:

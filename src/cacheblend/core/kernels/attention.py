@@ -170,8 +170,8 @@ def _sdpa(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **optio
 
 def _has_fast_sdpa(query: torch.Tensor) -> bool:
     """Whether PyTorch's own attention of 16 bits on a CPU is faster than tiles: of bf16 and many rows, with AMX."""
-    is_many = query.shape[1] >= _SDPA_CPU_ROWS
-    return is_many and query.dtype == torch.bfloat16 and bool(torch.cpu._is_amx_tile_supported())
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", bool)  # private: where PyTorch has it no more, False
+    return query.shape[1] >= _SDPA_CPU_ROWS and query.dtype == torch.bfloat16 and bool(has_amx())
 
 
 def _attend_sdpa(

@@ -8,6 +8,7 @@ Plain PyTorch: serves everywhere, and is what a device's kernel is compared with
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -38,6 +39,27 @@ class Piece:
         return self.start + self.rows
 
 
+Kind = tuple[int, torch.dtype, torch.device]  # bytes, type and device of a record
+
+
+@dataclass(frozen=True, eq=False)
+class Located(Sequence[torch.Tensor]):
+    """One layer's records in one memory on a device; a tensor is made only of those that are asked for."""
+
+    memory: torch.Tensor  # [numbers] of the records' type
+    starts: Sequence[int]  # of each record, its first number there, at a multiple of 16 bytes
+    shapes: Sequence[torch.Size]
+    kinds: Sequence[Kind]
+    table: torch.Tensor  # int64 [records] on the device: their addresses
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def __getitem__(self, index: Any) -> Any:
+        start, shape = self.starts[index], self.shapes[index]
+        return self.memory[start : start + shape.numel()].view(shape)
+
+
 class Placement:
     """Where the records of one codec go in a prompt: the same for each layer, so that it is made once. `pieces`: in any
     order; no two of them share a row of the prompt. `codec`: of the records. Raises `InvalidInputError`: a piece that
@@ -50,6 +72,7 @@ class Placement:
             if not fits or piece.start < 0 or piece.record < 0:
                 raise InvalidInputError(f"there are no such rows of a record of {piece.tokens} tokens: {piece}")
         self.pieces, self.codec = tuple(pieces), codec
+        self.records = list(dict.fromkeys((piece.record, piece.tokens) for piece in pieces))
         self.stop = max((piece.stop for piece in pieces), default=0)
         # runs of neighbouring rows whose keys are moved, and the offsets of their pieces; long runs take fewer calls
         self._runs = list[tuple[int, list[torch.Tensor]]]()
@@ -149,20 +172,18 @@ def check_records(
         raise InvalidInputError(f"a piece ends at {placement.stop}, but there are {length} rows")
     codec, head_dim, numbers = codec_of(placement.codec), keys.shape[-1], keys.dtype if float8 is None else float8.dtype
     dtype = numbers if placement.codec == "raw" else torch.uint8
-    fitting: tuple[int, torch.Size, torch.dtype, torch.device] | None = None  # most records are like the one before
-    for piece in placement.pieces:
-        if piece.record >= len(records):
-            raise InvalidInputError(f"a piece is of record {piece.record}, but there are {len(records)}")
-        record = records[piece.record]
-        kind = piece.tokens, record.shape, record.dtype, record.device
-        if kind == fitting:
-            continue
-        fitting, wanted = kind, kv_heads * codec.head_bytes(piece.tokens, head_dim, numbers)
-        if (record.nbytes, record.dtype, record.device) != (wanted, dtype, keys.device):
+    kinds = records.kinds if isinstance(records, Located) else [(r.nbytes, r.dtype, r.device) for r in records]
+    fitting = dict[int, Kind]()  # by tokens: many records have the same
+    for record, tokens in placement.records:
+        if record >= len(kinds):
+            raise InvalidInputError(f"a piece is of record {record}, but there are {len(kinds)}")
+        if tokens not in fitting:
+            fitting[tokens] = kv_heads * codec.head_bytes(tokens, head_dim, numbers), dtype, keys.device
+        if kinds[record] != fitting[tokens]:
+            nbytes, found, device = kinds[record]
             raise InvalidInputError(
-                f"a record of {piece.tokens} tokens is {record.nbytes} bytes of {record.dtype} on {record.device}; "
-                f"{kv_heads} heads of {head_dim} in {numbers} and {placement.codec} are {wanted} of {dtype} on "
-                f"{keys.device}"
+                f"a record of {tokens} tokens is {nbytes} bytes of {found} on {device}; {kv_heads} heads of {head_dim} "
+                f"in {numbers} and {placement.codec} are {fitting[tokens][0]} of {dtype} on {keys.device}"
             )
 
 

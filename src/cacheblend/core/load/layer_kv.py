@@ -1,6 +1,6 @@
 """One layer of a request's KV cache, in buffers of its own or wherever an engine keeps it, and what is placed there."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -102,7 +102,11 @@ class PlacedSpans(NamedTuple):
         ]
         return cls(list(indices), Placement(pieces, codec))
 
-    def fill(self, kv: LayerCache, records: Mapping[BlockName, torch.Tensor], rotation: KeyRotation | None) -> None:
-        """Places the spans' records in a layer, their keys turned by `rotation`."""
-        if self.names:
-            kv.place([records[name] for name in self.names], self.placement, rotation)
+    @classmethod
+    def by_codec(cls, spans: Sequence[Span], codec: str) -> "list[PlacedSpans]":
+        """Those whose records are as they were computed, exact rows among them, and those in the chunks' `codec`."""
+        alike: dict[str, list[Span]] = {}
+        for span in spans:  # behind a lost block the rest of the exact prefix is reused like a chunk
+            is_raw = span.is_raw or span.source is Source.PREFIX
+            alike.setdefault("raw" if is_raw else codec, []).append(span)
+        return [cls.of(each, kept) for kept, each in alike.items()]

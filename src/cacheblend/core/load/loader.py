@@ -13,14 +13,16 @@ would take processors from the layers and cost more time than it saves (docs/log
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
 from cacheblend.core.closable import Closable
 from cacheblend.core.errors import BlockLostError, LoadTimeoutError
+from cacheblend.core.kernels.kv_placement import Located
 from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.core.load.budget import LoadBudget
 from cacheblend.core.load.layer_kv import LayerCache, LayerKV, PlacedSpans
@@ -69,10 +71,11 @@ AHEAD_BYTES = 1 << 30  # bounds the buffers of layers that are loaded ahead; one
 
 
 class _Read(NamedTuple):
-    """One layer's records as stored, on the CPU or the device; the seconds that reading took, by tier; and the memory
-    that they lie in, with those of other layers; None: they have left it, and are on the device after event `sent`."""
+    """One layer's records as stored, those of each of its placements; the seconds that reading took, by tier; and the
+    memory that they lie in, with those of other layers; None: they have left it, and are on the device after event
+    `sent`."""
 
-    records: Mapping[BlockName, torch.Tensor]
+    records: list[Sequence[torch.Tensor]]
     seconds: dict[str, float]
     lease: Lease | None
     sent: Any = None
@@ -139,12 +142,8 @@ class LayerLoader(Closable):
         most_bytes = AHEAD_BYTES if ahead_bytes is None else ahead_bytes
         self._most_ahead = max(1, most_bytes * len(layout.layers) // max(1, layout.block_bytes(len(plan))))
         self._read_ahead = min(read_ahead, self._most_ahead)
-        self._exact = PlacedSpans.of([s for s in self._spans if s.source is Source.PREFIX], "raw")
-        reused = [s for s in self._spans if s.source is Source.LOADED]
-        self._reused = [  # behind a lost block the rest of the exact prefix is reused like a chunk
-            PlacedSpans.of([s for s in reused if s.is_raw == is_raw], kept)
-            for is_raw, kept in ((True, "raw"), (False, codec))
-        ]
+        self._exact = PlacedSpans.by_codec([s for s in self._spans if s.source is Source.PREFIX], codec)
+        self._placed = PlacedSpans.by_codec(self._spans, codec)
         self._next = 0  # the first layer that has not been asked for
         blocks = {s.name: s.record_tokens for s in self._spans}
         self._tiers = {s.tier for s in self._spans}
@@ -267,15 +266,8 @@ class LayerLoader(Closable):
         self, layers: range, buffers: Sequence[LayerKV], allocated: Any, inference_mode: bool
     ) -> dict[int, _Loaded]:
         with torch.inference_mode(inference_mode), torch.no_grad(), self._staging.stream():
-            group = self._read(layers)
-            sent = self._staging.send({(i, name): r for i, read in group.items() for name, r in read.records.items()})
-            loaded = {}
-            for index, kv in zip(layers, buffers, strict=True):
-                read = group[index]._replace(records={name: sent[index, name] for name in group[index].records})
-                loaded[index] = self._fill(index, read, kv, allocated)
-            for read in group.values():
-                self._staging.memory.hold(loaded[layers[-1]].done, list(read.records.values()))
-            return loaded
+            sent = self._send_ahead(layers)
+            return {i: self._fill(i, sent[i], kv, allocated) for i, kv in zip(layers, buffers, strict=True)}
 
     def _send_ahead(self, layers: range) -> dict[int, _Read]:
         """Reads layers, and starts their records' way to the device."""
@@ -283,15 +275,18 @@ class LayerLoader(Closable):
             group = self._read(layers)
             if self._device.type == "cpu":
                 return group  # the records stay where they were read to
-            sent = self._staging.send({(i, name): r for i, read in group.items() for name, r in read.records.items()})
-            done = self._staging.now()
+            by_placement = zip(*(read.records for read in group.values()), strict=True)
+            try:
+                sent = [self._staging.send(records) for records in by_placement]
+            finally:  # where one is out of memory, copies of those before it are under way
+                done = self._staging.now()
+                self._staging.memory.hold(done, [*chain(*chain(*(read.records for read in group.values())))])
             for read in group.values():
-                self._staging.memory.hold(done, list(read.records.values()))
                 if read.lease is not None:
                     read.lease.release(done)
             return {
-                index: _Read({name: sent[index, name] for name in read.records}, read.seconds, None, done)
-                for index, read in group.items()
+                index: _Read(list(records), group[index].seconds, None, done)
+                for index, records in zip(layers, zip(*sent, strict=True), strict=True)
             }
 
     def _buffers(self, index: int) -> LayerKV:
@@ -321,8 +316,12 @@ class LayerLoader(Closable):
             *_, reason = (error.reason for error in lost.values())
             which = f"layer {layers.start}" if len(layers) == 1 else f"layers {layers.start} to {layers.stop - 1}"
             raise BlockLostError(list(lost), f"{which}: {reason}")
+        by_placement = [
+            list(zip(*(records[name] for name in placed.names), strict=True))
+            for placed in self._placements(layers.start)
+        ]
         return {
-            index: _Read({name: found[number] for name, found in records.items()}, seconds, lease)
+            index: _Read([by_layer[number] for by_layer in by_placement], seconds, lease)
             for number, index in enumerate(layers)
         }
 
@@ -331,19 +330,22 @@ class LayerLoader(Closable):
         reused = index >= self._first_reused_layer
         return [span for span in self._spans if reused or span.source is not Source.LOADED]
 
+    def _placements(self, index: int) -> list[PlacedSpans]:
+        """Where those spans' records go."""
+        return self._placed if index >= self._first_reused_layer else self._exact
+
     def _fill(self, index: int, read: _Read, kv: LayerCache, allocated: Any = None) -> _Loaded:
         """Writes records into the buffers, after the event `allocated`, when the device has them."""
         started = time.perf_counter()
-        on_device = self._staging.send(read.records)
-        self._staging.wait(read.sent, list(read.records.values()))
+        on_device = read.records if read.lease is None else [self._staging.send([each])[0] for each in read.records]
+        parts = ((each.memory, each.table) if isinstance(each, Located) else each for each in on_device)
+        self._staging.wait(read.sent, [*chain(*parts)])
         self._staging.wait(allocated, () if allocated is None else (kv.keys, kv.values))
-        self._exact.fill(kv, on_device, None)
-        if index >= self._first_reused_layer:
-            for placed in self._reused:
-                placed.fill(kv, on_device, self._rotations[index])
+        for placed, records in zip(self._placements(index), on_device, strict=True):
+            kv.place(records, placed.placement, self._rotations[index])
         done = self._staging.now()
         if read.lease is not None:
-            self._staging.memory.hold(done, list(read.records.values()))
+            self._staging.memory.hold(done, [*chain(*read.records)])
             read.lease.release(done)
         return _Loaded(kv, sum(read.seconds.values()) + time.perf_counter() - started, read.seconds, done)
 

@@ -1,8 +1,8 @@
 """Memory of fixed size that records are read into, and CUDA's stream for loading: copies overlap with computing.
 
-    store ── read ──▶ slabs ── one copy a slab ──▶ device ── place ──▶ buffers       all of it on the loading stream
-                        ▲                            │
-                        └──── event: copied ─────────┘
+    store ── read ──▶ slabs ── one copy a block ──▶ device ── place ──▶ buffers       all of it on the loading stream
+                        ▲                             │
+                        └──── event: copied ──────────┘
 
 A layer's records lie in slabs, which are pinned where a GPU copies from them. A slab is used again once the device has
 copied it: who reads faster than the device copies waits for it, and for nobody else. Where all slabs wait to be used by
@@ -20,9 +20,13 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from cacheblend.core.closable import Closable
+from cacheblend.core.kernels.kv_placement import Located
+from cacheblend.core.kernels.upload import upload
 from cacheblend.core.names import grouped
 
 SLAB_BYTES = 16 << 20
@@ -33,6 +37,7 @@ CPU_BYTES = 128 << 20
 PINNED_BYTES = 256 << 20  # staging memory of a process for each GPU: four layers of 16,384 tokens of an 8B model
 _ALIGNMENT = 4096  # as direct reads need it
 _ELEMENT = 16  # bytes of the largest element of a record, and more: what is copied begins at a multiple
+_HOST = torch.device("cpu")
 Key = TypeVar("Key")
 
 
@@ -60,18 +65,21 @@ class StagingMemory:
 
     def slab(self) -> torch.Tensor | None:
         """A slab that nobody uses, uint8 [slab_bytes]; waits for the device if only copies use one; None: none left."""
-        with self._lock:
-            while self._lost:
-                self._made -= self._lost.popleft()
-            while self._copied and ((not self._free and self._made == self._most) or self._copied[0][0].query()):
-                event, slabs = self._copied.popleft()
-                event.synchronize()
-                self._free += slabs
-            if self._free:
-                return self._free.pop()
-            if self._made == self._most:
-                return None
-            self._made += 1
+        while True:
+            with self._lock:
+                while self._lost:
+                    self._made -= self._lost.popleft()
+                while self._copied and self._copied[0][0].query():
+                    self._free += self._copied.popleft()[1]
+                if self._free:
+                    return self._free.pop()
+                if self._made < self._most:
+                    self._made += 1
+                    break
+                if not self._copied:
+                    return None
+                oldest = self._copied[0][0]
+            oldest.synchronize()  # without the lock, which those need who give slabs back; others may take this one
         try:
             return _aligned(self.slab_bytes, self._pinned)
         except BaseException:
@@ -156,18 +164,33 @@ class Staging:
         with torch.cuda.device(self.device), torch.cuda.stream(_stream(self.device)):
             yield
 
-    def send(self, records: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
-        """The records on the device; copies may still be in progress on the current stream, and the caller holds the
-        records until then (`StagingMemory.hold`). Those of pinned memory take one call, in which other threads run."""
+    def send(self, layers: Sequence[Sequence[torch.Tensor]]) -> Sequence[Sequence[torch.Tensor]]:
+        """Some layers' records of the same blocks, [layers][blocks], on the device; copies may still be in progress on
+        the current stream, and the caller holds the records until then (`StagingMemory.hold`). Those of pinned memory
+        take one call, in which other threads run."""
         if self.device.type != "cuda":
-            return {key: record.to(self.device) for key, record in records.items()}
-        away = {key: record for key, record in records.items() if record.device != self.device}
-        first = next(iter(away.values()), None)
-        if first is None or (all(r.device.type == "cpu" for r in away.values()) and first.is_pinned()):
-            # Asking takes longer than starting a copy. One that is not pinned is copied all the same, by waiting.
-            return dict(records) | copied_at_once(away, self.device)
+            return [[record.to(self.device) for record in records] for records in layers]
+        here = [record.device == self.device for record in layers[0]]
+        if all(here):
+            return layers
+        if any(here):  # a tier on the device holds some blocks
+            rest = [[r for r, stays in zip(records, here, strict=True) if not stays] for records in layers]
+            sent = map(iter, self.send(rest))
+            return [
+                [record if stays else next(own) for record, stays in zip(records, here, strict=True)]
+                for records, own in zip(layers, sent, strict=True)
+            ]
+        first = layers[0][0]
+        # Asking takes longer than starting a copy. One that is not pinned is copied all the same, by waiting.
+        if {(record.dtype, record.device) for record in layers[0]} == {(first.dtype, _HOST)} and first.is_pinned():
+            steps = _steps(layers)
+            if steps is None:
+                return [self.send([records])[0] for records in layers]
+            return copied_together(layers, steps, self.device)
+        keyed = {(i, at): record for i, records in enumerate(layers) for at, record in enumerate(records)}
         with _ThroughSlabs(self.memory, self.device, self.now) as slabs:
-            return dict(records) | moved_together(away, slabs.copied)
+            moved = moved_together(keyed, slabs.copied)
+        return [[moved[i, at] for at in range(len(here))] for i in range(len(layers))]
 
     def now(self) -> Any:
         """An event for `wait`: all work started so far on the current stream is done."""
@@ -219,21 +242,41 @@ class _ThroughSlabs(Closable):
             self._memory.give_back([slab], self._now())
 
 
-def copied_at_once(records: Mapping[Key, torch.Tensor], device: torch.device) -> dict[Key, torch.Tensor]:
-    """Copies of pinned records: memory for those of one shape in one piece, and one call for all of them. The
-    interpreter's lock is free during that call, and the thread that computes needs it for each kernel it starts."""
-    alike: dict[tuple[torch.Size, torch.dtype], list[Key]] = {}
-    for key, record in records.items():
-        alike.setdefault((record.shape, record.dtype), []).append(key)
-    copies: dict[Key, torch.Tensor] = {}
-    for (shape, dtype), keys in alike.items():
-        if records[keys[0]].nbytes % _ELEMENT:
-            copies |= {key: torch.empty(shape, dtype=dtype, device=device) for key in keys}
-        else:
-            copies |= zip(keys, torch.empty((len(keys), *shape), dtype=dtype, device=device).unbind(), strict=True)
-    if copies:
-        torch._foreach_copy_([copies[key] for key in records], list(records.values()), non_blocking=True)
-    return copies
+def _steps(layers: Sequence[Sequence[torch.Tensor]]) -> npt.NDArray[np.int64] | None:
+    """[blocks] bytes from layer to layer, where each block's records, all alike, lie side by side in one memory at
+    multiples of 16 bytes; 0 of a single layer; None: not all lie so."""
+    first = layers[0]
+    if len(layers) == 1:
+        return np.zeros(len(first), dtype=np.int64)
+    kinds = [[(r.shape, r.dtype, r.is_contiguous()) for r in records] for records in layers]
+    if any(own != kinds[0] for own in kinds[1:]) or not all(is_contiguous for *_, is_contiguous in kinds[0]):
+        return None
+    at, nbytes = np.array([[r.data_ptr() for r in records] for records in layers]), np.array([r.nbytes for r in first])
+    steps, ends = at[1] - at[0], np.array([s.data_ptr() + s.nbytes() for s in (r.untyped_storage() for r in first)])
+    fits = (nbytes <= steps) & (steps < nbytes + _ALIGNMENT) & (steps % _ELEMENT == 0) & (at[-1] + nbytes <= ends)
+    return steps if fits.all() and (np.diff(at, axis=0) == steps).all() else None
+
+
+def copied_together(
+    layers: Sequence[Sequence[torch.Tensor]], steps: npt.NDArray[np.int64], device: torch.device
+) -> list[Located]:
+    """Copies of pinned records of one type whose `_steps` are known: one a block, in one memory, by one call, during
+    which the interpreter's lock is free: the thread that computes needs it for each kernel it starts. No record gets a
+    tensor, which would take longer than the rest."""
+    first, size = layers[0], layers[0][0].element_size()
+    used = (steps * (len(layers) - 1) + [record.nbytes for record in first]) // size
+    slots = used + -used % (_ELEMENT // size)
+    memory = torch.empty(int(slots.sum()), dtype=first[0].dtype, device=device)
+    targets = list(torch.split(memory, slots.tolist()))
+    if (slots > used).any():
+        targets = [target[:count] for target, count in zip(targets, used.tolist(), strict=True)]
+    sources = [r.contiguous().as_strided((count,), (1,)) for r, count in zip(first, used.tolist(), strict=True)]
+    torch._foreach_copy_(targets, sources, non_blocking=True)
+    starts = np.cumsum(slots) - slots + np.arange(len(layers))[:, None] * (steps // size)
+    tables, shapes = upload(memory.data_ptr() + size * starts, device), [record.shape for record in first]
+    kinds = [(record.nbytes, memory.dtype, memory.device) for record in first]
+    by_layer = zip(starts.tolist(), tables.unbind(), strict=True)
+    return [Located(memory, own, shapes, kinds, table) for own, table in by_layer]
 
 
 def moved_together(
