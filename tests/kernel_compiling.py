@@ -132,7 +132,7 @@ def asking(capability, head_dim, group, window=False, is_capped=False):
     }
     types = {
         **dict.fromkeys(("query", "keys"), "*bf16"),
-        **dict.fromkeys(("places", "edges", "members", "begins"), "*i64"),
+        **dict.fromkeys(("places", "edges"), "*i64"),
         **dict.fromkeys(("sums", "received"), "*fp32"),
         **dict.fromkeys(("logit", "cap"), "fp32"),
     }

@@ -9,7 +9,7 @@ Everything here follows the definition, not the implementation:
   a dropped row has no effect: its K and V are replaced in every later layer;
 - the question's attention: the same forward with all stored rows replaced, and rows masked that are neither stored
   nor the question's; the attention weights of the question's rows are recorded;
-- a hop: the same, with the rows of the best spans in place of the question's.
+- a hop: the rare words of the best spans are looked for in front of the question.
 
 Only the fields of a selector are read; the rows are chosen by the code here. The one exception are the random numbers
 of `RandomRows`, which come from the package. What was computed of a model that tests share is kept.
@@ -43,8 +43,6 @@ from families import SHARED
 ATTENTION = "reference_blend"
 KV = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, each [kv_heads, rows, head_dim]."""
-Group = tuple[list[int], list[int]]
-"""Rows that ask, the first of them generic, and rows whose attention from them does not count."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class Reference:
         deviations: check layer -> position -> squared deviation.
         attention: candidate -> how much more the question attends to it than a generic row; if the selector needs it.
         question: positions of the question's rows.
-        hops: for each hop the rows of each span that asks, those behind it among them.
+        hops: for each hop the spans that it followed.
     """
 
     logits: torch.Tensor
@@ -78,7 +76,7 @@ class Reference:
     deviations: dict[int, dict[int, float]] = field(default_factory=dict)
     attention: dict[int, float] = field(default_factory=dict)
     question: list[int] = field(default_factory=list)
-    hops: list[list[list[int]]] = field(default_factory=list)
+    hops: list[list[int]] = field(default_factory=list)
 
 
 def plain_kv(model: torch.nn.Module, ids: Sequence[int], shift: int = 0) -> tuple[torch.Tensor, list[KV]]:
@@ -149,26 +147,23 @@ def _blend(
     question: list[int] = []
     most = max(2, len(prompt) // 20)
 
-    def ask(*groups: Group) -> dict[int, float]:
-        seen = set(stored) | set(_anchor_rows(prompt, anchor)) - missing
-        asking = _Asking(stored, groups, set(range(last + 1)) - seen - {p for rows, _ in groups for p in rows})
-        _forward(model, prompt, asking)
-        return {p: asking.received[p] for p in candidates}
-
     if selector.question_rows and candidates:
         question = _question(prompt, min(selector.question_rows, most))
-        attention = ask((question, []))
+        seen = set(stored) | set(_anchor_rows(prompt, anchor)) - missing
+        asking = _Asking(stored, question, set(range(last + 1)) - seen - set(question))
+        _forward(model, prompt, asking)
+        attention = {p: asking.received[p] for p in candidates}
     weight = getattr(selector, "words", 0.0)
     wanted = {p: attention[p] + _word_cue(prompt, p, question) * weight for p in attention}
     spans = _spans(prompt, selector, sentence_ends)
-    hops = Hops(prompt, spans, candidates, question, min(selector.hop_rows, most))
+    hops = Hops(prompt, spans, candidates, question)
     for _ in range(selector.hops if candidates else 0):
-        wanted = hops.follow(wanted, selector.hop_spans, weight, ask)
+        wanted = hops.follow(wanted, selector.hop_spans, weight)
 
     run = _Pass(prompt, selector, stored, candidates, wanted, spans, rounding or Rounding())
     logits = _forward(model, prompt, run)
     recomputed = sorted(run.active & set(candidates))
-    return Reference(logits, run.kv, candidates, recomputed, run.deviations, attention, question, hops.asked)
+    return Reference(logits, run.kv, candidates, recomputed, run.deviations, attention, question, hops.followed)
 
 
 def _forward(model: torch.nn.Module, prompt: Prompt, pass_: "_Pass | _Asking") -> torch.Tensor:
@@ -185,7 +180,8 @@ def _question(prompt: Prompt, limit: int) -> list[int]:
     for segment in prompt.segments:
         suffix = [] if segment.is_chunk else suffix + list(range(start, start + len(segment)))
         start += len(segment)
-    return first_and_last(suffix or [start - 1], limit)
+    rows = suffix or [start - 1]
+    return rows if len(rows) <= limit else [rows[0], *rows[-(limit - 1) :]]
 
 
 def _word_cue(prompt: Prompt, position: int, question: list[int]) -> float:
@@ -263,30 +259,22 @@ def _moved_chunk(model: torch.nn.Module, anchor: tuple[int, ...], ids: tuple[int
 
 
 class Hops:
-    """Which spans ask in turn, with which rows, and what counts of it: the best ones that were not asked yet."""
+    """Which spans are followed in turn, and what counts of it: the best ones that were not followed yet."""
 
-    def __init__(
-        self, prompt: Prompt, spans: list[int], candidates: list[int], question: list[int], limit: int
-    ) -> None:
+    def __init__(self, prompt: Prompt, spans: list[int], candidates: list[int], question: list[int]) -> None:
         self.ids, self.spans, self.candidates = prompt.token_ids.tolist(), spans, candidates
-        self.segments = [number for number, segment in enumerate(prompt.segments) for _ in range(len(segment))]
-        self.question, self.limit = question, limit
-        self.done, self.asked = set[int](), list[list[list[int]]]()
+        self.question, self.followed = question, list[list[int]]()
 
-    def follow(
-        self, wanted: dict[int, float], most: int, weight: float, ask: Callable[..., dict[int, float]]
-    ) -> dict[int, float]:
+    def follow(self, wanted: dict[int, float], most: int, weight: float) -> dict[int, float]:
         """How much each candidate is wanted after one more hop of at most `most` spans."""
         best: dict[int, float] = {}
         for position in self.candidates:
             best[self.spans[position]] = max(best.get(self.spans[position], 0.0), wanted[position])
-        open_spans = [span for span in sorted(best) if best[span] > 0 and span not in self.done]
+        done = {span for hop in self.followed for span in hop}
+        open_spans = [span for span in sorted(best) if best[span] > 0 and span not in done]
         chosen = sorted(open_spans, key=lambda span: -best[span])[:most]
-        self.done |= set(chosen)
+        self.followed.append(chosen)
         cues = [self._words(span, weight * min(1.0, best[span])) for span in chosen]
-        groups = [group for group in map(self._group, chosen) if len(group[0]) > 1] if self.limit else []
-        self.asked.append([rows for rows, _ in groups])
-        cues += [ask(*groups)] if groups else []
         return {p: max(wanted[p], *(cue.get(p, 0.0) for cue in cues)) if cues else wanted[p] for p in wanted}
 
     def _words(self, span: int, weight: float) -> dict[int, float]:
@@ -295,23 +283,13 @@ class Hops:
         words, ids_of_others = {self.ids[p] for p in mine}, [self.ids[p] for p in others]
         return {p: weight / ids_of_others.count(self.ids[p]) for p in others if self.ids[p] in words}
 
-    def _group(self, span: int) -> Group:
-        mine = [p for p in self.candidates if self.spans[p] == span]
-        behind = [p for p in (mine[-1] + 1, mine[-1] + 2) if p in self.candidates]
-        own = mine + [p for p in behind if self.segments[p] == self.segments[mine[-1]]]
-        return first_and_last(own, self.limit), own
-
-
-def first_and_last(rows: list[int], limit: int) -> list[int]:
-    return rows if len(rows) <= limit else [rows[0], *rows[-(limit - 1) :]]
-
 
 class _Asking:
-    """A pass of rows that ask over the stored rows; each `hidden` row is visible only to itself."""
+    """A pass of the rows that ask, the first generic, over the stored rows; each `hidden` row is visible only to
+    itself."""
 
-    def __init__(self, stored: Mapping[int, list[KV]], groups: Sequence[Group], hidden: set[int]) -> None:
-        self.stored, self.groups, self.hidden = stored, groups, hidden
-        self.asking = {row for rows, _ in groups for row in rows}
+    def __init__(self, stored: Mapping[int, list[KV]], asking: Sequence[int], hidden: set[int]) -> None:
+        self.stored, self.asking, self.hidden = stored, asking, hidden
         self.received: dict[int, float] = dict.fromkeys(stored, 0.0)
         self.layers = 0
 
@@ -325,13 +303,13 @@ class _Asking:
 
     def look(self, weights: torch.Tensor) -> None:
         """[heads, rows, keys]."""
-        for (generic, *others), own in self.groups:
-            for position in self.received.keys() - set(own):
-                if others:
-                    more = (weights[:, others, position] - weights[:, generic, position, None]).clamp(min=0)
-                else:
-                    more = weights[:, generic, position]
-                self.received[position] = max(self.received[position], float(more.max()))
+        generic, *others = self.asking
+        for position in self.received:
+            if others:
+                more = (weights[:, others, position] - weights[:, generic, position, None]).clamp(min=0)
+            else:
+                more = weights[:, generic, position]
+            self.received[position] = max(self.received[position], float(more.max()))
 
 
 class _Pass:

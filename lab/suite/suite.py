@@ -58,11 +58,10 @@ WORDS = "question_words=1"
 ABLATIONS: dict[str, tuple[dict[str, int], ...]] = {
     "windows": ({"lead": 1}, {"lead": 3}, {"head_rows": 0, "lead": 1}, {"head_rows": 0, "lead": 3}),
     "heads": ({"head_rows": 0}, {"head_rows": 8}, {"head_rows": 32}),
-    "closure": ({"hop_rows": 64, "hop_spans": 8}, {"question_words": 0, "hop_rows": 64, "hop_spans": 8}),
-    "hops": ({"hops": 0}, {"hops": 1}, {"hop_rows": 64}, {"question_words": 1}, {"question_words": 0, "hop_rows": 64}),
+    "hops": ({"hops": 0}, {"hops": 1}, {"hop_spans": 8}, {"question_words": 1}),
 }
 """Settings of query that differ from `FOLLOWING`, at the same ratios: sentences in front of an attended one, heads of
-chunks, what chosen rows attend to (`closure`), and hops in other ways."""
+chunks, and hops in other ways."""
 CALIBRATION_ROWS = 16  # each of a different scene
 SPARE = 0.0025  # share of a full prefill added to random rows, so that they are not cheaper on other prompts
 RATIO_STEPS = 1000

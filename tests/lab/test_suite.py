@@ -158,7 +158,7 @@ def test_what_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
         "random",
     ):
         assert by_family[family] == four
-    following = [family for family in by_family if family.startswith("query:") and "hop_rows=" in family]
+    following = [family for family in by_family if family.startswith("query:") and "head_rows=" in family]
     assert len(following) == 1 + sum(map(len, ABLATIONS.values()))
     assert all(by_family[family] == list(HOP_RATIOS) for family in following)
     assert len([family for family in by_family if family.startswith("hybrid:early_ratio=")]) == 3

@@ -63,7 +63,7 @@ PROMPTS = [RAG, Prompt.of([A, C, QUESTION]), Prompt.of([SYSTEM, C, B]), Prompt.o
     ("family", "selector"),
     [
         *product(("llama", "gemma3_text", "gpt_oss", "deepseek_v3"), [SELECTOR]),
-        *product(["llama"], [Query(0.2), ASKING, Query(0.2, hops=1)]),
+        *product(["llama"], [Query(0.2), ASKING, Query(0.2, words=1.0, hops=1)]),
     ],
 )
 @torch.no_grad()

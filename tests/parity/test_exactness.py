@@ -51,8 +51,8 @@ ALL: dict[str, Selector] = {
     "all": AllRows(),
     "query": Query(1.0),
     "hybrid": Hybrid((1, 2), (1.0, 1.0), early=1.0),
-    "query with hops": Query(1.0, hops=2),
-    "hybrid with hops": Hybrid((1, 2), (1.0, 1.0), early=1.0, hops=1),
+    "query with hops": Query(1.0, words=1.0, hops=2),
+    "hybrid with hops": Hybrid((1, 2), (1.0, 1.0), early=1.0, words=1.0, hops=1),
     "corrected": Corrected(Head(1.0), 1.0),
 }
 

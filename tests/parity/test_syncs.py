@@ -167,10 +167,12 @@ def test_a_pass_waits_for_the_device_twice_at_most(family: str, record_property:
     assert all("synchronize" in calls and len(calls) <= MOST for calls in found.values()), found
 
 
-@pytest.mark.parametrize("selector", [Query(0.2, hops=1), Hybrid((1, 2), (0.3, 0.1), 0.6, words=1.0, hops=2)])
+@pytest.mark.parametrize(
+    "selector", [Query(0.2, words=1.0, hops=1), Hybrid((1, 2), (0.3, 0.1), 0.6, words=1.0, hops=2)]
+)
 @pytest.mark.usefixtures("device")
-def test_each_hop_waits_once_for_the_spans_that_it_asks(selector: Selector) -> None:
-    """The host has to know which rows the next pass computes."""
+def test_each_hop_waits_once_for_the_spans_that_it_follows(selector: Selector) -> None:
+    """The host looks for their words."""
     calls = waits("llama", selector)
     assert len(calls) <= selector.hops + MOST and calls[-1] == "synchronize", calls
 

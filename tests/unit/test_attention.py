@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.kernels import attention
-from cacheblend.core.kernels.attention import Askers, AttentionSpec, attend_rows, attention_weights
+from cacheblend.core.kernels.attention import AttentionSpec, attend_rows, attention_weights
 from campaign import SHARE, share
 from kernel_cases import ATTENTION_TOLERANCE, compare, compare_asking, compare_attention
 from pretended_device import Pretended, PretendedDevice, plain
@@ -344,18 +344,16 @@ def test_the_kernel_over_dense_buffers_and_a_paged_cache(kernel, case, page) -> 
 @settings(max_examples=share(40), suppress_health_check=[*HealthCheck])
 @given(cases(), st.data())
 def test_the_kernel_of_rows_that_ask_and_what_keys_receive(kernel, case, data) -> None:
-    """Over keys with gaps between their positions; groups of one row up to all, which overlap."""
+    """Over keys with gaps between their positions; one row, or several."""
     query, keys, values, at, spec, _ = case
     random = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
     gaps = torch.randint(1, data.draw(st.sampled_from([1, 3, 50])) + 1, (keys.shape[1],), generator=random)
     key_positions = gaps.cumsum(0).to(DEVICE)
-    sizes = data.draw(st.lists(st.integers(1, len(at)), min_size=1, max_size=4))
-    members = torch.cat([torch.randperm(len(at), generator=random)[:size].sort().values for size in sizes])
-    begins = torch.tensor([0, *itertools.accumulate(sizes)])
-    askers = Askers(key_positions[at], key_positions, members.to(DEVICE), begins.to(DEVICE), sizes)
+    if data.draw(st.sampled_from([True, False, False, False])):
+        query, at = query[:, -1:], at[-1:]
     if data.draw(st.booleans()):  # as a layer's projection leaves it, and with keys as a cache's rows may be
         query, keys = (each.transpose(0, 1).contiguous().transpose(0, 1) for each in (query, keys))
-    compare_asking(query, keys, values, askers, spec)
+    compare_asking(query, keys, values, key_positions[at], key_positions, spec)
 
 
 def test_the_kernel_reads_nothing_behind_the_last_row_and_takes_views_and_no_rows(kernel) -> None:

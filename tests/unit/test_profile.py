@@ -57,8 +57,8 @@ def test_round_trip_and_which_settings_decide_quality(tmp_path: Path) -> None:
         write_profile(tmp_path / "p", profile)
         assert read_profile(tmp_path / "p").config().pool == pool
     # A profile may have hops
-    selection = Selection(selector="hybrid", hops=1, hop_spans=3)
-    assert quality_settings(selection) == {"selector": "hybrid", "hops": 1, "hop_spans": 3}
+    selection = Selection(selector="hybrid", question_words=2.0, hops=1, hop_spans=3)
+    assert quality_settings(selection) == {"selector": "hybrid", "question_words": 2.0, "hops": 1, "hop_spans": 3}
     assert "hops" not in quality_settings(Selection(selector="hybrid"))
     write_profile(tmp_path / "p", Profile("f1", quality_settings(selection)))
     config = read_profile(tmp_path / "p").config()
@@ -97,6 +97,17 @@ def test_round_trip_and_which_settings_decide_quality(tmp_path: Path) -> None:
         assert Profile.from_dict(first.to_dict(), "p").selection.make_selector() == wanted, "written again"
     second = Profile.from_dict(Profile("f1", {"selector": "hkvd"}).to_dict(), "p")
     assert second.selection.make_selector() == Gradual(0.15)
+    # one of the second format may have been measured with spans that attend
+    data = Profile("f1", {}).to_dict() | {"format": 2}
+    own = {"selector": "query", "question_words": 1.0, "hops": 1}
+    found = Profile.from_dict(data | {"settings": own | {"hop_rows": 0}}, "p")
+    assert found.settings == own
+    assert Profile.from_dict(data | {"settings": {"selector": "query", "hop_rows": 64}}, "p").settings == {
+        "selector": "query"
+    }
+    for attending in ({}, {"hop_rows": 64}):
+        with pytest.raises(InvalidInputError, match="measured with spans that attend"):
+            Profile.from_dict(data | {"settings": own | attending}, "p")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +118,8 @@ def test_round_trip_and_which_settings_decide_quality(tmp_path: Path) -> None:
             "hops must be a whole number, 0 to 4 (0: only the question), got 9",
         ),
         ({"settings": {"selector": "query", "hops": "one"}}, "hops"),
-        ({"format": 3}, "field 'format'"),
+        ({"format": 4}, "field 'format': this version reads profiles of formats 1 to 3, not 4"),
+        ({"settings": {"selector": "query", "hops": 1, "hop_rows": 0}}, "field 'settings.hop_rows'"),
         ({"format": None}, "field 'format': it is missing"),
         ({"fingerprint": 3}, "field 'fingerprint'"),
         ({"colour": 1}, "field 'colour': this version knows no such field"),

@@ -231,7 +231,7 @@ def test_spans_of_highest_attention_take_the_budget(
         spans.append(selectors.FoundSpan(first, first + len(attentions), max(attentions)))
         first += len(attentions)
     expected = [span for span in sorted(spans, key=lambda span: -span.attention)[:count] if span.attention > 0]
-    for selector in (Query(0.5, pool=pool, hops=1), Hybrid(pool=pool, hops=1)):
+    for selector in (Query(0.5, pool=pool, words=1.0, hops=1), Hybrid(pool=pool, words=1.0, hops=1)):
         assert selector.found_spans(candidates, count) == expected
     # the budget is spent on spans taken whole, in order, and one in part
     keep = masked(Query(ratio, pool=pool, lead=lead), candidates).tolist()
@@ -265,12 +265,11 @@ def test_spans_are_found_by_hops_with_the_sentence_in_front_heads_of_chunks_and_
         chunk_offsets=torch.arange(4),
         total=4,
         attention=torch.tensor([0.4, 0.1, 0.0, 0.0]),
-        hops=torch.tensor([0.2, 0.5, 0.0, 0.1]),
         hop_words=torch.tensor([0.0, 0.0, 0.9, 0.0]),
         segments=torch.zeros(4, dtype=torch.int64),
     )
-    assert ranks_by_attention(candidates, 1).tolist() == [1, 0, 3, 2]
-    assert ranks_by_attention(candidates, 1, words=0.5).tolist() == [2, 0, 1, 3]
+    assert ranks_by_attention(candidates, 1).tolist() == [0, 1, 2, 3]
+    assert ranks_by_attention(candidates, 1, words=0.5).tolist() == [1, 2, 0, 3]
     assert Query(0.5, pool=1, lead=0, words=1.0, hops=1).found_spans(candidates, 2)[0][:2] == (2, 3)
     attention = torch.tensor([0.0, 0.0, 0.1, 0.9, 0.0, 0.0, 0.5, 0.0])  # the sentence in front
     found = Candidates(

@@ -181,7 +181,7 @@ def test_a_partial_ratio_chooses_the_rows_that_the_embedded_engine_chooses(
         assert plain < len(asked)  # or the ratio would show nothing
 
 
-HOPS = {"hops": 2, "hop_rows": 16, "question_words": 1.0}
+HOPS = {"hops": 2, "question_words": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ HOPS = {"hops": 2, "hop_rows": 16, "question_words": 1.0}
     [
         pytest.param(10, {"recompute_ratio": 0.2}, id="hkvd", marks=pytest.mark.feature("tensor parallel 2", "blends")),
         pytest.param(14, OURS, id="corrected keys"),
-        # Each rank sees the attention of its own heads: hops by rows and words need that of all.
+        # Each rank sees the attention of its own heads: hops need that of all.
         pytest.param(
             12,
             {"selector": "hybrid", "check_layers": [2, 4], "ratios": [0.3, 0.1], "early_ratio": 0.5, **HOPS},

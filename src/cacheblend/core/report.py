@@ -20,7 +20,7 @@ class BlendReport:
         recompute_ratio: its ratio, as the settings name it; None if nothing but an exact prefix was loaded, or if its
             share depends on what it finds (``threshold``).
         row_layers: rows times layers computed; a full prefill has `prompt_tokens` times the model's layers.
-        question_row_layers: the part of `row_layers` that the question's pass and its hops computed.
+        question_row_layers: the part of `row_layers` that the question's pass computed.
         projected_rows: rows that only went through a layer's norm and projections.
         plan_s: naming, look-ups and planning.
         load_s: time that the host spent reading and re-positioning, most of it while layers computed.

@@ -10,8 +10,8 @@ from cacheblend.core.select.selection import Ratios, Selection, SelectorChoice
 from cacheblend.core.select.selectors import Selector, check_ratio, scaled_shares
 
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
-FOLLOWING = {"question_words": 5, "lead": 0, "head_rows": 16, "hops": 2, "hop_rows": 0}
-"""Settings with which query follows what the question names over two hops, by words alone, and recomputes the heads of
+FOLLOWING = {"question_words": 5, "lead": 0, "head_rows": 16, "hops": 2}
+"""Settings with which query follows what the question names over two hops, and recomputes the heads of
 the chunks in which it finds something: the best on the model that ships (docs/log.md, 2026-11-25)."""
 
 

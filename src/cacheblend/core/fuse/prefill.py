@@ -25,7 +25,7 @@ from cacheblend.core.errors import BlockLostError, InvalidInputError, LoadTimeou
 from cacheblend.core.failures import LOST_BLOCK, count_failure
 from cacheblend.core.fuse.batching import LayerRows, LayerSteps, run_alone
 from cacheblend.core.fuse.correction import Correctable, correct_keys
-from cacheblend.core.fuse.question import Asking, OverRanks
+from cacheblend.core.fuse.question import OverRanks, QuestionPass
 from cacheblend.core.fuse.rows import ActiveRows
 from cacheblend.core.fuse.runner import Attend, LayerRunner
 from cacheblend.core.kernels.attention import AttentionSpec
@@ -174,9 +174,9 @@ class BlendedPrefill(Closable):
         self._loader = self._open_loader(plan, reused)
         self._rows = rows = ActiveRows(plan, self._runner.embed(), recurrence.cuts(plan))
         self.layer, self._kv = 0, list[LayerKV]()  # the next layer to be computed; of those before it
-        self._question: Asking | None = None  # what the next step computes, if anything is left to ask
+        self._question: QuestionPass | None = None  # what the next step computes, until all is known
         if rows.total and self._selector.question_rows:
-            self._question = Asking(
+            self._question = QuestionPass(
                 plan,
                 self._selector,
                 self._runner,
@@ -207,7 +207,7 @@ class BlendedPrefill(Closable):
         return self.layer == self._runner.num_layers
 
     def advance(self, layers: int = 1) -> bool:
-        """Computes up to so many layers, those of the question's passes among them, or restarts; True when done."""
+        """Computes up to so many layers, those of the question's pass among them, or restarts; True when done."""
         for _ in range(layers):
             if self.done:
                 break
@@ -215,10 +215,10 @@ class BlendedPrefill(Closable):
         return self.done
 
     def next_layer(self) -> LayerSteps:
-        """The next layer, of the question's passes or of the prompt, or a restart; for `PrefillBatcher`."""
+        """The next layer, of the question's pass or of the prompt, or a restart; for `PrefillBatcher`."""
         began = time.perf_counter()
         try:
-            if self._question is not None:  # a layer of its pass, or of a hop's
+            if self._question is not None:  # a layer of its pass
                 self._report.question_row_layers += len(self._question.asking)
                 if self._question.advance():
                     self._question = None

@@ -10,7 +10,7 @@ Plain PyTorch: serves everywhere, and is what a device's kernel is compared with
 import math
 import threading
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -250,34 +250,25 @@ def attention_weights(
     return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
 
 
-class Askers(NamedTuple):
-    """Rows that ask (`core.fuse.question`), at `positions` [rows] int64, among keys at `key_positions` [n] int64, both
-    ascending. They form groups, which may overlap: `members` [m] int64 are indices of rows, one group behind the other,
-    the generic row of each first; a group begins at `begins` [groups + 1] int64 and has `sizes` members."""
-
-    positions: torch.Tensor
-    key_positions: torch.Tensor
-    members: torch.Tensor
-    begins: torch.Tensor
-    sizes: list[int]
-
-
 def attend_asking(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, askers: Askers, spec: AttentionSpec
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    key_positions: torch.Tensor,
+    spec: AttentionSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows' attention, [rows, heads, head_dim] in the query's dtype, and what each key receives of each group,
-    [groups, n] fp32: the maximum over heads and members of (the member's weight - the generic row's), at least 0; of a
-    group of one row its weight. `query`: [heads, rows, head_dim]; `keys`, `values`: [kv_heads, n, head_dim]."""
-    received = torch.zeros(len(askers.sizes), keys.shape[1], dtype=torch.float32, device=query.device)
-    members, outputs = torch.split(askers.members, askers.sizes), []
+    """Attention of rows that ask (`core.fuse.question`), the first of several generic, and what each key receives:
+    [rows, heads, head_dim] in the query's dtype; [n] fp32, the maximum over heads and rows of (the row's weight - the
+    generic row's), at least 0; of one row its weight. `query`: [heads, rows, head_dim] at `positions` [rows] int64;
+    `keys`, `values`: [kv_heads, n, head_dim] at `key_positions` [n] int64; both ascending."""
+    received = torch.zeros(keys.shape[1], dtype=torch.float32, device=query.device)
+    outputs = []
     for heads, kv_heads in _parts(query, keys.shape[1], len(keys)):
         part = replace(spec, sinks=None if spec.sinks is None else spec.sinks[heads])
-        weights = attention_weights(query[heads], keys[kv_heads], *askers[:2], part)
-        for number, rows in enumerate(members):
-            of_group = weights if len(rows) == len(askers.positions) else weights[:, rows]
-            if len(rows) > 1:
-                of_group = (of_group[:, 1:] - of_group[:, :1]).clamp_(min=0)
-            received[number] = torch.maximum(received[number], of_group.amax((0, 1)))
+        weights = attention_weights(query[heads], keys[kv_heads], positions, key_positions, part)
+        more = weights if len(positions) == 1 else weights[:, 1:] - weights[:, :1]
+        received = torch.maximum(received, more.amax((0, 1)))
         folded = weights.view(len(keys[kv_heads]), -1, keys.shape[1])
         outputs.append(torch.bmm(folded, values[kv_heads].float()).view(*weights.shape[:2], -1))
     return torch.cat(outputs).transpose(0, 1).to(query.dtype).contiguous(), received

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cacheblend.core.kernels.attention import Askers, AttentionSpec
+from cacheblend.core.kernels.attention import AttentionSpec
 from cacheblend.core.kernels.float8 import FLOAT8, as_bytes
 from cacheblend.core.kernels.numbers_triton import IS_INTERPRETED, of_float8, rounded
 
@@ -112,27 +112,32 @@ def attend_rows(
 
 
 def attend_asking(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, askers: Askers, spec: AttentionSpec
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    key_positions: torch.Tensor,
+    spec: AttentionSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `attention.attend_asking`, head_dim up to 256, without a weight in memory. Keys are read twice: the kernel of
     rows leaves each softmax's sum, and another computes weights from it and keeps their maximum."""
     heads, rows, head_dim = query.shape
     kv_heads, length, _ = keys.shape
     query, keys = _with_dense_heads(query), _with_dense_heads(keys)
-    places, edges = torch.searchsorted(askers.key_positions, askers.positions), None  # each row's last and first key
+    places, edges = torch.searchsorted(key_positions, positions), None  # each row's last and first key
     if spec.window is not None:
-        edges = torch.searchsorted(askers.key_positions, askers.positions - (spec.window - 1))
+        edges = torch.searchsorted(key_positions, positions - (spec.window - 1))
     sums = query.new_empty(rows, heads, dtype=torch.float32)
     mixed = attend_rows(query, keys, values, places, spec, edges=edges, log_sums=sums)
-    received = query.new_empty(len(askers.sizes), kv_heads, length, dtype=torch.float32)
+    received = query.new_empty(kv_heads, length, dtype=torch.float32)
     with torch.cuda.device_of(query):  # Triton starts kernels on the current device
-        _receive[-(-length // _ASKING_TILE), kv_heads, len(askers.sizes)](
-            query, keys, places, edges, sums, askers.members, askers.begins, received,
-            length, heads, *_folded_cap(spec), *query.stride()[:2], *keys.stride()[:2], heads // kv_heads,
+        _receive[-(-length // _ASKING_TILE), kv_heads](
+            query, keys, places, edges, sums, received,
+            length, heads, rows, *_folded_cap(spec), *query.stride()[:2], *keys.stride()[:2], heads // kv_heads,
             head_dim, max(16, triton.next_power_of_2(head_dim)), _ASKING_TILE, spec.softcap is not None,
             num_warps=4,
         )  # fmt: skip
-    return mixed, received.amax(1)
+    return mixed, received.amax(0)
 
 
 def _with_dense_heads(tensor: torch.Tensor) -> torch.Tensor:
@@ -342,36 +347,37 @@ def _join(
 
 
 @triton.jit(
-    do_not_specialize=["length", "heads"],
-    do_not_specialize_on_alignment=["places", "edges", "members", "begins"],
+    do_not_specialize=["length", "heads", "rows"],
+    do_not_specialize_on_alignment=["places", "edges"],
 )
 def _receive(
-    query, keys, places, edges, sums, members, begins, received,
-    length, heads, logit, cap, query_head, query_row, key_head, key_row,
+    query, keys, places, edges, sums, received,
+    length, heads, rows, logit, cap, query_head, query_row, key_head, key_row,
     group: tl.constexpr, head_dim: tl.constexpr, dims: tl.constexpr, tile: tl.constexpr,
     is_capped: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys, which is loaded once, one KV head, one group of rows. Strides are in numbers."""
-    kv_head, number = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    """One tile of keys, which is loaded once, one KV head. Strides are in numbers."""
+    kv_head = tl.program_id(1).to(tl.int64)
     key, dim = tl.program_id(0) * tile + tl.arange(0, tile), tl.arange(0, dims)
     keys += kv_head * key_head + key[:, None].to(tl.int64) * key_row + dim[None, :]
     k = tl.load(keys, mask=(key < length)[:, None] & (dim < head_dim)[None, :], other=0.0)
-    begin, end = tl.load(begins + number), tl.load(begins + number + 1)
     most = tl.zeros((tile,), tl.float32)
     for head in range(kv_head * group, kv_head * group + group):
         generic = tl.zeros((tile,), tl.float32)
-        for start in range(begin, end, tile):
-            slot = start + tl.arange(0, tile)
-            row = tl.load(members + slot, mask=slot < end, other=0)
-            mask = (slot < end)[:, None] & (dim < head_dim)[None, :]
-            q = tl.load(query + (head * query_head + row * query_row)[:, None] + dim[None, :], mask=mask, other=0.0)
-            hidden = (slot >= end)[:, None] | (key[None, :] > tl.load(places + row)[:, None])
+        for start in range(0, rows, tile):
+            row = start + tl.arange(0, tile)
+            mask = (row < rows)[:, None] & (dim < head_dim)[None, :]
+            place = head * query_head + row.to(tl.int64) * query_row
+            q = tl.load(query + place[:, None] + dim[None, :], mask=mask, other=0.0)
+            last = tl.load(places + row, mask=row < rows, other=-1)
+            hidden = key[None, :] > last[:, None]
             if edges is not None:
-                hidden = hidden | (key[None, :] < tl.load(edges + row)[:, None])
-            scores = _logits(q, k, logit, cap, is_capped) - tl.load(sums + row * heads + head)[:, None]
+                hidden = hidden | (key[None, :] < tl.load(edges + row, mask=row < rows, other=0)[:, None])
+            total = tl.load(sums + row * heads + head, mask=row < rows, other=0.0)
+            scores = _logits(q, k, logit, cap, is_capped) - total[:, None]
             weights = tl.exp2(tl.where(hidden, float("-inf"), scores))
-            if end - begin > 1:
-                if start == begin:
-                    generic = tl.sum(tl.where((slot == begin)[:, None], weights, 0.0), 0)
+            if rows > 1:
+                if start == 0:
+                    generic = tl.sum(tl.where((row == 0)[:, None], weights, 0.0), 0)
             most = tl.maximum(most, tl.max(weights - generic[None, :], 0))
-    tl.store(received + (number * tl.num_programs(1) + kv_head) * length + key, most, mask=key < length)
+    tl.store(received + kv_head * length + key, most, mask=key < length)

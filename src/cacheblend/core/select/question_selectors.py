@@ -38,7 +38,6 @@ _LIMITS = {  # of whole numbers
     "question_rows": (2, math.inf, "a whole number, at least 2 (the first row is generic)"),
     "hops": (0, MOST_HOPS, f"a whole number, 0 to {MOST_HOPS} (0: only the question)"),
     "hop_spans": (1, MOST_HOP_SPANS, f"a whole number of spans, 1 to {MOST_HOP_SPANS}"),
-    "hop_rows": (0, math.inf, "a whole number, at least 2 (the first row is generic), or 0 (words alone)"),
 }
 
 
@@ -53,10 +52,9 @@ class QuestionSelector(Selector):
             chunk's first rows hold was computed without any text in front of it, and the rows behind build on it.
         question_rows: most rows of the question whose attention is used.
         words: weight of the question's rare words, added to its attention, see `core.fuse.question`; 0: none.
-        hops: how often the best spans found so far are asked in turn, see `core.fuse.question`; 0: not at all.
-        hop_spans: most spans that a hop asks.
-        hop_rows: most rows of a span that ask with their attention, at least 2; 0: only its rare words are looked for,
-            which computes nothing.
+        hops: how often the rare words of the best spans found so far are looked for in turn, see `core.fuse.question`,
+            which needs `words`; 0: not at all.
+        hop_spans: most spans that a hop follows.
     """
 
     pool: Pool = "sentence"
@@ -66,22 +64,19 @@ class QuestionSelector(Selector):
     words: float = 0.0
     hops: int = 0
     hop_spans: int = 2
-    hop_rows: int = 64
 
     def __post_init__(self) -> None:
         if self.pool != "sentence" and not _is_whole(self.pool, 1, _LONGEST_SPAN):
             raise InvalidInputError(f"pool must be 'sentence' or 1 to {_LONGEST_SPAN} tokens, got {self.pool!r}")
         for name, (least, most, wanted) in _LIMITS.items():
             value = getattr(self, name)
-            if not _is_whole(value, least, most) or (name == "hop_rows" and value == 1):
+            if not _is_whole(value, least, most):
                 raise InvalidInputError(f"{name} must be {wanted}, got {value!r}")
         words = self.words
         if not isinstance(words, int | float) or isinstance(words, bool) or not (math.isfinite(words) and words >= 0):
             raise InvalidInputError(f"question_words must be a finite weight of at least 0, got {words!r}")
-        if self.hops and not self.hop_rows and not words:
-            raise InvalidInputError(
-                "hops with hop_rows 0 look for words alone; set question_words above 0, or hop_rows"
-            )
+        if self.hops and not words:
+            raise InvalidInputError("hops look for rare words; set question_words above 0, or hops to 0")
 
     def found_spans(self, candidates: Candidates, count: int) -> list[FoundSpan]:
         return spans_by_attention(candidates, self.pool, self.words, count)
@@ -199,15 +194,12 @@ def spans_by_attention(candidates: Candidates, pool: Pool, words: float, count: 
 
 def _attention_of(candidates: Candidates, words: float) -> tuple[torch.Tensor, torch.Tensor]:
     """How much the rows are wanted, [n] fp32, and their segments, [n]. The question's attention, raised by `words`
-    times the weight of its rare words; or what the hops found, where that is more: the attention of the spans that were
-    asked, or `words` times the weight of their rare words."""
+    times the weight of its rare words; or, where that is more, by `words` times the weight of those that hops found."""
     if candidates.attention is None or candidates.segments is None:
         raise InvalidInputError("this selector decides by the question's attention and was called without it")
     attention = candidates.attention
     if words and candidates.words is not None:
         attention = attention + words * candidates.words
-    if candidates.hops is not None:
-        attention = torch.maximum(attention, candidates.hops)
     if words and candidates.hop_words is not None:
         attention = torch.maximum(attention, words * candidates.hop_words)
     return attention, candidates.segments

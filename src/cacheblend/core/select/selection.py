@@ -23,7 +23,7 @@ from cacheblend.core.select.selectors import (
 )
 
 Ratios = tuple[float, ...]  # one ratio, or decreasing ones, one for each check layer
-_OF_QUESTION = ("pool", "lead", "head_rows", "question_rows", "question_words", "hops", "hop_spans", "hop_rows")
+_OF_QUESTION = ("pool", "lead", "head_rows", "question_rows", "question_words", "hops", "hop_spans")
 _OWN = {"hkvd": ("measure",), "threshold": ("threshold", "measure"), "head": ("recency",), "query": _OF_QUESTION}
 _OWN |= {"hybrid": (*_OF_QUESTION, "early_ratio", "rank", "measure"), "random": (), "none": (), "all": ()}
 """The settings that a selector has beside its ratio and check layers."""
@@ -47,11 +47,9 @@ class Selection:
         head_rows: tokens at the head of a chunk that query and hybrid count half as much as its most attended one.
         question_rows: most rows of the question whose attention query and hybrid use.
         question_words: weight of the question's rare words, by token id, added to its attention; 0: none.
-        hops: how often query and hybrid ask the best spans that they have found so far in turn, 0..4; 0: they ask the
-            question alone.
-        hop_spans: most spans that each hop asks, 1..8.
-        hop_rows: most rows of a span whose attention a hop uses, at least 2; 0: it looks for the span's rare words
-            alone, which computes nothing and needs `question_words`.
+        hops: how often query and hybrid look for the rare words of the best spans that they have found so far, 0..4;
+            above 0 they need `question_words`.
+        hop_spans: most spans that each hop follows, 1..8.
         early_ratio: share that hybrid keeps from layer 0 on, raised to the first ratio where that is larger; None:
             three times the last ratio.
         rank: at check layers hybrid ranks by ``"deviation"``, or by ``"either"`` of deviation and attention.
@@ -77,7 +75,6 @@ class Selection:
     question_words: float = 0.0
     hops: int = 0
     hop_spans: int = 2
-    hop_rows: int = 64
     early_ratio: float | None = None
     rank: Rank = "either"
     recency: float | None = None

@@ -30,9 +30,8 @@ class Candidates:
             `core.fuse.question`; None if the selector did not ask for it.
         words: [n] fp32 0..1, weight of the row's token as a rare word of the question, see
             `core.fuse.question`; None if the selector did not ask for it.
-        hops: [n] fp32, how much more the spans that were asked in turn attend to the row than their first rows do; None
-            if none was asked.
-        hop_words: [n] fp32 0..1, weight of the row's token as a rare word of those spans; None if none was asked.
+        hop_words: [n] fp32 0..1, weight of the row's token as a rare word of the spans that hops followed; None if none
+            was followed.
         segments: [n] int64, the segment it belongs to.
         sentences: [n] int64, the sentence it belongs to; None if the tokens that end a sentence are unknown.
     """
@@ -44,7 +43,6 @@ class Candidates:
     deviation: torch.Tensor | None = None
     attention: torch.Tensor | None = None
     words: torch.Tensor | None = None
-    hops: torch.Tensor | None = None
     hop_words: torch.Tensor | None = None
     segments: torch.Tensor | None = None
     sentences: torch.Tensor | None = None
@@ -96,22 +94,17 @@ class Selector(Protocol):
 
     @property
     def hops(self) -> int:
-        """How often the spans that were found are asked in turn; 0: the question alone is asked."""
+        """How often the words of the spans that were found are looked for in turn; 0: never."""
         return 0
 
     @property
     def hop_spans(self) -> int:
-        """Most spans that a hop asks."""
+        """Most spans that a hop follows."""
         return 1
-
-    @property
-    def hop_rows(self) -> int:
-        """Most rows of a span whose attention a hop needs (at least 2); 0: it asks by the span's words alone."""
-        return 0
 
     def found_spans(self, candidates: Candidates, count: int) -> list[FoundSpan]:
         """The `count` spans of highest attention, the highest first; only with `hops`. Waits for the device, since the
-        host has to know which rows it computes next."""
+        host looks for their words."""
         return []
 
     @property
