@@ -72,9 +72,10 @@ def run(model: str, rounds: int, seed: int, advance: AdvanceStage) -> dict[str, 
     stages = (REST, *KINDS, TOGETHER, DOCUMENT)
     stalls: dict[str, list[float]] = {stage: [] for stage in stages}
     waits: dict[str, list[float]] = {stage: [] for stage in stages}
+    wrong = 0
     words = [word for text in draw_questions(seed, 1)[0].passages for word in text.text.split()]
     with serving(model, "memory://?max_bytes=16MiB") as (url, _):
-        _longest_gap(url)  # so that what the server fills by itself is full: its store, its caches of kernels
+        _, expected = _stream(url)  # so that what the server fills by itself is full: its store, its caches of kernels
         chunks = [{"text": " ".join(rng.choices(words, k=100))} for _ in range(WARM_CHUNKS)]
         _post(f"{url}/v1/chunks", {"chunks": chunks}).close()
         most = {REST: _resident_bytes(url)}
@@ -84,7 +85,9 @@ def run(model: str, rounds: int, seed: int, advance: AdvanceStage) -> dict[str, 
                 with _attacks(url, words, rng, stage) as attack:
                     waiting = _Waiting(url)
                     while len(stalls[stage]) <= number or any(thread.is_alive() for thread in attack.threads):
-                        stalls[stage].append(_longest_gap(url))
+                        gap, answer = _stream(url)
+                        stalls[stage].append(gap)
+                        wrong += answer != expected
                         most[stage] = max(most[stage], _resident_bytes(url))
                     waits[stage].append(waiting.longest())
                 kinds.setdefault(stage, []).append(attack.statuses)
@@ -100,6 +103,7 @@ def run(model: str, rounds: int, seed: int, advance: AdvanceStage) -> dict[str, 
             "document_stall_ms": 1e3 * max(stalls[DOCUMENT]),
             "document_rss": most[DOCUMENT] / most[REST],
             "quiet_stall_ms": 1e3 * max(stalls[REST]),
+            "wrong_answers": wrong,
             "linear": max(exponent(cost) for cost in costs.values()),
         },
         "by_kind_ms": {stage: 1e3 * max(stalls[stage]) for stage in stages},
@@ -140,16 +144,17 @@ def _post(url: str, body: dict[str, Any]) -> Any:
     return urllib.request.urlopen(request, timeout=600)
 
 
-def _longest_gap(url: str) -> float:
-    """The longest time in seconds between two events of a stream."""
+def _stream(url: str) -> tuple[float, str]:
+    """The longest time in seconds between two events of a stream, and its text."""
     body = {"prompt": "lamp", "max_tokens": ANSWER_TOKENS, "ignore_eos": True, "stream": True, "temperature": 0}
-    gap, last = 0.0, None
+    gap, last, answer = 0.0, None, ""
     with _post(f"{url}/v1/completions", body) as response:
         for line in response:
             if line.startswith(b"data: {"):
                 now = time.perf_counter()
                 gap, last = max(gap, now - last if last is not None else 0.0), now
-    return gap
+                answer += "".join(choice["text"] for choice in json.loads(line[6:])["choices"])
+    return gap, answer
 
 
 class _Waiting:
