@@ -182,10 +182,10 @@ def adapt(asked: Adapt, result: ResultOptions) -> None:
     measure(result, "real.adapt", asked, unit="steps and rows")
 
 
-def edits(asked: Edits, result: ResultOptions) -> None:
+def edits(asked: Edits, result: ResultOptions, plot: Plot = None) -> None:
     """What moving an edited history's KV saves against prefix caching, and KL to full prefill, turn by turn.
 
     Scenes: thoughts that are stripped, tool results that are cleared, a summary of the older half, a clock in the first
     line.
     """
-    measure(result, "speed.edits", asked, unit="conversations")
+    measure(result, "speed.edits", asked, unit="conversations", plot=plot)

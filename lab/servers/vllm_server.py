@@ -31,6 +31,7 @@ from lab.settings import ModelSettings, VllmOptions
 
 NAME = "served"
 FILL_S = 600
+IDLE_SHARE = 0.25  # of a processor, at most, for what an idle server does
 REFRESH_S = 1.0  # how often the plug-in lists the store: short, so that new chunks are found soon
 GPU_SHARE = 0.42
 """Of a GPU's memory for each of two servers: vLLM's default is nearly all of it, and a second would not start."""
@@ -63,6 +64,8 @@ class Streamed:
 
 class Server:
     """A running server; see `serving`."""
+
+    process_id: int | None = None  # None: this process
 
     def __init__(self, url: str) -> None:
         from openai import OpenAI
@@ -114,12 +117,18 @@ class Server:
         """Those of the plug-in, by name and labels."""
         return {key: value for key, value in self.metrics().items() if "cacheblend" in key and "created" not in key}
 
-    def wait_until_idle(self, still_s: float = 4.0) -> None:
-        """Returns when nothing has been stored for so long."""
-        seen, end = -1.0, time.monotonic() + FILL_S
-        while time.monotonic() < end and (stored := self.counted("captured_tokens")) != seen:
-            seen = stored
-            time.sleep(still_s)
+    def wait_until_idle(self) -> None:
+        """Returns when its processes have hardly computed for two seconds: nothing is left to be stored."""
+        import psutil  # type: ignore[import-untyped]  # which vLLM needs
+
+        processes, end, quiet, before = psutil.Process(self.process_id), time.monotonic() + FILL_S, 0, 0.0
+        while quiet < 2:
+            time.sleep(1)
+            if time.monotonic() > end:
+                raise InvalidInputError(f"the server still computes after {FILL_S} s without a request; see its log")
+            taken = (each.cpu_times() for each in (processes, *processes.children(recursive=True)))
+            now = sum(each.user + each.system for each in taken)
+            quiet, before = quiet + 1 if now - before < IDLE_SHARE else 0, now
 
     def wait_for_captures(self, tokens: int, pause: float = 2 * REFRESH_S) -> None:
         """Returns when so many tokens were stored since the server started, and after a pause in which the server
@@ -239,7 +248,8 @@ def serving(settings: ServerSettings) -> Iterator[Server]:
     check_installed()
     port = free_port()
     server = Server(f"http://127.0.0.1:{port}")
-    with running(command_of(settings, port), environment(), server.is_up):
+    with running(command_of(settings, port), environment(), server.is_up) as process:
+        server.process_id = process.pid
         yield server
         count_failed(server.metric_lines())
 

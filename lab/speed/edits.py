@@ -36,7 +36,7 @@ from cacheblend.engines.hf.baselines import full_recompute, touch
 from cacheblend.engines.hf.recurrent import fill_cache
 from cacheblend.engines.provenance import stamp
 from cacheblend.evaluation.compute import ComputeScale
-from lab.bench import Advance, silent
+from lab.bench import Advance, draw_curves, picture, silent
 from lab.real.quality import go_on
 from lab.servers.vllm_server import Server, ServerSettings, dtype_of, folder_of, serving
 from lab.settings import Edits
@@ -47,8 +47,7 @@ FIRST_COUNTED = 5
 KEPT, EVERY = 3, 4
 """Turns whose results are kept; turns between two summaries."""
 CLEARED = "[the result was cleared]"
-SECTION_TOKENS_A_S = 1000
-"""That a slow machine computes of a section, at least."""
+ARMS = {"prefix": "prefix caching", "moved": "moved runs"}
 
 
 class Step(NamedTuple):
@@ -198,8 +197,8 @@ def _timed(
         for arm in ("prefix", "moved")[:: 1 if turn % 2 else -1]:
             server = plain if arm == "prefix" else mine
             times[f"{arm}_s"] = server.ask(ids, 1, conversation="" if arm == "prefix" else name).ttft_s
-            if arm == "moved":  # a section of a long history takes long, and nothing is counted before its end
-                mine.wait_until_idle(4.0 + len(ids) / SECTION_TOKENS_A_S)
+            if arm == "moved":
+                mine.wait_until_idle()
         found = {key: value - before.get(key, 0) for key, value in mine.counters().items()}
         moved = sum(value for key, value in found.items() if "hit_tokens" in key and 'source="moved"' in key)
         if number >= FIRST_COUNTED and moved:
@@ -283,3 +282,15 @@ def _figures(turns: Sequence[dict[str, Any]], scene: str, ways: Sequence[str]) -
     }
     measured = {name for turn in own for name in turn if name.startswith("kl_")}
     return figures | {name: statistics.mean(turn[name] for turn in own) for name in sorted(measured)}
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Draws time to first token by prompt length, a picture a scene, a dot a turn."""
+    scenes = list(dict.fromkeys(turn["scene"] for turn in result["turns"]))
+    with picture(path, columns=len(scenes), width=4.5) as axes:
+        for scene, where in zip(scenes, axes, strict=True):
+            own = sorted((turn for turn in result["turns"] if turn["scene"] == scene), key=lambda turn: turn["tokens"])
+            lengths = [turn["tokens"] for turn in own]
+            curves = {name: (lengths, [turn[f"{arm}_s"] for turn in own]) for arm, name in ARMS.items()}
+            title = f"{scene}: {result['figures'][f'{scene}_gain']:.1f} times"
+            draw_curves(where, curves, title, xlabel="tokens", ylabel="time to first token, s", ylim=(0, None))

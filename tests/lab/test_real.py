@@ -2,6 +2,7 @@
 
 import json
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.data import QuestionRow, Text
 from lab.real import adapt, orders, pretrained, quality
 from lab.real.quality import BASE, Way, rows_of, summarise
+from lab.servers.vllm_server import Streamed
 from lab.settings import Adapt, Edits, Real
 from lab.speed import edits
 from parity.scenes import assert_close
@@ -218,6 +220,43 @@ def test_passages_of_test_rows_are_not_trained_on_and_padding_changes_nothing(mo
     with pytest.raises(InvalidInputError, match="has no q_proj to adapt"):
         monkeypatch.setattr(adapt, "AutoModelForCausalLM", Mock(**{"from_pretrained.return_value": nn.Linear(1, 1)}))
         adapt.with_loras(Path("nano"), 2)
+
+
+class Told:
+    """A stand-in for a server of vLLM, which moves half of each prompt of a conversation."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.moved, self.asked = seconds, 0.0, list[str]()
+
+    def ask(self, ids: list[int], tokens: int, *, conversation: str) -> Streamed:
+        assert tokens == 1
+        self.asked.append(conversation)
+        self.moved += len(ids) // 2
+        return Streamed([self.seconds])
+
+    def counters(self) -> dict[str, float]:
+        return {'vllm:cacheblend_hit_tokens_total{source="moved"}': self.moved, "vllm:cacheblend_requests_total": 3.0}
+
+    def wait_until_idle(self) -> None:
+        self.asked.append("idle")
+
+
+def test_edited_histories_are_timed_in_two_servers_of_vllm(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, mine = Told(8.0), Told(2.0)
+    monkeypatch.setattr(edits, "_servers", lambda folder, asked: nullcontext((plain, mine)))
+    asked = Edits(
+        data=[data], model=Path("nano"), scene=["clearing"], conversations=2, turns=6, steps=1, passages=4,
+        tokens=2000, vllm=True,
+    )  # fmt: skip
+    found = edits.run(asked)
+    assert plain.asked == [""] * 12 and mine.asked == [*["clearing 0", "idle"] * 6, *["clearing 1", "idle"] * 6]
+    assert found["figures"]["clearing_gain"] == 4 and found["figures"]["clearing_turns"] == 4
+    assert 0.49 < found["figures"]["clearing_moved_share"] <= 0.5
+    pytest.importorskip("matplotlib")
+    edits.plot(found, tmp_path / "edits.png")
+    assert (tmp_path / "edits.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_edited_histories_are_measured_by_scene(data: Path) -> None:
