@@ -283,18 +283,29 @@ class BlendEngine(FollowedModel):
         conversation: str = "",
         **options: Unpack[SamplingOptions],
     ) -> Answer:
-        """The whole answer.
+        """The whole answer to one prompt. Passages that are stored are loaded, others are computed, and stored when
+        no request runs (`BlendConfig.capture`).
+
+            answer = engine.generate([Passage(text) for text in found] + ["Who has the bowl?"], max_new_tokens=32)
+            answer.text, answer.report.hit_tokens, answer.report.ttft_s
 
         Args:
-            prompt: see `prompt`.
-            params: how the answer is drawn.
-            ratio: overrides the configured recompute ratio for this request.
-            conversation: whose earlier prompts this one may continue, edited (`BlendConfig.edits`).
-            **options: the fields of `SamplingParams` one by one, instead of `params`.
+            prompt: texts and passages in order, a message list, or what `prompt` and `chat_prompt` return.
+            params: how the answer is drawn; None: greedy, at most 256 tokens, no stop texts.
+            ratio: share of the loaded tokens that is recomputed, 0..1, for this request; 1 is exact. None: as
+                configured (`BlendConfig.recompute_ratio`, or the model's profile).
+            conversation: whose earlier prompts this one may continue, edited (`BlendConfig.edits`); empty: nobody's.
+            **options: fields of `SamplingParams` one by one, instead of `params`: ``max_new_tokens=256``,
+                ``temperature=0.0`` (greedy), ``top_k=0``, ``top_p=1.0``, ``min_p=0.0`` (off), ``seed=None``,
+                ``stop=()`` and the others.
+
+        Returns:
+            `Answer`: its text, its token ids, why it ended, and a report of what was reused and the seconds it took.
 
         Raises:
-            InvalidInputError: as for `prompt`; several texts without a passage, for which there is `generate_batch`;
-                or an option is unknown or out of range.
+            InvalidInputError: no prompt can be made of `prompt`; several texts without a passage, for which there is
+                `generate_batch`; an option is unknown or out of range. Its subclass `PromptTooLongError`: more tokens
+                than the model's context.
         """
         *_, last = self._stream(prompt, sampling_of(params, options), ratio, conversation)
         assert last.answer is not None
