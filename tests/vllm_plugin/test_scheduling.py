@@ -359,6 +359,11 @@ def test_a_missed_passage_is_captured_once_after_the_first_token(monkeypatch: py
         now = time.monotonic()
         later.setattr(capture_queue.time, "monotonic", lambda: now + capture_queue.STUCK_S + 1)
         assert not side.is_busy, "an idle engine does not wait for captures that hang"
+        side.reported(StepReport(0, capture_work=700))
+        assert side.is_busy, "it is slow, and is computed: the section of a long history on a CPU"
+        now += capture_queue.STUCK_S + 1
+        side.reported(StepReport(0, capture_work=700))
+        assert not side.is_busy
     meanwhile = miss(side, *MISSING, "meanwhile")
     side.reported(StepReport(1))
     assert not side.is_busy

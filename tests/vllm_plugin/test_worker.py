@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cacheblend.core.fuse.batching import LayerRows
-from cacheblend.engines.vllm.jobs import CaptureJob, StepJobs
+from cacheblend.engines.vllm.jobs import CaptureJob, StepJobs, StepReport
 from cacheblend.engines.vllm.worker import capture_writer, prefill_factory, tasks
 from cacheblend.engines.vllm.worker.capture_writer import CaptureWriter
 from pretended_device import DEVICE, PretendedDevice, counted, plain
@@ -178,6 +178,23 @@ def test_a_history_whose_layer_does_not_come_is_given_up_and_requests_go_on(work
     assert worker.side.counts.take().data["fallbacks"] == {reason: 1}
     assert history.is_closed and history.layer == 2
     assert worker.side.captured == 1 and worker.store.writes == 0
+
+
+def test_a_report_says_how_much_was_computed_of_chunks_and_histories(worker: Any) -> None:
+    """So that an idle engine tells one that is slow from one whose store hangs."""
+    read: Future[None] = Future()
+    worker.prefills.update(chunk=Prefill(reads={2: read}), prompt=Prefill())
+    worker.side.step(captures("chunk"))
+    begun = worker.side.report().capture_work
+    worker.side.step(jobs("prompt"))
+    worker.side.step(jobs())
+    assert worker.side.take_provided() == {"prompt"} and worker.side.report().capture_work == begun > 0
+    read.set_result(None)
+    while not worker.side.captured:
+        worker.side.step(jobs(is_idle=True))
+    assert worker.side.report().capture_work == begun * LAYERS // 2
+    two = StepReport(1, capture_work=7).aggregate(StepReport(1, capture_work=5))
+    assert isinstance(two, StepReport) and two.capture_work == 5
 
 
 def test_vllm_computes_a_prompt_that_has_waited_for_the_store_as_long_as_it_may(

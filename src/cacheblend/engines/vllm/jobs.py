@@ -136,6 +136,7 @@ class StepReport(interface.KVConnectorWorkerMetadata):
     adapters: dict[int, AdapterSeen] = field(default_factory=dict)  # by number
     stalled_s: float = 0.0  # for which every prompt has been waiting for the store
     has_other_weights: bool = False  # some rank runs others than those that blocks are named by, and refuses every job
+    capture_work: int = 0  # since the start, row-layers that were computed of such chunks
 
     def aggregate(self, other: interface.KVConnectorWorkerMetadata) -> "StepReport":
         """Of two ranks: the smaller count and wait, the longer check, and the first one's of all that they agree on."""
@@ -148,6 +149,7 @@ class StepReport(interface.KVConnectorWorkerMetadata):
             other.adapters | self.adapters,
             min(self.stalled_s, other.stalled_s),
             self.has_other_weights or other.has_other_weights,
+            min(self.capture_work, other.capture_work),
         )
 
 

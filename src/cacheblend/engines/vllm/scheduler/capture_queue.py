@@ -15,7 +15,7 @@ from cacheblend.engines.vllm.jobs import CaptureJob
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.reasons import QUEUE_FULL, TOO_LARGE
 
-STUCK_S = 10.0  # seconds without a finished chunk after which the rest waits for the next request
+STUCK_S = 10.0  # seconds without progress after which the rest waits for the next request
 _REMEMBERED = 1024  # finished chunks that requests which missed them meanwhile do not queue again
 
 
@@ -30,7 +30,7 @@ class CaptureQueue:
         self._waiting: dict[str, tuple[Any, Sequence[CaptureJob], float]] = {}
         self._queued: deque[tuple[BlockName, CaptureJob]] = deque()
         self._sent: OrderedDict[BlockName, CaptureJob] = OrderedDict()  # with the workers, in the order of sending
-        self._sent_tokens = self._finished = 0
+        self._sent_tokens = self._finished = self._work = 0
         self._progress_at = time.monotonic()
         self._unfinished: set[BlockName] = set()  # queued and sent
         self._finished_at: OrderedDict[BlockName, float] = OrderedDict()
@@ -76,9 +76,10 @@ class CaptureQueue:
             self._progress_at = time.monotonic()
         return jobs
 
-    def finish(self, finished: int) -> list[CaptureJob]:
+    def finish(self, finished: int, work: int) -> list[CaptureJob]:
         """Takes the workers' count of chunks that need no more work; returns the new ones, stored or not; `finished`:
-        since the start, in the order of sending."""
+        since the start, in the order of sending; `work`: what was computed of chunks since then. One chunk may take
+        longer than `STUCK_S`: the section of a long history on a CPU."""
         found = []
         for _ in range(min(finished - self._finished, len(self._sent))):
             chunk_id, job = self._sent.popitem(last=False)
@@ -86,8 +87,8 @@ class CaptureQueue:
             self._unfinished.discard(chunk_id)
             self._finished_at[chunk_id] = time.monotonic()
             found.append(job)
-        if finished > self._finished:
-            self._finished, self._progress_at = finished, time.monotonic()
+        if finished > self._finished or work > self._work:
+            self._finished, self._work, self._progress_at = max(finished, self._finished), work, time.monotonic()
         while len(self._finished_at) > _REMEMBERED:
             self._finished_at.popitem(last=False)
         return found

@@ -282,7 +282,7 @@ class Scheduling:
                     self._checks.begin(tracked)
         self._checks.reported(report)
         self._adapters.seen(report.adapters)
-        self._finder.list_captured(self._captures.finish(report.captured))
+        self._finder.list_captured(self._captures.finish(report.captured, report.capture_work))
         if report.has_other_weights and self._paused[1] != OTHER_WEIGHTS:
             self.counts.add_fallback(OTHER_WEIGHTS)
             self._paused = math.inf, OTHER_WEIGHTS

@@ -128,7 +128,7 @@ class Worker(Outbox):
         self._captures: PrefillBatcher[Task] = PrefillBatcher(1, tile_rows, join, isolate=alone)
         self._readiness = Readiness(self._ranks, read_timeout_s)
         self.adapters = WorkerAdapters(self._model.adapters, self._ranks, read_timeout_s)
-        self._is_idle, self._owed, self._chunks = False, 0, 0
+        self._is_idle, self._owed, self._chunks, self._capture_work = False, 0, 0, 0
         self._arrived: list[BlendJob] = []
         self._capture_writer = CaptureWriter(self._model, self._store, self.counts, name, self._ranks)
         self.checks = AnswerChecks(opener, self.adapters)
@@ -174,7 +174,8 @@ class Worker(Outbox):
     def report(self) -> StepReport:
         checked, seconds = self.checks.take_ended()
         stalled_s = min((task.waiting_s for task in self._blends), default=0.0)
-        return StepReport(self.captured, self.take_outcomes(), checked, seconds, self.adapters.take_seen(), stalled_s)
+        told = self.take_outcomes(), checked, seconds, self.adapters.take_seen(), stalled_s
+        return StepReport(self.captured, *told, capture_work=self._capture_work)
 
     def take_read(self) -> set[str]:
         return self.checks.take_read()
@@ -252,6 +253,7 @@ class Worker(Outbox):
             self._attempt(tasks[0], self._start)
         else:
             rows = self._compute(tasks, left) or rows  # rows that ask the question are not among those of the batch
+            self._capture_work += rows if isinstance(tasks[0].job, CaptureJob) else 0
         for task in tasks:
             task.busy_s += time.perf_counter() - started
             # A device goes on with vLLM's own work while the host is here.
