@@ -69,9 +69,8 @@ SIZES = (2048, 4096, 8192, 16384)
 def run(model: str, rounds: int, seed: int, advance: AdvanceStage) -> dict[str, Any]:
     """Runs so many rounds of each stage on a model folder, or ``nano``: ``figures`` and the raw numbers."""
     rng, kinds = random.Random(seed), dict[str, list[dict[str, int]]]()
-    stages = (REST, *KINDS, TOGETHER, DOCUMENT)
-    stalls: dict[str, list[float]] = {stage: [] for stage in stages}
-    waits: dict[str, list[float]] = {stage: [] for stage in stages}
+    stalls: dict[str, list[float]] = {stage: [] for stage in STAGES}
+    waits: dict[str, list[float]] = {stage: [] for stage in STAGES}
     wrong = 0
     words = [word for text in draw_questions(seed, 1)[0].passages for word in text.text.split()]
     with serving(model, "memory://?max_bytes=16MiB") as (url, _):
@@ -79,7 +78,7 @@ def run(model: str, rounds: int, seed: int, advance: AdvanceStage) -> dict[str, 
         chunks = [{"text": " ".join(rng.choices(words, k=100))} for _ in range(WARM_CHUNKS)]
         _post(f"{url}/v1/chunks", {"chunks": chunks}).close()
         most = {REST: _resident_bytes(url)}
-        for stage in stages:
+        for stage in STAGES:
             most.setdefault(stage, 0)
             for number in range(rounds):
                 with _attacks(url, words, rng, stage) as attack:
@@ -106,7 +105,7 @@ def run(model: str, rounds: int, seed: int, advance: AdvanceStage) -> dict[str, 
             "wrong_answers": wrong,
             "linear": max(exponent(cost) for cost in costs.values()),
         },
-        "by_kind_ms": {stage: 1e3 * max(stalls[stage]) for stage in stages},
+        "by_kind_ms": {stage: 1e3 * max(stalls[stage]) for stage in STAGES},
         "wait_s": waits,
         "stall_s": stalls,
         "processor_s": costs,
@@ -371,6 +370,7 @@ KINDS: dict[str, Callable[[_Attack], None]] = {
     "headers": _headers,
     "refused": _refused,
 }
+STAGES = (REST, *KINDS, TOGETHER, DOCUMENT)
 
 
 @contextlib.contextmanager

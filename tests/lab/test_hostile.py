@@ -3,7 +3,6 @@ is an error of the server's own."""
 
 import pytest
 
-from lab.bench import silent
 from lab.servers import hostile
 
 SMALL = {
@@ -32,9 +31,11 @@ BUSY = ("503", "gone", "ConnectionResetError", "BrokenPipeError", "RemoteDisconn
 def test_hostile_clients_change_no_answer_and_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SMALL.items():
         monkeypatch.setattr(hostile, name, value)
-    found = hostile.run("nano", 1, 0, silent)
+    seen: list[tuple[object, ...]] = []
+    found = hostile.run("nano", 1, 0, lambda *step: seen.append(step))
+    assert seen == [(stage, 1, 1) for stage in hostile.STAGES]
     assert found["figures"]["wrong_answers"] == 0
-    assert {*found["statuses"]} == {hostile.REST, *hostile.KINDS, hostile.TOGETHER, hostile.DOCUMENT}
+    assert (*found["statuses"],) == hostile.STAGES
     for kind in ("long bodies", "parts", "pieces", "headers", "refused", "salts", "listings"):
         assert found["statuses"][kind][0], kind  # it was answered somehow
     outcomes = {outcome for rounds in found["statuses"].values() for each in rounds for outcome in each}
