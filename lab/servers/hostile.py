@@ -11,7 +11,6 @@ import json
 import math
 import random
 import socket
-import statistics
 import threading
 import time
 import urllib.request
@@ -64,6 +63,7 @@ FIELDS: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
 }
 """Where a kind of field is sent, and a body in which it has about so many words."""
 SIZES = (2048, 4096, 8192, 16384)
+COST_S, MOST_ASKED = 0.5, 200
 
 
 def run(model: str, rounds: int, seed: int, advance: AdvanceStage) -> dict[str, Any]:
@@ -195,17 +195,17 @@ def _metric(url: str, name: str) -> float:
     return float(line.split()[1])
 
 
-def _cost(url: str, path: str, body: Callable[[int], dict[str, Any]], size: int, times: int = 5) -> float:
-    """The server's processor time in seconds for a body, answered or refused: the median of some."""
-    sent, found = json.dumps(body(size)).encode(), list[float]()
-    for _ in range(times):
-        before = _processor_s(url)
-        for _ in range(4):  # the clock has a hundredth of a second
+def _cost(url: str, path: str, body: Callable[[int], dict[str, Any]], size: int) -> float:
+    """The server's processor time in seconds for a body, answered or refused: the mean of as many as take `COST_S`,
+    since the clock has a hundredth of a second."""
+    sent, asked, before = json.dumps(body(size)).encode(), 0, _processor_s(url)
+    while (taken := _processor_s(url) - before) < COST_S and asked < MOST_ASKED:
+        for _ in range(5):
             request = urllib.request.Request(f"{url}{path}", sent, JSON)
             with contextlib.suppress(OSError):
                 urllib.request.urlopen(request, timeout=600).close()
-        found.append(_processor_s(url) - before)
-    return max(0.01, statistics.median(found)) / 4
+        asked += 5
+    return max(0.01, taken) / asked
 
 
 class _Attack:

@@ -22,6 +22,7 @@ SMALL = {
     "LOGPROB_TOKENS": 40,
     "EXPLAINED": 200,
     "SIZES": (64, 128),
+    "COST_S": 0.05,
 }
 BUSY = ("503", "gone", "ConnectionResetError", "BrokenPipeError", "RemoteDisconnected")
 """What a client may find beside a refusal: no place for now, a connection that was ended, its own patience."""
