@@ -3,7 +3,7 @@
 import hashlib
 import threading
 import time
-from collections.abc import Container
+from collections.abc import Callable, Container
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,6 +99,7 @@ def scheduling(
     keeps_events: bool = False,
     window: Any = None,
     bytes_per_token: int = 1,
+    is_paused: Callable[[], bool] = lambda: False,
     **config: Any,
 ) -> Any:
     """A scheduler side over a store that holds these chunks of one tenant."""
@@ -116,7 +117,8 @@ def scheduling(
     finder = ChunkFinder(settings, blend, planners, store, keeps_events=keeps_events)
     checked = settings.shadow_settings
     watch = None if checked is None else ShadowWatch(checked, "m", blend.selector().share, finder.raise_by, seed=1)
-    return Scheduling(settings, blend, finder, SIZE, bytes_per_token=bytes_per_token, watch=watch, window=window)
+    options: Any = {"bytes_per_token": bytes_per_token, "watch": watch, "window": window, "is_paused": is_paused}
+    return Scheduling(settings, blend, finder, SIZE, **options)
 
 
 def claim(side: Any, request: Request, computed: int) -> Any:

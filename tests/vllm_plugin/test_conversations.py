@@ -248,6 +248,24 @@ def test_an_engine_with_requests_is_given_no_history_and_keeps_no_step_for_one()
     assert keep(side, store) == [len(FIRST)]
 
 
+def test_a_pause_waits_for_the_section_that_is_computed_and_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other conversations wait, too, for as long as it lasts; requests that come meanwhile are held back by vLLM."""
+    monkeypatch.setattr(histories, "SECTION", 64)
+    store, is_paused = MemoryStore(1 << 22), False
+    side = scheduling([], store, blend_fields={"edits": True, "block_size": 32}, is_paused=lambda: is_paused)
+    end(side, FIRST, "one", conversation="a")
+    end(side, [*NEXT, *FIRST], "two", conversation="b")
+    while not (jobs := side.take_jobs(is_idle=True).capture):
+        pass
+    is_paused = True
+    assert side.is_busy, "it is with the workers: half of it may be of other weights once vLLM is paused"
+    side.reported(StepReport(1))
+    assert not side.is_busy and not side.take_jobs(is_idle=True).capture
+    is_paused = False
+    assert side.is_busy and len(jobs) == 1
+    assert keep(side, store), "they go on"
+
+
 def test_after_a_reset_nothing_is_computed_until_vllm_computes() -> None:
     store = MemoryStore(1 << 22)
     side = scheduling([], store, blend_fields={"edits": True})

@@ -5,10 +5,12 @@ may be replaced after workers have loaded them, before the scheduler's side read
 stay, and nothing computed with the old ones is stored under the names of the new ones, nor loaded beside them.
 """
 
+import gc
 import json
 import logging
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -21,6 +23,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoTokenizer
+from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.worker.gpu import kv_connector
 
 from cacheblend.core.config import BlendConfig
@@ -31,7 +34,7 @@ from cacheblend.engines.vllm.connector import CacheBlendConnector, identify
 from cacheblend.engines.vllm.internals import decoder, weight_loader
 from cacheblend.engines.vllm.internals.attention_shim import AttentionShim, latent_spec
 from cacheblend.engines.vllm.internals.decoder import computed_by
-from cacheblend.engines.vllm.internals.interface import metadata_builders, refused_speculation
+from cacheblend.engines.vllm.internals.interface import metadata_builders, pause_of_scheduler, refused_speculation
 from cacheblend.engines.vllm.internals.kv_cache import check_caches, fp8_scales, is_fp8, plain_queries, refused_cache
 from cacheblend.engines.vllm.jobs import BlendOutcome, StepJobs, StepReport, Unblendable
 from cacheblend.engines.vllm.worker.model import BlendModel
@@ -276,6 +279,26 @@ def connector_of(on_unblendable: str) -> Any:
     made._store = made._planner = made._kv_caches = None
     made._selector, made.identity = SimpleNamespace(of_model=lambda layers: None), SimpleNamespace(name="m")
     return made
+
+
+def test_a_connector_knows_of_its_schedulers_pause_and_does_not_keep_it() -> None:
+    """Also one in a `MultiConnector`, and one that no scheduler makes."""
+
+    def making(self: Any) -> None:
+        self.tells = (lambda: pause_of_scheduler())()  # through another frame
+
+    made = type("Scheduler", (SchedulerInterface,), {"__init__": making, "pause_state": PauseState.UNPAUSED})
+    made.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
+    scheduler: Any = made()
+    tells = scheduler.tells
+    with ThreadPoolExecutor(1) as nobody:  # among whose callers there is none
+        assert not tells() and not nobody.submit(pause_of_scheduler).result()()
+    for state in (PauseState.PAUSED_NEW, PauseState.PAUSED_ALL):
+        scheduler.pause_state = state
+        assert tells()
+    del scheduler
+    gc.collect()
+    assert not tells()
 
 
 @pytest.mark.parametrize("on_unblendable", ["error", "plain"])

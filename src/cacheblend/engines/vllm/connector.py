@@ -173,6 +173,7 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
             windows=windows,
             watch=watch,
             window=min(limits, default=None),
+            is_paused=interface.pause_of_scheduler(),
         )
 
     def _leave_to_vllm(self, error: CacheBlendError) -> None:

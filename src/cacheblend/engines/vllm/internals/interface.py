@@ -1,6 +1,9 @@
 """vLLM's connector interface, requests, events, and what of its configuration is refused."""
 
-from collections.abc import Sequence
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 
 from cacheblend.core.plan.blocks import ChunkManifest, KVLayout, LayerShape
 from cacheblend.engines.vllm.internals.attention_shim import is_latent, write_latents
@@ -38,6 +42,18 @@ def connector_of_worker() -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     return get_kv_transfer_group()
+
+
+def pause_of_scheduler() -> Callable[[], bool]:
+    """Tells whether vLLM is paused, or about to be once nothing is left to do. For a connector that is being made by
+    its scheduler, of which vLLM tells it nothing: found among the callers. Where there is none, never."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if isinstance(found := frame.f_locals.get("self"), SchedulerInterface):
+            known = weakref.ref(found)  # it holds the connector
+            return lambda: (scheduler := known()) is not None and scheduler.pause_state != PauseState.UNPAUSED
+        frame = frame.f_back
+    return lambda: False
 
 
 def is_one_process(config: VllmConfig) -> bool:

@@ -61,7 +61,8 @@ that comes to an idle engine is computed in its first step: a step more is a mes
 
 class Scheduling:
     """The scheduler side of one engine; `bytes_per_token`: of a chunk's KV while it is captured; `longest`: tokens that
-    the model computes at once, of a chunk behind its anchor, too."""
+    the model computes at once, of a chunk behind its anchor, too; `is_paused`: vLLM is, or waits for this engine's work
+    to end: nothing is begun then that no request has asked for."""
 
     def __init__(
         self,
@@ -75,8 +76,9 @@ class Scheduling:
         windows: Sequence[int | None] = (None,),
         watch: ShadowWatch | None = None,
         window: int | None = None,
+        is_paused: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._config, self._settings = config, settings
+        self._config, self._settings, self._is_paused = config, settings, is_paused
         self._finder, self._block_size = finder, block_size
         self._requests: dict[str, Tracked] = {}
         self._outstanding: set[str] = set()
@@ -93,10 +95,11 @@ class Scheduling:
     @property
     def is_busy(self) -> bool:
         """Something is computed, or queued for that, also while there is no request: chunks, the shadow check."""
-        # A request that is held back keeps no paused engine stepping for a history.
-        may_store_history = self._finder.may_store_history and not self._requests
-        is_learning = self._captures.is_empty and (self._finder.is_discovering or may_store_history)
-        return is_learning or self._captures.is_busy or self._checks.is_busy
+        if self._captures.is_busy or self._checks.is_busy:
+            return True
+        # A request that is held back keeps no engine stepping for a history either.
+        may_learn = self._finder.is_discovering or (self._finder.may_store_history and not self._requests)
+        return may_learn and self._captures.is_empty and not self._is_paused()
 
     # ---- a request comes --------------------------------------------------------------------------------
 
@@ -249,11 +252,12 @@ class Scheduling:
     def take_jobs(self, *, is_idle: bool = False) -> StepJobs:
         """New jobs since the last call; chunks are captured once their request has its first token."""
         jobs, self._jobs, self._settling_s = self._jobs, StepJobs(), 0.0
-        self._finder.add_discovered(self._captures, self.counts)
         if not is_idle:
             self._finder.resume()
-        elif not self._requests:
-            self._finder.add_history(self._captures)
+        if not self._is_paused():
+            self._finder.add_discovered(self._captures, self.counts)
+            if is_idle and not self._requests:
+                self._finder.add_history(self._captures)
         jobs.capture, jobs.is_idle, jobs.adapters = self._captures.take(), is_idle, self._adapters.take()
         self._checks.fill(jobs, has_requests=bool(self._requests))
         self._may_wait = is_idle and all(each.lookup is not None for each in self._requests.values())
