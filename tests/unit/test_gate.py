@@ -12,7 +12,7 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.select.question_selectors import Hybrid
 from cacheblend.core.select.selectors import AllRows, Gradual, Hkvd
-from cacheblend.engines.bounds import allowed_errors, lower_bound, needed_rows, reaches
+from cacheblend.engines.bounds import allowed_errors, lower_bound, needed_rows, reaches, share_interval
 from cacheblend.engines.settings import PROFILE_NAME, read_profile
 from cacheblend.evaluation import gate
 from cacheblend.evaluation.bootstrap import mean_lower_bound
@@ -53,6 +53,10 @@ def test_bounds_of_counts_and_means() -> None:
         (1, 10, 0.95, 1 - 0.95 ** (1 / 10)),
     ):
         assert lower_bound(successes, trials, confidence) == pytest.approx(bound, abs=1e-6)
+    # R, binom.test(k, 6)$conf.int
+    assert share_interval(6, 6, 0.95) == (pytest.approx(0.5407419, abs=1e-6), 1)
+    assert share_interval(0, 6, 0.95) == (0, pytest.approx(0.4592581, abs=1e-6))
+    assert share_interval(3, 6, 0.95) == (pytest.approx(0.1181172, abs=1e-6), pytest.approx(0.8818828, abs=1e-6))
     # 299 rows without an error show 99 percent and 298 do not
     assert lower_bound(299, 299, 0.95) >= 0.99 > lower_bound(298, 298, 0.95)
     # Success-run tables for 99 % reliability at 95 % confidence, with 0..3 failures.

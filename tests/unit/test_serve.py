@@ -182,19 +182,19 @@ def test_the_heap_is_trimmed_and_an_administrators_bounds_stay(monkeypatch: pyte
     asyncio.run(asyncio.wait_for(serve(), 30))
     for name in CACHES:  # an administrator's own bounds
         monkeypatch.setenv(name, "7")
-    memory.keep_few_kernels()
+    memory.bound_caches()
     assert [os.environ[name] for name in CACHES] == ["7", "7"]
     monkeypatch.delenv(CACHES[1])
-    memory.keep_few_kernels()
+    memory.bound_caches()
     assert [os.environ[name] for name in CACHES] == ["7", str(memory.KERNELS)]
 
 
 SHAPES = """
 import sys
-from cacheblend.serve.memory import heap_trimmer, keep_few_kernels
+from cacheblend.serve.memory import heap_trimmer, bound_caches
 trim = heap_trimmer() or (lambda: None)
 if sys.argv[1] == "few":
-    keep_few_kernels()
+    bound_caches()
 import torch
 torch.set_num_threads(1)
 held = lambda: int(open("/proc/self/status").read().split("VmRSS:")[1].split()[0]) / 1024
@@ -206,6 +206,43 @@ for rows in range(1, 1200):
 trim()  # as the server does: what is measured is what the kernels hold, not the holes of the heap
 print(held() - before)
 """
+
+
+ARENAS = """
+import ctypes, sys, threading
+from cacheblend.serve.memory import HEAPS, bound_caches
+if sys.argv[1] == "few":
+    bound_caches()
+libc, ready = ctypes.CDLL(None), threading.Barrier(12)
+def allocate():
+    libc.free(ctypes.c_void_p(libc.malloc(1000)))
+    ready.wait()
+libc.malloc.restype = ctypes.c_void_p
+threads = [threading.Thread(target=allocate) for _ in range(12)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+libc.fopen.restype = ctypes.c_void_p
+file = libc.fopen(sys.argv[2].encode(), b"w")
+libc.malloc_info(0, ctypes.c_void_p(file))
+libc.fclose(ctypes.c_void_p(file))
+print(open(sys.argv[2]).read().count("<heap nr="), HEAPS)
+"""
+
+
+@pytest.mark.skipif(memory.heap_trimmer() is None, reason="needs glibc")
+def test_a_server_has_few_heaps_unless_its_administrator_says_otherwise(tmp_path: Path) -> None:
+    def heaps(how: str, **environment: str) -> tuple[int, int]:
+        command = [sys.executable, "-c", ARENAS, how, str(tmp_path / "heaps")]
+        own = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC")}
+        done = subprocess.run(
+            command, env=own | environment, capture_output=True, text=True, timeout=60, check=True
+        )
+        found, bound = map(int, done.stdout.split())
+        return found, bound
+
+    found, bound = heaps("few")
+    assert found <= bound < heaps("many")[0]
+    assert heaps("few", MALLOC_ARENA_MAX="6")[0] > bound
 
 
 @pytest.mark.slow

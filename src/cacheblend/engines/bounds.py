@@ -1,4 +1,4 @@
-"""Exact lower bounds of proportions that were measured on few rows (Clopper-Pearson)."""
+"""Exact bounds of proportions that were measured on few rows (Clopper-Pearson)."""
 
 import math
 from bisect import bisect_left
@@ -33,6 +33,12 @@ def lower_bound(successes: int, trials: int, confidence: float) -> float:
         else:
             high = middle
     return low
+
+
+def share_interval(successes: int, trials: int, level: float) -> tuple[float, float]:
+    """The two-sided interval of a proportion, [.54, 1] for 6 of 6 at 95 %. Raises as `lower_bound`."""
+    confidence = (1 + level) / 2
+    return lower_bound(successes, trials, confidence), 1 - lower_bound(trials - successes, trials, confidence)
 
 
 def reaches(successes: int, trials: int, threshold: float, confidence: float) -> bool:

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from cacheblend.evaluation.bootstrap import Values, bootstrap_means
+from cacheblend.engines.bounds import share_interval
+from cacheblend.evaluation.bootstrap import Means, Values, bootstrap_means
 from cacheblend.evaluation.methods import Label
 from cacheblend.evaluation.records import Cell, RowResult
 from cacheblend.evaluation.runner import Evaluation
@@ -20,6 +21,8 @@ AGREEMENT = ("top_1", "equal_tokens", "same_answer", "own_top_1", "own_kl")
 the greedy answers' tokens before their first difference; the whole answer is the same; over the model's own answer the
 share of tokens that are the likeliest, and the KL of a token (`Outcome`)."""
 
+UNBOUNDED = ("own_kl",)  # measures that are no shares, though they may be 0 in each row
+
 Measure = Callable[[RowResult, Cell, Cell | None], float | None]
 
 
@@ -29,7 +32,8 @@ def summarise(
     """All figures, in the form in which they are written to JSON.
 
     Scorers use the rows with gold answers; `answers_missing` counts the others. Intervals are percentile bootstrap
-    intervals: `resamples` draws of rows, the same for all methods, within each category and over all rows.
+    intervals: `resamples` draws of rows, the same for all methods, within each category and over all rows. Those of
+    shares, measures that are 0 or 1 in each row, are exact: however rows are drawn, 6 of 6 stays 6 of 6.
 
     Returns:
         ``methods``: a list with each method at each `top_k`: its label; ``rows``, ``skipped``; ``ttft_s``, ``speedup``,
@@ -104,6 +108,9 @@ def _figures(table: _Table, measures: dict[str, Measure], *, resamples: int, lev
     found: _Figures = {name: [{"all": None, "by_category": {}} for _ in range(width)] for name in measures}
     for category, rows in subsets.items():
         means = bootstrap_means(stacked[rows], resamples=resamples, level=level, seed=seed)
+        for (index, name), column in product(enumerate(measures), range(width)):
+            if name not in UNBOUNDED:
+                _make_exact(means, 2 * index * width + column, values[index][rows, column], level)
         plain = [
             {"n": int(n), "mean": float(mean), "low": float(low), "high": float(high)} if n else None
             for mean, low, high, n in zip(means.mean, means.low, means.high, means.count, strict=True)
@@ -118,6 +125,13 @@ def _figures(table: _Table, measures: dict[str, Measure], *, resamples: int, lev
             else:
                 found[name][column]["all"] = figure
     return found
+
+
+def _make_exact(means: Means, at: int, values: Values, level: float) -> None:
+    """Replaces the interval of column `at` if its values, NaN where there is none, are those of a share."""
+    known = values[~np.isnan(values)]
+    if known.size and np.isin(known, (0, 1)).all():
+        means.low[at], means.high[at] = share_interval(int(known.sum()), known.size, level)
 
 
 def _method(table: _Table, column: int, figures: _Figures, scorers: Sequence[str]) -> dict[str, Any]:
