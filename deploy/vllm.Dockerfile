@@ -3,8 +3,8 @@
 #   docker build -f deploy/vllm.Dockerfile --build-arg VLLM_IMAGE=vllm/vllm-openai:v0.32.0 -t cacheblend-vllm .
 #
 # Build arguments:
-#   VLLM_IMAGE   any image with vLLM in its python3: docs/vllm.md has the versions that were tested; for CPUs, vLLM's own
-#                image for CPUs
+#   VLLM_IMAGE   any image with vLLM in its python3: docs/vllm-reference.md has the versions that were tested;
+#                for CPUs, vLLM's own image for CPUs
 #   BASE         a Debian release with Python 3.11 or newer, for the first stage
 #
 # vLLM's images hold compilers, which Triton and torch.compile need: no build tool is added here, and none removed.

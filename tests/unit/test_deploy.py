@@ -264,7 +264,7 @@ def test_dashboard_and_alerts_ask_for_what_exists_and_the_guide_says_what_to_do(
     (left_out,) = re.findall(r'reason!~"([^"]+)"', rule["expr"])
     assert set(left_out.split("|")) == DECISIONS
     decided, failed = (
-        (ROOT / "docs/vllm.md").read_text().partition("### Decisions and failures")[2].split("what failed")
+        (ROOT / "docs/vllm-reference.md").read_text().partition("### Decisions and failures")[2].split("what failed")
     )
     cells = [[row.split("|")[1] for row in part.splitlines() if row.startswith("| `")] for part in (decided, failed)]
     decisions, failures = (set(re.findall(r"`([^`]+)`", " ".join(part))) - {"reason"} for part in cells)

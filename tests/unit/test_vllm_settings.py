@@ -215,7 +215,7 @@ def test_untested_versions_are_refused(monkeypatch: pytest.MonkeyPatch, caplog: 
         import vllm.config  # noqa: F401
 
 
-TEXT = (RESULTS.parents[1] / "vllm.md").read_text(encoding="utf-8")
+TEXT = (RESULTS.parents[1] / "vllm-reference.md").read_text(encoding="utf-8")
 RECORDED = json.loads(RESULTS.read_text(encoding="utf-8"))
 
 

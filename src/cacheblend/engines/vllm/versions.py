@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from cacheblend.core.errors import InvalidInputError
 
-TESTED = ("0.31", "0.32", "0.33")  # minor versions, with any patch level; docs/vllm.md says what was run on which
+TESTED = ("0.31", "0.32", "0.33")  # minor versions, any patch level; docs/vllm-reference.md says what was run on which
 logger = logging.getLogger("cacheblend.vllm")
 
 

@@ -5,5 +5,5 @@ decoder, weight_loader: the loaded model; attention_shim: its attention; lora: a
 kv_cache, prefix_cache: types of numbers in its cache; groups, and vLLM's own prefix cache
 tensor_parallel: ranks
 
-`versions.TESTED` holds the versions that the connector starts on, docs/vllm.md what was run on each.
+`versions.TESTED` holds the versions that the connector starts on, docs/vllm-reference.md what was run on each.
 """
