@@ -1,4 +1,5 @@
-"""Hooks of the documentation site: pages that lie at the repository's root, and links to files outside of docs/.
+"""Hooks of the documentation site: pages that lie at the repository's root, links to files outside of docs/, the
+header's link to the repository, and what the site's search leaves out.
 
 A page is written so that its links work where the repository is browsed. Here they are made to work on the site, too:
 a link to a root file that is a page leads to that page, any other link out of docs/ to the repository (its address is
@@ -20,9 +21,19 @@ PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "
 """Files of the root and the pages that show them; the home page stands in for the README."""
 LOG = "docs/log.md"
 """Read in the repository alone: notes, which do not render as a page."""
+INTERNALS, RESULTS = "Internals", "results/"
+"""The section of the navigation, and the folder, that the site's search leaves out: a user finds the guides first."""
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Homepage"]
 _LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?(?=\))")
 logger = logging.getLogger("mkdocs.hooks")
+
+
+def on_config(config: Any) -> Any:
+    """Gives the header the repository's address and the version."""
+    found = re.search(r'^__version__ = "(.+)"', (ROOT / "src/cacheblend/__init__.py").read_text(), re.MULTILINE)
+    config.repo_url = REPOSITORY
+    config.repo_name = f"{config.repo_name} {found[1]}" if found else config.repo_name
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -34,8 +45,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrites links that lead out of docs/."""
+    """Rewrites links that lead out of docs/; takes internals out of the search."""
     uri = page.file.src_uri
+    if uri.startswith(RESULTS) or any(section.title == INTERNALS for section in page.ancestors):
+        page.meta["search"] = {"exclude": True}
     sources = {shown: source for source, shown in PAGES.items() if shown != "index.md"}
     folder = posixpath.dirname(sources.get(uri, f"docs/{uri}"))
     return _LINK.sub(lambda found: _site_link(found[1], uri, folder) + (found[2] or ""), markdown)
@@ -57,3 +70,8 @@ def _site_link(target: str, uri: str, folder: str) -> str:
     if path.startswith("docs/") and path != LOG and (ROOT / path).is_file():
         return posixpath.relpath(path.removeprefix("docs/"), posixpath.dirname(uri) or ".")
     return f"{REPOSITORY}/blob/main/{path}"
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Lets the header's link load nothing: the theme would ask the repository's host for stars and releases."""
+    return output.replace(' data-md-component="source"', "")
