@@ -21,26 +21,26 @@ SCHEMAS: Mapping[str, type[Sampling]] = {
 NOTES = {
     "bad_words": "also behind a space",
     "cache_salt": "the same as `salt` below `cacheblend`",
-    "cacheblend": "[extras](#extras)",
+    "cacheblend": "[its own fields](#cacheblends-own-fields)",
     "chat_template_kwargs": "`enable_thinking`, `thinking`, `reasoning_effort`, `tools`, if the template has them",
     "documents": "objects of `title` and `text`, given to the chat template",
     "input": "messages, of text parts",
     "instructions": "the first system message",
-    "logprobs": "chat: true or false; completions: 0 to 20, and the sampled token beside them",
+    "logprobs": "chat: true or false; completions: 0 to 20",
     "max_tokens": "integer, from 1 to what the context has left; default: of completions 16, of others `--max-tokens`",
-    "max_completion_tokens": "the same",
-    "max_output_tokens": "the same",
+    "max_completion_tokens": "as `max_tokens`",
+    "max_output_tokens": "as `max_tokens`",
     "min_tokens": "before, no token ends the answer; a stop text does",
     "n": "integer, 1 to 8",
-    "parallel_tool_calls": "false: the first call alone is returned; see [tools](#tools)",
-    "prompt": "a text or a list of token ids, or a list of at most 32 of either: [several prompts](#several-prompts)",
+    "parallel_tool_calls": "false: [the first call alone](#tools)",
+    "prompt": "a text or a list of token ids, or [a list of these](#several-prompts), at most 32",
     "reasoning_effort": "given to the chat template, if it reads it",
-    "response_format": "[the form of the answer](#answers-of-a-given-form): `text`, `json_object`, `json_schema`",
+    "response_format": "`text`, or [structured output](#structured-output)",
     "stream_options": "with `stream`; `include_usage`, with it vLLM's `continuous_usage_stats`; events are not padded",
-    "structured_outputs": "one of `json`, `json_object`, `regex`, `choice`, `grammar`",
+    "structured_outputs": "[structured output](#structured-output)",
     "text": "`format`, as `response_format` with the schema's fields in it; `verbosity` only `medium`",
-    "tools": "functions, given to the chat template if it has a place for them; calls are [read from answers](#tools)",
-    "top_logprobs": "0 to 20, and the sampled token beside them",
+    "tools": "functions; calls are [read from answers](#tools)",
+    "top_logprobs": "0 to 20",
 }
 
 
@@ -51,7 +51,7 @@ def tables() -> str:
 
 def _taken() -> Iterator[str]:
     yield "Taken, as OpenAI or vLLM have them:\n"
-    yield "| field | chat | completions | responses | |\n|---|---|---|---|---|"
+    yield "| field | routes | values |\n|---|---|---|"
     shown = {
         name: schema.model_json_schema()["properties"] | {"": schema.model_json_schema().get("$defs", {})}
         for name, schema in SCHEMAS.items()
@@ -61,10 +61,11 @@ def _taken() -> Iterator[str]:
         for kind, fields in shown.items()
     }
     for field in sorted({field for fields in taken.values() for field in fields}):
-        marks = ["yes" if field in fields else "" for fields in taken.values()]
-        kind = next(kind for kind, fields in taken.items() if field in fields)
+        kinds = [kind for kind, fields in taken.items() if field in fields]
+        where = "all" if len(kinds) == len(taken) else ", ".join(kinds)
+        kind = kinds[0]
         told = [NOTES[field]] if field in NOTES else [_values(taken[kind][field], shown[kind][""])]
-        yield f"| `{field}` | {' | '.join(marks)} | {'; '.join(filter(None, told))} |"
+        yield f"| `{field}` | {where} | {'; '.join(filter(None, told))} |"
 
 
 def _values(schema: Mapping[str, Any], kinds: Mapping[str, Any]) -> str:
@@ -88,12 +89,12 @@ def _values(schema: Mapping[str, Any], kinds: Mapping[str, Any]) -> str:
 
 
 def _refused() -> Iterator[str]:
-    yield "Refused with 400 and the field's name, unless the value asks for what is done anyway (`null` always does):\n"
-    yield "| field | taken | otherwise |\n|---|---|---|"
+    yield "Refused with 400 and the field's name, but for values that ask for what is done anyway, as `null` does:\n"
+    yield "| field | values taken | why, or what to use |\n|---|---|---|"
     for name, refused in sorted(REFUSED.items()):
         yield _row(name, refused)
     yield "\nBy `/v1/responses` also:\n"
-    yield "| field | taken | otherwise |\n|---|---|---|"
+    yield "| field | values taken | why, or what to use |\n|---|---|---|"
     for name, refused in sorted(REFUSED_RESPONSES.items()):
         if REFUSED.get(name) != refused:
             yield _row(name, refused)
@@ -106,7 +107,7 @@ def _row(name: str, refused: Refused) -> str:
 
 def _accepted() -> Iterator[str]:
     yield "Accepted, since they say nothing about the answer:\n"
-    yield "| field | |\n|---|---|"
+    yield "| field | why |\n|---|---|"
     for name, what in sorted(ACCEPTED.items()):
         yield f"| `{name}` | {what} |"
 

@@ -1,6 +1,6 @@
 """The documents of a running server, over HTTP: put, listed and dropped by id.
 
-Knows the server's API (docs/stores.md#documents-that-change); knows no retriever and no engine.
+Knows the server's API (docs/documents.md); knows no retriever and no engine.
 """
 
 import asyncio
