@@ -221,15 +221,42 @@ def test_a_request_that_is_being_planned_counts_as_active_and_ends_with_the_thre
     assert scheduler.active == 0
 
 
-def test_a_request_for_more_answers_than_the_limit_runs_alone(schedule: Schedule) -> None:
-    scheduler = schedule(Limits(active=2))
-    listeners = [submit(scheduler, RAG, choices=choices) for choices in (1, 3, 1)]
-    assert [listener.wait().error for listener in listeners] == [None] * 3
-    assert [len(listener.tokens) for listener in listeners] == [1, 3, 1]
+@pytest.mark.parametrize("active", [1, 2, 3])
+def test_a_request_for_more_answers_than_the_limit_runs(schedule: Schedule, active: int) -> None:
+    scheduler = schedule(Limits(active=active))
+    listeners = [submit(scheduler, RAG, choices=choices) for choices in (1, 4, 1, 4)]
+    assert [listener.wait().error for listener in listeners] == [None] * 4
+    assert [len(listener.tokens) for listener in listeners] == [1, 4, 1, 4]
+
+
+@pytest.mark.parametrize("choices", [3, 8])
+def test_a_request_for_as_many_answers_as_the_limit_leaves_a_place_to_others(engine: BlendEngine, choices: int) -> None:
+    scheduler = Scheduler(engine, Limits(active=3), has_thread=False)
+    ended = list[str]()
+
+    def ask(name: str, tokens: int, choices: int = 1) -> Ticket:
+        params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+        done = lambda event: ended.append(name) if isinstance(event, DoneEvent) else None  # noqa: E731
+        return scheduler.submit(Ask(RAG, params, choices=choices), done)
+
+    long = ask("many", 100_000, choices)
+    scheduler.run()
+    for number in range(3):
+        ask(str(number), 1)
+    ask("more", 1, choices)  # which has to wait: the bound holds
+    for _ in range(50):
+        scheduler.run()
+        assert scheduler.active <= 2
+    assert ended == ["0", "1", "2"]
+    long.cancel()
+    for _ in range(50):
+        scheduler.run()
+    assert ended == ["0", "1", "2", "many", "more"]
+    scheduler.close()
 
 
 def test_many_answers_are_passed_by_one_and_not_for_ever(engine: BlendEngine) -> None:
-    scheduler = Scheduler(engine, Limits(active=2), has_thread=False)
+    scheduler = Scheduler(engine, Limits(active=3), has_thread=False)
     ended = list[str]()
 
     def ask(name: str, tokens: int = 1, choices: int = 1) -> Ticket:
@@ -237,19 +264,21 @@ def test_many_answers_are_passed_by_one_and_not_for_ever(engine: BlendEngine) ->
         done = lambda event: ended.append(name) if isinstance(event, DoneEvent) else None  # noqa: E731
         return scheduler.submit(Ask(RAG, params, choices=choices), done)
 
-    stream = ask("stream", 100_000)
+    stream, other = ask("stream", 100_000), ask("other", 100_000)
     scheduler.run()
     ask("two", choices=2)
-    shorts = [str(number) for number in range(PASSES * 2 + 3)]
+    shorts = [str(number) for number in range(PASSES * 3 + 3)]
     for name in shorts:
         ask(name)
     for _ in range(100):
         scheduler.run()
-    assert ended == shorts[: PASSES * 2]  # beside the stream; then it is the turn of the two
+    assert ended == shorts[: PASSES * 3]  # beside the streams; then it is the turn of the two
     stream.cancel()
     for _ in range(100):
         scheduler.run()
-    assert ended == [*shorts[: PASSES * 2], "stream", "two", *shorts[PASSES * 2 :]]
+    assert ended == [*shorts[: PASSES * 3], "stream", "two", *shorts[PASSES * 3 :]]
+    other.cancel()
+    scheduler.run()
     scheduler.close()
 
 

@@ -234,9 +234,7 @@ def test_a_server_has_few_heaps_unless_its_administrator_says_otherwise(tmp_path
     def heaps(how: str, **environment: str) -> tuple[int, int]:
         command = [sys.executable, "-c", ARENAS, how, str(tmp_path / "heaps")]
         own = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC")}
-        done = subprocess.run(
-            command, env=own | environment, capture_output=True, text=True, timeout=60, check=True
-        )
+        done = subprocess.run(command, env=own | environment, capture_output=True, text=True, timeout=60, check=True)
         found, bound = map(int, done.stdout.split())
         return found, bound
 

@@ -11,7 +11,6 @@ Knows the engine; knows nothing of HTTP.
 
 import contextlib
 import logging
-import sys
 import threading
 import time
 from collections import deque
@@ -59,7 +58,8 @@ class ClosedError(CacheBlendError):
 class Limits:
     """How many requests run and wait at a time. Raises `InvalidInputError` for a value of the wrong type."""
 
-    active: int = 8  # answers in prefill or decoding; a request for more answers than this runs alone
+    # answers in prefill or decoding; a request for as many, or more, leaves a place to the short ones of others
+    active: int = 8
     waiting: int = 64  # requests in the queue
     row_layers: int = 8192  # row-layers of prefill computed between two tokens of the running answers
     # seconds that missed chunks wait for the engine to be idle; later, they are captured between rounds
@@ -290,12 +290,10 @@ class Scheduler:
         engine = self._engine
         while True:
             with self._lock:
-                # Choices count, not requests, since each has its own KV cache.
-                running: int = sum(ticket.ask.choices for ticket in (*self._batcher, *self._answering))
-                free = self._limits.active - running if running else sys.maxsize
+                free = self._limits.active - sum(map(self._places, (*self._batcher, *self._answering)))
                 patience = PASSES * self._limits.active
-                due = (each for each in self._waiting if each.ask.choices <= free or each.passed >= patience)
-                if (ticket := next(due, None)) is None or ticket.ask.choices > free:
+                due = (each for each in self._waiting if self._places(each) <= free or each.passed >= patience)
+                if (ticket := next(due, None)) is None or self._places(ticket) > free:
                     return
                 if self.active and (engine.view is not self._view or engine.adapters.has_changed()):
                     return  # the requests that run end with the adapters that they began with
@@ -319,6 +317,10 @@ class Scheduler:
             self._view = state.survey.view
             self._batcher.add(ticket)
             self._opening = None
+
+    def _places(self, ticket: Ticket) -> int:
+        """Choices count, not requests, since each has its own KV cache; but one request never takes every place."""
+        return min(ticket.ask.choices, max(1, self._limits.active - 1))
 
     def _prefill(self) -> None:
         left = self._limits.row_layers
