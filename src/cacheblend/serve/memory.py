@@ -19,8 +19,8 @@ KERNELS = 256
 """Of 1,024 of 0.7 MB that are kept by default. Three times the kernels of a prefill of 4,000 tokens, whose layers share
 theirs; making one takes 0.5 ms."""
 HEAPS = 2
-"""Of 16 on two cores. Clients that mean ill, all at once, took 270 MB beside a small model, and take 140 with these;
-large blocks, as tensors are, lie in none."""
+"""Of 16 on two cores. Clients that mean ill, all at once, took 270 MB at their peak, and take 140 with these; large
+blocks, as tensors are, lie in none."""
 _M_ARENA_MAX = -8  # glibc's malloc.h
 
 
