@@ -456,6 +456,7 @@ def test_a_dry_run_and_too_few_rows_leave_the_profile_alone(run: Run, model: Pat
     assert shown.code == 1
     assert "too few rows to decide: 14 rows" in shown.out
     assert "598" in shown.out
+    assert "14 rows cannot decide" in shown.err  # before they are asked
     assert (model / PROFILE_NAME).read_text() == "{"
 
 

@@ -180,9 +180,18 @@ def test_stages_say_where_they_are_while_they_last_and_a_status_what_is_done(sho
         assert "warming, passages 1/3 (0 s)\n" in shown("1/3")
         shown("1/3")  # again: it takes long
         advance("warming", 3, 3)
+        advance("answering", 0, 5)
+        shown("answering, rows 0/5 (")
         advance("answering", 2, 5)
-        shown("answering, rows 2/5")
-    assert shown("answering").endswith("warming, passages 3/3\nanswering, rows 2/5\n")
+        shown("answering, rows 2/5, about 0 s left (")
+    assert shown("answering").endswith("warming, passages 3/3\nanswering, rows 2/5, about 0 s left\n")
+    assert [output.duration_text(each) for each in (0.2, 89, 90, 5399, 5400)] == [
+        "0 s",
+        "89 s",
+        "2 min",
+        "90 min",
+        "2 h",
+    ]
     with output.status("examining ...", quiet=False) as say:
         shown("examining ... (")
         say("done: a [check]")

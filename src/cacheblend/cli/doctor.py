@@ -83,6 +83,11 @@ def doctor(
     asked, bad = questions.read(file)
     if profile is not None:
         check_writable(profile)
+    if len(asked) < (needed := 2 * bar.needed_rows):  # said at once: asking takes minutes
+        output.say(
+            f"note: {len(asked)} rows cannot decide: {100 * bar.threshold:g} % agreement at {100 * bar.confidence:g} % "
+            f"needs {needed} with different passages. Settings are compared on these, and no profile is written"
+        )
     chosen_anchor = {"anchor": anchor, "anchor_text": anchor_text}
     config = BlendConfig.of(chosen_anchor | {"capture": False, "load_timeout_s": models.PATIENT_S})
     tried = gate.selector or (), gate.ratio or ()

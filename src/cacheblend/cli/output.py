@@ -62,10 +62,14 @@ def stages(titles: Mapping[str, str], *, quiet: bool) -> Iterator[AdvanceStage]:
         yield lambda stage, done, total: None
         return
     if not console(stderr=True).is_terminal:
-        latest = dict[str, str]()
+        latest, began = dict[str, str](), dict[str, tuple[float, int]]()
 
         def advance(stage: str, done: int, total: int) -> None:
+            since, first = began.setdefault(stage, (time.monotonic(), done))
             latest[stage] = f"{titles[stage]} {done}/{total}"
+            if first < done < total:
+                left = (time.monotonic() - since) / (done - first) * (total - done)
+                latest[stage] += f", about {duration_text(left)} left"
             say(latest[stage])
 
         with _lines() as say:
@@ -198,6 +202,14 @@ def size_text(count: int) -> str:
 def seconds_text(seconds: float) -> str:
     """``"45 ms"`` or ``"1.25 s"``."""
     return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def duration_text(seconds: float) -> str:
+    """``"40 s"``, ``"12 min"`` or ``"3 h"``."""
+    for unit, length in (("h", 3600), ("min", 60)):
+        if seconds >= 1.5 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def share_text(part: float, whole: float) -> str:
