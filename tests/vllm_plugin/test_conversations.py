@@ -7,6 +7,8 @@ than a section; a store that drops what it was given; weights that change in bet
 """
 
 import random
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from cacheblend.core.plan.plan import Source
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.engines import histories
 from cacheblend.engines.vllm.jobs import CaptureJob, StepReport
+from cacheblend.engines.vllm.scheduler import conversations
 from cacheblend.store import MemoryStore
 from campaign import share
 from families import VOCAB as TINY_VOCAB
@@ -264,6 +267,28 @@ def test_a_pause_waits_for_the_section_that_is_computed_and_for_no_other(monkeyp
     is_paused = False
     assert side.is_busy and len(jobs) == 1
     assert keep(side, store), "they go on"
+
+
+def test_a_look_up_that_ended_during_a_long_pause_is_taken_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, go_on, is_paused, began = conversations.next_section, threading.Event(), False, time.monotonic()
+    monkeypatch.setattr(conversations, "next_section", lambda *given: (go_on.wait(60), real(*given))[1])
+    monkeypatch.setattr(conversations, "LOOK_UP_WAIT_S", 0)
+    store = MemoryStore(1 << 22)
+    side = scheduling([], store, blend_fields={"edits": True}, is_paused=lambda: is_paused)
+    end(side, FIRST, "one")
+    assert not side.take_jobs(is_idle=True).capture and side.is_busy, "its look-up has begun"
+    is_paused = True
+    assert not side.is_busy
+    with monkeypatch.context() as later:
+        later.setattr(conversations.time, "monotonic", lambda: began + 60 + conversations.STUCK_S)
+        is_paused = False
+        assert not side.is_busy, "the store hangs"
+        go_on.set()
+        for _ in range(6000):
+            if side.is_busy:
+                break
+            threading.Event().wait(0.01)
+        assert side.is_busy and keep(side, store) == [len(FIRST)]
 
 
 def test_after_a_reset_nothing_is_computed_until_vllm_computes() -> None:

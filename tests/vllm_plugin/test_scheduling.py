@@ -373,6 +373,23 @@ def test_a_missed_passage_is_captured_once_after_the_first_token(monkeypatch: py
     assert len(side.take_jobs().capture) == 1, "the capture failed, since nothing is in the store: it is tried again"
 
 
+def test_a_pause_waits_for_the_chunks_that_are_computed_and_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_paused, now = False, time.monotonic()
+    side = scheduling([], capture_bytes=250, is_paused=lambda: is_paused)
+    for number in range(3):
+        chunk = list(range(100 * (number + 1), 100 * (number + 2)))
+        side.finished(miss(side, [1, *chunk, 5], [[1, 101]], str(number)))
+    assert len(side.take_jobs().capture) == 2
+    is_paused = True
+    assert side.is_busy, "two are with the workers"
+    side.reported(StepReport(2))
+    assert not side.is_busy and not side.take_jobs(is_idle=True).capture
+    monkeypatch.setattr(capture_queue.time, "monotonic", lambda: now + 10 * capture_queue.STUCK_S)
+    assert not side.is_busy
+    is_paused = False
+    assert side.is_busy and len(side.take_jobs(is_idle=True).capture) == 1, "it goes on, however long it lasted"
+
+
 def test_the_captures_that_wait_are_bounded_and_counted() -> None:
     side = scheduling([], blend_fields={"capture_queue": 1})
     for name in ("first", "once the queue has room again"):

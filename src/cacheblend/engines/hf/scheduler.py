@@ -21,7 +21,7 @@ from itertools import islice
 
 import torch
 
-from cacheblend.core.errors import CacheBlendError, check_fields, check_type
+from cacheblend.core.errors import CacheBlendError, InvalidInputError, check_fields, check_type
 from cacheblend.core.failures import count_failure
 from cacheblend.core.fuse.batching import PrefillBatcher
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillJob, PrefillResult
@@ -58,7 +58,7 @@ class ClosedError(CacheBlendError):
 class Limits:
     """How many requests run and wait at a time. Raises `InvalidInputError` for a value of the wrong type."""
 
-    # answers in prefill or decoding; a request for as many, or more, leaves a place to the short ones of others
+    # answers in prefill or decoding; beside a request for several, which may be for more, there is room for one more
     active: int = 8
     waiting: int = 64  # requests in the queue
     row_layers: int = 8192  # row-layers of prefill computed between two tokens of the running answers
@@ -67,6 +67,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.active < 1:
+            raise InvalidInputError(f"active must be at least 1, got {self.active}")
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,7 @@ class Ticket(PrefillJob):
     submitted: float  # by `time.perf_counter`
     cancelled: bool = False
     passed: int = 0  # requests that came later and were admitted before it
+    is_extra: bool = False  # it runs beyond the bound, and takes nobody's place
     is_admitted: bool = False  # the engine knows of the request, which has not ended
     choices: list[Choice] = field(default_factory=list)
     report: BlendReport | None = None
@@ -290,10 +293,7 @@ class Scheduler:
         engine = self._engine
         while True:
             with self._lock:
-                free = self._limits.active - sum(map(self._places, (*self._batcher, *self._answering)))
-                patience = PASSES * self._limits.active
-                due = (each for each in self._waiting if self._places(each) <= free or each.passed >= patience)
-                if (ticket := next(due, None)) is None or self._places(ticket) > free:
+                if (ticket := self._due()) is None:
                     return
                 if self.active and (engine.view is not self._view or engine.adapters.has_changed()):
                     return  # the requests that run end with the adapters that they began with
@@ -318,9 +318,21 @@ class Scheduler:
             self._batcher.add(ticket)
             self._opening = None
 
-    def _places(self, ticket: Ticket) -> int:
-        """Choices count, not requests, since each has its own KV cache; but one request never takes every place."""
-        return min(ticket.ask.choices, max(1, self._limits.active - 1))
+    def _due(self) -> Ticket | None:
+        """The waiting request whose turn it is. Choices count, not requests, since each has its own KV cache. While one
+        for several runs, one for one answer at a time runs beyond the bound: it would wait for all of a long answer."""
+        running, active = [*self._batcher, *self._answering], self._limits.active
+        free = active - sum(min(each.ask.choices, active) for each in running if not each.is_extra)
+        fits = lambda each: min(each.ask.choices, active) <= free  # noqa: E731
+        due = next((each for each in self._waiting if fits(each) or each.passed >= PASSES * active), None)
+        if due is not None and fits(due):
+            return due
+        if any(each.is_extra for each in running) or all(each.ask.choices == 1 for each in running):
+            return None
+        extra = next((each for each in self._waiting if each.ask.choices == 1), None)
+        if extra is not None:
+            extra.is_extra = True
+        return extra
 
     def _prefill(self) -> None:
         left = self._limits.row_layers

@@ -37,9 +37,14 @@ class CaptureQueue:
 
     @property
     def is_busy(self) -> bool:
-        """Chunks are queued or being computed. Not while the workers get no further: a store that hangs must not keep
-        an idle engine stepping, nor vLLM from pausing."""
-        return bool(self._sent or self._queued) and time.monotonic() - self._progress_at < STUCK_S
+        """Chunks are queued, or `is_computing`."""
+        return self.is_computing if self._sent else bool(self._queued)
+
+    @property
+    def is_computing(self) -> bool:
+        """Chunks are being computed. Not while the workers get no further: a store that hangs must not keep an idle
+        engine stepping, nor vLLM from pausing."""
+        return bool(self._sent) and time.monotonic() - self._progress_at < STUCK_S
 
     def add_missed(self, request: Any, jobs: Sequence[CaptureJob], missed_at: float) -> None:
         """Chunks to be captured once vLLM's request has its first token, so that they do not delay it."""
@@ -59,12 +64,13 @@ class CaptureQueue:
         for job in jobs:
             self.add(job, missed_at)
 
-    def take(self) -> list[CaptureJob]:
+    def take(self, *, is_paused: bool) -> list[CaptureJob]:
+        """Chunks that are sent to the workers now; while vLLM is paused none, which its callers would wait for."""
         started = [name for name, (request, *_) in self._waiting.items() if request.num_output_tokens > 0]
         for request_id in started:
             self.end_request(request_id)
         jobs = []
-        while self._queued:
+        while self._queued and not is_paused:
             chunk_id, job = self._queued[0]
             if self._sent_tokens + job.tokens > self._most_tokens:
                 break

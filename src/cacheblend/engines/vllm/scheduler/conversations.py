@@ -67,7 +67,7 @@ class Conversations:
             return False
         if self._look_up is None:
             return bool(self._waiting) and self._sent is None
-        return time.monotonic() - self._look_up[2] < STUCK_S
+        return self._look_up[0].done() or time.monotonic() - self._look_up[2] < STUCK_S
 
     def add(self, planner: Planner, conversation: str, adapter: Adapter | None, token_ids: TokenIds) -> None:
         """A request has ended: its history takes the place of its conversation's last one."""

@@ -95,11 +95,12 @@ class Scheduling:
     @property
     def is_busy(self) -> bool:
         """Something is computed, or queued for that, also while there is no request: chunks, the shadow check."""
-        if self._captures.is_busy or self._checks.is_busy:
+        is_paused = self._is_paused()
+        if self._checks.is_busy or (self._captures.is_computing if is_paused else self._captures.is_busy):
             return True
         # A request that is held back keeps no engine stepping for a history either.
         may_learn = self._finder.is_discovering or (self._finder.may_store_history and not self._requests)
-        return may_learn and self._captures.is_empty and not self._is_paused()
+        return may_learn and self._captures.is_empty and not is_paused
 
     # ---- a request comes --------------------------------------------------------------------------------
 
@@ -254,12 +255,15 @@ class Scheduling:
         jobs, self._jobs, self._settling_s = self._jobs, StepJobs(), 0.0
         if not is_idle:
             self._finder.resume()
-        if not self._is_paused():
+        is_paused = self._is_paused()
+        if not is_paused:
             self._finder.add_discovered(self._captures, self.counts)
             if is_idle and not self._requests:
                 self._finder.add_history(self._captures)
-        jobs.capture, jobs.is_idle, jobs.adapters = self._captures.take(), is_idle, self._adapters.take()
-        self._checks.fill(jobs, has_requests=bool(self._requests))
+        jobs.capture = self._captures.take(is_paused=is_paused)
+        jobs.is_idle, jobs.adapters = is_idle, self._adapters.take()
+        # Requests that a pause keeps are not served: checks have their time, and end.
+        self._checks.fill(jobs, has_requests=bool(self._requests) and not (is_idle and is_paused))
         self._may_wait = is_idle and all(each.lookup is not None for each in self._requests.values())
         return jobs
 
