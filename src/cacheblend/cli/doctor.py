@@ -72,7 +72,7 @@ def doctor(
     from cacheblend.engines.hf import Passage
     from cacheblend.engines.settings import PROFILE_NAME, check_writable, layers_of, write_profile
     from cacheblend.evaluation.candidates import grid
-    from cacheblend.evaluation.gate import Bar, GateRow, profile_of, run_gate
+    from cacheblend.evaluation.gate import Bar, GateRow, attempts_for, profile_of, run_gate
     from cacheblend.evaluation.scorers import WordF1
 
     folder, file = chosen.model, questions.file
@@ -83,10 +83,11 @@ def doctor(
     asked, bad = questions.read(file)
     if profile is not None:
         check_writable(profile)
-    if len(asked) < (needed := 2 * bar.needed_rows):  # said at once: asking takes minutes
+    if not attempts_for(len(asked) - len(asked) // 2, bar):  # said at once: asking takes minutes
         output.say(
             f"note: {len(asked)} rows cannot decide: {100 * bar.threshold:g} % agreement at {100 * bar.confidence:g} % "
-            f"needs {needed} with different passages. Settings are compared on these, and no profile is written"
+            f"needs {2 * bar.needed_rows} with different passages. Settings are compared on these, and no profile is "
+            "written"
         )
     chosen_anchor = {"anchor": anchor, "anchor_text": anchor_text}
     config = BlendConfig.of(chosen_anchor | {"capture": False, "load_timeout_s": models.PATIENT_S})

@@ -67,10 +67,8 @@ def stages(titles: Mapping[str, str], *, quiet: bool) -> Iterator[AdvanceStage]:
         def advance(stage: str, done: int, total: int) -> None:
             since, first = began.setdefault(stage, (time.monotonic(), done))
             latest[stage] = f"{titles[stage]} {done}/{total}"
-            if first < done < total:
-                left = (time.monotonic() - since) / (done - first) * (total - done)
-                latest[stage] += f", about {duration_text(left)} left"
-            say(latest[stage])
+            left = (time.monotonic() - since) / max(1, done - first) * (total - done)
+            say(latest[stage] + (f", about {duration_text(left)} left" if first < done < total else ""))
 
         with _lines() as say:
             yield advance

@@ -84,8 +84,8 @@ def serve(
 
     BlendConfig(**config)
     check_store_url(store.store)  # as the settings: what is wrong is said alone, before the model is opened
+    memory.bound_caches()
     with bind(access.host, access.port) as sockets:
-        memory.bound_caches()
         log_json()
         logging.getLogger("httpx").setLevel(logging.WARNING)
         console(stderr=True).print(f"opening {model.model} ...", soft_wrap=True)
