@@ -323,7 +323,10 @@ class Scheduler:
         for several runs, one for one answer at a time runs beyond the bound: it would wait for all of a long answer."""
         running, active = [*self._batcher, *self._answering], self._limits.active
         free = active - sum(min(each.ask.choices, active) for each in running if not each.is_extra)
-        fits = lambda each: min(each.ask.choices, active) <= free  # noqa: E731
+
+        def fits(each: Ticket) -> bool:
+            return min(each.ask.choices, active) <= free
+
         due = next((each for each in self._waiting if fits(each) or each.passed >= PASSES * active), None)
         if due is not None and fits(due):
             return due
