@@ -322,7 +322,7 @@ class Scheduler:
         """The waiting request whose turn it is. Choices count, not requests, since each has its own KV cache. While one
         for several runs, one for one answer at a time runs beyond the bound: it would wait for all of a long answer."""
         running, active = [*self._batcher, *self._answering], self._limits.active
-        free = active - sum(min(each.ask.choices, active) for each in running if not each.is_extra)
+        free: int = active - sum(min(each.ask.choices, active) for each in running if not each.is_extra)
 
         def fits(each: Ticket) -> bool:
             return min(each.ask.choices, active) <= free
