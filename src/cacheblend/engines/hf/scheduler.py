@@ -329,6 +329,7 @@ class Scheduler:
 
         due = next((each for each in self._waiting if fits(each) or each.passed >= PASSES * active), None)
         if due is not None and fits(due):
+            due.is_extra = False  # it was, while other adapters ran
             return due
         if any(each.is_extra for each in running) or all(each.ask.choices == 1 for each in running):
             return None
