@@ -3,7 +3,7 @@ what its text takes as given."""
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,8 @@ import pytest
 
 from cacheblend import BlendConfig, BlendEngine, Document, Passage
 from cacheblend.nano import model_path
+from cacheblend.serve.settings import ServeSettings
+from serving import running
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"```python\n(.*?)```", re.S)
@@ -60,9 +62,16 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A server of its own, since what the pages store is not what other tests list."""
+    with running(ServeSettings(chunk_tokens=16)) as address:
+        yield address
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_the_code_of_a_page_runs_as_it_stands(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nano_url: str
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str
 ) -> None:
     """Only names of folders and addresses are this test's own."""
     monkeypatch.chdir(tmp_path)
@@ -75,10 +84,10 @@ def test_the_code_of_a_page_runs_as_it_stands(
     row = {"question": "Who?", "answers": ["Motan"], "passages": [{"text": each.text} for each in PASSAGES]}
     (tmp_path / "questions.jsonl").write_text(json.dumps(row) + "\n")
     if page == "docs/documents.md":
-        _check_documents(PAGES[page], nano_url)
+        _check_documents(PAGES[page], url)
         return
     names = GIVEN.get(page, dict)()
-    _run(page, PAGES[page], names, nano_url)
+    _run(page, PAGES[page], names, url)
 
 
 def _check_documents(blocks: list[str], url: str) -> None:

@@ -83,17 +83,17 @@ def doctor(
     asked, bad = questions.read(file)
     if profile is not None:
         check_writable(profile)
+    chosen_anchor = {"anchor": anchor, "anchor_text": anchor_text}
+    config = BlendConfig.of(chosen_anchor | {"capture": False, "load_timeout_s": models.PATIENT_S})
+    tried = gate.selector or (), gate.ratio or ()
+    if (layers := layers_of(folder)) is not None:
+        grid(layers, *tried)  # refuses unknown selectors before the model is opened
     if not attempts_for(len(asked) - len(asked) // 2, bar):  # said at once: asking takes minutes
         output.say(
             f"note: {len(asked)} rows cannot decide: {100 * bar.threshold:g} % agreement at {100 * bar.confidence:g} % "
             f"needs {2 * bar.needed_rows} with different passages. Settings are compared on these, and no profile is "
             "written"
         )
-    chosen_anchor = {"anchor": anchor, "anchor_text": anchor_text}
-    config = BlendConfig.of(chosen_anchor | {"capture": False, "load_timeout_s": models.PATIENT_S})
-    tried = gate.selector or (), gate.ratio or ()
-    if (layers := layers_of(folder)) is not None:
-        grid(layers, *tried)  # refuses unknown selectors before the model is opened
     with models.open_engine(folder, store.store, config, device, quiet=json) as engine:
         candidates, rows = grid(engine.survey.num_layers, *tried, engine.survey.fit_selector), []
         for row in questions.split(engine, asked, settings, bad):
