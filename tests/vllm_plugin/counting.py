@@ -6,9 +6,9 @@ The job is `{"model", "store", "setting", "seed", "requests"}`; how often what w
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +120,9 @@ class Counting(Campaign):
         if request.params in WRONG or request.params.get("mode") == "full" or not is_clear:
             return
         there = {row for start, each in blocks if each[0][0] in held for row in range(start, start + _tokens(each))}
-        if chunks:  # the first part may equal a stored chunk without being marked
-            first = chunks[0][0] or chunks[0][0] + len(chunks[0][1])
-            whole = takewhile(lambda block: block[0] in held, self._blocks(root, [*request.ids[:first]]))
-            exact = set(range(_tokens(whole)))
-            there = exact if request.params.get("mode") == "prefix" else there | exact
+        # A prompt's beginning may be stored as the text of another one, also where this one marks chunks in it.
+        exact = sum(tokens for _, tokens in takewhile(lambda block: block[0] in held, self._chain(root, request)))
+        there = {*range(exact)} if request.params.get("mode") == "prefix" else there | {*range(exact)}
         local = told["hit_tokens"].get("vllm", 0)
         if not told["reason"]:
             self.tally.meet("blended alone")
@@ -137,7 +135,8 @@ class Counting(Campaign):
             assert ratio not in (0.0, 1.0) or told["recomputed_tokens"] in (ratio * loaded, ratio * (loaded - last))
         elif told["reason"] == "nothing stored":
             assert not there, (told, there)
-        missing = {each[-1][0]: _tokens(each) for _, each in blocks if each[0][0] not in held}
+        missed = [each for start, each in blocks if each[0][0] not in held and start + _tokens(each) > exact]
+        missing = {each[-1][0]: _tokens(each) for each in missed}
         dropped = more["fallbacks capture queue full"]
         now = names_in(self.store)
         stored = {name: tokens for name, tokens in missing.items() if name in now}
@@ -145,6 +144,14 @@ class Counting(Campaign):
         self.tally.meet("dropped alone", dropped)
         assert more["captured_tokens"] == sum(stored.values()), (told, missing, more)
         assert len(missing) - len(stored) <= dropped <= len(blocks), (told, missing, more)
+
+    def _chain(self, root: bytes, request: Request) -> Iterator[tuple[bytes, int]]:
+        """Names and tokens of the prompt's own chain, whose blocks end where a chunk begins or ends."""
+        cuts = sorted({0, len(request.ids), *(at for span in request.spans or () for at in span)})
+        for start, stop in pairwise(cuts if request.spans else ()):
+            part = self._blocks(root, [*request.ids[start:stop]])
+            root = part[-1][0]
+            yield from part
 
     @staticmethod
     def _blocks(root: bytes, ids: list[int]) -> list[tuple[bytes, int]]:
