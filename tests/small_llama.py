@@ -56,7 +56,7 @@ def check_chain(engine: BlendEngine, segments: list[Any]) -> int:
     ids = torch.tensor([i for segment in segments for i in segment.tolist()])
     cache = DynamicCache()
     engine.model(input_ids=ids[None], past_key_values=cache, use_cache=True)
-    parent, position, held = engine.planner.root, 0, 0
+    parent, position, held = engine.runtime.planner.root, 0, 0
     for segment in segments:
         for tokens, name in zip(
             split_blocks(segment, BLOCK), chain_names(parent, split_blocks(segment, BLOCK)), strict=True
@@ -73,9 +73,9 @@ def check_chain(engine: BlendEngine, segments: list[Any]) -> int:
 
 def names_of(engine: BlendEngine, passage: Passage) -> list[BlockName]:
     """Names of a passage's blocks after BOS."""
-    assert engine.builder is not None
+    assert engine.runtime.builder is not None
     segments = engine.prompt([passage]).segments
-    anchor = engine.planner.chain_of([segments[0].token_ids])
+    anchor = engine.runtime.planner.chain_of([segments[0].token_ids])
     return chain_names(anchor, split_blocks(segments[1].token_ids, BLOCK))
 
 

@@ -86,7 +86,7 @@ def inspect(
         curves = ratio_curves(engine.config) if curve else None
         with progress("inspecting", "passes", quiet=result.json) as advance:
             found = inspect_prompt(engine, asked, curves=curves, max_tokens=max_prompt_tokens, advance=advance)
-        facts = summary(found) | {"settings": engine.settings.source, "files": []}
+        facts = summary(found) | {"settings": engine.runtime.settings.source, "files": []}
     if out is not None:
         from lab.inspection.figures import draw_figures
 

@@ -69,10 +69,10 @@ def paper(
         for name, (rows, bad) in files.items():
             reasons = list(bad)
             data.append(DataSet(name, questions.split(engine, rows, settings, reasons), reasons))
-        assert engine.builder is not None  # a model folder is opened with its tokenizer
+        assert engine.runtime.builder is not None  # a model folder is opened with its tokenizer
         if settings.template.chat is None and not settings.template.is_chat(engine):
             say(f"{engine.name} has no chat template: plain prompts")
-        scorers = make_scorers(names, engine.builder.encode)
+        scorers = make_scorers(names, engine.runtime.builder.encode)
         titles = {part.name: f"{number}. {part.title}" for number, part in enumerate(PARTS, start=1)}
         try:
             with stages(titles, quiet=json) as advance:

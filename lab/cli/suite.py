@@ -58,8 +58,8 @@ def suite(
     plain = Suite()
     chosen = Suite(limit or plain.per_category, tuple(suite_seed or ()) or plain.seeds, tuple(part or ()) or PARTS)
     with open_engine(model, "memory", {}, device, quiet=json) as engine:
-        assert engine.builder is not None  # a model folder is opened with its tokenizer
-        results = Results(name, chosen, make_scorers(("em", "f1"), engine.builder.encode), seed)
+        assert engine.runtime.builder is not None  # a model folder is opened with its tokenizer
+        results = Results(name, chosen, make_scorers(("em", "f1"), engine.runtime.builder.encode), seed)
         results.run(engine, out, quiet=json)
     report = results.report(Destination(out, json, json_file))
     if not json:

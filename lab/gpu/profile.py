@@ -45,7 +45,7 @@ def measure(bench: Bench) -> Found:
             settings = TtftSettings(shape=shape, chunks=chunks, chunk_tokens=length)
             stored = open_chunks(settings, engine, draw)
             engine.warm(stored)
-            prompt = draw_prompt(settings, stored, engine.survey.vocab_size, draw)
+            prompt = draw_prompt(settings, stored, engine.runtime.survey.vocab_size, draw)
             passes: dict[str, Callable[[], object]] = {"full": partial(full_recompute, engine, prompt)}
             for name, ratio in (("blend", 0.15), ("blend", 0.05), (HYBRID, 0.15)):
                 selector = chosen(engine, name, ratio)

@@ -63,7 +63,7 @@ def measure(bench: Bench) -> dict[str, Any]:
     with store, BlendEngine(model, store=store, config=config, fingerprint="bench", name="bench") as engine:
         chunks = open_chunks(settings, engine, draw)
         engine.warm(chunks)
-        prompts = [draw_prompt(settings, chunks, engine.survey.vocab_size, draw) for _ in range(3)]
+        prompts = [draw_prompt(settings, chunks, engine.runtime.survey.vocab_size, draw) for _ in range(3)]
         for prompt in prompts[:2]:
             engine.prefill(prompt, ratio=0.15)
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]

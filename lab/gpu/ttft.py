@@ -207,7 +207,7 @@ def _measure_point(point: Point, name: str, engines: Engines, found: Found, benc
             bench.skipped[f"{name}, rounds"] = f"time was up after {run - 1} of {point.runs}"
             break
         begun = time.monotonic()
-        prompt = draw_prompt(settings, chunks, engines.first.survey.vocab_size, draw)
+        prompt = draw_prompt(settings, chunks, engines.first.runtime.survey.vocab_size, draw)
         for arm in list(arms):
             try:
                 with arm.around():
@@ -317,7 +317,7 @@ def _add(point: Point, arms: list[TimedArm], engines: Engines, found: Found) -> 
     full = [arm for arm in measured if arm.name.startswith("full")]
     if full:
         min(full, key=lambda arm: statistics.median(arm.seconds)).name = "full"
-    row_layers = point.settings.prompt_tokens * engines.first.survey.num_layers  # of a full prefill
+    row_layers = point.settings.prompt_tokens * engines.first.runtime.survey.num_layers  # of a full prefill
     summaries = []
     for arm in measured:  # how much faster a blend would be if time were proportional to rows times layers
         limit = row_layers / arm.reports[-1].row_layers if arm.reports else None

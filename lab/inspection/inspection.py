@@ -194,9 +194,9 @@ def inspect_prompt(
         )
     if not prompt.chunks:
         raise InvalidInputError("the prompt has no chunk, so there is nothing to reuse; give at least one passage")
-    selector = selector or engine.settings.selector()
+    selector = selector or engine.runtime.settings.selector()
     engine.warm(prompt.chunks, system=prompt)
-    plan = engine.planner.plan(prompt, engine.store)
+    plan = engine.runtime.planner.plan(prompt, engine.store)
     if not len(plan.candidate_rows):
         raise InvalidInputError(
             f"the store kept none of the {len(plan.prompt.chunks)} chunks just stored; give a larger store"

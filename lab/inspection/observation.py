@@ -110,7 +110,7 @@ class Observation:
 @torch.no_grad()
 def observe_full(engine: BlendEngine, prompt: Prompt) -> Observation:
     """Observes full recompute: nothing is loaded, every row is computed in every layer."""
-    plan = engine.planner.plan(prompt, engine.store).without("all")
+    plan = engine.runtime.planner.plan(prompt, engine.store).without("all")
     computed = np.ones((_layers(engine), len(plan)), dtype=np.bool_)
     return _observe(engine, plan, computed, None, 1.0)
 
@@ -233,9 +233,9 @@ def _run(
     computed: npt.NDArray[np.bool_],
 ) -> torch.Tensor:
     """Runs all layers over the rows from position `first` on that `computed` [layers, tokens] marks; last logits."""
-    engine.survey.kinds.check_none("looking into a pass")
+    engine.runtime.survey.kinds.check_none("looking into a pass")
     ids = torch.from_numpy(token_ids.astype("i8")[first:]).to(engine.model.device)
-    runner = HfLayerRunner(engine.view, ids, torch.arange(first, len(token_ids), device=ids.device))
+    runner = HfLayerRunner(engine.runtime.view, ids, torch.arange(first, len(token_ids), device=ids.device))
     hidden = runner.embed()
     for layer in range(runner.num_layers):
         active = torch.from_numpy(np.flatnonzero(computed[layer, first:])).to(ids.device)
@@ -246,4 +246,4 @@ def _run(
 
 
 def _layers(engine: BlendEngine) -> int:
-    return engine.survey.num_layers
+    return engine.runtime.survey.num_layers

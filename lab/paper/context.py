@@ -52,17 +52,17 @@ def methods(engine: BlendEngine) -> list[Method]:
 
 def blends(engine: BlendEngine) -> list[Fused]:
     """The blends among `methods`."""
-    own = engine.settings.config
+    own = engine.runtime.settings.config
     ratio = own.recompute_ratio if _has_ratio(own) else None
     return [
-        Fused(Label(TITLES[BLEND], BLEND, BLEND, own.selector, ratio), engine.settings.selector()),
+        Fused(Label(TITLES[BLEND], BLEND, BLEND, own.selector, ratio), engine.runtime.settings.selector()),
         *(_hkvd(family, RATIOS[family], TITLES[family]) for family in (GRADUAL, ONE_CHECK)),
     ]
 
 
 def at_ratios(engine: BlendEngine, ratios: tuple[float, ...]) -> list[Method]:
     """Every blend at each ratio, except those among `methods`; the model's own settings only if they have a ratio."""
-    own = engine.settings.config
+    own = engine.runtime.settings.config
     found: list[Method] = []
     for ratio in dict.fromkeys(ratios):
         if _has_ratio(own) and ratio != own.recompute_ratio:
@@ -76,7 +76,7 @@ def at_ratios(engine: BlendEngine, ratios: tuple[float, ...]) -> list[Method]:
 
 def own_is(engine: BlendEngine) -> str:
     """The family that the model's own settings are the same as; empty if they are none of the others."""
-    own = engine.settings.selector()
+    own = engine.runtime.settings.selector()
     return next((family for family, ratio in RATIOS.items() if _selector(family, ratio) == own), "")
 
 

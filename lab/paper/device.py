@@ -80,7 +80,9 @@ def measure(context: Context) -> dict[str, Any]:
     with context.kept("device", {"slowness": context.sweeps.slowness}, cases) as kept:
         tokens = int(median(len(case.longest) for case in cases))
         plain = CostModel.from_dict(kept.get("cost model", lambda: _cost_model(context, cases)))
-        bytes_per_s = context.engine.stored_layout.block_bytes(TOKENS) / TOKENS / (plain.full_s(tokens) / tokens)
+        bytes_per_s = (
+            context.engine.runtime.stored_layout.block_bytes(TOKENS) / TOKENS / (plain.full_s(tokens) / tokens)
+        )
         emulated = [Device(f"{each:g} x prefill", bytes_per_s / each) for each in sorted(set(context.sweeps.slowness))]
         devices = [Device("memory"), Device("disk"), *emulated]  # from fast to slow
         speeds: dict[str, float] = {}
@@ -89,7 +91,7 @@ def measure(context: Context) -> dict[str, Any]:
                 tier, speed = kept.get(f"speed of {device.name}", lambda: _speed(engine, device))  # noqa: B023
                 speeds[device.name] = speed["bytes_per_s"]
                 model = replace(plain, tiers={tier: TierSpeed(**speed)})
-                engine.prefiller.controller = controller_of(model, engine.config, engine.stored_layout)
+                engine.runtime.prefiller.controller = controller_of(model, engine.config, engine.runtime.stored_layout)
                 own = {"name": f"device-{device.name}", "engine": engine}
                 found.append(context.evaluated("device", context.some_rows, compared, (x, len(devices)), **own))
             answers += of_evaluation(found[-1], context.scorers, lambda cell, x=x: x)  # type: ignore[misc]
@@ -138,7 +140,7 @@ def _speed(engine: BlendEngine, device: Device) -> tuple[str, dict[str, float]]:
     """Tier and speed, ready for JSON; an emulated device's is known."""
     if device.bytes_per_s is not None:
         return engine.store.tier_names[0], vars(TierSpeed(device.bytes_per_s))
-    tier, speed = measure_store(engine.store, engine.stored_layout)
+    tier, speed = measure_store(engine.store, engine.runtime.stored_layout)
     return tier, vars(speed)
 
 

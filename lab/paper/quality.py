@@ -125,7 +125,7 @@ def choose_points(context: Context) -> tuple[list[QuestionRow], tuple[int, ...],
     cases = make_cases(context.engine, replace(context.settings, top_k=tuple(numbers)), having)
     fitting = [k for k in numbers if 2 * sum(k in case.prompts for case in cases) >= len(cases)]
     if fitting != numbers:
-        limit = context.engine.survey.max_length
+        limit = context.engine.runtime.survey.max_length
         left = ", ".join(map(str, numbers[len(fitting) :]))
         notes.append(f"{left} passages: left out, most prompts exceed the context of {limit}")
     if not fitting:
@@ -148,7 +148,7 @@ def measure_length(context: Context) -> dict[str, Any]:
         if mean(len(row.passages) > 1 for row in rows) < 0.5:
             reason = "most rows are then one passage, and nothing is blended"
         elif mean(bool(case.prompts) for case in make_cases(context.engine, context.settings, rows)) < 0.5:
-            reason = f"most prompts exceed the context of {context.engine.survey.max_length}"
+            reason = f"most prompts exceed the context of {context.engine.runtime.survey.max_length}"
         if reason:
             notes.append(f"passages of {length} tokens: left out, {reason}")
             continue
@@ -164,7 +164,7 @@ def measure_length(context: Context) -> dict[str, Any]:
 
 def cut_anew(context: Context, tokens: int) -> list[QuestionRow]:
     """The rows, their passages joined and cut into passages of at most so many tokens."""
-    builder = context.engine.builder
+    builder = context.engine.runtime.builder
     assert builder is not None  # a model folder is opened with its tokenizer
 
     def cut(row: QuestionRow) -> QuestionRow:

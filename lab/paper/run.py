@@ -90,7 +90,7 @@ def _run(part: Part, context: Context) -> dict[str, Any]:
 
 def _write(context: Context, results: Mapping[str, dict[str, Any]], pictures: Mapping[str, str]) -> dict[str, Any]:
     """Writes both files; returns what is in the JSON."""
-    settings = context.engine.settings  # without the folder of a profile, which says nothing elsewhere
+    settings = context.engine.runtime.settings  # without the folder of a profile, which says nothing elsewhere
     blend = f"the model's profile ({in_short(settings.profile.settings)})" if settings.profile else settings.source
     whole = {
         "model": context.engine.name,

@@ -82,7 +82,7 @@ def send(
     At most `active` requests are in prefill or decoding. Raises `CacheBlendError` where one failed.
     """
     selector = method.selector if isinstance(method, Fused) and method.label.kind == BLEND else None
-    scheduler = Scheduler(context.engine, Limits(active=active, waiting=len(prompts)))
+    scheduler = Scheduler(context.engine.runtime, Limits(active=active, waiting=len(prompts)))
     left = threading.Semaphore(0)
     try:
         started = time.perf_counter()
@@ -90,7 +90,7 @@ def send(
         for each, prompt in zip(sent, prompts, strict=True):
             time.sleep(max(0.0, each.due - time.perf_counter()))
             params = SamplingParams(max_new_tokens=context.settings.max_tokens, stop=context.settings.template.stop)
-            params = params.within(context.engine.survey.max_length, len(prompt))
+            params = params.within(context.engine.runtime.survey.max_length, len(prompt))
             # Nothing is captured, so that all methods find the same blocks.
             ask = Ask(prompt, params, mode=MODES[method.label.kind], selector=selector, may_keep=lambda tokens: False)
             scheduler.submit(ask, partial(_note, each, left))

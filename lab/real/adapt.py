@@ -30,9 +30,9 @@ from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.recurrent import fill_cache
 from cacheblend.engines.provenance import stamp
 from cacheblend.evaluation.compute import ComputeScale
+from cacheblend.evaluation.pretrained import pretrained_folder
 from cacheblend.evaluation.runner import Case, Settings, make_cases, store_passages
 from lab.bench import Advance, silent
-from lab.real.pretrained import pretrained_folder
 from lab.real.quality import BASE, OURS, TEMPLATE, Way, holding, holding_any, rows_of, summarise
 from lab.settings import Adapt
 
@@ -184,7 +184,7 @@ def run(asked: Adapt, advance: Advance = silent) -> dict[str, Any]:
         }
         if not any(case.prompts for own in cases.values() for case in own):
             raise InvalidInputError("there are no test rows that fit the model's context")
-        survey = engines["bos"].survey
+        survey = engines["bos"].runtime.survey
         if not survey.room or any(survey.windows):
             raise InvalidInputError(f"{model} has layers that do not attend to all tokens by keys and values")
         trained = Trained(engines, *with_loras(model, asked.rank))
@@ -232,7 +232,7 @@ def train(trained: Trained, files: dict[str, list[QuestionRow]], asked: Adapt, a
         else:
             raise InvalidInputError(f"of {TRIES} draws of tune rows no prompt fits the model's context")
         group = Group.of([case.longest for case in cases])
-        full, answers, counts = group.teach(trained.model, asked.answer_tokens, [*engine.eos_ids])
+        full, answers, counts = group.teach(trained.model, asked.answer_tokens, [*engine.runtime.eos_ids])
         ways, lost = [REUSE, draw.choice(MEASURED[1:])], {}
         for way in ways:
             documents, _ = trained.stored(cases[0], Way.of(way), len(group.documents))
@@ -279,7 +279,7 @@ class Questions:
 def _measure(trained: Trained, case: Case, tokens: int) -> dict[str, Any]:
     """A row of `summarise`: full prefill and each way, with the adapters and without."""
     group = Group.of([case.longest])
-    full, answers, counts = group.teach(trained.model, tokens, [*trained.engines["bos"].eos_ids])
+    full, answers, counts = group.teach(trained.model, tokens, [*trained.engines["bos"].runtime.eos_ids])
 
     def figures(got: torch.Tensor, compute: float) -> dict[str, float]:
         return {

@@ -22,9 +22,9 @@ from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.baselines import full_recompute
 from cacheblend.engines.hf.recurrent import fill_cache
 from cacheblend.engines.provenance import stamp
+from cacheblend.evaluation.pretrained import pretrained_folder
 from cacheblend.evaluation.runner import Case, Settings, make_cases
 from lab.bench import Advance, silent
-from lab.real.pretrained import pretrained_folder
 from lab.real.quality import OURS, TEMPLATE, Way, go_on, rows_of
 from lab.settings import Real
 

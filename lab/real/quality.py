@@ -31,11 +31,11 @@ from cacheblend.engines.hf.baselines import full_recompute
 from cacheblend.engines.hf.recurrent import fill_cache
 from cacheblend.engines.provenance import stamp
 from cacheblend.evaluation.compute import ComputeScale
+from cacheblend.evaluation.pretrained import NAME, pretrained_folder
 from cacheblend.evaluation.runner import Case, Settings, make_cases, store_passages
 from cacheblend.evaluation.scorers import Contains, best
 from cacheblend.evaluation.templates import Template
 from lab.bench import Advance, picture, plain_table, silent
-from lab.real.pretrained import NAME, pretrained_folder
 from lab.settings import Real
 
 TEMPLATE = Template(question="Answer the question with a few words from the text.\nQuestion: {question}")
@@ -156,8 +156,8 @@ def _measure(
     engines: Mapping[str, BlendEngine], case: Case, ways: Mapping[str, Way], tokens: int, first: bool
 ) -> dict[str, Any]:
     prompt, engine, answers = case.longest, engines["bos"], case.row.answers
-    assert engine.builder is not None
-    scale, decode = ComputeScale.of(engine), engine.builder.decode
+    assert engine.runtime.builder is not None
+    scale, decode = ComputeScale.of(engine), engine.runtime.builder.decode
     start = full_recompute(engine, prompt)
     assert isinstance(start.kv, DynamicCache)
     full = torch.log_softmax(go_on(engine, start.kv, start.logits.reshape(1, -1).float(), tokens), -1)
@@ -203,7 +203,7 @@ def _measure(
 def go_on(engine: BlendEngine, cache: DynamicCache, expected: torch.Tensor, tokens: int) -> torch.Tensor:
     """What the model expects of each token of its greedy answer, logits of [n, vocabulary]; `expected`: of the first
     ones, of which the cache has all but the last."""
-    while int(expected[-1].argmax()) not in engine.eos_ids and len(expected) < tokens:
+    while int(expected[-1].argmax()) not in engine.runtime.eos_ids and len(expected) < tokens:
         out = engine.model(expected[-1:].argmax(-1)[None], past_key_values=cache, use_cache=True)
         expected = torch.cat([expected, out.logits[0].float()])
     return expected

@@ -93,8 +93,8 @@ def learning(seed: int = 0) -> Iterator[Learner]:
     )
     config = BlendConfig.of({"anchor": "none"})
     with BlendEngine(LlamaForCausalLM(shape).eval(), store=MemoryStore(STORE_BYTES), config=config) as engine:
-        assert engine.discovery is not None
-        yield Learner(engine, engine.discovery)
+        assert engine.runtime.discovery is not None
+        yield Learner(engine, engine.runtime.discovery)
 
 
 def learn_in_order(

@@ -46,7 +46,7 @@ def run(seed: int = SUITE.seeds[0], limit: int | None = None, advance: Advance =
                 )
                 engines[codec] = stack.enter_context(engine)
         lines = _measure(engines, asked, advance)
-        selector = plain.settings.selector()
+        selector = plain.runtime.settings.selector()
     shares = []  # by way and codec, in %; KL in nats
     for how, codec in product(("blend", "reuse"), CODECS):
         of = [line for line in lines if (line["how"], line["codec"]) == (how, codec)]
@@ -71,7 +71,7 @@ def run(seed: int = SUITE.seeds[0], limit: int | None = None, advance: Advance =
 def _measure(engines: dict[str, BlendEngine], rows: Sequence[QuestionRow], advance: Advance) -> list[dict[str, Any]]:
     """An entry for each row and each way to answer it; the engines, by codec, are on one store."""
     plain = engines["raw"]
-    selectors = {"blend": plain.settings.selector(), "reuse": NoRows()}
+    selectors = {"blend": plain.runtime.settings.selector(), "reuse": NoRows()}
     layout, params = SETTINGS.template, SamplingParams(max_new_tokens=SETTINGS.max_tokens)
     found = []
     for number, row in enumerate(rows):

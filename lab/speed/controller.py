@@ -108,7 +108,7 @@ class _Devices:
         self.on_device.warm(stored)
         self.engine.store.flush()
         self.near.full = True
-        return lambda: draw_prompt(point, stored, self.engine.survey.vocab_size, draw)
+        return lambda: draw_prompt(point, stored, self.engine.runtime.survey.vocab_size, draw)
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def _cell(
 ) -> dict[str, Any]:
     """Throttles the device, then measures the controller against the fixed choices, alternating."""
     context = point.chunks * point.chunk_tokens
-    nbytes = devices.engine.stored_layout.block_bytes(256) / 256 * context
+    nbytes = devices.engine.runtime.stored_layout.block_bytes(256) / 256 * context
     devices.far.bytes_per_s = nbytes / (slowness * profile.full_s(context))
     (tier,), speed = devices.far.tier_names, TierSpeed(devices.far.bytes_per_s)
     known = replace(profile, tiers={**profile.tiers, tier: speed})
@@ -143,12 +143,12 @@ def _cell(
     fixed = {f"memory r={ratio}": (devices.in_memory, ratio) for ratio in ratios if behind_memory}
     if slowness * (point.chunks // 2 / point.chunks if behind_memory else 1.0) < NOT_RUN_FROM:
         fixed |= {f"all r={ratio}": (decider, ratio) for ratio in ratios}
-    controller = controller_of(known, decider.config, decider.stored_layout)
+    controller = controller_of(known, decider.config, decider.runtime.stored_layout)
     reasons = []
 
     def seconds(name: str, _: None) -> float:
         prompt = prompts()
-        decider.prefiller.controller = controller if name == "controller" else None
+        decider.runtime.prefiller.controller = controller if name == "controller" else None
         started = time.perf_counter()
         if name == "full":
             full_recompute(decider, prompt)
@@ -161,7 +161,7 @@ def _cell(
 
     asked = {name: partial(seconds, name) for name in ("controller", "full", *fixed)}
     arms = alternating(asked, lambda: None, point.runs, swaps=False)
-    decider.prefiller.controller = None
+    decider.runtime.prefiller.controller = None
     medians = {name: statistics.median(times) for name, times in arms.items()}
     best = min(seconds for name, seconds in medians.items() if name != "controller")
     return {

@@ -224,10 +224,10 @@ def _played(
             return
         if len(prompt) + asked.answer_tokens > asked.tokens:
             return
-        known = engine.known_in(prompt, engine.follow())
+        known = engine.runtime.known_in(prompt, engine.runtime.follow())
         if number >= FIRST_COUNTED and known.as_asked is not None:
             yield {"turn": number} | _measured(engine, known, asked, ways)
-        engine.store_missed(engine.prefill(known))
+        engine.runtime.store_missed(engine.prefill(known))
         engine.flush()
 
 

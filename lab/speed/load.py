@@ -85,11 +85,11 @@ def _pipeline(prompt: TtftSettings, model: Any, tokenizer: Any) -> tuple[dict[st
         ahead, serial = (stack.enter_context(engine) for engine in engines)
         chunks = open_chunks(prompt, ahead, draw)
         ahead.warm(chunks)
-        layout = ahead.survey.layout
+        layout = ahead.runtime.survey.layout
         ratio = prompt.ratios[0]
 
         def seconds(engine: BlendEngine) -> float:
-            asked = draw_prompt(prompt, chunks, engine.survey.vocab_size, draw)
+            asked = draw_prompt(prompt, chunks, engine.runtime.survey.vocab_size, draw)
             started = time.perf_counter()
             engine.prefill(asked, ratio=ratio)
             return time.perf_counter() - started

@@ -61,7 +61,7 @@ def _measure(arm: str, folder: str, settings: TtftSettings) -> dict[str, Any]:
         chunks = open_chunks(settings, engine, draw)
         if arm == "warm":
             engine.warm(chunks)
-        prompt = draw_prompt(settings, chunks, engine.survey.vocab_size, draw)
+        prompt = draw_prompt(settings, chunks, engine.runtime.survey.vocab_size, draw)
         forget_peak()
         if arm == "full":
             full_recompute(engine, prompt)
@@ -69,7 +69,7 @@ def _measure(arm: str, folder: str, settings: TtftSettings) -> dict[str, Any]:
             # The KV cache is part of the peak, as in transformers' own prefill: it is held until the end.
             result = engine.prefill(prompt, ratio=settings.ratios[0])
             assert result.kv
-        kv_bytes = len(prompt) * engine.survey.layout.block_bytes(1)
+        kv_bytes = len(prompt) * engine.runtime.survey.layout.block_bytes(1)
         return {"peak_bytes": peak_bytes(), "kv_bytes": kv_bytes, "failed": failures()}
 
 

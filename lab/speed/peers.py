@@ -247,7 +247,7 @@ def run(what: Peers, advance: Advance = silent) -> dict[str, Any]:
         shape = build_shape(what.shape or "", seed=what.seed)
         engine = BlendEngine(shape, store=MemoryStore(), config=config, fingerprint="bench", name="bench")
     chunks = read_chunks(what.data, engine, what.chunks, what.chunk_tokens)
-    asked = shuffled(chunks, what.runs + 1, what.question_tokens, engine.survey.vocab_size, what.seed)
+    asked = shuffled(chunks, what.runs + 1, what.question_tokens, engine.runtime.survey.vocab_size, what.seed)
     started = time.perf_counter()
     engine.warm(chunks)
     warm_s = time.perf_counter() - started

@@ -76,13 +76,13 @@ def run(
 
 def _texts(engine: BlendEngine, pool: list[str], documents: int, tokens: int) -> list[list[str]]:
     """Documents as their sentences, each of at least so many tokens."""
-    if engine.builder is None:
+    if engine.runtime.builder is None:
         raise InvalidInputError("documents are texts: name a model with a tokenizer")
     texts: list[list[str]] = []
     text, count = list[str](), 0
     for sentence in pool:
         text.append(sentence)
-        count += len(engine.builder.encode(f" {sentence}"))
+        count += len(engine.runtime.builder.encode(f" {sentence}"))
         if count >= tokens:
             texts.append(text)
             text, count = [], 0

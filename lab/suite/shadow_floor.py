@@ -38,8 +38,8 @@ def answer(config: dict[str, object] | None, traffic: list[tuple[str, int]]) -> 
                 engine.warm(passages)
                 parts = SETTINGS.template.parts(engine, passages, row.question)
                 engine.generate(parts, SamplingParams(max_new_tokens=2))
-                while engine.shadow is not None and engine.shadow.waiting:
-                    if not engine.background.advance_idle():
+                while engine.runtime.shadow is not None and engine.runtime.shadow.waiting:
+                    if not engine.runtime.background.advance_idle():
                         time.sleep(0.001)
         return watched.history()
 

@@ -131,7 +131,7 @@ def plan_main(engine: BlendEngine, suite: Suite) -> MainPlan:
 
     Without a profile, the defaults take its place. Measures `CALIBRATION_ROWS` prompts about ten times.
     """
-    selector = engine.settings.selector()
+    selector = engine.runtime.settings.selector()
     ratio, config = equal_compute_ratio(engine, selector)
     methods = [
         *make_methods(("full", "reuse")),  # nothing precedes the first passage, so prefix caching equals full recompute
@@ -252,9 +252,9 @@ def check_gate(engine: BlendEngine, suite: Suite, out: Path, advance: Advance = 
     Returns:
         ``holds``, the requirements, and the figures; only a ``reason`` if there is no setting to check.
     """
-    profile = engine.settings.profile
+    profile = engine.runtime.settings.profile
     if profile is None:
-        return {"reason": f"there is no gated setting to check: {engine.settings.source}"}
+        return {"reason": f"there is no gated setting to check: {engine.runtime.settings.source}"}
     if not profile.blend:
         return {"reason": "the profile disables blending, so there is no setting to check"}
     bar = Bar(scorer=WordF1())
@@ -267,7 +267,7 @@ def check_gate(engine: BlendEngine, suite: Suite, out: Path, advance: Advance = 
         for row in rows:
             passages = [Passage(text.text, text.title) for text in row.passages]
             asked.append(GateRow(layout.parts(engine, passages, row.question), row.answers))
-        holds, measured = check(engine, asked, engine.settings.selector(), bar, progress=advance)
+        holds, measured = check(engine, asked, engine.runtime.settings.selector(), bar, progress=advance)
         wanted = {"threshold": bar.threshold, "confidence": bar.confidence, "f1_margin": bar.f1_margin}
         return {"holds": holds, **wanted, **asdict(measured)}
 
@@ -275,10 +275,10 @@ def check_gate(engine: BlendEngine, suite: Suite, out: Path, advance: Advance = 
     described = {  # all that affects the result
         "code": provenance.code_digest(GATE_CODE),
         "libraries": {name: versions[name] for name in LIBRARIES},
-        "fingerprint": engine.planner.root.hex(),
+        "fingerprint": engine.runtime.planner.root.hex(),
         "device": engine.model.device.type,
         "engine": asdict(engine.config),
-        "selector": repr(engine.settings.selector()),
+        "selector": repr(engine.runtime.settings.selector()),
         "bar": repr(bar),
         "template": asdict(SETTINGS.template),
         "seed": GATE_SEED,

@@ -201,7 +201,9 @@ def test_graphs_of_layers_compute_what_the_layers_do(family: str, dtype: torch.d
             answers = engine.generate(RAG, SamplingParams(max_new_tokens=8, ignore_eos=True), ratio=1.0).token_ids
             found.append((results, answers))
             served = (
-                [not each._is_plain and bool(each._shared._by_rows) for each in engine.view._called] if graphs else []
+                [not each._is_plain and bool(each._shared._by_rows) for each in engine.runtime.view._called]
+                if graphs
+                else []
             )
     assert served and all(served) and "without graphs" not in caplog.text
     tolerance = FP32 if dtype == torch.float32 else 0.1

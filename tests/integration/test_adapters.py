@@ -56,12 +56,12 @@ def close(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def test_what_one_adapter_stored_serves_no_other(model: Any) -> None:
     engine, lone = open_engine(model), Prompt.of([A, text(random_ids(9, 6))])
-    of_a = engine.planner.root
+    of_a = engine.runtime.planner.root
     assert hits(engine.prefill(RAG)) == CHUNKS and close(engine.prefill(lone).logits, plain(model, lone))
     set_adapter(model, "b")
     for prompt in (lone, RAG):  # an exact prefix neither
         result = engine.prefill(prompt)
-        assert engine.planner.root != of_a
+        assert engine.runtime.planner.root != of_a
         assert hits(result) == 0 and close(result.logits, plain(model, prompt))
     assert engine.warm([A, B, C]).stored == 3
     assert hits(engine.prefill(RAG)) == CHUNKS
@@ -72,7 +72,7 @@ def test_what_one_adapter_stored_serves_no_other(model: Any) -> None:
     assert hits(engine.prefill(RAG)) == 0
     disable(model, False)
     set_adapter(model, "a")
-    assert hits(engine.prefill(RAG)) == CHUNKS and engine.planner.root == of_a
+    assert hits(engine.prefill(RAG)) == CHUNKS and engine.runtime.planner.root == of_a
     # Engines of one adapter share a store, and those of others do not.
     other = with_adapters(copy.deepcopy(tiny_model("llama")))
     assert hits(open_engine(other, [], store=engine.store).prefill(RAG)) == CHUNKS
@@ -92,9 +92,9 @@ def test_a_switch_between_a_request_and_its_capture_stores_nothing(model: Any) -
     engine = open_engine(model, [], capture=True)
     result = engine.prefill(RAG)
     set_adapter(model, "b")
-    engine.store_missed(result)
+    engine.runtime.store_missed(result)
     assert engine.flush(30)
-    assert not list(engine.store.manifests()) and engine.background.failed == 0
+    assert not list(engine.store.manifests()) and engine.runtime.background.failed == 0
 
 
 def test_a_served_request_ends_with_the_adapter_that_it_began_with(model: Any) -> None:
@@ -107,7 +107,7 @@ def test_a_served_request_ends_with_the_adapter_that_it_began_with(model: Any) -
     set_adapter(model, "a")
     assert wanted["a"] != wanted["b"]
     tokens: dict[str, list[int]] = {"a": [], "b": []}
-    done, scheduler = {"a": threading.Event(), "b": threading.Event()}, Scheduler(engine)
+    done, scheduler = {"a": threading.Event(), "b": threading.Event()}, Scheduler(engine.runtime)
 
     def listener(name: str) -> Any:
         def hear(event: Event) -> None:
@@ -150,7 +150,7 @@ def stored_with(engine: BlendEngine, model: Any) -> set[str]:
     names, roots = set[str](), {}
     for name in ("a", "b"):
         set_adapter(model, name)
-        roots[engine.follow().planner.root] = name
+        roots[engine.runtime.follow().planner.root] = name
     for manifest in engine.store.manifests():
         set_adapter(model, roots[manifest.root])
         names.add(roots[manifest.root])
@@ -227,12 +227,12 @@ def test_a_request_that_another_thread_overtakes_keeps_its_adapters(model: Any) 
 def test_a_state_that_is_kept_names_what_it_computes(model: Any) -> None:
     """Between the look and the plan another thread may look, too: the plan is of the state, not of the engine."""
     engine = open_engine(model, [A, B, C])
-    state = engine.follow()
+    state = engine.runtime.follow()
     wanted = engine.prefill(RAG).logits
     set_adapter(model, "b")
     engine.warm([A, B, C])
     result = engine.prefill(RAG, state=state)
-    assert torch.equal(result.logits, wanted) and state.planner.root != engine.planner.root
+    assert torch.equal(result.logits, wanted) and state.planner.root != engine.runtime.planner.root
     assert not torch.allclose(engine.prefill(RAG).logits, wanted, atol=1e-2)
 
 
@@ -250,7 +250,7 @@ def test_threads_that_answer_and_store_while_another_one_switches(model: Any) ->
 
     def switch() -> None:
         for name in cycle("ab"):
-            with engine.adapters._lock:  # a look in between would find, and name, a mixture of both
+            with engine.runtime.adapters._lock:  # a look in between would find, and name, a mixture of both
                 set_adapter(model, name)
             if stop.wait(0.002):
                 return

@@ -100,7 +100,7 @@ def outcomes(engine: BlendEngine, draws: Callable[[], AbstractContextManager[Any
     with draws():
         found.append(engine.prefill(LONE).logits)
     with draws():
-        prefill = engine.open_prefill(PROMPT)
+        prefill = engine.runtime.open_prefill(PROMPT)
     is_done = False
     while not is_done:
         with draws():
@@ -196,7 +196,7 @@ def test_a_scheduler_and_background_work_started_inside_of_settings_compute_outs
         events: list[Event] = []
         with opened("llama") as engine:
             with setting():
-                scheduler = Scheduler(engine)
+                scheduler = Scheduler(engine.runtime)
                 scheduler.submit(Ask(PROMPT, GREEDY), events.append)
             scheduler.close(60)
             engine.flush()

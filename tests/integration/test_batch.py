@@ -88,8 +88,8 @@ def test_parameters_of_each_prompt_or_options_of_all(engine: BlendEngine) -> Non
 def test_prompts_are_read_as_places_become_free(
     engine: BlendEngine, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, ended, inner = list[int](), list[int](), engine.background.end_request
-    monkeypatch.setattr(engine.background, "end_request", lambda: (ended.append(1), inner()))
+    read, ended, inner = list[int](), list[int](), engine.runtime.background.end_request
+    monkeypatch.setattr(engine.runtime.background, "end_request", lambda: (ended.append(1), inner()))
 
     def prompts() -> Iterator[PromptLike]:
         for number, prompt in enumerate(PROMPTS):
@@ -116,14 +116,14 @@ def test_an_error_in_one_does_not_lose_the_others(engine: BlendEngine, alone: li
 def test_an_error_inside_the_engine_is_that_prompts_own(
     engine: BlendEngine, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inner, calls = engine.open_prefill, iter(range(9))
+    inner, calls = engine.runtime.open_prefill, iter(range(9))
 
     def open_prefill(*arguments: Any, **options: Any) -> Any:
         if next(calls) == 4:
             raise MemoryError("out of memory")
         return inner(*arguments, **options)
 
-    monkeypatch.setattr(engine, "open_prefill", open_prefill)
+    monkeypatch.setattr(engine.runtime, "open_prefill", open_prefill)
     with pytest.raises(BatchError, match=r"1 of 9 .* prompts\[4\]: out of memory; the other answers") as raised:
         engine.generate_batch(PROMPTS, PARAMS, concurrency=3)
     assert [a and a.token_ids for a in raised.value.answers] == [*alone[:4], None, *alone[5:]]
@@ -137,7 +137,7 @@ def test_what_the_prompts_raise_is_raised_and_nothing_stays(engine: BlendEngine,
 
     with pytest.raises(type(error)):
         engine.generate_batch(prompts(), PARAMS, concurrency=2)
-    assert engine.background._requests == 0
+    assert engine.runtime.background._requests == 0
     assert engine.flush(60)
 
 
@@ -165,7 +165,7 @@ def test_an_interrupt_at_any_time_leaves_the_engine_whole(
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert engine.background._requests == 0
+    assert engine.runtime.background._requests == 0
     assert [answer.token_ids for answer in engine.generate_batch(PROMPTS, PARAMS)] == alone
 
 
@@ -207,7 +207,7 @@ def test_whatever_fails_no_answer_is_lost_and_none_is_waited_for(
             assert place in errors if answer is None else answer.token_ids == tokens
         if places is AT_THE_END:
             assert not errors
-        assert engine.background._requests == 0
+        assert engine.runtime.background._requests == 0
         assert [answer.token_ids for answer in engine.generate_batch(PROMPTS, PARAMS)] == alone
         assert engine.flush(60)
 
@@ -243,12 +243,16 @@ def test_a_single_request_that_fails_at_its_end_has_ended(monkeypatch: pytest.Mo
     with BlendEngine.from_pretrained(shallow(), store="memory") as engine:
         watch(engine, ShadowSettings(share=1.0), seed=1)
         engine.warm(part for part in PROMPTS[0] if isinstance(part, Passage))  # type: ignore[union-attr]
-        for owner, place in ((engine, "store_missed"), (engine.shadow, "submit"), (engine.shadow, "begin")):
+        for owner, place in (
+            (engine, "store_missed"),
+            (engine.runtime.shadow, "submit"),
+            (engine.runtime.shadow, "begin"),
+        ):
             with monkeypatch.context() as patched:
                 patched.setattr(owner, place, fail)
                 with pytest.raises(OSError, match="injected"):
                     engine.generate(PROMPTS[0], PARAMS)
-            assert engine.background._requests == 0, place
+            assert engine.runtime.background._requests == 0, place
 
 
 def test_a_batch_stores_its_passages_and_closing_the_engine_meanwhile_keeps_what_was_answered() -> None:
@@ -279,7 +283,7 @@ def test_batches_and_single_requests_of_several_threads(engine: BlendEngine, alo
         assert [engine.generate(prompt, PARAMS).token_ids for prompt in PROMPTS] == alone
         for batch in batches:
             assert [answer.token_ids for answer in batch.result(60)] == alone
-    assert engine.background._requests == 0
+    assert engine.runtime.background._requests == 0
 
 
 def test_options_without_effect_are_named_once_for_a_line(engine: BlendEngine) -> None:

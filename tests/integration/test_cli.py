@@ -38,6 +38,7 @@ from cacheblend.store import DiskStore
 from command_line import Run
 from lab.nano.data import record, write
 from lab.nano.scenes import Style
+from serving import shallow
 from store_blocks import ROOT, make_block
 from tiny_folder import TinyShape, build_tiny
 
@@ -393,7 +394,8 @@ def test_the_bench_table_fits_80_columns(seconds: float) -> None:
 
 @pytest.fixture
 def small_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A demo of few and short passages, in a folder of its own."""
+    """A demo of few and short passages, in a folder of its own, where no pretrained model is at hand."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file = tmp_path / "demo.jsonl"
     write(file, [record(1, 2, 0, Style(3, 60, dense=1.0, hard=0.4, chains=0.9))])
     monkeypatch.setattr("cacheblend.evaluation.demo.DATA", file)
@@ -437,6 +439,7 @@ def test_demo_as_json(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         assert method["right"] == right
     assert len(found["passages"]) == 3
     assert sorted(found["questions"][0]["order"]) == [1, 2, 3]
+    assert found["pretrained"] is None
 
 
 @pytest.mark.usefixtures("small_demo")
@@ -444,8 +447,11 @@ def test_a_slow_demo_asks_one_question_of_each_category(run: Run, monkeypatch: p
     monkeypatch.setattr("cacheblend.evaluation.demo.BUDGET_S", 0.0)
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr("sys.argv", ["an environment/bin/cacheblend"])
+    monkeypatch.setattr("cacheblend.evaluation.pretrained.pretrained_folder", shallow)
     shown = run("demo", "-n", 2)
     assert shown.code == 0
+    assert "5. A pretrained model (shallow" in shown.out
+    assert shown.out.count("Torrin") >= 2 and "fifty minutes" in shown.out
     assert "\n  'an environment/bin/cacheblend' doctor --model DIR\n" in shown.out, "such that it can be called"
     assert "asked 7 of 14 questions" in shown.err
     assert "/7 " in shown.out

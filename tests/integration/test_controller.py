@@ -55,7 +55,7 @@ PREFILL = ((32, 0.02), (128, 0.1))
 
 def cost_model_file(path: Path, engine: BlendEngine, **tiers: float) -> str:
     cost_model = CostModel(PREFILL, {name: TierSpeed(speed) for name, speed in tiers.items()})
-    write_cost_model(path, cost_model, engine.fingerprint, "cpu", engine.stored_layout)
+    write_cost_model(path, cost_model, engine.fingerprint, "cpu", engine.runtime.stored_layout)
     return str(path)
 
 
@@ -90,16 +90,16 @@ def test_expected_times_count_the_ratio_that_the_shadow_checks_floor_has_raised(
     cost_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_engine(tiny_model("llama"), store=MemoryStore(), cost_model=cost_model, recompute_ratio=0.2) as engine:
-        known = read_cost_model(cost_model, engine.fingerprint, engine.stored_layout, "cpu")
+        known = read_cost_model(cost_model, engine.fingerprint, engine.runtime.stored_layout, "cpu")
         learnt: list[Any] = []
-        monkeypatch.setattr(engine.prefiller.controller, "learn", lambda *given: learnt.append(given))
+        monkeypatch.setattr(engine.runtime.prefiller.controller, "learn", lambda *given: learnt.append(given))
         for raised_by in (1.0, 1.5, 3.0):
-            engine.settings = replace(engine.settings, raised_by=raised_by)
+            engine.runtime.settings = replace(engine.runtime.settings, raised_by=raised_by)
             ratio = engine.prefill(RAG).report.recompute_ratio
             decision, plan, *_ = learnt.pop()
             assert ratio == pytest.approx(0.2 * raised_by) and decision.ratio == ratio
             higher = replace(engine.config, recompute_ratio=ratio)
-            assert decision == controller_of(known, higher, engine.stored_layout).decide(plan)
+            assert decision == controller_of(known, higher, engine.runtime.stored_layout).decide(plan)
 
 
 def test_blocks_left_out_are_not_captured_again_but_promoted(cost_model: str) -> None:
@@ -123,8 +123,8 @@ def test_the_controller_learns_that_a_tier_is_slower_and_of_two_each_speed(tmp_p
     with open_engine(model, store=store, cost_model=file) as engine:
         assert engine.prefill(RAG).report.left_out_tokens == 0
         reports = [engine.prefill(RAG).report for _ in range(20)]
-        assert engine.prefiller.controller is not None
-        assert engine.prefiller.controller.cost_model.tiers["slow"].bytes_per_s < 5e6
+        assert engine.runtime.prefiller.controller is not None
+        assert engine.runtime.prefiller.controller.cost_model.tiers["slow"].bytes_per_s < 5e6
         assert any(report.left_out_tokens for report in reports)
 
     # a device a thousand times slower than measured does not change the learnt speed of memory
@@ -135,8 +135,8 @@ def test_the_controller_learns_that_a_tier_is_slower_and_of_two_each_speed(tmp_p
     with open_engine(model, [], store=CascadeStore([near, far]), cost_model=file) as engine:
         hits = engine.prefill(RAG).report.hit_tokens
         assert (hits["memory"], hits["slow"]) == (len(A), len(B) + len(C))
-        assert engine.prefiller.controller is not None
-        tiers = engine.prefiller.controller.cost_model.tiers
+        assert engine.runtime.prefiller.controller is not None
+        tiers = engine.runtime.prefiller.controller.cost_model.tiers
         assert tiers["slow"].bytes_per_s < 0.9e9
         assert tiers["memory"].bytes_per_s > 1e6
 
@@ -154,7 +154,7 @@ def test_compute_time_is_learnt_only_from_prefills_that_run_alone(
     monkeypatch.setattr(Controller, "learn", learn)
     with open_engine(tiny_model("llama"), store=MemoryStore(), cost_model=cost_model) as engine:
         for together in (1, 3):
-            scheduler = Scheduler(engine, Limits(active=3, row_layers=50))
+            scheduler = Scheduler(engine.runtime, Limits(active=3, row_layers=50))
             done = [threading.Event() for _ in range(together)]
             with scheduler._lock:  # submit all before the first one starts
                 for each in done:
@@ -186,7 +186,7 @@ def test_calibrate_and_ask_on_the_command_line(run: Run, tmp_path: Path) -> None
     data = json.loads(out.read_text())
     assert [tokens for tokens, _ in data["prefill_s"]] == [128, 512]
     with open_engine(tiny_model("llama"), []) as engine, pytest.raises(InvalidInputError, match="another model"):
-        read_cost_model(out, engine.fingerprint, engine.stored_layout, "cpu")
+        read_cost_model(out, engine.fingerprint, engine.runtime.stored_layout, "cpu")
     question = ("-p", "Anna has a red key.", "-q", "Who has a key?")
     answered = run("ask", "-m", "nano", "-s", store, "--cost-model", out, *question)
     assert answered.code == 0, answered.err
@@ -200,7 +200,7 @@ FRESH = Prompt.of([text(random_ids(30, 90)), B, QUESTION])
 
 def snapshot_of(engine: BlendEngine, prompt: Prompt = LEADING) -> BlockName:
     """Name of the snapshot behind the prompt's exact prefix."""
-    spans = [span for span in engine.planner.plan(prompt, engine.store).spans if span.source.value == "prefix"]
+    spans = [span for span in engine.runtime.planner.plan(prompt, engine.store).spans if span.source.value == "prefix"]
     return state_name(spans[-1].name)
 
 
@@ -224,8 +224,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
 def test_a_missing_snapshot_is_made_again(store: KVStore) -> None:
     """First what is in front of it is used, then nothing; the next request makes it again, and `warm` does too."""
     with open_engine(tiny_model(FAMILY), store=store, capture=True) as engine:
-        kinds = engine.survey.kinds
-        assert kinds.state_bytes / engine.survey.layout.block_bytes(1) > len(A)  # so there is one, at A's end
+        kinds = engine.runtime.survey.kinds
+        assert kinds.state_bytes / engine.runtime.survey.layout.block_bytes(1) > len(A)  # so there is one, at A's end
         assert prefix_and_check(engine) == (40, [])
         assert store.delete(snapshot_of(engine))
         assert prefix_and_check(engine)[0] == 0
@@ -245,7 +245,7 @@ def test_a_shallower_snapshot_serves_where_the_deepest_is_gone_or_a_block_of_the
         assert store.delete(snapshot_of(engine))
         assert prefix_and_check(engine)[0] == 32
         # The records of a block rot after the plan was made: the pass begins again where a state is still right.
-        second = engine.planner.plan(LEADING, store).spans[1].name
+        second = engine.runtime.planner.plan(LEADING, store).spans[1].name
         [file] = [path for path in tmp_path.rglob("*") if path.is_file() and second.hex() in path.name]
         data = bytearray(file.read_bytes())
         header = decode_header(bytes(data[: header_bytes(data, len(data))]), len(data), second)
@@ -283,8 +283,8 @@ def test_a_damaged_snapshot_is_reported_removed_and_made_again(kind: str, tmp_pa
 def test_a_snapshot_of_other_tensors_is_not_used(shape: str) -> None:
     """The name is right, and so is the checksum; but what lies in it is another model's, or of another dtype."""
     with open_engine(tiny_model(FAMILY)) as engine:
-        name, own = snapshot_of(engine), SnapshotFormat(engine.survey.kinds.states)
-        parent = engine.planner.plan(LEADING, engine.store).spans[2].name
+        name, own = snapshot_of(engine), SnapshotFormat(engine.runtime.survey.kinds.states)
+        parent = engine.runtime.planner.plan(LEADING, engine.store).spans[2].name
         assert engine.store.delete(name)
         layout = own.layout if shape == "another dtype" else KVLayout((LayerShape(1, 8),) * 3, torch.uint8)
         records = [torch.zeros(layout.record_shape(layer, 1), dtype=torch.uint8) for layer in range(3)]
@@ -304,7 +304,7 @@ def test_models_of_two_dtypes_and_tenants_have_snapshots_of_their_own() -> None:
     with open_engine(tiny_model(FAMILY), [], capture=True) as engine:
         engine.warm([A], tenant="one")
         for tenant, prefix in (("one", 40), ("two", 0), ("", 0)):
-            with engine.open_prefill(LEADING, tenant=tenant) as prefill:
+            with engine.runtime.open_prefill(LEADING, tenant=tenant) as prefill:
                 while not prefill.advance():
                     pass
                 assert prefill.result().report.hit_tokens["prefix"] == prefix
@@ -316,7 +316,7 @@ def test_a_stores_bound_counts_snapshots_and_evicts_them_and_one_without_room_fa
         with_one = engine.store.stats().bytes
         assert engine.store.delete(snapshot_of(engine))
         state_bytes = with_one - engine.store.stats().bytes
-        assert engine.survey.kinds.state_bytes <= state_bytes <= engine.survey.kinds.state_bytes + 4096
+        assert engine.runtime.survey.kinds.state_bytes <= state_bytes <= engine.runtime.survey.kinds.state_bytes + 4096
     with MemoryStore(2 * with_one) as store, open_engine(model, [], store=store) as engine:
         for seed in range(20):
             engine.warm([chunk(random_ids(40, 200 + seed))])
@@ -326,7 +326,7 @@ def test_a_stores_bound_counts_snapshots_and_evicts_them_and_one_without_room_fa
         engine.warm([A])
         assert prefix_and_check(engine)[0] == 40
     with MemoryStore(30_000) as store, open_engine(model, [], store=store, capture=True) as engine:
-        assert engine.survey.kinds.state_bytes > 10_000
+        assert engine.runtime.survey.kinds.state_bytes > 10_000
         for prompt in (LEADING, RAG, LEADING):
             assert engine.generate(prompt, PARAMS, ratio=1.0).token_ids == greedy(engine.model, prompt, 6)
             engine.flush(60)
@@ -338,7 +338,7 @@ def test_answers_together_are_those_alone(family: str) -> None:
     prompts = (LEADING, RAG, Prompt.of([SYSTEM, C, UNSEEN, A, QUESTION]), FRESH)
     with open_engine(tiny_model(family), capture=True) as engine:
         expected = [greedy(engine.model, prompt, 6) for prompt in prompts]
-        scheduler = Scheduler(engine, Limits(active=6, row_layers=50))
+        scheduler = Scheduler(engine.runtime, Limits(active=6, row_layers=50))
         try:
             listeners = [submit(scheduler, prompt, ratio=1.0, choices=1 + number % 2)
                          for number, prompt in enumerate(prompts * 3)]  # fmt: skip

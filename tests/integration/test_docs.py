@@ -1,8 +1,15 @@
 """The Python of README and docs runs as it stands, on the model that ships: a page's blocks one after the other, with
-what its text takes as given."""
+what its text takes as given; and so do the commands of README. Its `pip install .` and the demo in an environment of
+their own are `make wheel`."""
 
 import json
 import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +19,10 @@ from unittest.mock import Mock
 import pytest
 
 from cacheblend import BlendConfig, BlendEngine, Document, Passage
+from cacheblend.engines.vllm.config import read_config
 from cacheblend.nano import model_path
 from cacheblend.serve.settings import ServeSettings
-from serving import running
+from serving import free_port, is_ready, running
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"```python\n(.*?)```", re.S)
@@ -51,7 +59,12 @@ def _inspected() -> dict[str, Any]:
     engine = BlendEngine.from_pretrained(model_path(), store="memory", config=BlendConfig(anchor="bos"))
     engine.warm(PASSAGES)
     parts = ["Answer. ", *PASSAGES, "Who has the bell?"]
-    return {"engine": engine, "parts": parts, "prompt": engine.prompt(parts), "selector": engine.settings.selector()}
+    return {
+        "engine": engine,
+        "parts": parts,
+        "prompt": engine.prompt(parts),
+        "selector": engine.runtime.settings.selector(),
+    }
 
 
 GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
@@ -107,3 +120,48 @@ def _run(page: str, blocks: list[str], names: dict[str, Any], url: str) -> None:
         for value in names.values():
             if isinstance(value, BlendEngine):
                 value.close()
+
+
+# ---- the commands of README ------------------------------------------------------------------------------------------
+
+
+def _check_vllm(flag: str, value: str) -> None:
+    settings = json.loads(value)
+    assert flag == "--kv-transfer-config" and settings.pop("kv_role") == "kv_both"
+    assert read_config(settings.pop("kv_connector_extra_config")).store == "file:///var/cache/cacheblend"
+    module = (ROOT / "src" / settings.pop("kv_connector_module_path").replace(".", "/") / "__init__.py").read_text()
+    assert settings.pop("kv_connector") in module and not settings
+
+
+def _check_serve(arguments: list[str], folder: Path) -> None:
+    own = {"DIR": str(model_path()), "file:///var/cache/cacheblend": f"file://{folder}/store"}
+    port = free_port()
+    command = [sys.executable, "-m", "cacheblend", *(own.get(each, each) for each in arguments), "--port", str(port)]
+    with (folder / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
+        try:
+            while not is_ready(f"http://127.0.0.1:{port}"):
+                assert server.poll() is None, (folder / "log").read_text()
+                time.sleep(0.1)
+        finally:
+            server.send_signal(signal.SIGTERM)
+    assert server.returncode == 0, (folder / "log").read_text()
+
+
+def test_the_commands_of_the_readme_do_what_it_says(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(re.findall(r"'\.\[(\w+)\]'", readme)) <= project["optional-dependencies"].keys()
+    for block in re.findall(r"^```\n(.*?)^```", readme, re.S | re.M):
+        match shlex.split(block, comments=True):
+            case ["git", "clone", url, "&&", "cd", "cacheblend", "make", "demo"]:
+                assert url in project["urls"].values()
+                said = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True)
+                assert said.stdout.splitlines()[-1].strip().endswith("bin/cacheblend demo")
+            case ["pip", "install", "."]:
+                pass
+            case ["vllm", "serve", "MODEL", flag, value]:
+                _check_vllm(flag, value)
+            case ["cacheblend", *arguments]:
+                _check_serve(arguments, tmp_path)
+            case other:
+                pytest.fail(f"a command that no test runs: {other}")

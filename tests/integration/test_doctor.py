@@ -374,7 +374,7 @@ def test_the_gate_tries_what_the_model_can_have() -> None:
         ("jamba", {"hkvd"}, "query"),
     ):
         with BlendEngine(tiny_model(family), store="memory", fingerprint=family) as engine:
-            survey = engine.survey
+            survey = engine.runtime.survey
         found = grid(survey.num_layers, fit=survey.fit_selector)
         assert {candidate.settings["selector"] for candidate in found} == kinds
         if named:
@@ -404,7 +404,7 @@ def test_from_the_gate_to_an_answer(run: Run, model: Path, data: Path) -> None:
     with BlendEngine.from_pretrained(model) as opened:
         measured = BlendConfig(anchor="bos", selector="hkvd", recompute_ratio=1.0, check_layers=(1,))
         assert opened.config == measured.on("cpu")
-        assert opened.settings.profile == profile
+        assert opened.runtime.settings.profile == profile
     with BlendEngine.from_pretrained(model, config=BlendConfig(selector="none")) as opened:
         assert opened.config.selector == "none"
     shown = "".join(run("doctor", "-m", model).out.split())

@@ -96,7 +96,7 @@ def test_an_answer_ends_at_eos_of_the_model_or_the_tokenizer(
     drawn = SamplingParams(max_new_tokens=8, temperature=0.0, logit_bias=((end, 90.0),))
     for configured, ids in (([3, 4], [3, 4, end]), (5, [5, end]), (None, [end]), (end, [end])):
         monkeypatch.setattr(engine.model.generation_config, "eos_token_id", configured)
-        assert engine.eos_ids == ids
+        assert engine.runtime.eos_ids == ids
         answer = engine.generate(PARTS, drawn)
         assert (answer.token_ids, answer.finish_reason) == ([end], "stop")
 
@@ -122,7 +122,7 @@ def test_invalid_prompts_are_refused(open_engine: Open) -> None:
         with pytest.raises(InvalidInputError, match=message):
             engine.generate(parts)  # type: ignore[arg-type]
     ran = threading.Event()  # background work is not held up by them
-    engine.background.submit("job", ran.set)
+    engine.runtime.background.submit("job", ran.set)
     assert ran.wait(SOON)
     with pytest.raises(InvalidInputError, match=rf"check layer {LAYERS} does not exist: .*0\.\.{LAYERS - 1}"):
         open_engine(check_layers=(1, LAYERS))
@@ -261,8 +261,8 @@ def test_warmed_chunks_are_hits(open_engine: Open, anchor: str) -> None:
 def test_chunks_behind_an_anchor_of_text_have_its_kv_and_go_on_in_a_prompt_that_begins_so(open_engine: Open) -> None:
     engine = open_engine(anchor="text", anchor_text="The cat sat.\n")
     engine.warm(PASSAGES)
-    assert engine.builder is not None
-    front = [each for segment in engine.builder.in_front("The cat sat.\n") for each in segment]
+    assert engine.runtime.builder is not None
+    front = [each for segment in engine.runtime.builder.in_front("The cat sat.\n") for each in segment]
     prompt = engine.prompt(PARTS)
     wanted = blend(engine.model, prompt, NoRows(), anchor=front)
     assert_close(engine.prefill(prompt, selector=NoRows()).logits, wanted.logits, 1e-5, "logits")
@@ -277,7 +277,11 @@ def test_by_default_a_model_with_room_reuses_chunks_behind_the_text_that_ships(t
         before.warm(PASSAGES)
     with open_one() as engine:
         assert (engine.config.anchor, engine.config.selector) == ("text", "head")
-        assert engine.settings.selector() == engine.settings.selector(name="auto") == engine.config.make_selector()
+        assert (
+            engine.runtime.settings.selector()
+            == engine.runtime.settings.selector(name="auto")
+            == engine.config.make_selector()
+        )
         first = engine.generate(PARTS, GREEDY).report
         assert first.missed_tokens == sum(map(len, engine.prompt(PARTS).chunks))  # of another anchor: another KV
         engine.flush()
@@ -357,7 +361,7 @@ def test_a_chunk_missed_after_two_system_prompts_is_captured_after_both(open_eng
         request.step()
     assert engine.flush(SOON)
     for prompt in prompts:
-        assert engine.planner.plan(prompt, engine.store).tokens_by_source()["miss"] == 0
+        assert engine.runtime.planner.plan(prompt, engine.store).tokens_by_source()["miss"] == 0
 
 
 def test_an_answer_that_cannot_start_has_ended(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,7 +446,7 @@ def test_passages_that_a_template_changes_are_stored_once_and_found_in_every_pro
         for passages in (SPACED, SPACED[::-1], SPACED[1:]):
             report = warmed.chat([{"role": "user", "content": "Who?"}], passages, max_new_tokens=1).report
             assert report.missed_tokens == 0
-            assert report.loaded_tokens >= sum(len(warmed.builder.encode(p.text)) - 4 for p in passages)
+            assert report.loaded_tokens >= sum(len(warmed.runtime.builder.encode(p.text)) - 4 for p in passages)
 
 
 SNIPPETS = ["The dog", "\n\n", "ÿ" * 15, "你好世界", "😀", "\ue000\U000f0000\U0010fffd", "\ufffd", "déjà </s> vu"]
@@ -533,7 +537,7 @@ def test_sentences_are_those_of_the_text(folder: Path) -> None:
         texts: dict[int, list[int]] = {}
         for position, sentence in zip(asked.positions.tolist(), asked.sentences.tolist(), strict=True):
             texts.setdefault(sentence, []).append(int(prompt.token_ids[position]))
-        assert [engine.builder.decode(ids) for ids in texts.values()] == [s for part in SENTENCES for s in part]
+        assert [engine.runtime.builder.decode(ids) for ids in texts.values()] == [s for part in SENTENCES for s in part]
 
 
 @pytest.mark.parametrize("selector", ["query", "hybrid"])

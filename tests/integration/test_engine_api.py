@@ -139,7 +139,7 @@ def test_missed_passages_are_given_up_where_nobody_waits(raised: bool) -> None:
         begun.set()
         held.wait()
 
-    engine.background.submit("a job before them", job)
+    engine.runtime.background.submit("a job before them", job)
     assert begun.wait(60)
     engine.generate(PROMPT, max_new_tokens=2)
     threading.Timer(0.2, held.set).start()  # the job under way is waited for, those after it are not done
@@ -183,17 +183,17 @@ def test_closing_again_after_an_interrupted_wait_closes_everything(monkeypatch: 
     engine = BlendEngine.from_pretrained(model_path(), store="memory")
     closed: list[str] = []
     monkeypatch.setattr(engine.store, "close", lambda: closed.append("store"))
-    monkeypatch.setattr(engine.background, "close", lambda: closed.append("background"))
+    monkeypatch.setattr(engine.runtime.background, "close", lambda: closed.append("background"))
 
     def interrupted(timeout: float | None = None) -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine._warmer, "flush", interrupted)
+    monkeypatch.setattr(engine.runtime.warmer, "flush", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.close()
     assert closed == ["background", "store"]
     with BlendEngine.from_pretrained(model_path(), store="memory") as engine:
-        monkeypatch.setattr(engine._warmer, "flush", lambda timeout: pytest.fail("it waits"))
+        monkeypatch.setattr(engine.runtime.warmer, "flush", lambda timeout: pytest.fail("it waits"))
         engine.close(wait=False)
 
 
@@ -213,6 +213,11 @@ def test_requests_in_progress_end_whole_where_another_thread_closes_the_engine(t
     assert last.answer is not None and last.answer.token_ids == wanted
     assert [request.step() for _ in wanted] == wanted
     request.finish()
+
+
+def test_an_engine_has_few_public_names(engine: BlendEngine) -> None:
+    public = [name for name in dir(engine) if not name.startswith("_")]
+    assert len(public) <= 20, public
 
 
 ONE = Passage("The bell was sold to Motan.")
@@ -442,7 +447,7 @@ WRONG: list[tuple[str, Callable[[Any], Any], str]] = [
     ("min_run_tokens=1", lambda w: BlendConfig(min_run_tokens=1), "min_run_tokens .*got 1"),
     ("BlendConfig.of a number", lambda w: BlendConfig.of(5), "config must .*5"),
     ("Limits(waiting='a')", lambda w: Limits(waiting="a"), "waiting .*'a'"),
-    ("Scheduler without an engine", lambda w: Scheduler(None), "engine .*None"),
+    ("Scheduler without an engine", lambda w: Scheduler(None), "runtime .*None"),
     ("watch without an engine", lambda w: watch(None, ShadowSettings(0.1)), "engine .*None"),
     ("watch with a number", lambda w: watch(w.engine, 0.5), "ShadowSettings.*0.5"),
     ("ShadowSettings('a')", lambda w: ShadowSettings("a"), "'a'"),

@@ -41,7 +41,7 @@ def error_of(engine: BlendEngine) -> tuple[float, int]:
     prompt = engine.prompt(SHORT)
     result = engine.prefill(prompt)
     with torch.no_grad():
-        wanted = engine.model(input_ids=engine.ids_of(prompt)[None]).logits[0, -1]
+        wanted = engine.model(input_ids=engine.runtime.ids_of(prompt)[None]).logits[0, -1]
     error = float((result.logits - wanted).norm() / wanted.norm())
     return error, sum(result.report.hit_tokens.values())
 
@@ -116,7 +116,7 @@ def test_tensors_that_are_not_used_are_a_warning_once(folder: Path, caplog: pyte
 def test_load_options_that_leave_the_weights_alone_keep_names_and_profile() -> None:
     folder = model_path()
     with BlendEngine.from_pretrained(folder, store="memory") as engine:
-        plain, root = engine.fingerprint, engine.planner.root
+        plain, root = engine.fingerprint, engine.runtime.planner.root
     kept: tuple[dict[str, Any], ...] = (
         {"trust_remote_code": True, "low_cpu_mem_usage": True, "use_safetensors": True},
         {"torch_dtype": torch.bfloat16, "output_loading_info": True},
@@ -124,11 +124,15 @@ def test_load_options_that_leave_the_weights_alone_keep_names_and_profile() -> N
     )
     for options in kept:
         with BlendEngine.from_pretrained(folder, store="memory", **options) as engine:
-            assert (engine.fingerprint, engine.planner.root) == (plain, root), options
-            assert engine.settings.profile is not None, options
+            assert (engine.fingerprint, engine.runtime.planner.root) == (plain, root), options
+            assert engine.runtime.settings.profile is not None, options
     turned = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
     with BlendEngine.from_pretrained(folder, store="memory", rope_parameters=turned) as engine:
-        assert engine.fingerprint != plain and engine.planner.root != root and engine.settings.profile is None
+        assert (
+            engine.fingerprint != plain
+            and engine.runtime.planner.root != root
+            and engine.runtime.settings.profile is None
+        )
 
 
 def test_device_map_says_where_the_model_goes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +168,7 @@ def test_weights_that_are_handed_over_are_part_of_the_name(folder: Path) -> None
 
 def test_nano_opens_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with BlendEngine.from_pretrained("nano", store="memory") as engine:
-        assert engine.name == "nano" and engine.settings.profile is not None
+        assert engine.name == "nano" and engine.runtime.settings.profile is not None
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nano").mkdir()  # a folder of that name counts
     with pytest.raises(InvalidInputError, match="nano is no model folder"):
@@ -239,7 +243,7 @@ def test_weights_that_are_written_to_in_memory_are_named_by_what_they_hold(built
             for _ in range(6):
                 error, loaded = error_of(engine)
                 assert loaded == 0 and error < 1e-5  # nothing that other weights computed
-                names.append(engine.planner.root)
+                names.append(engine.runtime.planner.root)
                 assert engine.warm(PASSAGES[:1]).stored == 1
                 error, loaded = error_of(engine)
                 assert loaded > 0 and error < 1e-5

@@ -79,7 +79,7 @@ def test_every_method_does_what_it_says(engine: BlendEngine, found: Evaluation) 
     # Full is what transformers generates
     for row, cell in zip(ROWS, cells_of(found, "full"), strict=True):
         prompt = PromptLayout().prompt(engine, [Passage(text.text) for text in row.passages], row.question)
-        ids = engine.ids_of(prompt)[None]
+        ids = engine.runtime.ids_of(prompt)[None]
         out = engine.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)
         assert cell.token_ids == out[0, ids.shape[1] :].tolist()
         assert cell.answer == engine.tokenizer.decode(cell.token_ids, skip_special_tokens=True)
@@ -91,16 +91,16 @@ def test_every_method_does_what_it_says(engine: BlendEngine, found: Evaluation) 
         assert blend.top_1 is True
         assert blend.kl == pytest.approx(0, abs=1e-4)
     # Prefix loads the first passage only and answers as full
-    assert engine.builder is not None
+    assert engine.runtime.builder is not None
     for row, full, prefix in zip(ROWS, cells_of(found, "full"), cells_of(found, "prefix"), strict=True):
-        first = 1 + len(engine.builder.encode(row.passages[0].text))  # behind BOS, as it was stored
+        first = 1 + len(engine.runtime.builder.encode(row.passages[0].text))  # behind BOS, as it was stored
         assert prefix.loaded_tokens == first
         assert prefix.row_layers == (full.prompt_tokens - first) * LAYERS
         assert prefix.token_ids == full.token_ids
     # Reuse and blend load all passages
-    assert engine.builder is not None
+    assert engine.runtime.builder is not None
     for row, reuse, blend in zip(ROWS, cells_of(found, "reuse"), cells_of(found, "blend hkvd @1 r=0.3"), strict=True):
-        lengths = [len(engine.builder.encode(text.text)) for text in row.passages]
+        lengths = [len(engine.runtime.builder.encode(text.text)) for text in row.passages]
         assert reuse.loaded_tokens == blend.loaded_tokens == 1 + sum(lengths)
         assert reuse.recomputed_tokens == 0
         assert blend.recomputed_tokens == round(0.3 * sum(lengths[1:]))  # the first one is an exact prefix
@@ -116,7 +116,7 @@ def test_methods_are_compared_over_the_models_own_answer(engine: BlendEngine, tm
     for row, full, reuse in zip(ROWS, cells_of(found, "full"), cells_of(found, "reuse"), strict=True):
         prompt = PromptLayout().prompt(engine, [Passage(text.text) for text in row.passages], row.question)
         own, asked = torch.tensor(full.token_ids), len(prompt)
-        expected = engine.model(torch.cat([engine.ids_of(prompt), own])[None]).logits[0, asked - 1 : -1]
+        expected = engine.model(torch.cat([engine.runtime.ids_of(prompt), own])[None]).logits[0, asked - 1 : -1]
         result = engine.prefill(prompt, mode="reuse")
         got = [result.logits]
         cache = fill_cache(engine.model, list(result.kv))
@@ -220,7 +220,7 @@ def test_map_rerank_takes_the_answer_of_the_highest_mean_log_probability(
     for row, cell in zip(ROWS, cells_of(found, "map-rerank"), strict=True):
         scored = []
         for text in row.passages:
-            prompt = engine.ids_of(engine.prompt([text.text, "\n\n", row.question]))[None]
+            prompt = engine.runtime.ids_of(engine.prompt([text.text, "\n\n", row.question]))[None]
             out = engine.model.generate(
                 prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=5, do_sample=False
             )
@@ -287,11 +287,11 @@ def test_text_in_front_of_passages_is_exact_and_they_are_stored_behind_it(model:
     # A system prompt is an exact prefix of every row
     template = Template(system="You answer questions from passages, and you do so in very few words.")
     with BlendEngine.from_pretrained(model, device="cpu") as engine:
-        assert engine.builder is not None
+        assert engine.runtime.builder is not None
         found = evaluate(
             engine, ROWS, make_methods(["full", "prefix", "reuse"]), settings=Settings(template, max_tokens=1)
         )
-        system = 1 + len(engine.builder.encode(template.system + "\n\n"))
+        system = 1 + len(engine.runtime.builder.encode(template.system + "\n\n"))
     assert {cell.loaded_tokens for cell in cells_of(found, "prefix")} == {system}
     assert {cell.missed_tokens for cell in cells_of(found, "reuse")} == {0}
     # The anchor system stores passages behind it
@@ -306,7 +306,7 @@ def test_a_small_store_is_filled_again_and_again(model: Path) -> None:
     rows = [QuestionRow("When?", tuple(Text(text, "") for text in texts[i : i + 2])) for i in range(0, 12, 2)]
     with BlendEngine.from_pretrained(model, device="cpu") as engine:
         needed = max(len(PromptLayout().prompt(engine, [Passage(t.text) for t in r.passages], "When?")) for r in rows)
-        bytes_per_token = engine.survey.layout.block_bytes(1)
+        bytes_per_token = engine.runtime.survey.layout.block_bytes(1)
     with (
         MemoryStore(5 * needed * bytes_per_token) as store,
         BlendEngine.from_pretrained(model, device="cpu", store=store) as engine,
@@ -342,10 +342,10 @@ def _with_passages(parts: list[str]) -> list[Any]:
 
 
 def test_headings_and_a_text_in_front_are_plain_text_around_the_chunks(engine: BlendEngine) -> None:
-    assert engine.builder is not None
+    assert engine.runtime.builder is not None
     layout = PromptLayout(before="Read:\n", heading="{number}) {title}: ", separator="\n", question="Q: {question}")
     prompt = layout.prompt(engine, [Passage("The fox.", "Fox"), Passage("The dog.", "Dog")], "Who?")
-    texts = [engine.builder.decode(segment.token_ids.tolist()) for segment in prompt.segments]
+    texts = [engine.runtime.builder.decode(segment.token_ids.tolist()) for segment in prompt.segments]
     assert texts[1:] == ["Read:\n", "1) Fox: ", "The fox.", "\n", "2) Dog: ", "The dog.", "\n", "Q: Who?"]
     assert [segment.label for segment in prompt.chunks] == ["Fox", "Dog"]
 
@@ -542,7 +542,7 @@ def test_a_context_is_split_and_rows_without_answers_are_compared(
         *("--json", "--device", "cpu"),
     )
     cells = json.loads(result.out)["cells"][0]["cells"]
-    builder = engine.builder
+    builder = engine.runtime.builder
     assert builder is not None
     assert cells[0]["chunks"] == len(split_text(context, lambda text: len(builder.encode(text)), 24)) > 4
     assert cells[1]["missed_tokens"] == 0

@@ -126,7 +126,7 @@ def without(lost: range) -> Reference:
 def places_in(tier: Tier) -> dict[BlockName, range]:
     """Where the blocks are in the prompt."""
     with tier.open() as store, open_engine(tiny_model("llama"), store=store) as engine:
-        spans = engine.planner.plan(RAG, store).spans
+        spans = engine.runtime.planner.plan(RAG, store).spans
         return {span.name: range(span.start, span.stop) for span in spans}
 
 

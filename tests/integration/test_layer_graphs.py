@@ -120,7 +120,7 @@ class Broken(Again):
 
 
 def graphed(engine: Any, recorder: Again) -> Any:
-    engine.view.run_as(graphed_layers(engine.view.layers, recorder))
+    engine.runtime.view.run_as(graphed_layers(engine.runtime.view.layers, recorder))
     return engine
 
 

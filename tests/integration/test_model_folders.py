@@ -52,7 +52,7 @@ def opened(folder: Path, **options: Any) -> tuple[str, torch.Tensor]:
     with BlendEngine.from_pretrained(folder, store="memory", with_tokenizer=False, **options) as engine:
         if engine.model.config.tie_word_embeddings:
             assert engine.model.lm_head.weight is engine.model.model.embed_tokens.weight
-        return engine.planner.root.hex(), engine.prefill(PROMPT).logits
+        return engine.runtime.planner.root.hex(), engine.prefill(PROMPT).logits
 
 
 def refused(folder: Path, **options: Any) -> str:
@@ -271,9 +271,9 @@ def test_a_real_device_map_keeps_name_and_profile(device_map: Any) -> None:
     if torch.cuda.is_available():
         pytest.skip("auto is another device")
     with BlendEngine.from_pretrained(model_path(), store="memory") as engine:
-        plain, profile = engine.planner.root, engine.settings.profile
+        plain, profile = engine.runtime.planner.root, engine.runtime.settings.profile
     with BlendEngine.from_pretrained(model_path(), store="memory", device_map=device_map) as engine:
-        assert (engine.planner.root, engine.settings.profile) == (plain, profile)
+        assert (engine.runtime.planner.root, engine.runtime.settings.profile) == (plain, profile)
 
 
 @pytest.mark.parametrize("device_map", ["meta", {"model": "cpu", "lm_head": "disk"}], ids=str)

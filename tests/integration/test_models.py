@@ -77,7 +77,7 @@ def test_a_folder_of_a_model_that_reads_images_is_opened_for_text(name: str, tmp
     folder = saved(name, tmp_path / "model")
     with BlendEngine.from_pretrained(folder, config=settings, with_tokenizer=False, dtype="float32") as engine:
         model: Any = engine.model
-        assert len(engine.view.layers) == SMALL["num_hidden_layers"]
+        assert len(engine.runtime.view.layers) == SMALL["num_hidden_layers"]
         assert engine.warm([A, B, C]).stored == 3
         logits, kv = plain_kv(model, RAG.token_ids.tolist())
         assert_same(engine.prefill(RAG, mode="full"), logits, kv, 1e-5)
@@ -86,7 +86,7 @@ def test_a_folder_of_a_model_that_reads_images_is_opened_for_text(name: str, tmp
         assert_same(blended, logits, kv, 1e-5)
         answer = engine.generate(RAG, SamplingParams(max_new_tokens=4, temperature=0, ignore_eos=True))
         assert answer.token_ids == greedy(model, RAG, 4)
-        (block, *_) = engine.planner.plan(RAG, engine.store).spans[1:]
+        (block, *_) = engine.runtime.planner.plan(RAG, engine.store).spans[1:]
         _, alone = plain_kv(model, B.token_ids.tolist())
         for layer, (keys, values) in enumerate(alone):
             expected = torch.stack([keys[:, :16], values[:, :16]], dim=1)
@@ -157,11 +157,11 @@ def test_nothing_is_stored_once_the_model_is_switched_to_training() -> None:
         with pytest.raises(InvalidInputError, match="training mode"):
             engine.warm([unseen])
         again = engine.prefill(prompt)  # the engine's own view of the model keeps the mode in which it was opened
-        engine.store_missed(again, text=False)
+        engine.runtime.store_missed(again, text=False)
         engine.flush()
         assert torch.equal(again.logits, before.logits)
         assert {len(manifest.token_ids) for manifest in engine.store.manifests()} == {len(A), len(B), len(C)}
-        assert engine.background.failed == 1
+        assert engine.runtime.background.failed == 1
         model.eval()
         assert engine.warm([unseen]).stored == 1
 
@@ -181,7 +181,7 @@ def test_a_model_of_one_layer_works_with_selectors_that_check_no_layer() -> None
         assert result.report.loaded_tokens == len(A) + len(B) + len(C)
         assert 0 < result.report.recomputed_tokens < result.report.loaded_tokens
         full = engine.prefill(RAG, mode="full")
-        everything = engine.prefill(RAG, selector=engine.settings.selector(1.0))
+        everything = engine.prefill(RAG, selector=engine.runtime.settings.selector(1.0))
         torch.testing.assert_close(everything.logits, full.logits, atol=1e-5, rtol=1e-4)
 
 
@@ -316,7 +316,7 @@ CARD = [
     ("how", "category", "least", "most"), rotating(CARD, core=[each for each in CARD if each[1] == "cross"])
 )
 def test_it_answers_as_its_card_says(engine: BlendEngine, how: str, category: str, least: float, most: float) -> None:
-    assert engine.settings.profile is not None
-    selectors = {"full recompute": AllRows(), "full reuse": NoRows(), "its profile": engine.settings.selector()}
+    assert engine.runtime.settings.profile is not None
+    selectors = {"full recompute": AllRows(), "full reuse": NoRows(), "its profile": engine.runtime.settings.selector()}
     rows = draw_questions(SEED, ROWS, [category], SHORT)
     assert least <= sum(right(engine, row, selectors[how]) for row in rows) / len(rows) <= most

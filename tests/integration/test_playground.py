@@ -19,7 +19,7 @@ from cacheblend.engines.settings import PROFILE_NAME, read_profile
 from cacheblend.nano import model_path
 from cacheblend.nano.examples import EXAMPLES
 from cacheblend.serve.keys import ApiKey, KeyRing
-from cacheblend.serve.routes.playground import STATIC, _texts
+from cacheblend.serve.routes.playground import EXAMPLES_FILE, _texts
 from cacheblend.serve.settings import ServeSettings
 from campaign import rotating
 from serving import running
@@ -351,7 +351,7 @@ ARABIC = "القاهرة عاصمة مصر 🏙️. تقع على نهر الن�
 def drawn(tmp_path_factory: Any) -> Iterator[str]:
     """The address of a server on random weights, which is to the page a model of someone's."""
     folder = tmp_path_factory.mktemp("drawn")
-    texts = [each["text"] for each in json.loads((STATIC / "examples.json").read_text())["passages"]]
+    texts = [each["text"] for each in json.loads(EXAMPLES_FILE.read_text())["passages"]]
     build_tiny(folder, texts, TinyShape(layers=4, width=64, mlp_width=128, heads=4, vocab_size=512))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     with running(ServeSettings(chunk_tokens=16), model=folder) as url:

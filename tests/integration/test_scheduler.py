@@ -71,7 +71,7 @@ def schedule(engine: BlendEngine) -> Iterator[Schedule]:
     made: list[Scheduler] = []
 
     def make(limits: Limits | None = None) -> Scheduler:
-        made.append(Scheduler(engine, limits))
+        made.append(Scheduler(engine.runtime, limits))
         return made[-1]
 
     yield make
@@ -114,7 +114,7 @@ class Slow:
     """In place of the engine's `open_prefill`: blocks until `go_on` is set."""
 
     def __init__(self, engine: BlendEngine) -> None:
-        self.go_on, self.inner = threading.Event(), engine.open_prefill
+        self.go_on, self.inner = threading.Event(), engine.runtime.open_prefill
 
     def __call__(self, *arguments: object, **options: object) -> object:
         assert self.go_on.wait(60)
@@ -131,7 +131,7 @@ class Slow:
 @pytest.fixture
 def slow(engine: BlendEngine, schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     made = Slow(engine)
-    monkeypatch.setattr(engine, "open_prefill", made)
+    monkeypatch.setattr(engine.runtime, "open_prefill", made)
     yield made
     made.go_on.set()  # before its scheduler is closed
 
@@ -153,7 +153,7 @@ def test_an_error_ends_only_its_own_request(
     engine: BlendEngine, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In planning, in delivering an event, or before the first token is drawn."""
-    inner, calls = engine.open_prefill, iter([True])
+    inner, calls = engine.runtime.open_prefill, iter([True])
 
     def open_prefill(prompt: Prompt, **options: object) -> object:
         if np.array_equal(prompt.token_ids, PROMPTS[1].token_ids):  # it may have been cut at chunks that are listed
@@ -165,7 +165,7 @@ def test_an_error_ends_only_its_own_request(
             raise MemoryError("out of memory")
         return Sampler(*arguments)
 
-    monkeypatch.setattr(engine, "open_prefill", open_prefill)
+    monkeypatch.setattr(engine.runtime, "open_prefill", open_prefill)
     scheduler, failed = schedule(), Listener()
 
     def on_event(event: Event) -> None:
@@ -233,7 +233,7 @@ def test_a_request_for_more_answers_than_the_limit_runs(schedule: Schedule, acti
 
 @pytest.mark.parametrize("active", [1, 2, 8])
 def test_one_answer_at_a_time_runs_beside_many_whoever_waits(engine: BlendEngine, active: int) -> None:
-    scheduler = Scheduler(engine, Limits(active=active), has_thread=False)
+    scheduler = Scheduler(engine.runtime, Limits(active=active), has_thread=False)
     ended = list[str]()
 
     def ask(name: str, tokens: int, choices: int = 1) -> Ticket:
@@ -259,7 +259,7 @@ def test_one_answer_at_a_time_runs_beside_many_whoever_waits(engine: BlendEngine
 
 
 def test_many_answers_are_passed_by_one_and_not_for_ever(engine: BlendEngine) -> None:
-    scheduler = Scheduler(engine, Limits(active=2), has_thread=False)
+    scheduler = Scheduler(engine.runtime, Limits(active=2), has_thread=False)
     ended = list[str]()
 
     def ask(name: str, tokens: int = 1, choices: int = 1) -> Ticket:
@@ -288,8 +288,11 @@ def test_missed_chunks_are_captured(is_idle: bool) -> None:
     """After the requests, or under continuous load."""
     with open_engine(tiny_model("llama"), [A], capture=True) as engine:
         if not is_idle:
-            engine.background.begin_request()  # a request that never ends
-        patient, busy = Scheduler(engine, Limits(catch_up_s=60.0)), Scheduler(engine, Limits(catch_up_s=0.0))
+            engine.runtime.background.begin_request()  # a request that never ends
+        patient, busy = (
+            Scheduler(engine.runtime, Limits(catch_up_s=60.0)),
+            Scheduler(engine.runtime, Limits(catch_up_s=0.0)),
+        )
         try:
             for _ in range(1 if is_idle else 3):
                 report = submit(patient, RAG).wait().report
@@ -307,11 +310,11 @@ def test_missed_chunks_are_captured(is_idle: bool) -> None:
             patient.close()
             busy.close()
             if not is_idle:
-                engine.background.end_request()
+                engine.runtime.background.end_request()
 
 
 def test_prompts_of_a_request_are_queued_together_or_not_at_all(engine: BlendEngine) -> None:
-    scheduler = Scheduler(engine, Limits(waiting=4), has_thread=False)
+    scheduler = Scheduler(engine.runtime, Limits(waiting=4), has_thread=False)
     ask, listener = Ask(RAG, PARAMS), Listener()
     scheduler.submit(ask, listener)
     scheduler.submit(ask, listener)

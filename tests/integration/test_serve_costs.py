@@ -321,8 +321,8 @@ def test_an_explanation_is_computed_in_slices_and_ends_with_its_client(
     slices = playground._explain(state, asked, ANYONE)
     for _ in slices:
         computed.append(0)
-    rows = 2 * engine.builder.count(text) + 100  # type: ignore[union-attr]
-    assert len(computed) > 5 and max(computed) <= max(rows, SLICE_TOKENS * engine.survey.num_layers)
+    rows = 2 * engine.runtime.builder.count(text) + 100  # type: ignore[union-attr]
+    assert len(computed) > 5 and max(computed) <= max(rows, SLICE_TOKENS * engine.runtime.survey.num_layers)
     closed.clear()
     slices = playground._explain(state, asked, ANYONE)
     computed[-1] = 0

@@ -200,7 +200,7 @@ def web() -> Iterator[TestClient]:
 @pytest.fixture
 def says(web: TestClient, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Has the model answer with these texts, choice by choice, whatever it is asked."""
-    builder = web.app.state.server.engine.builder  # type: ignore[attr-defined]
+    builder = web.app.state.server.engine.runtime.builder  # type: ignore[attr-defined]
     return lambda *texts: script(monkeypatch, [builder.encode(text) for text in texts])
 
 
@@ -285,9 +285,9 @@ def test_openais_client_calls_a_tool_and_answers_with_its_result(
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     settings = ServeSettings(chunk_tokens=16, max_tokens=400, drain_s=1, tool_call_parser="hermes")
     with running(settings, model=folder) as url, engine() as other:
-        assert other.builder is not None
+        assert other.runtime.builder is not None
         both = CALL + "\n" + '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
-        script(monkeypatch, [other.builder.encode(both)])
+        script(monkeypatch, [other.runtime.builder.encode(both)])
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
         messages: list[Any] = [{"role": "user", "content": "Is it warm?"}]
         asked: dict[str, Any] = {"model": "nano", "tools": [WEATHER, NOW], "temperature": 0, "seed": 0}
@@ -301,7 +301,7 @@ def test_openais_client_calls_a_tool_and_answers_with_its_result(
         results = [
             {"role": "tool", "tool_call_id": call.id, "content": "18 degrees"} for call in message.tool_calls or ()
         ]
-        script(monkeypatch, [other.builder.encode("It is mild.")])
+        script(monkeypatch, [other.runtime.builder.encode("It is mild.")])
         told = client.chat.completions.create(messages=[*messages, message.model_dump(), *results], **asked)
         assert told.choices[0].message.content == "It is mild." and told.choices[0].finish_reason == "stop"
 
@@ -384,7 +384,7 @@ def test_markers_that_are_special_tokens_are_read(tmp_path: Path, monkeypatch: p
     spec["added_tokens"].append({"id": token, "content": "[TOOL_CALLS]", "special": True, **flags})
     (folder / "tokenizer.json").write_text(json.dumps(spec))
     with engine(TEMPLATE.replace("<tool_call>", "[TOOL_CALLS]"), folder) as opened, server(opened) as web:
-        builder = opened.builder
+        builder = opened.runtime.builder
         assert builder is not None and builder.special_ids(["[TOOL_CALLS]", "[ARGS]"]) == {token}
         call = [token, *builder.encode('get_weather[ARGS]{"city": "Paris"}')]
         end = builder.special_ids(["<|user|>"])
@@ -397,8 +397,8 @@ def test_markers_that_are_special_tokens_are_read(tmp_path: Path, monkeypatch: p
 def test_without_a_known_template_answers_stay_text(monkeypatch: pytest.MonkeyPatch) -> None:
     for template, settings in (("{{ tools or messages[0].content }}", {}), (TEMPLATE, {"tool_call_parser": "none"})):
         with engine(template) as opened, server(opened, **settings) as web:
-            assert opened.builder is not None
-            script(monkeypatch, [opened.builder.encode(CALL)])
+            assert opened.runtime.builder is not None
+            script(monkeypatch, [opened.runtime.builder.encode(CALL)])
             assert both(web) == (CALL, [], "stop")
 
 

@@ -43,9 +43,9 @@ def engine() -> Iterator[BlendEngine]:
 def watched(engine: BlendEngine, floor: float | None = None, share: float = 1.0) -> tuple[ShadowWatch, ShadowCheck]:
     """A check that computes only when a test says so."""
     made = watch(engine, ShadowSettings(share, floor), seed=0)
-    assert engine.shadow is not None
-    engine.background.idle_work = None
-    return made, engine.shadow
+    assert engine.runtime.shadow is not None
+    engine.runtime.background.idle_work = None
+    return made, engine.runtime.shadow
 
 
 def drain(check: ShadowCheck) -> None:
@@ -153,7 +153,7 @@ def test_requests_with_a_ratio_or_selector_of_their_own_cancelled_ones_and_sever
     made, check = watched(engine)
     told = seen(made, monkeypatch)
     engine.generate(RAG, GREEDY, ratio=0.4)
-    scheduler = Scheduler(engine)
+    scheduler = Scheduler(engine.runtime)
     try:
         for ask in ({"mode": "reuse"}, {"mode": "full"}, {"mode": "prefix"}, {"tenant_label": "t"}):
             serve(scheduler, Ask(RAG, GREEDY, **ask))  # type: ignore[arg-type]
@@ -309,12 +309,12 @@ def test_two_engines_in_one_process_know_nothing_of_each_other() -> None:
 
 def test_an_idle_engine_compares_by_itself_and_flush_and_captures_do_not_wait_for_it(engine: BlendEngine) -> None:
     made = watch(engine, ShadowSettings(1.0), seed=0)
-    check = engine.shadow
+    check = engine.runtime.shadow
     assert check is not None
     with engine.start(RAG, GREEDY) as running:  # no idle time until it is finished
         engine.generate(RAG, GREEDY)
         assert check.waiting == 1
-        assert engine.background.submit("job", lambda: None) and engine.flush(10)
+        assert engine.runtime.background.submit("job", lambda: None) and engine.flush(10)
         assert check.waiting == 1
         running.step()
     end = time.monotonic() + 30
@@ -325,11 +325,11 @@ def test_an_idle_engine_compares_by_itself_and_flush_and_captures_do_not_wait_fo
 
 def test_a_server_that_is_never_idle_gives_it_a_share_and_drops_the_rest(engine: BlendEngine) -> None:
     made = watch(engine, ShadowSettings(0.5), seed=0)
-    check, rng = engine.shadow, random.Random(1)
+    check, rng = engine.runtime.shadow, random.Random(1)
     assert check is not None
-    engine.background._requests += 1  # as if there were always one more
+    engine.runtime.background._requests += 1  # as if there were always one more
     expected = {ratio: engine.generate(RAG, GREEDY, ratio=ratio).token_ids for ratio in (0.2, 0.5)}
-    scheduler = Scheduler(engine, Limits(active=4, row_layers=64))
+    scheduler = Scheduler(engine.runtime, Limits(active=4, row_layers=64))
     events: queue.SimpleQueue[tuple[float, Event]] = queue.SimpleQueue()
     answers: dict[float, list[int]] = {}
     try:
@@ -346,7 +346,7 @@ def test_a_server_that_is_never_idle_gives_it_a_share_and_drops_the_rest(engine:
                 answers.setdefault(ratio, []).append(event.token_id)
     finally:
         scheduler.close()
-    engine.background._requests -= 1
+    engine.runtime.background._requests -= 1
     compared, dropped = counts(made)
     assert compared > 0 and check.waiting <= MOST_WAITING + 1  # one is under way
     assert 10 <= compared + dropped + check.waiting <= 55  # of 62 that might be drawn
@@ -418,10 +418,10 @@ def test_the_server_compares_shows_the_floor_and_names_nobody(tmp_path: Path) ->
             assert chat(web, alice, recompute_ratio=0.05)["recompute_ratio"] == 0.05
             assert chat(web, alice, mode="full")["recompute_ratio"] is None
             end = time.monotonic() + 300
-            assert engine.shadow is not None
-            while engine.shadow.waiting and time.monotonic() < end:
+            assert engine.runtime.shadow is not None
+            while engine.runtime.shadow.waiting and time.monotonic() < end:
                 time.sleep(0.02)
-            assert not engine.shadow.waiting
+            assert not engine.runtime.shadow.waiting
             text = web.get("/metrics", headers={"Authorization": f"Bearer {alice}"}).text
             assert text.count("cacheblend_shadow_total{") == 3  # two tenants, and alice's own ratio
             for secret in ("alice", "bob", "private", *keys.values(), *(key.tenant for key in stored)):
@@ -435,10 +435,10 @@ def test_the_server_compares_shows_the_floor_and_names_nobody(tmp_path: Path) ->
             assert shown()["shadow"] is True
 
             # The floor shows in answers and on the page.
-            engine.shadow.watch._on_change(1.5)
+            engine.runtime.shadow.watch._on_change(1.5)
             assert chat(web, alice)["recompute_ratio"] == pytest.approx(1.5 * RATIO)
             assert shown()["recompute_ratio"] == pytest.approx(1.5 * RATIO)
-            engine.shadow.watch._on_change(float("inf"))
+            engine.runtime.shadow.watch._on_change(float("inf"))
             report = chat(web, alice)
             assert report["recompute_ratio"] is None and report["hit_tokens"]["memory"] == 0
             assert chat(web, alice, recompute_ratio=0.3)["recompute_ratio"] == 0.3

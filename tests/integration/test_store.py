@@ -250,7 +250,7 @@ def test_every_block_is_found_and_gives_the_same_logits(way: str, earlier: Path)
     prompt = Prompt.of([text(FACTS["system"]), *order, text(FACTS["question"])])
     with BlendEngine.from_pretrained(DATA / "model", store=str(earlier), config=config, with_tokenizer=False) as engine:
         assert len(list(engine.store.manifests())) == 3 * len(WAYS)
-        with torch.no_grad(), engine.open_prefill(prompt, tenant=tenant) as prefill:
+        with torch.no_grad(), engine.runtime.open_prefill(prompt, tenant=tenant) as prefill:
             while not prefill.advance():
                 pass
             result = prefill.result()

@@ -56,24 +56,24 @@ def sync(engine: BlendEngine, documents: dict[str, str], most: float = 1.0, **op
 
 
 def records(engine: BlendEngine, tenant: str = "") -> list[DocumentRecord]:
-    found = engine.store.documents.all(engine.planner_of(tenant).root)
+    found = engine.store.documents.all(engine.runtime.planner_of(tenant).root)
     assert all(isinstance(each, DocumentRecord) for each in found)
     return [each for each in found if isinstance(each, DocumentRecord)]
 
 
 def check(engine: BlendEngine, documents: dict[str, str], tenant: str = "") -> None:
     """The store has the chunks of these documents, complete, and no other of the tenant."""
-    root = engine.planner_of(tenant).root
+    root = engine.runtime.planner_of(tenant).root
     listed = {manifest.chunk_id: manifest for manifest in engine.store.manifests() if manifest.root == root}
     found = records(engine, tenant)
     assert {each.id for each in found} == documents.keys()
     assert {blocks[-1] for each in found for blocks in each.chunks} == listed.keys()
-    assert engine.builder is not None
+    assert engine.runtime.builder is not None
     for each in found:
         assert each.stale == ()
         ids = [int(i) for blocks in each.chunks for i in listed[blocks[-1]].token_ids]
         body = documents[each.id]
-        assert ids == (engine.builder.encode(body) if body.strip() else [])
+        assert ids == (engine.runtime.builder.encode(body) if body.strip() else [])
         assert all(engine.store.held([name for blocks in each.chunks for name in blocks]))
 
 
@@ -185,7 +185,7 @@ def test_stored_chunks_are_exact_and_found_in_plain_text(tmp_path: Path) -> None
         assert torch.allclose(blended.logits, full.logits, atol=1e-4)
         plain = engine.prompt([f"Read this. {body} What rings?"])
         for _ in range(500):  # until the list is read
-            if (found := engine.known_in(plain, engine.follow())).chunks:
+            if (found := engine.runtime.known_in(plain, engine.runtime.follow())).chunks:
                 break
             time.sleep(0.01)
         assert sum(map(len, found.chunks)) > 0.9 * record.tokens
@@ -213,11 +213,11 @@ def test_chunks_that_vanished_are_restored_and_damaged_records_replaced_by_what_
         assert len(again.damaged) == 1 and again.kept == 2  # what `b` had is unknown until it is given again
         assert sync(engine, documents).added == 1
         check(engine, documents)
-        old = engine.planner.root
+        old = engine.runtime.planner.root
     # Another model, or setting, has documents of its own.
     with opened(tmp_path / "s", BlendConfig(capture=False, discover=False, codec="fp8")) as engine:
         assert sync(engine, documents).added == 3
-        assert set(engine.store.documents.roots()) == {old, engine.planner.root}
+        assert set(engine.store.documents.roots()) == {old, engine.runtime.planner.root}
         assert sync(engine, {}).dropped == 3
         assert {each.id for each in engine.store.documents.all(old)} == set("abc")  # type: ignore[union-attr]
 

@@ -124,7 +124,7 @@ def test_attention_is_transformers_own(family: str) -> None:
     model = copy.deepcopy(engine.model)
     model.set_attn_implementation("eager")
     with torch.no_grad():
-        out = model(input_ids=engine.ids_of(LONG_QUESTION)[None], output_attentions=True, use_cache=False)
+        out = model(input_ids=engine.runtime.ids_of(LONG_QUESTION)[None], output_attentions=True, use_cache=False)
     context = context_length(LONG_QUESTION)
     part = part_of_row(parts_of(LONG_QUESTION), len(LONG_QUESTION))
     for layer, theirs in enumerate(out.attentions):
@@ -163,12 +163,12 @@ def test_the_anchor_takes_the_first_tokens_place() -> None:
     """Computed alone behind BOS, a chunk attends to it; in a prompt that begins with BOS that is its first token."""
     with_bos = Prompt.of([text([BOS]), SYSTEM, B, A, QUESTION])
     engine = engine_of(anchor="bos", prompt=with_bos)
-    mass = alone_mass(engine, engine.planner.plan(with_bos, engine.store))
+    mass = alone_mass(engine, engine.runtime.planner.plan(with_bos, engine.store))
     rows = slice(8, 8 + len(B))
     assert np.allclose(mass[:, rows, 0] + mass[:, rows, 2], 1, atol=1e-5)
     assert mass[:, rows, 0].min() > 0
     engine = engine_of(anchor="bos", prompt=RAG)
-    mass = alone_mass(engine, engine.planner.plan(RAG, engine.store))
+    mass = alone_mass(engine, engine.runtime.planner.plan(RAG, engine.store))
     assert np.allclose(mass[:, 7:37].sum(axis=-1), mass[:, 7:37, 1], atol=1e-6)
     assert mass[:, 7:37, 1].max() < 1  # what BOS got is nobody's here
 
@@ -233,7 +233,7 @@ def test_inspection(family: str) -> None:
         engine, RAG, Hkvd(), curves=ratio_curves(engine.config, (0.0, 0.3, 1.0)), advance=lambda *at: done.append(at)
     )
     assert done == [(n, 10) for n in range(1, 11)]
-    layers = len(engine.survey.layout.layers)
+    layers = len(engine.runtime.survey.layout.layers)
     assert found.kv_norm.shape == found.next_correlation().shape == (layers,)
     assert np.isnan(found.next_correlation()).tolist() == [True, *[False] * (layers - 2), True]
     assert found.full.attention.shape == (layers, len(found.parts), len(found.parts))

@@ -220,8 +220,8 @@ def rows_of(count: int, passages: int) -> list[QuestionRow]:
 
 
 def evaluate_paper(engine: BlendEngine, rows: list[QuestionRow], out: Path, sweeps: Sweeps = TINY) -> dict[str, Any]:
-    assert engine.builder is not None
-    scorers = make_scorers(["f1"], engine.builder.encode)
+    assert engine.runtime.builder is not None
+    scorers = make_scorers(["f1"], engine.runtime.builder.encode)
     return run.run_paper(
         engine, [DataSet("data", rows)], scorers, settings=Settings(max_tokens=2), sweeps=sweeps, out=out
     )
@@ -293,8 +293,8 @@ def test_ctrl_c_leaves_a_report_and_says_how_to_go_on(
 
 
 def context_of(engine: BlendEngine, rows: list[QuestionRow], tmp_path: Path, sweeps: Sweeps) -> Context:
-    assert engine.builder is not None
-    scorers = make_scorers(["f1"], engine.builder.encode)
+    assert engine.runtime.builder is not None
+    scorers = make_scorers(["f1"], engine.runtime.builder.encode)
     return Context(engine, [DataSet("data", rows)], Settings(max_tokens=2), scorers, sweeps, tmp_path)
 
 
@@ -313,7 +313,7 @@ def test_numbers_of_passages_fit_rows_and_context(engine: BlendEngine, tmp_path:
     assert used
     for row in used:
         prompt = Settings().template.prompt(engine, [_passage(text) for text in row.passages[: points[-1]]], "?")
-        assert len(prompt) <= (engine.survey.max_length or 0)
+        assert len(prompt) <= (engine.runtime.survey.max_length or 0)
         assert len(row.passages) >= points[-1]
     missing = set(numbers) - set(points)
     assert all(any(str(number) in note for note in notes) for number in missing)
@@ -329,12 +329,12 @@ def _passage(text: Text) -> Any:
 def test_text_is_kept_when_it_is_cut_anew(engine: BlendEngine, tmp_path: Path, tokens: int) -> None:
     rows = rows_of(4, 3)
     context = context_of(engine, rows, tmp_path, replace(TINY, share=1.0))
-    assert engine.builder is not None
+    assert engine.runtime.builder is not None
     for row, cut in zip(rows, quality.cut_anew(context, tokens), strict=True):
         assert "".join("".join(part.text for part in cut.passages).split()) == "".join(
             "".join(part.text for part in row.passages).split()
         )
-        assert all(len(engine.builder.encode(part.text)) <= tokens for part in cut.passages)
+        assert all(len(engine.runtime.builder.encode(part.text)) <= tokens for part in cut.passages)
 
 
 def test_rows_of_one_passage_leave_sweeps_out_and_say_so(engine: BlendEngine, tmp_path: Path) -> None:

@@ -100,13 +100,13 @@ def stepper(engine: BlendEngine, prompt: Prompt, selector: Selector, **options: 
 
     def open_runner(plan: BlendPlan) -> HfLayerRunner:
         ids = torch.tensor(plan.prompt.token_ids[plan.prefix_length :].tolist())
-        return HfLayerRunner(engine.view, ids, torch.arange(plan.prefix_length, len(plan)))
+        return HfLayerRunner(engine.runtime.view, ids, torch.arange(plan.prefix_length, len(plan)))
 
     def open_loader(plan: BlendPlan, first_reused_layer: int) -> LayerLoader:
-        layout, rotations = engine.survey.layout, engine.survey.rotations
+        layout, rotations = engine.runtime.survey.layout, engine.runtime.survey.rotations
         return LayerLoader(plan, engine.store, layout, rotations, first_reused_layer=first_reused_layer)
 
-    plan = engine.planner.plan(prompt, engine.store)
+    plan = engine.runtime.planner.plan(prompt, engine.store)
     return BlendedPrefill(plan, open_runner, open_loader, selector, PrefillOptions(tile_rows=7, **options))
 
 

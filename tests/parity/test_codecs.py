@@ -81,5 +81,5 @@ def test_a_missed_chunk_is_stored_compressed_without_its_anchor(codec: str) -> N
         assert entry is not None and entry.layout.codec == codec
         assert engine.store.read(names[0], 0).dtype == torch.uint8
         assert engine.prefill(RAG).report.missed_tokens == 0
-        anchors = engine.planner.chain_of([SYSTEM.token_ids])
+        anchors = engine.runtime.planner.chain_of([SYSTEM.token_ids])
         assert engine.store.find([anchors]) == [None]

@@ -156,19 +156,21 @@ class RankRunner(HfLayerRunner):
 @torch.no_grad()
 def prefill_of_rank(engine: BlendEngine, rank: int, ranks: Meeting, seen: list[Recorded], alone: bool) -> PrefillResult:
     """Runs one rank's prefill; `alone`: without combining deviations and attention over the ranks."""
-    plan = engine.planner.plan(RAG, engine.store)
-    shapes = engine.survey.layout.layers
-    layout = KVLayout(tuple(LayerShape(s.kv_heads // 2, s.head_dim) for s in shapes), engine.survey.layout.dtype)
+    plan = engine.runtime.planner.plan(RAG, engine.store)
+    shapes = engine.runtime.survey.layout.layers
+    layout = KVLayout(
+        tuple(LayerShape(s.kv_heads // 2, s.head_dim) for s in shapes), engine.runtime.survey.layout.dtype
+    )
     half = layout.layers[0].kv_heads
     heads = slice(rank * half, (rank + 1) * half)
     ids = torch.tensor(plan.prompt.token_ids.tolist())
 
     def open_loader(plan: BlendPlan, first: int) -> LayerLoader:
-        rotations = engine.survey.rotations
+        rotations = engine.runtime.survey.rotations
         return LayerLoader(plan, engine.store, layout, rotations, first_reused_layer=first, heads=heads)
 
     def open_runner(plan: BlendPlan) -> RankRunner:
-        runner = RankRunner(engine.view, ids, torch.arange(len(ids)))
+        runner = RankRunner(engine.runtime.view, ids, torch.arange(len(ids)))
         runner.rank, runner.ranks = rank, ranks
         return runner
 
@@ -249,7 +251,7 @@ ASKED = (RAG, Prompt.of([SYSTEM, C, QUESTION]), Prompt.of([B, QUESTION, A, QUEST
 def answering(family: str, prompt: Prompt, params: SamplingParams) -> Decoding:
     engine = warm_engine(family)
     result = engine.prefill(prompt, selector=AllRows())
-    return Decoding(Sampler(engine.ids_of(prompt), result.logits, params, []), list(result.kv))
+    return Decoding(Sampler(engine.runtime.ids_of(prompt), result.logits, params, []), list(result.kv))
 
 
 def step(view: ModelView, answers: Sequence[Decoding]) -> None:
@@ -282,16 +284,18 @@ def test_answers_of_one_prompt_share_only_the_prompts_kv() -> None:
     engine = warm_engine("llama")
     result = engine.prefill(RAG, selector=AllRows())
     params = [SamplingParams(max_new_tokens=8, temperature=2.0, seed=seed) for seed in (1, 2, 1)]
-    answers = [Decoding(Sampler(engine.ids_of(RAG), result.logits, each, []), list(result.kv)) for each in params]
+    answers = [
+        Decoding(Sampler(engine.runtime.ids_of(RAG), result.logits, each, []), list(result.kv)) for each in params
+    ]
     while answers[0].sampler.finish_reason is None:
-        step(engine.view, answers)
+        step(engine.runtime.view, answers)
     first, second, third = (answer.sampler.token_ids for answer in answers)
     assert first == third != second
     torch.manual_seed(0)
-    single = Sampler(engine.ids_of(RAG), result.logits, params[1], [])
+    single = Sampler(engine.runtime.ids_of(RAG), result.logits, params[1], [])
     alone = Decoding(single, list(result.kv))
     while single.finish_reason is None:
-        step(engine.view, [alone])
+        step(engine.runtime.view, [alone])
     assert single.token_ids == second
 
 

@@ -61,6 +61,7 @@ def ids(seed: int, count: int) -> list[int]:
 
 
 A, B, C = ids(1, 90), ids(2, 120), ids(3, 70)
+EVICTED = ids(4, 70)  # which is still listed
 
 
 def ask(engine: BlendEngine, *parts: list[int], ratio: float | None = None) -> Any:
@@ -79,7 +80,7 @@ def test_text_that_recurs_is_reused_at_its_third_sighting(engine: BlendEngine) -
     assert ask(engine, ids(12, 7), B, A, ids(13, 9)).hit_tokens["memory"] == 0
     third = ask(engine, ids(14, 3), A, ids(15, 6), B, ids(16, 9))
     assert third.hit_tokens["memory"] == len(A) + len(B) and third.recomputed_tokens < len(A)
-    found = engine.discovery.figures if engine.discovery else None
+    found = engine.runtime.discovery.figures if engine.runtime.discovery else None
     assert found is not None and (found.runs, found.stored_tokens, found.hit_tokens) == (2, 210, 210)
     assert found.wasted_tokens == 0 and found.unwatched == 0
 
@@ -90,8 +91,8 @@ def test_a_used_run_that_is_split_still_counts_what_is_loaded_from_it(engine: Bl
     loaded = len(A) + len(B)
     for seed, part in ((40, A), (50, B), (60, A), (70, [*A, *ids(80, 6), *B])):  # the run is split, its chunk stays
         loaded += ask(engine, ids(seed, 5), part, ids(seed + 1, 9)).hit_tokens["memory"]
-    assert engine.discovery is not None and engine.discovery.figures.hit_tokens == loaded > 4 * len(A)
-    assert engine.discovery.figures.stored_tokens == len(A) + len(B)  # the parts are loaded from it
+    assert engine.runtime.discovery is not None and engine.runtime.discovery.figures.hit_tokens == loaded > 4 * len(A)
+    assert engine.runtime.discovery.figures.stored_tokens == len(A) + len(B)  # the parts are loaded from it
 
 
 def test_evicted_runs_and_parts_of_a_chunk_that_is_gone_are_stored_again(engine: BlendEngine) -> None:
@@ -103,7 +104,7 @@ def test_evicted_runs_and_parts_of_a_chunk_that_is_gone_are_stored_again(engine:
         assert ask(engine, ids(70 + len(part), 5), part, ids(170, 9)).hit_tokens["memory"] == 0
         assert ask(engine, ids(270 + len(part), 5), part, ids(370, 9)).hit_tokens["memory"] == len(part)
     stored = 2 * len(A) + len(B) + 2 * len(C)
-    assert engine.discovery is not None and engine.discovery.figures.stored_tokens == stored
+    assert engine.runtime.discovery is not None and engine.runtime.discovery.figures.stored_tokens == stored
 
 
 def test_marked_chunks_go_first_and_are_found_where_nobody_marks_them(engine: BlendEngine) -> None:
@@ -115,6 +116,31 @@ def test_marked_chunks_go_first_and_are_found_where_nobody_marks_them(engine: Bl
     marked = Prompt.of([text([BOS]), chunk([*A[40:], *B[:50]]), text([*A, *ids(40, 9)])])
     report = engine.generate(marked, ANSWER).report
     assert report.missed_tokens == 100 and report.hit_tokens["memory"] == len(A)
+
+
+@pytest.mark.parametrize(
+    ("sent", "near"),
+    [
+        (A, 0),  # found
+        ([*ids(20, 6), *A], 90),  # a title in front
+        (A[1:], 89),  # a blank stripped
+        ([*A[:-1], 7, 7], 25),  # another end: two blocks of 32 are loaded
+        ([*A, *B], 26 + 120),  # a document of two chunks as one passage
+        (ids(21, 100), 0),
+        (EVICTED, 0),
+    ],
+)
+def test_a_missed_passage_that_is_stored_with_another_beginning_or_end_is_counted(
+    engine: BlendEngine, sent: list[int], near: int
+) -> None:
+    engine.warm([chunk(A), chunk(B), chunk(EVICTED)])
+    engine.runtime.discovery.listing.prepare(engine.runtime.planner.root).result()  # type: ignore[union-attr]
+    gone = next(each for each in engine.store.manifests() if each.token_ids.tolist() == EVICTED)
+    for name in gone.block_names:
+        engine.store.delete(name)
+    prompt = Prompt.of([text([BOS, *ids(23, 4)]), chunk(sent), text(ids(24, 5))])
+    report = engine.generate(prompt, ANSWER).report
+    assert report.near_miss_tokens == near <= report.missed_tokens
 
 
 def test_what_another_store_user_listed_is_found_after_the_list_is_read() -> None:
@@ -132,13 +158,13 @@ def test_one_tenant_learns_nothing_from_another_and_what_must_not_be_kept_is_not
 
     for number, tenant in enumerate(("t", "u", "")):
         serve(engine, [Ask(prompt(number, A), ANSWER, tenant=tenant)])
-    assert engine.discovery is not None and engine.discovery.figures.runs == 0
+    assert engine.runtime.discovery is not None and engine.runtime.discovery.figures.runs == 0
     serve(engine, [Ask(prompt(9, A), ANSWER, tenant="u")])
-    assert engine.discovery.figures.runs == 1
+    assert engine.runtime.discovery.figures.runs == 1
     for number in range(20, 23):
         serve(engine, [Ask(prompt(number, C), ANSWER, may_keep=lambda tokens: False)])
-    assert [m.root for m in engine.store.manifests()] == [engine.planner_of("u").root]
-    assert engine.discovery.figures.stored_tokens == len(A)
+    assert [m.root for m in engine.store.manifests()] == [engine.runtime.planner_of("u").root]
+    assert engine.runtime.discovery.figures.stored_tokens == len(A)
 
 
 def test_what_prompts_begin_with_is_an_exact_prefix_at_the_third_sighting(engine: BlendEngine) -> None:
@@ -171,15 +197,15 @@ def test_a_watcher_that_fails_affects_no_answer(
     def fail(*_: Any) -> None:
         raise RuntimeError("for a test")
 
-    assert engine.discovery is not None
-    monkeypatch.setattr(engine.discovery._recurrences, "see", fail)
+    assert engine.runtime.discovery is not None
+    monkeypatch.setattr(engine.runtime.discovery._recurrences, "see", fail)
     assert ask(engine, A, B).prompt_tokens == 1 + len(A) + len(B)
     assert "its answer is not affected" in caplog.text
 
 
 def serve(engine: BlendEngine, asks: Sequence[Ask]) -> list[Any]:
     """Their reports, asked at once."""
-    scheduler, done = Scheduler(engine, Limits(active=4, catch_up_s=0.0)), threading.Event()
+    scheduler, done = Scheduler(engine.runtime, Limits(active=4, catch_up_s=0.0)), threading.Event()
     reports: dict[int, Any] = {}
 
     def listener(number: int) -> Any:
@@ -247,9 +273,9 @@ class History:
                     names = sorted(names_in(self.store))
                     for name in self.rng.sample(names, min(2, len(names))):
                         self.store.delete(name)  # type: ignore[arg-type]
-            assert engine.flush(60) and engine.background.failed == 0 and engine.discovery is not None
-            self.tally.meet("runs", engine.discovery.figures.runs)
-            roots = {bytes(engine.planner_of(tenant).root): tenant for tenant in tenants}
+            assert engine.flush(60) and engine.runtime.background.failed == 0 and engine.runtime.discovery is not None
+            self.tally.meet("runs", engine.runtime.discovery.figures.runs)
+            roots = {bytes(engine.runtime.planner_of(tenant).root): tenant for tenant in tenants}
             written: dict[bytes, Written] = getattr(self.store, "written", {})
             names = names_in(self.store)
             self.tally.add(
@@ -268,12 +294,15 @@ def test_no_history_gives_another_answer_or_stores_another_kv() -> None:
 
 
 def test_a_closed_engine_is_watched_no_more_and_nobody_waits_for_it(engine: BlendEngine) -> None:
-    assert engine.discovery is not None
+    assert engine.runtime.discovery is not None
     request = engine.start(Prompt.of([text([BOS, *A, *B])]), ANSWER)
     engine.close(wait=False)
     request.step()
     request.finish()
-    assert engine.discovery.flush(1) and engine.known_in(Prompt.of([text([BOS, *A])]), engine.follow()) is not None
+    assert (
+        engine.runtime.discovery.flush(1)
+        and engine.runtime.known_in(Prompt.of([text([BOS, *A])]), engine.runtime.follow()) is not None
+    )
 
 
 # ---- what it takes off the store, and what it remembers -------------------------------------------------------------
@@ -307,8 +336,11 @@ def test_an_unused_chunk_goes_unless_somebody_else_has_it(keeper: str) -> None:
         elif keeper == "mark":
             marked = Prompt.of([text([BOS, *ids(30, 5)]), chunk(A), text(ids(31, 9))])
             assert engine.generate(marked, ANSWER).report.hit_tokens["memory"] == len(A)
-            assert engine.flush(60) and engine.discovery is not None
-            assert (engine.discovery.figures.hit_tokens, engine.discovery.figures.wasted_tokens) == (len(A), 0)
+            assert engine.flush(60) and engine.runtime.discovery is not None
+            assert (engine.runtime.discovery.figures.hit_tokens, engine.runtime.discovery.figures.wasted_tokens) == (
+                len(A),
+                0,
+            )
         crowd_out(engine)
         is_kept = keeper != "nobody"
         assert engine.store.has_manifest(stored.chunk_id) == is_kept
@@ -321,8 +353,8 @@ def test_runs_that_were_used_and_are_seen_no_more_are_not_remembered() -> None:
     with open_engine(watch_tokens=FEW) as engine:
         for number in range(8):
             learn(engine, ids(3000 + number, 150), 4000 + 100 * number, times=3)
-        assert engine.discovery is not None and engine.discovery.figures.hit_tokens >= 4 * 150
-        assert len(engine.discovery._stored) * 150 <= FEW
+        assert engine.runtime.discovery is not None and engine.runtime.discovery.figures.hit_tokens >= 4 * 150
+        assert len(engine.runtime.discovery._stored) * 150 <= FEW
         assert len(list(engine.store.manifests())) > FEW // 150  # used ones stay until the store is full
 
 

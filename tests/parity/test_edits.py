@@ -124,17 +124,17 @@ def test_a_store_that_holds_no_whole_history_ends_the_work(monkeypatch: pytest.M
 def test_a_conversation_has_one_job_waiting_and_nothing_is_stored_twice() -> None:
     with open_engine(capture_queue=16) as engine:
         ask(engine, SYSTEM, U1, THOUGHT, A1, U2)
-        engine.background.begin_request()  # no background work from here on
-        engine.background.submit("other", lambda: None, patient=True)
+        engine.runtime.background.begin_request()  # no background work from here on
+        engine.runtime.background.submit("other", lambda: None, patient=True)
         for number in range(10):
             prompt = Prompt.of([text([BOS, *SYSTEM, *U1, *A1, *U2, number + 3])])
             engine.generate(prompt, ANSWER)
-        assert engine.background.dropped == 0
-        engine.background.end_request()
+        assert engine.runtime.background.dropped == 0
+        engine.runtime.background.end_request()
         assert engine.flush(60)
         written = engine.store.stats().blocks
-        with engine.open_prefill(Prompt.of([text([BOS, *SYSTEM, *U1, *A1])]), mode="full") as prefill:
-            engine.store_missed(prefill.run())
+        with engine.runtime.open_prefill(Prompt.of([text([BOS, *SYSTEM, *U1, *A1])]), mode="full") as prefill:
+            engine.runtime.store_missed(prefill.run())
         assert engine.flush(60) and engine.store.stats().blocks <= written + 1  # the last block of it is another
 
 
@@ -153,8 +153,8 @@ def test_nothing_is_moved_that_another_conversation_computed() -> None:
             ask(engine, SYSTEM, ids(30, 70), U1, A1, U2, conversation=planter)
         report = ask(engine, SYSTEM, U1, A1, U2, NEXT, conversation="a")
         assert "moved" not in report.hit_tokens
-        with engine.open_prefill(Prompt.of([text([BOS, *SYSTEM, *U1, *A1])]), tenant="t") as prefill:
-            engine.store_missed(prefill.run(), "t")
+        with engine.runtime.open_prefill(Prompt.of([text([BOS, *SYSTEM, *U1, *A1])]), tenant="t") as prefill:
+            engine.runtime.store_missed(prefill.run(), "t")
         assert engine.flush(60)
         assert "moved" not in ask(engine, SYSTEM, A1, NEXT, conversation="c").hit_tokens
 
@@ -256,7 +256,7 @@ class Histories:
                 one = rng.choice(self.conversations)
                 prompt = replace(one.turn(self.conversations), conversation=one.name)
                 self.tally.meet("requests")
-                known = engine.known_in(prompt, engine.follow(), one.tenant)
+                known = engine.runtime.known_in(prompt, engine.runtime.follow(), one.tenant)
                 moved = [segment for segment in known.segments if segment.is_moved]
                 self.tally.meet("moved tokens", sum(map(len, moved)))
                 for run in moved:  # its KV has this conversation's context, and no other's
@@ -266,20 +266,20 @@ class Histories:
                 one.asked.append(prompt.token_ids.tolist())
                 ratio = rng.choice([None, 0.0, 1.0])
                 if rng.random() < 0.3:  # again before anything is written
-                    engine.open_prefill(known, tenant=one.tenant).close()
-                with engine.open_prefill(known, ratio=ratio, tenant=one.tenant) as prefill:
+                    engine.runtime.open_prefill(known, tenant=one.tenant).close()
+                with engine.runtime.open_prefill(known, ratio=ratio, tenant=one.tenant) as prefill:
                     result = prefill.run()
                 if ratio == 1.0:
                     self.tally.meet("compared")
                     ours, full = result.logits.flatten(), full_logits(engine.model, prompt)
                     assert torch.allclose(ours, full, atol=2e-4), float((ours - full).abs().max())
-                engine.store_missed(result, one.tenant)
+                engine.runtime.store_missed(result, one.tenant)
                 if rng.random() < 0.7:
                     assert engine.flush(60)
-            assert engine.flush(60) and engine.background.failed == 0
+            assert engine.flush(60) and engine.runtime.background.failed == 0
             roots = {}
             for tenant in ("", "t"):
-                planner = engine.planner_of(tenant)
+                planner = engine.runtime.planner_of(tenant)
                 roots |= {bytes(planner.root): tenant, bytes(planner.exact_root or planner.root): tenant}
             # The anchor's block is not written in front of compressed chunks.
             anchors = {name_of(root, [BOS]): Written(root, [BOS]) for root in roots}
@@ -331,6 +331,6 @@ def test_turns_of_a_conversation_at_once_are_each_full_prefills() -> None:
         ]
         with ThreadPoolExecutor(4) as threads:
             answers = list(threads.map(lambda prompt: engine.generate(prompt, ANSWER, conversation="a"), prompts))
-        assert engine.flush(60) and engine.background.failed == 0
+        assert engine.flush(60) and engine.runtime.background.failed == 0
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.token_ids == greedy(engine.model, prompt, 3) and answer.report.hit_tokens["moved"] > 100

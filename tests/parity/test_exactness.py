@@ -62,7 +62,7 @@ ALL: dict[str, Selector] = {
 def test_full_recompute_equals_full_prefill(family: str, selector: str) -> None:
     """The question's passes leave nothing behind."""
     engine = warm_engine(family)
-    if ALL[selector].correction and any(each is not None for each in engine.view.latent):
+    if ALL[selector].correction and any(each is not None for each in engine.runtime.view.latent):
         pytest.skip("one latent for keys and values")
     outcome = run(engine, RAG, ALL[selector])
     assert outcome.report.hit_tokens["memory"] == 115
@@ -91,13 +91,13 @@ def test_a_chunk_directly_after_its_anchor_is_exact_at_any_ratio(family: str, an
 def test_repositioned_keys_equal_the_keys_computed_at_the_target_position(family: str) -> None:
     engine, model = warm_engine(family), tiny_model(family)
     ids = B.token_ids
-    far = min(engine.survey.length_limit or 4096, engine.survey.context_length or 4096) - len(ids)
+    far = min(engine.runtime.survey.length_limit or 4096, engine.runtime.survey.context_length or 4096) - len(ids)
     before = 0 if family in NO_NEGATIVE_POSITIONS else -5
     at = {position: plain_kv(model, ids, shift=position)[1] for position in (0, 13, far, before)}
     for old, new in [(0, 13), (13, 0), (0, far), (far, 0), (far, 13), (0, before), (before, far)]:
         # The model's own angles are fp32: at position p they are off by p / 2 ** 24 radians.
         tolerance = 1e-5 + 4 * max(abs(old), abs(new)) * 2**-24
-        for layer, rotation in enumerate(engine.survey.rotations):
+        for layer, rotation in enumerate(engine.runtime.survey.rotations):
             moved, values = at[old][layer]
             if rotation is not None:
                 moved = reposition_keys(moved, turn_by(rotation, torch.full((len(ids),), new - old)))

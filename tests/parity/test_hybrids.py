@@ -63,11 +63,11 @@ def warm(family: str) -> BlendEngine:
 def assert_full(outcome: Outcome, engine: BlendEngine, prompt: Prompt, tolerance: float = TOLERANCE) -> None:
     """Logits, KV of layers with attention, and states of recurrent layers are those of the model's own forward."""
     model: Any = engine.model
-    cache = whole_cache(model, engine.survey.kinds)
+    cache = whole_cache(model, engine.runtime.survey.kinds)
     ids = torch.tensor([prompt.token_ids.tolist()])
     logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1]
     assert_close(outcome.result.logits, logits, tolerance, "logits")
-    for layer, kv in zip(engine.survey.kinds.kv_layers, kv_of_cache(model, cache), strict=True):
+    for layer, kv in zip(engine.runtime.survey.kinds.kv_layers, kv_of_cache(model, cache), strict=True):
         for mine, theirs in zip(outcome.result.kv[layer], kv, strict=True):
             assert_close(mine, theirs, tolerance, f"KV of layer {layer}")
     for layer, state in outcome.result.states.last.items():

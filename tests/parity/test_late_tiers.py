@@ -99,8 +99,8 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[WaitedTime]:
 
 def timed(engine: BlendEngine, time: WaitedTime, monkeypatch: pytest.MonkeyPatch, full_s: float = 1.0) -> BlendEngine:
     """An engine by that clock, that takes computing any prompt to last so long."""
-    monkeypatch.setattr(engine.prefiller, "_compute_s", lambda tokens, planner: full_s)
-    monkeypatch.setattr(engine.prefiller, "late_tiers", LateTiers(time), raising=False)
+    monkeypatch.setattr(engine.runtime.prefiller, "_compute_s", lambda tokens, planner: full_s)
+    monkeypatch.setattr(engine.runtime.prefiller, "late_tiers", LateTiers(time), raising=False)
     return engine
 
 
@@ -168,7 +168,7 @@ def test_a_store_that_hangs_holds_up_one_request_and_is_tried_again_later(
             assert not outcome.result.plan.missed_chunks()
             assert hangs != "find" or not outcome.result.plan.publishable
         assert time.waits == pytest.approx(1.0) and calls.count(hangs) == 1
-        watch = StoreWatch(engine.store, engine.prefiller.late_tiers)
+        watch = StoreWatch(engine.store, engine.runtime.prefiller.late_tiers)
         assert watch.down() == ["memory"]
         time.now += 11.0
         assert watch.down() == []
@@ -190,7 +190,7 @@ def test_requests_that_run_together_wait_for_a_hung_tier_once_and_that_is_no_pac
     with open_engine(tiny_model("llama"), load_timeout_s=None) as engine:
         timed(engine, time, monkeypatch)
         slowed(engine.store, time, lambda call: NEVER if call == "read_layers" else 0.0)
-        scheduler, ended = Scheduler(engine, has_thread=False), list[Event]()
+        scheduler, ended = Scheduler(engine.runtime, has_thread=False), list[Event]()
         for _ in range(5):
             scheduler.submit(Ask(RAG, SamplingParams(max_new_tokens=2)), ended.append)
         while sum(isinstance(event, DoneEvent) for event in ended) < 5:
@@ -218,8 +218,8 @@ def test_a_pace_that_cannot_be_measured_fails_no_request(
 
     model = tiny_model("llama")
     with open_engine(model, load_timeout_s=None) as engine:
-        monkeypatch.setattr(engine.prefiller, "late_tiers", LateTiers(time), raising=False)
-        monkeypatch.setattr(engine.prefiller, "_measure_pace", measure)
+        monkeypatch.setattr(engine.runtime.prefiller, "late_tiers", LateTiers(time), raising=False)
+        monkeypatch.setattr(engine.runtime.prefiller, "_measure_pace", measure)
         slowed(engine.store, time, lambda call: NEVER if call == "read_layers" else 0.0)
         outcome = run(engine, RAG, NoRows())
         assert len(outcome.report.load_timeouts) == 1 and time.waits == pytest.approx(LEAST_S)
@@ -240,7 +240,7 @@ def test_closing_does_not_wait_for_a_tier_that_hangs(
     with open_engine(tiny_model("llama"), store=store) as engine:
         file = cost_model_file(tmp_path / "cost-model.json", engine, memory=1.0)
     engine = open_engine(tiny_model("llama"), [], store=store, cost_model=file)
-    blocks = {span.name for span in engine.planner.plan(RAG, store).spans if span.source is Source.LOADED}
+    blocks = {span.name for span in engine.runtime.planner.plan(RAG, store).spans if span.source is Source.LOADED}
     closing = threading.Thread(target=engine.close, kwargs={"wait": wait}, daemon=True)
     try:
         for _ in range(3):
@@ -261,7 +261,7 @@ def test_requests_do_not_wait_for_captures_that_hang_in_the_store(call: str, mon
     gate, called, store = threading.Event(), list[str](), MemoryStore()
     monkeypatch.setattr(warmup, "STORE_S", 1.0)  # a busy machine is not mistaken for a store that hangs
     with open_engine(tiny_model("llama"), [], store=store, capture=True) as engine:
-        engine.background.begin_request()
+        engine.runtime.background.begin_request()
         engine.generate(RAG, SamplingParams(max_new_tokens=1))
         real = getattr(store, call)
 
@@ -274,12 +274,12 @@ def test_requests_do_not_wait_for_captures_that_hang_in_the_store(call: str, mon
         monkeypatch.setattr(store, call, hung)
         try:
             rounds = 0
-            while engine.background.catch_up(0.0):
+            while engine.runtime.background.catch_up(0.0):
                 rounds += 1
             assert rounds > 1 and len(called) == 1  # it is left alone while it does not answer
         finally:
             gate.set()
-            engine.background.end_request()
+            engine.runtime.background.end_request()
         engine.generate(RAG, SamplingParams(max_new_tokens=1))
         assert engine.flush(60)
     assert store.manifests()

@@ -36,7 +36,7 @@ def test_records_are_the_latents_that_transformers_caches(family: str) -> None:
         names = store.manifests()[0].block_names
         blocks = [store.read_layers([name], range(4))[0] for name in names]
         assert store.find(names)[0].layout.block_bytes(1) == 4 * 24 * 4
-        assert engine.survey.layout.block_bytes(len(A)) == sum(r.nbytes for records in blocks for r in records)
+        assert engine.runtime.survey.layout.block_bytes(len(A)) == sum(r.nbytes for records in blocks for r in records)
     for layer, cached in enumerate(cache.layers):
         record = torch.cat([records[layer] for records in blocks], dim=2)
         kept = torch.cat([cached.values[0], cached.keys[0]], dim=-1)

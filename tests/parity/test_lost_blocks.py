@@ -100,7 +100,7 @@ def lossy_engine(family: str, read_ahead: int = 8) -> tuple[BlendEngine, LossySt
 
 
 def names_at(engine, prompt: Prompt, *positions: int) -> list[BlockName]:
-    spans = engine.planner.plan(prompt, engine.store).spans
+    spans = engine.runtime.planner.plan(prompt, engine.store).spans
     return [next(s.name for s in spans if s.start <= position < s.stop) for position in positions]
 
 

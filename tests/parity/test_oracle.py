@@ -209,7 +209,7 @@ def engine_of(family: str, shape: Shape, tile_rows: int) -> BlendEngine:
     prompt = Prompt.of(shape.segments)
     stored = [segment for segment in prompt.chunks if segment is not UNSEEN]
     engine = open_engine(tiny_model(family), stored, block_size=shape.block_size, tile_rows=tile_rows)
-    for span in engine.planner.plan(prompt, engine.store).spans:
+    for span in engine.runtime.planner.plan(prompt, engine.store).spans:
         if span.start in missing_rows(prompt, shape) and prompt.segments[span.segment] is not UNSEEN:
             assert engine.store.delete(span.name)
     return engine

@@ -117,14 +117,14 @@ class History:
                     self.engine.flush(60)
             self.witness.draw = None
             assert self.engine.flush(60)
-            assert self.engine.background.failed == 0
+            assert self.engine.runtime.background.failed == 0
             self.tally.add(self._compared())
         self.store.close()
         return self.tally
 
     def prompt(self) -> Prompt:
         parts = self.hostile.prompt()
-        bos = self.engine.planner.anchor.rule == "bos" and self.rng.random() < 0.8
+        bos = self.engine.runtime.planner.anchor.rule == "bos" and self.rng.random() < 0.8
         self.prompts.append(as_prompt(parts, bos=bos))
         return self.prompts[-1]
 
@@ -144,7 +144,7 @@ class History:
         """Several requests of several tenants at once, with the same chunks; some are cancelled."""
         rng = self.rng
         limits = Limits(active=rng.randint(1, 4), row_layers=rng.choice([16, 200, 4096]), catch_up_s=0.0)
-        scheduler = Scheduler(self.engine, limits)
+        scheduler = Scheduler(self.engine.runtime, limits)
         count = rng.randint(2, 5)
         self.tally.meet("requests", count)
         done = [threading.Event() for _ in range(count)]
@@ -218,7 +218,7 @@ class History:
         self._switch_at_once(self.rng.choice(ADAPTERS))
 
     def _switch_at_once(self, adapter: str) -> None:
-        with self.engine.adapters._lock:  # a look in the middle would find, and name, a mixture of both
+        with self.engine.runtime.adapters._lock:  # a look in the middle would find, and name, a mixture of both
             switch(self.model, adapter)
 
     def trouble(self) -> None:
@@ -241,7 +241,7 @@ class History:
         roots: dict[bytes, str] = {}
         for adapter in ADAPTERS:
             switch(self.model, adapter)
-            state = self.engine.follow()
+            state = self.engine.runtime.follow()
             for tenant in TENANTS:
                 planner = state.planner_of(tenant)
                 assert planner.exact_root is not None
@@ -268,7 +268,7 @@ class History:
         for root in roots:
             for prompt in self.prompts:
                 name = root
-                for segment in self.engine.planner.anchor.segments(prompt):
+                for segment in self.engine.runtime.planner.anchor.segments(prompt):
                     for start in range(0, len(segment), BLOCK_SIZE):
                         ids = segment[start : start + BLOCK_SIZE].tolist()
                         parent, name = name, name_of(name, ids)

@@ -278,7 +278,7 @@ def test_blocks_lost_behind_the_question_are_misses(family: str, keeps: bool) ->
         kv: list[tuple[torch.Tensor, torch.Tensor]] = []
         options = {} if keeps else {"on_layer": lambda layer, found: kv.append((found.keys, found.values))}
         with stepper(engine, RAG, selector, **options) as pass_:
-            pass_.advance(len(engine.survey.layout.layers))  # the question's pass
+            pass_.advance(len(engine.runtime.survey.layout.layers))  # the question's pass
             assert pass_.layer == 0 and pass_.active_rows > 2
             store.losses = [Loss(first, 0), Loss(second, 0, after=1)]
             result = finish(pass_)

@@ -62,20 +62,20 @@ def test_a_part_that_is_warmed_is_stored_as_the_whole_chunk() -> None:
         prompt = Prompt.of([SYSTEM, part_of(A.token_ids, 1, len(A) - 2, "A"), QUESTION])
         engine.warm([segment for segment in prompt.segments if segment.is_chunk])
         assert stored(engine, A.token_ids).label == "A"
-        assert engine.planner.plan(prompt, engine.store).hit_tokens()["memory"] == len(A) - 2
+        assert engine.runtime.planner.plan(prompt, engine.store).hit_tokens()["memory"] == len(A) - 2
 
 
 def test_a_missed_part_of_a_chunk_has_the_whole_chunk_stored() -> None:
     with open_engine(tiny_model("llama"), [], capture=True) as engine:
         prompt = Prompt.of([SYSTEM, part_of(A.token_ids, 1, len(A) - 2, "A"), QUESTION])
-        plan = engine.planner.plan(prompt, engine.store)
+        plan = engine.runtime.planner.plan(prompt, engine.store)
         assert [(len(s), s.label) for s in plan.missed_chunks()] == [(len(A), "A")]
         assert not any(plan.held_chunks().values())
         engine.generate(prompt, max_new_tokens=1)
         assert engine.flush(60)
         assert stored(engine, A.token_ids).label == "A"
-        again = engine.planner.plan(prompt, engine.store)
+        again = engine.runtime.planner.plan(prompt, engine.store)
         assert again.hit_tokens()["memory"] == len(A) - 2
         assert all(again.held_chunks().values())
         behind = Prompt.of([QUESTION, A, part_of(A.token_ids, 0, 5), QUESTION])
-        assert engine.planner.plan(behind, engine.store).hit_tokens()["memory"] == len(A) + 5
+        assert engine.runtime.planner.plan(behind, engine.store).hit_tokens()["memory"] == len(A) + 5

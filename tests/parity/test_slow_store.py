@@ -70,7 +70,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingStore]:
 
 
 def spans_of(engine, *sources: Source):
-    return [span for span in engine.planner.plan(RAG, engine.store).spans if span.source in sources]
+    return [span for span in engine.runtime.planner.plan(RAG, engine.store).spans if span.source in sources]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"])
@@ -121,7 +121,7 @@ def test_by_default_a_request_waits_as_long_as_computing_what_is_stored_takes(
     monkeypatch.setattr(budget, "LEAST_S", 0.01)
     asked: list[int] = []
     with open_engine(tiny_model("llama"), store=store, load_timeout_s=None) as engine:
-        model, real = engine.prefiller, engine.prefiller._compute_s
+        model, real = engine.runtime.prefiller, engine.runtime.prefiller._compute_s
 
         def compute_s(tokens: int, planner: object) -> float:
             asked.append(tokens)
@@ -156,7 +156,7 @@ def test_states_that_do_not_come_are_computed(family: str, store: HangingStore) 
     """Of a model with recurrent layers, whose prefill goes on from a snapshot that lies in the store."""
     prompt = Prompt.of([A, QUESTION])
     with open_engine(tiny_model(family), [A], store=store, load_timeout_s=TIMEOUT_S) as engine:
-        spans = engine.planner.plan(prompt, store).spans
+        spans = engine.runtime.planner.plan(prompt, store).spans
         store.slow, store.layer = {state_name(span.name) for span in spans}, 0
         outcome = run(engine, prompt, NoRows())
         report = outcome.report
@@ -170,7 +170,7 @@ def test_states_that_do_not_come_are_computed(family: str, store: HangingStore) 
 
 
 def test_what_passes_between_two_steps_is_no_computing() -> None:
-    with open_engine(tiny_model("llama")) as engine, engine.open_prefill(RAG) as prefill:
+    with open_engine(tiny_model("llama")) as engine, engine.runtime.open_prefill(RAG) as prefill:
         paused, done = 0.0, False
         while not done:
             done = prefill.advance()

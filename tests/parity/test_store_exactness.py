@@ -44,7 +44,9 @@ def test_stored_kv_equals_a_plain_prefill_of_its_chain(family: str, anchor: Anch
         listed = {name for manifest in store.manifests() for name in manifest.block_names}
         names = names_in(store)
         assert len(store.manifests()) >= 5 and listed <= names
-        found = compare(store, names, store.written, [engine.planner.root], lambda root, ids: plain_kv(model, ids)[1])
+        found = compare(
+            store, names, store.written, [engine.runtime.planner.root], lambda root, ids: plain_kv(model, ids)[1]
+        )
         assert found.poisoned == 0 and found.largest <= TOLERANCE, found.what
 
 

@@ -87,9 +87,9 @@ def test_a_config_alone_says_what_a_model_keeps(family: str) -> None:
     model = tiny_model(family)
     layout = expected_layout(model.config, torch.float32)
     with BlendEngine(model, store="memory") as engine:
-        assert engine.survey.layout == layout
-        assert all(latent is not None and latent.width == 24 for latent in engine.survey.latents)
-        assert {(shape.head_dim, shape.placed_dim) for shape in engine.survey.head_shapes} == {(24, 12)}
+        assert engine.runtime.survey.layout == layout
+        assert all(latent is not None and latent.width == 24 for latent in engine.runtime.survey.latents)
+        assert {(shape.head_dim, shape.placed_dim) for shape in engine.runtime.survey.head_shapes} == {(24, 12)}
     assert layout.block_bytes(7) == 7 * 4 * 24 * 4
 
 

@@ -282,12 +282,26 @@ def test_every_request_is_told_what_became_of_it() -> None:
         "hit_tokens": {"disk": 100},
         "selector": "hkvd",
         "recompute_ratio": 0.15,
+        "near_miss_tokens": 0,
         "recomputed_tokens": 15,
         "row_layers": 300,
         "prefill_share": 0.31,
     }
     counted = dict.fromkeys([reason for reason, _ in left], 1) | {"image": 2}
     assert side.counts.take().data["not_blended"] == counted
+
+
+def test_a_marked_chunk_that_is_stored_with_another_beginning_is_told() -> None:
+    side = scheduling([CHUNK])
+    start(side, Request(PROMPT, name="unmarked"))  # which has the list of chunks indexed
+    titled = Request([1, 2, 3, *CHUNK, 7], [[0, 103]], name="titled")
+    assert start(side, titled) == 0
+    told = side.finished(titled)["cacheblend"]
+    assert (told["reason"], told["near_miss_tokens"]) == ("nothing stored", 100)
+    other = Request([*range(300, 400), 7], [[0, 100]], name="other")
+    start(side, other)
+    assert side.finished(other)["cacheblend"]["near_miss_tokens"] == 0
+    assert side.counts.take().data["near_miss_tokens"] == {"": 100}
 
 
 def test_an_untested_version_is_refused_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,9 @@ def run(settings: TtftSettings, on_progress: Progress | None = None) -> dict[str
         with _engine(model, tokenizer, "memory", settings) as engine:  # all points' limits, before any is measured
             for point in _points(settings):
                 draw = random.Random(point.seed)
-                engine.prompt(draw_prompt(point, open_chunks(point, engine, draw), engine.survey.vocab_size, draw))
+                engine.prompt(
+                    draw_prompt(point, open_chunks(point, engine, draw), engine.runtime.survey.vocab_size, draw)
+                )
         points = []
         for point in _points(settings):
             arms = _measure(point, model, tokenizer, on_progress)
@@ -187,7 +189,7 @@ def _measure(settings: TtftSettings, model: PreTrainedModel, tokenizer: Any, on_
                     chosen = selection.make_selector(None if ratio == selection.final_ratio else ratio)
                     arms.append(Arm(name, partial(fused, engine, selector=chosen), ratio, store))
         for round_ in range(settings.runs + 1):
-            prompt = draw_prompt(settings, chunks, empty.survey.vocab_size, draw)
+            prompt = draw_prompt(settings, chunks, empty.runtime.survey.vocab_size, draw)
             for arm in arms:
                 if on_progress is not None:
                     on_progress(round_, settings.runs + 1, arm.name)
@@ -216,7 +218,7 @@ def open_chunks(settings: TtftSettings, engine: BlendEngine, draw: random.Random
     """The chunks that are stored: real passages, or random tokens."""
     if settings.data is not None:
         return read_chunks(Path(settings.data), engine, settings.chunks, settings.chunk_tokens)
-    vocab = engine.survey.vocab_size
+    vocab = engine.runtime.survey.vocab_size
     return [chunk(_random_ids(vocab, settings.chunk_tokens, draw)) for _ in range(settings.chunks)]
 
 
@@ -233,11 +235,11 @@ def read_chunks(path: Path, engine: BlendEngine, count: int, tokens: int) -> lis
     chunks: list[Segment] = []
     ids: list[int] = []
     for passage in dict.fromkeys(passage.text for passage in read_passages(path)):
-        if engine.builder:
-            ids += engine.builder.encode(passage)
+        if engine.runtime.builder:
+            ids += engine.runtime.builder.encode(passage)
         else:
             words = (hashlib.blake2b(word.encode(), digest_size=8).digest() for word in passage.split())
-            ids += [int.from_bytes(word) % engine.survey.vocab_size for word in words]
+            ids += [int.from_bytes(word) % engine.runtime.survey.vocab_size for word in words]
         while len(ids) >= tokens and len(chunks) < count:
             chunks.append(chunk(ids[:tokens]))
             ids = ids[tokens:]

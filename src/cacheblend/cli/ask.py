@@ -53,7 +53,7 @@ def ask(
             _compare(engine, asked, params, json)
             return
         answer = _stream(engine, asked, params, quiet=json)
-        _show(answer, engine.survey.num_layers, engine.settings, json)
+        _show(answer, engine.runtime.survey.num_layers, engine.runtime.settings, json)
         with output.status("storing the missed passages ...", quiet=json or not answer.report.missed_tokens):
             engine.flush()
 
@@ -86,7 +86,7 @@ def _compare(engine: "BlendEngine", prompt: "Prompt", params: "SamplingParams", 
     if not as_json:
         output.console().print("full recompute", style="bold")
         output.write(f"{text}\n")
-    _show(blended, engine.survey.num_layers, engine.settings, as_json, {"full_recompute": recomputed})
+    _show(blended, engine.runtime.survey.num_layers, engine.runtime.settings, as_json, {"full_recompute": recomputed})
     if not as_json:
         same = "the same first token" if close.top_1 else "another first token"
         times = f"blend {output.seconds_text(blended.report.ttft_s)}, full recompute {output.seconds_text(full.ttft_s)}"
@@ -119,6 +119,12 @@ def _show(
     out.print(Text.assemble("settings: ", (settings.source, "yellow" if off else "")), soft_wrap=True)
     if report.changed_contents:
         out.print(f"{report.changed_contents} texts were changed by the chat template", soft_wrap=True)
+    if report.near_miss_tokens:
+        out.print(
+            f"{report.near_miss_tokens} of the missed tokens are stored with another beginning or end: a title in "
+            "front of a passage, or a blank stripped from it, makes another passage of it",
+            soft_wrap=True,
+        )
     for line in (*report.fallbacks, *report.load_timeouts):
         out.print(Text.assemble(("fallback:", "yellow"), f" {line}"))
 

@@ -36,7 +36,7 @@ def calibrate(
 
         with status("measuring ...", quiet=json):
             measured = calibrate(engine, lengths=sorted(length or LENGTHS), rounds=runs)
-        write_cost_model(out, measured, engine.fingerprint, engine.model.device.type, engine.stored_layout)
+        write_cost_model(out, measured, engine.fingerprint, engine.model.device.type, engine.runtime.stored_layout)
     if json:
         print_json({"file": str(out), **measured.to_dict()})
         return

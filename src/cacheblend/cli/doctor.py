@@ -95,7 +95,7 @@ def doctor(
             "written"
         )
     with models.open_engine(folder, store.store, config, device, quiet=json) as engine:
-        candidates, rows = grid(engine.survey.num_layers, *tried, engine.survey.fit_selector), []
+        candidates, rows = grid(engine.runtime.survey.num_layers, *tried, engine.runtime.survey.fit_selector), []
         for row in questions.split(engine, asked, settings, bad):
             passages = [Passage(text.text, text.title) for text in row.passages]
             rows.append(GateRow(settings.template.parts(engine, passages, row.question), row.answers))

@@ -85,8 +85,8 @@ def evaluate(
     settings = replace(questions.settings(what.top_k, what.max_tokens), answers=what.answers)
     config = {"anchor": what.anchor, "anchor_text": what.anchor_text, "load_timeout_s": PATIENT_S}
     with open_engine(folder, store.store, config, device, quiet=to.json) as engine:
-        assert engine.builder is not None  # a model folder is opened with its tokenizer
-        methods = choose(profile=engine.settings.config)
+        assert engine.runtime.builder is not None  # a model folder is opened with its tokenizer
+        methods = choose(profile=engine.runtime.settings.config)
         split = questions.split(engine, rows, settings, bad)
         if settings.template.chat is None and not settings.template.is_chat(engine):
             output.say(f"{engine.name} has no chat template: plain prompts")
@@ -97,7 +97,7 @@ def evaluate(
             output.say(f"{found.resumed} of {len(found.rows)} rows were there already")
         if found.torn:
             output.say("the last row of an interrupted run was incomplete and has been evaluated again")
-        scorers = make_scorers(names, engine.builder.encode)
+        scorers = make_scorers(names, engine.runtime.builder.encode)
         summary = summarise(found, scorers, seed=what.seed) | {"bad_rows": bad}
         assert found.folder is not None  # rows are written where `out` is given
         summary, plots = keep_summary(summary, file.name, found.folder)

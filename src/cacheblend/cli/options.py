@@ -380,7 +380,7 @@ class QuestionOptions:
         from cacheblend.data.questions import split_contexts
         from cacheblend.evaluation import usable_rows
 
-        builder = engine.builder
+        builder = engine.runtime.builder
         assert builder is not None  # a model folder is opened with its tokenizer
         split = split_contexts(rows, lambda text: len(builder.encode(text)), self.chunk_tokens)
         return usable_rows(engine, settings, split, bad) if self.skip_bad else split

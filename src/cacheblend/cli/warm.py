@@ -76,8 +76,8 @@ def warm(
             system = layout.build(hf, texts[:1], "?") if stored.anchor == "system" else None
             wanted: list[Any] = [Passage(*text) for text in texts]
             if frame is not None:
-                assert hf.builder is not None  # a model folder is opened with its tokenizer
-                wanted = [chunk(ids, title) for title, ids in encode(hf.builder)]
+                assert hf.runtime.builder is not None  # a model folder is opened with its tokenizer
+                wanted = [chunk(ids, title) for title, ids in encode(hf.runtime.builder)]
             with output.progress("warming", "passages", quiet=json) as advance:
                 done = hf.warm(wanted, system=system, progress=advance)
     with open_store(lasting) as filled:

@@ -14,6 +14,8 @@ class BlendReport:
             (``memory``, ``disk``, ``redis``, ``s3``), or ``moved`` (in context, by an earlier prompt of the
             conversation).
         missed_tokens: tokens of chunks that the store did not hold.
+        near_miss_tokens: those of them that a listed chunk has, too, with another beginning or end: a title in front of
+            a passage, or a blank stripped from it, makes another chunk of it.
         text_tokens: tokens of plain text that were computed.
         recomputed_tokens: loaded tokens that were still recomputed after the last check layer.
         selector: the name of the selector that chose them; empty if nothing but an exact prefix was loaded.
@@ -44,6 +46,7 @@ class BlendReport:
     prompt_tokens: int = 0
     hit_tokens: dict[str, int] = field(default_factory=dict)
     missed_tokens: int = 0
+    near_miss_tokens: int = 0
     text_tokens: int = 0
     recomputed_tokens: int = 0
     selector: str = ""

@@ -23,6 +23,7 @@ from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.names import BlockName, TokenIds
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.chunk_matches import ChunkIndex
+from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.prompt import Prompt, Segment, run_of, text
 from cacheblend.store import KVStore
 
@@ -126,6 +127,27 @@ class ChunkListing:
             self.prepare(root)
             return prompt
         return self.match(root, prompt)
+
+    def near_misses(self, root: BlockName, plan: BlendPlan) -> int:
+        """Tokens of a plan's missed chunks that other listed chunks have, which begin or end otherwise; for people, who
+        wonder why nothing was found. Never waits: 0 for a root whose index is not there yet."""
+        missed = [span for span in plan.spans if span.source is Source.MISS and span.name not in plan.left_out]
+        if not missed:
+            return 0
+        self.refresh()
+        if (index := self._indexes.get(root)) is None:
+            self.prepare(root)
+            return 0
+        tokens = 0
+        for number in {span.segment for span in missed}:
+            for match in index.match(plan.prompt.segments[number].token_ids):
+                if match.chunk.chunk_id == plan.chunk_ids.get(number):
+                    continue  # the chunk itself, which is listed and was evicted
+                for span in missed:
+                    if span.segment == number:
+                        begin, end = span.chunk_offset, span.chunk_offset + len(span)
+                        tokens += max(0, min(match.stop, end) - max(match.start, begin))
+        return tokens
 
     def prepare(self, root: BlockName) -> "Future[ChunkIndex] | None":
         """Has the index of a root made in a thread, once the list has been read; None: it is closed."""

@@ -17,9 +17,9 @@ class ComputeScale:
     @staticmethod
     def of(engine: BlendEngine) -> "ComputeScale":
         """The scale of an engine's model."""
-        layers = engine.survey.num_layers
+        layers = engine.runtime.survey.num_layers
         shares = [_projection_parameters(engine, index) / _active_parameters(engine, index) for index in range(layers)]
-        return ComputeScale(layers, sum(shares) / len(engine.survey.kinds.kv_layers))
+        return ComputeScale(layers, sum(shares) / len(engine.runtime.survey.kinds.kv_layers))
 
     def share(self, row_layers: int, projected_rows: int, prompt_tokens: int) -> float:
         """Compute as a share of a full prefill of `prompt_tokens` rows."""
@@ -30,13 +30,13 @@ def _projection_parameters(engine: BlendEngine, layer: int) -> int:
     """Weights that a row passes in a layer before attention: the query, key and value projections. A separate query
     projection counts in full (it may include a gate, which is computed with it); a fused projection counts as number of
     heads times head size. With latent attention these are all of its matrices but the output's."""
-    if (latent := engine.view.latent[layer]) is not None:
+    if (latent := engine.runtime.view.latent[layer]) is not None:
         return sum(weight.numel() for name, weight in latent.named_parameters() if not name.startswith("o_proj"))
     config = engine.model.config.get_text_config(decoder=True)
-    if layer not in engine.survey.kinds.kv_layers:
+    if layer not in engine.runtime.survey.kinds.kv_layers:
         return 0  # its rows are computed as a whole
-    shape = engine.survey.layout.layers[engine.survey.kinds.kv_layers.index(layer)]
-    named = engine.view.layers[layer].named_parameters()
+    shape = engine.runtime.survey.layout.layers[engine.runtime.survey.kinds.kv_layers.index(layer)]
+    named = engine.runtime.view.layers[layer].named_parameters()
     own = next((parameter.numel() for name, parameter in named if name.endswith("q_proj.weight")), None)
     queries = config.num_attention_heads * shape.head_dim * config.hidden_size if own is None else own
     return queries + 2 * shape.kv_heads * shape.head_dim * int(config.hidden_size)
@@ -50,5 +50,5 @@ def _active_parameters(engine: BlendEngine, layer: int) -> float:
     used = (getattr(config, "num_experts_per_tok", None) or 1) / experts
     return sum(
         parameter.numel() * (used if ".experts." in f".{name}" else 1.0)
-        for name, parameter in engine.view.layers[layer].named_parameters()
+        for name, parameter in engine.runtime.view.layers[layer].named_parameters()
     )

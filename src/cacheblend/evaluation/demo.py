@@ -96,7 +96,7 @@ def run_demo(engine: BlendEngine, rows: Sequence[QuestionRow], ratio: float, pro
     the form in which they are written to JSON; ``evaluation`` is that of `with_cells`."""
     passages = [Passage(each.text, each.title) for each in sorted(rows[0].passages, key=lambda each: each.title)]
     warmed = engine.warm(passages, progress=partial(progress, "warming"))
-    methods, settings = demo_methods(engine.settings.config, ratio), Settings(max_tokens=MAX_TOKENS)
+    methods, settings = demo_methods(engine.runtime.settings.config, ratio), Settings(max_tokens=MAX_TOKENS)
     ends = time.monotonic() + BUDGET_S
     found = evaluate(
         engine,
@@ -109,7 +109,7 @@ def run_demo(engine: BlendEngine, rows: Sequence[QuestionRow], ratio: float, pro
     asked = rows[: len(found.rows)]
     evaluation = with_cells(summarise(found, [ExactMatch()]), found, [ExactMatch()])
     orders = [[int(passage.title.split()[1]) for passage in row.passages] for row in asked]
-    checks = LiveCheck(engine.model, engine.survey).run()
+    checks = LiveCheck(engine.model, engine.runtime.survey).run()
     return {
         "warm": {"passages": warmed.stored, "tokens": warmed.tokens, "seconds": warmed.seconds},
         "passages": [{"title": each.title, "text": each.text} for each in passages],

@@ -280,8 +280,8 @@ def profile_of(engine: BlendEngine, result: GateResult, data: Path | None = None
         threshold=result.bar.threshold,
         confidence=result.bar.confidence,
         **{name: getattr(found, name, None) for name in figures},
-        dtype=str(engine.survey.layout.dtype).removeprefix("torch."),
-        anchor=engine.planner.anchor.described,
+        dtype=str(engine.runtime.survey.layout.dtype).removeprefix("torch."),
+        anchor=engine.runtime.planner.anchor.described,
         date=datetime.now(UTC).date().isoformat(),
         versions={"cacheblend": __version__} | {name: version(name) for name in ("torch", "transformers")},
     )
@@ -345,7 +345,7 @@ class GateRun:
         engine.warm(prompt.chunks, system=prompt)
         self.done += 1
         samples: list[Sample] = []
-        if len(engine.planner.plan(prompt, engine.store).candidate_rows):
+        if len(engine.runtime.planner.plan(prompt, engine.store).candidate_rows):
             score = partial(best, bar.scorer, golds=row.answers) if bar.scorer and row.answers else None
             tokens = bar.answer_tokens if with_answers or score else 0
             asked = Asked(engine, Template(stop=bar.stop), "", (), prompt, tokens)
@@ -431,7 +431,7 @@ def prepare(engine: BlendEngine, rows: Sequence[GateRow], seed: int) -> tuple[li
         # Without chunks no row is loaded; a lone one directly behind its anchor is an exact prefix.
         front = [segment.token_ids for segment in takewhile(lambda segment: not segment.is_chunk, prompt.segments)]
         is_prefix = len(prompt.chunks) == 1 and np.array_equal(
-            join_ids(front), join_ids(engine.planner.anchor.segments(prompt))
+            join_ids(front), join_ids(engine.runtime.planner.anchor.segments(prompt))
         )
         if not prompt.chunks or is_prefix:
             skipped.nothing_to_blend += 1

@@ -147,7 +147,7 @@ class MapReduce(Method):
         first = full_recompute(asked.engine, prompt)
         ttft_s = time.perf_counter() - started
         last = _decode(asked, prompt, first)
-        layers = asked.engine.survey.num_layers
+        layers = asked.engine.runtime.survey.num_layers
         tokens = len(prompt) + sum(part.prompt_tokens for part in parts)
         row_layers = first.row_layers + sum(part.rows for part in parts) * layers
         return Outcome(last.text, last.token_ids, ttft_s, time.perf_counter() - started, tokens, row_layers)
@@ -164,7 +164,7 @@ class MapRerank(Method):
         parts = _ask_alone(asked)
         best = max(parts, key=lambda part: part.mean_log_probability)
         seconds = time.perf_counter() - started  # the best is known only behind all: first and last token together
-        layers = asked.engine.survey.num_layers
+        layers = asked.engine.runtime.survey.num_layers
         tokens, row_layers = sum(part.prompt_tokens for part in parts), sum(part.rows for part in parts) * layers
         return Outcome(best.text, best.token_ids, seconds, seconds, tokens, row_layers)
 
@@ -188,7 +188,7 @@ def make_methods(
             ``profile`` where there is one and no check layers are given, else hkvd.
         ratios: each is one ratio, or decreasing ones. Empty: that of `profile`, and 0.15 for other selectors.
         check_layers: each is one list of check layers, or None for the selector's own: hkvd then filters gradually.
-        profile: the model's own settings (`BlendEngine.settings`).
+        profile: the model's own settings (`EngineRuntime.settings`).
 
     Raises:
         InvalidInputError: an unknown name, or decreasing ratios without as many check layers.
@@ -320,7 +320,7 @@ def _decode(asked: Asked, prompt: Prompt, first: FirstToken, seen: list[torch.Te
     if not asked.max_tokens:
         return _Decoded("", [], len(prompt))
     params = SamplingParams(max_new_tokens=asked.max_tokens, stop=asked.template.stop)
-    params = params.within(asked.engine.survey.max_length, len(prompt))
+    params = params.within(asked.engine.runtime.survey.max_length, len(prompt))
     note = None if seen is None else lambda token, logits: seen.append(logits.float())
     text, ids = finish(asked.engine, prompt, first, params, note)
     return _Decoded(text, ids, len(prompt))

@@ -115,7 +115,7 @@ def evaluate(
         InvalidInputError: no rows, no prompt that fits the model's context, a check layer that the model does not have,
             or two methods with the same name.
     """
-    methods = list(make_methods(profile=engine.settings.config) if methods is None else methods)
+    methods = list(make_methods(profile=engine.runtime.settings.config) if methods is None else methods)
     settings = settings or Settings()
     progress = progress or (lambda stage, done, total: None)
     names = [method.label.name for method in methods]
@@ -123,12 +123,13 @@ def evaluate(
         raise InvalidInputError(f"two methods have the same name: {', '.join(doubled)}")
     if not rows:
         raise InvalidInputError("there are no rows to evaluate")
+    survey = engine.runtime.survey
     for method in methods:
-        method.check(engine.survey.num_layers)
+        method.check(survey.num_layers)
     cases = make_cases(engine, settings, rows)
     if not any(case.prompts for case in cases):
         raise InvalidInputError(
-            f"none of the {len(cases)} prompts fits {engine.survey.max_length_reason} {engine.survey.max_length}; "
+            f"none of the {len(cases)} prompts fits {survey.max_length_reason} {survey.max_length}; "
             "use fewer passages (top_k) or shorter ones"
         )
     prompts = [prompt for case in cases for prompt in case.prompts.values()]
@@ -174,7 +175,7 @@ def describe(
         "code": provenance.code_digest(CODE),
         "libraries": {name: versions[name] for name in LIBRARIES},
         "model": engine.name,
-        "fingerprint": engine.planner.root.hex(),
+        "fingerprint": engine.runtime.planner.root.hex(),
         "device": engine.model.device.type,
         "store": engine.store.stats().tier,
         "engine": asdict(engine.config),
@@ -249,7 +250,9 @@ def usable_rows(
 def groups_that_fit(engine: BlendEngine, cases: Sequence[Case]) -> Iterator[list[Case]]:
     """Groups of cases whose passages fill at most half of the store, so that none is evicted before it is used."""
     stats = engine.store.stats()
-    capacity = math.inf if stats.max_bytes is None else stats.max_bytes / 2 / engine.survey.layout.block_bytes(1)
+    capacity = (
+        math.inf if stats.max_bytes is None else stats.max_bytes / 2 / engine.runtime.survey.layout.block_bytes(1)
+    )
     group: list[Case] = []
     tokens = 0
     for case in cases:
@@ -268,7 +271,7 @@ def store_passages(engine: BlendEngine, group: Sequence[Case], progress: Progres
     prompts = [case.longest for case in group if case.prompts]
     if not prompts:
         return
-    system = prompts[0] if engine.planner.anchor.rule == "system" else None
+    system = prompts[0] if engine.runtime.planner.anchor.rule == "system" else None
     chunks = [segment for prompt in prompts for segment in prompt.chunks]
     engine.warm(chunks, system=system, progress=lambda done, total: progress("warming", done, total))
     if first:

@@ -132,7 +132,7 @@ def _asks(
     state: ServerState, asked: Sampling, key: ApiKey, parsed: list[ParsedPrompt], grammar: CompiledGrammar | None
 ) -> list[Ask]:
     """What is asked of the scheduler, one `Ask` a prompt."""
-    settings, extras, vocabulary = state.settings, asked.cacheblend or Extras(), state.engine.survey.vocab_size
+    settings, extras, vocabulary = state.settings, asked.cacheblend or Extras(), state.engine.runtime.survey.vocab_size
     if asked.n > settings.max_choices:
         raise ApiError(400, f"n is {asked.n}; at most {settings.max_choices} choices are allowed", param="n")
     for name, ids in (("logit_bias", asked.logit_bias or ()), ("stop_token_ids", asked.stop_token_ids or ())):
@@ -142,7 +142,7 @@ def _asks(
     if asked.cache_salt and extras.salt and asked.cache_salt != extras.salt:
         raise ApiError(400, "cache_salt and cacheblend.salt are two names of one thing, and differ", param="cache_salt")
     salt = extras.salt or asked.cache_salt or ""
-    context = state.engine.survey.max_length or math.inf
+    context = state.engine.runtime.survey.max_length or math.inf
     most = asked.wanted_tokens or int(min(settings.max_tokens, asked.usual_tokens))
     for prompt, _, _ in parsed:
         state.check_size(prompt)
@@ -158,8 +158,8 @@ def _asks(
     state.tenants.count(key)
     ratio, selector = extras.recompute_ratio, None
     if extras.selector is not None:
-        selector, ratio = state.engine.settings.selector(ratio, extras.selector), None
-    words, builder = asked.bad_words or (), state.engine.builder
+        selector, ratio = state.engine.runtime.settings.selector(ratio, extras.selector), None
+    words, builder = asked.bad_words or (), state.engine.runtime.builder
     if words and builder is None:
         raise ApiError(400, "bad_words are text, and this server has no tokenizer", param="bad_words")
     # As it begins a text, and as it stands behind a space.
@@ -196,7 +196,7 @@ def _asks(
         shown=parsed[0].shown,
     )
     may_keep_text = settings.store_bytes is None  # text belongs to no chunk, so no quota would count it
-    keeps_all = state.engine.histories is not None
+    keeps_all = state.engine.runtime.histories is not None
     return [
         replace(
             ask,
@@ -212,7 +212,7 @@ async def _form(state: ServerState, request: Request, asked: Sampling) -> Compil
     said = {name: getattr(asked, name, None) for name in ("response_format", "text", "structured_outputs")}
     if all(form is None for form in said.values()):
         return None
-    grammars = state.engine.grammars
+    grammars = state.engine.runtime.grammars
     grammar, field = await state.parse(request, lambda: grammar_of(**said))
     if grammar is None:
         return None

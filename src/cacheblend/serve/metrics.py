@@ -43,11 +43,21 @@ _COUNTED: Texts = {
     "generated_tokens": ((), "Tokens of answers."),
     "hit_tokens": (("source",), "Tokens of prompts found in the store, by tier."),
     "missed_tokens": ((), "Tokens of chunks that were not stored."),
+    "near_miss_tokens": ((), "Those of them that are stored with another beginning or end."),
     "recomputed_tokens": ((), "Tokens loaded and recomputed."),
     "changed_contents": ((), "Texts of chats that the chat template changed or dropped."),
     "fallbacks": (("reason",), "Stored KV that was computed instead, by reason."),
 }
 """Counters that requests raise."""
+
+_REPORTED = (
+    "prompt_tokens",
+    "generated_tokens",
+    "missed_tokens",
+    "near_miss_tokens",
+    "recomputed_tokens",
+    "changed_contents",
+)
 
 _STORE_FAILURES = "What a store failed to do: answer when asked for its state, write a block, keep it undamaged."
 _SHOWN: dict[type[Any], Texts] = {
@@ -217,7 +227,7 @@ class Metrics:
     def report(self, report: BlendReport, mode: str) -> None:
         """Records a request that had at least its first token."""
         self._ttft.labels(mode).observe(report.ttft_s)
-        for name in ("prompt_tokens", "generated_tokens", "missed_tokens", "recomputed_tokens", "changed_contents"):
+        for name in _REPORTED:
             self._counters[name].inc(getattr(report, name))
         for source, tokens in report.hit_tokens.items():
             self._counters["hit_tokens"].labels(source).inc(tokens)

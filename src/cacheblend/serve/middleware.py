@@ -127,7 +127,7 @@ class BodyLimit:
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app, self._state, self._max_bytes = app, state, state.settings.max_body_bytes
-        self._values = max(VALUES, 2 * (state.engine.survey.max_length or 0))
+        self._values = max(VALUES, 2 * (state.engine.runtime.survey.max_length or 0))
         self._budget = BodyBudget(BODIES * self._max_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -95,8 +95,8 @@ def completion_prompt(
             raise ApiError(400, "chunks are spans of token ids: give the prompt as token ids", param="cacheblend")
         return ParsedPrompt(engine.prompt([given]), keep_text=False)
     ids = given
-    if min(ids) < 0 or max(ids) >= engine.survey.vocab_size:
-        raise ApiError(400, f"{what}: token ids must be in 0..{engine.survey.vocab_size - 1}", param="prompt")
+    if min(ids) < 0 or max(ids) >= engine.runtime.survey.vocab_size:
+        raise ApiError(400, f"{what}: token ids must be in 0..{engine.runtime.survey.vocab_size - 1}", param="prompt")
     segments, at = list[Segment](), 0
     for start, stop in spans:
         if not at <= start < stop <= len(ids):
@@ -110,7 +110,7 @@ def completion_prompt(
 
 def _check_read(engine: BlendEngine, name: str, param: str) -> None:
     """Raises `ApiError` for what this model's chat template has no place for."""
-    if engine.builder is not None and name not in engine.builder.source.words:
+    if engine.runtime.builder is not None and name not in engine.runtime.builder.source.words:
         message = (
             f"{param[:80]}: the model's chat template does not read {name[:80]!r}; leave it out, or say it as text"
         )
@@ -149,11 +149,11 @@ def _message(
 def _is_long(engine: BlendEngine, content: str, tokens: int) -> bool:
     """Whether a text has at least so many tokens. A token has at least one byte and at most the characters of the
     longest one, so that few texts are tokenised for this."""
-    if engine.builder is None or len(content.encode()) < tokens:
+    if engine.runtime.builder is None or len(content.encode()) < tokens:
         return False
-    if len(content) >= tokens * (engine.builder.longest_token + 1):
+    if len(content) >= tokens * (engine.runtime.builder.longest_token + 1):
         return True
-    return len(engine.builder.encode(content)) >= tokens
+    return len(engine.runtime.builder.encode(content)) >= tokens
 
 
 def with_argument_objects(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -192,13 +192,13 @@ class TextLimit:
     piece, and refused at the piece with which it exceeds the context: tokenising 16 MB takes seconds and 1.5 GB."""
 
     def __init__(self, engine: BlendEngine, max_tokens: int | None = None) -> None:
-        self._builder = engine.builder
-        bounds = [bound for bound in (max_tokens, engine.survey.max_length) if bound is not None]
+        self._builder = engine.runtime.builder
+        bounds = [bound for bound in (max_tokens, engine.runtime.survey.max_length) if bound is not None]
         self._tokens = min(bounds, default=0)
         self.characters: int | None = None  # of the longest text that may fit; None: there is no bound
         self.body_bytes: int | None = None  # of a body with such a text as JSON
-        if bounds and engine.builder is not None:
-            self.characters = self._tokens * (engine.builder.longest_token + 1)
+        if bounds and engine.runtime.builder is not None:
+            self.characters = self._tokens * (engine.runtime.builder.longest_token + 1)
             self.body_bytes = ESCAPED * self.characters + BESIDE
 
     def check(self, texts: Iterable[str], what: str = "the prompt") -> None:

@@ -34,17 +34,17 @@ class ServerState:
         self.engine, self.settings = engine, settings
         if settings.shadow_settings is not None:
             watch(engine, settings.shadow_settings)
-        self.scheduler = Scheduler(engine, Limits(settings.active, settings.waiting))
+        self.scheduler = Scheduler(engine.runtime, Limits(settings.active, settings.waiting))
         self.metrics = Metrics(
             engine.store,
             lambda: self.waiting,
             lambda: self.scheduler.active,
-            lambda: engine.background.given_up,
-            engine.shadow,
-            None if (discovery := engine.discovery) is None else lambda: discovery.figures,
-            engine.prefiller.late_tiers,
+            lambda: engine.runtime.background.given_up,
+            engine.runtime.shadow,
+            None if (discovery := engine.runtime.discovery) is None else lambda: discovery.figures,
+            engine.runtime.prefiller.late_tiers,
         )
-        if settings.store_bytes is not None and engine.histories is not None:
+        if settings.store_bytes is not None and engine.runtime.histories is not None:
             raise InvalidInputError("--edits stores text, which no quota counts: leave out --store-quota, or --edits")
         self.tenants = Tenants(engine, settings.store_bytes, settings.pin_bytes)
         self.text_limit = TextLimit(engine, settings.max_prompt_tokens)
@@ -106,13 +106,13 @@ class ServerState:
 
     def builder(self) -> PromptBuilder:
         """What tokenises texts. Raises `ApiError` if the engine has no tokenizer."""
-        if self.engine.builder is None:
+        if self.engine.runtime.builder is None:
             raise ApiError(400, "this server has no tokenizer")
-        return self.engine.builder
+        return self.engine.runtime.builder
 
     def token_bytes(self, token: int) -> bytes:
         """What a token stands for, which may be a part of a character; of a special token its text."""
-        return self.engine.builder.token_bytes(token) if self.engine.builder else str(token).encode()
+        return self.engine.runtime.builder.token_bytes(token) if self.engine.runtime.builder else str(token).encode()
 
     def token_name(self, token: int) -> str:
         """A token's text; where it is a part of a character its bytes, as OpenAI writes them: ``\\xf0\\x9f``."""

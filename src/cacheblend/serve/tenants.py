@@ -36,7 +36,7 @@ class Tenants:
         # Every chunk by its root: what one key asks for takes the same time whatever the others have stored.
         self._listing = ChunkListing(engine.store, None, 1, LIST_REFRESH_S)
         self.get = self._listing.get
-        engine.listen(lambda manifest: self._listing.add([manifest]))
+        engine.runtime.listen(lambda manifest: self._listing.add([manifest]))
         self._salts: dict[str, dict[str, None]] = {}
         self._rooted: tuple[object, dict[str, BlockName]] = None, {}  # the model, and its root of each tenant
         self._changes: dict[BlockName, int] = {}  # how often a root's documents have changed
@@ -72,7 +72,7 @@ class Tenants:
 
     def roots(self, key: ApiKey) -> set[BlockName]:
         """The roots of a key's chunks, under any of its remembered salts."""
-        model = self._engine.follow()
+        model = self._engine.runtime.follow()
         with self._lock:
             tenants = [tenant_of(key, salt) for salt in self._salts.get(key.name, {"": None})]
             if self._rooted[0] is not model:
@@ -166,6 +166,6 @@ class Tenants:
     def size_of(self, tokens: int) -> int:
         """Bytes of the stored KV of so many tokens."""
         block = self._engine.config.block_size
-        layout = self._engine.stored_layout
+        layout = self._engine.runtime.stored_layout
         whole, rest = divmod(tokens, block)
         return whole * layout.block_bytes(block) + (layout.block_bytes(rest) if rest else 0)

@@ -56,7 +56,7 @@ def agreement(logits: torch.Tensor, full: torch.Tensor) -> Agreement:
 @without_ambient
 def touch(engine: BlendEngine, prompt: Prompt) -> None:
     """Runs a short plain forward, so that no method pays for the first read of the weights."""
-    engine.model(input_ids=engine.ids_of(prompt)[None, :TOUCHED_ROWS])
+    engine.model(input_ids=engine.runtime.ids_of(prompt)[None, :TOUCHED_ROWS])
 
 
 @without_ambient
@@ -71,15 +71,15 @@ def prefix_caching(engine: BlendEngine, prompt: Prompt) -> FirstToken:
     """Loads the leading blocks whose KV is exact and computes the rest without blending. A prefix shorter than
     `SHORTEST_PREFIX` tokens (a BOS token, for example) is computed, as prefix caches do: behind one transformers needs
     an attention mask, which costs more than it saves. With recurrent layers the fused path does it."""
-    if engine.survey.kinds.states:
+    if engine.runtime.survey.kinds.states:
         return _first_token(engine.prefill(prompt, mode="prefix"))
     started = time.perf_counter()
-    plan = engine.planner.plan(prompt, engine.store)
+    plan = engine.runtime.planner.plan(prompt, engine.store)
     if plan.prefix_length < SHORTEST_PREFIX:
         return _plain(engine, prompt, DynamicCache(config=engine.model.config), known=0, started=started)
     kv = []
-    with engine.prefiller.open_loader(plan, engine.survey.num_layers) as loader:
-        for layer in range(engine.survey.num_layers):
+    with engine.runtime.prefiller.open_loader(plan, engine.runtime.survey.num_layers) as loader:
+        for layer in range(engine.runtime.survey.num_layers):
             loaded = loader.layer(layer)
             kv.append(LayerKV(loaded.keys[:, : plan.prefix_length], loaded.values[:, : plan.prefix_length]))
     cache = fill_cache(engine.model, kv)
@@ -112,11 +112,11 @@ def finish(
     """Decodes the answer that follows a method's first logits on its engine and prompt: (text, token ids). Consumes its
     KV. `seen` is called after each token with its id and the logits [vocab] that it was sampled from."""
     assert first.kv is not None
-    sampler = Sampler(engine.ids_of(prompt), first.logits, params, engine.eos_ids)
+    sampler = Sampler(engine.runtime.ids_of(prompt), first.logits, params, engine.runtime.eos_ids)
     tokens = plain_tokens(engine.model, first.kv, sampler, first.states)
-    stream = TextStream(engine.builder.detokenizer() if engine.builder else None, params.stop)
+    stream = TextStream(engine.runtime.builder.detokenizer() if engine.runtime.builder else None, params.stop)
     while sampler.finish_reason is None and not stream.stopped:
-        with engine.view.threads.layer():
+        with engine.runtime.view.threads.layer():
             token = next(tokens)
         stream.push(token)
         if seen is not None:
@@ -134,18 +134,18 @@ def follow(engine: BlendEngine, prompt: Prompt, first: FirstToken, ids: Sequence
     if not given.numel():
         return first.logits[None]
     at = torch.arange(len(prompt), len(prompt) + given.shape[1], device=given.device)[None]
-    with engine.view.threads.layer():
+    with engine.runtime.view.threads.layer():
         out = engine.model(input_ids=given, position_ids=at, past_key_values=cache, use_cache=True)
     return torch.cat([first.logits[None], out.logits[0]])
 
 
 def _plain(engine: BlendEngine, prompt: Prompt, cache: DynamicCache, *, known: int, started: float) -> FirstToken:
-    ids = engine.ids_of(prompt)[None, known:]
-    with engine.view.threads.layer():
+    ids = engine.runtime.ids_of(prompt)[None, known:]
+    with engine.runtime.view.threads.layer():
         out = engine.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    engine.prefiller.synchronize()
+    engine.runtime.prefiller.synchronize()
     seconds = time.perf_counter() - started
-    return FirstToken(out.logits[0, -1], seconds, ids.shape[1] * engine.survey.num_layers, cache)
+    return FirstToken(out.logits[0, -1], seconds, ids.shape[1] * engine.runtime.survey.num_layers, cache)
 
 
 def plain_tokens(

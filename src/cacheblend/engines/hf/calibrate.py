@@ -31,8 +31,8 @@ def calibrate(engine: BlendEngine, *, lengths: Sequence[int] = LENGTHS, rounds: 
     """Measures the cost model of the engine's model on its device, with the store that it will use later. `lengths` of
     prompts in tokens, ascending, are skipped where the context is shorter; after one warm-up the median of `rounds`
     counts. Raises `InvalidInputError`: fewer than two lengths fit; `StoreError`."""
-    engine.survey.kinds.check_none("the cost model of the loading controller")
-    limit = engine.survey.max_length
+    engine.runtime.survey.kinds.check_none("the cost model of the loading controller")
+    limit = engine.runtime.survey.max_length
     fitting = [tokens for tokens in lengths if limit is None or tokens <= limit]
     if len(fitting) < 2:
         raise InvalidInputError(
@@ -46,7 +46,7 @@ def calibrate(engine: BlendEngine, *, lengths: Sequence[int] = LENGTHS, rounds: 
     cost_model = CostModel(tuple(prefills))
     tiers: dict[str, TierSpeed] = {}
     for name, store in engine.store.tiers().items():
-        _, tiers[name] = measure_store(store, engine.stored_layout, rounds=rounds)
+        _, tiers[name] = measure_store(store, engine.runtime.stored_layout, rounds=rounds)
     return replace(cost_model, tiers=tiers, overhead=_overhead(engine, cost_model, rng, fitting[-1], rounds))
 
 
@@ -60,8 +60,8 @@ def _overhead(engine: BlendEngine, cost_model: CostModel, rng: random.Random, to
     try:
         rng.shuffle(chunks)
         prompt = Prompt.of([text(_ids(engine, rng, around)), *chunks, text(_ids(engine, rng, around))])
-        plan = engine.planner.plan(prompt, engine.store)
-        expected = controller_of(cost_model, engine.config, engine.stored_layout).decide(plan).compute_s
+        plan = engine.runtime.planner.plan(prompt, engine.store)
+        expected = controller_of(cost_model, engine.config, engine.runtime.stored_layout).decide(plan).compute_s
         return _seconds(engine, prompt, rounds) / expected
     finally:
         for manifest in engine.store.manifests():
@@ -77,7 +77,7 @@ def _seconds(engine: BlendEngine, prompt: Prompt, rounds: int) -> float:
 
 
 def _ids(engine: BlendEngine, rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(engine.survey.vocab_size) for _ in range(count)]
+    return [rng.randrange(engine.runtime.survey.vocab_size) for _ in range(count)]
 
 
 def measure_store(store: KVStore, layout: KVLayout, *, rounds: int = 3) -> tuple[str, TierSpeed]:

@@ -13,7 +13,7 @@ import hashlib
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy.typing as npt
 
@@ -30,14 +30,11 @@ from cacheblend.engines.documents import (
     check_name,
     each_document,
 )
-from cacheblend.engines.hf.state import FollowedModel
+from cacheblend.engines.hf.engine import BlendEngine
+from cacheblend.engines.hf.prompts import PromptLike
+from cacheblend.engines.hf.state import ModelState
 from cacheblend.engines.tokens.chunker import Cutting
 from cacheblend.store.documents import Blocks, DamagedRecord, DocumentRecord, document_name
-
-if TYPE_CHECKING:
-    from cacheblend.engines.hf.engine import BlendEngine
-    from cacheblend.engines.hf.prompts import PromptLike
-    from cacheblend.engines.hf.state import ModelState
 
 Progress = Callable[[int], None]  # called with the number of documents done
 ENCODED_AT_ONCE = 1 << 17
@@ -57,17 +54,17 @@ class Cutter:
     ends: npt.NDArray[Any] | None
 
     @staticmethod
-    def of(engine: "BlendEngine", cutting: Cutting, anchor_tokens: int) -> "Cutter":
+    def of(engine: BlendEngine, cutting: Cutting, anchor_tokens: int) -> "Cutter":
         """What cuts an engine's documents, so that a chunk fits behind its anchor. Raises `InvalidInputError`: the
         engine has no tokenizer, or no chunk fits."""
-        if engine.builder is None:
+        if engine.runtime.builder is None:
             raise InvalidInputError("documents are texts, and this engine has no tokenizer: open it with one")
-        longest = engine.survey.max_length
+        longest = engine.runtime.survey.max_length
         most = cutting.most if longest is None else min(cutting.most, longest - anchor_tokens)
         if most < 1:
             raise InvalidInputError(f"an anchor of {anchor_tokens} tokens is too long for a context of {longest}")
         fitted = Cutting(most, min(cutting.least, max(1, most // 2)))
-        return Cutter(engine.builder.encode, fitted, engine.sentence_end_ids())
+        return Cutter(engine.runtime.builder.encode, fitted, engine.runtime.prompts.sentence_end_ids())
 
     def steps(self, document: Document) -> Generator[None, None, list[TokenIds]]:
         """Returns a document's chunks; yields between the parts of a long one, which are cut in front of a space."""
@@ -114,7 +111,7 @@ class DocumentSync:
 
     Args:
         engine: with a tokenizer.
-        tenant: whose documents, see `BlendEngine.planner_of`.
+        tenant: whose documents, see `EngineRuntime.planner_of`.
         collection: documents of different collections may have the same id, and are dropped apart.
         cutting: how documents are cut.
         system: the plain text in front of the first chunk, for the anchor rule ``system``.
@@ -134,22 +131,22 @@ class DocumentSync:
 
     def __init__(
         self,
-        engine: "BlendEngine",
+        engine: BlendEngine,
         *,
         tenant: str = "",
         collection: str = COLLECTION,
         cutting: Cutting | None = None,
-        system: "PromptLike | None" = None,
-        state: "ModelState | None" = None,
+        system: PromptLike | None = None,
+        state: ModelState | None = None,
         dry_run: bool = False,
         reads_all: bool = True,
     ) -> None:
-        check_type(engine, FollowedModel, "engine", "a BlendEngine")
+        check_type(engine, BlendEngine, "engine")
         check_type(cutting, Cutting | None, "cutting", "Cutting(most=512) or None")
         check_name(collection, "the collection's name")
         self._engine, self._tenant, self._system, self._dry_run = engine, tenant, system, dry_run
         self._collection, self._reads_all, self._began = collection, reads_all, time.perf_counter()
-        self._state = state or engine.follow()
+        self._state = state or engine.runtime.follow()
         self._planner, self._store = self._state.planner_of(tenant), engine.store
         self.root = self._planner.root
         prompt = None if system is None else engine.prompt(system)

@@ -5,53 +5,40 @@ with BlendEngine.from_pretrained("path/to/model", store="file:///var/cache/cache
     answer = engine.generate(["Answer from the passages.", Passage("..."), "Who wrote it?"], max_new_tokens=64)
 """
 
-import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, check_encodable, check_type, shown
 from cacheblend.core.fuse.prefill import PrefillResult
-from cacheblend.core.names import as_token_ids
-from cacheblend.core.plan.blocks import ChunkManifest
-from cacheblend.core.plan.planner import Anchor
 from cacheblend.core.plan.prompt import Prompt, Segment
 from cacheblend.core.select.selectors import Selector, check_ratio
-from cacheblend.engines.discovery import open_discovery
-from cacheblend.engines.fingerprint import ModelIdentity, fingerprint_model
 from cacheblend.engines.folders import model_folder
-from cacheblend.engines.hf.adapter_watch import AdapterWatch
 from cacheblend.engines.hf.ambient import without_ambient
-from cacheblend.engines.hf.background import CLOSE_S, Background
-from cacheblend.engines.hf.grammar import Grammars
 from cacheblend.engines.hf.model_loader import open_folder
-from cacheblend.engines.hf.prefiller import Mode, Prefiller
-from cacheblend.engines.hf.prompts import PassageLike, PromptLike, PromptReader
-from cacheblend.engines.hf.recurrent import LayerKinds
+from cacheblend.engines.hf.prefiller import Mode
+from cacheblend.engines.hf.prompts import PassageLike, PromptLike
 from cacheblend.engines.hf.request import Answer, Delta, Request, answer_all, check_prompts
+from cacheblend.engines.hf.runtime import EngineRuntime
 from cacheblend.engines.hf.sampling import SamplingOptions, SamplingParams, check_params, sampling_of
 from cacheblend.engines.hf.scheduler import Ask, Limits, Scheduler
-from cacheblend.engines.hf.state import FollowedModel, ModelState
-from cacheblend.engines.hf.survey import survey_model
-from cacheblend.engines.hf.warmup import ChunkWarmer, Progress
-from cacheblend.engines.histories import Histories
+from cacheblend.engines.hf.state import ModelState
+from cacheblend.engines.hf.warmup import Progress
 from cacheblend.engines.keeper import WarmReport
-from cacheblend.engines.settings import BlendSettings, check_settings, controller_of, read_cost_model, resolve_settings
+from cacheblend.engines.settings import check_settings, resolve_settings
 from cacheblend.engines.tokens import Message
 from cacheblend.engines.tokens.detokenizer import TextStream
-from cacheblend.store import KVStore, check_store_url, open_store
+from cacheblend.store import KVStore, check_store_url
 
 
 @without_ambient
-class BlendEngine(FollowedModel):
+class BlendEngine:
     """One model and one store. Requests may come from several threads.
 
     Args:
@@ -63,6 +50,11 @@ class BlendEngine(FollowedModel):
         bos_id: for an engine without a tokenizer; otherwise the tokenizer says it.
         sentence_end_ids: ids of the tokens that end a sentence, likewise.
         name: of the model, for people.
+
+    Attributes:
+        model, tokenizer, store, config, name: as given; the store is open, and the config complete.
+        fingerprint: of the model's files or parameters.
+        runtime: what requests run on, for those who build on the engine.
 
     Raises:
         ModelNotBlendableError: the model's keys cannot be moved; the message says why.
@@ -90,46 +82,11 @@ class BlendEngine(FollowedModel):
         check_type(name, str, "name")
         check_type(fingerprint, str | None, "fingerprint")
         config = config if isinstance(config, BlendConfig) else BlendConfig.of({} if config is None else config)
-        self.model, self.name = model, name
-        adapters = AdapterWatch(model)
-        adapted = adapters.adapted()
-        survey = survey_model(adapted.model)
-        _check_ids(bos_id, sentence_end_ids, survey.vocab_size)
-        self.tokenizer = tokenizer
-        self.prompts = PromptReader(tokenizer, survey, sentence_end_ids)
-        self.builder = self.prompts.builder
-        self.fingerprint = fingerprint or fingerprint_model(model)
-        bos_id = self.builder.bos_id if self.builder else bos_id
-        dtype = str(survey.layout.dtype).removeprefix("torch.")
-        in_front = self.builder.in_front if self.builder else None
-        named = self.fingerprint, dtype, bos_id, name, adapted.digest
-        identity = ModelIdentity(None, *named, in_front=in_front, room=survey.room)
-        self.settings = BlendSettings(config.on(model.device.type)).on(identity)
-        self.config = self.settings.config
-        if survey.fit_selector(self.config.make_selector()).question_rows:
-            self.sentence_end_ids()  # takes up to a second, which no request should wait for
-        planner = identity.planner(self.config)
-        self.stored_layout = replace(survey.layout, codec=self.config.codec)
-        controller = None
-        if self.config.cost_model is not None:
-            survey.kinds.check_none("the loading controller (cost_model)")
-            where = self.fingerprint, self.stored_layout, model.device.type
-            cost_model = read_cost_model(self.config.cost_model, *where)
-            controller = controller_of(cost_model, self.config, self.stored_layout)
-        self._owns_store, on_gpu = not isinstance(store, KVStore), model.device.type == "cuda"
-        self.store = store if isinstance(store, KVStore) else open_store(store, page_locked=on_gpu)
-        ends = self.prompts.sentence_end_ids
-        prefiller = Prefiller(survey, self.store, self.config, controller, model.device, ends)
-        self.adapters = adapters
-        self._state = ModelState(adapted, survey, identity, planner, prefiller, self.config)
-        self.background = Background(self.config.capture_queue)
-        self._is_closed = False
-        self.grammars = Grammars(tokenizer, survey.vocab_size, self.eos_ids)
-        self.discovery = open_discovery(self.store, self.config, planner.anchor)
-        self.histories = _open_histories(self.config, planner.anchor, survey.kinds)
-        learners = self.discovery, self.histories
-        self._warmer = ChunkWarmer(model, self.store, self.config, self.background, name, adapters, *learners)
-        self._after_request = self._warmer.after_request
+        self.runtime = EngineRuntime(
+            model, tokenizer, store, config, fingerprint, bos_id=bos_id, sentence_end_ids=sentence_end_ids, name=name
+        )
+        self.model, self.tokenizer, self.name = model, tokenizer, name
+        self.store, self.config, self.fingerprint = self.runtime.store, self.runtime.config, self.runtime.fingerprint
 
     @staticmethod
     def from_pretrained(
@@ -182,8 +139,7 @@ class BlendEngine(FollowedModel):
             fingerprint=opened.fingerprint,
             name=opened.name,
         )
-        engine.settings = settings.on(engine._state.identity)
-        settings.compare(engine.planner.anchor)
+        engine.runtime.take_settings(settings)
         return engine
 
     # ---- prompts ----------------------------------------------------------------------------------------
@@ -197,15 +153,11 @@ class BlendEngine(FollowedModel):
         Raises:
             InvalidInputError: it cannot be made, or ids or length are outside the model's limits.
         """
-        return self.prompts.read(parts)
+        return self.runtime.prompts.read(parts)
 
     def chat_prompt(self, messages: Sequence[Message], documents: Sequence[PassageLike] = (), **options: Any) -> Prompt:
         """A message list through the model's chat template; see `PromptReader.chat`."""
-        return self.prompts.chat(messages, documents, **options)
-
-    def sentence_end_ids(self) -> npt.NDArray[np.int64] | None:
-        """Ids of the tokens that end a sentence, [n], found once; None if they are unknown."""
-        return self.prompts.sentence_end_ids()
+        return self.runtime.prompts.chat(messages, documents, **options)
 
     # ---- storing ----------------------------------------------------------------------------------------
 
@@ -224,47 +176,31 @@ class BlendEngine(FollowedModel):
             chunks: passages, in whatever form `Passage.of` takes; those that the store holds are not computed again.
             system: the plain text in front of the first chunk, for the anchor rule ``system``.
             progress: called with (chunks done, chunks in all).
-            tenant: for whom, see `planner_of`.
-            state: the model; None: as it is now (`follow`).
+            tenant: for whom; what one tenant stored no other finds.
+            state: the model with certain adapters (`EngineRuntime.follow`); None: as it is now.
 
         Raises:
             InvalidInputError: an empty chunk, one longer than the context, or ids outside the vocabulary.
             ModelChangedError: the model's adapters were switched meanwhile.
             StoreError: the store is full or cannot be written to; what was stored before stays.
         """
-        self.background.check_open()
+        self.runtime.background.check_open()
         if progress is not None and not callable(progress):
             raise InvalidInputError(f"progress must be a function or None, got {shown(progress)}")
-        segments, state = self.prompts.segments(chunks), state or self.follow()
+        segments, state = self.runtime.prompts.segments(chunks), state or self.runtime.follow()
         anchor = state.planner.anchor.segments(None if system is None else self.prompt(system))
-        return self._warmer.warm(state, tenant, anchor, segments, progress)
-
-    def listen(self, listener: Callable[[ChunkManifest], None]) -> None:
-        """Has a function called with each chunk that this engine stores from now on, by the thread that stores it."""
-        self._warmer.keeper.listeners.append(listener)
+        return self.runtime.warmer.warm(state, tenant, anchor, segments, progress)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Waits until missed chunks are captured and stored; False if that took longer than `timeout` seconds."""
         check_type(timeout, float | None, "timeout")
-        return self._warmer.flush(timeout)
+        return self.runtime.warmer.flush(timeout)
 
     def close(self, *, wait: bool = True) -> None:
         """Ends background work; closes the store if the engine opened it. Idempotent: the first call says what is
         waited for. `wait`: for missed chunks to be captured and stored (`flush` waits with a bound), but not for a
         store that has not answered the last requests in time; False gives them up."""
-        wait, self._is_closed = wait and not self._is_closed, True
-        with contextlib.ExitStack() as ends:  # all of them, also where one fails or the wait is interrupted
-            if self._owns_store:
-                ends.callback(self.store.close)
-            ends.callback(self.prefiller.close)
-            ends.callback(self.grammars.close)
-            ends.callback(self._warmer.close)
-            if self.shadow is not None:
-                ends.callback(self.shadow.close)
-            ends.callback(self.background.close)
-            if wait:
-                is_silent = self.prefiller.late_tiers.silent or self._warmer.is_stuck
-                self._warmer.flush(CLOSE_S if is_silent else None)
+        self.runtime.close(wait=wait)
 
     def __enter__(self) -> "BlendEngine":
         return self
@@ -345,7 +281,8 @@ class BlendEngine(FollowedModel):
     def _stream(
         self, prompt: PromptLike, params: SamplingParams, ratio: float | None, conversation: str
     ) -> Iterator[Delta]:
-        text = TextStream(self.builder.detokenizer() if self.builder else None, params.stop)
+        builder = self.runtime.builder
+        text = TextStream(builder.detokenizer() if builder else None, params.stop)
         with self._start(prompt, params, ratio, conversation) as request:  # finished also where the caller leaves early
             yield from request.stream(text)
 
@@ -364,29 +301,29 @@ class BlendEngine(FollowedModel):
         return self._start(prompt, SamplingParams() if params is None else check_params(params), ratio, conversation)
 
     def _start(self, prompt: PromptLike, params: SamplingParams, ratio: float | None, conversation: str) -> Request:
-        started = time.perf_counter()
+        started, runtime = time.perf_counter(), self.runtime
         ask = self._ask(prompt, params, ratio, conversation)
-        self.background.begin_request()
+        runtime.background.begin_request()
         try:
-            state = self.follow()
-            origin = self.origin(state, own=ratio is None)
-            with self.open_prefill(self.known_in(ask.prompt, state), ratio=ratio, state=state) as prefill:
+            state = runtime.follow()
+            origin = runtime.origin(state, own=ratio is None)
+            with runtime.open_prefill(runtime.known_in(ask.prompt, state), ratio=ratio, state=state) as prefill:
                 result = prefill.run()
-            watched = None if self.shadow is None else self.shadow.begin(result, origin)
-            return Request(self, state, ask, result, started, watched)
+            watched = None if runtime.shadow is None else runtime.shadow.begin(result, origin)
+            return Request(runtime, state, ask, result, started, watched)
         except BaseException:
-            self.background.end_request()
+            runtime.background.end_request()
             raise
 
     def _ask(self, prompt: PromptLike, params: SamplingParams, ratio: float | None, conversation: str = "") -> Ask:
-        read = self.prompts.read(prompt, is_one=False)
+        read = self.runtime.prompts.read(prompt, is_one=False)
         if conversation:
             check_type(conversation, str, "conversation")
             check_encodable(conversation, "conversation")
             read = replace(read, conversation=conversation)
-        if params.stop and self.builder is None:
+        if params.stop and self.runtime.builder is None:
             raise InvalidInputError("without a tokenizer the engine cannot find stop texts; use stop_token_ids")
-        return Ask(read, params, grammar=self.grammars.compile(params.grammar), ratio=ratio)
+        return Ask(read, params, grammar=self.runtime.grammars.compile(params.grammar), ratio=ratio)
 
     def generate_batch(
         self,
@@ -414,7 +351,7 @@ class BlendEngine(FollowedModel):
             BatchError: some prompts could not be answered, e.g. too long ones; it has the answers to all others.
         """
         check_prompts(prompts)
-        self.background.check_open()
+        self.runtime.background.check_open()
         check_type(concurrency, int, "concurrency")
         if concurrency < 1:
             raise InvalidInputError(f"concurrency must be at least 1, got {concurrency}")
@@ -432,7 +369,7 @@ class BlendEngine(FollowedModel):
         def ask_of(prompt: PromptLike, place: int) -> Ask:
             return self._ask(prompt, for_all or each[place], ratio)
 
-        scheduler = Scheduler(self, Limits(active=concurrency, waiting=concurrency), has_thread=False)
+        scheduler = Scheduler(self.runtime, Limits(active=concurrency, waiting=concurrency), has_thread=False)
         return answer_all(scheduler, prompts, ask_of, concurrency)
 
     def prefill(
@@ -444,8 +381,19 @@ class BlendEngine(FollowedModel):
         mode: Mode = "blend",
         state: ModelState | None = None,
     ) -> PrefillResult:
-        """First logits, KV cache and report. Stores nothing. Arguments as for `open_prefill`."""
-        with self.open_prefill(prompt, ratio=ratio, selector=selector, mode=mode, state=state) as prefill:
+        """First logits, KV cache and report of a prompt that `prompt` or `chat_prompt` made. Stores nothing.
+
+        Args:
+            prompt: the prompt.
+            ratio: as for `generate`.
+            selector: which rows are recomputed, instead of the configured one: `BlendConfig(...).make_selector()`.
+            mode: ``blend``; ``reuse``: recomputes nothing; ``prefix``: loads what is exact; ``full``: nothing.
+            state: the model with certain adapters (`EngineRuntime.follow`); None: as it is now.
+
+        Raises:
+            InvalidInputError: an argument of the wrong type, or a ratio outside 0..1.
+        """
+        with self.runtime.open_prefill(prompt, ratio=ratio, selector=selector, mode=mode, state=state) as prefill:
             return prefill.run()
 
 
@@ -453,25 +401,3 @@ def _check_model(model: object) -> None:
     if not (isinstance(model, torch.nn.Module) and hasattr(model, "config")):
         way_out = ", or a folder's path to BlendEngine.from_pretrained" if isinstance(model, str | Path) else ""
         raise InvalidInputError(f"model must be a model of transformers (PreTrainedModel){way_out}, got {shown(model)}")
-
-
-def _open_histories(config: BlendConfig, anchor: Anchor, kinds: LayerKinds) -> Histories | None:
-    if not config.edits:
-        return None
-    kinds.check_none("edits")
-    if anchor.rule == "system":
-        raise InvalidInputError("edits moves text in front of the first passage, of which the anchor 'system' consists")
-    return Histories(config.min_run_tokens, config.watch_tokens)
-
-
-def _check_ids(bos_id: Any, sentence_end_ids: Any, vocabulary: int) -> None:
-    for name, given, what in (("bos_id", bos_id, "a token id"), ("sentence_end_ids", sentence_end_ids, "token ids")):
-        if given is None:
-            continue
-        try:
-            found = as_token_ids([given] if name == "bos_id" else given)
-            is_known = len(found) == 0 or int(found.max()) < vocabulary
-        except (TypeError, ValueError, OverflowError):
-            is_known = False
-        if not is_known:
-            raise InvalidInputError(f"{name} must be {what} in 0..{vocabulary - 1} or None, got {shown(given)}")

@@ -12,9 +12,10 @@ from cacheblend.core.report import BlendReport
 from cacheblend.engines.hf.ambient import without_ambient
 from cacheblend.engines.hf.decode import compute_logits
 from cacheblend.engines.hf.prompts import PromptLike
+from cacheblend.engines.hf.runtime import EngineRuntime
 from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Event, Scheduler
 from cacheblend.engines.hf.shadow_check import WatchedAnswer
-from cacheblend.engines.hf.state import FollowedModel, ModelState
+from cacheblend.engines.hf.state import ModelState
 from cacheblend.engines.tokens.detokenizer import TextStream
 
 
@@ -52,15 +53,15 @@ class Request:
 
     def __init__(
         self,
-        engine: FollowedModel,
+        runtime: EngineRuntime,
         state: ModelState,
         ask: Ask,
         result: PrefillResult,
         started: float,
         watched: WatchedAnswer | None,
     ) -> None:
-        self._engine, self._view, self._started = engine, state.survey.view, started
-        self._decoding = engine.decoding(ask.prompt, ask.params, ask.grammar, result)
+        self._runtime, self._view, self._started = runtime, state.survey.view, started
+        self._decoding = runtime.decoding(ask.prompt, ask.params, ask.grammar, result)
         self.to_store: PrefillResult | None = result
         self._watched, self._finished = watched, False
         self.report, self.token_ids = result.report, list[int]()
@@ -100,9 +101,9 @@ class Request:
             return
         self._finished = True
         with contextlib.ExitStack() as ends:  # all of them, also where one fails
-            ends.callback(self._engine.background.end_request)
-            if self._watched is not None and self._engine.shadow is not None:
-                ends.callback(self._engine.shadow.submit, self._watched)
+            ends.callback(self._runtime.background.end_request)
+            if self._watched is not None and self._runtime.shadow is not None:
+                ends.callback(self._runtime.shadow.submit, self._watched)
             self._take_stored()
 
     def __enter__(self) -> "Request":
@@ -114,7 +115,7 @@ class Request:
     def _take_stored(self) -> None:
         result, self.to_store = self.to_store, None
         if result is not None:
-            self._engine.store_missed(result)
+            self._runtime.store_missed(result)
 
 
 class BatchError(CacheBlendError):

@@ -32,9 +32,9 @@ from cacheblend.engines.hf.decode import Decoding, compute_logits
 from cacheblend.engines.hf.grammar import CompiledGrammar
 from cacheblend.engines.hf.layers import JoinedRows
 from cacheblend.engines.hf.prefiller import Mode
+from cacheblend.engines.hf.runtime import EngineRuntime
 from cacheblend.engines.hf.sampling import SamplingParams
 from cacheblend.engines.hf.shadow_check import Origin, WatchedAnswer
-from cacheblend.engines.hf.state import FollowedModel
 from cacheblend.engines.tokens.detokenizer import TextStream
 
 
@@ -166,16 +166,16 @@ class Scheduler:
     meanwhile. `has_thread`: requests are served by a thread of its own; False: by whoever calls `run`, in whose thread
     all other methods are called, too."""
 
-    def __init__(self, engine: FollowedModel, limits: Limits | None = None, *, has_thread: bool = True) -> None:
-        check_type(engine, FollowedModel, "engine", "a BlendEngine")
-        self._engine, self._limits = engine, limits or Limits()
-        selector = engine.survey.fit_selector(engine.config.make_selector())
-        last_check = max((*selector.check_layers, engine.survey.kinds.first_to_drop))
-        self._batcher: PrefillBatcher[Ticket] = PrefillBatcher(last_check + 1, engine.config.tile_rows, JoinedRows)
+    def __init__(self, runtime: EngineRuntime, limits: Limits | None = None, *, has_thread: bool = True) -> None:
+        check_type(runtime, EngineRuntime, "runtime", "the runtime of a BlendEngine, engine.runtime")
+        self._runtime, self._limits = runtime, limits or Limits()
+        selector = runtime.survey.fit_selector(runtime.config.make_selector())
+        last_check = max((*selector.check_layers, runtime.survey.kinds.first_to_drop))
+        self._batcher: PrefillBatcher[Ticket] = PrefillBatcher(last_check + 1, runtime.config.tile_rows, JoinedRows)
         self._waiting: deque[Ticket] = deque()
         self._opening: Ticket | None = None  # while it is planned, which may take as long as a slow store's look-up
         self._answering: list[Ticket] = []
-        self._view = engine.view  # of the requests that run: other adapters have another one
+        self._view = runtime.view  # of the requests that run: other adapters have another one
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # never entered itself: see `WriteBehind`
         self._closed = self._draining = self._in_round = False
@@ -275,7 +275,7 @@ class Scheduler:
         self._decode()
         # What a busy engine does beside its requests, in their share of the time: missed chunks that have waited for
         # `catch_up_s`, and a slice of the shadow check.
-        background, shadow = self._engine.background, self._engine.shadow
+        background, shadow = self._runtime.background, self._runtime.shadow
         began = time.monotonic()
         if began >= self._catch_up_at and background.catch_up(self._limits.catch_up_s):
             self._catch_up_at = _next_at(began, _CATCH_UP_SHARE)
@@ -290,12 +290,12 @@ class Scheduler:
         yield from (*waiting, *opening, *self._batcher, *self._answering)
 
     def _admit(self) -> None:
-        engine = self._engine
+        runtime = self._runtime
         while True:
             with self._lock:
                 if (ticket := self._due()) is None:
                     return
-                if self.active and (engine.view is not self._view or engine.adapters.has_changed()):
+                if self.active and (runtime.view is not self._view or runtime.adapters.has_changed()):
                     return  # the requests that run end with the adapters that they began with
                 for each in islice(self._waiting, self._waiting.index(ticket)):
                     each.passed += 1
@@ -303,17 +303,17 @@ class Scheduler:
                 self._opening = ticket
             ask = ticket.ask
             try:
-                engine.background.begin_request()
+                runtime.background.begin_request()
                 ticket.is_admitted = True
-                state = engine.follow()
-                prompt = engine.known_in(ask.prompt, state, ask.tenant) if ask.mode == "blend" else ask.prompt
-                ticket.prefill = engine.open_prefill(
+                state = runtime.follow()
+                prompt = runtime.known_in(ask.prompt, state, ask.tenant) if ask.mode == "blend" else ask.prompt
+                ticket.prefill = runtime.open_prefill(
                     prompt, ratio=ask.ratio, selector=ask.selector, mode=ask.mode, tenant=ask.tenant, state=state
                 )
             except Exception as error:
                 self._end(ticket, error)
                 continue
-            ticket.origin = engine.origin(state, own=ask.is_own, tenant=ask.tenant_label)
+            ticket.origin = runtime.origin(state, own=ask.is_own, tenant=ask.tenant_label)
             self._view = state.survey.view
             self._batcher.add(ticket)
             self._opening = None
@@ -347,7 +347,7 @@ class Scheduler:
         while self._batcher and left > 0:
             tickets = self._batcher.next()
             left -= max(1, sum(ticket.active_rows for ticket in tickets))
-            with self._engine.view.threads.held():
+            with self._runtime.view.threads.held():
                 advanced = self._batcher.advance(tickets)
             for ticket, error in advanced:
                 if error is not None:
@@ -363,19 +363,19 @@ class Scheduler:
                 return  # a first token can be sampled: do not delay it by other prompts
 
     def _open_choices(self, ticket: Ticket, prefill: BlendedPrefill) -> None:
-        engine, ask, result = self._engine, ticket.ask, prefill.result()
+        runtime, ask, result = self._runtime, ticket.ask, prefill.result()
         prefill.close()
         ticket.report = result.report
         ticket.prefill = None  # it would hold the prompt's KV a second time
         ticket.report.ttft_s = time.perf_counter() - ticket.submitted
         for number in range(ask.choices):
             seed = None if ask.params.seed is None else ask.params.seed + number
-            decoding = engine.decoding(ask.prompt, replace(ask.params, seed=seed), ask.grammar, result)
-            stream = TextStream(engine.builder.detokenizer(ask.shown) if engine.builder else None, ask.params.stop)
+            decoding = runtime.decoding(ask.prompt, replace(ask.params, seed=seed), ask.grammar, result)
+            stream = TextStream(runtime.builder.detokenizer(ask.shown) if runtime.builder else None, ask.params.stop)
             ticket.choices.append(Choice(decoding, stream))
         ticket.to_store = result
-        if engine.shadow is not None and ticket.origin is not None:
-            ticket.watched = engine.shadow.begin(result, ticket.origin)
+        if runtime.shadow is not None and ticket.origin is not None:
+            ticket.watched = runtime.shadow.begin(result, ticket.origin)
 
     def _decode(self) -> None:
         going = [(t, n, c) for t in self._answering for n, c in enumerate(t.choices) if c.finish_reason is None]
@@ -411,7 +411,7 @@ class Scheduler:
         ticket.on_event(TokenEvent(number, text, token, logprob, top, reason))
         result, ticket.to_store = ticket.to_store, None
         if result is not None:
-            self._engine.store_missed(result, ask.tenant, text=ask.keep_text, may_keep=ask.may_keep)
+            self._runtime.store_missed(result, ask.tenant, text=ask.keep_text, may_keep=ask.may_keep)
 
     # ---- end of a request -------------------------------------------------------------------------------
 
@@ -426,10 +426,10 @@ class Scheduler:
             )
             if ticket.is_admitted:
                 ticket.is_admitted = False
-                told = self._engine.background.end_request
+                told = self._runtime.background.end_request
                 ends.callback(_attempt, told, "the engine could not be told of a request's end")
-            if ticket.watched is not None and self._engine.shadow is not None:
-                watched = partial(self._engine.shadow.submit, ticket.watched)
+            if ticket.watched is not None and self._runtime.shadow is not None:
+                watched = partial(self._runtime.shadow.submit, ticket.watched)
                 ends.callback(_attempt, watched, "an answer could not be handed to the shadow check")
             if ticket.prefill is not None:
                 ends.callback(_attempt, ticket.prefill.close, "a prefill could not be closed")

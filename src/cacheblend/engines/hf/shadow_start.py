@@ -7,7 +7,6 @@ from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf.engine import BlendEngine
 from cacheblend.engines.hf.shadow_check import ShadowCheck
-from cacheblend.engines.hf.state import FollowedModel
 from cacheblend.engines.shadow import ShadowSettings, ShadowWatch
 
 
@@ -20,20 +19,21 @@ def watch(engine: BlendEngine, settings: ShadowSettings, *, seed: int | None = N
 
     `seed`: of what is drawn; None: another one each time. Returns what is found: figures, history, and the ratio in
     force. Raises `InvalidInputError`: the engine has a check already."""
-    check_type(engine, FollowedModel, "engine", "a BlendEngine")
+    check_type(engine, BlendEngine, "engine")
     check_type(settings, ShadowSettings, "settings")
-    if engine.shadow is not None:
+    runtime = engine.runtime
+    if runtime.shadow is not None:
         raise InvalidInputError(
             f"the answers of {engine.name or 'this engine'} are checked already; open another engine"
         )
 
     def raise_by(factor: float) -> None:
-        engine.settings = replace(engine.settings, raised_by=factor)
+        runtime.settings = replace(runtime.settings, raised_by=factor)
 
     def open_full(prompt: Prompt, last_rows: int) -> BlendedPrefill:
-        return engine.prefiller.open_full(prompt, engine.planner, last_rows)
+        return runtime.prefiller.open_full(prompt, runtime.planner, last_rows)
 
-    made = ShadowWatch(settings, engine.name, engine.settings.selector().share, raise_by, seed)
-    engine.shadow = ShadowCheck(made, open_full, engine.adapters.latest_version, engine.background.wake)
-    engine.background.idle_work = engine.shadow
+    made = ShadowWatch(settings, engine.name, runtime.settings.selector().share, raise_by, seed)
+    runtime.shadow = ShadowCheck(made, open_full, runtime.adapters.latest_version, runtime.background.wake)
+    runtime.background.idle_work = runtime.shadow
     return made

@@ -16,7 +16,7 @@ from cacheblend.engines.vllm.internals.interface import KVConnectorPromMetrics, 
 from cacheblend.engines.vllm.jobs import BlendOutcome
 from cacheblend.engines.vllm.reasons import DECISIONS, LOST_BLOCK, NOT_WRITTEN
 
-HIT_TOKENS, FALLBACKS, NOT_BLENDED = "hit_tokens", "fallbacks", "not_blended"
+HIT_TOKENS, FALLBACKS, NOT_BLENDED, NEAR_MISSES = "hit_tokens", "fallbacks", "not_blended", "near_miss_tokens"
 COMPARED, TOKENS, KL, DROPPED, CHANGES = "shadow", "shadow_tokens", "shadow_kl", "shadow_dropped", "shadow_changes"
 AGREEMENT, BOUND, RATIO, WAITING = "shadow_agreement", "shadow_agreement_bound", "shadow_ratio", "shadow_waiting"
 
@@ -26,6 +26,7 @@ _PLAIN: Texts = {
     "recomputed_tokens": ((), "Loaded tokens that were recomputed after the last selection."),
     "row_layers": ((), "Rows times layers that blending computed."),
     "captured_tokens": ((), "Tokens of missed chunks that were computed alone, and of histories, that were stored."),
+    NEAR_MISSES: ((), "Tokens of missed chunks that are stored with another beginning or end."),
     **DISCOVERED,
     "load_seconds": ((), "Seconds of reading stored KV and copying it to the device."),
     "wait_seconds": ((), "Seconds that blending waited for stored KV."),

@@ -95,7 +95,7 @@ def _add_document_routes(app: FastAPI, state: ServerState) -> None:
     def listed(
         key: Key, collection: Collection = COLLECTION, salt: Salt = "", limit: Limit = 100, after: After = ""
     ) -> dict[str, Any]:
-        root, kept = state.engine.follow().planner_of(tenant_of(key, salt)).root, store.documents
+        root, kept = state.engine.runtime.follow().planner_of(tenant_of(key, salt)).root, store.documents
 
         def read(name: BlockName) -> DocumentRecord | DamagedRecord | None:
             record = kept.get(root, name)
@@ -153,7 +153,7 @@ def _warm(state: ServerState, asked: WarmRequest, key: ApiKey) -> Generator[None
         segments.append(chunk(each.token_ids or builder.encode(each.text or ""), each.title))
     if any(len(segment) == 0 for segment in segments):
         raise ApiError(400, "a chunk without a token cannot be stored", param="chunks")
-    tenant, model = tenant_of(key, asked.salt), engine.follow()
+    tenant, model = tenant_of(key, asked.salt), engine.runtime.follow()
     manifests = [manifest_for(engine, model.planner_of(tenant), segment) for segment in segments]
     if not tenants.reserve_missing(key, manifests):
         raise ApiError(403, f"this key may store {tenants.store_bytes} bytes; delete chunks first", code="quota")
@@ -238,7 +238,7 @@ def _put(state: ServerState, asked: DocumentsRequest, key: ApiKey) -> Generator[
         raise ApiError(403, "this key has used too many salts; nothing is stored under a new one", code="quota")
     documents = [Document(each.id, each.text, each.title) for each in asked.documents]
     tenant, cutting = tenant_of(key, asked.salt), Cutting(asked.chunk_tokens, min(64, asked.chunk_tokens // 2))
-    sync_of = partial(DocumentSync, engine, collection=asked.collection, state=engine.follow(), reads_all=False)
+    sync_of = partial(DocumentSync, engine, collection=asked.collection, state=engine.runtime.follow(), reads_all=False)
     dry, sync = (sync_of(tenant=tenant, cutting=cutting, dry_run=dry_run) for dry_run in (True, False))
     yield from _in_slices(dry, documents)
     tenants.count(key)

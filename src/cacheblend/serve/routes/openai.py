@@ -50,7 +50,7 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
         "owned_by": "you",
         "root": engine.name,  # this and the next as vLLM has it; no path of the server's
         "parent": None,
-        "max_model_len": engine.survey.max_length,
+        "max_model_len": engine.runtime.survey.max_length,
     }
 
     @app.get("/v1/models")
@@ -82,9 +82,9 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
             beside = strings_in([asked.tools, asked.chat_template_kwargs])
             state.text_limit.check([*texts_of_chat(asked.messages, asked.documents), *beside])
             prompt = chat_prompt(engine, asked, state.settings.chunk_tokens)
-            if calls is None or engine.builder is None:
+            if calls is None or engine.runtime.builder is None:
                 return [prompt]
-            return [prompt._replace(shown=engine.builder.special_ids([*calls.markers, *calls.inner]))]
+            return [prompt._replace(shown=engine.runtime.builder.special_ids([*calls.markers, *calls.inner]))]
 
         new_reader = None
         if calls is not None:
@@ -138,16 +138,16 @@ def _tokenize(state: ServerState, asked: TokenizeRequest) -> dict[str, Any]:
         raise ApiError(400, f"the text has {len(ids)} tokens; at most {most} are read")
     return {
         "count": len(ids),
-        "max_model_len": state.engine.survey.max_length,
+        "max_model_len": state.engine.runtime.survey.max_length,
         "tokens": ids,
         "token_strs": state.engine.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None,
     }
 
 
 def _detokenize(state: ServerState, asked: DetokenizeRequest) -> dict[str, Any]:
-    engine, size = state.engine, state.engine.survey.vocab_size
+    engine, size = state.engine, state.engine.runtime.survey.vocab_size
     state.builder()
-    most = state.settings.max_prompt_tokens or engine.survey.max_length
+    most = state.settings.max_prompt_tokens or engine.runtime.survey.max_length
     if most is not None and len(asked.tokens) > most:
         raise ApiError(400, f"{len(asked.tokens):,} tokens are given; at most {most:,} are read", code="too_long")
     for number, token in enumerate(asked.tokens):

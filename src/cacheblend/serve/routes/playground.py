@@ -35,6 +35,7 @@ from cacheblend.serve.schemas import Body, Name, Ratio, RequestDocument
 from cacheblend.serve.state import Key, ServerState
 from cacheblend.serve.tenants import tenant_of
 
+EXAMPLES_FILE = Path(str(files("cacheblend.data"))) / "examples.json"
 STATIC = Path(str(files("cacheblend.serve"))) / "static"
 PAGE_HEADERS = {
     "Cache-Control": "no-cache",
@@ -62,12 +63,12 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
 
     engine = state.engine
     is_shipped = engine.fingerprint == read_profile(model_path() / PROFILE_NAME).fingerprint
-    library = (_notes() if is_shipped else json.loads((STATIC / "examples.json").read_text(encoding="utf-8"))) | {
+    library = (_notes() if is_shipped else json.loads(EXAMPLES_FILE.read_text(encoding="utf-8"))) | {
         "model": {
             "name": engine.name,
             "parameters": sum(weights.numel() for weights in engine.model.parameters()),
-            "layers": engine.survey.num_layers,
-            "dtype": str(engine.survey.layout.dtype).removeprefix("torch."),
+            "layers": engine.runtime.survey.num_layers,
+            "dtype": str(engine.runtime.survey.layout.dtype).removeprefix("torch."),
             "device": engine.model.device.type,
             "is_shipped": is_shipped,
         },
@@ -77,14 +78,18 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
     @app.get("/playground/passages", include_in_schema=False)
     async def passages() -> Any:
         """With the selector that the engine uses by itself, and its ratio now; None if it has no fixed one."""
-        settings = engine.settings
+        settings = engine.runtime.settings
         ratio = 1.0 if settings.is_full else settings.selector().share
-        shown = {"selector": settings.config.selector, "recompute_ratio": ratio, "shadow": engine.shadow is not None}
+        shown = {
+            "selector": settings.config.selector,
+            "recompute_ratio": ratio,
+            "shadow": engine.runtime.shadow is not None,
+        }
         return library | {"settings": shown}
 
     @app.get("/playground/shadow", include_in_schema=False)
     async def shadow(key: Key) -> dict[str, Any]:
-        check = engine.shadow
+        check = engine.runtime.shadow
         if check is None:
             return {"on": False}
         figures, settings = check.watch.figures(), check.watch.settings
@@ -134,22 +139,22 @@ def _explain(state: ServerState, asked: Explain, key: ApiKey) -> Generator[None,
     documents = [Passage(each.text, each.title) for each in asked.documents]
     prompt = engine.chat_prompt([{"role": "user", "content": asked.question}], documents)
     state.check_size(prompt)
-    tenant, model = tenant_of(key, ""), engine.follow()
+    tenant, model = tenant_of(key, ""), engine.runtime.follow()
     stored, planner = 0, model.planner_of(tenant)
     if state.tenants.reserve_missing(key, [manifest_for(engine, planner, chunk) for chunk in prompt.chunks]):
         for some in slices(prompt.chunks, SLICE_TOKENS):
             yield
             stored += engine.warm(some, tenant=tenant, state=model).stored
-    watched = Recorded(engine.settings.selector(asked.recompute_ratio, asked.selector))  # what it decides
+    watched = Recorded(engine.runtime.settings.selector(asked.recompute_ratio, asked.selector))  # what it decides
 
     def raised(ratio: float) -> Selector:
-        watched.inner = engine.settings.at_least(ratio)
+        watched.inner = engine.runtime.settings.at_least(ratio)
         return watched
 
     own = asked.selector is None and asked.recompute_ratio is None  # then loading controller and floor decide, too
-    mode: Mode = "prefix" if own and engine.settings.is_full else "blend"
+    mode: Mode = "prefix" if own and engine.runtime.settings.is_full else "blend"
     raises = raised if own else None
-    a_slice = SLICE_TOKENS * engine.survey.num_layers
+    a_slice = SLICE_TOKENS * engine.runtime.survey.num_layers
     with model.prefiller.open(prompt, planner, watched, mode, raised=raises) as prefill:
         yield from prefill.slices(a_slice)
         result = prefill.result()
@@ -164,7 +169,7 @@ def _explain(state: ServerState, asked: Explain, key: ApiKey) -> Generator[None,
         "top_1": close.top_1,
         "first_token": state.token_name(int(result.logits.argmax())),
         "full_first_token": state.token_name(int(full.logits.argmax())),
-        "layers": engine.survey.num_layers,
+        "layers": engine.runtime.survey.num_layers,
         "prompt_tokens": report.prompt_tokens,
         "hit_tokens": report.hit_tokens,
         "recomputed_tokens": report.recomputed_tokens,

@@ -263,6 +263,7 @@ class ChunkFinder:
         jobs = [CaptureJob(ChunkJob(anchor, chunk.token_ids, chunk.label), planner, adapter) for chunk in missed]
         if self._listing is not None and self._keeps_events and self._store.is_reachable:
             self._listing.observe(plan.held_chunks())
+        near = 0 if self._listing is None or not is_marked else self._listing.near_misses(planner.root, plan)
         is_full = settings.is_full and options.follows_floor
         if options.mode == "prefix" or is_full:
             plan = plan.exact_only()
@@ -279,7 +280,7 @@ class ChunkFinder:
                 seconds = max(LEAST_S, compute_s)
         own = any(segment.is_moved for segment in plan.prompt.segments)  # of its conversation alone
         salt = salt_of(planner, named_by, adapter, options.conversation if own else None)
-        found = FoundChunks(plan, selector, salt, named_by, jobs, missed_at, is_slow, is_full)
+        found = FoundChunks(plan, selector, salt, named_by, jobs, missed_at, is_slow, is_full, near_miss_tokens=near)
         if seconds is None:
             return found
         if not found.held or looked_up_s < seconds:

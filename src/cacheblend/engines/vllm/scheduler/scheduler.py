@@ -25,7 +25,7 @@ from cacheblend.engines.vllm.config import ConnectorConfig
 from cacheblend.engines.vllm.internals import interface
 from cacheblend.engines.vllm.internals.prefix_cache import PrefixCache, salt_from
 from cacheblend.engines.vllm.jobs import BlendJob, StepJobs, StepReport
-from cacheblend.engines.vllm.metrics import NOT_BLENDED, Counts
+from cacheblend.engines.vllm.metrics import NEAR_MISSES, NOT_BLENDED, Counts
 from cacheblend.engines.vllm.reasons import BAD_SPANS, OTHER_WEIGHTS, SLOW_STORE, UNREADABLE
 from cacheblend.engines.vllm.scheduler.adapters import AdapterUnusableError, RequestAdapters
 from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue
@@ -183,7 +183,7 @@ class Scheduling:
         if found is None:
             tracked.leave(NOTHING_STORED)
             return
-        tracked.missed = (found.missed, found.missed_at)
+        tracked.missed, tracked.near_miss_tokens = (found.missed, found.missed_at), found.near_miss_tokens
         size, cached = self._block_size, self.cache.tokens(request)
         if found.is_full:
             self._checks.left_out()
@@ -314,6 +314,8 @@ class Scheduling:
                 self._finder.watch(tracked)
             except Exception:  # vLLM's scheduler would end
                 logger.exception("nothing is learnt of request %s", request.request_id)
+        if tracked.near_miss_tokens:
+            self.counts.add(NEAR_MISSES, tracked.near_miss_tokens)
         if tracked.why_not:
             self.counts.add(NOT_BLENDED, 1, tracked.why_not)
         elif tracked.outcome is not None:
