@@ -17,6 +17,7 @@ from cacheblend.engines.hf import request as batch_module
 from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.prefiller import HfPrefill
 from cacheblend.engines.hf.prompts import PromptLike
+from cacheblend.engines.hf.runtime import EngineRuntime
 from cacheblend.engines.hf.sampling import Sampler
 from cacheblend.engines.hf.scheduler import Scheduler
 from cacheblend.engines.hf.shadow_check import ShadowCheck
@@ -175,11 +176,11 @@ ON_THE_WAY: list[tuple[type, str]] = [
     (PrefillBatcher, "remove"),
     (HfPrefill, "close"),
     (ShadowCheck, "begin"),
-    (BlendEngine, "store_missed"),
+    (EngineRuntime, "store_missed"),
     (TextStream, "push"),
     (Sampler, "sample"),
-    (BlendEngine, "open_prefill"),
-    (BlendEngine, "follow"),
+    (EngineRuntime, "open_prefill"),
+    (EngineRuntime, "follow"),
 ]
 
 
@@ -244,7 +245,7 @@ def test_a_single_request_that_fails_at_its_end_has_ended(monkeypatch: pytest.Mo
         watch(engine, ShadowSettings(share=1.0), seed=1)
         engine.warm(part for part in PROMPTS[0] if isinstance(part, Passage))  # type: ignore[union-attr]
         for owner, place in (
-            (engine, "store_missed"),
+            (engine.runtime, "store_missed"),
             (engine.runtime.shadow, "submit"),
             (engine.runtime.shadow, "begin"),
         ):

@@ -537,7 +537,7 @@ def test_generate_enters_no_file_twice_but_the_prefill() -> None:
         "engines/hf/prompts.py",
         "engines/hf/grammar.py",
         "engines/hf/background.py",
-        "engines/hf/state.py",
+        "engines/hf/runtime.py",
         "engines/hf/prefiller.py",
         "engines/hf/request.py",
     ]

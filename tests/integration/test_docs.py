@@ -151,7 +151,8 @@ def test_the_commands_of_the_readme_do_what_it_says(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert set(re.findall(r"'\.\[(\w+)\]'", readme)) <= project["optional-dependencies"].keys()
-    for block in re.findall(r"^```\n(.*?)^```", readme, re.S | re.M):
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", readme, re.S | re.M)
+    for block in [block for language, block in blocks if not language]:
         match shlex.split(block, comments=True):
             case ["git", "clone", url, "&&", "cd", "cacheblend", "make", "demo"]:
                 assert url in project["urls"].values()

@@ -368,7 +368,7 @@ def test_an_answer_that_cannot_start_has_ended(open_engine: Open, monkeypatch: p
     """Memory that lacks behind the prefill: the caller is told, and later passages are captured all the same."""
     engine = open_engine()
     with monkeypatch.context() as patch:
-        patch.setattr("cacheblend.engines.hf.state.Sampler", Mock(side_effect=MemoryError("out of memory")))
+        patch.setattr("cacheblend.engines.hf.runtime.Sampler", Mock(side_effect=MemoryError("out of memory")))
         with pytest.raises(MemoryError):
             engine.generate(PARTS, GREEDY)
     answer = engine.generate(PARTS, GREEDY, ratio=1.0)

@@ -178,7 +178,7 @@ def test_an_error_ends_only_its_own_request(
     assert first.wait().error is None and third.wait().error is None and len(third.tokens[0]) == 6
     assert isinstance(second.wait().error, InvalidInputError)
     assert isinstance(failed.wait().error, ValueError)
-    monkeypatch.setattr("cacheblend.engines.hf.state.Sampler", make_sampler)
+    monkeypatch.setattr("cacheblend.engines.hf.runtime.Sampler", make_sampler)
     assert isinstance(submit(scheduler, RAG).wait().error, MemoryError)
     other = submit(scheduler, RAG)
     assert other.wait().error is None and len(other.tokens[0]) == 6

@@ -118,7 +118,7 @@ def test_a_chunk_stays_until_all_its_documents_are_gone_while_it_is_pinned_and_u
     body, tenant = text_of(1, 3), "two"
     first = sync(shared, {"a": body, "b": body}, tenant=tenant)
     assert first.chunks == 2 * first.computed_chunks and first.tokens == 2 * first.computed_tokens
-    has = referring(shared.store, shared.planner_of(tenant).root).values()
+    has = referring(shared.store, shared.runtime.planner_of(tenant).root).values()
     assert {tuple(sorted(record.id for record in each)) for each in has} == {("a", "b")}
     assert sync(shared, {"b": body}, tenant=tenant).dropped_chunks == 0
     check(shared, {"b": body}, tenant)
@@ -317,11 +317,11 @@ def test_a_long_document_is_tokenised_in_parts_between_which_others_have_their_t
 ) -> None:
     """One that meanwhile stored another text of the same document included: its chunks are stale then, and go."""
     monkeypatch.setattr("cacheblend.engines.hf.document_sync.ENCODED_AT_ONCE", 100)
-    assert shared.builder is not None
+    assert shared.runtime.builder is not None
     for between in (" ", ""):
         body = between.join(["Lamp", "ferry"] * 60)
         pieces = cut_whole(Cutter.of(shared, CUTTING, 0), Document("a", body))
-        assert shared.builder.decode([int(i) for piece in pieces for i in piece]).strip() == body
+        assert shared.runtime.builder.decode([int(i) for piece in pieces for i in piece]).strip() == body
     text, other = (text_of(seed, 20) for seed in (5, 6))
     long = DocumentSync(shared, tenant="turns", cutting=CUTTING, reads_all=False)
     steps = long.steps([Document("a", text)], 1 << 16)

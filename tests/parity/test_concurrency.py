@@ -266,7 +266,7 @@ def test_each_answer_equals_generate(family: str) -> None:
     answers = [answering(family, prompt, params) for prompt in ASKED]
     for round_ in range(8):  # each answer starts one step after the previous one
         going = [a for number, a in enumerate(answers) if number <= round_ and a.sampler.finish_reason is None]
-        step(warm_engine(family).view, going)
+        step(warm_engine(family).runtime.view, going)
     for answer, prompt in zip(answers, ASKED, strict=True):
         assert answer.sampler.token_ids == greedy(tiny_model(family), prompt, 6)
 
@@ -276,7 +276,7 @@ def test_a_kv_cache_grows_when_it_is_full(family: str, monkeypatch: pytest.Monke
     monkeypatch.setattr("cacheblend.engines.hf.decode.GROW_ROWS", 3)
     answer = answering(family, RAG, SamplingParams(max_new_tokens=14))
     while answer.sampler.finish_reason is None:
-        step(warm_engine(family).view, [answer])
+        step(warm_engine(family).runtime.view, [answer])
     assert GROW_ROWS > 3 and answer.sampler.token_ids == greedy(tiny_model(family), RAG, 14)
 
 

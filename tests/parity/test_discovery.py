@@ -361,7 +361,7 @@ def test_runs_that_were_used_and_are_seen_no_more_are_not_remembered() -> None:
 def test_nothing_that_was_asked_before_a_reset_is_wanted_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be computed with new weights, and stored under the names of the old ones."""
     store = MemoryStore(1 << 20)
-    root = open_engine(store).planner_of("").root
+    root = open_engine(store).runtime.planner_of("").root
     discovery = Discovery[str](store, ChunkListing(store, None, 64, 30.0), 64, 1 << 16)
     see, is_watching, go_on = discovery._recurrences.see, threading.Event(), threading.Event()
 
@@ -390,7 +390,7 @@ def test_nothing_that_was_asked_before_a_reset_is_wanted_after_it(monkeypatch: p
 def test_a_store_that_hangs_keeps_no_idle_engine_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked to take off what is given up; vLLM steps, without a request, for as long as there is work."""
     store, hangs, let_go = MemoryStore(1 << 20), threading.Event(), threading.Event()
-    planner = open_engine(store).planner_of("")
+    planner = open_engine(store).runtime.planner_of("")
     discovery = Discovery[str](store, ChunkListing(store, None, 64, 30.0), 64, FEW)
     pinned, moment = store.pinned, time.monotonic()
 

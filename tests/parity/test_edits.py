@@ -113,7 +113,7 @@ def test_a_newest_prompt_whose_blocks_are_gone_hides_no_older_one() -> None:
 
 def test_a_store_that_holds_no_whole_history_ends_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warmup, "HOLD_UP_TOKENS", 64)
-    a_token = open_engine().stored_layout.block_bytes(1)
+    a_token = open_engine().runtime.stored_layout.block_bytes(1)
     with open_engine(store=MemoryStore(200 * a_token)) as engine:
         for number in range(3):
             for thought in (THOUGHT, []):

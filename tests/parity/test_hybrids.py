@@ -91,12 +91,12 @@ def test_a_leading_chunk_goes_on_from_its_snapshot(family: str) -> None:
     prompt = Prompt.of([A, QUESTION])
     outcome = run(warm(family), prompt, NoRows())
     assert outcome.report.hit_tokens == {"prefix": 40, "memory": 0, "disk": 0}
-    assert outcome.report.row_layers <= len(QUESTION) * warm(family).survey.num_layers
+    assert outcome.report.row_layers <= len(QUESTION) * warm(family).runtime.survey.num_layers
     assert_full(outcome, warm(family), prompt)
     prompt = Prompt.of([A, C, SYSTEM, B, QUESTION])
     outcome = run(warm(family), prompt, AllRows())
     assert outcome.report.hit_tokens["prefix"] == 40
-    assert outcome.report.saveable_share == warm(family).survey.kinds.saveable
+    assert outcome.report.saveable_share == warm(family).runtime.survey.kinds.saveable
     if family not in TAILS:
         assert outcome.report.left_out_tokens == len(B) + len(C) and outcome.report.missed_tokens == 0
     assert_full(outcome, warm(family), prompt)
@@ -114,7 +114,7 @@ def test_nothing_is_approximate_where_nothing_can_be_saved(family: str) -> None:
 
 @pytest.mark.parametrize("family", STEPPED)
 def test_a_layer_that_goes_on_row_by_row_does_so_behind_long_prefixes_only(family: str) -> None:
-    assert warm(family).survey.kinds.stepped == {0, 2}
+    assert warm(family).runtime.survey.kinds.stepped == {0, 2}
     for prompt, prefix in ((Prompt.of([LONG, QUESTION]), 170), (Prompt.of([A, QUESTION]), 0)):
         outcome = run(warm(family), prompt, NoRows())
         assert outcome.report.hit_tokens["prefix"] == prefix
@@ -131,7 +131,7 @@ def test_rows_dropped_behind_the_last_recurrent_layer_equal_the_reference(family
         outcome = run(warm(family), prompt, selector)
         reference = blend(tiny_model(family), prompt, selector)
         result = outcome.result
-        result.kv = [result.kv[layer] for layer in warm(family).survey.kinds.kv_layers]
+        result.kv = [result.kv[layer] for layer in warm(family).runtime.survey.kinds.kv_layers]
         assert_as_reference(outcome, reference, TOLERANCE)
     # layer 2 is the second with attention, which the reference counts as its layer 1
     checks, of_reference = Hkvd((2, 3), (0.5, 0.25)), Hkvd((1, 2), (0.5, 0.25))
@@ -237,7 +237,7 @@ def test_a_state_that_is_ignored_is_noticed() -> None:
 def test_half_precision_finds_the_same_layers() -> None:
     """A state too small to be told from rounding in a few rows is one nevertheless."""
     for family in FAMILIES:
-        kinds = warm(family).survey.kinds
+        kinds = warm(family).runtime.survey.kinds
         model = tiny_model(family, torch.bfloat16)
         half = survey_model(model).kinds
         assert (half.kv_layers, set(half.states), half.stepped) == (kinds.kv_layers, set(kinds.states), kinds.stepped)

@@ -17,7 +17,7 @@ from cacheblend.core.load.budget import LateTiers, LoadBudget
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.select.selectors import NoRows
 from cacheblend.engines.hf import BlendEngine, SamplingParams, prefiller, warmup
-from cacheblend.engines.hf import engine as engine_module
+from cacheblend.engines.hf import runtime as runtime_module
 from cacheblend.engines.hf.prefiller import Pace
 from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Event, Scheduler
 from cacheblend.serve.metrics import StoreWatch
@@ -233,7 +233,7 @@ def test_closing_does_not_wait_for_a_tier_that_hangs(
 ) -> None:
     """Whose blocks the loading controller left out, so that they are being promoted."""
     gate, promoted = threading.Event(), list[int]()
-    monkeypatch.setattr(engine_module, "CLOSE_S", 0.1)
+    monkeypatch.setattr(runtime_module, "CLOSE_S", 0.1)
     monkeypatch.setattr(warmup, "STORE_S", 0.1)
     store = MemoryStore()
     monkeypatch.setattr(store, "promote", lambda names: (promoted.append(len(names)), gate.wait()))

@@ -199,7 +199,7 @@ def test_without_candidates_there_is_no_question_pass(selector: Selector, prompt
 
 
 def test_a_long_question_asks_with_its_first_row_and_its_last_rows_alone() -> None:
-    plan = warm_engine("llama").planner.plan(PROMPTS["a long question"], warm_engine("llama").store)
+    plan = warm_engine("llama").runtime.planner.plan(PROMPTS["a long question"], warm_engine("llama").store)
     start, stop = len(plan) - len(LONG_QUESTION), len(plan)
     assert plan.question_rows(64).tolist() == [start, *range(stop - 63, stop)]
     assert plan.question_rows(2).tolist() == [start, stop - 1]

@@ -126,8 +126,8 @@ def _show(result: dict[str, Any], example: dict[str, Any], about: str, keep: Pat
         (f"The exactness invariants {'hold, up to' if holds else 'are VIOLATED beyond'} rounding", checks),
     ]
     if (pretrained := result["pretrained"]) is not None:
-        rows = pretrained["cells"]
-        tables = [_cells(each["question"], each["answers"][0], each["cells"], "contains") for each in rows]
+        rows = zip(pretrained["questions"], pretrained["cells"], strict=True)
+        tables = [_cells(question, row["answers"][0], row["cells"], "contains") for question, row in rows]
         heading = f"A pretrained model ({pretrained['model']}) about six notes, with the default settings"
         steps.append((heading, Group(*tables)))
     out = output.console()

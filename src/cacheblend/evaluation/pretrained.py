@@ -52,7 +52,7 @@ def pretrained_folder() -> Path:
 
 def ask_about_notes(engine: BlendEngine, progress: Progress) -> dict[str, Any]:
     """Answers of full recompute, full reuse and the engine's own blend to the questions that the server's page asks of
-    any model, in the form of `with_cells`. The notes are stored first."""
+    any model, in the form of `with_cells`, with these ``questions``. The notes are stored first."""
     examples = json.loads(EXAMPLES.read_text(encoding="utf-8"))
     notes = [Text(each["text"], each["title"]) for each in examples["passages"]]
     rows = [
@@ -67,7 +67,8 @@ def ask_about_notes(engine: BlendEngine, progress: Progress) -> dict[str, Any]:
     ]
     settings = Settings(read_template("qa"), max_tokens=MAX_TOKENS)
     found = evaluate(engine, rows, methods, settings=settings, progress=progress)
-    return with_cells(summarise(found, [Contains()]), found, [Contains()])
+    questions = [row.question for row in rows]
+    return {"questions": questions, **with_cells(summarise(found, [Contains()]), found, [Contains()])}
 
 
 if __name__ == "__main__":
