@@ -47,7 +47,7 @@ def demo(
     """Store eight passages once, ask questions over them in many orders, and compare answers and times.
 
     Runs on the small model that ships, so nothing is downloaded; takes about half a minute on two CPU cores. Where
-    SmolLM2-135M-Instruct is at hand (`make pretrained` in a checkout), it answers four questions, too.
+    SmolLM2-135M-Instruct is at hand (`make pretrained` in a checkout), it answers six questions, too.
     """
     picture = output.picture_file(plot) if output.can_draw() else None
     if picture is None:
@@ -108,7 +108,7 @@ def _pretrained(is_json: bool) -> dict[str, Any] | None:
     with open_engine(folder, "memory", {"capture": False}, DeviceOptions(DTYPE), quiet=is_json) as engine:
         size = f"{engine.runtime.survey.num_layers} layers, {engine.model.num_parameters() / 1e6:.0f} M parameters"
         with progress_bars(quiet=is_json) as advance:
-            return {"model": f"{engine.name}, {size}", **ask_about_notes(engine, advance)}
+            return ask_about_notes(engine, advance) | {"model": f"{engine.name}, {size}"}
 
 
 def _show(result: dict[str, Any], example: dict[str, Any], about: str, keep: Path | None) -> None:

@@ -23,7 +23,17 @@ from cacheblend.evaluation.templates import read_template
 INSTALL = "make pretrained"
 NAME = "smollm2-135m-instruct"
 MAX_TOKENS = 24  # of an answer: a sentence
-EXAMPLES = Path(str(files("cacheblend.data"))) / "examples.json"
+NOTES = Path(str(files("cacheblend.data"))) / "examples.json"
+QUESTIONS = (
+    ("Who was the first keeper of the lighthouse?", ("Edith Calloway",)),
+    ("Of what is the tower made?", ("granite",)),
+    ("Where is the weather book kept today?", ("Marleigh Institute",)),
+    ("How long does the crossing take?", ("50 minutes", "fifty minutes")),
+    ("When was the institute founded?", ("1902",)),
+    ("Who founded the Marleigh Institute?", ("Tomas Rehl",)),
+)
+"""Of sixteen that were tried, those which the model answers right where it computes the whole prompt; the others would
+say what the model cannot do, not what blending changes."""
 
 
 def pretrained_folder() -> Path:
@@ -51,13 +61,13 @@ def pretrained_folder() -> Path:
 
 
 def ask_about_notes(engine: BlendEngine, progress: Progress) -> dict[str, Any]:
-    """Answers of full recompute, full reuse and the engine's own blend to the questions that the server's page asks of
-    any model, in the form of `with_cells`, with these ``questions``. The notes are stored first."""
-    examples = json.loads(EXAMPLES.read_text(encoding="utf-8"))
-    notes = [Text(each["text"], each["title"]) for each in examples["passages"]]
+    """Answers of full recompute, full reuse and the engine's own blend to `QUESTIONS` about the notes of the server's
+    page, in turn in their order and turned round: in the form of `with_cells`, with the ``questions``. The notes are
+    stored first."""
+    notes = [Text(each["text"], each["title"]) for each in json.loads(NOTES.read_text(encoding="utf-8"))["passages"]]
     rows = [
-        QuestionRow(each["text"], tuple(notes[at] for at in each["passages"]), (each["answer"],), "", str(number))
-        for number, each in enumerate(examples["questions"])
+        QuestionRow(question, tuple(notes[:: -1 if number % 2 else 1]), answers, "", str(number))
+        for number, (question, answers) in enumerate(QUESTIONS)
     ]
     engine.warm([Passage(each.text) for each in notes])
     methods: list[Method] = [
