@@ -156,7 +156,9 @@ def test_the_commands_of_the_readme_do_what_it_says(tmp_path: Path) -> None:
         match shlex.split(block, comments=True):
             case ["git", "clone", url, "&&", "cd", "cacheblend", "make", "demo"]:
                 assert url in project["urls"].values()
-                said = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True)
+                said = subprocess.run(
+                    ["make", "--no-print-directory", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True
+                )
                 assert said.stdout.splitlines()[-1].strip().endswith("bin/cacheblend demo")
             case ["pip", "install", "."]:
                 pass
