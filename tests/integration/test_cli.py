@@ -154,7 +154,10 @@ def test_ask_compares_with_full_recompute(run: Run, model: Path, data: Path, sto
     assert other["first_token"]["top_1"]
     shown = run(*command)
     assert "full recompute" in shown.out
-    assert "the same first token" in shown.err
+    assert "the same first token" in shown.err and "the answers are the same" in shown.err
+    assert "no passage was stored" not in shown.err
+    first = run("ask", "-m", model, "-s", store.with_name("empty"), *command[5:])
+    assert "no passage was stored" in first.err and "cacheblend warm" in first.err
 
 
 def test_ask_takes_every_selector_with_its_settings(run: Run, model: Path, data: Path, store: Path) -> None:

@@ -460,7 +460,7 @@ def test_both_engines_choose_the_same_anchor_and_rows_for_a_model(tmp_path: Path
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     ours = identify(config_of(str(tmp_path / "model"), hf_text_config=read, hf_config=read), tokenizer)
     with BlendEngine.from_pretrained(tmp_path / "model", store="memory", dtype="float32", device="cpu") as engine:
-        assert engine.config.anchor == anchor and engine.planner == ours.planner(BlendConfig())
+        assert engine.config.anchor == anchor and engine.runtime.planner == ours.planner(BlendConfig())
         assert engine.config.selection == ours.resolved(BlendConfig()).selection
 
 

@@ -71,6 +71,7 @@ def _stream(engine: "BlendEngine", prompt: "Prompt", params: "SamplingParams", *
 
 def _compare(engine: "BlendEngine", prompt: "Prompt", params: "SamplingParams", as_json: bool) -> None:
     """Blend and full recompute on the same ids; the weights are read once before either is timed."""
+    from cacheblend.core.names import as_token_ids, equal_length
     from cacheblend.engines.hf.baselines import agreement, finish, full_recompute, touch
 
     touch(engine, prompt)
@@ -89,9 +90,12 @@ def _compare(engine: "BlendEngine", prompt: "Prompt", params: "SamplingParams", 
     _show(blended, engine.runtime.survey.num_layers, engine.runtime.settings, as_json, {"full_recompute": recomputed})
     if not as_json:
         same = "the same first token" if close.top_1 else "another first token"
+        alike = equal_length(as_token_ids(blended.token_ids), as_token_ids(ids))
+        is_equal = alike == len(blended.token_ids) == len(ids)
+        answers = "the answers are the same" if is_equal else f"the answers differ from token {alike + 1} on"
         times = f"blend {output.seconds_text(blended.report.ttft_s)}, full recompute {output.seconds_text(full.ttft_s)}"
         faster = (f"{speedup:.1f} x", "bold green")
-        line = Text.assemble(f"first token: {times}: ", faster, f"; {same}, KL {close.kl:.2g} nats")
+        line = Text.assemble(f"first token: {times}: ", faster, f"; {same}, KL {close.kl:.2g} nats; {answers}")
         output.console(stderr=True).print(line)
 
 
@@ -119,6 +123,9 @@ def _show(
     out.print(Text.assemble("settings: ", (settings.source, "yellow" if off else "")), soft_wrap=True)
     if report.changed_contents:
         out.print(f"{report.changed_contents} texts were changed by the chat template", soft_wrap=True)
+    if report.missed_tokens and not report.loaded_tokens:
+        how = "`cacheblend warm` stores them, and so does `ask` without --compare" if further else "they are stored now"
+        out.print(f"no passage was stored: {how}", soft_wrap=True)
     if report.near_miss_tokens:
         out.print(
             f"{report.near_miss_tokens} of the missed tokens are stored with another beginning or end: a title in "

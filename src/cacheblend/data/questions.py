@@ -122,7 +122,8 @@ def read_row(path: Path, number: int) -> QuestionRow:
     if not any(row.passages for row in rows):
         raise InvalidInputError(f"{path} has no passages")
     if not 0 <= number < len(rows):
-        raise InvalidInputError(f"{path} has rows 0..{len(rows) - 1}, not {number}")
+        together = "" if rows[0].question else "; passages without questions are one row together, but in a JSON list"
+        raise InvalidInputError(f"{path} has rows 0..{len(rows) - 1}, not {number}{together}")
     return rows[number]
 
 

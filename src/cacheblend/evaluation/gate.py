@@ -221,6 +221,8 @@ def run_gate(
         half = len(sets)  # nothing can be confirmed, so all rows may be used to search
     to_search, to_confirm = [row for rows in sets[:half] for row in rows], one_of_each(sets[half:], skipped)
     run = GateRun(engine, bar, skipped, progress, total=len(to_search) + len(to_confirm))
+    if progress is not None:
+        progress(0, run.total)
     searched = run.search(candidates, to_search)
     confirmed: list[Tried] = []
     for tried in promising(searched, bar)[:attempts]:

@@ -75,7 +75,8 @@ class RequestLog:
                 seconds, state = round(time.perf_counter() - started, 4), scope.get("state", {})
                 line = {"method": scope["method"], "path": path, "status": status, "seconds": seconds}
                 line["key"] = state.get("key")
-                of = ("prompt_tokens", "hit_tokens", "recomputed_tokens", "recompute_ratio", "generated_tokens")
+                of = ("prompt_tokens", "hit_tokens", "missed_tokens", "near_miss_tokens", "recomputed_tokens")
+                of += ("recompute_ratio", "generated_tokens")
                 reports = filter(None, getattr(state.get("running"), "reports", {}).values())
                 told = [{name: getattr(r, name) for name in of} | {"ttft_s": round(r.ttft_s, 4)} for r in reports]
                 line |= told[0] if len(told) == 1 else {"prompts": told} if told else {}

@@ -5,6 +5,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from typing import Any, TypedDict
 
 import torch
@@ -189,7 +190,11 @@ def sampling_of(params: SamplingParams | None, options: SamplingOptions) -> Samp
         known = [field.name for field in fields(SamplingParams)]
         for name in given:
             if name not in known:
-                raise InvalidInputError(f"unknown sampling option {name!r}; the options are {', '.join(known)}")
+                if name in ("documents", "messages"):
+                    raise InvalidInputError(f"{name} are for `chat`, or for `chat_prompt`, whose prompt this one takes")
+                near = get_close_matches(name, known, 1)
+                meant = f"; did you mean {near[0]}?" if near else ""
+                raise InvalidInputError(f"unknown sampling option {name!r}{meant}; the options are {', '.join(known)}")
         params = SamplingParams(**given)
     check_params(params)
     off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
