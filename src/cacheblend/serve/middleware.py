@@ -36,6 +36,16 @@ FREE = 1 << 16  # bytes of every body that count against no bound: short request
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 """Keeps no way back: texts may have 16 MB. One that nothing ends goes to the end: or each quote in it began one."""
 requests_log = logging.getLogger("cacheblend.serve.requests")
+LOGGED = (
+    "prompt_tokens",
+    "hit_tokens",
+    "missed_tokens",
+    "near_miss_tokens",
+    "recomputed_tokens",
+    "recompute_ratio",
+    "generated_tokens",
+)
+"""What the log says of each answer's report."""
 
 
 class RequestLog:
@@ -75,10 +85,8 @@ class RequestLog:
                 seconds, state = round(time.perf_counter() - started, 4), scope.get("state", {})
                 line = {"method": scope["method"], "path": path, "status": status, "seconds": seconds}
                 line["key"] = state.get("key")
-                of = ("prompt_tokens", "hit_tokens", "missed_tokens", "near_miss_tokens", "recomputed_tokens")
-                of += ("recompute_ratio", "generated_tokens")
                 reports = filter(None, getattr(state.get("running"), "reports", {}).values())
-                told = [{name: getattr(r, name) for name in of} | {"ttft_s": round(r.ttft_s, 4)} for r in reports]
+                told = [{name: getattr(r, name) for name in LOGGED} | {"ttft_s": round(r.ttft_s, 4)} for r in reports]
                 line |= told[0] if len(told) == 1 else {"prompts": told} if told else {}
                 requests_log.info(json.dumps(line), extra={"fields": line, "request_id": asked})
 
