@@ -21,7 +21,7 @@ from cacheblend.cli.options import BLENDING, OUTPUT, AsJson, DeviceOptions
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.nano import model_path
 
-# In full prefill the model has 27 of the 28 answers of seed 1 right, as of most seeds, and 21 of those of seed 0.
+# In full prefill the model has 27 of 28 answers of seed 1 right, as of most seeds, and 21 of those of seed 0.
 # Whoever sees the demo first should see what blending changes, not what the model cannot do.
 FIRST_SEED = 1
 KEPT_FILES = ("model", "store", "passages.jsonl", "questions.jsonl", "evaluations")
@@ -38,7 +38,7 @@ def demo(
     ratio: float = option(
         0.15, "Share of loaded tokens that the blends by HKVD recompute.", "-r", least=0, most=1, panel=BLENDING
     ),
-    questions: int = option(4, "Questions of each category.", "-n", least=1, most=12, panel=OUTPUT),
+    questions: int = option(3, "Questions of each category.", "-n", least=1, most=12, panel=OUTPUT),
     seed: int = option(FIRST_SEED, "Which passages, orders and questions, 0 to 9.", least=0, most=9, panel=OUTPUT),
     plot: Path = option(Path("cacheblend-demo.png"), "File of the picture: .png, .svg or .pdf.", panel=OUTPUT),
     keep: Path | None = option(None, "Keep model, passages, questions and store in this new folder.", panel=OUTPUT),

@@ -39,7 +39,7 @@ DATA = Path(str(files("cacheblend.nano"))) / "demo.jsonl"
 """A line for each seed: its passages, and questions in rounds of all categories; drawn by the lab's `nano.data`."""
 MAX_TOKENS = 8  # of an answer; the longest correct one has six
 BUDGET_S = 90.0
-"""After this none is begun, but one of each category: 28 take 25 s on two free cores, minutes on busy ones."""
+"""After this none is begun, but one of each category: 21 take 20 s on two free cores, minutes on busy ones."""
 
 
 def demo_questions(seed: int, per_category: int = 4) -> list[QuestionRow]:
