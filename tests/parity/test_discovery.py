@@ -143,6 +143,22 @@ def test_a_missed_passage_that_is_stored_with_another_beginning_or_end_is_counte
     assert report.near_miss_tokens == near <= report.missed_tokens
 
 
+def test_near_misses_tell_nothing_of_another_tenants_text_and_count_each_place_once(engine: BlendEngine) -> None:
+    """One who guesses at another's passages learns nothing; a passage that stands twice is missed, and told, twice."""
+    engine.warm([chunk(A)], tenant="a")
+    listing, told = engine.runtime.discovery.listing, dict[str, int]()  # type: ignore[union-attr]
+    titled = [*ids(20, 6), *A]
+    prompt = Prompt.of([text([BOS]), chunk(titled), text(ids(24, 3)), chunk(titled), text(ids(25, 5))])
+    for tenant in ("a", "b", ""):
+        listing.prepare(engine.runtime.planner_of(tenant).root).result()  # type: ignore[union-attr]
+        with engine.runtime.open_prefill(prompt, tenant=tenant) as prefill:
+            result = prefill.run()
+        engine.runtime.store_missed(result, tenant, may_keep=lambda tokens: False)
+        told[tenant] = result.report.near_miss_tokens
+        assert told[tenant] <= result.report.missed_tokens == 2 * len(titled)
+    assert told == {"a": 2 * len(A), "b": 0, "": 0}
+
+
 def test_what_another_store_user_listed_is_found_after_the_list_is_read() -> None:
     store = MemoryStore(1 << 28)
     with open_engine(store) as first:

@@ -124,7 +124,8 @@ def _show(
     if report.changed_contents:
         out.print(f"{report.changed_contents} texts were changed by the chat template", soft_wrap=True)
     if report.missed_tokens and not report.loaded_tokens:
-        how = "`cacheblend warm` stores them, and so does `ask` without --compare" if further else "they are stored now"
+        stores = settings.config.capture
+        how = "they are stored now" if stores else "`cacheblend warm` stores them; this request stores nothing"
         out.print(f"no passage was stored: {how}", soft_wrap=True)
     if report.near_miss_tokens:
         out.print(

@@ -17,6 +17,10 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import attrgetter
+
+import numpy as np
 
 from cacheblend.core.failures import count_failure
 from cacheblend.core.load.threads import DaemonPool
@@ -139,14 +143,13 @@ class ChunkListing:
             self.prepare(root)
             return 0
         tokens = 0
-        for number in {span.segment for span in missed}:
-            for match in index.match(plan.prompt.segments[number].token_ids):
-                if match.chunk.chunk_id == plan.chunk_ids.get(number):
-                    continue  # the chunk itself, which is listed and was evicted
-                for span in missed:
-                    if span.segment == number:
-                        begin, end = span.chunk_offset, span.chunk_offset + len(span)
-                        tokens += max(0, min(match.stop, end) - max(match.start, begin))
+        for number, spans in groupby(missed, attrgetter("segment")):
+            token_ids = plan.prompt.segments[number].token_ids
+            is_near = np.zeros(len(token_ids), dtype=bool)
+            for match in index.match(token_ids):  # but the chunk itself, which may be listed and evicted
+                is_near[match.start : match.stop] = match.chunk.chunk_id != plan.chunk_ids.get(number)
+            for span in spans:
+                tokens += int(is_near[span.chunk_offset :][: len(span)].sum())
         return tokens
 
     def prepare(self, root: BlockName) -> "Future[ChunkIndex] | None":

@@ -1,4 +1,4 @@
-"""A model whose adapters may be switched meanwhile, and what its engine and schedulers do for a request on it."""
+"""A model as its adapters are at one moment."""
 
 from dataclasses import dataclass, replace
 
