@@ -158,7 +158,7 @@ def test_ask_compares_with_full_recompute(run: Run, model: Path, data: Path, sto
     assert "no passage was stored" not in shown.err
     first = run("ask", "-m", model, "-s", store.with_name("empty"), *command[5:])
     assert "no passage was stored" in first.err and "cacheblend warm" in first.err
-    for more, said in (("--no-capture", "this request stores nothing"), ("--capture", "they are stored now")):
+    for more, said in (("--no-capture", "this request stores nothing"), ("--capture", "they are being stored")):
         alone = run("ask", "-m", model, "-s", store.with_name("empty"), "-d", data, "-n", 1, more)
         assert "no passage was stored: " in alone.err and said in alone.err
 

@@ -516,7 +516,7 @@ def test_the_command_reports_tables_json_and_plots(run: Run, model: Path, tmp_pa
     arguments += ["--selector", "profile", "--scorer", "em", "--scorer", "rouge-l", "--device", "cpu"]
     result = run(*arguments, "--json-file", tmp_path / "all.json")
     assert result.code == 0, result.err
-    for part in ("Exact match", "ROUGE-L", "blend hkvd gradual r=0.5", "blend profile", "minus full", "1st token"):
+    for part in ("Exact match", "ROUGE-L", "blend hkvd gradual r=0.5", "\nblend r=0.1", "minus full", "1st token"):
         assert part in result.out
     assert "tiny-llama has no chat template: plain prompts" in result.err
     written = json.loads((tmp_path / "all.json").read_text())

@@ -379,7 +379,9 @@ def silent() -> Iterator[str]:
 
 @pytest.mark.may_fail("block lost", "list of chunks", "store write", "background work")
 @pytest.mark.parametrize("tier", [pytest.param("redis", marks=needs_redis), pytest.param("s3", marks=needs_bucket)])
-def test_a_server_that_never_answers_costs_a_recompute_and_no_answer(tier: str, keys: None, silent: str) -> None:
+def test_a_server_that_never_answers_costs_a_recompute_and_no_answer_and_is_told_once(
+    tier: str, keys: None, silent: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model = tiny_model("llama")
     never_started, bucket_url = RedisServer().url, f"s3://{BUCKET}/silent?endpoint={silent}&region=us-east-1"
     url = f"{never_started}?timeout=0.3" if tier == "redis" else f"{bucket_url}&timeout=0.3"
@@ -390,6 +392,9 @@ def test_a_server_that_never_answers_costs_a_recompute_and_no_answer(tier: str, 
         assert time.monotonic() - started < 5
         with pytest.raises(StoreUnreachableError, match="asked again in"):
             store.stats()
+    assert "requests are computed without it" in caplog.text
+    for again in ("list of chunks cannot be read", "block was not stored"):
+        assert again not in caplog.text
 
 
 def test_a_missing_bucket_is_reported(keys: None) -> None:

@@ -150,6 +150,7 @@ JSON = {"Content-Type": "application/json"}
         ({"n": 0}, "n:"),
         ({"n": 9}, "at most 8 choices"),
         ({"top_logprobs": 3}, "logprobs: true"),
+        ({"documents": ["The lamp"]}, 'documents.0: must be an object with "text"'),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "only text"),
         ({"stop": [""]}, "stop"),

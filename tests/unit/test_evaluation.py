@@ -85,7 +85,7 @@ def test_methods_by_name() -> None:
     assert found == [f"blend {name} {checks} r=0.15" for name in both for checks in ("gradual", "@1")]
     # The profile stands beside the same settings given by hand
     methods = make_methods(["blend"], selectors=["hkvd", "profile"], profile=BlendConfig())
-    assert [method.label.name for method in methods] == ["blend profile", "blend hkvd gradual r=0.15"]
+    assert [method.label.name for method in methods] == ["blend", "blend hkvd gradual r=0.15"]
     # With no selector a model's settings are compared, at the ratios that are asked for; check layers are hkvd's
     own = BlendConfig(selector="head", recency=1.0, recompute_ratio=0.2)
     (blend,) = make_methods(["blend"], profile=own)

@@ -125,7 +125,7 @@ def _show(
         out.print(f"{report.changed_contents} texts were changed by the chat template", soft_wrap=True)
     if report.missed_tokens and not report.loaded_tokens:
         stores = settings.config.capture
-        how = "they are stored now" if stores else "`cacheblend warm` stores them; this request stores nothing"
+        how = "they are being stored" if stores else "`cacheblend warm` stores them; this request stores nothing"
         out.print(f"no passage was stored: {how}", soft_wrap=True)
     if report.near_miss_tokens:
         out.print(

@@ -22,6 +22,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from cacheblend.core.errors import StoreUnreachableError
 from cacheblend.core.failures import count_failure
 from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.names import BlockName, TokenIds
@@ -100,7 +101,8 @@ class ChunkListing:
             if self._reading is None and time.monotonic() - self._read_at >= self._refresh_s:
                 self._start_reading()
         if ended is not None and ended.exception() is not None:
-            logger.warning("the store's list of chunks cannot be read: %s", ended.exception())
+            if not isinstance(ended.exception(), StoreUnreachableError):  # which the place's own store has logged
+                logger.warning("the store's list of chunks cannot be read: %s", ended.exception())
             count_failure("list of chunks")
         return self.has_read and not self._is_waited_for(self._reading)
 

@@ -233,7 +233,7 @@ def _blends(
         shares: list[float | None] = [each[0] for each in ratios if has_ratio and len(each) == 1]
         for asked in dict.fromkeys(shares) or [None]:
             own, share = profile.make_selector(asked), profile.recompute_ratio if asked is None else asked
-            name = f"blend {PROFILE}" + ("" if asked is None else f" r={asked:g}")
+            name = "blend" + ("" if asked is None else f" r={asked:g}")
             label = Label(name, "blend", PROFILE, PROFILE, share if has_ratio else None, own.check_layers)
             methods.append(Fused(label, own))
     for choice in (SelectorChoice.parse(text) for text in dict.fromkeys(selectors) if text != PROFILE):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from cacheblend.core.closable import Closable
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, StoreUnreachableError
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block
 from cacheblend.store.base import LOGGER_NAME, KVStore
@@ -126,7 +126,8 @@ class WriteBehind(Closable):
                     self._write([item])
                 return
             self._counts.failed += 1
-            if type(error) not in self._reported:
+            # An unreachable place is logged by its own store.
+            if type(error) not in self._reported and not isinstance(error, StoreUnreachableError):
                 self._reported.add(type(error))
                 logger.warning(
                     "a block was not stored: %s: %s (further %s are counted, not logged)",
