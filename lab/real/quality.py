@@ -183,20 +183,19 @@ def _measure(
                 out = each.model(ids[None, :-1], position_ids=given, past_key_values=cache, use_cache=True)
                 expected = torch.cat([expected, out.logits[0].float()])
             got = torch.log_softmax(expected, -1)
+            same = int((got.argmax(-1) == ids).int().cumprod(0).sum())  # tokens in front of the first other one
+            if same < len(ids):
+                if same + 1 < len(ids):
+                    cache.crop(same + 1 - len(ids))
+                expected = go_on(each, cache, expected[: same + 1], tokens)
+            own = decode(expected.argmax(-1).tolist())
             measured[way.name] = {
                 "kl": float((full.exp() * (full - got)).sum(-1).mean()),
                 "log_likelihood": _likelihood(got, ids),
                 "same": float((got.argmax(-1) == ids).float().mean()),
                 "compute": scale.share(report.row_layers, report.projected_rows, report.prompt_tokens),
+                "contains": best(Contains(), own, answers),
             }
-            if way.name in (BASE, OURS["15"]):
-                same = int((got.argmax(-1) == ids).int().cumprod(0).sum())  # tokens in front of the first other one
-                if same < len(ids):
-                    if same + 1 < len(ids):
-                        cache.crop(same + 1 - len(ids))
-                    expected = go_on(each, cache, expected[: same + 1], tokens)
-                own = decode(expected.argmax(-1).tolist())
-                measured[way.name]["contains"] = best(Contains(), own, answers)
     return measured
 
 
@@ -242,10 +241,12 @@ def summarise(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any
         }
         for way in removed
     }
-    for way in ways:
-        if "contains" in rows[0][way]:  # points that answers in words lose
-            ways[way]["contains_loss"] = with_interval(100 * (means("full", "contains") - means(way, "contains")))
     figures: dict[str, Any] = {f"rows_{name}": len(own) for name, own in found.items()}
+    if is_answered := "contains" in rows[0]["full"]:
+        figures["contains_full"] = float(means("full", "contains")[0])
+        for way in ways:
+            ways[way]["contains"] = float(means(way, "contains")[0])
+            ways[way]["contains_loss"] = with_interval(100 * (means("full", "contains") - means(way, "contains")))
     intervals = {}
     for share, ours in OURS.items():
         if ours in ways:
@@ -253,7 +254,7 @@ def summarise(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any
             figures[f"kl_removed_{share}"] = ways[ours]["kl_removed"]["value"]
             figures[f"taken_back_{share}"] = ways[ours]["taken_back"]["value"]
             figures[f"compute_{share}"] = ways[ours]["compute"]
-            if "contains_loss" in ways[ours]:
+            if is_answered:
                 figures[f"contains_loss_{share}"] = ways[ours]["contains_loss"]["value"]
             for name, other in (("coin", f"text random {ratio}"), ("head", f"text head {ratio}")):
                 if other in removed:
