@@ -42,7 +42,7 @@ def paper(
     top_k: TopK = None,
     max_tokens: MaxTokens = 32,
     scorer: Scorers = None,
-    anchor: Anchor = "bos",  # as the authors have it
+    anchor: Anchor = "auto",  # else blend would not be what is in use; the authors have bos
     out: Out = Path("evaluations"),
     json: AsJson = False,
     json_file: JsonFile = None,

@@ -116,7 +116,7 @@ def vllm_faults(
         panel=WHAT,
     ),
     only: list[str] | None = option(
-        None, "Campaigns: stall, lookups, equal, pollution, faults; several times. Default: all of them.", panel=WHAT
+        None, "Campaigns: held, lookups, equal, pollution, faults; several times. Default: all of them.", panel=WHAT
     ),
     seed: int = seeded(),
 ) -> None:

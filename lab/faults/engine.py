@@ -275,6 +275,12 @@ class Engine:
         """Empties vLLM's prefix cache."""
         self._llm.reset_prefix_cache()
 
+    def read_list(self) -> None:
+        """Begins to read the store's list again, as if it had changed."""
+        listing = self.mine._scheduling._finder._listing
+        listing._stamp = None
+        listing._start_reading()
+
     def scramble(self, seed: int) -> None:
         """Empties vLLM's prefix cache and fills the KV cache with random numbers; no request may be under way."""
         self.forget()

@@ -1,69 +1,135 @@
-"""Three figures of one engine: what a slow store costs others, look-ups of a request, equal prompts at once."""
+"""Three figures of one engine: who holds up others, look-ups of a request, equal prompts at once."""
 
 import functools
 import gc
+import math
 import statistics
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from lab.faults.engine import LAYERS, PATIENT_S, Engine, Request, Texts, joined
 
-READ_S = 1.0
-"""How long a slow store takes to read a layer."""
-
-ROUNDS, ROUND_S = 3, 9.0
+ROUNDS = 3
+BEGIN_S, MOST_S = 1.0, 20.0  # of a round: until the blendable request comes, and until it has its first token, at most
+OTHERS = 8  # as many prompts as may wait for the store
+LISTED, TENANTS = 20_000, 300
 CHUNKS = 20
 EQUAL = 8
 _BLOCK_SIZE = 32
 
 
-def stall(engine: Engine, seed: int) -> dict[str, Any]:
-    """Engine steps of a plain request that decodes while another's reads take `READ_S` a layer, and while they do not.
-
-    Both kinds of rounds take equally long, so that their longest steps are of as many.
+def held_up(engine: Engine, seed: int) -> dict[str, Any]:
+    """What others wait for beside `CASES`: a plain request that decodes, for its next token, and a blendable one that
+    comes meanwhile, for its first.
 
     Returns:
-        `stall_ms`: the longest step with slow reads less that without, the median over rounds; `longest_ms` of each.
+        `held_up_ms`, `held_up_blend_ms`: the longest step, and the blendable request's wait, of the worst case, the
+        medians over rounds; `cases`: both of each round, by case.
     """
     texts = Texts(seed)
     _fill(engine, texts)
-    _decode_beside(engine, texts, "warm-up", 1.0)
-    longest: dict[str, list[float]] = {"fast": [], "slow": []}
+    _beside(engine, texts, "warm-up", nothing)
+    cases: dict[str, dict[str, list[float]]] = {name: {"step_ms": [], "blend_ms": []} for name in CASES}
     for number in range(ROUNDS):
-        longest["fast"].append(_decode_beside(engine, texts, f"fast-{number}", ROUND_S))
-        engine.arm({"place": "store read", "times": 10_000, "sleep_s": READ_S, "until_disarmed": True})
-        longest["slow"].append(_decode_beside(engine, texts, f"slow-{number}", ROUND_S))
-        if not engine.disarm():
-            raise RuntimeError("no read of the store was slowed down: the measurement shows nothing")
-    differences = [slow - fast for fast, slow in zip(longest["fast"], longest["slow"], strict=True)]
-    return {"stall_ms": max(0.0, statistics.median(differences)), "longest_ms": longest}
+        for name, case in CASES.items():
+            for key, value in _beside(engine, texts, f"{name}-{number}", case).items():
+                cases[name][key].append(value)
+    step_ms, blend_ms = (
+        max(statistics.median(each[key]) for each in cases.values()) for key in ("step_ms", "blend_ms")
+    )
+    return {"held_up_ms": step_ms, "held_up_blend_ms": blend_ms, "cases": cases}
 
 
-def _decode_beside(engine: Engine, texts: Texts, name: str, seconds: float) -> float:
-    """The longest step in ms, from the arrival of a blended request on."""
+def _beside(engine: Engine, texts: Texts, name: str, case: "Case") -> dict[str, float]:
+    """The longest step, and what the blendable request waits for its first token, in ms."""
     engine.forget()
-    asked = texts.asked(texts.ids(40), 4)
     engine.add(Request(f"{name}-plain", texts.ids(40), (), 7000))
     for _ in range(20):
         engine.step()
     gc.collect()
-    engine.add(Request(f"{name}-blend", asked.ids, asked.spans, 2))
-    longest, end = 0.0, time.monotonic() + seconds
-    while (before := time.monotonic()) < end:
-        engine.step()
-        longest = max(longest, time.monotonic() - before)
-    for kind in ("plain", "blend"):
-        engine.abort(f"{name}-{kind}")
+    longest, waited, came = 0.0, math.inf, math.inf
+    with case(engine, texts) as others:
+        for other in others:
+            engine.add(replace(other, name=f"{name}-{other.name}"))
+        began = before = time.monotonic()
+        while waited == math.inf and before < began + MOST_S:
+            if came == math.inf and before > began + BEGIN_S:
+                asked, came = texts.asked(texts.ids(40), 4), before
+                engine.add(Request(f"{name}-blend", asked.ids, None, 1))
+            ended = engine.step()
+            now = time.monotonic()
+            longest, before = max(longest, now - before), now
+            waited = now - came if f"{name}-blend" in ended else math.inf
+        for request in ("plain", "blend", *(other.name for other in others)):
+            engine.abort(f"{name}-{request}")
     while engine.is_busy:
         engine.step()
-    return 1e3 * longest
+    engine.settle()
+    return {"step_ms": 1e3 * longest, "blend_ms": 1e3 * waited}
+
+
+Case = Callable[[Engine, Texts], AbstractContextManager[Sequence[Request]]]
+"""A context in which something holds up the requests that it gives, and may hold up others."""
+
+
+@contextmanager
+def nothing(engine: Engine, texts: Texts) -> Iterator[Sequence[Request]]:
+    yield ()
+
+
+@contextmanager
+def hanging(place: str, engine: Engine, texts: Texts) -> Iterator[Sequence[Request]]:
+    """`OTHERS` requests whose chunks hang at a place of the store: the first ones that pass it."""
+    engine.arm({"place": place, "times": OTHERS, "sleep_s": PATIENT_S, "until_disarmed": True})
+    if place == "store list":
+        engine.read_list()
+    prompts = [joined(texts.ids(40), [*texts.rng.sample(texts.passages, 2), texts.ids(80)], ()) for _ in range(OTHERS)]
+    yield [Request(f"other-{n}", each.ids, each.spans) for n, each in enumerate(prompts)]
+    if not engine.disarm():
+        raise RuntimeError(f"nothing has passed {place!r}: the measurement shows nothing")
+
+
+@contextmanager
+def long_list(engine: Engine, texts: Texts) -> Iterator[Sequence[Request]]:
+    """The store's list is read, and has `LISTED` chunks more than before."""
+    from cacheblend.core.names import BlockName, as_token_ids
+    from cacheblend.store.disk.store import DiskStore
+
+    real, more = DiskStore.manifests, [(BlockName(texts.rng.randbytes(16)), as_token_ids(texts.ids(80))) for _ in range(LISTED)]
+
+    def manifests(store: DiskStore) -> Iterator[Any]:
+        found = [*real(store)]
+        yield from (*found, *(replace(found[0], chunk_id=name, token_ids=ids) for name, ids in more))
+
+    with patch.object(DiskStore, "manifests", manifests):
+        engine.read_list()
+        yield ()
+    engine.read_list()
+
+
+@contextmanager
+def tenants(engine: Engine, texts: Texts) -> Iterator[Sequence[Request]]:
+    """`TENANTS` requests of as many tenants, which have stored nothing; vLLM computes them in a moment."""
+    yield [Request(f"of-{n}", texts.ids(2), None, 1, salt=f"tenant {n} {texts.ids(4)}") for n in range(TENANTS)]
+
+
+CASES: dict[str, Case] = {
+    "nothing": nothing,
+    "reads hang": partial(hanging, "store read"),
+    "look-ups hang": partial(hanging, "store find"),
+    "the list hangs": partial(hanging, "store list"),
+    "writes hang": partial(hanging, "store write"),
+    "a long list": long_list,
+    "new tenants": tenants,
+}
 
 
 def lookups(engine: Engine, seed: int) -> dict[str, Any]:
@@ -159,15 +225,16 @@ def _fill(engine: Engine, texts: Texts) -> None:
     engine.forget()
 
 
-MEASURES: dict[str, Callable[[Engine, int], dict[str, Any]]] = {"stall": stall, "lookups": lookups, "equal": equal}
+MEASURES: dict[str, Callable[[Engine, int], dict[str, Any]]] = {"held": held_up, "lookups": lookups, "equal": equal}
 """The measurements, by the campaign's name."""
 
 
 def run(model: Path, store: Path, seed: int, measures: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Some of the measurements, in one engine; each as ``{name: what it returns}``."""
-    extra = {"store": f"file://{store}", "recompute_ratio": 0.15, "refresh_s": 3600, "lookup_timeout_s": PATIENT_S}
+    extra = {"store": f"file://{store}", "recompute_ratio": 0.15, "refresh_s": 3600}
     options: dict[str, Any] = {"block_size": _BLOCK_SIZE, "num_gpu_blocks_override": 500, "max_model_len": 8192}
     engine = Engine(model, extra, enable_prefix_caching=True, **options)
     for name in measures:
         yield {"begin": name}
-        yield {name: MEASURES[name](engine, seed)}
+        with nullcontext() if name == "held" else engine.patient():
+            yield {name: MEASURES[name](engine, seed)}

@@ -25,6 +25,13 @@ from lab.servers.vllm_server import check_installed, version_of_vllm
 STAGES = (*MEASURES, "pollution", "faults")
 """The campaigns."""
 
+FIGURES = {
+    "held": ("held_up_ms", "held_up_blend_ms"),
+    "lookups": ("lookups_per_request",),
+    "equal": ("equal_prompts",),
+}
+"""What is reported of each measurement."""
+
 QUIET = ("lookups", "equal", "pollution")
 """Those that inject nothing: no blend may fail in them."""
 
@@ -87,9 +94,9 @@ def run(settings: Settings, advance: AdvanceStage = silent) -> dict[str, Any]:
 
 def _figures(found: dict[str, dict[str, Any]]) -> dict[str, float]:
     figures: dict[str, float] = {}
-    for name, key in (("stall", "stall_ms"), ("lookups", "lookups_per_request"), ("equal", "equal_prompts")):
+    for name, keys in FIGURES.items():
         if name in found:
-            figures[key] = found[name][key]
+            figures |= {key: found[name][key] for key in keys}
     tries = [found[name] for name in ("pollution", "faults") if name in found]
     if tries:
         figures |= {key: sum(each.get(key, 0) for each in tries) for key in ("wrong", "ended", "hung", "left")}
