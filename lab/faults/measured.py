@@ -31,21 +31,22 @@ def held_up(engine: Engine, seed: int) -> dict[str, Any]:
     comes meanwhile, for its first.
 
     Returns:
-        `held_up_ms`, `held_up_blend_ms`: the longest step, and the blendable request's wait, of the worst case, the
-        medians over rounds; `cases`: both of each round, by case.
+        `held_up_ms`, `held_up_blend_ms`: by how much the longest step, and the blendable request's wait, are longer
+        in the worst case than beside as many plain prompts, medians over rounds; `cases`: both of each round, by case.
     """
     texts = Texts(seed)
     _fill(engine, texts)
-    _beside(engine, texts, "warm-up", nothing)
+    _beside(engine, texts, "warm-up", CASES[PLAIN])
     cases: dict[str, dict[str, list[float]]] = {name: {"step_ms": [], "blend_ms": []} for name in CASES}
     for number in range(ROUNDS):
         for name, case in CASES.items():
             for key, value in _beside(engine, texts, f"{name}-{number}", case).items():
                 cases[name][key].append(value)
-    step_ms, blend_ms = (
-        max(statistics.median(each[key]) for each in cases.values()) for key in ("step_ms", "blend_ms")
-    )
-    return {"held_up_ms": step_ms, "held_up_blend_ms": blend_ms, "cases": cases}
+
+    def longer(key: str) -> float:
+        return max(statistics.median(each[key]) for each in cases.values()) - statistics.median(cases[PLAIN][key])
+
+    return {"held_up_ms": longer("step_ms"), "held_up_blend_ms": longer("blend_ms"), "cases": cases}
 
 
 def _beside(engine: Engine, texts: Texts, name: str, case: "Case") -> dict[str, float]:
@@ -56,8 +57,8 @@ def _beside(engine: Engine, texts: Texts, name: str, case: "Case") -> dict[str, 
         engine.step()
     gc.collect()
     longest, waited, came = 0.0, math.inf, math.inf
-    with case(engine, texts) as others:
-        for other in others:
+    with case(engine, texts) as beside:
+        for other in beside:
             engine.add(replace(other, name=f"{name}-{other.name}"))
         began = before = time.monotonic()
         while waited == math.inf and before < began + MOST_S:
@@ -68,7 +69,7 @@ def _beside(engine: Engine, texts: Texts, name: str, case: "Case") -> dict[str, 
             now = time.monotonic()
             longest, before = max(longest, now - before), now
             waited = now - came if f"{name}-blend" in ended else math.inf
-        for request in ("plain", "blend", *(other.name for other in others)):
+        for request in ("plain", "blend", *(other.name for other in beside)):
             engine.abort(f"{name}-{request}")
     while engine.is_busy:
         engine.step()
@@ -80,19 +81,24 @@ Case = Callable[[Engine, Texts], AbstractContextManager[Sequence[Request]]]
 """A context in which something holds up the requests that it gives, and may hold up others."""
 
 
+def others(texts: Texts) -> list[Request]:
+    """Requests with two stored chunks, and one that is not."""
+    prompts = [joined(texts.ids(40), [*texts.rng.sample(texts.passages, 2), texts.ids(80)], ()) for _ in range(OTHERS)]
+    return [Request(f"other-{n}", each.ids, each.spans) for n, each in enumerate(prompts)]
+
+
 @contextmanager
-def nothing(engine: Engine, texts: Texts) -> Iterator[Sequence[Request]]:
-    yield ()
+def plain(engine: Engine, texts: Texts) -> Iterator[Sequence[Request]]:
+    yield [replace(other, spans=()) for other in others(texts)]
 
 
 @contextmanager
 def hanging(place: str, engine: Engine, texts: Texts) -> Iterator[Sequence[Request]]:
-    """`OTHERS` requests whose chunks hang at a place of the store: the first ones that pass it."""
+    """`others`, which hang at a place of the store: the first ones that pass it."""
     engine.arm({"place": place, "times": OTHERS, "sleep_s": PATIENT_S, "until_disarmed": True})
     if place == "store list":
         engine.read_list()
-    prompts = [joined(texts.ids(40), [*texts.rng.sample(texts.passages, 2), texts.ids(80)], ()) for _ in range(OTHERS)]
-    yield [Request(f"other-{n}", each.ids, each.spans) for n, each in enumerate(prompts)]
+    yield others(texts)
     if not engine.disarm():
         raise RuntimeError(f"nothing has passed {place!r}: the measurement shows nothing")
 
@@ -103,7 +109,8 @@ def long_list(engine: Engine, texts: Texts) -> Iterator[Sequence[Request]]:
     from cacheblend.core.names import BlockName, as_token_ids
     from cacheblend.store.disk.store import DiskStore
 
-    real, more = DiskStore.manifests, [(BlockName(texts.rng.randbytes(16)), as_token_ids(texts.ids(80))) for _ in range(LISTED)]
+    more = [(BlockName(texts.rng.randbytes(16)), as_token_ids(texts.ids(80))) for _ in range(LISTED)]
+    real = DiskStore.manifests
 
     def manifests(store: DiskStore) -> Iterator[Any]:
         found = [*real(store)]
@@ -121,8 +128,9 @@ def tenants(engine: Engine, texts: Texts) -> Iterator[Sequence[Request]]:
     yield [Request(f"of-{n}", texts.ids(2), None, 1, salt=f"tenant {n} {texts.ids(4)}") for n in range(TENANTS)]
 
 
+PLAIN = "plain prompts"
 CASES: dict[str, Case] = {
-    "nothing": nothing,
+    PLAIN: plain,
     "reads hang": partial(hanging, "store read"),
     "look-ups hang": partial(hanging, "store find"),
     "the list hangs": partial(hanging, "store list"),

@@ -62,7 +62,7 @@ class ChunkListing:
         min_tokens: int,
         refresh_s: float,
         *,
-        fresh_s: float = 0.25,
+        fresh_s: float = 0.1,
         keeps_changes: bool = False,
     ) -> None:
         self._store, self._min_tokens = store, min_tokens

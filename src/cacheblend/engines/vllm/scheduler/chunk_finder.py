@@ -40,7 +40,7 @@ from cacheblend.store import KVStore
 LONG_PROMPT = 1024  # tokens from which on contents are matched in a thread: that takes milliseconds
 THREADS = 8  # of look-ups
 
-FRESH_S = 0.25  # seconds that a look-up waits at most for a list that is due
+FRESH_S = 0.1  # seconds that a look-up waits at most for a list that is due
 _MOST_PLANNERS = 4096  # kept; one more is made in microseconds
 logger = logging.getLogger("cacheblend.vllm")
 
