@@ -150,7 +150,7 @@ JSON = {"Content-Type": "application/json"}
         ({"n": 0}, "n:"),
         ({"n": 9}, "at most 8 choices"),
         ({"top_logprobs": 3}, "logprobs: true"),
-        ({"documents": ["The lamp"]}, 'documents.0: must be an object with "text"'),
+        ({"documents": ["lamp " * 9000]}, 'documents.0: must be an object with "text", and "title" if it has one'),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "only text"),
         ({"stop": [""]}, "stop"),
@@ -169,6 +169,7 @@ def test_what_is_wrong_is_said_in_openais_form(url: str, change: dict[str, Any],
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error" and message in f"{error['param']} {error['message']}"
+    assert len(error["message"]) < 500 and "lamp lamp" not in error["message"]
 
 
 @pytest.mark.parametrize(

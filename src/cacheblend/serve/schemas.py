@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from cacheblend.core.errors import InvalidInputError, shown
+from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.documents import COLLECTION, LONGEST_ID
 from cacheblend.engines.hf.grammar import Grammar, check_depth
 from cacheblend.engines.hf.prefiller import Mode
@@ -273,8 +273,8 @@ class RequestDocument(Closed):
     @model_validator(mode="before")
     @classmethod
     def _check_form(cls, given: Any) -> Any:
-        if not isinstance(given, dict):  # a plain text, as other APIs take it
-            raise ValueError(f'must be an object with "text", and "title" if it has one; got {shown(given)}')
+        if not isinstance(given, dict):  # a plain text, as other APIs take it; of any length, so it is not shown
+            raise ValueError('must be an object with "text", and "title" if it has one')
         return given
 
 
