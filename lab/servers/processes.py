@@ -22,12 +22,14 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.request import urlopen
 
+from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.failures import CHECK, NOT_WRITTEN, count_failure
 from cacheblend.engines.vllm.reasons import DECISIONS
 
 START_S = 600
 END_S = 60
+DEFAULT = BlendConfig().chosen("text")  # what blends models whose tokenizer is known: a shape, without one, gets hkvd
 _started = set["subprocess.Popen[Any]"]()
 _LABELLED = re.compile(r'(?:vllm:)?cacheblend_(\w+)_total\{.*?(?:reason|what)="([^"]*)".*\} (\S+)')
 _FAILED = {

@@ -22,18 +22,16 @@ from typing import Any
 
 import torch
 
-from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines import provenance
 from cacheblend.engines.hf.shapes import build_shape
 from cacheblend.engines.provenance import stamp
-from lab.servers.processes import START_S, answers, count_failed, free_port, running
+from lab.servers.processes import DEFAULT, START_S, answers, count_failed, free_port, running
 from lab.settings import ModelSettings, VllmOptions
 
 NAME = "served"
 FILL_S = 600
 IDLE_SHARE = 0.25  # of a processor, at most, for what an idle server does
-DEFAULT = BlendConfig().chosen("text")  # what blends a model whose tokenizer is known
 REFRESH_S = 1.0  # how often the plug-in lists the store: short, so that new chunks are found soon
 GPU_SHARE = 0.42
 """Of a GPU's memory for each of two servers: vLLM's default is nearly all of it, and a second would not start."""
@@ -188,7 +186,7 @@ class Pair(VllmOptions):
             return {
                 "store": f"file://{store}?ram_bytes=4GiB",
                 "recompute_ratio": self.ratio,
-                "selector": DEFAULT.selector,  # by name, as a shape without a tokenizer would get another one
+                "selector": DEFAULT.selector,
                 "recency": DEFAULT.recency,
                 "correction": DEFAULT.correction,
                 "refresh_s": REFRESH_S,
