@@ -13,9 +13,7 @@ from subprocess import Popen
 from typing import Any
 
 from cacheblend.core.errors import InvalidInputError
-from lab.servers.processes import DEFAULT, START_S, answers, count_failed, free_port, running
-
-DEFAULT_SELECTOR = f"{DEFAULT.selector}:recency={DEFAULT.recency},correction={DEFAULT.correction}"
+from lab.servers.processes import SELECTOR, START_S, answers, count_failed, free_port, running
 
 
 @contextmanager
@@ -142,7 +140,7 @@ def completing(
     `discover`: text that nobody marked is found, learnt and stored; otherwise requests store nothing.
     """
     options = ["--active", str(clients), "--waiting", "1000", "--ratio", str(ratio), "--no-playground"]
-    options += ["--shadow", str(shadow), "--selector", DEFAULT_SELECTOR]
+    options += ["--shadow", str(shadow), "--selector", SELECTOR]
     options += ["--discover", "--capture"] if discover else ["--no-discover", "--no-capture"]
     with serving(folder, store, *options) as (url, process):
         client = IdClient(url, process, ratio)

@@ -30,6 +30,7 @@ from cacheblend.engines.vllm.reasons import DECISIONS
 START_S = 600
 END_S = 60
 DEFAULT = BlendConfig().chosen("text")  # what blends models whose tokenizer is known: a shape, without one, gets hkvd
+SELECTOR = f"{DEFAULT.selector}:recency={DEFAULT.recency},correction={DEFAULT.correction}"
 _started = set["subprocess.Popen[Any]"]()
 _LABELLED = re.compile(r'(?:vllm:)?cacheblend_(\w+)_total\{.*?(?:reason|what)="([^"]*)".*\} (\S+)')
 _FAILED = {

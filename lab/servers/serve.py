@@ -23,6 +23,7 @@ from lab.bench import AdvanceStage, alternating, silent
 from lab.servers.clients import LAST_ID, WITH, WITHOUT, Arm, Prompts, saturate, shadow_overhead
 from lab.servers.discovery import learn_in_order, watch_ms
 from lab.servers.embedded_server import Asked, IdClient, completing
+from lab.servers.processes import SELECTOR
 from lab.servers.replay import (
     ANSWER_TOKENS,
     FILL,
@@ -82,6 +83,7 @@ def run(what: Serving, advance: AdvanceStage = silent) -> dict[str, Any]:
         **result,
         "model": what.called,
         "ratio": what.ratio,
+        "selector": SELECTOR,
         "settings": what.described(trace=what.trace and what.trace.name, **fixed),
         **stamp(),
     }

@@ -26,7 +26,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines import provenance
 from cacheblend.engines.hf.shapes import build_shape
 from cacheblend.engines.provenance import stamp
-from lab.servers.processes import DEFAULT, START_S, answers, count_failed, free_port, running
+from lab.servers.processes import DEFAULT, SELECTOR, START_S, answers, count_failed, free_port, running
 from lab.settings import ModelSettings, VllmOptions
 
 NAME = "served"
@@ -203,6 +203,7 @@ class Pair(VllmOptions):
         return {
             "model": self.called,
             "ratio": self.ratio,
+            "selector": SELECTOR,
             "dtype": dtype_of(self.dtype),
             "max_num_batched_tokens": self.batched_tokens,
             **facts,
