@@ -9,15 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from fastapi.testclient import TestClient
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.errors import InvalidInputError, ModelChangedError
+from cacheblend.core.errors import InvalidInputError, ModelChangedError, ModelOverflowError
 from cacheblend.engines import fingerprint
 from cacheblend.engines.folders import model_folder
 from cacheblend.engines.hf import BlendEngine, model_loader
 from cacheblend.nano import model_path
+from cacheblend.serve.app import create_app
+from cacheblend.serve.settings import ServeSettings
 from small_llama import PARTS, PASSAGES
 
 LONG_AGO = 1_577_836_800
@@ -273,3 +276,45 @@ def test_kv_of_a_lower_precision_of_float32_is_another_models(built: Path, tmp_p
             assert error_of(engine)[1] == 0
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.may_fail("request")
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_infinities_and_nan_are_neither_answered_nor_stored(folder: Path, codec: str) -> None:
+    """As of a model in float16 that exceeds it behind some token: a prompt with that token is refused, by greedy
+    decoding and by sampling, and nothing of its passage is stored; others are answered as before."""
+    config = BlendConfig(codec=codec)
+    with BlendEngine.from_pretrained(folder, store="memory", config=config) as engine:
+        sound = engine.generate([PASSAGES[1], " What?"], max_new_tokens=4, ignore_eos=True).token_ids
+        bad, good = (set(engine.runtime.ids_of(engine.prompt([each])).tolist()) for each in PASSAGES[:2])
+    rows = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    rows[min(bad - good)] = float("inf")
+    edit(folder, model__embed_tokens__weight=rows)
+    with BlendEngine.from_pretrained(folder, store="memory", config=config) as engine:
+        with pytest.raises(ModelOverflowError, match=r"NaN is not stored.* the range of float32"):
+            engine.warm(PASSAGES[:1])
+        for options in ({}, {"temperature": 1.0, "top_p": 0.9}, {"logit_bias": [(5, 1.0)]}):
+            with pytest.raises(ModelOverflowError, match=r"logits behind token \d+ have infinities or NaN"):
+                engine.generate(SHORT, max_new_tokens=4, **options)
+        assert engine.flush(60) and not engine.store.manifests()
+        with TestClient(create_app(engine, ServeSettings())) as client:
+            for asked in ({}, {"logprobs": 2}, {"temperature": 1.0}):
+                refused = client.post("/v1/completions", json={"prompt": PASSAGES[0].text, "max_tokens": 2, **asked})
+                error = refused.json()["error"]
+                assert (refused.status_code, error["type"], error["code"]) == (500, "server_error", "model_overflow")
+            answer = client.post("/v1/completions", json={"prompt": PASSAGES[1].text, "max_tokens": 2})
+            assert answer.status_code == 200
+        assert engine.generate([PASSAGES[1], " What?"], max_new_tokens=4, ignore_eos=True).token_ids == sound
+
+
+def test_a_prompt_whose_kv_is_partly_no_number_is_not_stored(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As where sliding windows keep it from the last token, so that an answer can be drawn."""
+    config = BlendConfig(discover=False, block_size=8)
+    with BlendEngine.from_pretrained(folder, store="memory", config=config) as engine:
+        result = engine.prefill(engine.prompt(["What is stored at any position of a prompt? ", PASSAGES[0]]))
+        result.kv[1].keys[0, 2, 0] = float("nan")
+        engine.runtime.store_missed(result)
+        bos, *text = [span.name for span in result.plan.publishable]
+        assert engine.flush(60) and text and engine.store.find(text) == [None] * len(text)
+        assert engine.store.find([bos]) != [None] and engine.store.manifests()  # of the passage, computed alone
+    assert "own text is not stored: KV with infinities or NaN" in caplog.text

@@ -29,6 +29,11 @@ class ModelChangedError(InvalidInputError):
     since the engine was opened, so that it cannot go on."""
 
 
+class ModelOverflowError(CacheBlendError):
+    """The model computed infinities or NaN: values beyond its dtype's range, or of damaged weights. No token can be
+    drawn from them, and they are not stored."""
+
+
 class ModelNotBlendableError(CacheBlendError):
     """The model's keys cannot be re-positioned or its layers cannot be run one by one; the message says why."""
 

@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from cacheblend.core.errors import CacheBlendError, ModelChangedError, StoreError, shown
+from cacheblend.core.errors import CacheBlendError, ModelChangedError, ModelOverflowError, StoreError, shown
 from cacheblend.core.failures import count_failure
 from cacheblend.engines.hf.scheduler import ClosedError, QueueFullError, TooLateError
 from cacheblend.serve.log_lines import request_id
@@ -66,6 +66,10 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(503, str(error), code="shutting_down", retry_after_s=5)
         case StoreError():
             return ApiError(503, "the store is not available at the moment", code="store", retry_after_s=5)
+        case ModelOverflowError():
+            logger.error("%s", error, extra={"request_id": request_id.get()})
+            count_failure("request")
+            return ApiError(500, str(error), code="model_overflow")
         case CacheBlendError():
             return ApiError(400, str(error))
     logger.error("a request failed", exc_info=error, extra={"request_id": request_id.get()})

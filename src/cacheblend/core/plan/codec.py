@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, ModelOverflowError
 
 GROUP = 64  # tokens that share the step of a channel
 _SMALLEST = torch.finfo(torch.float16).smallest_normal
@@ -30,8 +30,8 @@ class Codec(Protocol):
         """Bytes of one head's keys and values of this many tokens."""
 
     def encode(self, record: torch.Tensor) -> torch.Tensor:
-        """[kv_heads, 2, tokens, head_dim] to uint8 [kv_heads, head_bytes] (raw: unchanged). Raises `InvalidInputError`:
-        a lossy codec cannot compress infinities and NaN."""
+        """[kv_heads, 2, tokens, head_dim] to uint8 [kv_heads, head_bytes] (raw: unchanged). Raises
+        `ModelOverflowError`: infinities or NaN, which each later prompt would get."""
 
     def decode(self, encoded: torch.Tensor, tokens: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
         """The opposite of `encode`: [kv_heads, 2, tokens, head_dim] of `dtype` on the device of `encoded`."""
@@ -44,6 +44,7 @@ class _Raw:
         return 2 * tokens * head_dim * dtype.itemsize
 
     def encode(self, record: torch.Tensor) -> torch.Tensor:
+        _finite(record)
         return record
 
     def decode(self, encoded: torch.Tensor, tokens: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
@@ -131,10 +132,13 @@ def codec_of(name: str) -> Codec:
 
 
 def _finite(record: torch.Tensor) -> torch.Tensor:
-    """The record in fp32; raises `InvalidInputError` for infinities and NaN, which have no scale."""
+    """The record in fp32; raises `ModelOverflowError` for infinities and NaN."""
     numbers = record.float()
     if not bool(numbers.isfinite().all()):
-        raise InvalidInputError("KV with infinities or NaN cannot be compressed; use the codec raw")
+        raise ModelOverflowError(
+            f"KV with infinities or NaN is not stored: the model's values exceed the range of {str(record.dtype)[6:]}, "
+            "or its weights are damaged; float16 has the least range, open the model in bfloat16 or float32"
+        )
     return numbers
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from cacheblend.core.errors import CacheBlendError, InvalidInputError, shown
+from cacheblend.core.errors import CacheBlendError, InvalidInputError, ModelOverflowError, shown
 from cacheblend.core.fuse.prefill import PrefillResult
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.report import BlendReport
@@ -76,7 +76,11 @@ class Request:
             self._take_stored()
         compute_logits(self._view, [self._decoding])
         sampler = self._decoding.sampler
-        self.token_ids.append(sampler.sample())
+        try:
+            self.token_ids.append(sampler.sample())
+        except ModelOverflowError:
+            self.to_store = None
+            raise
         if self._watched is not None:
             self._watched.add(self.token_ids[-1], sampler.logits)
         if len(self.token_ids) == 1:

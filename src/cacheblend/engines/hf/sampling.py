@@ -22,7 +22,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from cacheblend.core.errors import InvalidInputError, check_encodable, check_fields, shown
+from cacheblend.core.errors import InvalidInputError, ModelOverflowError, check_encodable, check_fields, shown
 from cacheblend.engines.hf.grammar import CompiledGrammar, Grammar, GrammarMatcher
 
 GREEDY_BELOW = 1e-5  # lower temperatures decode greedily: logits divided by them would exceed float32's range
@@ -275,8 +275,14 @@ class Sampler:
         return self.count > 0
 
     def sample(self) -> int:
-        """Samples the next token from `logits` and appends it."""
+        """Samples the next token from `logits` and appends it. Raises `ModelOverflowError`: infinities or NaN."""
         scores: torch.Tensor = self._processors(self._ids, self.logits[None].float())[0]
+        if not bool(scores.max().isfinite()):  # of NaN the most likely token would be any
+            raise ModelOverflowError(
+                f"the model's logits behind token {len(self)} have infinities or NaN: its values exceed the range of "
+                f"{str(self.logits.dtype)[6:]}, or its weights or the loaded KV are damaged; float16 has the least "
+                "range, open the model in bfloat16 or float32, with another store"
+            )
         if self._params.greedy:
             token = scores.argmax()
         else:

@@ -265,6 +265,11 @@ class Probe:
             )
         if not attended and self._mixes_nowhere_else(index, attended, out):
             return None
+        if not bool(out.isfinite().all()):
+            raise ModelNotBlendableError(
+                f"{self._layer(index)} makes infinities or NaN of random rows: its values exceed the range of "
+                f"{str(out.dtype)[6:]}, or its weights are damaged; open the model in bfloat16 or float32"
+            )
         raise ModelNotBlendableError(
             f"{self._layer(index)} mixes rows outside its attention, and keeps no state in transformers' cache from "
             "which it could go on; single rows cannot be recomputed"

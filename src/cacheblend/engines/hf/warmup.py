@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.errors import InvalidInputError, ModelChangedError, StoreUnreachableError
+from cacheblend.core.errors import InvalidInputError, ModelChangedError, ModelOverflowError, StoreUnreachableError
 from cacheblend.core.fuse.prefill import PrefillResult
 from cacheblend.core.load.capture import CapturedChunk, ChunkJob, blocks_of, manifest_of, publish
 from cacheblend.core.load.threads import DaemonPool
@@ -185,7 +185,11 @@ class ChunkWarmer:
         if not may_keep(sum(map(len, missed))):
             return
         if text:
-            exact, blocks = self._exact_blocks(planner, result)
+            try:
+                exact, blocks = self._exact_blocks(planner, result)
+            except ModelOverflowError as error:  # the answer is not affected: it was drawn
+                exact, blocks = None, list[Block]()
+                logger.warning("a prompt's own text is not stored: %s", error)
             self._writer.submit_all(blocks)
             if exact is not None and self._histories is not None:
                 self._histories.note(planner.root, result.plan.prompt.conversation, exact)
