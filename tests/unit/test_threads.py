@@ -532,3 +532,58 @@ def test_the_command_line_bounds_how_long_threads_spin(monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "environ", environment := dict[str, str]())
     bound_waiting()  # torch is loaded: it would have no effect here, and one on other programs
     assert environment == {}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_who_stops_computing_leaves_no_team_of_threads_behind() -> None:
+    """Opening, warming, answering and prefilling, in the main thread and through a scheduler: after each the next
+    parallel operation begins a team, so none slept meanwhile. Counted in a process of its own, with two threads."""
+    program = """
+import os, threading, time, torch
+from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams, thread_count
+from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Limits, Scheduler
+
+def tasks():
+    return len(os.listdir("/proc/self/task"))
+
+def has_team():
+    before = tasks()
+    torch.ones(1 << 20).exp()
+    began = tasks() - before
+    thread_count.end_team()
+    return not began
+
+def answered():
+    done = threading.Event()
+    scheduler = Scheduler(engine.runtime, Limits())
+    ask = Ask(engine.prompt(asked), SamplingParams(max_new_tokens=3))
+    scheduler.submit(ask, lambda event: done.set() if isinstance(event, DoneEvent) else None)
+    done.wait()
+    before, end = tasks(), time.monotonic() + 5  # its thread waits for requests, without a team
+    while tasks() >= before and time.monotonic() < end:
+        scheduler.close()
+    time.sleep(0.2)
+    return before - tasks()
+
+torch.ones(1 << 20).exp()
+assert has_team(), "the test itself"
+engine = BlendEngine.from_pretrained("nano", store="memory", config={"discover": False})
+passages = [Passage("The lighthouse was lit in 1871."), Passage("Mussels grow on ropes.")]
+asked = ["Answer. ", *passages, " When was it lit?"]
+print("opened", has_team())
+engine.warm(passages)
+print("warmed", has_team())
+engine.generate(asked, max_new_tokens=3)
+print("answered", has_team())
+engine.prefill(engine.prompt(asked))
+engine.flush(60)
+print("prefilled", has_team())
+print("threads that end with a scheduler", answered())
+"""
+    environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    stages = ["opened", "warmed", "answered", "prefilled"]
+    assert ran.stdout.splitlines() == [*(f"{stage} False" for stage in stages), "threads that end with a scheduler 1"]

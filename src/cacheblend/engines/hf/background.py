@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.failures import count_failure
 from cacheblend.engines.hf.shadow_check import ShadowCheck
+from cacheblend.engines.hf.thread_count import end_team
 
 QUIET_S = 0.05  # without a request before idle work goes on: in a steady stream it would slow each request
 CLOSE_S = 30.0  # seconds that closing waits for what is under way, which a store that hangs may never end
@@ -77,7 +78,8 @@ class Background:
             raise InvalidInputError("the engine is closed; open another one")
 
     def end_request(self) -> None:
-        """Must be called once for each `begin_request`."""
+        """Must be called once for each `begin_request`, by the thread that computed."""
+        end_team()
         with self._lock:
             self._requests -= 1
             self._quiet_since = time.monotonic()
@@ -214,6 +216,7 @@ class Background:
             count_failure("background work")
             logger.warning("background work failed; its request is not affected", exc_info=True)
         finally:
+            end_team()
             self.holds_up_requests = False
             with self._lock:
                 self._working = False

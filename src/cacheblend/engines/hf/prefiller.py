@@ -34,7 +34,7 @@ from cacheblend.engines.hf.layer_graphs import CudaRecorder, graphed_layers
 from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.engines.hf.recurrent import LayerKinds, Resuming
 from cacheblend.engines.hf.survey import Survey
-from cacheblend.engines.hf.thread_count import ThreadCount
+from cacheblend.engines.hf.thread_count import ThreadCount, end_team
 from cacheblend.engines.histories import plan_of_held
 from cacheblend.store import KVStore
 
@@ -116,7 +116,9 @@ class HfPrefill(BlendedPrefill):
     def run(self) -> PrefillResult:
         for _ in self.slices(1):
             pass
-        return self.result()
+        result = self.result()
+        end_team()
+        return result
 
     def slices(self, row_layers: int) -> Iterator[None]:
         """Computes all layers, as many at a time as have about so many rows, but at least one."""

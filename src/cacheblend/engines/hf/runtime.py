@@ -31,6 +31,7 @@ from cacheblend.engines.hf.sampling import Sampler, SamplingParams
 from cacheblend.engines.hf.shadow_check import Origin, ShadowCheck
 from cacheblend.engines.hf.state import ModelState
 from cacheblend.engines.hf.survey import Survey, survey_model
+from cacheblend.engines.hf.thread_count import end_team
 from cacheblend.engines.hf.view import ModelView
 from cacheblend.engines.hf.warmup import ChunkWarmer
 from cacheblend.engines.histories import Histories
@@ -103,6 +104,7 @@ class EngineRuntime:
         self.histories = _open_histories(self.config, planner.anchor, survey.kinds)
         learners = self.discovery, self.histories
         self.warmer = ChunkWarmer(model, self.store, self.config, self.background, name, self.adapters, *learners)
+        end_team()  # a server computes in another thread
 
     def follow(self) -> ModelState:
         """The model as it is now, after a look at its adapters; requests that have begun keep the state they have."""

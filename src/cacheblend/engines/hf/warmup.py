@@ -32,6 +32,7 @@ from cacheblend.engines.hf.prefiller import Prefiller
 from cacheblend.engines.hf.recurrent import SHORTEST, kv_of_cache, snapshot_blocks
 from cacheblend.engines.hf.state import ModelState
 from cacheblend.engines.hf.survey import check_mode
+from cacheblend.engines.hf.thread_count import end_team
 from cacheblend.engines.histories import Histories, exact_part, next_section
 from cacheblend.engines.keeper import ChunkKeeper, WarmReport
 from cacheblend.store import KVStore, WriteBehind
@@ -151,6 +152,7 @@ class ChunkWarmer:
             done += len(batch)
             if progress is not None:
                 progress(done, len(jobs))
+        end_team()
         self._store.flush()
         tokens = sum(len(job.token_ids) for job in missing)
         return WarmReport(len(missing), len(jobs) - len(missing), tokens, time.perf_counter() - started)
