@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from cacheblend.cli.program import BOUNDED, bound_waiting
+from cacheblend.core import openmp
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.load import threads as threads_module
 from cacheblend.core.load.threads import CallsInOrder, DaemonPool, results_of
@@ -398,7 +399,7 @@ def test_one_thread_beside_others(caplog: pytest.LogCaptureFixture, monkeypatch:
     with monkeypatch.context() as chosen:
         chosen.setenv("OMP_NUM_THREADS", "2")
         assert not ThreadCount().is_following
-    monkeypatch.setattr(thread_count, "_libraries", lambda: None)  # one thread has no number of its own
+    monkeypatch.setattr(openmp, "libraries", lambda: None)  # one thread has no number of its own
     count = ThreadCount()
     assert not count.is_following
     count.is_single = True
@@ -540,7 +541,9 @@ def test_who_stops_computing_leaves_no_team_of_threads_behind() -> None:
     parallel operation begins a team, so none slept meanwhile. Counted in a process of its own, with two threads."""
     program = """
 import os, threading, time, torch
-from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams, thread_count
+from cacheblend.core.load.threads import DaemonPool
+from cacheblend.core.openmp import end_team
+from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Limits, Scheduler
 
 def tasks():
@@ -550,7 +553,7 @@ def has_team():
     before = tasks()
     torch.ones(1 << 20).exp()
     began = tasks() - before
-    thread_count.end_team()
+    end_team()
     return not began
 
 def answered():
@@ -564,6 +567,12 @@ def answered():
         scheduler.close()
     time.sleep(0.2)
     return before - tasks()
+
+def begun_by_a_pool():
+    before, pool = tasks(), DaemonPool(1, "test")
+    pool.submit(lambda: torch.ones(1 << 20).exp()).result()
+    time.sleep(0.2)
+    return tasks() - before
 
 torch.ones(1 << 20).exp()
 assert has_team(), "the test itself"
@@ -579,6 +588,7 @@ engine.prefill(engine.prompt(asked))
 engine.flush(60)
 print("prefilled", has_team())
 print("threads that end with a scheduler", answered())
+print("threads that a pool has begun", begun_by_a_pool())
 """
     environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run(
@@ -586,4 +596,5 @@ print("threads that end with a scheduler", answered())
     )
     assert ran.returncode == 0, ran.stderr
     stages = ["opened", "warmed", "answered", "prefilled"]
-    assert ran.stdout.splitlines() == [*(f"{stage} False" for stage in stages), "threads that end with a scheduler 1"]
+    ends, begins = "threads that end with a scheduler 1", "threads that a pool has begun 1"
+    assert ran.stdout.splitlines() == [*(f"{stage} False" for stage in stages), ends, begins]

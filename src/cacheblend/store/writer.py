@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from cacheblend.core.closable import Closable
 from cacheblend.core.errors import InvalidInputError, StoreUnreachableError
 from cacheblend.core.names import BlockName
+from cacheblend.core.openmp import end_team
 from cacheblend.core.plan.blocks import Block
 from cacheblend.store.base import LOGGER_NAME, KVStore
 
@@ -95,6 +96,7 @@ class WriteBehind(Closable):
                 items = self._next()
             self._write(items)
             del items
+            end_team()
             with self._lock:
                 for name in self._writing:
                     _, nbytes = self._waiting.pop(name)

@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, TypeVar, cast
 
 from cacheblend.core.errors import StoreError
+from cacheblend.core.openmp import end_team
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -218,6 +219,7 @@ def _run(shared: _Shared) -> None:
         del taken
         _answer(future, call, shared.outstanding.pop)
         del future, call  # else a waiting thread would keep the last result alive
+        end_team()
     shared.calls.put(None)  # for the next thread
 
 

@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.failures import count_failure
+from cacheblend.core.openmp import end_team
 from cacheblend.engines.hf.shadow_check import ShadowCheck
-from cacheblend.engines.hf.thread_count import end_team
 
 QUIET_S = 0.05  # without a request before idle work goes on: in a steady stream it would slow each request
 CLOSE_S = 30.0  # seconds that closing waits for what is under way, which a store that hangs may never end

@@ -23,6 +23,7 @@ from cacheblend.core.load.layer_kv import LayerCache, LayerKV
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.names import BlockName
+from cacheblend.core.openmp import end_team
 from cacheblend.core.plan.blocks import BlockSource, EmptySource, KVLayout
 from cacheblend.core.plan.codec import codec_of
 from cacheblend.core.plan.plan import BlendPlan, Source
@@ -34,7 +35,7 @@ from cacheblend.engines.hf.layer_graphs import CudaRecorder, graphed_layers
 from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.engines.hf.recurrent import LayerKinds, Resuming
 from cacheblend.engines.hf.survey import Survey
-from cacheblend.engines.hf.thread_count import ThreadCount, end_team
+from cacheblend.engines.hf.thread_count import ThreadCount
 from cacheblend.engines.histories import plan_of_held
 from cacheblend.store import KVStore
 

@@ -13,6 +13,7 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, check_type, shown
 from cacheblend.core.fuse.prefill import PrefillResult
 from cacheblend.core.names import BlockName, as_token_ids
+from cacheblend.core.openmp import end_team
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.planner import Anchor, Planner
 from cacheblend.core.plan.prompt import Prompt
@@ -31,7 +32,6 @@ from cacheblend.engines.hf.sampling import Sampler, SamplingParams
 from cacheblend.engines.hf.shadow_check import Origin, ShadowCheck
 from cacheblend.engines.hf.state import ModelState
 from cacheblend.engines.hf.survey import Survey, survey_model
-from cacheblend.engines.hf.thread_count import end_team
 from cacheblend.engines.hf.view import ModelView
 from cacheblend.engines.hf.warmup import ChunkWarmer
 from cacheblend.engines.histories import Histories

@@ -7,28 +7,19 @@ as on one thread. That others use the cores shows in the thread that computes: i
     quiet, 2 threads   ran / took = 1            busy, 2 threads   .2 to .5     one thread from the next layer on
     quiet, 1 thread    1 for a while: 2 again    busy, 1 thread    .2 to .5     stays
 
-A thread that has computed keeps its team of threads, asleep, until it ends. As soon as all teams together have more
-threads than there are cores, waiting threads sleep at each barrier instead of spinning (libgomp): a server whose model
-was opened by its main thread, and that computes in another one, took up to 1.6 times as long. So who stops computing
-ends its team (`end_team`).
-
 `torch.set_num_threads` is the process's: threads that begin to use torch meanwhile would stay at that, and setting the
 number back would undo what the program has set elsewhere. So the libraries under it are told, for this thread alone.
 """
 
-import contextlib
-import ctypes
-import functools
 import logging
 import math
 import os
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
+
+from cacheblend.core import openmp
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +28,6 @@ _BUSY, _QUIET = 0.75, 0.95  # share of the time that the thread runs; in between
 _TRIES_S = (0.25, 8.0)  # quiet seconds before more threads are tried: at first, and at most; each failure doubles them
 _SAID_AFTER_S = 5.0  # busy seconds; weights that are read from a disk when they are first used take less
 _OWN_THREADS = torch.get_num_threads()
-_SOFT = 1  # `omp_pause_soft`: settings are kept
 
 
 class ThreadCount:
@@ -48,7 +38,7 @@ class ThreadCount:
 
     def __init__(self, is_following: bool = True) -> None:
         chosen = any(name in os.environ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
-        self.is_following = is_following and not chosen and _libraries() is not None
+        self.is_following = is_following and not chosen and openmp.libraries() is not None
         self.is_single = False
         self._took = self._ran = 0.0
         self._quiet = 0.0  # seconds in which nobody else used the cores, since `is_single` changed
@@ -97,13 +87,6 @@ class ThreadCount:
             self._quiet, self.is_single = 0.0, True
 
 
-def end_team() -> None:
-    """Ends the OpenMP team of the calling thread, which does not compute for now; its next operation makes another one,
-    in some .1 ms. Does nothing where the library cannot."""
-    if (libraries := _libraries()) is not None:
-        libraries.pause(_SOFT)
-
-
 class _Threads:
     """One thread, if it is to be one, and as many as before in the end, of this thread alone; a layer is measured."""
 
@@ -111,7 +94,7 @@ class _Threads:
         self._count, self._is_set, self._is_measured = count, False, is_measured
 
     def __enter__(self) -> None:
-        libraries = _libraries() if self._count.is_single and self._count.is_following else None
+        libraries = openmp.libraries() if self._count.is_single and self._count.is_following else None
         if libraries is not None and torch.get_num_threads() == _OWN_THREADS:
             self._is_set = True
             libraries.openmp(1)
@@ -122,31 +105,10 @@ class _Threads:
     def __exit__(self, *_: object) -> None:
         if self._is_measured:
             took, ran = time.perf_counter() - self._began, time.thread_time() - self._ran
-        libraries = _libraries() if self._is_set else None
+        libraries = openmp.libraries() if self._is_set else None
         if libraries is not None:
             libraries.mkl(self._mkl_before)
             if torch.get_num_threads() == 1:  # else the program has set another one inside
                 libraries.openmp(_OWN_THREADS)
         if self._is_measured:
             self._count.learn(took, ran)
-
-
-class _Libraries(NamedTuple):
-    """What sets how many threads compute for the calling thread, in the libraries that torch has loaded: `openmp` takes
-    the number; `mkl` too, 0 for OpenMP's, and returns what was set before. `pause` ends the calling thread's team."""
-
-    openmp: Callable[[int], object]
-    mkl: Callable[[int], int]
-    pause: Callable[[int], object]
-
-
-@functools.cache
-def _libraries() -> _Libraries | None:
-    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
-        with contextlib.suppress(OSError, AttributeError):
-            library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
-            mkl = getattr(library, "MKL_Set_Num_Threads_Local", lambda _: 0)
-            return _Libraries(
-                library.omp_set_num_threads, mkl, getattr(library, "omp_pause_resource_all", lambda _: -1)
-            )
-    return None

@@ -19,6 +19,7 @@ from cacheblend.core.fuse.prefill import PrefillResult
 from cacheblend.core.load.capture import CapturedChunk, ChunkJob, blocks_of, manifest_of, publish
 from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.names import BlockName, TokenIds, grouped, join_ids, state_name
+from cacheblend.core.openmp import end_team
 from cacheblend.core.plan.blocks import Block
 from cacheblend.core.plan.codec import codec_of
 from cacheblend.core.plan.plan import BlendPlan, Source
@@ -32,7 +33,6 @@ from cacheblend.engines.hf.prefiller import Prefiller
 from cacheblend.engines.hf.recurrent import SHORTEST, kv_of_cache, snapshot_blocks
 from cacheblend.engines.hf.state import ModelState
 from cacheblend.engines.hf.survey import check_mode
-from cacheblend.engines.hf.thread_count import end_team
 from cacheblend.engines.histories import Histories, exact_part, next_section
 from cacheblend.engines.keeper import ChunkKeeper, WarmReport
 from cacheblend.store import KVStore, WriteBehind
