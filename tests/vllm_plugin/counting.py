@@ -190,7 +190,7 @@ def main(path: Path) -> None:
     capture_queue.STUCK_S = 300.0  # the machine may be busy
     counting = Counting(Path(job["model"]), Path(job["store"]), ENGINES[job["setting"]], job["seed"])
     number = 0
-    while counting.count < job["requests"] or (counting.tally.met["blended alone"] <= 2 and number < 100):
+    while counting.count < job["requests"] or (counting.tally.met.get("blended alone", 0) <= 2 and number < 100):
         counting.play(number)
         number += 1
     counting.tally.met["asked"] = counting.count
