@@ -2,8 +2,8 @@
 
 A thread that has computed keeps a team of threads, asleep, until it ends. As soon as all teams together have more
 threads than there are cores, waiting threads sleep at each barrier instead of spinning (libgomp). A server whose model
-was opened by its main thread, and that computes in another one, took 1.6 times as long (docs/log.md, 2026-11-29). So who
-stops computing ends its team.
+was opened by its main thread, and that computes in another one, took 1.6 times as long (docs/log.md, 2026-11-29). So
+who stops computing ends its team.
 """
 
 import ctypes
