@@ -31,6 +31,7 @@ class PoolCall(Future[Result]):
                 each.cancel()
 
 
+IDLE_S = 0.05  # until a thread counts as one that does not compute
 _here = threading.local()  # `call`: the one that this thread is in
 
 
@@ -214,13 +215,22 @@ class _Shared:
 
 def _run(shared: _Shared) -> None:
     """The life of a thread."""
-    while (taken := shared.calls.get()) is not None:
+    while (taken := _next_call(shared)) is not None:
         future, call = taken
         del taken
         _answer(future, call, shared.outstanding.pop)
         del future, call  # else a waiting thread would keep the last result alive
-        end_team()
     shared.calls.put(None)  # for the next thread
+
+
+def _next_call(shared: _Shared) -> tuple[PoolCall[Any], Callable[[], Any]] | None:
+    """The next call, or None. A thread that waits longer ends its team of threads; one takes .1 ms to make, which calls
+    that follow each other, as the layers of a prompt are read, should not each take."""
+    try:
+        return shared.calls.get(timeout=IDLE_S)
+    except Empty:
+        end_team()
+        return shared.calls.get()
 
 
 def _answer(future: PoolCall[Any], call: Callable[[], Any], ended: Callable[[], Any] = lambda: None) -> None:
