@@ -1,8 +1,8 @@
 """OpenMP's threads, which compute torch's operations on a CPU, as the calling thread sees them.
 
 A thread that has computed keeps a team of threads, asleep, until it ends. As soon as all teams together have more
-threads than there are cores, waiting threads sleep at each barrier instead of spinning (libgomp). A server whose model
-was opened by its main thread, and that computes in another one, took 1.6 times as long (docs/log.md, 2026-11-29). So
+threads than there are cores, waiting threads sleep at each barrier instead of spinning (libgomp). A program that had
+opened an engine in its main thread, and computed in another one, took 1.6 times as long (docs/log.md, 2026-11-29). So
 who stops computing ends its team.
 """
 
