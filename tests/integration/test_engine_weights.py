@@ -4,6 +4,9 @@ import logging
 import os
 import random
 import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,10 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, ModelChangedError, ModelOverflowError
+from cacheblend.core.load.capture import CapturedChunk
 from cacheblend.engines import fingerprint
 from cacheblend.engines.folders import model_folder
-from cacheblend.engines.hf import BlendEngine, model_loader
+from cacheblend.engines.hf import BlendEngine, model_loader, warmup
 from cacheblend.nano import model_path
 from cacheblend.serve.app import create_app
 from cacheblend.serve.settings import ServeSettings
@@ -279,11 +283,11 @@ def test_kv_of_a_lower_precision_of_float32_is_another_models(built: Path, tmp_p
 
 
 @pytest.mark.may_fail("request")
-@pytest.mark.parametrize("codec", ["raw", "int8"])
-def test_infinities_and_nan_are_neither_answered_nor_stored(folder: Path, codec: str) -> None:
+@pytest.mark.parametrize("coding", ["raw", "int8"])
+def test_infinities_and_nan_are_neither_answered_nor_stored(folder: Path, coding: str) -> None:
     """As of a model in float16 that exceeds it behind some token: a prompt with that token is refused, by greedy
     decoding and by sampling, and nothing of its passage is stored; others are answered as before."""
-    config = BlendConfig(codec=codec)
+    config = BlendConfig(codec=coding)
     with BlendEngine.from_pretrained(folder, store="memory", config=config) as engine:
         sound = engine.generate([PASSAGES[1], " What?"], max_new_tokens=4, ignore_eos=True).token_ids
         bad, good = (set(engine.runtime.ids_of(engine.prompt([each])).tolist()) for each in PASSAGES[:2])
@@ -302,9 +306,38 @@ def test_infinities_and_nan_are_neither_answered_nor_stored(folder: Path, codec:
                 refused = client.post("/v1/completions", json={"prompt": PASSAGES[0].text, "max_tokens": 2, **asked})
                 error = refused.json()["error"]
                 assert (refused.status_code, error["type"], error["code"]) == (500, "server_error", "model_overflow")
-            answer = client.post("/v1/completions", json={"prompt": PASSAGES[1].text, "max_tokens": 2})
-            assert answer.status_code == 200
+            bodies = [
+                {"prompt": PASSAGES[number % 2].text, "max_tokens": 4, "temperature": 0, "stream": number == 2}
+                for number in range(8)
+            ]
+            with ThreadPoolExecutor(8) as threads:  # side by side, so that rows of both share products
+                answers = [*threads.map(lambda body: client.post("/v1/completions", json=body), bodies)]
+            assert [answer.status_code for answer in answers[1::2]] == [200] * 4
+            assert len({answer.json()["choices"][0]["text"] for answer in answers[1::2]}) == 1
+            assert [answer.status_code for answer in (*answers[:2:2], *answers[4::2])] == [500] * 3
+            assert "model_overflow" in answers[2].text and answers[2].status_code in (200, 500)
         assert engine.generate([PASSAGES[1], " What?"], max_new_tokens=4, ignore_eos=True).token_ids == sound
+
+
+def test_stored_kv_that_is_no_number_is_told_and_harms_no_other_prompt(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As stores have it that were filled before this was refused."""
+    with BlendEngine.from_pretrained(folder, store="memory") as engine:
+        sound = engine.generate([PASSAGES[1], " What?"], max_new_tokens=4, ignore_eos=True).token_ids
+        with monkeypatch.context() as before:
+            before.setattr(warmup, "compute_chunks", partial(_no_numbers, warmup.compute_chunks))
+            engine.warm(PASSAGES[:1])
+        with pytest.raises(ModelOverflowError, match="another store"):
+            engine.generate(SHORT, max_new_tokens=4)
+        assert engine.generate([PASSAGES[1], " What?"], max_new_tokens=4, ignore_eos=True).token_ids == sound
+
+
+def _no_numbers(compute: Callable[..., Iterator[CapturedChunk]], *args: Any) -> Iterator[CapturedChunk]:
+    for captured in compute(*args):
+        for record in captured.blocks[-1].records:  # those in front of it are the anchor's, of all chunks
+            record.fill_(float("nan"))
+        yield captured
 
 
 def test_a_prompt_whose_kv_is_partly_no_number_is_not_stored(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -77,7 +77,6 @@ def serve(
     settings, config = access.of(settings), blend.settings()
 
     from cacheblend.core.config import BlendConfig
-    from cacheblend.engines.hf.background import run_apart
     from cacheblend.serve import memory
     from cacheblend.serve.log_lines import log_json
     from cacheblend.store.open import check_store_url
@@ -89,9 +88,7 @@ def serve(
         log_json()
         logging.getLogger("httpx").setLevel(logging.WARNING)
         console(stderr=True).print(f"opening {model.model} ...", soft_wrap=True)
-        # The scheduler's thread alone keeps an OpenMP team: this one serves HTTP for as long as the server runs.
-        opened = run_apart(lambda: open_engine(model.model, store.store, config, device, profile=blend.profile))
-        with opened as engine:
+        with open_engine(model.model, store.store, config, device, profile=blend.profile) as engine:
             memory.collect_no_libraries()
             _run(engine, settings, access.host, sockets)
             engine.close(wait=False)  # the server has waited for missed chunks as long as --drain allows

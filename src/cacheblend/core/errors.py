@@ -31,7 +31,14 @@ class ModelChangedError(InvalidInputError):
 
 class ModelOverflowError(CacheBlendError):
     """The model computed infinities or NaN: values beyond its dtype's range, or of damaged weights. No token can be
-    drawn from them, and they are not stored."""
+    drawn from them, and they are not stored. `found`: what has them; `dtype`: in which it was computed."""
+
+    def __init__(self, found: str, dtype: object) -> None:
+        super().__init__(
+            f"{found}: the model's values exceed the range of {str(dtype).removeprefix('torch.')}, or its weights or "
+            "the KV it loaded are damaged; float16 has the least range: open the model in bfloat16 or float32, with "
+            "another store if that was filled before"
+        )
 
 
 class ModelNotBlendableError(CacheBlendError):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from inspect import isgenerator
 from typing import Any, TypeVar, cast
 
+from cacheblend.core.openmp import end_team
 from cacheblend.engines.hf.scheduler import ClosedError, QueueFullError, TooLateError
 from cacheblend.serve.errors import ApiError
 
@@ -36,28 +37,28 @@ class _QueuedCall:
 
     def advance(self) -> None:
         """Runs a slice, on a worker thread."""
-        if self.work is not None:
-            work, self.work = self.work, None
-            found = work()
-            if not isgenerator(found):
-                self.found.append(found)
-                return
-            self.slices = cast(Generator[None, None, Any], found)
-        assert self.slices is not None
         try:
+            if self.work is not None:
+                work, self.work = self.work, None
+                found = work()
+                if not isgenerator(found):
+                    self.found.append(found)
+                    return
+                self.slices = cast(Generator[None, None, Any], found)
+            assert self.slices is not None
             next(self.slices)
         except StopIteration as ended:
             self.found.append(ended.value)
+        finally:
+            end_team()
 
 
 class FairQueue:
-    """Runs work of several tenants in turn; on one event loop. `workers`: slices at a time, each in a thread, where
-    `runner` calls them. Beyond `limit` the newest waiting work of who has most gives way to who has less."""
+    """Runs work of several tenants in turn; on one event loop. `workers`: slices at a time, each in a thread. Beyond
+    `limit` the newest waiting work of who has most gives way to who has less."""
 
-    def __init__(
-        self, workers: int, limit: int, runner: Callable[[Callable[[], None]], object] = lambda advance: advance()
-    ) -> None:
-        self._workers, self._limit, self._runner = workers, limit, runner
+    def __init__(self, workers: int, limit: int) -> None:
+        self._workers, self._limit = workers, limit
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="cacheblend-queue")
         self._jobs: dict[_QueuedCall, None] = {}  # all that have come and not ended, the newest last
         self._turns: dict[str, deque[_QueuedCall]] = {}  # of the tenants that wait
@@ -84,7 +85,7 @@ class FairQueue:
             while not job.found:
                 await self._turn(job, deadline, is_gone)
                 job.turn = None
-                running = asyncio.get_running_loop().run_in_executor(self._threads, self._runner, job.advance)
+                running = asyncio.get_running_loop().run_in_executor(self._threads, job.advance)
                 # The worker stays taken as long as its thread runs, even if nobody awaits it any more.
                 running.add_done_callback(lambda _: self._release())
                 await asyncio.shield(running)

@@ -9,7 +9,6 @@ from fastapi import Depends, Request
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.engines.hf.background import run_apart
 from cacheblend.engines.hf.scheduler import Limits, QueueFullError, Scheduler
 from cacheblend.engines.hf.shadow_start import watch
 from cacheblend.engines.tokens.builder import PromptBuilder
@@ -50,7 +49,7 @@ class ServerState:
         self.text_limit = TextLimit(engine, settings.max_prompt_tokens)
         # In which tool calls are read from answers; None: they are not.
         self.call_format = format_of(settings.tool_call_parser, getattr(engine.tokenizer, "chat_template", None))
-        self._side = FairQueue(1, settings.waiting, run_apart)
+        self._side = FairQueue(1, settings.waiting)
         self._parsing = FairQueue(PARSERS, settings.waiting)
         self._compiling = FairQueue(1, settings.waiting)
         self.queues = (self._side, self._parsing, self._compiling)

@@ -135,10 +135,7 @@ def _finite(record: torch.Tensor) -> torch.Tensor:
     """The record in fp32; raises `ModelOverflowError` for infinities and NaN."""
     numbers = record.float()
     if not bool(numbers.isfinite().all()):
-        raise ModelOverflowError(
-            f"KV with infinities or NaN is not stored: the model's values exceed the range of {str(record.dtype)[6:]}, "
-            "or its weights are damaged; float16 has the least range, open the model in bfloat16 or float32"
-        )
+        raise ModelOverflowError("KV with infinities or NaN is not stored", record.dtype)
     return numbers
 
 

@@ -16,9 +16,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.failures import count_failure
@@ -28,14 +27,7 @@ from cacheblend.engines.hf.shadow_check import ShadowCheck
 QUIET_S = 0.05  # without a request before idle work goes on: in a steady stream it would slow each request
 CLOSE_S = 30.0  # seconds that closing waits for what is under way, which a store that hangs may never end
 RETRY_S = 0.5  # seconds after which `flush` tries again to start the thread, where the system had none
-Found = TypeVar("Found")
 logger = logging.getLogger("cacheblend.engine")
-
-
-def run_apart(work: Callable[[], Found]) -> Found:
-    """Runs `work` in a thread that ends with it; returns or raises what `work` does."""
-    with ThreadPoolExecutor(1, thread_name_prefix="cacheblend-apart") as thread:
-        return thread.submit(work).result()
 
 
 @dataclass(frozen=True)

@@ -115,11 +115,12 @@ class HfPrefill(BlendedPrefill):
         self._thread_count = threads
 
     def run(self) -> PrefillResult:
-        for _ in self.slices(1):
-            pass
-        result = self.result()
-        end_team()
-        return result
+        try:
+            for _ in self.slices(1):
+                pass
+            return self.result()
+        finally:
+            end_team()
 
     def slices(self, row_layers: int) -> Iterator[None]:
         """Computes all layers, as many at a time as have about so many rows, but at least one."""

@@ -277,12 +277,9 @@ class Sampler:
     def sample(self) -> int:
         """Samples the next token from `logits` and appends it. Raises `ModelOverflowError`: infinities or NaN."""
         scores: torch.Tensor = self._processors(self._ids, self.logits[None].float())[0]
-        if not bool(scores.max().isfinite()):  # of NaN the most likely token would be any
-            raise ModelOverflowError(
-                f"the model's logits behind token {len(self)} have infinities or NaN: its values exceed the range of "
-                f"{str(self.logits.dtype)[6:]}, or its weights or the loaded KV are damaged; float16 has the least "
-                "range, open the model in bfloat16 or float32, with another store"
-            )
+        if not bool(self.logits.max().isfinite()):  # of NaN the most likely token would be any
+            found = f"the model's logits behind token {len(self)} have infinities or NaN"
+            raise ModelOverflowError(found, self.logits.dtype)
         if self._params.greedy:
             token = scores.argmax()
         else:

@@ -146,13 +146,15 @@ class ChunkWarmer:
             progress(done, len(jobs))
         most = self._config.capture_batch_tokens
         # Jobs of similar length together, with padding at most as many tokens, but at least one job.
-        for batch in grouped(sorted(missing, key=len), lambda batch, job: len(job) * (len(batch) + 1) <= most):
-            for captured in self._compute(batch, state, planner):
-                self.keeper.store(captured)
-            done += len(batch)
-            if progress is not None:
-                progress(done, len(jobs))
-        end_team()
+        try:
+            for batch in grouped(sorted(missing, key=len), lambda batch, job: len(job) * (len(batch) + 1) <= most):
+                for captured in self._compute(batch, state, planner):
+                    self.keeper.store(captured)
+                done += len(batch)
+                if progress is not None:
+                    progress(done, len(jobs))
+        finally:
+            end_team()
         self._store.flush()
         tokens = sum(len(job.token_ids) for job in missing)
         return WarmReport(len(missing), len(jobs) - len(missing), tokens, time.perf_counter() - started)
