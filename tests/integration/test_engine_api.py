@@ -4,6 +4,7 @@ Each of those is refused in one sentence that says what was given and what to do
 
 import shutil
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,8 @@ from cacheblend.core.errors import CacheBlendError, InvalidInputError
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.engines.documents import Document
 from cacheblend.engines.hf import Answer, BlendEngine, DocumentSync, Grammar, Passage, SamplingParams
+from cacheblend.engines.hf.baselines import full_recompute
+from cacheblend.engines.hf.live_check import LiveCheck
 from cacheblend.engines.hf.scheduler import Limits, Scheduler
 from cacheblend.engines.hf.shadow_start import watch
 from cacheblend.engines.shadow import ShadowSettings
@@ -60,6 +63,17 @@ def test_a_request_stepped_by_hand_ends_with_its_block(engine: BlendEngine) -> N
         assert request.done
     assert tokens == engine.generate(PROMPT, max_new_tokens=3, ignore_eos=True).token_ids
     assert request.to_store is None
+
+
+def test_nothing_of_transformers_warns_a_user() -> None:
+    """Of names that it will drop, as of a cache's argument from 5.24 on."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        with BlendEngine.from_pretrained(model_path(), store="memory") as engine:
+            engine.warm(PASSAGES)
+            engine.generate(PROMPT, max_new_tokens=2)
+            full_recompute(engine, engine.prompt(PROMPT))
+            assert all(ok for _, ok, _ in LiveCheck(engine.model, engine.runtime.survey).run()) and engine.flush(60)
 
 
 def test_chat_answers(engine: BlendEngine) -> None:

@@ -16,7 +16,7 @@ from cacheblend.core.report import BlendReport
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.ambient import without_ambient
-from cacheblend.engines.hf.recurrent import States, fill_cache
+from cacheblend.engines.hf.recurrent import States, cache_argument, fill_cache
 from cacheblend.engines.hf.sampling import Sampler, SamplingParams
 from cacheblend.engines.shadow import kl_divergence
 from cacheblend.engines.tokens.detokenizer import TextStream
@@ -135,14 +135,14 @@ def follow(engine: BlendEngine, prompt: Prompt, first: FirstToken, ids: Sequence
         return first.logits[None]
     at = torch.arange(len(prompt), len(prompt) + given.shape[1], device=given.device)[None]
     with engine.runtime.view.threads.layer():
-        out = engine.model(input_ids=given, position_ids=at, past_key_values=cache, use_cache=True)
+        out = engine.model(input_ids=given, position_ids=at, use_cache=True, **cache_argument(engine.model, cache))
     return torch.cat([first.logits[None], out.logits[0]])
 
 
 def _plain(engine: BlendEngine, prompt: Prompt, cache: DynamicCache, *, known: int, started: float) -> FirstToken:
     ids = engine.runtime.ids_of(prompt)[None, known:]
     with engine.runtime.view.threads.layer():
-        out = engine.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        out = engine.model(input_ids=ids, use_cache=True, logits_to_keep=1, **cache_argument(engine.model, cache))
     engine.runtime.prefiller.synchronize()
     seconds = time.perf_counter() - started
     return FirstToken(out.logits[0, -1], seconds, ids.shape[1] * engine.runtime.survey.num_layers, cache)
@@ -159,6 +159,6 @@ def plain_tokens(
         kv = fill_cache(model, kv, states)
     while sampler.finish_reason is None:
         position = torch.tensor([[len(sampler) - 1]], device=sampler.last_id.device)
-        out = model(input_ids=sampler.last_id[None], position_ids=position, past_key_values=kv, use_cache=True)
+        out = model(input_ids=sampler.last_id[None], position_ids=position, use_cache=True, **cache_argument(model, kv))
         sampler.logits = out.logits[0, -1]
         yield sampler.sample()

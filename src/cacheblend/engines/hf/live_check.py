@@ -17,7 +17,7 @@ from cacheblend.core.load.loader import LayerKV
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.core.select.selectors import AllRows, Hkvd, NoRows, Selector
 from cacheblend.engines.hf.engine import BlendEngine
-from cacheblend.engines.hf.recurrent import kv_of_cache, whole_cache
+from cacheblend.engines.hf.recurrent import cache_argument, kv_of_cache, whole_cache
 from cacheblend.engines.hf.survey import Survey
 from cacheblend.store import MemoryStore
 
@@ -137,9 +137,8 @@ class LiveCheck:
         for start, stop in parts:
             positions = torch.arange(first + start, first + stop, device=ids.device)[None]
             try:
-                out = self._model(
-                    input_ids=ids[None, start:stop], position_ids=positions, past_key_values=cache, use_cache=True
-                )
+                named = cache_argument(self._model, cache)
+                out = self._model(input_ids=ids[None, start:stop], position_ids=positions, use_cache=True, **named)
             except Exception as error:
                 raise ModelNotBlendableError(
                     f"{type(self._model).__name__} cannot be run with a cache of only keys and values "

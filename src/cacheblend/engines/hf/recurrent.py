@@ -17,6 +17,7 @@ Snapshots are looked for at the ends of the exact prefix's blocks, the deepest f
 of a whole prompt, from and to the form of the core's buffers.
 """
 
+import inspect
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,13 @@ _DIGEST_BYTES = 4
 StateKey = tuple[str, int]  # which state of a layer: ``conv`` or ``recurrent``, and its number
 LayerState = dict[StateKey, torch.Tensor]  # the states of one layer, [1, ...] each
 States = dict[int, LayerState]  # the states of a model's recurrent layers behind some row, by the layer's index
+
+
+def cache_argument(model: Any, cache: object) -> dict[str, Any]:
+    """A cache as the keyword argument of a model's forward, by the name that it has there: the older one warns."""
+    forward = getattr(model, "get_base_model", lambda: model)().forward  # PEFT's own takes anything
+    known = inspect.signature(forward).parameters
+    return {next((name for name in CACHE_ARGUMENTS if name in known), "past_key_values"): cache}
 
 
 def copy_of(states: States) -> States:

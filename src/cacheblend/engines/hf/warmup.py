@@ -30,7 +30,7 @@ from cacheblend.engines.discovery import Discovery
 from cacheblend.engines.hf.adapter_watch import AdapterWatch
 from cacheblend.engines.hf.background import CLOSE_S, Background
 from cacheblend.engines.hf.prefiller import Prefiller
-from cacheblend.engines.hf.recurrent import SHORTEST, kv_of_cache, snapshot_blocks
+from cacheblend.engines.hf.recurrent import SHORTEST, cache_argument, kv_of_cache, snapshot_blocks
 from cacheblend.engines.hf.state import ModelState
 from cacheblend.engines.hf.survey import check_mode
 from cacheblend.engines.histories import Histories, exact_part, next_section
@@ -56,7 +56,7 @@ def compute_chunks(
     for row, job in enumerate(jobs):
         ids[row, : len(job)] = torch.from_numpy(join_ids((*job.anchor, job.token_ids)).astype("i8"))
     cache = DynamicCache()  # without a config, so that sliding-window layers keep all tokens: all of them are stored
-    model.base_model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)
+    model.base_model(input_ids=ids.to(model.device), use_cache=True, **cache_argument(model.base_model, cache))
     for row, job in enumerate(jobs):
         layers = kv_of_cache(model, cache, row)
         yield CapturedChunk(blocks_of(job, planner, layers), manifest_of(job, planner, model_name))
