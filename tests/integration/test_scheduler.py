@@ -2,6 +2,7 @@
 
 import asyncio
 import queue
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -255,6 +256,62 @@ def test_one_answer_at_a_time_runs_beside_many_whoever_waits(engine: BlendEngine
     for _ in range(20):
         scheduler.run()
     assert ended == [*shorts, "many", "more"]
+    scheduler.close()
+
+
+@pytest.mark.parametrize("active", [1, 2, 8])
+def test_prompts_of_a_list_take_turns_with_other_requests(engine: BlendEngine, active: int) -> None:
+    scheduler = Scheduler(engine.runtime, Limits(active=active), has_thread=False)
+    begun: dict[tuple[str, int], None] = {}  # in the order of first tokens
+
+    def ask(name: str, prompts: int, tokens: int = 3, tenant: str = "") -> list[Ticket]:
+        params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+        asks = [Ask(RAG, params, tenant_label=tenant)] * prompts
+        return scheduler.submit_prompts(asks, lambda number, _: begun.setdefault((name, number)))
+
+    def run(rounds: int) -> list[str]:
+        before = len(begun)
+        for _ in range(rounds):
+            scheduler.run()
+            assert scheduler.active <= active + 1
+        return [name for name, _ in list(begun)[before:]]
+
+    many = ask("many", active + 2, 3 if active == 1 else 100_000)
+    assert run(active) == ["many"] * active
+    for name, prompts in (("more", 3), ("one", 1), ("two", 1)):
+        ask(name, prompts)
+    if active == 1:
+        assert run(100) == ["many", "more", "one", "two", "many", "more", "more"]
+    else:  # the first list holds all places
+        assert run(100) == ["more", "one", "two", "more", "more"]
+        ask("other key", 2, tenant="other")  # which comes before the key that has answers running
+        many[0].cancel()
+        assert run(100) == ["other key", "other key", "many"]
+    scheduler.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_request_waits_for_no_more_prompts_than_there_are_requests(engine: BlendEngine, seed: int) -> None:
+    rng = random.Random(seed)
+    active = rng.choice([1, 2, 3, 8])
+    scheduler = Scheduler(engine.runtime, Limits(active=active), has_thread=False)
+    begun: dict[tuple[int, int], None] = {}  # (request, prompt), in the order of first tokens
+    given = dict[int, int]()  # prompts by request
+    for request in range(15):
+        given[request] = rng.choice([1, 1, 2, 5, 9])
+        others = sum(count > sum((each, at) in begun for at in range(count)) for each, count in given.items()) - 1
+        ask = Ask(RAG, SamplingParams(max_new_tokens=rng.randint(1, 6), ignore_eos=True))
+        before = len(begun)
+        scheduler.submit_prompts([ask] * given[request], lambda at, _, request=request: begun.setdefault((request, at)))
+        while (request, 0) not in begun:
+            scheduler.run()
+        waited_for = [each for each, _ in list(begun)[before:-1] if each != request]
+        assert len(waited_for) <= others + active  # free places are taken before anyone waits
+        for _ in range(rng.randint(0, 12)):
+            scheduler.run()
+    while scheduler.waiting or scheduler.active:
+        scheduler.run()
+    assert len(begun) == sum(given.values())
     scheduler.close()
 
 

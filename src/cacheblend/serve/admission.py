@@ -49,20 +49,14 @@ class RunningRequest:
         return sum(ask.choices for ask in self.asks)
 
     def start(self) -> None:
-        """Queues all prompts of the request, or none; on the server's loop. Raises as `Scheduler.submit`."""
+        """Queues all prompts of the request, or none; on the server's loop. Raises as `Scheduler.submit_prompts`."""
         loop, inbox = asyncio.get_running_loop(), self._inbox
 
         def on_event(number: int, event: Event) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped
                 loop.call_soon_threadsafe(inbox.put_nowait, (number, event))
 
-        try:
-            for number, ask in enumerate(self.asks):
-                left = len(self.asks) - number
-                self._tickets.append(self.scheduler.submit(ask, partial(on_event, number), places=left))
-        except Exception:
-            self.cancel()
-            raise
+        self._tickets += self.scheduler.submit_prompts(self.asks, on_event)
 
     def cancel(self) -> None:
         for ticket in self._tickets:  # one that has ended takes no notice
@@ -96,7 +90,7 @@ async def started(
     state: ServerState, request: Request, asked: Sampling, key: ApiKey, parse: Callable[[], list[ParsedPrompt]]
 ) -> RunningRequest:
     """The request, queued, and noted in `request` for the log; `parse`, which makes its prompts, runs on a thread.
-    Raises `ApiError` for a wrong model or value, and as `FairQueue.run` and `Scheduler.submit`."""
+    Raises `ApiError` for a wrong model or value, and as `FairQueue.run` and `Scheduler.submit_prompts`."""
     check_model(state, asked.model)
     form = await _form(state, request, asked)
     asks = await state.parse(request, lambda: _asks(state, asked, key, parse(), form))

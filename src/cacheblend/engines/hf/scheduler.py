@@ -13,8 +13,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -86,7 +86,8 @@ class Ask:
     deadline: float | None = None  # by `time.monotonic`; None: no deadline
     logprobs: int | None = None  # number of most likely tokens reported with each token; None: no log-probabilities
     tenant: str = ""
-    tenant_label: str = ""  # what the figures of the shadow check call the tenant; other tenants may see it
+    # who asks: answers are shared out among these names, which the figures of the shadow check show to all tenants
+    tenant_label: str = ""
     # also store the plain text in front of the first chunk, for prompts that start with the same text
     keep_text: bool = True
     shown: frozenset[int] = frozenset()  # special tokens that are part of the text; all others never are
@@ -134,14 +135,15 @@ class Choice:
 
 @dataclass(eq=False)
 class Ticket(PrefillJob):
-    """A request that was submitted."""
+    """A prompt of a request that was submitted."""
 
     ask: Ask
+    request: object  # that of all its prompts
     # called with each event of the request, in the scheduler's thread; must not block
     on_event: Callable[[Event], None]
     submitted: float  # by `time.perf_counter`
     cancelled: bool = False
-    passed: int = 0  # requests that came later and were admitted before it
+    passed: int = 0  # prompts that came later and were admitted before it, while it was its request's next
     is_extra: bool = False  # it runs beyond the bound, and takes nobody's place
     is_admitted: bool = False  # the engine knows of the request, which has not ended
     choices: list[Choice] = field(default_factory=list)
@@ -188,19 +190,24 @@ class Scheduler:
 
     # ---- from any thread ----------------------------------------------------------------------------------
 
-    def submit(self, ask: Ask, on_event: Callable[[Event], None], *, places: int = 1) -> Ticket:
-        """Queues a request; its last event is a `DoneEvent`. `places`: of it and of those that its caller queues next,
-        for which the queue has to have room, too. Raises `QueueFullError`, `ClosedError`."""
+    def submit(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
+        """Queues a request for one prompt; its last event is a `DoneEvent`. Raises as `submit_prompts`."""
+        return self.submit_prompts([ask], lambda _, event: on_event(event))[0]
+
+    def submit_prompts(self, asks: Sequence[Ask], on_event: Callable[[int, Event], None]) -> list[Ticket]:
+        """Queues all prompts of a request, or none; each one's last event is a `DoneEvent`. `on_event` is called with a
+        prompt's number, too. Raises `QueueFullError`, `ClosedError`."""
         with self._lock:
             if self._draining:
                 raise ClosedError("the server is shutting down")
-            if len(self._waiting) + places > self._limits.waiting:
+            if len(self._waiting) + len(asks) > self._limits.waiting:
                 each = self._recent_s / self._limits.active
                 raise QueueFullError(len(self._waiting), max(1.0, each * len(self._waiting)))
-            ticket = Ticket(ask, on_event, time.perf_counter())
-            self._waiting.append(ticket)
+            request, now = object(), time.perf_counter()
+            tickets = [Ticket(ask, request, partial(on_event, number), now) for number, ask in enumerate(asks)]
+            self._waiting.extend(tickets)
             self._changed.notify_all()
-        return ticket
+        return tickets
 
     @property
     def waiting(self) -> int:
@@ -297,9 +304,11 @@ class Scheduler:
                     return
                 if self.active and (runtime.view is not self._view or runtime.adapters.has_changed()):
                     return  # the requests that run end with the adapters that they began with
-                for each in islice(self._waiting, self._waiting.index(ticket)):
+                for each in _next_of_each(islice(self._waiting, self._waiting.index(ticket))):
                     each.passed += 1
                 self._waiting.remove(ticket)
+                # Those who wait now come before the other prompts of its request.
+                self._waiting = deque(sorted(self._waiting, key=lambda each: each.request is ticket.request))
                 self._opening = ticket
             ask = ticket.ask
             try:
@@ -319,21 +328,29 @@ class Scheduler:
             self._opening = None
 
     def _due(self) -> Ticket | None:
-        """The waiting request whose turn it is. Choices count, not requests, since each has its own KV cache. While one
-        for several runs, one for one answer at a time runs beyond the bound: it would wait for all of a long answer."""
+        """The waiting prompt whose turn it is: that of who has the fewest answers running, a tenant and then a request.
+        Answers count, since each has its own KV cache. While one request has several, another's answer at a time runs
+        beyond the bound: it would wait for all of a long answer."""
         running, active = [*self._batcher, *self._answering], self._limits.active
+        answers: Counter[object] = Counter()
+        for each in running:
+            answers.update({each.request: each.ask.choices, each.ask.tenant_label: each.ask.choices})
         free: int = active - sum(min(each.ask.choices, active) for each in running if not each.is_extra)
 
         def fits(each: Ticket) -> bool:
             return min(each.ask.choices, active) <= free
 
-        due = next((each for each in self._waiting if fits(each) or each.passed >= PASSES * active), None)
+        def turn(each: Ticket) -> tuple[bool, int, int]:
+            return each.passed < PASSES * active, answers[each.ask.tenant_label], answers[each.request]
+
+        turns = sorted(_next_of_each(self._waiting), key=turn)
+        due = next((each for each in turns if fits(each) or each.passed >= PASSES * active), None)
         if due is not None and fits(due):
             due.is_extra = False  # it was, while other adapters ran
             return due
-        if any(each.is_extra for each in running) or all(each.ask.choices == 1 for each in running):
+        if any(each.is_extra for each in running) or all(answers[each.request] == 1 for each in running):
             return None
-        extra = next((each for each in self._waiting if each.ask.choices == 1), None)
+        extra = next((each for each in turns if each.ask.choices == 1 and not answers[each.request]), None)
         if extra is not None:
             extra.is_extra = True
         return extra
@@ -467,6 +484,14 @@ def _attempt(step: Callable[[], None], failed: str) -> None:
     except Exception:
         logger.exception(failed)
         count_failure("scheduler")
+
+
+def _next_of_each(waiting: Iterable[Ticket]) -> list[Ticket]:
+    """The first prompt of each request, in their order."""
+    found: dict[object, Ticket] = {}
+    for each in waiting:
+        found.setdefault(each.request, each)
+    return list(found.values())
 
 
 def _next_at(began: float, share: float) -> float:
