@@ -31,7 +31,7 @@ CHATS, POSTS, CHUNKS, DOCUMENTS, SOCKETS = 3, 2, 700, 1, 500
 """In each round; of a post its chunks. Chats have 16 MB, documents 15 MB, sockets send half a request."""
 ANSWER_TOKENS = 200  # of each stream
 FLOOD, PIECES_BYTES, PARTS, SALTS, LISTED, LISTINGS = 10_000, 4_000_000, 46_000, 4_000, 3_000, 60
-HEADERS, REFUSED_BYTES, ANSWERS, LOGPROB_TOKENS, EXPLAINED = 14_000, 550_000_000, 7, 1500, 1_200
+HEADERS, REFUSED_BYTES, ANSWERS, PROMPTS, LOGPROB_TOKENS, EXPLAINED = 14_000, 550_000_000, 7, 32, 1500, 1_200
 JSON = {"Content-Type": "application/json"}
 START = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
 REST, DOCUMENT, TOGETHER = "at rest", "long documents", "together"
@@ -309,6 +309,11 @@ def _choices(attack: _Attack) -> None:
     attack.start("choices", "/v1/completions", {"prompt": "lamp", "n": 8, "max_tokens": 400, "ignore_eos": True})
 
 
+def _prompts(attack: _Attack) -> None:
+    asked = {"prompt": ["lamp"] * PROMPTS, "max_tokens": 100, "ignore_eos": True}
+    attack.start("prompts", "/v1/completions", asked)
+
+
 def _logprobs(attack: _Attack) -> None:
     asked = {"n": ANSWERS, "max_tokens": LOGPROB_TOKENS, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
     attack.start("log-probabilities", "/v1/chat/completions", {"messages": [_user("lamp")], **asked})
@@ -356,6 +361,7 @@ KINDS: dict[str, Callable[[_Attack], None]] = {
     "pieces": _pieces,
     "parts": _parts,
     "choices": _choices,
+    "prompts": _prompts,
     "log-probabilities": _logprobs,
     "listings": _listings,
     "salts": _salts,
