@@ -133,12 +133,19 @@ class Choice:
     finish_reason: str | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What was submitted together."""
+
+    answers: int  # to all of its prompts
+
+
 @dataclass(eq=False)
 class Ticket(PrefillJob):
     """A prompt of a request that was submitted."""
 
     ask: Ask
-    request: object  # that of all its prompts
+    request: Request
     # called with each event of the request, in the scheduler's thread; must not block
     on_event: Callable[[Event], None]
     submitted: float  # by `time.perf_counter`
@@ -203,7 +210,7 @@ class Scheduler:
             if len(self._waiting) + len(asks) > self._limits.waiting:
                 each = self._recent_s / self._limits.active
                 raise QueueFullError(len(self._waiting), max(1.0, each * len(self._waiting)))
-            request, now = object(), time.perf_counter()
+            request, now = Request(sum(ask.choices for ask in asks)), time.perf_counter()
             tickets = [Ticket(ask, request, partial(on_event, number), now) for number, ask in enumerate(asks)]
             self._waiting.extend(tickets)
             self._changed.notify_all()
@@ -329,8 +336,8 @@ class Scheduler:
 
     def _due(self) -> Ticket | None:
         """The waiting prompt whose turn it is: that of who has the fewest answers running, a tenant and then a request.
-        Answers count, since each has its own KV cache. While one request has several, another's answer at a time runs
-        beyond the bound: it would wait for all of a long answer."""
+        Answers count, since each has its own KV cache. While a request has several, one that is for one answer runs
+        beyond the bound, one at a time: it would wait for all of a long answer."""
         running, active = [*self._batcher, *self._answering], self._limits.active
         answers: Counter[object] = Counter()
         for each in running:
@@ -350,7 +357,7 @@ class Scheduler:
             return due
         if any(each.is_extra for each in running) or all(answers[each.request] == 1 for each in running):
             return None
-        extra = next((each for each in turns if each.ask.choices == 1 and not answers[each.request]), None)
+        extra = next((each for each in turns if each.request.answers == 1), None)
         if extra is not None:
             extra.is_extra = True
         return extra
@@ -488,7 +495,7 @@ def _attempt(step: Callable[[], None], failed: str) -> None:
 
 def _next_of_each(waiting: Iterable[Ticket]) -> list[Ticket]:
     """The first prompt of each request, in their order."""
-    found: dict[object, Ticket] = {}
+    found: dict[Request, Ticket] = {}
     for each in waiting:
         found.setdefault(each.request, each)
     return list(found.values())
