@@ -403,7 +403,10 @@ def test_a_response_is_the_chats_answer(url: str, http: httpx.Client) -> None:
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == found.output_text
     assert events[0].type == "response.created" and events[-1].type == f"response.{found.status}"
-    assert events[-1].response.output_text == found.output_text and events[-1].response.usage == found.usage
+    again = events[-1].response
+    assert again.output_text == found.output_text
+    told_apart = {"input_tokens_details"}  # what the first request missed may have been stored meanwhile
+    assert again.usage.model_dump(exclude=told_apart) == found.usage.model_dump(exclude=told_apart)
     with web.responses.stream(**told) as stream:
         assert stream.until_done() is not None
 

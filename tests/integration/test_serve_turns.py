@@ -18,6 +18,7 @@ import pytest
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.grammar import CompiledGrammar, Grammar, Grammars
 from cacheblend.engines.hf.scheduler import TooLateError
+from cacheblend.serve import fair_queue
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.fair_queue import FairQueue
 from cacheblend.serve.settings import ServeSettings
@@ -105,6 +106,22 @@ def test_places_are_given_back_however_work_ends(seed: int) -> None:
         queue.close()
 
     asyncio.run(go())
+
+
+def test_a_worker_stands_aside_between_slices_and_its_result_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fair_queue, "ASIDE_S", 3600.0)
+
+    async def main() -> None:
+        queue, deadline = FairQueue(1, 50), time.monotonic() + 60
+        assert await queue.run("one", lambda: "its result", deadline) == "its result"
+        assert queue.waiting == 0
+        with pytest.raises(TooLateError):
+            await queue.run("another", lambda: "never", time.monotonic() + 0.2)
+        queue._release()  # the moment is over
+        assert await queue.run("another", lambda: "done", deadline) == "done"
+        queue.close()
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(

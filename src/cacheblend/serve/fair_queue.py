@@ -24,6 +24,7 @@ T = TypeVar("T")
 Work = Callable[[], T | Generator[None, None, T]]
 SLICE_TOKENS, SLICE_CHARACTERS = 1024, 1 << 18
 """Tokens that work computes, and characters that it tokenises, before other requests have their turn."""
+ASIDE_S = 0.003  # seconds between a worker's slices
 LOOK_S = 0.5  # seconds after which waiting work looks whether its client is still there
 
 
@@ -70,7 +71,7 @@ class FairQueue:
     @property
     def waiting(self) -> int:
         """Work that has come and has no thread at the moment."""
-        return len(self._jobs) - self._running
+        return max(0, len(self._jobs) - self._running)  # a worker that stands aside runs no work
 
     async def run(
         self, tenant: str, work: Work[T], deadline: float, is_gone: Callable[[], Awaitable[bool]] | None = None
@@ -86,8 +87,9 @@ class FairQueue:
                 await self._turn(job, deadline, is_gone)
                 job.turn = None
                 running = asyncio.get_running_loop().run_in_executor(self._threads, job.advance)
-                # The worker stays taken as long as its thread runs, even if nobody awaits it any more.
-                running.add_done_callback(lambda _: self._release())
+                # The worker stays taken as long as its thread runs, even if nobody awaits it any more, and a moment
+                # longer: this thread and a worker, in turns, would keep the interpreter from the one that decodes.
+                running.add_done_callback(lambda _: asyncio.get_running_loop().call_later(ASIDE_S, self._release))
                 await asyncio.shield(running)
             found: T = job.found[0]
             return found
