@@ -282,6 +282,11 @@ def test_prompts_of_a_list_take_turns_with_other_requests(engine: BlendEngine, a
         ask(name, prompts)
     if active == 1:
         assert run(100) == ["many", "more", "one", "two", "many", "more", "more"]
+        for number in range(6):
+            ask(f"a{number}", 1, tenant="a")
+        for number in range(2):
+            ask(f"b{number}", 1, tenant="b")
+        assert run(100) == ["a0", "b0", "a1", "b1", "a2", "a3", "a4", "a5"]
     else:  # the first list holds all places
         assert run(100) == ["one", "two"]  # one at a time, and nothing of another list
         ask("other key", 2, tenant="other")  # which comes before the key that has answers running
@@ -312,6 +317,25 @@ def test_a_request_waits_for_no_more_prompts_than_there_are_requests(engine: Ble
     while scheduler.waiting or scheduler.active:
         scheduler.run()
     assert len(begun) == sum(given.values())
+    scheduler.close()
+
+
+def test_a_key_with_a_long_queue_delays_no_other_key(engine: BlendEngine) -> None:
+    scheduler = Scheduler(engine.runtime, Limits(active=2), has_thread=False)
+    begun = list[str]()
+
+    def ask(name: str, tenant: str) -> None:
+        ask = Ask(RAG, SamplingParams(max_new_tokens=2, ignore_eos=True), tenant_label=tenant)
+        scheduler.submit(ask, lambda event: begun.append(name) if isinstance(event, DoneEvent) else None)
+
+    for _ in range(40):
+        ask("busy", "busy")
+    for number in range(3 * PASSES):
+        before = len(begun)
+        ask(f"polite {number}", "polite")
+        while f"polite {number}" not in begun:
+            scheduler.run()
+        assert len(begun) - before <= 4  # those that ran, and one that takes the second place beside it
     scheduler.close()
 
 

@@ -114,9 +114,11 @@ def test_a_worker_stands_aside_between_slices_and_its_result_does_not_wait(monke
     async def main() -> None:
         queue, deadline = FairQueue(1, 50), time.monotonic() + 60
         assert await queue.run("one", lambda: "its result", deadline) == "its result"
-        assert queue.waiting == 0
+        late = asyncio.create_task(queue.run("another", lambda: "never", time.monotonic() + 0.2))
+        await asyncio.sleep(0.01)
+        assert queue.waiting == 1
         with pytest.raises(TooLateError):
-            await queue.run("another", lambda: "never", time.monotonic() + 0.2)
+            await late
         queue._release()  # the moment is over
         assert await queue.run("another", lambda: "done", deadline) == "done"
         queue.close()

@@ -71,7 +71,7 @@ class FairQueue:
     @property
     def waiting(self) -> int:
         """Work that has come and has no thread at the moment."""
-        return max(0, len(self._jobs) - self._running)  # a worker that stands aside runs no work
+        return sum(job.turn is not None and not job.turn.done() for job in self._jobs)
 
     async def run(
         self, tenant: str, work: Work[T], deadline: float, is_gone: Callable[[], Awaitable[bool]] | None = None

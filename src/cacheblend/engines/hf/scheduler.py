@@ -14,10 +14,10 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import count
 
 import torch
 
@@ -73,7 +73,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ask:
-    """A request."""
+    """A prompt, and what is asked of it."""
 
     prompt: Prompt  # the engine checks it
     params: SamplingParams  # of each answer
@@ -133,11 +133,12 @@ class Choice:
     finish_reason: str | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Request:
-    """What was submitted together."""
+@dataclass(eq=False)
+class Submission:
+    """Prompts that were submitted together."""
 
-    answers: int  # to all of its prompts
+    choices: int  # of all its prompts
+    turn: int  # a number that grows: when it was submitted, or one of its prompts was admitted last
 
 
 @dataclass(eq=False)
@@ -145,12 +146,12 @@ class Ticket(PrefillJob):
     """A prompt of a request that was submitted."""
 
     ask: Ask
-    request: Request
+    submission: Submission
     # called with each event of the request, in the scheduler's thread; must not block
     on_event: Callable[[Event], None]
     submitted: float  # by `time.perf_counter`
     cancelled: bool = False
-    passed: int = 0  # prompts that came later and were admitted before it, while it was its request's next
+    passed: int = 0  # smaller ones that were admitted when it was its turn, and it did not fit
     is_extra: bool = False  # it runs beyond the bound, and takes nobody's place
     is_admitted: bool = False  # the engine knows of the request, which has not ended
     choices: list[Choice] = field(default_factory=list)
@@ -165,7 +166,7 @@ class Ticket(PrefillJob):
 
 
 _LEAST_LOGPROB = -9999.0  # as in OpenAI's API: JSON has no infinity
-PASSES = 4  # for each place, requests that pass one whose answers do not fit; then it is its turn
+PASSES = 4  # for each place, prompts that pass one whose answers do not fit; then places are kept for it
 _CATCH_UP_SHARE = 0.1  # share of the time for missed chunks
 logger = logging.getLogger("cacheblend.engine")
 
@@ -182,6 +183,8 @@ class Scheduler:
         last_check = max((*selector.check_layers, runtime.survey.kinds.first_to_drop))
         self._batcher: PrefillBatcher[Ticket] = PrefillBatcher(last_check + 1, runtime.config.tile_rows, JoinedRows)
         self._waiting: deque[Ticket] = deque()
+        self._turns = count(1)
+        self._last_turn: dict[str, int] = {}  # by `Ask.tenant_label`, of which there are as many as API keys
         self._opening: Ticket | None = None  # while it is planned, which may take as long as a slow store's look-up
         self._answering: list[Ticket] = []
         self._view = runtime.view  # of the requests that run: other adapters have another one
@@ -210,8 +213,8 @@ class Scheduler:
             if len(self._waiting) + len(asks) > self._limits.waiting:
                 each = self._recent_s / self._limits.active
                 raise QueueFullError(len(self._waiting), max(1.0, each * len(self._waiting)))
-            request, now = Request(sum(ask.choices for ask in asks)), time.perf_counter()
-            tickets = [Ticket(ask, request, partial(on_event, number), now) for number, ask in enumerate(asks)]
+            submission, now = Submission(sum(ask.choices for ask in asks), next(self._turns)), time.perf_counter()
+            tickets = [Ticket(ask, submission, partial(on_event, number), now) for number, ask in enumerate(asks)]
             self._waiting.extend(tickets)
             self._changed.notify_all()
         return tickets
@@ -307,15 +310,15 @@ class Scheduler:
         runtime = self._runtime
         while True:
             with self._lock:
-                if (ticket := self._due()) is None:
+                if (due := self._due()) is None:
                     return
                 if self.active and (runtime.view is not self._view or runtime.adapters.has_changed()):
                     return  # the requests that run end with the adapters that they began with
-                for each in _next_of_each(islice(self._waiting, self._waiting.index(ticket))):
+                ticket, passed = due
+                for each in passed:
                     each.passed += 1
                 self._waiting.remove(ticket)
-                # Those who wait now come before the other prompts of its request.
-                self._waiting = deque(sorted(self._waiting, key=lambda each: each.request is ticket.request))
+                ticket.submission.turn = self._last_turn[ticket.ask.tenant_label] = next(self._turns)
                 self._opening = ticket
             ask = ticket.ask
             try:
@@ -334,33 +337,37 @@ class Scheduler:
             self._batcher.add(ticket)
             self._opening = None
 
-    def _due(self) -> Ticket | None:
-        """The waiting prompt whose turn it is: that of who has the fewest answers running, a tenant and then a request.
-        Answers count, since each has its own KV cache. While a request has several, one that is for one answer runs
-        beyond the bound, one at a time: it would wait for all of a long answer."""
+    def _due(self) -> tuple[Ticket, list[Ticket]] | None:
+        """The waiting prompt that is admitted next, and those that it passes since they do not fit. Tenants take turns,
+        and each one's requests: first who has the fewest places, of these who has waited longest for a turn. Answers
+        take places, not requests, since each has its own KV cache. While a request has several, one that is for one
+        answer runs beyond the bound, one at a time: it would wait for all of a long answer."""
         running, active = [*self._batcher, *self._answering], self._limits.active
-        answers: Counter[object] = Counter()
+        places: Counter[object] = Counter()  # by request, and by tenant
         for each in running:
-            answers.update({each.request: each.ask.choices, each.ask.tenant_label: each.ask.choices})
+            places.update({each.submission: each.ask.choices, each.ask.tenant_label: each.ask.choices})
         free: int = active - sum(min(each.ask.choices, active) for each in running if not each.is_extra)
 
-        def fits(each: Ticket) -> bool:
-            return min(each.ask.choices, active) <= free
+        def turn(each: Ticket) -> tuple[int, int, int, int]:
+            label, submission = each.ask.tenant_label, each.submission
+            return places[label], self._last_turn.get(label, 0), places[submission], submission.turn
 
-        def turn(each: Ticket) -> tuple[bool, int, int]:
-            return each.passed < PASSES * active, answers[each.ask.tenant_label], answers[each.request]
-
-        turns = sorted(_next_of_each(self._waiting), key=turn)
-        due = next((each for each in turns if fits(each) or each.passed >= PASSES * active), None)
-        if due is not None and fits(due):
-            due.is_extra = False  # it was, while other adapters ran
-            return due
-        if any(each.is_extra for each in running) or all(answers[each.request] == 1 for each in running):
+        first = {each.submission: each for each in reversed(self._waiting)}  # of each request's prompts
+        turns, passed = sorted(first.values(), key=turn), list[Ticket]()
+        for each in turns:
+            if min(each.ask.choices, active) <= free:
+                each.is_extra = False  # it was, while other adapters ran
+                return each, passed
+            if each.passed >= PASSES * active:
+                break
+            passed.append(each)
+        if any(each.is_extra for each in running) or all(places[each.submission] == 1 for each in running):
             return None
-        extra = next((each for each in turns if each.request.answers == 1), None)
-        if extra is not None:
-            extra.is_extra = True
-        return extra
+        extra = next((each for each in turns if each.submission.choices == 1), None)
+        if extra is None:
+            return None
+        extra.is_extra = True
+        return extra, []
 
     def _prefill(self) -> None:
         left = self._limits.row_layers
@@ -491,14 +498,6 @@ def _attempt(step: Callable[[], None], failed: str) -> None:
     except Exception:
         logger.exception(failed)
         count_failure("scheduler")
-
-
-def _next_of_each(waiting: Iterable[Ticket]) -> list[Ticket]:
-    """The first prompt of each request, in their order."""
-    found: dict[Request, Ticket] = {}
-    for each in waiting:
-        found.setdefault(each.request, each)
-    return list(found.values())
 
 
 def _next_at(began: float, share: float) -> float:
