@@ -165,6 +165,7 @@ class Ticket(PrefillJob):
         self.cancelled = True
 
 
+_LEAST_ROWS = 512  # that a layer of fewer rows counts as: short prompts, many at once, would hold up the answers
 _LEAST_LOGPROB = -9999.0  # as in OpenAI's API: JSON has no infinity
 PASSES = 4  # for each place, prompts that pass one whose answers do not fit; then places are kept for it
 _CATCH_UP_SHARE = 0.1  # share of the time for missed chunks
@@ -377,7 +378,7 @@ class Scheduler:
                     ticket.prefill.mark_shared()
         while self._batcher and left > 0:
             tickets = self._batcher.next()
-            left -= max(1, sum(ticket.active_rows for ticket in tickets))
+            left -= max(_LEAST_ROWS, sum(ticket.active_rows for ticket in tickets))
             with self._runtime.view.threads.held():
                 advanced = self._batcher.advance(tickets)
             for ticket, error in advanced:
