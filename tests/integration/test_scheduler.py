@@ -5,6 +5,7 @@ import queue
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import Mock
@@ -317,6 +318,43 @@ def test_a_request_waits_for_no_more_prompts_than_there_are_requests(engine: Ble
     while scheduler.waiting or scheduler.active:
         scheduler.run()
     assert len(begun) == sum(given.values())
+    scheduler.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_places_are_bounded_and_everyone_ends_whatever_comes_and_goes(engine: BlendEngine, seed: int) -> None:
+    """Lists of prompts with several answers each, of several keys, which are cancelled at any moment."""
+    rng = random.Random(seed)
+    active = rng.choice([1, 2, 3, 5])
+    scheduler = Scheduler(
+        engine.runtime, Limits(active=active, row_layers=rng.choice([1, 600, 8192])), has_thread=False
+    )
+    tickets, ends = list[Ticket](), Counter[tuple[int, int]]()
+
+    def run() -> None:
+        scheduler.run()
+        running = [*scheduler._batcher, *scheduler._answering]
+        assert sum(min(each.ask.choices, active) for each in running if not each.is_extra) <= active
+        assert all(each.submission.choices == 1 for each in running if each.is_extra)
+        assert sum(each.is_extra for each in running) <= 1
+
+    for number in range(25):
+        params = SamplingParams(max_new_tokens=rng.randint(1, 5), ignore_eos=True)
+        one = Ask(RAG, params, choices=rng.choice([1, 1, 2, 7]), tenant_label=rng.choice(["", "a", "b"]))
+
+        def note(at: int, event: Event, number: int = number) -> None:
+            ends[number, at] += isinstance(event, DoneEvent)
+
+        tickets += scheduler.submit_prompts([one] * rng.choice([1, 1, 2, 4]), note)
+        if rng.random() < 0.4:
+            rng.choice(tickets).cancel()
+        for _ in range(rng.randint(0, 6)):
+            run()
+    for _ in range(20_000):
+        if not scheduler._has_work:
+            break
+        run()
+    assert len(ends) == len(tickets) and set(ends.values()) == {1}
     scheduler.close()
 
 

@@ -157,8 +157,9 @@ def plain_tokens(
     yield sampler.sample()
     if sampler.finish_reason is None and not isinstance(kv, DynamicCache):
         kv = fill_cache(model, kv, states)
+    cache = cache_argument(model, kv)
     while sampler.finish_reason is None:
         position = torch.tensor([[len(sampler) - 1]], device=sampler.last_id.device)
-        out = model(input_ids=sampler.last_id[None], position_ids=position, use_cache=True, **cache_argument(model, kv))
+        out = model(input_ids=sampler.last_id[None], position_ids=position, use_cache=True, **cache)
         sampler.logits = out.logits[0, -1]
         yield sampler.sample()
