@@ -5,7 +5,6 @@ store can do: records one by one, each into memory of its own, and its checksum.
 
 warm     everything in the page cache
 cold     nothing in it
-direct   past it (O_DIRECT), where the file system can
 """
 
 import mmap
@@ -30,7 +29,7 @@ from cacheblend.store import DiskStore, KVStore
 from cacheblend.store.format.checksum import digest
 from lab.bench import alternating
 
-WAYS = ("warm", "cold", "direct")
+WAYS = ("warm", "cold")
 BLOCK = 256
 """Tokens of a block."""
 
@@ -38,10 +37,8 @@ _AHEAD = 2  # reads that are under way or wait to be used, besides the one being
 
 
 def measure(layout: KVLayout, chunks: int, chunk_tokens: int, folder: Path | None, runs: int) -> dict[str, Any]:
-    """For each of `WAYS` seconds, bytes per second and their ratio (None where the file system has no direct reads).
-
-    `folder` is on the disk to measure; None: the temporary folder.
-    """
+    """For each of `WAYS` seconds, bytes per second and their ratio. `folder` is on the disk to measure; None: the
+    temporary folder."""
     with ExitStack() as stack:
         path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-", dir=folder)))
         store = DiskStore(path / "store", max_bytes=None)
@@ -59,11 +56,7 @@ def measure(layout: KVLayout, chunks: int, chunk_tokens: int, folder: Path | Non
         places = len({file.stat().st_ino for file in files[1:]})
         result: dict[str, Any] = {"bytes": nbytes, "blocks": len(names), "files": places}
         for way in WAYS:
-            is_direct = way == "direct"
-            if is_direct and not _can_be_direct(plain):
-                result[way] = None
-                continue
-            reader = stack.enter_context(DiskStore(path / "store", max_bytes=None, direct=is_direct))
+            reader = stack.enter_context(DiskStore(path / "store", max_bytes=None))
             reader.find(names)
 
             def timed(read: Callable[[], float], dropped: Sequence[Path]) -> float:
@@ -73,8 +66,8 @@ def measure(layout: KVLayout, chunks: int, chunk_tokens: int, folder: Path | Non
 
             arms = {
                 "by_layer": partial(read_by_layer, reader, names, layout),
-                "plain": partial(_read_plain, plain, direct=is_direct),
-                "kept": partial(_read_kept, plain, record, nbytes, direct=is_direct),
+                "plain": partial(_read_plain, plain),
+                "kept": partial(_read_kept, plain, record, nbytes),
             }
             asked = {name: partial(timed, read) for name, read in arms.items()}
             seconds = alternating(asked, lambda: files if way != "warm" else [], runs, swaps=False)  # noqa: B023
@@ -133,10 +126,10 @@ def read_by_layer(
     return taken
 
 
-def _read_plain(path: Path, *, direct: bool) -> float:
+def _read_plain(path: Path) -> float:
     """Seconds of sequential reads of 1 MiB into the same memory."""
-    memory = mmap.mmap(-1, 1 << 20)  # begins at a page, as direct reads must
-    with memory, _opened(path, direct=direct) as fd:
+    memory = bytearray(1 << 20)
+    with _opened(path) as fd:
         started = time.perf_counter()
         offset = 0
         while count := os.preadv(fd, [memory], offset):
@@ -146,9 +139,9 @@ def _read_plain(path: Path, *, direct: bool) -> float:
         return time.perf_counter() - started
 
 
-def _read_kept(path: Path, record: int, nbytes: int, *, direct: bool) -> float:
+def _read_kept(path: Path, record: int, nbytes: int) -> float:
     """Seconds of reading records behind each other into one memory, each with its checksum."""
-    with mmap.mmap(-1, nbytes) as memory, memoryview(memory) as view, _opened(path, direct=direct) as fd:
+    with mmap.mmap(-1, nbytes) as memory, memoryview(memory) as view, _opened(path) as fd:
         view[::4096] = bytes(len(view[::4096]))  # has its pages, as staging memory that is used again does
         started = time.perf_counter()
         for offset in range(0, nbytes, record):
@@ -158,20 +151,12 @@ def _read_kept(path: Path, record: int, nbytes: int, *, direct: bool) -> float:
 
 
 @contextmanager
-def _opened(path: Path, *, direct: bool = False) -> Iterator[int]:
-    fd = os.open(path, os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if direct else 0))
+def _opened(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY)
     try:
         yield fd
     finally:
         os.close(fd)
-
-
-def _can_be_direct(path: Path) -> bool:
-    try:
-        with _opened(path, direct=True):
-            return hasattr(os, "O_DIRECT")
-    except OSError:
-        return False
 
 
 def drop_pages(path: Path) -> None:

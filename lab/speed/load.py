@@ -34,7 +34,7 @@ from lab.speed import disk_reads
 from lab.speed.disk_reads import BLOCK, fill, random_block, read_by_layer
 from lab.speed.throttle import ThrottledStore
 
-DISK_FIGURES = ("disk_read_share", "cold_read_share", "direct_read_share")
+DISK_FIGURES = ("disk_read_share", "cold_read_share")
 """Names of the figures of `disk_reads.WAYS`."""
 MOST_BYTES = 64 << 30
 READ_AHEAD = BlendConfig().read_ahead
@@ -63,8 +63,8 @@ def run(
     }
     advance(2, 3)
     for way, figure in zip(disk_reads.WAYS, DISK_FIGURES, strict=True):
-        figures[figure] = result["disk"][way] and result["disk"][way]["share"]
-        figures[f"{way}_of_kept"] = result["disk"][way] and result["disk"][way]["of_kept"]
+        figures[figure] = result["disk"][way]["share"]
+        figures[f"{way}_of_kept"] = result["disk"][way]["of_kept"]
     if redis is not None:
         result["redis"] = _redis(layout, prompt, redis)
         figures["redis_read_share"] = result["redis"]["share"]

@@ -35,7 +35,7 @@ from store_blocks import ROOT, holds, make_block, make_manifest, random_bits, ra
 
 REDIS = pytest.param("redis", marks=needs_redis)
 S3 = pytest.param("s3", marks=needs_bucket)
-LOCAL = ("memory", "disk", "relative", "tiered", "tiered without memory", "direct", "cascade")
+LOCAL = ("memory", "disk", "relative", "tiered", "tiered without memory", "cascade")
 KINDS = (*LOCAL, REDIS, S3, pytest.param("tiered redis", marks=needs_redis))
 
 
@@ -63,8 +63,8 @@ def open_kind(kind: str, path: Path, max_bytes: int = 1 << 24, ttl: float | None
         return CascadeStore([DiskStore(path / each, **options) for each in ("near", "far")])  # type: ignore[arg-type]
     if kind == "relative":
         path = Path(os.path.relpath(path))
-    disk = DiskStore(path, max_bytes=max_bytes, durable=False, direct=kind == "direct", ttl=ttl)
-    if kind in ("disk", "relative", "direct"):
+    disk = DiskStore(path, max_bytes=max_bytes, durable=False, ttl=ttl)
+    if kind in ("disk", "relative"):
         return disk
     return TieredStore(MemoryStore(0 if "without" in kind else 1 << 20), disk)
 

@@ -72,7 +72,6 @@ def open_store(
             - ``evict=lru`` or ``worth`` (memory, a GPU, folders): the policy, see `eviction`.
             - ``page_locked=true`` (memory, ``ram_bytes``): in page-locked memory, from which a GPU copies without the
               host; ``false``: in ordinary memory.
-            - ``direct=true`` (folders): bypass the page cache.
             - ``mode=0640`` (folders): permissions of new files; 0600, for their owner only, unless given.
             - ``locks=false`` (folders): for network file systems whose locks are slow or hang.
             - ``timeout`` (servers, buckets): seconds that an answer may take.
@@ -205,6 +204,8 @@ def _split(url: str | Path | None) -> tuple[str, str, dict[str, str]]:
     except ValueError as error:
         raise InvalidInputError(f"store {url!r} is not a URL ({error}); use {SUPPORTED}") from error
     scheme, where = parts.scheme, parts.netloc + parts.path
+    if parts.fragment or url.endswith("#"):
+        raise InvalidInputError(f"the {scheme} store's URL has a #, behind which nothing is read; write it as %23")
     if scheme not in _PLACES:
         raise InvalidInputError(f"store {url!r} has the unknown scheme {scheme!r}; use {SUPPORTED}")
     if scheme == "memory" and where:
@@ -282,7 +283,7 @@ def _value(name: str, text: str) -> Any:
             return parse_seconds(text)
         case "evict":
             eviction_of(text)
-        case "page_locked" | "direct" | "locks" | "cluster":
+        case "page_locked" | "locks" | "cluster":
             if text not in ("true", "false"):
                 raise InvalidInputError(f"{name} must be true or false, got {text!r}")
             return text == "true"
@@ -368,7 +369,6 @@ class FolderPlace:
     path: Path
     max_bytes: int = DEFAULT_DISK_BYTES
     ttl: float | None = None
-    direct: bool = False
     evict: str = "lru"
     locks: bool = True
     mode: int = OWNER_ONLY
@@ -386,7 +386,6 @@ class FolderPlace:
             self.path.expanduser(),
             max_bytes=self.max_bytes,
             read_only=read_only,
-            direct=self.direct,
             eviction=self.evict,
             ttl=self.ttl,
             locks=self.locks,

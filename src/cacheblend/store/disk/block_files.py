@@ -21,7 +21,6 @@ from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
 
-import numpy as np
 import torch
 
 from cacheblend.core.errors import BlockDamagedError, BlockLostError
@@ -47,7 +46,6 @@ Stamp = tuple[int, int, int]  # inode, size and modification time (ns): identifi
 _TOUCH_EVERY_NS = 60 * 10**9
 _BYTES_AT_ONCE, _BLOCKS_AT_ONCE = 8 << 20, 64  # read together by one thread
 _FIRST_READ = 16 << 10  # covers most headers
-_SECTOR = 4096  # direct reads begin and end at multiples of this, in the file and in memory
 _PIECES_AT_ONCE = 512  # below IOV_MAX, which is 1024 on Linux
 
 
@@ -70,8 +68,7 @@ def _stamp_of(status: os.stat_result) -> Stamp:
 
 class BlockFiles:
     """Finds and reads block files; safe to call from several threads. `max_known`: headers that are cached (about 4 KB
-    each); `max_open`: descriptors that are kept, by default 512, or a quarter of the process's limit if that is less;
-    `direct`: bypass the page cache, where the file system can."""
+    each); `max_open`: descriptors that are kept, by default a quarter of the process's limit, 512 at most."""
 
     def __init__(
         self,
@@ -79,10 +76,9 @@ class BlockFiles:
         max_known: int = 16384,
         max_open: int | None = None,
         *,
-        direct: bool = False,
         expiry: Expiry | None = None,
     ) -> None:
-        self._folder, self._direct, self._expiry = folder, direct, expiry or Expiry(None)
+        self._folder, self._expiry = folder, expiry or Expiry(None)
         self._touch_every_ns = min(_TOUCH_EVERY_NS, int(1e9 * self._expiry.interval))
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_known = max_known
@@ -193,7 +189,7 @@ class BlockFiles:
                 except BlockLostError as error:
                     found[name] = error
             for wanted, blocks in alike.items():
-                read = read_blocks(blocks, wanted, memory, direct=self._direct)
+                read = read_blocks(blocks, wanted, memory)
                 for known, records in zip(blocks, read, strict=True):
                     found[known.name] = (
                         records
@@ -310,7 +306,7 @@ class BlockFiles:
                 raise DamagedError("it is no regular file")
             if self._damaged.get(name) == stamp:
                 raise BlockDamagedError(name, f"{path} is damaged", removed=False)
-            headers = read_headers(fd, status.st_size, direct=self._direct)
+            headers = read_headers(fd, status.st_size)
             own = header_of(headers, name)
         except (DamagedError, OSError) as error:
             raise self._lost(name, path, stamp, error) from error
@@ -328,15 +324,12 @@ class BlockFiles:
     def _open_file(self, path: str) -> int:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         try:
-            return os.open(path, flags | (getattr(os, "O_DIRECT", 0) if self._direct else 0))
+            return os.open(path, flags)
         except OSError as error:
-            if error.errno == errno.EINVAL and self._direct:
-                logger.warning("the file system of %s has no direct reads; it is read through the page cache", path)
-                self._direct = False
-            elif error.errno not in (errno.EMFILE, errno.ENFILE):
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
         self.close_idle(0)
-        return os.open(path, flags | (getattr(os, "O_DIRECT", 0) if self._direct else 0))
+        return os.open(path, flags)
 
     def known(self) -> set[BlockName]:
         """Blocks whose header is cached; a copy."""
@@ -380,15 +373,15 @@ def _is_there(path: str, stamp: Stamp) -> bool:
         return True
 
 
-# ---- bytes of one open file; `direct`: it was opened with O_DIRECT -------------------------------------------
+# ---- bytes of one open file ---------------------------------------------------------------------------------
 
 
-def read_headers(fd: int, file_bytes: int, *, direct: bool = False) -> list[BlockHeader]:
+def read_headers(fd: int, file_bytes: int) -> list[BlockHeader]:
     """What the header says of each block, checked; raises `DamagedError` and `OSError`."""
-    first = _read_bytes(fd, min(_FIRST_READ, file_bytes), 0, direct)
+    first = _read_bytes(fd, min(_FIRST_READ, file_bytes), 0)
     data_at = header_bytes(first, file_bytes)
     if data_at > len(first):
-        first += _read_bytes(fd, data_at - len(first), len(first), direct)
+        first += _read_bytes(fd, data_at - len(first), len(first))
     return decode_headers(first[:data_at], file_bytes)
 
 
@@ -454,7 +447,7 @@ def _pieces(wanted: WantedRecords, place: RecordPlace) -> tuple[tuple[int, int, 
 
 
 def read_blocks(
-    blocks: Sequence[Known], wanted: WantedRecords, memory: RecordMemory | None, *, direct: bool = False
+    blocks: Sequence[Known], wanted: WantedRecords, memory: RecordMemory | None
 ) -> list[list[torch.Tensor] | DamagedError | OSError]:
     """Records of open blocks of which the same is wanted; or what went wrong. Blocks of one file that follow each other
     are read together. `memory` gives memory for all together; None: each block has its own."""
@@ -463,17 +456,17 @@ def read_blocks(
         parts: Sequence[torch.Tensor] = together.view(len(blocks), wanted.nbytes).unbind(0)
         records = wanted.split(together, len(blocks))
     else:
-        parts = [_sectors(wanted.nbytes) if direct else torch.empty(wanted.nbytes, dtype=torch.uint8) for _ in blocks]
+        parts = [torch.empty(wanted.nbytes, dtype=torch.uint8) for _ in blocks]
         records = [wanted.split(part, 1)[0] for part in parts]
     found: list[list[torch.Tensor] | DamagedError | OSError] = []
     for _, group in groupby(blocks, key=lambda known: known.stamp):
         chain, first = list(group), len(found)
         views = [part.numpy().data for part in parts[first : first + len(chain)]]
-        is_read = len(chain) > 1 and _read_chain(chain, wanted, views, direct)
+        is_read = len(chain) > 1 and _read_chain(chain, wanted, views)
         for at, (known, view) in enumerate(zip(chain, views, strict=True), start=first):
             try:
                 if not is_read:
-                    _read_block(known, wanted, parts[at], view, direct)
+                    _read_block(known, wanted, view)
                 for layer, head, start, stop in wanted.records:
                     check_heads(known.header, layer, head, view[start:stop])
                 found.append(records[at])
@@ -482,9 +475,9 @@ def read_blocks(
     return found
 
 
-def _read_chain(blocks: Sequence[Known], wanted: WantedRecords, views: Sequence[memoryview], direct: bool) -> bool:
-    """Reads what is wanted of a file's blocks: one preadv for all that lies next to each other. False if that fails, or
-    direct reads cannot do it: then each block is read alone, so that it is known which cannot."""
+def _read_chain(blocks: Sequence[Known], wanted: WantedRecords, views: Sequence[memoryview]) -> bool:
+    """Reads what is wanted of a file's blocks: one preadv for all that lies next to each other. False if that fails:
+    then each block is read alone, so that it is known which cannot."""
     places = [
         (offset, view[start:stop])
         for known, view in zip(blocks, views, strict=True)
@@ -492,10 +485,6 @@ def _read_chain(blocks: Sequence[Known], wanted: WantedRecords, views: Sequence[
     ]
     places.sort(key=itemgetter(0))
     data_at = blocks[0].header.data_at
-    for offset, piece in places if direct else ():
-        address = int(np.frombuffer(piece, dtype=np.uint8).ctypes.data)
-        if (data_at + offset | address | len(piece)) % _SECTOR:
-            return False
     first, end = 0, 0
     for at, (offset, piece) in enumerate(places):
         if at and (offset != end or at - first == _PIECES_AT_ONCE):
@@ -515,47 +504,23 @@ def _read_pieces(fd: int, places: Sequence[tuple[int, memoryview]], data_at: int
     return count == sum(len(piece) for _, piece in places)
 
 
-def _read_block(known: Known, wanted: WantedRecords, data: torch.Tensor, view: memoryview, direct: bool) -> None:
-    """Reads a block's records into `data`, whose bytes are `view`: one pread for those next to each other in the file.
-    Raises `DamagedError`, `OSError`."""
+def _read_block(known: Known, wanted: WantedRecords, view: memoryview) -> None:
+    """Reads a block's records into memory: one pread for those next to each other in the file. Raises `DamagedError`,
+    `OSError`."""
     for offset, start, stop in _pieces(wanted, known.header.place):
-        offset += known.header.data_at
-        if direct and (offset | data.data_ptr() + start | stop - start) % _SECTOR:
-            data[start:stop] = _read_sectors(known.fd, stop - start, offset)
-        else:
-            _pread_all(known.fd, view[start:stop], offset, stop - start)
+        _pread_all(known.fd, view[start:stop], known.header.data_at + offset)
 
 
-def _sectors(count: int) -> torch.Tensor:
-    """Memory that direct reads can fill, uint8 [count]."""
-    memory = torch.empty(count + _SECTOR, dtype=torch.uint8)
-    return memory[-memory.data_ptr() % _SECTOR :][:count]
+def _read_bytes(fd: int, count: int, offset: int) -> bytes:
+    data = bytearray(count)
+    _pread_all(fd, memoryview(data), offset)
+    return bytes(data)
 
 
-def _read_bytes(fd: int, count: int, offset: int, direct: bool) -> bytes:
-    if direct:
-        return _read_sectors(fd, count, offset).numpy().tobytes()
-    data = os.pread(fd, count, offset)
-    if len(data) < count:
-        rest = bytearray(count - len(data))
-        _pread_all(fd, memoryview(rest), offset + len(data), len(rest))
-        data += rest
-    return data
-
-
-def _read_sectors(fd: int, count: int, offset: int) -> torch.Tensor:
-    """`count` bytes from `offset` on, uint8: a view of whole sectors, the last of which the file may not fill."""
-    first = offset - offset % _SECTOR
-    least = offset + count - first
-    memory = _sectors(least + -least % _SECTOR)
-    _pread_all(fd, memory.numpy().data, first, least)
-    return memory[offset - first :][:count]
-
-
-def _pread_all(fd: int, view: memoryview, offset: int, least: int) -> None:
-    """Fills the view with the file's bytes; `DamagedError` if the file ends before the first `least` of them."""
-    done = os.preadv(fd, (view,), offset)
-    while done < least:
+def _pread_all(fd: int, view: memoryview, offset: int) -> None:
+    """Fills the view with the file's bytes; `DamagedError` if the file ends before."""
+    done = 0
+    while done < len(view):
         count = os.preadv(fd, (view[done:],), offset + done)
         if count == 0:
             raise DamagedError("the file has been cut short")
