@@ -188,6 +188,10 @@ def test_chunks_of_token_ids_are_those_of_prompts_of_token_ids(url: str) -> None
     assert httpx.delete(f"{url}/v1/chunks/{one['id']}/pin").json()["pinned"] is False
     pinned = {each["id"]: each["pinned"] for each in httpx.get(f"{url}/v1/chunks?limit=1000").json()["data"]}
     assert (pinned[one["id"]], pinned[other["id"]]) == (False, True)
+    front = httpx.post(f"{url}/v1/chunks", json={"chunks": [{"token_ids": same}]}, timeout=60).json()["data"][0]
+    httpx.delete(f"{url}/v1/chunks/{front['id']}").raise_for_status()  # nor does deleting one
+    held = {each["id"]: each["held"] for each in httpx.get(f"{url}/v1/chunks?limit=1000").json()["data"]}
+    assert held[other["id"]] and front["id"] not in held
     httpx.delete(f"{url}/v1/chunks/{other['id']}/pin").raise_for_status()
 
 

@@ -14,7 +14,7 @@ from cacheblend.core.plan.planner import Anchor
 from cacheblend.core.profile import Measurement, Profile, quality_settings
 from cacheblend.core.select.question_selectors import Query
 from cacheblend.core.select.selection import Selection, selection_fields
-from cacheblend.core.select.selectors import AllRows, Gradual, Hkvd
+from cacheblend.core.select.selectors import AllRows, Gradual
 from cacheblend.engines.settings import (
     PROFILE_NAME,
     BlendSettings,
@@ -84,30 +84,6 @@ def test_round_trip_and_which_settings_decide_quality(tmp_path: Path) -> None:
     # An unknown field is named
     with pytest.raises(InvalidInputError, match="no field 'ratio'"):
         resolve_settings({"ratio": 0.3}, Path(), "f1")
-    # one of the first format was measured when hkvd without check layers had one check
-    for settings, wanted in (
-        ({"selector": "hkvd", "recompute_ratio": 0.2}, Hkvd((1,), (0.2,))),
-        ({"recompute_ratio": 0.2}, Hkvd((1,), (0.2,))),
-        ({"selector": "hkvd", "check_layers": [2]}, Hkvd((2,), (0.15,))),
-        ({"selector": "query"}, Query(0.15)),
-    ):
-        data = Profile("f1", {}).to_dict() | {"settings": settings}
-        first = Profile.from_dict(data | {"format": 1}, "p")
-        assert first.selection.make_selector() == wanted
-        assert Profile.from_dict(first.to_dict(), "p").selection.make_selector() == wanted, "written again"
-    second = Profile.from_dict(Profile("f1", {"selector": "hkvd"}).to_dict(), "p")
-    assert second.selection.make_selector() == Gradual(0.15)
-    # one of the second format may have been measured with spans that attend
-    data = Profile("f1", {}).to_dict() | {"format": 2}
-    own = {"selector": "query", "question_words": 1.0, "hops": 1}
-    found = Profile.from_dict(data | {"settings": own | {"hop_rows": 0}}, "p")
-    assert found.settings == own
-    assert Profile.from_dict(data | {"settings": {"selector": "query", "hop_rows": 64}}, "p").settings == {
-        "selector": "query"
-    }
-    for attending in ({}, {"hop_rows": 64}):
-        with pytest.raises(InvalidInputError, match="measured with spans that attend"):
-            Profile.from_dict(data | {"settings": own | attending}, "p")
 
 
 @pytest.mark.parametrize(
@@ -118,7 +94,7 @@ def test_round_trip_and_which_settings_decide_quality(tmp_path: Path) -> None:
             "hops must be a whole number, 0 to 4 (0: only the question), got 9",
         ),
         ({"settings": {"selector": "query", "hops": "one"}}, "hops"),
-        ({"format": 4}, "field 'format': this version reads profiles of formats 1 to 3, not 4"),
+        *(({"format": old}, f"field 'format': this version reads profiles of format 3, not {old}") for old in (2, 4)),
         ({"settings": {"selector": "query", "hops": 1, "hop_rows": 0}}, "field 'settings.hop_rows'"),
         ({"format": None}, "field 'format': it is missing"),
         ({"fingerprint": 3}, "field 'fingerprint'"),

@@ -461,6 +461,18 @@ def test_a_store_keeps_what_is_found_often(kind: str, tmp_path: Path) -> None:
             assert (store.find([often.name])[0] is not None) == kept
 
 
+def test_what_another_process_removed_is_worth_nothing_any_more(tmp_path: Path) -> None:
+    blocks = [make_block(seed) for seed in range(8)]
+    with DiskStore(tmp_path, durable=False, eviction="worth") as store, DiskStore(tmp_path, durable=False) as other:
+        store.write_all(blocks)
+        for block in blocks[:5]:
+            assert other.delete(block.name)
+        policy = store._capacity._eviction
+        assert policy is not None and len(policy._counts) == 8
+        store.prune(store.stats().bytes - 1)
+        assert len(policy._counts) == len(policy._values) == store.stats().blocks == 2
+
+
 def test_the_trace_of_real_requests() -> None:
     trace = Path(__file__).parents[3] / "shared" / "data" / "ragpulse"
     if not trace.is_dir():

@@ -25,7 +25,7 @@ from cacheblend.cli.program import BOUNDED, bound_waiting
 from cacheblend.core import openmp
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.load import threads as threads_module
-from cacheblend.core.load.threads import CallsInOrder, DaemonPool, results_of
+from cacheblend.core.load.threads import DaemonPool, results_of
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.engines.hf import BlendEngine, thread_count
 from cacheblend.engines.hf.background import Background
@@ -60,23 +60,6 @@ def test_calls_run_in_order_as_many_at_once_as_there_are_threads() -> None:
     pool = DaemonPool(4, "test")
     assert [pool.submit(int, str(number)).result(30) for number in range(200)] == list(range(200))
     assert len(pool._shared.threads) == 1  # one call after the other takes one thread
-    # calls of one caller take one thread of a shared pool
-    pool, gate, order = DaemonPool(2, "test"), threading.Event(), list[int]()
-    slow, fast = CallsInOrder(pool), CallsInOrder(pool)
-    hanging = [slow.submit(gate.wait) for _ in range(3)]
-    done = [fast.submit(order.append, number) for number in range(20)]
-    assert [future.result() for future in done] == [None] * 20
-    assert order == list(range(20))
-    while not hanging[0].running():  # its thread may start late
-        pass
-    slow.close()
-    assert [future.cancelled() for future in hanging] == [False, True, True]
-    gate.set()
-    assert hanging[0].result()
-    assert slow.submit(int).result() == 0  # a caller may go on
-    pool.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        CallsInOrder(pool).submit(int)
 
 
 def test_what_follows_another_call_takes_no_thread_until_then() -> None:
@@ -111,9 +94,13 @@ def test_what_follows_another_call_takes_no_thread_until_then() -> None:
         pass
     behind = pool.submit_after(ended, int)
     ended.set_result(None)  # `int` waits for a thread
+    chain = [pool.submit(int)]
+    while len(chain) < 4:
+        chain.append(pool.submit_after(chain[-1], int))
     pool.close()
-    with pytest.raises(CancelledError):
-        behind.result(30)
+    for each in (behind, *chain):
+        with pytest.raises(CancelledError):
+            each.result(30)
     gate.set()
     assert begun.result(30)
 
@@ -192,7 +179,7 @@ def test_closing_cancels_what_waits_and_a_call_that_hangs_keeps_nothing_from_end
         assert not thread.is_alive()
     # a hanging call does not keep the process from ending
     program = (
-        "import threading; from cacheblend.core.load.threads import CallsInOrder, DaemonPool\n"
+        "import threading; from cacheblend.core.load.threads import DaemonPool\n"
         "pool, begun = DaemonPool(1, 'test'), threading.Event()\n"
         "pool.submit(lambda: (begun.set(), threading.Event().wait())); begun.wait(); print('end')"
     )
@@ -202,13 +189,13 @@ def test_closing_cancels_what_waits_and_a_call_that_hangs_keeps_nothing_from_end
 
 def test_a_forked_process_has_threads_of_its_own_for_pools_whose_locks_another_thread_held() -> None:
     pool = DaemonPool(1, "test")
-    calls, started, end = CallsInOrder(pool), threading.Event(), threading.Event()
-    calls.submit(lambda: (started.set(), end.wait(60)))
+    started, end = threading.Event(), threading.Event()
+    pool.submit(lambda: (started.set(), end.wait(60)))
     started.wait(60)
     held, release = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with pool._shared.starting, calls._lock:
+        with pool._shared.starting:
             held.set()
             release.wait(60)
 
@@ -217,8 +204,7 @@ def test_a_forked_process_has_threads_of_its_own_for_pools_whose_locks_another_t
     held.wait(60)
     child = os.fork()
     if child == 0:
-        answer = calls.submit(lambda: 7).result(20)
-        calls.close()
+        answer = pool.submit(lambda: 7).result(20)
         pool.close()
         pool.join(20)
         os._exit(0 if answer == 7 else 1)
@@ -336,7 +322,7 @@ def used(count: ThreadCount) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("owner", "call"), [(WriteBehind(MemoryStore()), "stats"), (Background(4), "begin_request")], ids=["writer", "jobs"]
+    ("owner", "call"), [(WriteBehind(MemoryStore()), "flush"), (Background(4), "begin_request")], ids=["writer", "jobs"]
 )
 def test_an_interrupt_while_a_lock_is_taken_holds_up_nobody(
     owner: Any, call: str, monkeypatch: pytest.MonkeyPatch
@@ -544,7 +530,8 @@ import os, threading, time, torch
 from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.openmp import end_team
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
-from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Limits, Scheduler
+from cacheblend.engines.hf.scheduler import Limits, Scheduler
+from cacheblend.engines.hf.tickets import Ask, DoneEvent
 
 def tasks():
     return len(os.listdir("/proc/self/task"))

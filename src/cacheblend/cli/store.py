@@ -131,18 +131,13 @@ def unpin(url: Url, chunks: Chunks = None, everything: All = False, json: AsJson
 @app.command("rm")
 def remove(url: Url, chunks: Chunks = None, everything: All = False, json: AsJson = False) -> None:
     """Delete chunks, pinned or not. Blocks that another chunk shares stay."""
-    from cacheblend.core.names import state_name
-
     with _chosen(url, chunks, everything, json, "removed") as (store, chosen):
         gone = {manifest.chunk_id for manifest in chosen}
         shared = {
             name for manifest in store.manifests() if manifest.chunk_id not in gone for name in manifest.block_names
         }
         for manifest in chosen:
-            store.delete_manifest(manifest.chunk_id)
-            gone_names = [name for name in manifest.block_names if name not in shared]
-            for name in (*gone_names, *map(state_name, gone_names)):
-                store.delete(name)
+            store.delete_chunk(manifest.block_names, shared)
 
 
 def _open(url: str, *, read_only: bool = False) -> "KVStore":

@@ -11,8 +11,6 @@ from cacheblend.core.errors import InvalidInputError, fits_type, type_in_words
 from cacheblend.core.select.selection import Selection, selection_fields
 
 FORMAT = 3
-_FIRST_FORMAT = 1  # hkvd without check layers had one check, at layer 1
-_SECOND_FORMAT = 2  # spans that hops followed attended, too, unless `hop_rows` was 0
 _LARGEST = 1e300  # number in a file; larger whole numbers cannot be floats
 
 
@@ -82,19 +80,15 @@ class Profile:
         """The opposite of `to_dict`; `where`: name of the JSON file. Raises `InvalidInputError`: it has another form,
         or a field that this version does not know; the message names file and field."""
         top = _fields(data, where, "", {"format", "fingerprint", "blend", "settings", "measured"})
-        if top["format"] not in (_FIRST_FORMAT, _SECOND_FORMAT, FORMAT):
-            raise InvalidInputError(
-                f"{where}, field 'format': this version reads profiles of formats {_FIRST_FORMAT} to {FORMAT}, not "
-                f"{top['format']!r}"
-            )
         if top["format"] != FORMAT:
-            top["settings"] = _without_hop_rows(top["settings"], where)
+            raise InvalidInputError(
+                f"{where}, field 'format': this version reads profiles of format {FORMAT}, not {top['format']!r}; "
+                "measure again: `cacheblend doctor --quality`"
+            )
         if not isinstance(top["fingerprint"], str) or not top["fingerprint"]:
             raise _wrong(where, "fingerprint", "a text", top["fingerprint"])
         settings = _typed_fields(top["settings"], where, "settings", Selection)
         settings.setdefault("selector", "hkvd")  # the default once
-        if top["format"] == _FIRST_FORMAT and settings["selector"] == "hkvd":
-            settings.setdefault("check_layers", (1,))
         measured = Measurement(**_typed_fields(top["measured"], where, "measured", Measurement))
         try:
             profile = Profile(top["fingerprint"], settings, measured)
@@ -114,17 +108,6 @@ def quality_settings(selection: Selection) -> dict[str, Any]:
 
 
 # ---- from JSON --------------------------------------------------------------------------------------------
-
-
-def _without_hop_rows(settings: Any, where: str) -> Any:
-    if not isinstance(settings, dict):
-        return settings  # refused as such
-    if settings.get("hops") and settings.get("hop_rows", True):
-        raise InvalidInputError(
-            f"{where}, field 'settings.hop_rows': this profile was measured with spans that attend, which this version "
-            "does not have; measure again: `cacheblend doctor --quality`"
-        )
-    return {name: value for name, value in settings.items() if name != "hop_rows"}
 
 
 def _typed_fields(value: Any, where: str, prefix: str, kind: type) -> dict[str, Any]:

@@ -261,11 +261,10 @@ class Discovery(Generic[Asker]):
                 self.listing.forget(chunk.chunk_id for chunk in gone)
                 with self._lock:
                     kept = kept.union(*(each.manifest.block_names for each in self._stored.values()))
+                listed = (self.listing.get(name) for name in self.listing.names(root))  # which may begin alike
+                kept = kept.union(*(each.block_names for each in listed if each is not None))
                 for chunk in gone:
-                    self._store.delete_manifest(chunk.chunk_id)
-                    for name in chunk.block_names:
-                        if name not in kept:  # chunks that begin alike share blocks
-                            self._store.delete(name)
+                    self._store.delete_chunk(chunk.block_names, kept)
 
 
 def open_discovery(store: KVStore, config: BlendConfig, anchor: Anchor) -> Discovery[Any] | None:

@@ -7,7 +7,7 @@ from cacheblend.store.disk import DiskStore
 from cacheblend.store.memory import MemoryStore
 from cacheblend.store.open import check_store_url, lasting_url, open_store, parse_bytes
 from cacheblend.store.remote.store import RemoteStore
-from cacheblend.store.writer import WriteBehind, WriterStats
+from cacheblend.store.writer import WriteBehind
 
 __all__ = [
     "CascadeStore",
@@ -19,7 +19,6 @@ __all__ = [
     "StoreStats",
     "TieredStore",
     "WriteBehind",
-    "WriterStats",
     "check_store_url",
     "lasting_url",
     "open_store",

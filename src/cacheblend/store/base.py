@@ -3,14 +3,14 @@ not know where the bytes are kept."""
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from cacheblend.core.closable import Closable
 from cacheblend.core.errors import BlockLostError, InvalidInputError, check_type
-from cacheblend.core.names import BlockName, block_name
+from cacheblend.core.names import BlockName, block_name, state_name
 from cacheblend.core.plan.blocks import (
     Block,
     BlockEntry,
@@ -224,6 +224,15 @@ class KVStore(Closable, BlockSource):
     def delete_manifest(self, chunk_id: BlockName) -> bool:
         """Takes a chunk off the list, its blocks stay; False if it was not listed."""
 
+    def delete_chunk(self, block_names: Sequence[BlockName], kept: Container[BlockName] = ()) -> None:
+        """Takes a chunk off the list and removes its blocks, pinned or not, and what follows them (`state_name`), but
+        not those in `kept`, which other chunks share."""
+        self.delete_manifest(block_names[-1])
+        for name in block_names:
+            if name not in kept:
+                self.delete(name)
+                self.delete(state_name(name))
+
     @abstractmethod
     def stats(self) -> StoreStats:
         """State and counters, a snapshot. On a folder this lists the files (about 5 us per block)."""
@@ -248,8 +257,10 @@ class KVStore(Closable, BlockSource):
             StoreReadOnlyError: the store cannot be written to.
         """
 
-    def flush(self) -> None:
-        """Returns when every block that was accepted before has been written; at once where `write` waits for it."""
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Returns when every block that was accepted before has been written; at once where `write` waits for it. False
+        if that takes longer than `timeout_s`."""
+        return True
 
     @abstractmethod
     def close(self) -> None:

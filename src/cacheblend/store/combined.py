@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError, StoreFullError
+from cacheblend.core.load.threads import time_left
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, RecordMemory
 from cacheblend.store.base import LOGGER_NAME, Damage, FindCounter, KVStore, Progress, StoreStats
@@ -179,9 +180,10 @@ class CombinedStore(KVStore):
     def verify(self, progress: Progress | None = None) -> list[Damage]:
         return [damage for found in self._ask(lambda member: member.verify(progress)) for damage in found]
 
-    def flush(self) -> None:
-        for member in self.members:
-            member.flush()
+    def flush(self, timeout_s: float | None = None) -> bool:
+        left = time_left(timeout_s)
+        done = [member.flush(left()) for member in self.members]
+        return all(done)
 
     def drop_copies(self) -> None:
         for member in self.members:
@@ -372,7 +374,9 @@ class CascadeStore(CombinedStore):
         now = []
         for member, writer in zip(self.members, self._writers, strict=True):
             put = partial(member.put_manifest, manifest)
-            if not writer.is_waiting(manifest.block_names) or not writer.submit(put, _manifest_key(manifest.chunk_id)):
+            if not writer.is_waiting(manifest.block_names) or not writer.submit_made(
+                _manifest_key(manifest.chunk_id), put
+            ):
                 now.append(member)
         if now:
             self._ask(lambda member: member.put_manifest(manifest), now)
@@ -409,7 +413,7 @@ class CascadeStore(CombinedStore):
             return Block(name, entry.parent, entry.token_ids, copied, entry.layout)
 
         for writer in self._writers[:number] if whole else ():
-            writer.submit(make, name, entry.layout.block_bytes(len(entry.token_ids)))
+            writer.submit_made(name, make, entry.layout.block_bytes(len(entry.token_ids)))
 
     def _drop(self, parts: Mapping[int, torch.Tensor]) -> None:
         """These records are no longer gathered. The caller holds the lock."""
@@ -431,9 +435,10 @@ class CascadeStore(CombinedStore):
         self.flush()
         return self._ask(lambda store: store.prune(max_bytes, progress))[-1]
 
-    def flush(self) -> None:
-        for writer in self._writers:
-            writer.flush()
+    def flush(self, timeout_s: float | None = None) -> bool:
+        left = time_left(timeout_s)
+        done = [writer.flush(left()) for writer in self._writers]
+        return all(done)
 
     def close(self) -> None:
         for writer in self._writers:

@@ -44,10 +44,6 @@ class LeastRecentlyUsed:
         """Records that a block was removed, but not by eviction."""
         self._held.pop(name, None)
 
-    def first(self, name: BlockName, used: float) -> tuple[float, float]:
-        """Sort key of a block that was last used at the time `used`: the smallest is evicted first."""
-        return 0.0, used
-
     def evicted(self, name: BlockName) -> None:
         """Records that a block was evicted."""
         self._held.pop(name, None)
@@ -78,8 +74,14 @@ class LeastWorth:
         self._values.pop(name, None)
         self._entry.pop(name, None)
 
+    def keep(self, held: AbstractSet[BlockName]) -> None:
+        """Forgets all others, which other processes removed."""
+        for name in self._counts.keys() - held:
+            self.gone(name)
+
     def first(self, name: BlockName, used: float) -> tuple[float, float]:
-        """A block that this process never used has the value of the block evicted last."""
+        """Sort key of a block that was last used at the time `used`: the smallest is evicted first. One that this
+        process never used has the value of the block evicted last."""
         return self._values.get(name, self._clock), used
 
     def evicted(self, name: BlockName) -> None:

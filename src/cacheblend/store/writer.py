@@ -2,13 +2,12 @@
 
 import logging
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 
 from cacheblend.core.closable import Closable
-from cacheblend.core.errors import InvalidInputError, StoreUnreachableError
+from cacheblend.core.errors import StoreUnreachableError
+from cacheblend.core.load.threads import time_left
 from cacheblend.core.names import BlockName
 from cacheblend.core.openmp import end_team
 from cacheblend.core.plan.blocks import Block
@@ -22,59 +21,46 @@ BlockMaker = Callable[[], Block | None]
 _AT_ONCE, _BYTES_AT_ONCE = 16, 32 << 20  # blocks that follow each other are written together
 
 
-@dataclass
-class WriterStats:
-    """What happened to the blocks that were submitted."""
-
-    waiting: int = 0  # blocks in the queue, those being written included
-    waiting_bytes: int = 0  # their bytes, as submitted
-    written: int = 0  # blocks that the store took
-    held: int = 0  # blocks that the store held already
-    duplicates: int = 0  # blocks not accepted because one of the same name was waiting
-    dropped: int = 0  # blocks not accepted because the queue was full or closed
-    failed: int = 0  # blocks for which making or writing raised
-
-
 class WriteBehind(Closable):
     """Writes blocks to a store on a thread of its own; safe to call from several threads.
 
     The thread is a daemon and starts with the first block. Blocks that still wait when the process ends are lost
     unless `flush` or `close` is called. The store stays open.
 
-    `max_bytes`: bound on the bytes that wait. A block that would exceed it is dropped and counted, so a slow store
-    causes misses but delays no request. Raises `InvalidInputError`: it is not above 0.
+    `max_bytes`: bound on the bytes that wait. A block that would exceed it is dropped and reported, so a slow store
+    causes misses but delays no request.
     """
 
     def __init__(self, store: KVStore, max_bytes: int = 1 << 30) -> None:
-        if max_bytes <= 0:
-            raise InvalidInputError(f"max_bytes must be above 0, got {max_bytes}")
         self._store, self._max_bytes = store, max_bytes
         # Entered in place of the condition, which is entered in Python: a Ctrl-C at a bad moment would leave it held.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._waiting: OrderedDict[BlockName, tuple[Block | BlockMaker, int]] = OrderedDict()
         self._writing: list[BlockName] = []  # the first of them
-        self._counts, self._closed = WriterStats(), False
+        self._bytes, self._closed, self._is_full = 0, False, False  # bytes that wait; whether one was dropped since
         self._thread: threading.Thread | None = None
         self._reported: set[type[BaseException]] = set()
 
-    def submit(self, item: Block | BlockMaker, name: BlockName | None = None, nbytes: int = 0) -> bool:
-        """Queues a block; False if it is dropped or waits already. Returns at once. `item`: the block, whose tensors
-        must not change afterwards, or a callable that makes it, with the block's `name`, and `nbytes` of the records
-        that it keeps alive or will make. Raises `InvalidInputError`: a callable without a name."""
-        if isinstance(item, Block):
-            name, nbytes = item.name, sum(record.nbytes for record in item.records)
-        if name is None:
-            raise InvalidInputError("submit needs the name of the block that a callable will make")
+    def submit(self, block: Block) -> bool:
+        """Queues a block, whose tensors must not change afterwards, as `submit_made`."""
+        return self.submit_made(block.name, block, sum(record.nbytes for record in block.records))
+
+    def submit_made(self, name: BlockName, item: Block | BlockMaker, nbytes: int = 0) -> bool:
+        """Queues a block, or a callable that makes it; False if it is dropped or waits already. Returns at once.
+        `nbytes`: of the records that it keeps alive or will make."""
         with self._lock:
-            if name in self._waiting:
-                self._counts.duplicates += 1
+            if self._closed or name in self._waiting:
                 return False
-            if self._closed or self._counts.waiting_bytes + nbytes > self._max_bytes:
-                self._counts.dropped += 1
+            if self._bytes + nbytes > self._max_bytes:
+                if not self._is_full:
+                    self._is_full = True
+                    message = "%d bytes wait for a slow store, at most %d may: blocks are dropped until fewer do"
+                    logger.warning(message, self._bytes, self._max_bytes)
                 return False
+            self._is_full = self._is_full and 2 * self._bytes > self._max_bytes
             self._waiting[name] = (item, nbytes)
-            self._counts.waiting_bytes += nbytes
+            self._bytes += nbytes
             if self._thread is None or not self._thread.is_alive():  # not alive: after a fork
                 self._writing = []
                 self._thread = threading.Thread(target=self._run, name="cacheblend-writer", daemon=True)
@@ -99,8 +85,7 @@ class WriteBehind(Closable):
             end_team()
             with self._lock:
                 for name in self._writing:
-                    _, nbytes = self._waiting.pop(name)
-                    self._counts.waiting_bytes -= nbytes
+                    self._bytes -= self._waiting.pop(name)[1]
                 self._writing = []
                 self._changed.notify_all()
 
@@ -120,26 +105,22 @@ class WriteBehind(Closable):
     def _write(self, items: Sequence[Block | BlockMaker]) -> None:
         try:
             made = [item if isinstance(item, Block) else item() for item in items]
-            blocks = [block for block in made if block is not None]
-            new = self._store.write_all(blocks) if blocks else []
+            if blocks := [block for block in made if block is not None]:
+                self._store.write_all(blocks)
         except Exception as error:  # the thread must survive every error of a maker or a store
             if len(items) > 1:
                 for item in items:
                     self._write([item])
                 return
-            self._counts.failed += 1
             # An unreachable place is logged by its own store.
             if type(error) not in self._reported and not isinstance(error, StoreUnreachableError):
                 self._reported.add(type(error))
                 logger.warning(
-                    "a block was not stored: %s: %s (further %s are counted, not logged)",
+                    "a block was not stored: %s: %s (further %s are not logged)",
                     type(error).__name__,
                     error,
                     type(error).__name__,
                 )
-            return
-        self._counts.written += sum(new)
-        self._counts.held += len(new) - sum(new)
 
     def is_waiting(self, names: Iterable[BlockName]) -> bool:
         """Whether any of these blocks waits or is being written."""
@@ -154,7 +135,7 @@ class WriteBehind(Closable):
             if queued is None:
                 return False
             if name not in self._writing:
-                self._counts.waiting_bytes -= self._waiting.pop(name)[1]
+                self._bytes -= self._waiting.pop(name)[1]
                 self._changed.notify_all()
             elif self._thread is not threading.current_thread():
                 self._changed.wait_for(lambda: self._waiting.get(name) is not queued)
@@ -162,21 +143,14 @@ class WriteBehind(Closable):
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Waits until all blocks submitted before are written; False if that takes longer than `timeout_s`."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        left = time_left(timeout_s)
         with self._lock:
             before = list(self._waiting.items())
             while any(self._waiting.get(name) is queued for name, queued in before):
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
+                if left() == 0:
                     return False
-                self._changed.wait(left)
-        self._store.flush()
-        return True
-
-    def stats(self) -> WriterStats:
-        """The counters, a snapshot."""
-        with self._lock:
-            return replace(self._counts, waiting=len(self._waiting))
+                self._changed.wait(left())
+        return self._store.flush(left())
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Accepts no more blocks, writes those that wait and ends the thread; may be called twice. False if that takes
@@ -192,7 +166,5 @@ class WriteBehind(Closable):
             return True
         with self._lock:
             for name in list(self._waiting)[len(self._writing) :]:
-                _, nbytes = self._waiting.pop(name)
-                self._counts.waiting_bytes -= nbytes
-                self._counts.dropped += 1
+                self._bytes -= self._waiting.pop(name)[1]
         return False

@@ -15,8 +15,9 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -27,12 +28,14 @@ from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.core.load.budget import LoadBudget
 from cacheblend.core.load.layer_kv import LayerCache, LayerKV, PlacedSpans
 from cacheblend.core.load.staging_buffers import Lease, Staging
-from cacheblend.core.load.threads import CallsInOrder, DaemonPool
+from cacheblend.core.load.threads import DaemonPool, PoolCall
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import BlockSource, KVLayout
 from cacheblend.core.plan.plan import RESIDENT, BlendPlan, Source, Span
 
 __all__ = ["LayerKV", "LayerLoader"]
+
+T = TypeVar("T")
 
 AT_ONCE = 1 << 20  # bytes of a block in one read; with more of them a byte costs no less
 AT_ONCE_TO_DEVICE = 8 << 20
@@ -136,6 +139,7 @@ class LayerLoader(Closable):
         self._device = self._staging.device
         self._overlap = self._device.type == "cuda" if overlap is None else overlap
         self._threads, self._budget, self._caches = threads, budget, caches
+        self._own_thread: DaemonPool | None = None  # where none were given
         found = [s for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)]
         self._spans = [s for s in found if s.name != RESIDENT]
         self._resident = resident if len(self._spans) < len(found) else None
@@ -153,7 +157,7 @@ class LayerLoader(Closable):
         self._given: dict[int, LayerCache] = {}
         self._first_tier = next((s.tier for s in self._spans), "")
         self._asked = "", 0.0  # the tier, and since when by the budget's clock
-        self._reader: DaemonPool | CallsInOrder | None = None
+        self._calls: list[PoolCall[Any]] = []  # of the reading threads, in order, each behind the one before it
         self.read_s: dict[str, float] = {}  # seconds of reading the layers that were given, by tier
         self.load_s = self.wait_s = 0.0  # seconds of reading and filling buffers on the host; of callers that waited
 
@@ -224,11 +228,13 @@ class LayerLoader(Closable):
         """Stops loading ahead and drops the buffers; waits for the layer being loaded unless `threads` were given.
         Idempotent."""
         self._pending.clear()
-        if self._reader is not None:
-            self._reader.close()
-            if isinstance(self._reader, DaemonPool):
-                self._reader.join()
-            self._reader = None
+        for call in self._calls:
+            call.cancel()
+        self._calls.clear()
+        if self._own_thread is not None:
+            self._own_thread.close()
+            self._own_thread.join()
+            self._own_thread = None
         self._given.clear()
 
     def _schedule(self, index: int) -> None:
@@ -250,17 +256,24 @@ class LayerLoader(Closable):
             self._next = layers.stop
 
     def _submit(self, layers: range) -> "Future[dict[int, _Read]] | Future[dict[int, _Loaded]]":
-        if self._reader is None:
-            shared = self._threads
-            self._reader = DaemonPool(1, "cacheblend-loader") if shared is None else CallsInOrder(shared)
         if not self._overlap:
-            return self._reader.submit(self._read, layers)
+            return self._in_order(partial(self._read, layers))
         if self._caches is not None:
-            return self._reader.submit(self._send_ahead, layers)
+            return self._in_order(partial(self._send_ahead, layers))
         # Allocated on the caller's stream, which frees it: else torch caches a whole KV cache for the other stream.
         buffers = [self._buffers(index) for index in layers]
         mode = torch.is_inference_mode_enabled()  # of this thread, and so of the buffers
-        return self._reader.submit(self._load_overlapped, layers, buffers, self._staging.now(), mode)
+        return self._in_order(partial(self._load_overlapped, layers, buffers, self._staging.now(), mode))
+
+    def _in_order(self, call: Callable[[], T]) -> PoolCall[T]:
+        """Has a thread call this once the calls before it have ended: together they take one thread."""
+        if self._threads is None and self._own_thread is None:
+            self._own_thread = DaemonPool(1, "cacheblend-loader")
+        pool = self._own_thread or self._threads
+        assert pool is not None
+        self._calls = [each for each in self._calls if not each.done()]
+        self._calls.append(pool.submit_after(self._calls[-1], call) if self._calls else pool.submit(call))
+        return self._calls[-1]
 
     def _load_overlapped(
         self, layers: range, buffers: Sequence[LayerKV], allocated: Any, inference_mode: bool

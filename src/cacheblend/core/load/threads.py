@@ -48,16 +48,21 @@ class DaemonPool:
     ) -> PoolCall[Result]:
         """Has `fn` called; returns at once. Raises `RuntimeError`: the pool is closed, or the system has no more
         threads."""
-        shared, future = self._own(), PoolCall[Result]()
+        future = PoolCall[Result]()
+        self._put(future, lambda: fn(*args, **kwargs))
+        return future
+
+    def _put(self, future: PoolCall[Any], call: Callable[[], Any]) -> None:
+        shared = self._own()
         if shared.is_closed:
             raise RuntimeError(f"the threads {self._name!r} are closed")
         shared.outstanding.append(None)
-        shared.calls.put((future, lambda: fn(*args, **kwargs)))
+        shared.calls.put((future, call))
         if shared.is_closed:  # since: nobody may take it any more
             future.cancel()
-            return future
+            return
         if len(shared.threads) >= min(self._most, len(shared.outstanding)):
-            return future
+            return
         with shared.starting:
             if len(shared.threads) < min(self._most, len(shared.outstanding)):  # there may be enough meanwhile
                 name = f"{self._name}-{len(shared.threads)}"
@@ -69,13 +74,13 @@ class DaemonPool:
                         raise
                 else:
                     shared.threads.append(thread)
-        return future
 
     def submit_after(self, first: "Future[Any]", fn: Callable[[], Result]) -> PoolCall[Result]:
         """Has `fn` called once another call has succeeded, and takes no thread until then; its error is this one's."""
-        future = PoolCall[Result]()
+        future, calls = PoolCall[Result](), [fn]
 
         def begin(done: "Future[Any]") -> None:
+            call = calls.pop()  # `first` keeps this function, which keeps nothing else
             if done.cancelled():
                 future.cancel()
             elif (error := done.exception()) is not None:
@@ -83,11 +88,9 @@ class DaemonPool:
                     future.set_exception(error)
             elif not future.cancelled():
                 try:
-                    call = self.submit(_answer, future, fn)
+                    self._put(future, call)
                 except RuntimeError:
                     future.cancel()
-                else:  # the pool may be closed before it begins
-                    call.add_done_callback(lambda ended: future.cancel() if ended.cancelled() else None)
 
         first.add_done_callback(begin)
         return future
@@ -111,12 +114,18 @@ class DaemonPool:
 
     def join(self, timeout_s: float | None = None) -> None:
         """After `close`: waits for the calls that are under way, for ever or so many seconds."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        left = time_left(timeout_s)
         for thread in self._own().threads:
-            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            thread.join(left())
 
     def __del__(self) -> None:
         self.close()
+
+
+def time_left(timeout_s: float | None) -> Callable[[], float | None]:
+    """Tells what is left of so many seconds from now on, 0 at least; None: of no limit."""
+    end = None if timeout_s is None else time.monotonic() + timeout_s
+    return lambda: None if end is None else max(0.0, end - time.monotonic())
 
 
 def submit_or_call(
@@ -150,54 +159,6 @@ def results_of(asked: Sequence["Future[Result]"]) -> list[Result]:
             answer.cancel()
             del answer
         del call, asked  # see `_answer`
-
-
-class CallsInOrder:
-    """Calls in a pool's threads that run one after the other: together they take one thread at most. `pool`: may be
-    shared; its owner closes it."""
-
-    def __init__(self, pool: DaemonPool) -> None:
-        self._pool = pool
-        self._renew()
-
-    def _renew(self) -> None:
-        self._lock, self._process = threading.Lock(), os.getpid()
-        self._waiting: deque[tuple[PoolCall[Any], Callable[[], Any]]] = deque()
-        self._is_running = False
-
-    def submit(
-        self, fn: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> PoolCall[Result]:
-        """Has `fn` called after the calls that were submitted before; returns at once. Raises `RuntimeError`: the pool
-        is closed."""
-        if self._process != os.getpid():  # as a pool after a fork
-            self._renew()
-        future = PoolCall[Result]()
-        with self._lock:
-            if not self._is_running:
-                self._pool.submit(self._run)
-                self._is_running = True
-            self._waiting.append((future, lambda: fn(*args, **kwargs)))
-        return future
-
-    def close(self) -> None:
-        """Cancels the calls that have not begun; does not wait for the one that is under way. May be called again."""
-        if self._process != os.getpid():
-            self._renew()
-        with self._lock:
-            waiting, self._waiting = self._waiting, deque()
-        for future, _ in waiting:
-            future.cancel()
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._is_running = False
-                    return
-                future, call = self._waiting.popleft()
-            _answer(future, call)
-            del future, call
 
 
 class _Shared:

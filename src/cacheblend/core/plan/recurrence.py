@@ -307,7 +307,12 @@ def pieces_of(found: Sequence[Interval], taken: Sequence[Interval], shortest: in
     starts, stops = [start for start, _ in ascending], list(accumulate((stop for _, stop in ascending), max))
     edges = sorted({edge for interval in found for edge in interval})
     pieces: list[Interval] = []
-    for start, stop in _without(_union(ascending), taken):
+    covered = np.zeros(stops[-1] + 1 if stops else 0, bool)
+    for start, stop in ascending:
+        covered[start:stop] = True
+    for start, stop in taken:
+        covered[start:stop] = False
+    for start, stop in np.flatnonzero(np.diff(covered, prepend=False)).reshape(-1, 2).tolist():
         inner = edges[bisect_right(edges, start) : bisect_left(edges, stop)]
         for first, beyond in pairwise([start, *inner, stop]):
             last = pieces[-1] if pieces else (0, -1)
@@ -325,26 +330,3 @@ def is_outside(at: npt.NDArray[np.int64], width: int, taken: Sequence[Interval])
     for start, stop in taken:
         inside |= (at >= start) & (at + width <= stop)
     return ~inside
-
-
-def _union(ascending: Sequence[Interval]) -> list[Interval]:
-    joined: list[Interval] = []
-    for start, stop in ascending:
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
-        else:
-            joined.append((start, stop))
-    return joined
-
-
-def _without(intervals: Sequence[Interval], taken: Sequence[Interval]) -> list[Interval]:
-    left: list[Interval] = []
-    for start, stop in intervals:
-        for first, beyond in taken:
-            if first < stop and beyond > start:
-                if first > start:
-                    left.append((start, first))
-                start = max(start, beyond)
-        if start < stop:
-            left.append((start, stop))
-    return left

@@ -66,9 +66,7 @@ def _overhead(engine: BlendEngine, cost_model: CostModel, rng: random.Random, to
     finally:
         for manifest in engine.store.manifests():
             if bytes(manifest.token_ids) in own:
-                engine.store.delete_manifest(manifest.chunk_id)
-                for name in manifest.block_names:
-                    engine.store.delete(name)
+                engine.store.delete_chunk(manifest.block_names)
 
 
 def _seconds(engine: BlendEngine, prompt: Prompt, rounds: int) -> float:

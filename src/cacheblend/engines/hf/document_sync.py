@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from cacheblend.core.errors import InvalidInputError, check_type
 from cacheblend.core.load.capture import ChunkJob, manifest_of
-from cacheblend.core.names import BlockName, TokenIds, as_token_ids, grouped, join_ids, state_name
+from cacheblend.core.names import BlockName, TokenIds, as_token_ids, grouped, join_ids
 from cacheblend.core.plan.prompt import Segment, chunk
 from cacheblend.engines.documents import (
     COLLECTION,
@@ -375,11 +375,7 @@ class DocumentSync:
             if is_pinned:
                 self.report.pinned_chunks += 1
                 continue
-            self._store.delete_manifest(blocks[-1])
-            for name in blocks:
-                if name not in shared:
-                    self._store.delete(name)
-                    self._store.delete(state_name(name))
+            self._store.delete_chunk(blocks, shared)
             self.dropped_chunks.append(blocks[-1])
             self.report.dropped_chunks += 1
 

@@ -17,7 +17,7 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, ModelChangedError, ModelOverflowError, StoreUnreachableError
 from cacheblend.core.fuse.prefill import PrefillResult
 from cacheblend.core.load.capture import CapturedChunk, ChunkJob, blocks_of, manifest_of, publish
-from cacheblend.core.load.threads import DaemonPool
+from cacheblend.core.load.threads import DaemonPool, time_left
 from cacheblend.core.names import BlockName, TokenIds, grouped, join_ids, state_name
 from cacheblend.core.openmp import end_team
 from cacheblend.core.plan.blocks import Block
@@ -238,9 +238,10 @@ class ChunkWarmer:
 
     def flush(self, timeout: float | None = None) -> bool:
         """Waits for the work that `after_request` queued; False if it took longer than `timeout` seconds."""
-        watched = self._discovery is None or self._discovery.flush(timeout)
-        done = self._background.flush(timeout)
-        return self._writer.flush(timeout) and done and watched
+        left = time_left(timeout)
+        watched = self._discovery is None or self._discovery.flush(left())
+        done = self._background.flush(left())
+        return self._writer.flush(left()) and done and watched
 
     def close(self) -> None:
         """Ends writing and discovery. The background queue is closed by its owner."""

@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import FastAPI, Query, Request
 
 from cacheblend.core.load.capture import ChunkJob, manifest_of
-from cacheblend.core.names import BlockName, state_name
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Segment, chunk
@@ -64,10 +64,7 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
     def delete(chunk_id: str, key: Key) -> dict[str, Any]:
         manifest = _find(state, key, chunk_id)
         shared = {name for other in tenants.manifests(key) if other is not manifest for name in other.block_names}
-        gone = [name for name in manifest.block_names if name not in shared or name == manifest.chunk_id]
-        for name in (*gone, *map(state_name, gone)):
-            store.delete(name)
-        store.delete_manifest(manifest.chunk_id)
+        store.delete_chunk(manifest.block_names, shared)
         tenants.forget([manifest.chunk_id], by=key)
         return {"id": chunk_id, "object": "chunk", "deleted": True}
 

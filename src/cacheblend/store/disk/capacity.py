@@ -30,7 +30,7 @@ from cacheblend.core.names import BlockName
 from cacheblend.store.base import Progress
 from cacheblend.store.disk.block_files import BlockFiles
 from cacheblend.store.disk.folder import BLOCK_SUFFIX, Folder, name_of_file, named_files, whole_pages
-from cacheblend.store.eviction import EmptyChunks, Eviction, Expiry
+from cacheblend.store.eviction import EmptyChunks, Expiry, LeastWorth
 from cacheblend.store.sealed import Manifests
 
 _TRIES = 3
@@ -58,7 +58,7 @@ class Capacity:
         files: BlockFiles,
         manifests: Manifests,
         max_bytes: int | None,
-        eviction: Eviction | None,
+        eviction: LeastWorth | None,
         expiry: Expiry,
     ) -> None:
         if max_bytes is not None and max_bytes <= 0:
@@ -100,7 +100,7 @@ class Capacity:
         return total, kept
 
     def used(self, worths: Sequence[tuple[BlockName, float]]) -> None:
-        """Records for the policy that blocks were written or found, in this order; see `Eviction.used`."""
+        """Records for the policy that blocks were written or found, in this order; see `LeastWorth.used`."""
         if self._eviction is not None:
             with self._policy_lock:
                 for name, worth in worths:
@@ -237,9 +237,13 @@ class Capacity:
     def _victims(self, surplus: int) -> list[BlockFile]:
         """The first blocks in eviction order, with twice the bytes, as some may be in use. Holds no others."""
         chosen: list[tuple[tuple[float, ...], BlockFile]] = []  # a heap, the last one in that order on top
-        nbytes, gone = 0.0, self._files.known()
-        for block in self.blocks() if surplus > 0 else ():
+        if surplus <= 0:
+            return []
+        nbytes, gone, listed = 0.0, self._files.known(), set[BlockName]()
+        for block in self.blocks():
             gone.discard(block.name)
+            if self._eviction is not None:
+                listed.add(block.name)
             if block.pinned:
                 continue
             order: tuple[float, ...] = (block.used_ns,)  # the smallest is evicted first
@@ -250,8 +254,11 @@ class Capacity:
             nbytes += block.nbytes
             while nbytes - chosen[0][1].nbytes >= 2 * surplus:
                 nbytes -= heapq.heappop(chosen)[1].nbytes
-        for name in gone if surplus > 0 else ():
+        for name in gone:
             self._files.forget(name)  # another process removed it, and its open file occupies the disk
+        if self._eviction is not None:
+            with self._policy_lock:
+                self._eviction.keep(listed)
         return [block for _, block in sorted(chosen, reverse=True)]
 
     def _held(self, names: Sequence[BlockName]) -> set[BlockName]:

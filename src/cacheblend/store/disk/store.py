@@ -31,7 +31,7 @@ from cacheblend.store.disk.folder import (
     unreadable,
     whole_pages,
 )
-from cacheblend.store.eviction import Expiry, eviction_of
+from cacheblend.store.eviction import Expiry, LeastWorth, eviction_of
 from cacheblend.store.format.block_file import CHAIN_FORMAT, encode_chain
 from cacheblend.store.sealed import SharedStore
 
@@ -42,8 +42,7 @@ _FULL_DISK_TRIES = 4
 # A layer of a file's blocks is one read: of a longer one the first bytes have left the caches when they are checked.
 _READ_BYTES = 512 << 10
 _MOST_READS = 8  # at the same time, for one request
-_BYTES_A_THREAD = 2 << 20  # a thread is asked for at least so many bytes: threads contend for the interpreter,
-_DIRECT_BYTES_A_THREAD = 256 << 10  # and for so many if each read waits for the device
+_BYTES_A_THREAD = 2 << 20  # a thread is asked for at least so many bytes: threads contend for the interpreter
 
 
 class DiskStore(SharedStore):
@@ -54,8 +53,6 @@ class DiskStore(SharedStore):
                    writes keeps the bound that it was given
         read_only  never write: no block is marked as used, damage is reported but not removed
         durable    fsync every block, so that it also survives a power failure; without it, the end of the process
-        direct     bypass the page cache, where the file system can: for devices that are as fast as copies in memory,
-                   or folders that are read once and are much larger than memory
         eviction   the policy's name, see `eviction_of`; of other processes' uses only their time is known
         ttl        seconds without use after which an unpinned block is removed; None: no limit
         locks, mode  see `Folder`
@@ -70,7 +67,6 @@ class DiskStore(SharedStore):
         max_bytes: int | None = DEFAULT_DISK_BYTES,
         read_only: bool = False,
         durable: bool = True,
-        direct: bool = False,
         eviction: str = "lru",
         ttl: float | None = None,
         locks: bool = True,
@@ -81,15 +77,14 @@ class DiskStore(SharedStore):
         refusal = f"{self.path} is opened read-only or cannot be written to"
         refusal += ": check its permissions and its mount, or use another folder"
         super().__init__(SealedFiles(self._folder), self._folder.read_only, refusal, SMALL_FILE_BYTES)
-        self._files = BlockFiles(self._folder, direct=direct, expiry=expiry)
+        self._files = BlockFiles(self._folder, expiry=expiry)
         # For lru no policy is needed: the files' times say when they were used, and all processes see them.
-        policy = None if eviction == "lru" else eviction_of(eviction)
+        policy = each if isinstance(each := eviction_of(eviction), LeastWorth) else None
         self._capacity: Capacity = Capacity(self._folder, self._files, self._manifests, max_bytes, policy, expiry)
         # No chains in a folder that an older cacheblend made, and may have open: it would take such files for damaged.
         self._writes_chains = self._folder.format >= CHAIN_FORMAT
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._reads_at_once = _MOST_READS if direct else min(_MOST_READS, cores)
-        self._bytes_a_thread = _DIRECT_BYTES_A_THREAD if direct else _BYTES_A_THREAD
+        self._reads_at_once = min(_MOST_READS, cores)
         self._readers = DaemonPool(self._reads_at_once, "cacheblend-disk")
 
     @property
@@ -122,7 +117,7 @@ class DiskStore(SharedStore):
         """One pread for a block's layers, checked head by head; by threads if it is much. Each thread reads a part of
         the blocks: between small reads threads would only wait for the interpreter."""
         nbytes = len(names) * self._files.record_bytes(names, layers)
-        parts = min(self._reads_at_once, len(names), nbytes // self._bytes_a_thread)
+        parts = min(self._reads_at_once, len(names), nbytes // _BYTES_A_THREAD)
         if parts <= 1:
             return self._files.read(names, layers, heads, memory)
         step = -(-len(names) // parts)

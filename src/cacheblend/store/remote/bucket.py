@@ -197,9 +197,10 @@ class BucketObjects:
         return there
 
     def kinds(self) -> list[str]:
-        """Lists all documents' records."""
-        paths = [str(meta["path"]) for meta in self._list(DOCUMENTS.rstrip("/"))]
-        return sorted({"/".join(path.split("/")[-3:-1]) for path in paths})
+        """Lists all documents' records; what others put among them is none."""
+        paths = (str(meta["path"]).rpartition("/") for meta in self._list(DOCUMENTS.rstrip("/")))
+        folders = {folder for folder, _, name in paths if _name(folder) is not None and _name(name) is not None}
+        return sorted("/".join(folder.split("/")[-2:]) for folder in folders)
 
     def lock(self, kind: str) -> AbstractContextManager[object]:
         """A bucket has no locks."""

@@ -9,7 +9,7 @@
 
 Names are written as hexadecimal digits; the braces keep a block's values on one node of a cluster. A block's header is
 written last, and its layers expire unless that happens, so a writer that dies leaves nothing. A mark of an older
-version has no bytes: what it is of is measured whenever bytes are counted.
+version has no bytes, and counts none.
 """
 
 import logging
@@ -32,6 +32,8 @@ from cacheblend.store.remote.objects import HeldBlock, Range
 from cacheblend.store.sealed import MANIFESTS, Bytes, Sealed
 
 LOCK_S = 60  # after which a lock is let go, in case its holder has died
+# One step: between two the lock may expire, and be another's.
+_RELEASE = 'if redis.call("get", KEYS[1]) == ARGV[1] then redis.call("del", KEYS[1]) end'
 _MAX_COMMANDS = 10_000  # per pipeline
 _PUBLISHED_S = 60.0  # a block is listed up to this long before it can be found
 _HALF_WRITTEN_S = 3600  # after which the layers of a writer that died expire
@@ -286,8 +288,7 @@ class RedisObjects:
         try:
             yield
         finally:
-            if self._together(lambda pipe: pipe.get(key))[0] == token:
-                self._together(lambda pipe: pipe.delete(key))
+            self._together(lambda pipe: pipe.eval(_RELEASE, 1, key, token))
 
     def _note_change(self, pipe: Any, kind: str) -> None:
         if kind == MANIFESTS:
