@@ -4,6 +4,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Container
+from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,11 @@ OTHER = list(range(200, 300))
 PROMPT = [*range(40), *CHUNK, 7, 8]
 
 
+def scored(**fields: Any) -> Any:
+    """Sampling parameters that ask for scores of the prompt, or for none."""
+    return SimpleNamespace(**{"prompt_logprobs": None, "prompt_logprob_token_ids": None} | fields)
+
+
 class Request(SimpleNamespace):
     """A request with vLLM's way of hashing blocks: each with the hash in front of it, the first with the salt."""
 
@@ -39,7 +45,8 @@ class Request(SimpleNamespace):
             prompt_token_ids=[*ids],
             num_tokens=len(ids),
             kv_transfer_params=params,
-            sampling_params=SimpleNamespace(prompt_logprobs=None),
+            sampling_params=scored(),
+            resumable=False,
             lora_request=None,
             num_preemptions=0,
             num_output_tokens=0,
@@ -64,6 +71,17 @@ def found_tokens(request: Request, held: Container[bytes]) -> int:
     """Leading tokens of a request that vLLM would find in a cache that holds blocks of these names."""
     names = request.block_hashes[: (request.num_tokens - 1) // SIZE]
     return SIZE * next((count for count, name in enumerate(names) if name not in held), len(names))
+
+
+def manager_of(pool: Any) -> Any:
+    """vLLM's cache manager over a pool: one group, with prefix caching."""
+
+    def longest(names: list[bytes], most: int) -> tuple[None, int]:
+        held = takewhile(lambda name: pool.get_cached_block(name, [0]), names[: most // SIZE])
+        return None, SIZE * len(list(held))
+
+    coordinator = SimpleNamespace(find_longest_cache_hit=longest)
+    return SimpleNamespace(block_pool=pool, enable_caching=True, coordinator=coordinator)
 
 
 class Pool:

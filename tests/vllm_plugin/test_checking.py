@@ -121,6 +121,14 @@ def test_exact_answers_are_not_drawn(recomputed: int, hits: Any) -> None:
     assert side.take_jobs().check is None and not end(side, request) and not dropped(side)
 
 
+def test_of_a_prompt_that_comes_in_pieces_no_answer_is_drawn() -> None:
+    """Behind the first answer it goes on, with other blocks."""
+    side, request = scheduling([CHUNK], shadow=1.0), request_of(resumable=True)
+    provide(side, request)
+    answer(request, 3)
+    assert side.take_jobs().check is None and not end(side, request) and not dropped(side)
+
+
 def test_a_front_that_was_blended_before_makes_an_answer_approximate() -> None:
     side, request = scheduling([CHUNK], shadow=1.0), request_of()
     side.allocated(request, [[3, 4, 5]], start(side, request))

@@ -230,9 +230,6 @@ class Expansion(torch.nn.Module):
 class MLAAttention(SimpleNamespace):
     """vLLM's module, as far as it is used; with a cache in which latents stand in front of rotated parts."""
 
-    def update_kv_cache(self) -> None:
-        """Since 0.32."""
-
 
 def latent_layer(
     dtype: torch.dtype = torch.float32, latent_first: bool = True, bias: float = 0.0, **fields: Any

@@ -11,6 +11,7 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.sampling import SamplingParams
 from cacheblend.engines.vllm import plugin
+from cacheblend.engines.vllm.metrics import Counts
 from campaign import rotating
 from vllm_models import MODELS
 from vllm_prompts import COUNT, FORGET, Asked, Texts, ask, prompts, rpc
@@ -325,6 +326,26 @@ def test_a_store_that_hangs_while_others_decode_holds_up_nobody(llama: Served) -
     assert found["late ends"]["tokens"] == [exact_two]
     assert found["two is there"]["tokens"] == right_two
     assert result["metrics"]["vllm:cacheblend_fallbacks slow store"] == 1
+
+
+def test_a_server_of_several_connectors_reads_the_statistics_of_this_one() -> None:
+    """Its logger looks connectors up by their names, and the server ends where it finds none."""
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
+
+    for _ in range(2):
+        plugin.register()
+    ours = {"kv_connector": "CacheBlendConnector", "kv_connector_module_path": "cacheblend.engines.vllm"}
+    several = {"kv_connector_extra_config": {"connectors": [ours]}, "kv_role": "kv_both"}
+    log, said = KVConnectorLogging(KVTransferConfig(kv_connector="MultiConnector", **several)), list[str]()
+    counts = Counts()
+    for _ in range(2):
+        counts.add("requests", 3)
+        told = counts.take()
+        assert told is not None
+        log.observe({"CacheBlendConnector": told.data})  # as it comes from another process
+    log.log(lambda text, *more: said.append(text % more))
+    assert len(said) == 1 and "requests" in said[0] and "6" in said[0]
 
 
 def test_a_vllm_that_lacks_what_the_plugin_needs_still_starts(

@@ -16,7 +16,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWind
 from cacheblend.core.kernels.attention import first_key
 from cacheblend.core.select.selectors import Hkvd
 from cacheblend.engines.vllm.internals.prefix_cache import (
-    HAS_GROUPS,
     PrefixCache,
     groups_of,
     refused_groups,
@@ -112,7 +111,7 @@ def test_what_rows_behind_held_ones_see_is_kept_and_let_go(seed: int) -> None:
                 pool.blocks[name, group] = SimpleNamespace(block_id=1 + 100 * group + at)
             else:
                 gone.add((at, group))
-    cache.bind(pool, SimpleNamespace(enable_caching=True))
+    cache.bind(SimpleNamespace(block_pool=pool))
     own = [[500 + 100 * group + at for at in range(25)] for group in range(3)]
     for group, window in enumerate(windows):
         passed = first_key(399, window) // SIZE
@@ -137,9 +136,6 @@ def test_what_rows_behind_held_ones_see_is_kept_and_let_go(seed: int) -> None:
 
 
 def test_groups_that_are_not_served_are_refused_by_name() -> None:
-    if not HAS_GROUPS:
-        pytest.skip("this version of vLLM does not tell a connector what its groups hold")
-
     def config(*specs: Any) -> Any:
         groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=[f"l{n}"]) for n, spec in enumerate(specs)]
         return SimpleNamespace(kv_cache_groups=groups)

@@ -26,9 +26,11 @@ from vllm_requests import (
     Request,
     claim,
     give,
+    manager_of,
     miss,
     reported,
     scheduling,
+    scored,
     start,
     why,
     with_options,
@@ -119,7 +121,8 @@ def test_while_all_of_them_wait_for_the_store_vllm_computes_one_of_the_others_in
 def test_what_vllm_holds_exactly_stays_plain_also_after_a_preemption() -> None:
     side, ids = scheduling([CHUNK]), [*range(40), *CHUNK, *range(400, 420)]
     plain = Request(ids)
-    side.cache.bind(SimpleNamespace(get_cached_block=lambda name, groups: name in plain.block_hashes))
+    held = SimpleNamespace(get_cached_block=lambda name, groups: name in plain.block_hashes)
+    side.cache.bind(manager_of(held))
     request = Request(ids)
     assert start(side, request, 144) == 0
     assert request.block_hashes == plain.block_hashes
@@ -263,7 +266,8 @@ def test_every_request_is_told_what_became_of_it() -> None:
         ("image", Request(PROMPT, mm_features=image)),
         ("image", Request(PROMPT, mm_features=later)),
         ("pooling", Request(PROMPT, sampling_params=None)),
-        ("prompt log-probabilities", Request(PROMPT, sampling_params=SimpleNamespace(prompt_logprobs=1))),
+        ("prompt log-probabilities", Request(PROMPT, sampling_params=scored(prompt_logprobs=1))),
+        ("prompt log-probabilities", Request(PROMPT, sampling_params=scored(prompt_logprob_token_ids=[1]))),
         ("prompt embeddings", Request(PROMPT, prompt_embeds=torch.zeros(1))),
         ("asked not to read caches", Request(PROMPT, skip_reading_prefix_cache=True)),
     ]

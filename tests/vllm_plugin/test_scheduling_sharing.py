@@ -20,6 +20,7 @@ from vllm_requests import (
     Request,
     found_tokens,
     give,
+    manager_of,
     reported,
     scheduling,
     start,
@@ -34,7 +35,7 @@ TWO = [*range(40), *CHUNK, *OTHER, *range(40)], [[40, 140], [140, 240]]
 def bound(pool: Pool, held: list[list[int]], store: Any = None) -> Any:
     """A scheduler side over vLLM's cache."""
     side = scheduling(held, store)
-    side.cache.bind(pool)
+    side.cache.bind(manager_of(pool))
     return side
 
 
@@ -170,7 +171,7 @@ class Engine:
         self.rng = random.Random(seed)
         self.store = MemoryStore(1 << 24)
         self.side = scheduling(self.rng.sample(CHUNKS, 4), self.store, refresh_s=0.001, min_reused_share=0.1)
-        self.side.cache.bind(self)
+        self.side.cache.bind(manager_of(self))
         self.exact: dict[bytes, bool] = {}
         self.plain_names: set[bytes] = set()
         self.waiting: list[Request] = []

@@ -28,6 +28,7 @@ from vllm_requests import (
     SlowStore,
     claim,
     give,
+    manager_of,
     reported,
     scheduling,
     start,
@@ -328,7 +329,7 @@ def test_who_was_looked_up_before_the_store_became_slow_does_not_wait_for_it_in_
 
 def test_what_is_shared_in_such_a_pause_is_said_to_be_blended() -> None:
     side, pool = scheduling([CHUNK, OTHER]), Pool()
-    side.cache.bind(pool)
+    side.cache.bind(manager_of(pool))
     ids, spans = [*range(40), *CHUNK, *range(40)], [[40, 140]]
     turn(side, pool, ids, spans, "first turn")
     more = Request([*ids, *OTHER, 7, 8], [*spans, [180, 280]], "second turn")

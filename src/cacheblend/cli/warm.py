@@ -28,7 +28,11 @@ def warm(
     device: options.DeviceOptions,
     limit: options.Limit = None,
     batch_tokens: int = option(
-        4096, "Tokens that are computed at once.", least=1, most=options.MOST_TOKENS, panel=options.BLENDING
+        4096,
+        "Tokens that are computed at once; vLLM has its own bound.",
+        least=1,
+        most=options.MOST_TOKENS,
+        panel=options.BLENDING,
     ),
     frame: str | None = option(
         None,
@@ -47,6 +51,9 @@ def warm(
 
     if engine not in ("hf", "vllm"):
         raise InvalidInputError(f"no engine is called {engine!r}; there are hf, vllm")
+    ours = {"--device": device.device, "--system": layout.system, "--chat": layout.chat}
+    if unused := [name for name, value in ours.items() if engine == "vllm" and value is not None]:
+        raise InvalidInputError(f"{' and '.join(unused)}: no effect with --engine vllm; leave it out")
     if frame is not None and "{passage}" not in frame:
         raise InvalidInputError(f"--frame {frame!r}: {{passage}} must stand where the passage goes")
     lasting = lasting_url(store.store)

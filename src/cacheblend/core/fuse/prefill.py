@@ -203,6 +203,10 @@ class BlendedPrefill(Closable):
         return self._loader.reading
 
     @property
+    def lost_reads(self) -> int:  # that restarted it so far
+        return len(self._report.fallbacks)
+
+    @property
     def done(self) -> bool:  # all layers are computed
         return self.layer == self._runner.num_layers
 

@@ -68,15 +68,20 @@ def identify(config: Any, tokenizer: Any) -> ModelIdentity:
 
 
 def open_tokenizer(config: Any) -> Any:
-    """transformers' tokenizer of the model in vLLM's configuration; None if vLLM skips it or it cannot be opened."""
+    """transformers' tokenizer of the model in vLLM's configuration; None if vLLM skips it or, with a warning, it cannot
+    be opened."""
     from transformers import AutoTokenizer
 
     model = config.model_config
     if model.skip_tokenizer_init:
         return None
     try:
-        return AutoTokenizer.from_pretrained(model.tokenizer)
-    except Exception:
+        return AutoTokenizer.from_pretrained(
+            model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=model.trust_remote_code
+        )
+    except Exception as error:
+        message = "transformers cannot open the tokenizer %s (%s): passages are stored as for a model without one"
+        logger.warning(message, model.tokenizer, error)
         return None
 
 
@@ -92,7 +97,7 @@ STEP_SHARE = 0.4
 beside a plain prefill, and scattered rows attend more slowly than those of a plain one."""
 
 
-class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA):
+class CacheBlendConnector(interface.KVConnectorBase_V1, interface.SupportsHMA):
     """See the package's docstring for how vLLM is configured to use it. Raises InvalidInputError: an unknown setting,
     or a combination that is not tested; the message names it."""
 
@@ -193,9 +198,10 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA
         if self._scheduling is not None:
             self._scheduling.on_new(request)
 
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
         if self._scheduling is not None:
-            self._scheduling.cache.bind(gpu_block_pool, getattr(self, "_kv_cache_manager", None))
+            self._scheduling.cache.bind(kv_cache_manager)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         claimed = 0 if self._scheduling is None else self._scheduling.claim(request, num_computed_tokens)

@@ -97,8 +97,6 @@ class Counts:
         self.add("load_seconds", result.report.load_s)
         self.add("wait_seconds", result.report.wait_s)
         self.add("blend_seconds", outcome.seconds)
-        for _ in result.report.fallbacks:
-            self.add_fallback(LOST_BLOCK)
 
     def take(self) -> "BlendStats | None":
         with self._lock:

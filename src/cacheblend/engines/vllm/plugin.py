@@ -10,11 +10,14 @@ logger = logging.getLogger("vllm.cacheblend")  # which vLLM shows
 
 
 def register() -> None:
-    """Begins to remember which module holds which, so that the loaded model is found. Idempotent."""
+    """Begins to remember which module holds which, so that the loaded model is found, and gives the connector its name:
+    a server of a `MultiConnector` looks it up to read statistics, and ends where there is none. Idempotent."""
     try:
         with versions.explained_imports():
+            from cacheblend.engines.vllm.internals.interface import register_connector
             from cacheblend.engines.vllm.internals.weight_loader import watch_loading
     except Exception as error:
         logger.warning("CacheBlendConnector cannot be used here: %s", error)
         return
     watch_loading()
+    register_connector("CacheBlendConnector", "cacheblend.engines.vllm")

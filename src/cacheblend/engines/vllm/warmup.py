@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, StoreError
 from cacheblend.core.load.capture import ChunkJob, manifest_of
 from cacheblend.core.plan.prompt import chunk
 from cacheblend.engines.fingerprint import ModelIdentity
@@ -36,7 +36,7 @@ def warm_with_vllm(
     """Stores the KV of passages, each computed alone by vLLM's own layers, with its anchor in front of it. `store` is
     the URL of a folder; `settings` are fields of `BlendConfig` (anchor, block size, codec, salt); `progress` is called
     with (passages done, passages in all); the rest is for `vllm.LLM`. Raises InvalidInputError: vLLM is not installed,
-    or a passage is empty."""
+    or a passage is empty or too long; StoreError: one could not be stored; those before it stay."""
     started = time.perf_counter()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     try:
@@ -64,19 +64,27 @@ def warm_with_vllm(
     )
     from cacheblend.engines.vllm.jobs import CaptureJob  # which needs vLLM
 
-    jobs = {}
-    for title, ids in encode(builder):
+    jobs, longest = {}, int(engine.llm_engine.model_config.max_model_len)
+    for number, (title, ids) in enumerate(encode(builder), 1):
         job = ChunkJob(tuple(planner.anchor.segments(None)), chunk(ids).token_ids, title)
+        if len(job) > longest:
+            what, limit = f"chunk {title or number}", f"vLLM's max_model_len is {longest}"
+            raise InvalidInputError(f"{what} has {len(job)} tokens with its anchor, {limit}; split it")
         manifest = manifest_of(job, planner, "")
         jobs[manifest.chunk_id] = (job, manifest)
     with open_store(store) as opened:
         keeper = ChunkKeeper(opened)
-        missing = [CaptureJob(job, planner) for job, manifest in jobs.values() if not keeper.is_held(manifest)]
-    for at in range(0, len(missing), BATCH):
-        engine.collective_rpc(_capture, args=(missing[at : at + BATCH],))
-        if progress is not None:
-            progress(len(jobs) - len(missing) + min(at + BATCH, len(missing)), len(jobs))
-    tokens = sum(len(job.chunk.token_ids) for job in missing)
+        missing = [(job, manifest) for job, manifest in jobs.values() if not keeper.is_held(manifest)]
+        for at in range(0, len(missing), BATCH):
+            batch = missing[at : at + BATCH]
+            engine.collective_rpc(_capture, args=([CaptureJob(job, planner) for job, _ in batch],))
+            if lost := [job.label for job, manifest in batch if not keeper.is_held(manifest)]:
+                raise StoreError(
+                    f"{len(lost)} of {len(batch)} passages were not stored, {lost[0]!r} the first; vLLM's log says why"
+                )
+            if progress is not None:
+                progress(len(jobs) - len(missing) + at + len(batch), len(jobs))
+    tokens = sum(len(job.token_ids) for job, _ in missing)
     return WarmReport(len(missing), len(jobs) - len(missing), tokens, time.perf_counter() - started)
 
 

@@ -78,8 +78,6 @@ def latent_spec(layer: Any) -> AttentionSpec:
             f"{layer.layer_name} attends sparsely, to tokens that an indexer selects; the indexer's own keys are not "
             "in the store"
         )
-    if not hasattr(layer, "update_kv_cache"):
-        raise ModelNotBlendableError(f"{layer.layer_name}: latent attention is blended from vLLM 0.32 on")
     return AttentionSpec(scaling=float(layer.scale), window=getattr(layer, "sliding_window", None), is_latent=True)
 
 

@@ -7,38 +7,36 @@ from types import FrameType
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.config import VllmConfig as VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank as get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1 as KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorWorkerMetadata,
+    KVConnectorHandshakeMetadata as KVConnectorHandshakeMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata as KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole as KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata as KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA as SupportsHMA  # serves groups of KV cache
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics as KVConnectorPromMetrics
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats as KVConnectorStats
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 
 from cacheblend.core.plan.blocks import ChunkManifest, KVLayout, LayerShape
 from cacheblend.engines.vllm.internals.attention_shim import is_latent, write_latents
 from cacheblend.engines.vllm.internals.kv_cache import is_fp8, refused_cache
 
-__all__ = [
-    "KVConnectorBase_V1",
-    "KVConnectorHandshakeMetadata",
-    "KVConnectorMetadata",
-    "KVConnectorPromMetrics",
-    "KVConnectorRole",
-    "KVConnectorStats",
-    "KVConnectorWorkerMetadata",
-    "VllmConfig",
-    "get_tensor_model_parallel_rank",
-]
-
 EVENT_MEDIUM = "CACHEBLEND"  # the medium of the events about chunks in the store
 
 
+def register_connector(name: str, module: str) -> None:
+    """Has vLLM find a module's connector by its name alone."""
+    if name not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(name, module, name)
+
+
 def connector_of_worker() -> Any:
+    """That of this worker's process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     return get_kv_transfer_group()
@@ -128,7 +126,8 @@ def unsuited(request: Any) -> str:
         "prompt embeddings": getattr(request, "prompt_embeds", None) is not None,
         "prompt too short": not request.prompt_token_ids or len(request.prompt_token_ids) < 2,
         "pooling": sampling is None,
-        "prompt log-probabilities": sampling is not None and sampling.prompt_logprobs is not None,
+        "prompt log-probabilities": sampling is not None
+        and (sampling.prompt_logprobs is not None or sampling.prompt_logprob_token_ids is not None),
         "image": text_tokens(request) < 2,
         "asked not to read caches": bool(getattr(request, "skip_reading_prefix_cache", False)),
     }
@@ -176,6 +175,7 @@ SPECULATION = ("ngram", "eagle", "draft_model")  # ways to speculate that blendi
 
 
 def refused_speculation(speculative: Any) -> str:
+    """What is refused about a way to speculate; or ""."""
     method = "" if speculative is None else str(speculative.method)
     if not method or method in SPECULATION:
         return ""

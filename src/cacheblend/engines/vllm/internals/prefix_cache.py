@@ -11,20 +11,11 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1 import base
-
 from cacheblend.core.kernels.attention import first_key
 from cacheblend.engines.vllm.internals.interface import has_images
 
 NULL_BLOCK = 0  # vLLM's block that belongs to no request, and stands in tables for rows that a window has passed
-HAS_GROUPS = hasattr(base.KVConnectorBase_V1, "bind_kv_cache_manager")
-"""vLLM tells a connector what its groups hold (since 0.32). Before, its hybrid manager stays off."""
-
 _KINDS = {"FullAttentionSpec": False, "SlidingWindowSpec": True}  # of groups side by side; have they a window?
-
-
-SupportsHMA: Any = base.SupportsHMA if HAS_GROUPS else type("NoGroups", (), {})
-"""What tells vLLM that a connector serves several groups of KV cache; else vLLM turns its hybrid manager off."""
 
 
 def windows_of(kv_cache_config: Any) -> list[int | None]:
@@ -47,8 +38,6 @@ def refused_groups(kv_cache_config: Any) -> str:
     if len(groups) < 2:
         return ""
     way_out = "--disable-hybrid-kv-cache-manager makes one of them"
-    if not HAS_GROUPS:
-        return f"{len(groups)} groups of KV cache on this version of vLLM ({way_out})"
     names = {type(spec).__name__ for group in groups for spec in _specs(group.kv_cache_spec)}
     if others := sorted(names - _KINDS.keys()):
         return f"groups of KV cache of the kind {', '.join(others)} beside others ({way_out})"
@@ -82,23 +71,16 @@ class PrefixCache:
         self._manager: Any = None
         self._kept: dict[str, list[Any]] = {}
 
-    def bind(self, pool: Any, manager: Any = None) -> None:
-        self._pool, self._manager = pool, manager
+    def bind(self, manager: Any) -> None:
+        self._manager, self._pool = manager, manager.block_pool
 
     def tokens(self, request: Any) -> int:
         """Leading tokens of a request's prompt that vLLM will find under its blocks' present names."""
         most = request.num_tokens - 1  # vLLM computes at least the last token: a block that holds it does not count
-        if self._manager is not None:
-            if not self._manager.enable_caching:
-                return 0
-            found = self._manager.coordinator.find_longest_cache_hit(request.block_hashes, most)
-            return int(found[1]) // self._block_size * self._block_size
-        blocks = 0
-        for name in request.block_hashes[: most // self._block_size] if self._pool is not None else ():
-            if not self._find(name, 0):
-                break
-            blocks += 1
-        return blocks * self._block_size
+        if self._manager is None or not self._manager.enable_caching:
+            return 0
+        found = self._manager.coordinator.find_longest_cache_hit(request.block_hashes, most)
+        return int(found[1]) // self._block_size * self._block_size
 
     def holds_salted(self, request: Any, first_token: int, salt: bytes) -> bool:
         """Whether it holds, for some group, the first block that `salt_from` would rename."""

@@ -6,6 +6,7 @@ import math
 import secrets
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -195,7 +196,8 @@ class ChunkFinder:
         """Has those of the captured chunks found by content that the store took; returns at once."""
         chunks = [job for job in captured if job.exact is None]
         if self._listing is not None and chunks:
-            self._captured_pool.submit(self._list, self._listing, chunks)
+            with suppress(RuntimeError):  # no more threads: they are found when the list is read again
+                self._captured_pool.submit(self._list, self._listing, chunks)
         for job in captured:
             if self._conversations is not None and job.exact is not None:
                 self._conversations.finish(job)

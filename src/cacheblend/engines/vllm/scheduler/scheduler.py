@@ -218,6 +218,8 @@ class Scheduling:
             reason = LITTLE_STORED  # the rest is plain text or missed
         elif not (reason := why_not or self._why_paused):  # its look-up may have ended before the store became slow
             return claimed
+        elif not why_not and not tracked.reason:  # asked again, it was counted
+            self.counts.add_fallback(reason)
         tracked.reason = SHARED if is_shared else reason
         return 0
 

@@ -70,7 +70,7 @@ class AnswerDraws:
         found, done, request = tracked.found, tracked.outcome, tracked.request
         if self.watch is None or found is None or done is None or done.failure or tracked.is_asked:
             return
-        if interface.has_images(request):  # a full prefill is computed from ids
+        if interface.has_images(request) or request.resumable:  # ids do not say its prompt, or only begin it
             return
         tracked.is_asked = True
         is_own = tracked.options.follows_floor

@@ -25,7 +25,7 @@ from cacheblend.engines.shadow import CLOSED
 from cacheblend.engines.vllm.internals.prefix_cache import NULL_BLOCK
 from cacheblend.engines.vllm.jobs import BlendJob, BlendOutcome, CaptureJob, StepJobs, StepReport
 from cacheblend.engines.vllm.metrics import Counts
-from cacheblend.engines.vllm.reasons import NO_SLOT, OTHER_WEIGHTS, RESET, SLOW_STORE, UNREADABLE
+from cacheblend.engines.vllm.reasons import LOST_BLOCK, NO_SLOT, OTHER_WEIGHTS, RESET, SLOW_STORE, UNREADABLE
 from cacheblend.engines.vllm.worker.adapters import AdapterChangedError, WorkerAdapters
 from cacheblend.engines.vllm.worker.capture_writer import CaptureWriter
 from cacheblend.engines.vllm.worker.layers import join
@@ -348,5 +348,7 @@ class Worker(Outbox):
         return self._captures if isinstance(task.job, CaptureJob) else self._blends
 
     def _forget(self, task: Task) -> None:
+        for _ in range(0 if task.prefill is None else task.prefill.lost_reads):  # also of one that fails since
+            self.counts.add_fallback(LOST_BLOCK)
         self._batcher_of(task).remove(task)
         task.close()
