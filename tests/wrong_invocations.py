@@ -36,6 +36,7 @@ INSPECT = "inspect -m {model} -q Why? -p text"
 SAID = {
     "warm -m {model} -s {tmp}/s -d {tmp}/none.json": "none.json cannot be read",
     "warm -m {model} -s memory -d {data}": "ends with this command",
+    "warm -m {model} -s {tmp}/s -d {data} --engine vllm --device cpu --chat": "--device and --chat: no",
     "warm -m {tmp}/none -s {tmp}/s -d {data}": "is no folder",
     "warm -m {tmp} -s {tmp}/s -d {data}": "config.json",
     "warm -m {model} -s {tmp}/s -d {tmp}/none": "there is no such file; passages come as .json",
@@ -105,9 +106,6 @@ SAID = {
     f"{TTFT} --store redis": "there is no store 'redis' here; choose from memory, disk",
     f"{TTFT} --json-file {{tmp}}/no/r.json": "no folder",
     f"{TTFT} --json-file {{tmp}}": "it is a folder",
-    f"{TTFT} --plot x.png": "give --sweep",
-    f"{TTFT} --sweep ratio --plot {{tmp}}/x.txt": "'x.txt'",
-    f"{TTFT} --sweep time": "'time'",
     f"{TTFT} --chunks 100": "51264 tokens",
     "demo --ratio 2": "0..1",
     "demo --plot {tmp}/x.txt": "'x.txt'",
@@ -151,7 +149,8 @@ ASK: -d {data} --row 9 | --check-layers 1;2 | --check-layers 2,1 | --check-layer
 ASK: --selector threshold:threshold=nan | --selector threshold:threshold=Infinity
 WARM: --limit 0 | --batch-tokens 0 | --block-size -5
 CALIBRATE: --runs 0 | --length 0 | --length 99999999999
-PLAN: --context 1 | --ratio 2 | --stored-tokens nan | --device nvme:nan:1 | --device nvme:inf:1 | --device nvme
+PLAN: --stored-tokens 0 | --context 1 | --ratio 2
+PLAN: --stored-tokens nan | --device nvme:nan:1 | --device nvme:inf:1 | --device nvme
 EVALUATE: --limit 0 | --top-k 0 | --chunk-tokens 0 | --ratio 7 | --check-layers x | --seed -3
 GATE: --threshold nan | --confidence 2 | --ratio 3 | --max-tokens 0
 SERVE: --active 0 | --waiting -1 | --chunk-tokens 0 | --timeout 0 | --timeout nan | --drain -1
@@ -180,7 +179,6 @@ ASK: --profile {tmp} | --cost-model {tmp}/none.json | --cost-model {broken} | --
 ASK: --cost-model {list}
 warm -m {model} -s {tmp}/s -d: {broken} | {tmp}
 plan: -m {model} --cost-model {list} | -m {tmp} --prefill-s 1
-PLAN: --plot {tmp}/x.txt | --plot {tmp}/no/x.png
 ... calibrate -m {model} -s {tmp}/s --out {tmp} | calibrate -m {model} -s {tmp}/s --out {tmp}/no/c.json
 ... doctor -m {tmp}/none | keys add known --file {keys} | bench ttft --model {tmp}
 evaluate -m: {model} -d {broken} | {model} -d {tmp} | {tmp}/none -d {data}
@@ -199,7 +197,7 @@ store stat: file://host/x | file:// | gs://bucket
 ... sync -m {model} -s memory --source {tmp} | warm -m {model} -s http://x -d {data}
 ... calibrate -m {model} -s tape://x --out {tmp}/c.json | store pin {store} x --all
 ask -m {model} -q Why? -s: ftp://x | memory://x | memory://?max_bytes=-1 | memory://?ttl=soon
-ask -m {model} -q Why? -s: memory://?evict=random | file://{tmp}/a?direct=maybe
+ask -m {model} -q Why? -s: memory://?evict=random | file://{tmp}/a?locks=maybe
 ask -m {model} -q Why? -s: redis://127.0.0.1:6379?timeout=nan | kvfoo?max_bytes=1MiB | memory,./kvx
 ask -m {model} -q Why? -s: memory,memory | memory, | , | Memory | file: | mem: | ~nobody-of-this-name/x
 EVALUATE: -s tape://x

@@ -14,7 +14,8 @@ import numpy as np
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import SamplingParams
 from cacheblend.engines.hf.prefiller import Mode
-from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Event, Limits, Scheduler, TokenEvent
+from cacheblend.engines.hf.scheduler import Limits, Scheduler
+from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event, TokenEvent
 from cacheblend.evaluation.compute import ComputeScale
 from cacheblend.evaluation.methods import Fused, Method
 from cacheblend.evaluation.runner import Case, groups_that_fit, make_cases, store_passages

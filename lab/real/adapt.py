@@ -30,9 +30,9 @@ from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.recurrent import fill_cache
 from cacheblend.engines.provenance import stamp
 from cacheblend.evaluation.compute import ComputeScale
-from cacheblend.evaluation.pretrained import pretrained_folder
 from cacheblend.evaluation.runner import Case, Settings, make_cases, store_passages
 from lab.bench import Advance, silent
+from lab.real.pretrained import made_folder
 from lab.real.quality import BASE, OURS, TEMPLATE, Way, holding, holding_any, rows_of, summarise
 from lab.settings import Adapt
 
@@ -166,7 +166,7 @@ class Trained:
 
 def run(asked: Adapt, advance: Advance = silent) -> dict[str, Any]:
     """Trains the adapter, then measures it on test rows; `figures.adapt_removed`: of the KL of reuse behind BOS."""
-    model = asked.model or pretrained_folder()
+    model = asked.model or made_folder()
     files = {file.stem: list(read_questions(file)) for file in asked.data}
     torch.manual_seed(0)
     total = asked.steps + sum(len(rows_of(own, "test")[: asked.rows]) for own in files.values())

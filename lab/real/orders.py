@@ -22,9 +22,9 @@ from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.baselines import full_recompute
 from cacheblend.engines.hf.recurrent import fill_cache
 from cacheblend.engines.provenance import stamp
-from cacheblend.evaluation.pretrained import pretrained_folder
 from cacheblend.evaluation.runner import Case, Settings, make_cases
 from lab.bench import Advance, silent
+from lab.real.pretrained import made_folder
 from lab.real.quality import OURS, TEMPLATE, Way, go_on, rows_of
 from lab.settings import Real
 
@@ -38,7 +38,7 @@ def run(asked: Real, advance: Advance = silent) -> dict[str, Any]:
     counts, done, files = Counter[str](), 0, {file: list(read_questions(file)) for file in asked.data}
     rows = {file: rows_of(own, asked.part)[: asked.rows] for file, own in files.items()}
     for file, own in rows.items():
-        config, model = Way.config(way.anchor, files[file]), asked.model or pretrained_folder()
+        config, model = Way.config(way.anchor, files[file]), asked.model or made_folder()
         with (
             BlendEngine.from_pretrained(model, store="memory", config=config) as one,
             BlendEngine.from_pretrained(model, store="memory", config=config) as other,

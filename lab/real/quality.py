@@ -31,11 +31,12 @@ from cacheblend.engines.hf.baselines import full_recompute
 from cacheblend.engines.hf.recurrent import fill_cache
 from cacheblend.engines.provenance import stamp
 from cacheblend.evaluation.compute import ComputeScale
-from cacheblend.evaluation.pretrained import NAME, pretrained_folder
+from cacheblend.evaluation.pretrained import NAME
 from cacheblend.evaluation.runner import Case, Settings, make_cases, store_passages
 from cacheblend.evaluation.scorers import Contains, best
 from cacheblend.evaluation.templates import Template
 from lab.bench import Advance, picture, plain_table, silent
+from lab.real.pretrained import made_folder
 from lab.settings import Real
 
 TEMPLATE = Template(question="Answer the question with a few words from the text.\nQuestion: {question}")
@@ -102,7 +103,7 @@ def run(asked: Real, advance: Advance = silent) -> dict[str, Any]:
     ways = {way.name: way for way in map(Way.of, dict.fromkeys([BASE, *(asked.way or WAYS)]))}
     files = {file.stem: list(read_questions(file)) for file in asked.data}
     rows = {name: filled_up(rows_of(own, asked.part), asked)[: asked.rows] for name, own in files.items()}
-    model, done, total = asked.model or pretrained_folder(), 0, sum(map(len, rows.values()))
+    model, done, total = asked.model or made_folder(), 0, sum(map(len, rows.values()))
     found: dict[str, list[dict[str, Any]]] = {}
     for name, own in rows.items():
         found[name] = []

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 from cacheblend import BlendEngine, Passage, SamplingParams
-from cacheblend.engines.hf.shadow_start import watch
 from cacheblend.engines.shadow import Moment, ShadowSettings
 from cacheblend.nano import model_path
 from lab.bench import picture
@@ -31,7 +30,7 @@ def answer(config: dict[str, object] | None, traffic: list[tuple[str, int]]) -> 
     """The window after each comparison."""
     with BlendEngine.from_pretrained(model_path(), store="memory", config=config) as engine:
         engine.name = "nano"
-        watched = watch(engine, ShadowSettings(1.0, FLOOR), seed=0)
+        watched = engine.runtime.watch(ShadowSettings(1.0, FLOOR), seed=0)
         for part, (category, count) in enumerate(traffic):
             for row in draw_questions(50 + part, count, [category], SMALL):
                 passages = [Passage(text.text, text.title) for text in row.passages]

@@ -15,7 +15,8 @@ from cacheblend.core.errors import ModelChangedError
 from cacheblend.core.fuse.prefill import PrefillResult
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines.hf import BlendEngine, SamplingParams
-from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Event, Scheduler, TokenEvent
+from cacheblend.engines.hf.scheduler import Scheduler
+from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event, TokenEvent
 from cacheblend.nano import model_path
 from cacheblend.serve.app import create_app
 from cacheblend.serve.settings import ServeSettings

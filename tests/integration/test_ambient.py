@@ -21,7 +21,8 @@ from cacheblend.engines.hf.ambient import without_ambient
 from cacheblend.engines.hf.baselines import full_recompute, fused, prefix_caching
 from cacheblend.engines.hf.prefiller import HfPrefill
 from cacheblend.engines.hf.request import Request
-from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Event, Scheduler, TokenEvent
+from cacheblend.engines.hf.scheduler import Scheduler
+from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event, TokenEvent
 from campaign import rotating
 from families import BLENDABLE, HYBRID, tiny_model
 

@@ -21,7 +21,6 @@ from cacheblend.engines.hf.runtime import EngineRuntime
 from cacheblend.engines.hf.sampling import Sampler
 from cacheblend.engines.hf.scheduler import Scheduler
 from cacheblend.engines.hf.shadow_check import ShadowCheck
-from cacheblend.engines.hf.shadow_start import watch
 from cacheblend.engines.shadow import ShadowSettings
 from cacheblend.engines.tokens.detokenizer import TextStream
 from lab.nano.questions import Prompts, draw_questions
@@ -193,7 +192,7 @@ def test_whatever_fails_no_answer_is_lost_and_none_is_waited_for(
     has its error, and nothing stays behind."""
     draw, places = random.Random(seed), AT_THE_END if seed % 2 else ON_THE_WAY
     with BlendEngine.from_pretrained(shallow(), store="memory") as engine:
-        watch(engine, ShadowSettings(share=1.0), seed=seed)
+        engine.runtime.watch(ShadowSettings(share=1.0), seed=seed)
         engine.warm(part for prompt in PROMPTS for part in prompt if isinstance(part, Passage))  # type: ignore[union-attr]
         with monkeypatch.context() as patched:
             for owner, name in draw.sample(places, draw.randint(1, 3)):
@@ -242,7 +241,7 @@ def test_a_single_request_that_fails_at_its_end_has_ended(monkeypatch: pytest.Mo
         raise OSError("injected")
 
     with BlendEngine.from_pretrained(shallow(), store="memory") as engine:
-        watch(engine, ShadowSettings(share=1.0), seed=1)
+        engine.runtime.watch(ShadowSettings(share=1.0), seed=1)
         engine.warm(part for part in PROMPTS[0] if isinstance(part, Passage))  # type: ignore[union-attr]
         for owner, place in (
             (engine.runtime, "store_missed"),

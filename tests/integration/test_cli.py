@@ -340,46 +340,6 @@ def test_bench_ttft(run: Run, tmp_path: Path) -> None:
     assert "blend" in result.out
 
 
-TINY = ("bench", "ttft", "--shape", "tiny", "--chunks", 2, "--chunk-tokens", 8, "--question-tokens", 2, "--runs", 1)
-
-
-def test_a_sweep_is_drawn(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("cacheblend.bench.ttft.SWEEPS", {"chunks": (1, 2), "ratio": (0.1, 0.9)})
-    few = (*TINY, "--arms", "full,blend")
-    result = run(*few, "--sweep", "chunks")
-    assert "the curves are in bench-ttft-chunks.png" in result.err
-    assert Path("bench-ttft-chunks.png").stat().st_size > 1000
-    assert "1 x 8" in result.out
-    assert "2 x 8" in result.out
-    found = run(*few, "--sweep", "ratio", "-r", 0, "-r", 0.5, "-r", 1, "--plot", "x.svg", "--json")
-    assert [arm["ratio"] for arm in found.json["arms"] if arm["arm"] == "blend"] == [0, 0.5, 1]
-    assert "<svg" in Path("x.svg").read_text()
-    found = run(*few, "--sweep", "ratio", "-r", 0.3, "--json")
-    assert [arm["ratio"] for arm in found.json["arms"] if arm["arm"] == "blend"] == [0.1, 0.9]
-
-
-def test_a_sweep_without_matplotlib(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("cacheblend.bench.ttft.SWEEPS", {"chunks": (1,)})
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    result = run(*TINY, "--arms", "full", "--sweep", "chunks")
-    assert result.code == 0
-    assert "pip install 'cacheblend[plot]'" in result.err
-    assert "1 x 8" in result.out
-    assert not list(tmp_path.iterdir())
-
-
-def test_every_point_of_a_sweep_is_checked_before_one_is_measured(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend.bench.ttft.SWEEPS", {"chunk-tokens": (8, 40_000)})
-    monkeypatch.setattr("cacheblend.bench.ttft._measure", lambda *_: pytest.fail("measured"))
-    result = run(*TINY, "--sweep", "chunk-tokens")
-    assert result.code == 2
-    assert "80034 tokens" in result.err
-    assert "32768" in result.err
-
-
 @pytest.mark.parametrize("seconds", [0.0123, 9.9996, 12.3456, 99.999, 1234.56])
 def test_the_bench_table_fits_80_columns(seconds: float) -> None:
     arms = [

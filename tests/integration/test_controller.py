@@ -23,7 +23,8 @@ from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.core.select.selectors import AllRows
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.recurrent import SnapshotFormat
-from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Limits, Scheduler
+from cacheblend.engines.hf.scheduler import Limits, Scheduler
+from cacheblend.engines.hf.tickets import Ask, DoneEvent
 from cacheblend.engines.settings import controller_of, read_cost_model, write_cost_model
 from cacheblend.store import KVStore, MemoryStore, TieredStore, open_store
 from cacheblend.store.combined import CascadeStore

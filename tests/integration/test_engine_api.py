@@ -22,7 +22,6 @@ from cacheblend.engines.hf import Answer, BlendEngine, DocumentSync, Grammar, Pa
 from cacheblend.engines.hf.baselines import full_recompute
 from cacheblend.engines.hf.live_check import LiveCheck
 from cacheblend.engines.hf.scheduler import Limits, Scheduler
-from cacheblend.engines.hf.shadow_start import watch
 from cacheblend.engines.shadow import ShadowSettings
 from cacheblend.engines.tokens.chunker import Cutting
 from cacheblend.nano import model_path
@@ -462,8 +461,7 @@ WRONG: list[tuple[str, Callable[[Any], Any], str]] = [
     ("BlendConfig.of a number", lambda w: BlendConfig.of(5), "config must .*5"),
     ("Limits(waiting='a')", lambda w: Limits(waiting="a"), "waiting .*'a'"),
     ("Scheduler without an engine", lambda w: Scheduler(None), "runtime .*None"),
-    ("watch without an engine", lambda w: watch(None, ShadowSettings(0.1)), "engine .*None"),
-    ("watch with a number", lambda w: watch(w.engine, 0.5), "ShadowSettings.*0.5"),
+    ("watch with a number", lambda w: w.engine.runtime.watch(0.5), "ShadowSettings.*0.5"),
     ("ShadowSettings('a')", lambda w: ShadowSettings("a"), "'a'"),
     # ---- stores -----------------------------------------------------------------------------------------
     ("open_store(5)", lambda w: open_store(5), "a store must be .* got 5"),

@@ -17,19 +17,8 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.sampling import Sampler
-from cacheblend.engines.hf.scheduler import (
-    PASSES,
-    Ask,
-    ClosedError,
-    DoneEvent,
-    Event,
-    Limits,
-    QueueFullError,
-    Scheduler,
-    Ticket,
-    TokenEvent,
-    TooLateError,
-)
+from cacheblend.engines.hf.scheduler import ClosedError, Limits, QueueFullError, Scheduler, TooLateError
+from cacheblend.engines.hf.tickets import PASSES, Ask, DoneEvent, Event, Ticket, TokenEvent
 from cacheblend.serve.admission import RunningRequest
 from families import tiny_model
 from parity.scenes import QUESTION, RAG, SYSTEM, UNSEEN, A, B, C, open_engine

@@ -140,6 +140,8 @@ def test_a_key_that_is_removed_or_added_is_so_in_a_running_server(
         assert status(new) == 200  # what cannot be read changes nothing
         file.unlink()
         assert status(new) == 401  # and no key lets nobody in
+        remove_key(figures, "prometheus")
+        assert [status(each, "/metrics") for each in (reader, new)] == [401, 401]
 
 
 def test_quotas_of_a_key() -> None:

@@ -17,9 +17,9 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.baselines import agreement, full_recompute
-from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Event, Limits, Scheduler
+from cacheblend.engines.hf.scheduler import Limits, Scheduler
 from cacheblend.engines.hf.shadow_check import MOST_WAITING, ShadowCheck, WatchedAnswer
-from cacheblend.engines.hf.shadow_start import watch
+from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event
 from cacheblend.engines.settings import PROFILE_NAME, read_profile
 from cacheblend.engines.shadow import ANSWER_TOKENS, Compared, Labels, ShadowSettings, ShadowWatch
 from cacheblend.nano import model_path
@@ -42,7 +42,7 @@ def engine() -> Iterator[BlendEngine]:
 
 def watched(engine: BlendEngine, floor: float | None = None, share: float = 1.0) -> tuple[ShadowWatch, ShadowCheck]:
     """A check that computes only when a test says so."""
-    made = watch(engine, ShadowSettings(share, floor), seed=0)
+    made = engine.runtime.watch(ShadowSettings(share, floor), seed=0)
     assert engine.runtime.shadow is not None
     engine.runtime.background.idle_work = None
     return made, engine.runtime.shadow
@@ -304,11 +304,11 @@ def test_two_engines_in_one_process_know_nothing_of_each_other() -> None:
         assert one.generate(RAG, GREEDY).report.recompute_ratio == pytest.approx(1.5 * one.config.recompute_ratio)
         assert other.generate(RAG, GREEDY).report.recompute_ratio == other.config.recompute_ratio
         with pytest.raises(InvalidInputError, match="already"):
-            watch(one, ShadowSettings(0.5))
+            one.runtime.watch(ShadowSettings(0.5))
 
 
 def test_an_idle_engine_compares_by_itself_and_flush_and_captures_do_not_wait_for_it(engine: BlendEngine) -> None:
-    made = watch(engine, ShadowSettings(1.0), seed=0)
+    made = engine.runtime.watch(ShadowSettings(1.0), seed=0)
     check = engine.runtime.shadow
     assert check is not None
     with engine.start(RAG, GREEDY) as running:  # no idle time until it is finished
@@ -324,7 +324,7 @@ def test_an_idle_engine_compares_by_itself_and_flush_and_captures_do_not_wait_fo
 
 
 def test_a_server_that_is_never_idle_gives_it_a_share_and_drops_the_rest(engine: BlendEngine) -> None:
-    made = watch(engine, ShadowSettings(0.5), seed=0)
+    made = engine.runtime.watch(ShadowSettings(0.5), seed=0)
     check, rng = engine.runtime.shadow, random.Random(1)
     assert check is not None
     engine.runtime.background._requests += 1  # as if there were always one more

@@ -16,8 +16,7 @@ from torch import nn
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.data import QuestionRow, Text
-from cacheblend.evaluation import pretrained
-from lab.real import adapt, orders, quality
+from lab.real import adapt, orders, pretrained, quality
 from lab.real.quality import BASE, Way, rows_of, summarise
 from lab.servers.vllm_server import Streamed
 from lab.settings import Adapt, Edits, Real

@@ -26,7 +26,8 @@ from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines.chunk_index import ChunkListing
 from cacheblend.engines.discovery import Discovery
 from cacheblend.engines.hf import BlendEngine, SamplingParams
-from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Event, Limits, Scheduler
+from cacheblend.engines.hf.scheduler import Limits, Scheduler
+from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event
 from cacheblend.store import MemoryStore
 from cacheblend.store.documents import DocumentRecord
 from campaign import seeds, share

@@ -19,7 +19,8 @@ from cacheblend.core.select.selectors import NoRows
 from cacheblend.engines.hf import BlendEngine, SamplingParams, prefiller, warmup
 from cacheblend.engines.hf import runtime as runtime_module
 from cacheblend.engines.hf.prefiller import Pace
-from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Event, Scheduler
+from cacheblend.engines.hf.scheduler import Scheduler
+from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event
 from cacheblend.serve.metrics import StoreWatch
 from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore
 from families import tiny_model

@@ -16,7 +16,8 @@ from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines import keeper
 from cacheblend.engines.hf import BlendEngine, SamplingParams
-from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Event, Limits, Scheduler, TokenEvent
+from cacheblend.engines.hf.scheduler import Limits, Scheduler
+from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event, TokenEvent
 from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore
 from campaign import seeds, share
 from fake_adapters import add_adapter, disable, set_adapter

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -36,16 +36,10 @@ from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import FirstToken, full_recompute, fused, prefix_caching
 from cacheblend.engines.hf.shapes import build_shape, check_choice
 from cacheblend.engines.provenance import stamp
-from cacheblend.evaluation.plots import new_figure
 from cacheblend.evaluation.report import PLAIN
 from cacheblend.store import KVStore, MemoryStore, open_store
 
 ARMS = ("full", "prefix", "reuse", "blend", "miss")
-SWEEPS: dict[str, tuple[float, ...]] = {
-    "chunks": (2, 4, 8, 16),
-    "chunk-tokens": (128, 256, 512, 1024),
-    "ratio": (0.0, 0.05, 0.1, 0.15, 0.3, 0.5, 1.0),
-}
 Progress = Callable[[int, int, str], None]
 
 
@@ -69,8 +63,6 @@ class TtftSettings:
     runs: int = 5  # measured, after one warm-up
     threads: int | None = None  # of torch; None keeps torch's own number
     seed: int = 0  # of weights, tokens and orders
-    sweep: str | None = None
-    """One of `SWEEPS`: runs the benchmark at each of its values; several `ratios` replace those of the sweep."""
 
     def __post_init__(self) -> None:
         check_choice(self.model, self.shape)
@@ -84,8 +76,6 @@ class TtftSettings:
                 raise InvalidInputError(f"there is no {what} {unknown[0]!r} here; choose from {', '.join(known)}")
             if not given:
                 raise InvalidInputError(f"there is no {what} to measure; choose from {', '.join(known)}")
-        if self.sweep is not None and self.sweep not in SWEEPS:
-            raise InvalidInputError(f"no sweep is called {self.sweep!r}; there are {', '.join(SWEEPS)}")
 
     @property
     def prompt_tokens(self) -> int:
@@ -112,48 +102,23 @@ def run(settings: TtftSettings, on_progress: Progress | None = None) -> dict[str
         torch.set_num_threads(settings.threads)
     try:
         model, tokenizer, name = open_model(settings)
-        with _engine(model, tokenizer, "memory", settings) as engine:  # all points' limits, before any is measured
-            for point in _points(settings):
-                draw = random.Random(point.seed)
-                engine.prompt(
-                    draw_prompt(point, open_chunks(point, engine, draw), engine.runtime.survey.vocab_size, draw)
-                )
-        points = []
-        for point in _points(settings):
-            arms = _measure(point, model, tokenizer, on_progress)
-            points.append((point, [summary(arm, arms) for arm in arms]))
+        measured = _measure(settings, model, tokenizer, on_progress)
+        arms = [summary(arm, measured) for arm in measured]
         # The gain of each blend from the first store, by its ratio; the first of them also by the profile's name.
-        blends = [arm for arm in points[0][1] if arm["arm"] == "blend" and arm["store"] == settings.stores[0]]
+        blends = [arm for arm in arms if arm["arm"] == "blend" and arm["store"] == settings.stores[0]]
         figures = {f"blend_{arm['ratio']:g}_speedup": arm["speedup_vs_full"] for arm in blends}
         if settings.profile and blends:
             figures[f"{settings.profile}_speedup"] = blends[0]["speedup_vs_full"]
-        result: dict[str, Any] = {
+        return {
             "figures": figures,
             "selection": quality_settings(settings.selection),
-            "arms": points[0][1],
+            "arms": arms,
             "model": name,
-            "prompt": _prompt_facts(points[0][0]),
+            "prompt": _prompt_facts(settings),
             **stamp(),
         }
-        if settings.sweep:
-            result["sweep"] = {
-                "over": settings.sweep,
-                "points": [{"prompt": _prompt_facts(point), "arms": summary} for point, summary in points],
-            }
-            result["arms"] = [arm for _, summary in points for arm in summary]
-        return result
     finally:
         torch.set_num_threads(before)
-
-
-def _points(settings: TtftSettings) -> list[TtftSettings]:
-    if settings.sweep is None:
-        return [settings]
-    values = SWEEPS[settings.sweep]
-    if settings.sweep == "ratio":
-        return [settings if len(settings.ratios) > 1 else replace(settings, ratios=values)]
-    name = settings.sweep.replace("-", "_")
-    return [replace(settings, **{name: int(value)}) for value in values]  # type: ignore[arg-type]
 
 
 def open_model(settings: TtftSettings) -> tuple[PreTrainedModel, Any, str]:
@@ -289,7 +254,7 @@ def _prompt_facts(settings: TtftSettings) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> Table:
-    """The result for people, 80 columns wide; a sweep has one block a point."""
+    """The result for people, 80 columns wide."""
     out = Table(
         title=Text(f"Time to first token, {result['model']}", "table.title"),
         caption="gain: full / method; loaded: tokens from the store; again: recomputed",
@@ -299,45 +264,16 @@ def table(result: dict[str, Any]) -> Table:
         out.add_column(column, no_wrap=True)
     for column in ("TTFT, s", "min", "max", "gain", "load, s", "loaded", "again"):
         out.add_column(column, justify="right", no_wrap=True)
-    points = result["sweep"]["points"] if "sweep" in result else [result]
-    for point in points:
-        prompt = point["prompt"]
-        out.add_row(Text(f"{prompt['chunks']} x {prompt['chunk_tokens']}", "dim"))
-        for arm in point["arms"]:
-            name = arm["arm"] if arm["arm"] != "blend" else f"blend {arm['ratio']:g}"
-            times = [_seconds(arm["ttft_s"][of]) for of in ("median", "min", "max")]
-            gain = "" if arm["speedup_vs_full"] is None else f"{arm['speedup_vs_full']:.2f}"
-            rows = str(arm["loaded_tokens"]), str(arm["recomputed_tokens"])
-            out.add_row(name, arm["store"] or "", *times, gain, _seconds(arm["load_s"]), *rows)
-        out.add_section()
+    out.add_row(Text(f"{result['prompt']['chunks']} x {result['prompt']['chunk_tokens']}", "dim"))
+    for arm in result["arms"]:
+        name = arm["arm"] if arm["arm"] != "blend" else f"blend {arm['ratio']:g}"
+        times = [_seconds(arm["ttft_s"][of]) for of in ("median", "min", "max")]
+        gain = "" if arm["speedup_vs_full"] is None else f"{arm['speedup_vs_full']:.2f}"
+        rows = str(arm["loaded_tokens"]), str(arm["recomputed_tokens"])
+        out.add_row(name, arm["store"] or "", *times, gain, _seconds(arm["load_s"]), *rows)
     return out
 
 
 def _seconds(value: float) -> str:
     """Six characters at most, below three hours."""
     return f"{value:.3f}" if value < 10 else f"{value:.2f}" if value < 100 else f"{value:.1f}"
-
-
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Draws a sweep's curves: TTFT of each method. Needs matplotlib."""
-    over, points = result["sweep"]["over"], result["sweep"]["points"]
-    figure = new_figure(7, 4.5)
-    axes = figure.subplots()
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for point in points:
-        for arm in point["arms"]:
-            moving = over == "ratio" and arm["ratio"] is not None
-            label = arm["arm"] if moving or arm["ratio"] is None else f"{arm['arm']} r = {arm['ratio']:g}"
-            x = arm["ratio"] if moving else point["prompt"].get(over.replace("-", "_"))
-            if x is not None:
-                curves.setdefault(label, []).append((x, arm["ttft_s"]["median"]))
-    flat = [arm for arm in points[0]["arms"] if over == "ratio" and arm["ratio"] is None]
-    for label, curve in curves.items():
-        axes.plot(*zip(*sorted(curve), strict=True), marker="o", label=label)
-    for index, arm in enumerate(flat):
-        axes.axhline(arm["ttft_s"]["median"], linestyle="--", color=f"C{index + 5}", label=arm["arm"])
-    axes.set(xlabel={"ratio": "recompute ratio"}.get(over, over), ylabel="time to first token, s", ylim=(0, None))
-    axes.set_title(result["model"], parse_math=False)
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)

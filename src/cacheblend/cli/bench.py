@@ -11,7 +11,7 @@ from cacheblend.cli import output
 from cacheblend.cli.help import App
 from cacheblend.cli.models import quiet_transformers
 from cacheblend.cli.option_groups import names_in, numbers, option
-from cacheblend.cli.options import MOST_SEED, MOST_TOKENS, AsJson, JsonFile, ModelOrShape, Plot, SelectionOptions
+from cacheblend.cli.options import MOST_SEED, MOST_TOKENS, AsJson, JsonFile, ModelOrShape, SelectionOptions
 from cacheblend.core.errors import CacheBlendError, InvalidInputError
 from cacheblend.core.failures import failed_since, failures, in_words
 from cacheblend.nano import LEAN_PROFILE_NAME, model_path
@@ -144,23 +144,12 @@ def ttft(
         panel=HOW,
     ),
     store: str = option("memory", "memory, disk, or both: memory,disk.", panel=HOW),
-    sweep: str | None = option(None, "Measure and draw over chunks, chunk-tokens or ratio.", panel=HOW),
-    plot: Plot = None,
 ) -> None:
     """Time to first token: full prefill, prefix caching, full reuse and blend, alternating on the same prompts.
 
     A prompt is 32 tokens of plain text that no cache holds, the stored chunks in shuffled order, the question. Several
     ratios are measured one by one. --profile takes a file, or nano or lean: the profiles of the model that ships.
     """
-    if plot is not None and sweep is None:
-        raise InvalidInputError("--plot draws a sweep: also give --sweep")
-    curves = output.picture_file(plot)
-    if plot is None and sweep is not None:
-        if output.can_draw():
-            curves = Path(f"bench-ttft-{sweep}.png")
-        else:
-            output.say(f"no curves are drawn, that needs matplotlib: {output.INSTALL_PLOT}")
-    output.check_outputs(curves)
     result.check()
     chosen, ratios, profile = selection_of(selection)
     settings = prompt_settings(
@@ -174,7 +163,6 @@ def ttft(
         profile=profile,
         arms=names_in(methods or ["full,prefix,reuse,blend"]),
         stores=names_in([store]),
-        sweep=sweep,
     )
     from cacheblend.bench import ttft as bench
 
@@ -182,6 +170,3 @@ def ttft(
         found = bench.run(settings, lambda done, total, _: advance(done, total))
         advance(1, 1)
     result.show(bench.table(found), found)
-    if curves is not None:
-        bench.plot(found, curves)
-        output.say(f"the curves are in {curves}")

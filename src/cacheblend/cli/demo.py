@@ -101,9 +101,8 @@ def _pretrained(is_json: bool) -> dict[str, Any] | None:
     """What a pretrained model answers; None: there is none."""
     from cacheblend.evaluation.pretrained import ask_about_notes, pretrained_folder
 
-    try:
-        folder = pretrained_folder()
-    except InvalidInputError:  # the demo's help says how to have one
+    folder = pretrained_folder()
+    if not (folder / "config.json").exists():  # the demo's help says how to have one
         return None
     with open_engine(folder, "memory", {"capture": False}, DeviceOptions(DTYPE), quiet=is_json) as engine:
         size = f"{engine.runtime.survey.num_layers} layers, {engine.model.num_parameters() / 1e6:.0f} M parameters"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from cacheblend.cli.option_groups import option
-from cacheblend.cli.options import MOST_TOKENS, AsJson, Codec, ModelOptions, OneRatio, Plot
-from cacheblend.cli.output import console, picture_file, print_json
+from cacheblend.cli.options import MOST_TOKENS, AsJson, Codec, ModelOptions, OneRatio
+from cacheblend.cli.output import console, print_json
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.folders import model_folder
 
@@ -31,10 +31,9 @@ def plan(
         f"not offers): {DEVICES}.",
         "-d",
     ),
-    stored_tokens: float = option(1e8, "Tokens to be stored, for the price.", least=0, most=1e18),
+    stored_tokens: float = option(1e8, "Tokens to be stored, for the price.", least=1, most=1e18),
     ratio: OneRatio = 0.15,
     codec: Codec = "raw",
-    plot: Plot = None,
     json: AsJson = False,
 ) -> None:
     """Where to keep KV caches: time of loading and of recomputing by device, the ratio, the price a month.
@@ -43,7 +42,6 @@ def plan(
     """
     from cacheblend.core.cost.devices import Device, cheapest, place, recompute_s
 
-    picture = picture_file(plot)
     if (cost_model is None) == (prefill_s is None):
         raise InvalidInputError("give either a cost model (--cost-model), or the time of a prefill (--prefill-s)")
     if prefill_s is not None and prefill_s <= 0:
@@ -81,22 +79,15 @@ def plan(
         "recompute_s": {str(each): recompute_s(seconds, layers, each) for each in RATIOS},
         "devices": [
             {
+                **vars(each),
                 "device": each.device.name,
                 "bytes_per_s": each.device.bytes_per_s,
-                "load_s": each.load_s,
-                "ratio": each.ratio,
-                "recompute_s": each.recompute_s,
-                "ttft_s": each.ttft_s,
                 "speedup": seconds / each.ttft_s,
-                "hides": each.hides,
-                "monthly": each.monthly,
             }
             for each in placed
         ],
         "best": None if best is None else best.device.name,
     }
-    if picture is not None:
-        _draw(result, context, picture)
     if json:
         print_json(result)
         return
@@ -133,26 +124,3 @@ def _table(placed: "list[DeviceCost]", best: "DeviceCost | None", stored_tokens:
             style="bold green" if each is best else None,
         )
     return table
-
-
-def _draw(result: dict[str, Any], context: int, path: Path) -> None:
-    """Loading time by device over recompute time by ratio; a device below the curve hides its loading there."""
-    from cacheblend.evaluation.plots import new_figure
-
-    figure = new_figure(8, 5)
-    axes = figure.subplots()
-    ratios = sorted(float(ratio) for ratio in result["recompute_s"])
-    times = [result["recompute_s"][str(ratio)] for ratio in ratios]
-    axes.plot(ratios, times, color="black", marker="o", label="recomputing")
-    axes.axhline(result["prefill_s"], color="black", linestyle=":", label="full prefill")
-    for number, device in enumerate(result["devices"]):
-        axes.axhline(device["load_s"], color=f"C{number}", label=f"loading: {device['device']}")
-        axes.plot(device["ratio"], device["ttft_s"], marker="*", markersize=13, color=f"C{number}", linestyle="none")
-    axes.set(
-        xlabel="recompute ratio",
-        ylabel="seconds",
-        yscale="log",
-        title=f"{context} tokens: loading and recomputing (stars: the ratio chosen, and its first token)",
-    )
-    axes.legend(frameon=False, fontsize="small")
-    figure.savefig(path, dpi=120)

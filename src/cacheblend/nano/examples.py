@@ -107,7 +107,7 @@ def _sentences(text: str) -> Iterator[tuple[list[str], int, int]]:
 
 def _needed(lines: Sequence[_Line], thing: str) -> list[ExamplePlace]:
     """The sentence that states a thing's owner, behind those that say whom or what it means."""
-    at = next((at for at, line in enumerate(lines) if line.thing == thing), None)
+    at = next((at for at in reversed(range(len(lines))) if lines[at].thing == thing), None)  # the last word counts
     if at is None:
         return []
     line = lines[at]

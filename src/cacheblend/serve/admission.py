@@ -18,7 +18,8 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.report import BlendReport
 from cacheblend.engines.hf import SamplingParams
 from cacheblend.engines.hf.grammar import CompiledGrammar
-from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Event, Scheduler, Ticket, TokenEvent
+from cacheblend.engines.hf.scheduler import Scheduler
+from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event, Ticket, TokenEvent
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.keys import ApiKey
 from cacheblend.serve.metrics import Metrics

@@ -44,7 +44,7 @@ def create_app(engine: BlendEngine, settings: ServeSettings | None = None) -> Fa
     app = FastAPI(title="CacheBlend", lifespan=lifespan, docs_url=None, redoc_url=None, responses=errors)
     app.add_middleware(BodyLimit, state=state)
     app.state.server = state
-    app.add_middleware(HostGuard, hosts=None if settings.keys.keys else settings.hosts)
+    app.add_middleware(HostGuard, hosts=None if settings.keys.needs_key else settings.hosts)
     app.add_middleware(RequestLog, metrics=state.metrics)
     add_error_handlers(app)
     for routes in (openai, responses, chunks, *([playground] if settings.playground else [])):
@@ -65,7 +65,7 @@ def create_app(engine: BlendEngine, settings: ServeSettings | None = None) -> Fa
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
-        if not settings.metrics_keys.keys:
+        if not settings.metrics_keys.needs_key:
             await authenticate(request)
         elif settings.metrics_keys.find(request.headers.get("authorization")) is None:
             raise ApiError(401, "/metrics has keys of its own: Authorization: Bearer KEY", code="invalid_api_key")

@@ -44,7 +44,7 @@ class KeyRing:
     """The keys of a server, read again when their file, if any, changes; without keys at first, it needs none."""
 
     def __init__(self, keys: tuple[ApiKey, ...] = (), file: Path | None = None) -> None:
-        self._needs_key, self._file = bool(keys), file
+        self.needs_key, self._file = bool(keys), file  # also once the last one has been removed
         self._keys, self._looked_at, self._stamp = keys, time.monotonic(), _stamp(file)
 
     @property
@@ -72,7 +72,7 @@ class KeyRing:
     def find(self, authorization: str | None) -> ApiKey | None:
         """The key in an ``Authorization`` header, None if unknown; takes the same time for wrong and right keys."""
         keys = self.keys
-        if not self._needs_key:
+        if not self.needs_key:
             return ANYONE
         scheme, _, given = (authorization or "").partition(" ")
         digest = hashlib.sha256(given.strip().encode()).hexdigest()

@@ -152,7 +152,11 @@ class BodyLimit:
             tenant = self._state.key_of_header(headers.get("authorization")).name if has_body else ""
             limit = self._state.body_bytes(scope["path"])
             with self._budget.open(tenant) as take:
-                whole = await asyncio.wait_for(self._read(receive, limit, take), seconds)
+                try:
+                    whole = await asyncio.wait_for(self._read(receive, limit, take), seconds)
+                except TimeoutError:
+                    message = f"a request must be sent within {seconds:g} s (--body-timeout)"
+                    raise ApiError(408, message, code="timeout") from None
                 if whole is None:
                     return
                 if len(whole) > LARGE:
@@ -164,10 +168,8 @@ class BodyLimit:
                     return left.pop() if left else await receive()
 
                 await self._app(scope, replaying, send)
-        except (TimeoutError, ApiError) as error:
-            message = f"a request must be sent within {seconds:g} s (--body-timeout)"
-            refusal = error if isinstance(error, ApiError) else ApiError(408, message, code="timeout")
-            await refusal.response()(scope, receive, send)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
 
     async def _read(self, receive: Receive, limit: int, take: Callable[[int], None]) -> bytes | None:
         """The whole body, since a chunked one announces no length; None: the client has disconnected."""

@@ -10,7 +10,6 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.scheduler import Limits, QueueFullError, Scheduler
-from cacheblend.engines.hf.shadow_start import watch
 from cacheblend.engines.tokens.builder import PromptBuilder
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.fair_queue import FairQueue, Work
@@ -32,7 +31,7 @@ class ServerState:
     def __init__(self, engine: BlendEngine, settings: ServeSettings) -> None:
         self.engine, self.settings = engine, settings
         if settings.shadow_settings is not None:
-            watch(engine, settings.shadow_settings)
+            engine.runtime.watch(settings.shadow_settings)
         self.scheduler = Scheduler(engine.runtime, Limits(settings.active, settings.waiting))
         self.metrics = Metrics(
             engine.store,

@@ -27,8 +27,9 @@ from cacheblend.engines.hf.prompts import PassageLike, PromptLike
 from cacheblend.engines.hf.request import Answer, Delta, Request, answer_all, check_prompts
 from cacheblend.engines.hf.runtime import EngineRuntime
 from cacheblend.engines.hf.sampling import SamplingOptions, SamplingParams, check_params, sampling_of
-from cacheblend.engines.hf.scheduler import Ask, Limits, Scheduler
+from cacheblend.engines.hf.scheduler import Limits, Scheduler
 from cacheblend.engines.hf.state import ModelState
+from cacheblend.engines.hf.tickets import Ask
 from cacheblend.engines.hf.warmup import Progress
 from cacheblend.engines.keeper import WarmReport
 from cacheblend.engines.settings import check_settings, resolve_settings

@@ -13,9 +13,10 @@ from cacheblend.engines.hf.ambient import without_ambient
 from cacheblend.engines.hf.decode import compute_logits
 from cacheblend.engines.hf.prompts import PromptLike
 from cacheblend.engines.hf.runtime import EngineRuntime
-from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Event, Scheduler
+from cacheblend.engines.hf.scheduler import Scheduler
 from cacheblend.engines.hf.shadow_check import WatchedAnswer
 from cacheblend.engines.hf.state import ModelState
+from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event
 from cacheblend.engines.tokens.detokenizer import TextStream
 
 

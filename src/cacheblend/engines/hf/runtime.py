@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, check_type, shown
-from cacheblend.core.fuse.prefill import PrefillResult
+from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillResult
 from cacheblend.core.names import BlockName, as_token_ids
 from cacheblend.core.openmp import end_team
 from cacheblend.core.plan.blocks import ChunkManifest
@@ -36,6 +36,7 @@ from cacheblend.engines.hf.view import ModelView
 from cacheblend.engines.hf.warmup import ChunkWarmer
 from cacheblend.engines.histories import Histories
 from cacheblend.engines.settings import BlendSettings, controller_of, read_cost_model
+from cacheblend.engines.shadow import ShadowSettings, ShadowWatch
 from cacheblend.store import KVStore, open_store
 
 
@@ -50,7 +51,7 @@ class EngineRuntime:
         stored_layout: of the blocks that are stored.
         background: work for when no request runs.
         warmer: computes chunks alone and stores them.
-        shadow: compares answers with full prefill; set by `shadow_start.watch`.
+        shadow: compares answers with full prefill; set by `watch`.
         grammars, discovery, histories: of structured answers, of text that recurs, of edited conversations.
     """
 
@@ -91,6 +92,7 @@ class EngineRuntime:
             where = self.fingerprint, self.stored_layout, model.device.type
             cost_model = read_cost_model(self.config.cost_model, *where)
             controller = controller_of(cost_model, self.config, self.stored_layout)
+        self.histories = _open_histories(self.config, planner.anchor, survey.kinds)  # the last that may refuse
         self._owns_store, on_gpu = not isinstance(store, KVStore), model.device.type == "cuda"
         self.store = store if isinstance(store, KVStore) else open_store(store, page_locked=on_gpu)
         ends = self.prompts.sentence_end_ids
@@ -101,7 +103,6 @@ class EngineRuntime:
         self._is_closed = False
         self.grammars = Grammars(tokenizer, survey.vocab_size, self.eos_ids)
         self.discovery = open_discovery(self.store, self.config, planner.anchor)
-        self.histories = _open_histories(self.config, planner.anchor, survey.kinds)
         learners = self.discovery, self.histories
         self.warmer = ChunkWarmer(model, self.store, self.config, self.background, name, self.adapters, *learners)
         end_team()  # a server computes in another thread
@@ -217,6 +218,31 @@ class EngineRuntime:
             root = self.planner_of(tenant).root
             result.report.near_miss_tokens = self.discovery.listing.near_misses(root, result.plan)
         self.warmer.after_request(self._state, tenant, result, text=text, may_keep=may_keep)
+
+    def watch(self, settings: ShadowSettings, *, seed: int | None = None) -> ShadowWatch:
+        """Compares a share of the blended answers with full prefill from now on, when there is time.
+
+        Without a scheduler that is when no request has been under way for a moment (`background.QUIET_S`); under a
+        scheduler that is never idle, the check takes as large a share of the time as of the requests. With a floor, the
+        ratio may be raised for requests that name none.
+
+        `seed`: of what is drawn; None: another one each time. Returns what is found: figures, history, and the ratio in
+        force. Raises `InvalidInputError`: answers are checked already."""
+        check_type(settings, ShadowSettings, "settings")
+        name = self._state.identity.name
+        if self.shadow is not None:
+            raise InvalidInputError(f"the answers of {name or 'this engine'} are checked already; open another engine")
+
+        def raise_by(factor: float) -> None:
+            self.settings = replace(self.settings, raised_by=factor)
+
+        def open_full(prompt: Prompt, last_rows: int) -> BlendedPrefill:
+            return self.prefiller.open_full(prompt, self.planner, last_rows)
+
+        made = ShadowWatch(settings, name, self.settings.selector().share, raise_by, seed)
+        self.shadow = ShadowCheck(made, open_full, self.adapters.latest_version, self.background.wake)
+        self.background.idle_work = self.shadow
+        return made
 
     def listen(self, listener: Callable[[ChunkManifest], None]) -> None:
         """Has a function called with each chunk that is stored from now on, by the thread that stores it."""

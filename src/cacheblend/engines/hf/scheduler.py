@@ -13,28 +13,20 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 
 import torch
 
 from cacheblend.core.errors import CacheBlendError, InvalidInputError, check_fields, check_type
 from cacheblend.core.failures import count_failure
 from cacheblend.core.fuse.batching import PrefillBatcher
-from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillJob, PrefillResult
-from cacheblend.core.plan.prompt import Prompt
-from cacheblend.core.report import BlendReport
-from cacheblend.core.select.selectors import Selector
-from cacheblend.engines.hf.decode import Decoding, compute_logits
-from cacheblend.engines.hf.grammar import CompiledGrammar
+from cacheblend.core.fuse.prefill import BlendedPrefill
+from cacheblend.engines.hf.decode import compute_logits
 from cacheblend.engines.hf.layers import JoinedRows
-from cacheblend.engines.hf.prefiller import Mode
 from cacheblend.engines.hf.runtime import EngineRuntime
-from cacheblend.engines.hf.sampling import SamplingParams
-from cacheblend.engines.hf.shadow_check import Origin, WatchedAnswer
+from cacheblend.engines.hf.tickets import Ask, Choice, DoneEvent, Event, Ticket, TokenEvent, WaitingTickets
 from cacheblend.engines.tokens.detokenizer import TextStream
 
 
@@ -71,103 +63,8 @@ class Limits:
             raise InvalidInputError(f"active must be at least 1, got {self.active}")
 
 
-@dataclass(frozen=True)
-class Ask:
-    """A prompt, and what is asked of it."""
-
-    prompt: Prompt  # the engine checks it
-    params: SamplingParams  # of each answer
-    choices: int = 1  # number of answers; with a seed, answer i uses the seed + i
-    # that of the parameters, compiled by the engine's `grammars`, which takes too long for the scheduler
-    grammar: CompiledGrammar | None = None
-    mode: Mode = "blend"  # this, ratio, selector and tenant: see `BlendEngine.open_prefill`
-    ratio: float | None = None
-    selector: Selector | None = None
-    deadline: float | None = None  # by `time.monotonic`; None: no deadline
-    logprobs: int | None = None  # number of most likely tokens reported with each token; None: no log-probabilities
-    tenant: str = ""
-    # who asks: answers are shared out among these names, which the figures of the shadow check show to all tenants
-    tenant_label: str = ""
-    # also store the plain text in front of the first chunk, for prompts that start with the same text
-    keep_text: bool = True
-    shown: frozenset[int] = frozenset()  # special tokens that are part of the text; all others never are
-    # called after the first token with the number of missed chunk tokens, and later from another thread with those of
-    # text that recurs; returns whether to store them. Must not block.
-    may_keep: Callable[[int], bool] = lambda tokens: True
-
-    @property
-    def is_own(self) -> bool:
-        """It leaves everything that decides quality to the engine."""
-        return self.mode == "blend" and self.ratio is None and self.selector is None
-
-
-@dataclass(frozen=True)
-class TokenEvent:
-    """A token of one choice, whose last event has a `finish_reason`."""
-
-    choice: int  # index of the choice, from 0
-    text: str  # new text that later tokens cannot change; may be empty
-    token_id: int | None = None  # None for an event after the last token that carries held-back text
-    logprob: float | None = None  # before any penalty or temperature; None if not requested
-    top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability) of the most likely tokens
-    finish_reason: str | None = None
-
-
-@dataclass(frozen=True)
-class DoneEvent:
-    """The last event of a request: its report, None if it failed before its first token, and why it failed."""
-
-    report: BlendReport | None
-    error: Exception | None = None
-
-
-Event = TokenEvent | DoneEvent
-
-
-@dataclass
-class Choice:
-    """One answer of a request; `finish_reason` is set once it has ended."""
-
-    decoding: Decoding
-    stream: TextStream
-    finish_reason: str | None = None
-
-
-@dataclass(eq=False)
-class Submission:
-    """Prompts that were submitted together."""
-
-    choices: int  # of all its prompts
-    turn: int  # a number that grows: when it was submitted, or one of its prompts was admitted last
-
-
-@dataclass(eq=False)
-class Ticket(PrefillJob):
-    """A prompt of a request that was submitted."""
-
-    ask: Ask
-    submission: Submission
-    # called with each event of the request, in the scheduler's thread; must not block
-    on_event: Callable[[Event], None]
-    submitted: float  # by `time.perf_counter`
-    cancelled: bool = False
-    passed: int = 0  # smaller ones that were admitted when it was its turn, and it did not fit
-    is_extra: bool = False  # it runs beyond the bound, and takes nobody's place
-    is_admitted: bool = False  # the engine knows of the request, which has not ended
-    choices: list[Choice] = field(default_factory=list)
-    report: BlendReport | None = None
-    to_store: PrefillResult | None = None
-    origin: Origin | None = None
-    watched: WatchedAnswer | None = None
-
-    def cancel(self) -> None:
-        """Cancels the request; the scheduler ends it before its next round."""
-        self.cancelled = True
-
-
 _LEAST_ROWS = 512  # that a layer of fewer rows counts as: short prompts, many at once, would hold up the answers
 _LEAST_LOGPROB = -9999.0  # as in OpenAI's API: JSON has no infinity
-PASSES = 4  # for each place, prompts that pass one whose answers do not fit; then places are kept for it
 _CATCH_UP_SHARE = 0.1  # share of the time for missed chunks
 logger = logging.getLogger("cacheblend.engine")
 
@@ -183,9 +80,7 @@ class Scheduler:
         selector = runtime.survey.fit_selector(runtime.config.make_selector())
         last_check = max((*selector.check_layers, runtime.survey.kinds.first_to_drop))
         self._batcher: PrefillBatcher[Ticket] = PrefillBatcher(last_check + 1, runtime.config.tile_rows, JoinedRows)
-        self._waiting: deque[Ticket] = deque()
-        self._turns = count(1)
-        self._last_turn: dict[str, int] = {}  # by `Ask.tenant_label`, of which there are as many as API keys
+        self._waiting = WaitingTickets(self._limits.active)
         self._opening: Ticket | None = None  # while it is planned, which may take as long as a slow store's look-up
         self._answering: list[Ticket] = []
         self._view = runtime.view  # of the requests that run: other adapters have another one
@@ -214,9 +109,7 @@ class Scheduler:
             if len(self._waiting) + len(asks) > self._limits.waiting:
                 each = self._recent_s / self._limits.active
                 raise QueueFullError(len(self._waiting), max(1.0, each * len(self._waiting)))
-            submission, now = Submission(sum(ask.choices for ask in asks), next(self._turns)), time.perf_counter()
-            tickets = [Ticket(ask, submission, partial(on_event, number), now) for number, ask in enumerate(asks)]
-            self._waiting.extend(tickets)
+            tickets = self._waiting.add(asks, on_event)
             self._changed.notify_all()
         return tickets
 
@@ -311,16 +204,11 @@ class Scheduler:
         runtime = self._runtime
         while True:
             with self._lock:
-                if (due := self._due()) is None:
+                if (due := self._waiting.next([*self._batcher, *self._answering])) is None:
                     return
                 if self.active and (runtime.view is not self._view or runtime.adapters.has_changed()):
                     return  # the requests that run end with the adapters that they began with
-                ticket, passed = due
-                for each in passed:
-                    each.passed += 1
-                self._waiting.remove(ticket)
-                ticket.submission.turn = self._last_turn[ticket.ask.tenant_label] = next(self._turns)
-                self._opening = ticket
+                ticket = self._opening = self._waiting.take(due)
             ask = ticket.ask
             try:
                 runtime.background.begin_request()
@@ -337,38 +225,6 @@ class Scheduler:
             self._view = state.survey.view
             self._batcher.add(ticket)
             self._opening = None
-
-    def _due(self) -> tuple[Ticket, list[Ticket]] | None:
-        """The waiting prompt that is admitted next, and those that it passes since they do not fit. Tenants take turns,
-        and each one's requests: first who has the fewest places, of these who has waited longest for a turn. Answers
-        take places, not requests, since each has its own KV cache. While a request has several, one that is for one
-        answer runs beyond the bound, one at a time: it would wait for all of a long answer."""
-        running, active = [*self._batcher, *self._answering], self._limits.active
-        places: Counter[object] = Counter()  # by request, and by tenant
-        for each in running:
-            places.update({each.submission: each.ask.choices, each.ask.tenant_label: each.ask.choices})
-        free: int = active - sum(min(each.ask.choices, active) for each in running if not each.is_extra)
-
-        def turn(each: Ticket) -> tuple[int, int, int, int]:
-            label, submission = each.ask.tenant_label, each.submission
-            return places[label], self._last_turn.get(label, 0), places[submission], submission.turn
-
-        first = {each.submission: each for each in reversed(self._waiting)}  # of each request's prompts
-        turns, passed = sorted(first.values(), key=turn), list[Ticket]()
-        for each in turns:
-            if min(each.ask.choices, active) <= free:
-                each.is_extra = False  # it was, while other adapters ran
-                return each, passed
-            if each.passed >= PASSES * active:
-                break
-            passed.append(each)
-        if any(each.is_extra for each in running) or all(places[each.submission] == 1 for each in running):
-            return None
-        extra = next((each for each in turns if each.submission.choices == 1), None)
-        if extra is None:
-            return None
-        extra.is_extra = True
-        return extra, []
 
     def _prefill(self) -> None:
         left = self._limits.row_layers
@@ -471,8 +327,7 @@ class Scheduler:
 
     def _leave(self, ticket: Ticket) -> None:
         with self._lock:
-            if ticket in self._waiting:
-                self._waiting.remove(ticket)
+            self._waiting.discard(ticket)
         if self._opening is ticket:
             self._opening = None
         if ticket in self._answering:

@@ -11,6 +11,7 @@
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
+from difflib import SequenceMatcher
 from functools import lru_cache, partial
 from itertools import chain, pairwise, takewhile
 from typing import Any, NamedTuple
@@ -390,7 +391,7 @@ class PromptBuilder:
         if run.ids == alone.ids:
             return [core_prompt.chunk(run.ids, title)] if run.ids else []
         ours, theirs = list(zip(*run, strict=True)), list(zip(*alone, strict=True))
-        first, offset, tokens = _longest_run(ours, theirs)
+        first, offset, tokens = SequenceMatcher(None, ours, theirs, autojunk=False).find_longest_match()
         if not tokens:
             return [core_prompt.text(run.ids)]
         chunk = core_prompt.part_of(alone.ids, offset, tokens, title)
@@ -441,23 +442,3 @@ def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((start, stop))
     return merged
-
-
-_Token = tuple[int, tuple[int, int]]
-
-
-def _longest_run(ours: Sequence[_Token], theirs: Sequence[_Token]) -> tuple[int, int, int]:
-    """The longest run of tokens that two lists of a text have at the same characters: its place in each, and length."""
-    best, at = (0, 0, 0), 0
-    places = {token: place for place, token in enumerate(theirs)}
-    while at < len(ours):
-        other = places.get(ours[at])
-        if other is None:
-            at += 1
-            continue
-        stop = at
-        while stop < len(ours) and other + stop - at < len(theirs) and ours[stop] == theirs[other + stop - at]:
-            stop += 1
-        best = max(best, (at, other, stop - at), key=lambda run: run[2])
-        at = max(stop, at + 1)
-    return best

@@ -16,7 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
-from cacheblend.engines.hf.scheduler import TokenEvent
+from cacheblend.engines.hf.tickets import TokenEvent
 from cacheblend.engines.tokens.chat import strings_in
 from cacheblend.serve.admission import RunningRequest, check_model, started, unless_disconnected
 from cacheblend.serve.errors import ApiError, api_error

@@ -72,7 +72,7 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
             "device": engine.model.device.type,
             "is_shipped": is_shipped,
         },
-        "needs_key": bool(state.settings.keys.keys),
+        "needs_key": state.settings.keys.needs_key,
     }
 
     @app.get("/playground/passages", include_in_schema=False)
