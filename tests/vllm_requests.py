@@ -159,6 +159,7 @@ def refusals(
     parallel: Any = None,
     hf: Any = None,
     experts: bool = False,
+    offload_group_size: int = 0,
     **model: Any,
 ) -> list[str]:
     """What is refused of a configuration of vLLM with these fields of its model and of that one's `hf_config`."""
@@ -173,6 +174,7 @@ def refusals(
             lora_config=lora,
             speculative_config=speculative,
             aux_output_config=SimpleNamespace(enabled=experts),
+            offload_config=SimpleNamespace(prefetch=SimpleNamespace(offload_group_size=offload_group_size)),
         )
     )
 

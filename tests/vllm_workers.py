@@ -27,7 +27,7 @@ class Prefill:
         self.reads = reads or {}
         self.is_closed = False
         self.error: type[Exception] = RuntimeError
-        self.reading = "s3"
+        self.reading, self.lost_reads = "s3", 0
 
     @property
     def done(self) -> bool:

@@ -1,5 +1,6 @@
 """The weights that are named are the weights that run: replaced, incomplete and damaged files, and models by name."""
 
+import json
 import logging
 import os
 import random
@@ -189,6 +190,11 @@ def snapshot(hub: Path, folder: Path, name: str) -> Path:
     for place in (held, kept / "refs", kept / "blobs"):
         place.mkdir(parents=True)
     (kept / "refs" / "main").write_text(held.name)
+    # What the repository has, of which whoever loads a model fetches a part.
+    names = ["README.md", "original/consolidated.pth", *(file.name for file in folder.iterdir())]
+    listed = {name: {"size": 1, "blob_id": "0" * 40} for name in names}
+    (kept / "trees").mkdir()
+    (kept / "trees" / f"{held.name}.json").write_text(json.dumps({"format_version": 1, "files": listed}))
     for number, file in enumerate(sorted(folder.iterdir())):
         shutil.copy2(file, kept / "blobs" / f"{number}")
         (held / file.name).symlink_to(Path("../../blobs") / f"{number}")

@@ -78,6 +78,8 @@ class Template(NamedTuple):
     place_for: list[str]
 
     def renders(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        if "parts" in self.place_for:  # of a text it would make nothing
+            messages = [each | {"content": [{"type": "text", "text": each["content"]}]} for each in messages]
         ids: list[int] = self.tokenizer.apply_chat_template(
             messages, **{"add_generation_prompt": True} | options, tokenize=True, return_dict=False
         )

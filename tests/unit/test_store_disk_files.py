@@ -432,7 +432,10 @@ def test_folders_that_cannot_be_synced_or_written_or_vanish(tmp_path: Path, monk
             monkeypatch.undo()
             assert everything(tmp_path) - {"lock"} == {"cacheblend.json"}
             (tmp_path / "blocks" / make_block(1).name.hex()[:2]).mkdir(exist_ok=True)
+        has_none = failing(errno.EINVAL, lambda fd: stat.S_ISDIR(os.fstat(fd).st_mode), os.fsync)
+        monkeypatch.setattr(os, "fsync", has_none)  # a file system that syncs no folders
         assert store.write(make_block(1))
+        monkeypatch.undo()
     block = make_block(1)  # a mount that turns read-only, and a folder that vanishes
     with disk(tmp_path / "s", max_bytes=10_000) as store:
         monkeypatch.setattr(os, "rename", failing(errno.EROFS, lambda *a: True, os.rename))

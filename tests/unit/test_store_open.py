@@ -30,6 +30,7 @@ from cacheblend.store.open import (
     page_locking,
     parse_seconds,
     parse_store_url,
+    shown_url,
 )
 from cacheblend.store.residence import OnDevice, PageLocked, _register, _unregister
 from campaign import share
@@ -667,3 +668,9 @@ def test_locked_pages_count_whole_and_the_least_used_blocks_go(caplog: pytest.Lo
     assert [short.held([block.name])[0] for block in blocks] == [False] * 4 + [True] * 2
     assert all(holds(short, block) for block in blocks[-2:])
     assert len([record for record in caplog.records if "cannot be page-locked" in record.message]) == 1
+
+
+def test_a_url_is_shown_without_users_and_passwords() -> None:
+    shown = shown_url("redis://:x@h, s3://bucket/a@b, file:///a@b")
+    assert shown == "redis://h, s3://bucket/a@b, file:///a@b"
+    assert shown_url("redis://me:secret@host:1/0?prefix=a@b") == "redis://host:1/0?prefix=a@b"

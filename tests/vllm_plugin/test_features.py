@@ -29,7 +29,7 @@ from vllm_models import SHAPE, copy_model
 from vllm_prompts import COUNT, FORGET, NANO_VOCAB, Asked, Texts, ask, prompts, rpc
 from vllm_running import EXTENDED, SETTINGS, Serve, Vllm, check_blended, check_shadow, needs_avx512, tokens
 
-# ---- structured output, async scheduling, embeddings ---------------------------------------------------------------
+# ---- structured output, embeddings ---------------------------------------------------------------
 
 SCHEMA = {
     "type": "object",
@@ -46,9 +46,7 @@ GRAMMARS = {"backend": "xgrammar", "disable_any_whitespace": True}  # the model 
 
 
 @pytest.mark.feature("structured output", "blends")
-@pytest.mark.feature("async scheduling, on and off", "blends")
-@pytest.mark.parametrize("runs_ahead", [True, False])
-def test_constrained_answers(serve: Serve, runs_ahead: bool) -> None:
+def test_constrained_answers(serve: Serve) -> None:
     """Of blended prompts, by grammars that are compiled while chunks are loaded; free ones; and at ratio 0."""
     asked = prompts(71, 3, 3, held=4, below=NANO_VOCAB)
 
@@ -56,7 +54,7 @@ def test_constrained_answers(serve: Serve, runs_ahead: bool) -> None:
         sampling = {"max_tokens": 40, "structured": KINDS[kind][0]} if kind else {"max_tokens": 8}
         return ask(asked, sampling={"ignore_eos": False, "logprobs": 2, **sampling}, **more)
 
-    engine = {"skip_tokenizer_init": False, "async_scheduling": runs_ahead, "structured_outputs_config": GRAMMARS}
+    engine = {"skip_tokenizer_init": False, "structured_outputs_config": GRAMMARS}
     model, kinds = serve(model_path(), **engine), [*KINDS, None]
     plain = model.run([constrained(kind, chunks=None) for kind in kinds], None)["answers"]
     steps = [constrained(None, alone=True)]

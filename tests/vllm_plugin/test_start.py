@@ -128,6 +128,7 @@ def test_what_is_not_refused_of_a_configuration(fields: dict[str, Any]) -> None:
         ("'mtp'", "leave it out", {"speculative": drafted("mtp")}),
         ("sleep mode", "leave --enable-sleep-mode out", {"enable_sleep_mode": True}),  # no CPU can sleep
         ("--enable-return-routed-experts", "leave it out", {"experts": True}),  # vLLM's new runner only
+        ("weights that are fetched before each layer", "leave --offload-group-size out", {"offload_group_size": 4}),
     ],
 )
 def test_what_is_refused_of_a_configuration(words: str, way_out: str, fields: dict[str, Any]) -> None:

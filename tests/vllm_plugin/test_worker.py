@@ -3,6 +3,7 @@ prefills."""
 
 import random
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import fields
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from cacheblend.core.errors import StoreReadOnlyError
 from cacheblend.core.fuse.batching import LayerRows
 from cacheblend.engines.vllm.jobs import CaptureJob, StepJobs, StepReport
 from cacheblend.engines.vllm.worker import capture_writer, prefill_factory, tasks
@@ -243,6 +245,32 @@ def test_a_failure_frees_its_memory_and_costs_one_prompt(worker: Any, error: typ
     assert worker.side.take_failed_blocks() == {6, 7}
     assert bad.held() is None
     assert bad.is_closed
+
+
+@pytest.mark.may_fail("store write", "RuntimeError")
+def test_a_store_that_has_just_refused_a_chunk_has_none_computed_and_lost_blocks_of_a_failed_blend_count(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(block: Any) -> bool:
+        raise StoreReadOnlyError("mounted read-only")
+
+    worker.prefills.update({name: Prefill() for name in "abc"})
+    monkeypatch.setattr(worker.store, "write_all", refused, raising=False)
+    monkeypatch.setattr(worker.store, "put_manifest", refused)
+    worker.side.step(captures("a"))
+    deadline = time.monotonic() + 60
+    while worker.side.captured < 1 and time.monotonic() < deadline:
+        worker.side.step(StepJobs(is_idle=True))
+    computed = worker.side.report().capture_work
+    assert worker.side.captured == 1 and computed > 0
+    worker.side.step(captures("b", "c"))
+    assert worker.side.captured == 3 and worker.side.report().capture_work == computed
+    worker.prefills["lossy"] = lossy = Prefill(fails_at=2)
+    lossy.lost_reads = 2
+    worker.side.step(jobs("lossy"))
+    for _ in range(9):
+        worker.side.step(StepJobs())
+    assert worker.side.counts.take().data["fallbacks"]["block lost"] == 2
 
 
 @pytest.mark.may_fail("OSError")

@@ -1,11 +1,14 @@
 """Opens a model folder for a command: without a library's output, errors as one line."""
 
+import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cacheblend.cli.options import DeviceOptions
 from cacheblend.cli.output import status
+from cacheblend.core import container
 from cacheblend.core.errors import CacheBlendError, InvalidInputError
 from cacheblend.engines.folders import model_folder, name_of
 
@@ -32,6 +35,7 @@ def open_engine(
     name = name_of(folder)
     with status(f"opening {name} ...", quiet=quiet):
         quiet_transformers()
+        fit_threads()
         from cacheblend.engines.hf import BlendEngine
 
         try:
@@ -72,6 +76,16 @@ def quiet_transformers() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+def fit_threads() -> None:
+    """No more threads than a container's quota has processors for: else they use it up, and all wait for the next
+    period. Call it before the engine counts them (`thread_count`). Left alone where the environment sets a number."""
+    import torch
+
+    most, is_set = container.processors(), any(name in os.environ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
+    if most < torch.get_num_threads() and not is_set:
+        torch.set_num_threads(max(1, math.ceil(most)))
 
 
 def checked(device: DeviceOptions) -> tuple[Any, Any]:

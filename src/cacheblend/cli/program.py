@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from itertools import pairwise
 from typing import Any
 
@@ -48,6 +49,9 @@ def run_program(app: typer.Typer, name: str, arguments: Sequence[str] | None = N
     """Runs the commands of an app; `arguments` are without the program's name, None takes the process's own. Errors go
     to stderr, one line each; with ``--json`` to stdout, as an object, but for arguments that do not parse."""
     bound_waiting()
+    for stream in (sys.stdout, sys.stderr):  # a letter that the terminal lacks is no reason to print nothing
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if problem := wrong_text(arguments):
         _leave(problem)

@@ -35,6 +35,8 @@ def list_chunks(
     url: Url, model: str | None = option(None, "Only chunks of the model with this name.", "-m"), json: AsJson = False
 ) -> None:
     """List the chunks."""
+    from cacheblend.store.open import shown_url
+
     with _open(url, read_only=True) as store:
         pinned = store.pinned()
         rows = [_row(store, chunk, pinned) for chunk in store.manifests() if model in (None, chunk.model)]
@@ -43,7 +45,8 @@ def list_chunks(
         return
     table = Table()
     for column in ("chunk", "label", "model", "tokens", "blocks held", "size", "pinned"):
-        table.add_column(column, justify="right" if column in ("tokens", "blocks held", "size") else "left")
+        is_number, is_name = column in ("tokens", "blocks held", "size"), column == "chunk"  # which commands take whole
+        table.add_column(column, justify="right" if is_number else "left", no_wrap=is_name)
     for row in rows:
         held = f"{row['blocks_held']} of {row['blocks']}"
         table.add_row(
@@ -55,21 +58,22 @@ def list_chunks(
             size_text(row["bytes"]),
             "yes" if row["pinned"] else "",
         )
-    console().print(table if rows else f"{url} lists no chunk")
+    console().print(table if rows else f"{shown_url(url)} lists no chunk")
 
 
 @app.command("stat")
 def show_stats(url: Url, json: AsJson = False) -> None:
     """Show how much is stored."""
+    from cacheblend.store.open import shown_url
+
     with _open(url, read_only=True) as store:
         stats = store.stats()
     if json:
         print_json(_stats(stats))
         return
     bound = "no bound" if stats.max_bytes is None else f"of {size_text(stats.max_bytes)}"
-    console().print(
-        f"{url}: {stats.chunks} chunks, {stats.blocks} blocks ({stats.pinned} pinned), {size_text(stats.bytes)} {bound}"
-    )
+    held = f"{stats.chunks} chunks, {stats.blocks} blocks ({stats.pinned} pinned), {size_text(stats.bytes)}"
+    console().print(f"{shown_url(url)}: {held} {bound}")
 
 
 @app.command()

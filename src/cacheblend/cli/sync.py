@@ -48,6 +48,7 @@ def sync(
     from cacheblend.engines.hf import DocumentSync
     from cacheblend.engines.tokens.chunker import Cutting
     from cacheblend.store import lasting_url
+    from cacheblend.store.open import shown_url
 
     def readable() -> "Iterator[Document]":
         for document in found.documents():
@@ -71,7 +72,7 @@ def sync(
         others = sum(len(records.names(root)) for root in records.roots() if root != work.root)
     if json:
         extra = {"failed": failed, "skipped": found.skipped, "other_models": others, "dry_run": dry_run}
-        output.print_json({"documents": report.documents} | asdict(report) | extra | {"store": lasting})
+        output.print_json({"documents": report.documents} | asdict(report) | extra | {"store": shown_url(lasting)})
     else:
         out, would = output.console(), "would be " if dry_run else ""
         out.print(

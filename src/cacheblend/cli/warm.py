@@ -48,6 +48,7 @@ def warm(
     """
     from cacheblend.data import read_passages
     from cacheblend.store import lasting_url, open_store
+    from cacheblend.store.open import shown_url
 
     if engine not in ("hf", "vllm"):
         raise InvalidInputError(f"no engine is called {engine!r}; there are hf, vllm")
@@ -90,12 +91,14 @@ def warm(
     with open_store(lasting) as filled:
         taken = filled.stats().bytes
     if json:
-        output.print_json({"passages": len(passages), **asdict(done), "store": lasting, "store_bytes": taken})
+        output.print_json(
+            {"passages": len(passages), **asdict(done), "store": shown_url(lasting), "store_bytes": taken}
+        )
         return
     output.console().print(
         Text.assemble(
             (str(done.stored), "bold green"),
             f" passages stored ({done.tokens} tokens, {output.seconds_text(done.seconds)}), "
-            f"{done.held} held already; {lasting} takes {output.size_text(taken)}",
+            f"{done.held} held already; {shown_url(lasting)} takes {output.size_text(taken)}",
         )
     )

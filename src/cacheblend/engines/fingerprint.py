@@ -119,19 +119,20 @@ def _join(config: Mapping[str, Any], digests: Iterable[tuple[str, str]]) -> str:
 def file_digest(file: Path) -> str:
     """SHA-256 of a file's bytes, hex, cached in the user's cache folder. Raises `InvalidInputError` if the file keeps
     changing."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cacheblend" / "digests"
+    home = os.path.expanduser("~/.cache")  # noqa: PTH111 - "~" stays of a user who is not known; `Path` would raise
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or home) / "cacheblend" / "digests"
     note = cache / f"{hashlib.sha256(str(file.resolve()).encode()).hexdigest()}.json"
     for _ in range(_TRIES):
         state, began = state_of(file), time.time_ns()
         known = {"state": list(state), "sample": sample_of(file)}
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none, or cut off by a crash
-            noted = json.loads(note.read_text())
+            noted = json.loads(note.read_text()) if cache.is_absolute() else {}
             if {name: noted[name] for name in known} == known:
                 return str(noted["digest"])
         with file.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         if state_of(file) == state:
-            if max(state[1:3]) < began - SETTLED_S * 1e9:
+            if cache.is_absolute() and max(state[1:3]) < began - SETTLED_S * 1e9:
                 with contextlib.suppress(OSError):  # without the note the next start hashes the file again
                     note.parent.mkdir(parents=True, exist_ok=True)
                     fresh = note.with_suffix(f".{os.getpid()}-{threading.get_ident()}")

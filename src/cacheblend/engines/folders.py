@@ -34,6 +34,9 @@ def cached_snapshot(name: str, revision: str | None = None, cache_dir: str | Pat
     try:
         return Path(snapshot_download(name, revision=revision, cache_dir=cache_dir, local_files_only=True))
     except Exception as error:
+        # Whoever opened the model fetched what it needed of the repository. What this misses is named when it is read.
+        if (held := getattr(error, "snapshot_path", None)) is not None:
+            return Path(held)
         options = (f" --revision {revision}" if revision else "") + (f" --cache-dir {cache_dir}" if cache_dir else "")
         raise InvalidInputError(
             f"{name} is no folder, and there is no snapshot of a model of that name on this machine; download it with "

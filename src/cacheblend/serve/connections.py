@@ -15,6 +15,7 @@ streams that do not end with an error event, and posts that store with 503.
 
 import asyncio
 import logging
+import math
 import resource
 import signal
 import socket
@@ -180,6 +181,7 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
         config.timeout_graceful_shutdown = round(state.settings.drain_s) + MORE_S
         config.backlog = BACKLOG
+        config.timeout_keep_alive = math.ceil(state.settings.headers_s)  # as long as for a connection's first request
         super().__init__(config)
         self._state = state
 

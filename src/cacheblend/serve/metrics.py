@@ -100,7 +100,7 @@ class StoreWatch:
         for name, tier in self._tiers.items():
             try:
                 late = max(self._late_tiers.left_s(name), self._late_tiers.left_s(LOOK_UP)) > 0
-                found[name] = tier.stats() if tier.is_reachable and not late else None
+                found[name] = tier.stats() if not late and tier.is_reachable else None
             except Exception:  # whatever it is, this tier is of no use now
                 found[name] = None
             if found[name] is None:

@@ -202,12 +202,12 @@ def _split(url: str | Path | None) -> tuple[str, str, dict[str, str]]:
     try:
         parts = urlsplit(url)
     except ValueError as error:
-        raise InvalidInputError(f"store {url!r} is not a URL ({error}); use {SUPPORTED}") from error
+        raise InvalidInputError(f"store {shown_url(url)!r} is not a URL ({error}); use {SUPPORTED}") from error
     scheme, where = parts.scheme, parts.netloc + parts.path
     if parts.fragment or url.endswith("#"):
         raise InvalidInputError(f"the {scheme} store's URL has a #, behind which nothing is read; write it as %23")
     if scheme not in _PLACES:
-        raise InvalidInputError(f"store {url!r} has the unknown scheme {scheme!r}; use {SUPPORTED}")
+        raise InvalidInputError(f"store {shown_url(url)!r} has the unknown scheme {scheme!r}; use {SUPPORTED}")
     if scheme == "memory" and where:
         raise InvalidInputError(f"store {url!r} names a place in memory ({where!r}); use memory://?max_bytes=8GiB")
     if scheme == "cuda" and not re.fullmatch(r"(\d{1,4})?", where):
@@ -272,6 +272,11 @@ def _check_commas(path: str, folder: Path) -> None:
             f"store {path!r}: of several stores each needs a scheme; write e.g. "
             '"memory://?max_bytes=1GiB, file:///abs/path", or create the folder first if its name has commas'
         )
+
+
+def shown_url(url: str) -> str:
+    """A store's URL, or several, without users and their passwords."""
+    return re.sub(r"(?<=://)[^/?,]*@", "", url)
 
 
 def _value(name: str, text: str) -> Any:
@@ -406,7 +411,7 @@ class RedisPlace:
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
-        shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"  # without a password
+        shown = shown_url(f"{parts.scheme}://{parts.netloc}{parts.path}")
         form = f"use {parts.scheme}://host:6379/0"
         if not parts.hostname:
             raise InvalidInputError(f"store {shown!r} names no server; {form}")

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cacheblend.core import container
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.store.base import LOGGER_NAME
 
@@ -28,9 +29,9 @@ _stuck: list[mmap.mmap] = []  # memory that could not be unlocked: unmapped, it 
 
 
 def default_memory_bytes() -> int:
-    """4 GiB, or a quarter of the machine's memory where that is less."""
+    """4 GiB, or a quarter of the machine's memory, or of its container's, where that is less."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(4 << 30, physical // 4)
+    return int(min(4 << 30, physical // 4, container.memory_bytes() // 4))
 
 
 class Here:

@@ -88,7 +88,7 @@ def diagnose(
             opened = open_folder(folder, dtype=dtype, device=device, with_tokenizer=False)
             model, found.fingerprint = opened.model, opened.fingerprint
             with contextlib.suppress(Exception):
-                tokenizer = AutoTokenizer.from_pretrained(folder)
+                tokenizer = AutoTokenizer.from_pretrained(folder, mistral_format=False)
         what = "architecture"
         survey = survey_model(model)
     except Exception as error:

@@ -210,7 +210,7 @@ def _named(names: list[str]) -> str:
 
 def _tokenizer(folder: Path, **options: Any) -> Any:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **{"mistral_format": False} | options)
         if not tokenizer.encode("a", add_special_tokens=False):  # transformers makes an empty one of config.json alone
             raise ValueError("its vocabulary is empty")
         return tokenizer

@@ -67,11 +67,10 @@ class ThreadCount:
             if _SAID_AFTER_S < self._busy < math.inf:
                 self._busy = math.inf
                 logger.warning(
-                    "other programs, or other threads of this one, use this machine's cores (a thread runs for %.0f %% "
-                    "of the time): layers are computed by one thread instead of %d while they do; OMP_NUM_THREADS=%d "
-                    "keeps all of them",
+                    "other programs, or other threads of this one, use this machine's cores, or a container's quota is "
+                    "used up (a thread runs for %.0f %% of the time): layers are computed by one thread instead of %d "
+                    "meanwhile; set OMP_NUM_THREADS to as many as there are cores for",
                     100 * share,
-                    _OWN_THREADS,
                     _OWN_THREADS,
                 )
         if self.is_single:

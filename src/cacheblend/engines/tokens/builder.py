@@ -144,6 +144,10 @@ class PromptBuilder:
         ids, own = tokenizer("a")["input_ids"], self._all.whole("a").ids
         at = next((at for at in range(len(ids)) if ids[at : at + len(own)] == own), 0)
         self._front, self._back = list(ids[:at]), list(ids[at + len(own) :])
+        # Of some models that see, a template reads the parts of a content alone: of a text it would leave nothing.
+        said = [{"role": "user", "content": _SAID}]
+        self._takes_parts = False
+        self._takes_parts = _SAID not in self._try(said) and _SAID in self._try(_in_parts(said))
         markers = self._find_markers({number: text for number, text in added.items() if number not in self._special})
         self._guarded = {number: added[number] for number in (self._special | markers) - {tokenizer.unk_token_id}}
         self._plain = TextEncoder(spec, self._special | markers)
@@ -301,6 +305,8 @@ class PromptBuilder:
 
     def _render(self, messages: list[Message], documents: list[TemplateDocument], options: Mapping[str, Any]) -> str:
         settings = {"add_generation_prompt": True, **options}
+        if self._takes_parts:
+            messages = _in_parts(messages)
         try:
             rendered: str = self._tokenizer.apply_chat_template(
                 messages, documents=documents or None, tokenize=False, **settings
@@ -417,6 +423,8 @@ class PromptBuilder:
 _FRONTS = 16  # texts in front of passages whose tokens are kept: system prompts come again and again
 _LETTER = "a"  # what most passages begin like, as far as the tokens in front of them go
 
+_SAID = "What was said"
+
 _PROBES: list[list[Message]] = [
     [{"role": "user", "content": "a"}],
     [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")],
@@ -432,6 +440,16 @@ def _check(content: Content, where: str) -> None:
             core_prompt.chunk([])
     else:
         check_encodable(content, f"{where}: the text")
+
+
+def _in_parts(messages: Iterable[Message]) -> list[Message]:
+    """Messages whose texts are contents of one part."""
+    return [
+        {**each, "content": [{"type": "text", "text": each["content"]}]}
+        if isinstance(each.get("content"), str)
+        else each
+        for each in messages
+    ]
 
 
 def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

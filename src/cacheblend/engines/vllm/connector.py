@@ -77,7 +77,10 @@ def open_tokenizer(config: Any) -> Any:
         return None
     try:
         return AutoTokenizer.from_pretrained(
-            model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=model.trust_remote_code
+            model.tokenizer,
+            revision=model.tokenizer_revision,
+            trust_remote_code=model.trust_remote_code,
+            mistral_format=False,  # else the one of mistral-common, which has no tokenizer.json
         )
     except Exception as error:
         message = "transformers cannot open the tokenizer %s (%s): passages are stored as for a model without one"
@@ -92,6 +95,19 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
+
+def _log_as_vllm() -> None:
+    """What this package logs goes where vLLM's own goes, at its level: vLLM's configuration names its loggers alone,
+    and may have turned off all that there were before."""
+    ours, theirs = logging.getLogger("cacheblend"), logging.getLogger("vllm")
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(theirs.level)
+    for name, each in list(logging.root.manager.loggerDict.items()):
+        if name.partition(".")[0] == "cacheblend" and isinstance(each, logging.Logger):
+            each.disabled = False
+
+
 STEP_SHARE = 0.4
 """The default budget, of a full step of vLLM's scheduler: tokens of other requests must come sooner beside a blend than
 beside a plain prefill, and scattered rows attend more slowly than those of a plain one."""
@@ -105,6 +121,7 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, interface.SupportsHMA):
         self, vllm_config: interface.VllmConfig, role: interface.KVConnectorRole, kv_cache_config: Any
     ) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        _log_as_vllm()
         self._config = read_config(self._kv_transfer_config.kv_connector_extra_config)
         versions.check_version(versions.vllm_version(), allowed=self._config.allow_untested_version)
         self._scheduling: Scheduling | None = None
@@ -252,6 +269,11 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, interface.SupportsHMA):
 
     # ---- worker -----------------------------------------------------------------------------------------
 
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a preempted request needs nothing of what this connector has not finished."""
+        return False
+
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """Creates the worker side: the model is loaded and has its cache, so that its layers can be run."""
         reserved = weight_loader.release_reserved(to_device=device_bytes(self._config.store) > 0)
@@ -390,3 +412,7 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, interface.SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> BlendPromMetrics:
         return BlendPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+# Also where VLLM_PLUGINS leaves the plug-in out.
+interface.register_connector(CacheBlendConnector.__name__, "cacheblend.engines.vllm")

@@ -38,7 +38,7 @@ def warm_with_vllm(
     with (passages done, passages in all); the rest is for `vllm.LLM`. Raises InvalidInputError: vLLM is not installed,
     or a passage is empty or too long; StoreError: one could not be stored; those before it stay."""
     started = time.perf_counter()
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its workers are called by functions
     try:
         from vllm import LLM
     except ImportError as error:

@@ -33,7 +33,10 @@ from cacheblend.serve.state import Key, ServerState
 from cacheblend.serve.tool_calls import CallReader
 
 DONE = "data: [DONE]\n\n"
-EVENT_STREAM: dict[str, Any] = {"media_type": "text/event-stream", "headers": {"Cache-Control": "no-cache"}}
+EVENT_STREAM: dict[str, Any] = {
+    "media_type": "text/event-stream",
+    "headers": {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},  # a proxy sends each event at once
+}
 MOST_PROMPTS = 32  # of a request
 PARTS = 4096  # numbers, texts and what is between them, of a whole response, that are made and sent at a time
 PARTS_AT_ONCE, ASIDE_S = 512, 0.0003  # some 0.6 ms of Python, and what its thread then leaves to others

@@ -140,7 +140,10 @@ class BlockFiles:
     def _touch(self, known: Known) -> None:
         """Shows other processes, at most once a minute, that the block is used."""
         with contextlib.suppress(OSError):  # the file is gone, or belongs to another user
-            os.utime(known.path, ns=(known.used_ns, known.used_ns))
+            try:
+                os.utime(known.path, ns=(known.used_ns, known.used_ns))
+            except PermissionError:  # who may write, but does not own it, may say "now"
+                os.utime(known.path)
             stamp = _stamp_of(os.stat(known.path))
             if known.stamp[:2] == stamp[:2]:  # only the time has changed, of all blocks in the file
                 with self._lock:

@@ -346,10 +346,13 @@ def _format_file_text() -> str:
 
 
 def sync_folder(path: str) -> None:
-    """Makes the folder's entries survive a power failure."""
+    """Makes the folder's entries survive a power failure, where its file system can."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # folders of shares and of FUSE may have none
+            raise
     finally:
         os.close(fd)
 

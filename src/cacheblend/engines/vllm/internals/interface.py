@@ -225,6 +225,16 @@ def refusals(config: VllmConfig) -> list[str]:
             "--enable-return-routed-experts (leave it out: vLLM would miss those of all tokens that are provided)",
         ),
         (getattr(model, "is_hybrid", False), "layers with a recurrent state beside attention"),
+        (
+            _is_prefetching(config),
+            "weights that are fetched before each layer (leave --offload-group-size out): layers run in other orders",
+        ),
         ((getattr(text, "num_kv_shared_layers", 0) or 0) > 0, "layers that share their KV cache"),
     ]
     return [name for wrong, name in found if wrong and name]
+
+
+def _is_prefetching(config: VllmConfig) -> bool:
+    offload = getattr(config, "offload_config", None)
+    group_size = getattr(getattr(offload, "prefetch", None), "offload_group_size", 0)
+    return bool(group_size) or getattr(offload, "offload_backend", "auto") == "prefetch"

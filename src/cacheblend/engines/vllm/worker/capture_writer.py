@@ -59,7 +59,7 @@ class CaptureWriter:
         """Has a chunk stored; returns before it is; `kv`: see `gather`; the list is emptied as soon as the host has its
         content."""
         self._unfinished = [chunk for chunk in self._unfinished if not chunk.done()]
-        if self._ranks.rank or self._keeper.is_paused:
+        if self._ranks.rank or self.is_paused:
             self.count_done()
             return
         try:
@@ -69,6 +69,11 @@ class CaptureWriter:
             logger.warning("a missed chunk is not stored: %s", error)
             self._counts.add_fallback(type(error).__name__)
             self.count_done()
+
+    @property
+    def is_paused(self) -> bool:
+        """The store has just refused a chunk; known by the rank that writes."""
+        return not self._ranks.rank and self._keeper.is_paused
 
     def count_done(self) -> None:
         with self._lock:

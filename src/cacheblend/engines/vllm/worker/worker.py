@@ -221,8 +221,13 @@ class Worker(Outbox):
         for blend in self._arrived:
             self._blends.add(Task(blend))
         self._arrived = [*jobs.blend]
+        # Of a store that takes nothing at the moment no chunk is computed for nothing.
+        is_refused = bool(jobs.capture) and self.is_any(self._capture_writer.is_paused)
         for capture in jobs.capture:
-            self._captures.add(Task(capture))
+            if is_refused:
+                self._capture_writer.count_done()
+            else:
+                self._captures.add(Task(capture))
         self._chunks += len(jobs.capture)
 
     def _choose(self) -> list[Task]:
