@@ -291,7 +291,7 @@ def test_every_request_is_told_what_became_of_it() -> None:
         "row_layers": 300,
         "prefill_share": 0.31,
     }
-    counted = dict.fromkeys([reason for reason, _ in left], 1) | {"image": 2}
+    counted = dict.fromkeys([reason for reason, _ in left], 1) | {"image": 2, "prompt log-probabilities": 2}
     assert side.counts.take().data["not_blended"] == counted
 
 

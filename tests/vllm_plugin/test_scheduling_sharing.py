@@ -215,7 +215,7 @@ class Engine:
             if claimed is None:
                 continue
             self.waiting.remove(request)
-            self.side.allocated(request, [[1]], claimed)
+            self.side.allocated(request, [[1] * 200], claimed)
             if not claimed:
                 self.compute(request, held, True)
         for job in self.side.take_jobs().blend:
@@ -254,7 +254,7 @@ class Engine:
             failure = self.rng.choice(["RuntimeError", "slow store"])  # after the second nothing is blended for a while
             self.side.reported(reported(name, failure))
             assert self.side.claim(request, self.computed(request)) == 0
-            self.side.allocated(request, [[1]], 0)
+            self.side.allocated(request, [[1] * 200], 0)
             self.compute(request, self.computed(request), True)
             return
         self.blended += 1
@@ -264,7 +264,7 @@ class Engine:
         for at in range(job.local_tokens // SIZE, len(job.plan) // SIZE):
             is_exact = is_exact and not any(start < (at + 1) * SIZE for start in loaded)
             self.put(request, at, is_exact)
-        self.side.allocated(request, [[1]], 0)
+        self.side.allocated(request, [[1] * 200], 0)
         if how == "preempted":
             request.num_preemptions += 1
             self.waiting.append(request)

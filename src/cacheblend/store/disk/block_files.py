@@ -46,6 +46,7 @@ Stamp = tuple[int, int, int]  # inode, size and modification time (ns): identifi
 _TOUCH_EVERY_NS = 60 * 10**9
 _BYTES_AT_ONCE, _BLOCKS_AT_ONCE = 8 << 20, 64  # read together by one thread
 _FIRST_READ = 16 << 10  # covers most headers
+_CUT_SHORT = "the file has been cut short"
 _PIECES_AT_ONCE = 512  # below IOV_MAX, which is 1024 on Linux
 
 
@@ -515,9 +516,13 @@ def _read_block(known: Known, wanted: WantedRecords, view: memoryview) -> None:
 
 
 def _read_bytes(fd: int, count: int, offset: int) -> bytes:
-    data = bytearray(count)
-    _pread_all(fd, memoryview(data), offset)
-    return bytes(data)
+    data = b""
+    while len(data) < count:
+        part = os.pread(fd, count - len(data), offset + len(data))
+        if not part:
+            raise DamagedError(_CUT_SHORT)
+        data += part
+    return data
 
 
 def _pread_all(fd: int, view: memoryview, offset: int) -> None:
@@ -526,5 +531,5 @@ def _pread_all(fd: int, view: memoryview, offset: int) -> None:
     while done < len(view):
         count = os.preadv(fd, (view[done:],), offset + done)
         if count == 0:
-            raise DamagedError("the file has been cut short")
+            raise DamagedError(_CUT_SHORT)
         done += count
