@@ -5,9 +5,10 @@
     compaction   every fourth turn a summary replaces the older half
     clock        the first line says the time, which is another one in each turn
 
-Tool results are real passages, thoughts are words of others. One engine answers all turns; between them it has time to
-store what the last one computed. From the fifth turn on each edited prompt is prefilled by prefix caching and by moved
-runs, on the same store, in turn. On pretrained weights what the model expects of the tokens of its own answer is
+Tool results are real passages, thoughts are words of others. One engine answers all turns, and is asked behind the
+steps of each, too; between prompts it has time to store what the last one computed. From the fifth turn on each prompt whose
+history was edited, whether anything in it is moved or not, is prefilled by prefix caching and by moved runs, on the
+same store, in turn. On pretrained weights what the model expects of the tokens of its own answer is
 compared with full prefill, beside that of the same runs computed alone, as chunks, and blended at the same ratio.
 With --vllm the same prompts are timed in two servers of vLLM, which compute one token of each.
 """
@@ -27,6 +28,7 @@ from transformers import AutoTokenizer, DynamicCache
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, PromptTooLongError
+from cacheblend.core.names import TokenIds, as_token_ids, equal_length
 from cacheblend.core.plan.prompt import Prompt, chunk
 from cacheblend.core.select.selection import SelectorChoice
 from cacheblend.core.select.selectors import Selector
@@ -44,6 +46,8 @@ from lab.settings import Edits
 SYSTEM = "You are a careful agent. Think, look things up, and answer from what the tools have returned."
 FIRST_COUNTED = 5
 """Turns from here on count."""
+TEMPLATES_OWN = 16
+"""Tokens, at most, that a template has behind a prompt's last message."""
 KEPT, EVERY = 3, 4
 """Turns whose results are kept; turns between two summaries."""
 CLEARED = "[the result was cleared]"
@@ -61,41 +65,39 @@ class Step(NamedTuple):
 
 Messages = list[dict[str, str]]
 Prompted = tuple[int, Messages]
-"""A turn's number, from 1 on, and what is asked in it."""
+"""A turn's number, from 1 on, and what is asked in it; 0: it goes on with the prompt before it."""
 
 
 def thinking(turns: Sequence[Sequence[Step]]) -> Iterator[Prompted]:
-    """The prompt of each turn, and that behind all its steps, which is no edit of it."""
-    for number in range(len(turns)):
+    for number, turn in enumerate(turns):
         said = [each for turn in turns[:number] for each in _said(turn, thoughts=False)]
-        yield number + 1, [*_head(), *said, _user(turns[number][0].question)]
-        yield number + 1, [*_head(), *said, *_said(turns[number], thoughts=True), _user("Go on.")]
+        yield from _asked(number, [*_head(), *said], turn, thoughts=True)
 
 
 def clearing(turns: Sequence[Sequence[Step]]) -> Iterator[Prompted]:
-    for number in range(len(turns)):
+    for number, turn in enumerate(turns):
         cleared = [[step._replace(result=CLEARED) for step in turn] for turn in turns[: max(0, number - KEPT)]]
         said = [each for turn in (*cleared, *turns[len(cleared) : number]) for each in _said(turn, thoughts=False)]
-        yield number + 1, [*_head(), *said, _user(turns[number][0].question)]
+        yield from _asked(number, [*_head(), *said], turn)
 
 
 def compaction(turns: Sequence[Sequence[Step]]) -> Iterator[Prompted]:
     summary, since = "", 0
-    for number in range(len(turns)):
+    for number, turn in enumerate(turns):
         if number and number % EVERY == 0:
             older = turns[since : (since + number) // 2]
             summary += " ".join(f"{step.question} {step.answer}" for turn in older for step in turn) + " "
             since = (since + number) // 2
         said = [each for turn in turns[since:number] for each in _said(turn, thoughts=False)]
         head = [_user(f"What was said before: {summary}")] if summary else []
-        yield number + 1, [*_head(), *head, *said, _user(turns[number][0].question)]
+        yield from _asked(number, [*_head(), *head, *said], turn)
 
 
 def clock(turns: Sequence[Sequence[Step]]) -> Iterator[Prompted]:
-    for number in range(len(turns)):
+    for number, turn in enumerate(turns):
         said = [each for turn in turns[:number] for each in _said(turn, thoughts=False)]
         now = f"It is {9 + number // 4}:{15 * (number % 4):02d}. "
-        yield number + 1, [*_head(now), *said, _user(turns[number][0].question)]
+        yield from _asked(number, [*_head(now), *said], turn)
 
 
 SCENES: dict[str, Callable[[Sequence[Sequence[Step]]], Iterator[Prompted]]] = {
@@ -105,6 +107,12 @@ SCENES: dict[str, Callable[[Sequence[Sequence[Step]]], Iterator[Prompted]]] = {
 
 def _head(line: str = "") -> Messages:
     return [{"role": "system", "content": line + SYSTEM}]
+
+
+def _asked(number: int, before: Messages, turn: Sequence[Step], *, thoughts: bool = False) -> Iterator[Prompted]:
+    """A turn's prompt, and that behind all its steps: a model is asked at each of them, and that is no edit."""
+    yield number + 1, [*before, _user(turn[0].question)]
+    yield 0, [*before, *_said(turn, thoughts=thoughts), _user("Go on.")]
 
 
 def _user(content: str) -> dict[str, str]:
@@ -188,7 +196,7 @@ def _timed(
     plain: Server, mine: Server, folder: Path, scene: Iterator[Prompted], asked: Edits, name: str
 ) -> Iterator[dict[str, Any]]:
     """As `_play`, of two servers; between two prompts both have nothing to do, as while an agent's tools run."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer, last = AutoTokenizer.from_pretrained(folder), as_token_ids([])
     for turn, (number, messages) in enumerate(scene):
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
         if len(ids) + 1 > asked.tokens:
@@ -201,7 +209,8 @@ def _timed(
                 mine.wait_until_idle()
         found = {key: value - before.get(key, 0) for key, value in mine.counters().items()}
         moved = sum(value for key, value in found.items() if "hit_tokens" in key and 'source="moved"' in key)
-        if number >= FIRST_COUNTED and moved:
+        was_edited, last = _is_edited(last, as_token_ids(ids)), as_token_ids(ids)
+        if number >= FIRST_COUNTED and was_edited:
             yield {"turn": number, "tokens": len(ids), "moved_tokens": moved} | times
 
 
@@ -217,6 +226,7 @@ def _play(
 def _played(
     engine: BlendEngine, scene: Iterator[Prompted], asked: Edits, ways: dict[str, Selector]
 ) -> Iterator[dict[str, Any]]:
+    last = as_token_ids([])
     for number, messages in scene:
         try:
             prompt = replace(engine.chat_prompt(messages), conversation="agent")
@@ -225,15 +235,20 @@ def _played(
         if len(prompt) + asked.answer_tokens > asked.tokens:
             return
         known = engine.runtime.known_in(prompt, engine.runtime.follow())
-        if number >= FIRST_COUNTED and known.as_asked is not None:
+        was_edited, last = _is_edited(last, prompt.token_ids), prompt.token_ids
+        if number >= FIRST_COUNTED and was_edited:
             yield {"turn": number} | _measured(engine, known, asked, ways)
         engine.runtime.store_missed(engine.prefill(known))
         engine.flush()
 
 
+def _is_edited(last: TokenIds, token_ids: TokenIds) -> bool:
+    """Whether a prompt goes on otherwise than with the last one; templates end prompts in tokens of their own."""
+    return len(last) - equal_length(last, token_ids) > TEMPLATES_OWN
+
+
 def _measured(engine: BlendEngine, known: Prompt, asked: Edits, ways: dict[str, Selector]) -> dict[str, Any]:
-    scale, found, prompt = ComputeScale.of(engine), dict[str, Any](), known.as_asked
-    assert prompt is not None
+    scale, found, prompt = ComputeScale.of(engine), dict[str, Any](), known.as_asked or known
     first, times = next(iter(ways.values())), dict[str, list[float]](prefix=[], moved=[])
     for turn in range(asked.runs):
         for arm in ("prefix", "moved")[:: 1 if turn % 2 else -1]:
@@ -245,7 +260,7 @@ def _measured(engine: BlendEngine, known: Prompt, asked: Edits, ways: dict[str, 
             found[f"{arm}_compute"] = scale.share(report.row_layers, report.projected_rows, report.prompt_tokens)
     found |= {f"{arm}_s": statistics.median(each) for arm, each in times.items()}
     found |= {"tokens": len(prompt), "moved_tokens": sum(len(each) for each in known.segments if each.is_moved)}
-    if asked.answer_tokens:
+    if asked.answer_tokens and found["moved_tokens"]:
         alone = Prompt.of([chunk(each.token_ids) if each.is_moved else each for each in known.segments])
         engine.warm(alone.chunks)
         start = full_recompute(engine, prompt)
@@ -274,6 +289,7 @@ def _figures(turns: Sequence[dict[str, Any]], scene: str, ways: Sequence[str]) -
         return {"turns": 0}
     figures = {
         "turns": len(own),
+        "moved_turns": sum(turn["moved_tokens"] > 0 for turn in own),
         "tokens": statistics.median(turn["tokens"] for turn in own),
         "gain": statistics.median(turn["prefix_s"] for turn in own)
         / statistics.median(turn["moved_s"] for turn in own),
@@ -281,7 +297,7 @@ def _figures(turns: Sequence[dict[str, Any]], scene: str, ways: Sequence[str]) -
         "moved_share": statistics.mean(turn["moved_tokens"] / turn["tokens"] for turn in own),
     }
     measured = {name for turn in own for name in turn if name.startswith("kl_")}
-    return figures | {name: statistics.mean(turn[name] for turn in own) for name in sorted(measured)}
+    return figures | {name: statistics.mean(turn[name] for turn in own if name in turn) for name in sorted(measured)}
 
 
 def plot(result: dict[str, Any], path: Path) -> None:

@@ -4,6 +4,7 @@ only hold a place. And what its figures and log lines say of its store and error
 import contextlib
 import json
 import socket
+import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -94,6 +95,33 @@ def test_figures_and_readiness_say_whether_the_store_answers(url: str, monkeypat
         text = httpx.get(f"{needing}/metrics").text
         assert 'cacheblend_store_up{tier="memory"} 0.0' in text
         assert float(text.partition('cacheblend_store_errors_total{tier="memory",what="answer"} ')[2].split()[0]) >= 1
+
+
+def test_a_store_that_hangs_keeps_no_answer_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scrapers have gone when it answers, and each scrape has a thread of those that write answers."""
+    gate, real = threading.Event(), MemoryStore.stats
+
+    def hangs(*arguments: Any) -> Any:
+        gate.wait(120)
+        return real(arguments[0])
+
+    monkeypatch.setattr("cacheblend.serve.metrics.ANSWER_S", 0.05)
+    monkeypatch.setattr("cacheblend.serve.tenants._COUNT_S", 0.05)
+    monkeypatch.setattr("cacheblend.serve.tenants._COUNT_VALID_S", 0.0)
+    try:
+        with running(ServeSettings(store_bytes=1 << 30), model=shallow()) as url, httpx.Client(timeout=60) as http:
+            monkeypatch.setattr(MemoryStore, "stats", hangs)
+            monkeypatch.setattr(MemoryStore, "held", hangs)
+            for _ in range(45):
+                with contextlib.suppress(httpx.ReadTimeout):
+                    httpx.get(f"{url}/metrics", timeout=0.02)
+            for _ in range(6):
+                body = {"prompt": "lamp", "max_tokens": 2}
+                assert http.post(f"{url}/v1/completions", json=body).status_code == 200
+            assert 'cacheblend_store_up{tier="memory"} 0.0' in http.get(f"{url}/metrics").text
+            gate.set()
+    finally:
+        gate.set()
 
 
 def test_a_store_whose_folder_is_gone_is_down_until_it_is_back(tmp_path: Path) -> None:

@@ -252,8 +252,11 @@ def test_edited_histories_are_timed_in_two_servers_of_vllm(
         tokens=2000, vllm=True,
     )  # fmt: skip
     found = edits.run(asked)
-    assert plain.asked == [""] * 12 and mine.asked == [*["clearing 0", "idle"] * 6, *["clearing 1", "idle"] * 6]
-    assert found["figures"]["clearing_gain"] == 4 and found["figures"]["clearing_turns"] == 4
+    assert plain.asked == [""] * 24 and mine.asked == [*["clearing 0", "idle"] * 12, *["clearing 1", "idle"] * 12]
+    assert (
+        found["figures"]["clearing_gain"] == 4
+        and found["figures"]["clearing_turns"] == 4 == found["figures"]["clearing_moved_turns"]
+    )
     assert 0.49 < found["figures"]["clearing_moved_share"] <= 0.5
     pytest.importorskip("matplotlib")
     edits.plot(found, tmp_path / "edits.png")

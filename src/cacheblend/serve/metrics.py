@@ -5,6 +5,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from importlib.metadata import version
 from itertools import accumulate
 from typing import Any
@@ -27,6 +28,7 @@ from cacheblend.engines.discovery import DiscoveryFigures
 from cacheblend.engines.hf.shadow_check import ShadowCheck
 from cacheblend.engines.metrics import DISCOVERED, SHADOW_COUNTERS, SHADOW_GAUGES, SHADOW_KL, WHOSE, Texts
 from cacheblend.engines.shadow import KL_BUCKETS, ShadowFigures
+from cacheblend.serve.questions import Questions
 from cacheblend.store import KVStore, StoreStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -85,6 +87,14 @@ Values = Mapping[str, Mapping[Any, Any]]
 """Of metrics by name, the values by labels, which are tuples; of a histogram, its cumulated buckets and sum."""
 
 
+ANSWER_S = 1.0
+"""Seconds that a scrape waits for a tier: each takes a thread, of which whole answers and probes need some, too."""
+
+
+def _stats_of(tier: KVStore) -> StoreStats | None:
+    return tier.stats() if tier.is_reachable else None
+
+
 class StoreWatch:
     """Bytes, blocks and errors of a store's tiers but late ones, which requests pass over, too. Thread-safe."""
 
@@ -92,7 +102,7 @@ class StoreWatch:
         self._late_tiers = late_tiers or LateTiers()
         self._tiers = store.tiers()
         self._lock = threading.Lock()
-        self._no_answer = dict.fromkeys(self._tiers, 0)
+        self._no_answer, self._questions = dict.fromkeys(self._tiers, 0), Questions(max(1, len(self._tiers)))
 
     def stats(self) -> Mapping[str, StoreStats | None]:
         """By tier; None for one that does not answer, or answered requests too late, which is counted."""
@@ -100,7 +110,7 @@ class StoreWatch:
         for name, tier in self._tiers.items():
             try:
                 late = max(self._late_tiers.left_s(name), self._late_tiers.left_s(LOOK_UP)) > 0
-                found[name] = tier.stats() if not late and tier.is_reachable else None
+                found[name] = None if late else self._questions.ask(name, partial(_stats_of, tier), ANSWER_S)
             except Exception:  # whatever it is, this tier is of no use now
                 found[name] = None
             if found[name] is None:

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from cacheblend.core.errors import StoreError
 from cacheblend.core.names import BlockName
@@ -12,6 +12,7 @@ from cacheblend.engines.chunk_index import ChunkListing
 from cacheblend.engines.documents import referring
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.serve.keys import ApiKey
+from cacheblend.serve.questions import Questions
 from cacheblend.store.base import SMALL_FILE_BYTES
 from cacheblend.store.documents import DocumentRecord
 
@@ -20,6 +21,8 @@ LIST_REFRESH_S = 5.0
 
 _MAX_SALTS = 4096  # remembered per key
 _COUNT_VALID_S = 2.0  # for which a count of a key's stored bytes is used
+_COUNT_S = 2.0  # that a request waits for one: a store that hangs must not keep all requests from being read
+_COUNTS_AT_ONCE = 4
 
 
 def tenant_of(key: ApiKey, salt: str) -> str:
@@ -43,6 +46,7 @@ class Tenants:
         self._referring = lru_cache(64)(lambda root, *_: referring(engine.store, root))
         # By key's name: bytes that were stored at a time, with those reserved since, and that time.
         self._counted: dict[str, tuple[int, float]] = {}
+        self._questions = Questions(_COUNTS_AT_ONCE)
 
     def remember_salt(self, key: ApiKey, salt: str) -> bool:
         """Notes that a client of this key uses a salt, so that chunks under it are listed and count for the quota.
@@ -112,13 +116,16 @@ class Tenants:
         if counted is not None and now - counted[1] < _COUNT_VALID_S:
             return
         try:
-            manifests = self.manifests(key)
-            records = sum(len(self._engine.store.documents.names(root)) for root in self.roots(key))
-            held = self.bytes_of(manifests) + (len(manifests) + records) * SMALL_FILE_BYTES
-        except StoreError:
+            held = self._questions.ask(key.name, partial(self._held_by, key), _COUNT_S)
+        except (StoreError, TimeoutError, RuntimeError):
             held = self.store_bytes  # the quota cannot be checked, so nothing more is stored
         with self._lock:
             self._counted[key.name] = held, now
+
+    def _held_by(self, key: ApiKey) -> int:
+        manifests = self.manifests(key)
+        records = sum(len(self._engine.store.documents.names(root)) for root in self.roots(key))
+        return self.bytes_of(manifests) + (len(manifests) + records) * SMALL_FILE_BYTES
 
     def reserve(self, key: ApiKey, tokens: int, files: int = 1) -> bool:
         """Reserves part of a key's quota for chunks and their files; False if the last count leaves too little."""
