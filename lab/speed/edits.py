@@ -6,10 +6,10 @@
     clock        the first line says the time, which is another one in each turn
 
 Tool results are real passages, thoughts are words of others. One engine answers all turns, and is asked behind the
-steps of each, too; between prompts it has time to store what the last one computed. From the fifth turn on each prompt whose
-history was edited, whether anything in it is moved or not, is prefilled by prefix caching and by moved runs, on the
-same store, in turn. On pretrained weights what the model expects of the tokens of its own answer is
-compared with full prefill, beside that of the same runs computed alone, as chunks, and blended at the same ratio.
+steps of each, too; between prompts it has time to store what the last one computed. From the fifth turn on each prompt
+whose history was edited, whether anything in it is moved or not, is prefilled by prefix caching and by moved runs, on
+the same store, in turn. On pretrained weights what the model expects of the tokens of its own answer is compared with
+full prefill, beside that of the same runs computed alone, as chunks, and blended at the same ratio.
 With --vllm the same prompts are timed in two servers of vLLM, which compute one token of each.
 """
 
