@@ -102,6 +102,10 @@ def run(settings: TtftSettings, on_progress: Progress | None = None) -> dict[str
         torch.set_num_threads(settings.threads)
     try:
         model, tokenizer, name = open_model(settings)
+        with _engine(model, tokenizer, "memory", settings) as engine:  # whose limits are known before it is measured
+            draw = random.Random(settings.seed)
+            chunks = open_chunks(settings, engine, draw)
+            engine.prompt(draw_prompt(settings, chunks, engine.runtime.survey.vocab_size, draw))
         measured = _measure(settings, model, tokenizer, on_progress)
         arms = [summary(arm, measured) for arm in measured]
         # The gain of each blend from the first store, by its ratio; the first of them also by the profile's name.
