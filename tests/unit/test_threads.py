@@ -351,7 +351,7 @@ def test_one_thread_beside_others(caplog: pytest.LogCaptureFixture, monkeypatch:
     learn(count, 40, 0.4)
     [record] = caplog.records
     assert record.levelno == logging.WARNING
-    assert "40 % of the time" in record.message and "OMP_NUM_THREADS=2" in record.message
+    assert "40 % of the time" in record.message and "by one thread instead of 2" in record.message
     assert "or other threads of this one" in record.message  # a thread cannot tell who has its core
     count = ThreadCount()
     learn(count, 1, 1.0)

@@ -36,10 +36,11 @@ SECTION, MOST_SECTION = 2048, 8192
 which is read each time, a quarter of it, but no more than the second."""
 
 OVERHEAD = 256  # ids that a chain counts for beside its own
-GONE = 1 / 3
+GONE = 3 / 4
 """Of what stood in front of a run, at most this share, or a shortest run, may stand in front of it no more. Else its KV
-is of another text than this one: behind a summary of the older half it was further from full prefill than a run that
-was computed alone (docs/log.md, 2026-11-28)."""
+is of another text than this one: behind a summary of the older half, where .9 and more is gone, it was further from
+full prefill than a run that was computed alone; behind cleared results, .4 to .9, a fifth as far (docs/log.md,
+2026-11-30)."""
 
 
 class _Block(NamedTuple):

@@ -144,10 +144,12 @@ class PromptBuilder:
         ids, own = tokenizer("a")["input_ids"], self._all.whole("a").ids
         at = next((at for at in range(len(ids)) if ids[at : at + len(own)] == own), 0)
         self._front, self._back = list(ids[:at]), list(ids[at + len(own) :])
-        # Of some models that see, a template reads the parts of a content alone: of a text it would leave nothing.
-        said = [{"role": "user", "content": _SAID}]
+        # Of some models that see, a template reads the parts of a content alone: of a text it leaves nothing, whichever
+        # it is.
         self._takes_parts = False
-        self._takes_parts = _SAID not in self._try(said) and _SAID in self._try(_in_parts(said))
+        some, other = ([{"role": "user", "content": text}] for text in ("What was said", "what was Said"))
+        if self._try(some) == self._try(other):
+            self._takes_parts = self._try(_in_parts(some)) != self._try(_in_parts(other))
         markers = self._find_markers({number: text for number, text in added.items() if number not in self._special})
         self._guarded = {number: added[number] for number in (self._special | markers) - {tokenizer.unk_token_id}}
         self._plain = TextEncoder(spec, self._special | markers)
@@ -422,8 +424,6 @@ class PromptBuilder:
 
 _FRONTS = 16  # texts in front of passages whose tokens are kept: system prompts come again and again
 _LETTER = "a"  # what most passages begin like, as far as the tokens in front of them go
-
-_SAID = "What was said"
 
 _PROBES: list[list[Message]] = [
     [{"role": "user", "content": "a"}],
