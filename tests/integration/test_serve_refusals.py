@@ -25,6 +25,7 @@ from cacheblend.store import MemoryStore
 from openai_asking import ask, messages
 from random_words import words
 from serving import connected, running, shallow
+from small_llama import wait_until
 
 
 @pytest.fixture
@@ -119,7 +120,15 @@ def test_a_store_that_hangs_keeps_no_answer_back(monkeypatch: pytest.MonkeyPatch
                 body = {"prompt": "lamp", "max_tokens": 2}
                 assert http.post(f"{url}/v1/completions", json=body).status_code == 200
             assert 'cacheblend_store_up{tier="memory"} 0.0' in http.get(f"{url}/metrics").text
-            gate.set()
+            gate.set()  # one that is slow, and answers when nobody waits any more, is up
+
+            def is_up() -> bool:
+                return 'cacheblend_store_up{tier="memory"} 1.0' in http.get(f"{url}/metrics").text
+
+            wait_until(is_up)
+            slow = threading.Event()
+            monkeypatch.setattr(MemoryStore, "stats", lambda self: (slow.wait(0.3), real(self))[1])
+            assert is_up() and is_up()
     finally:
         gate.set()
 

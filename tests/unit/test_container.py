@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cacheblend.cli.models import fit_threads
 from cacheblend.core import container
+from cacheblend.engines.hf import thread_count
+from cacheblend.engines.hf.thread_count import fit_threads
 from cacheblend.store.residence import default_memory_bytes
 
 
@@ -36,6 +37,7 @@ def test_limits(
 
 def test_a_command_takes_no_more_threads_than_a_quota_has_processors_for(monkeypatch: pytest.MonkeyPatch) -> None:
     took = list[int]()
+    monkeypatch.setattr(thread_count, "_OWN_THREADS", 64)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     monkeypatch.setattr(torch, "set_num_threads", took.append)
     for quota in (0.5, 3.2, 64, math.inf):
@@ -44,4 +46,4 @@ def test_a_command_takes_no_more_threads_than_a_quota_has_processors_for(monkeyp
         fit_threads()
         monkeypatch.delenv("OMP_NUM_THREADS")
         fit_threads()
-    assert took == [1, 4]
+    assert took == [1, 4] and thread_count._OWN_THREADS == 4

@@ -102,7 +102,7 @@ def run(settings: TtftSettings, on_progress: Progress | None = None) -> dict[str
         torch.set_num_threads(settings.threads)
     try:
         model, tokenizer, name = open_model(settings)
-        with _engine(model, tokenizer, "memory", settings) as engine:  # whose limits are known before it is measured
+        with _engine(model, tokenizer, "memory", settings) as engine:  # what does not fit is refused first
             draw = random.Random(settings.seed)
             chunks = open_chunks(settings, engine, draw)
             engine.prompt(draw_prompt(settings, chunks, engine.runtime.survey.vocab_size, draw))

@@ -1,14 +1,11 @@
 """Opens a model folder for a command: without a library's output, errors as one line."""
 
-import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cacheblend.cli.options import DeviceOptions
 from cacheblend.cli.output import status
-from cacheblend.core import container
 from cacheblend.core.errors import CacheBlendError, InvalidInputError
 from cacheblend.engines.folders import model_folder, name_of
 
@@ -35,9 +32,10 @@ def open_engine(
     name = name_of(folder)
     with status(f"opening {name} ...", quiet=quiet):
         quiet_transformers()
-        fit_threads()
         from cacheblend.engines.hf import BlendEngine
+        from cacheblend.engines.hf.thread_count import fit_threads
 
+        fit_threads()
         try:
             engine = BlendEngine.from_pretrained(
                 folder,
@@ -76,16 +74,6 @@ def quiet_transformers() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-
-
-def fit_threads() -> None:
-    """No more threads than a container's quota has processors for: else they use it up, and all wait for the next
-    period. Call it before the engine counts them (`thread_count`). Left alone where the environment sets a number."""
-    import torch
-
-    most, is_set = container.processors(), any(name in os.environ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
-    if most < torch.get_num_threads() and not is_set:
-        torch.set_num_threads(max(1, math.ceil(most)))
 
 
 def checked(device: DeviceOptions) -> tuple[Any, Any]:

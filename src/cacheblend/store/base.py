@@ -225,13 +225,13 @@ class KVStore(Closable, BlockSource):
         """Takes a chunk off the list, its blocks stay; False if it was not listed."""
 
     def delete_chunk(self, block_names: Sequence[BlockName], kept: Container[BlockName] = ()) -> None:
-        """Takes a chunk off the list and removes its blocks, pinned or not, and what follows them (`state_name`), but
-        not those in `kept`, which other chunks share."""
-        self.delete_manifest(block_names[-1])
+        """Removes a chunk's blocks, pinned or not, and what follows them (`state_name`), but not those in `kept`, which
+        other chunks share, and takes it off the list: the last step, so that it can be done again."""
         for name in block_names:
             if name not in kept:
                 self.delete(name)
                 self.delete(state_name(name))
+        self.delete_manifest(block_names[-1])
 
     @abstractmethod
     def stats(self) -> StoreStats:

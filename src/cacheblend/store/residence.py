@@ -31,7 +31,7 @@ _stuck: list[mmap.mmap] = []  # memory that could not be unlocked: unmapped, it 
 def default_memory_bytes() -> int:
     """4 GiB, or a quarter of the machine's memory, or of its container's, where that is less."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(min(4 << 30, physical // 4, container.memory_bytes() // 4))
+    return int(min(4 << 30, physical // 4, container.memory_bytes() / 4))
 
 
 class Here:

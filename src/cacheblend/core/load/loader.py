@@ -156,14 +156,15 @@ class LayerLoader(Closable):
         self._pending: dict[int, Future[dict[int, _Read]] | Future[dict[int, _Loaded]]] = {}
         self._given: dict[int, LayerCache] = {}
         self._first_tier = next((s.tier for s in self._spans), "")
-        self._asked = "", 0.0  # the tier, and since when by the budget's clock
+        self._asked = "", 0.0  # the tier that is being read, and since when by the budget's clock
+        self._last_tier = ""
         self._calls: list[PoolCall[Any]] = []  # of the reading threads, in order, each behind the one before it
         self.read_s: dict[str, float] = {}  # seconds of reading the layers that were given, by tier
         self.load_s = self.wait_s = 0.0  # seconds of reading and filling buffers on the host; of callers that waited
 
     @property
     def reading(self) -> str:  # the tier that is being read, or was read last; empty: none yet
-        return self._asked[0]
+        return self._last_tier
 
     def layer(self, index: int) -> LayerCache:
         """Buffers of layer `index` with the loaded rows, all others zero; or its place in `caches`. Ask in order.
@@ -185,7 +186,7 @@ class LayerLoader(Closable):
                 if pending is None and self._spans_of(index):
                     pending = self._submit(range(index, index + 1))
                 if pending is not None and not self._budget.wait(pending, self._asks):
-                    by_tier, tier = _by_tier(self._spans_of(index)), self.reading
+                    by_tier, tier = _by_tier(self._spans_of(index)), self._asked[0]
                     if tier not in by_tier:  # no thread is free
                         tier = ""
                     late = by_tier.get(tier) or [name for names in by_tier.values() for name in names]
@@ -208,8 +209,9 @@ class LayerLoader(Closable):
             pending = None  # else an error and the future that has it would keep each other, and what was read, alive
             self.wait_s += time.perf_counter() - started
 
-    def _asks(self) -> tuple[str, float]:  # see `Reading`
-        return self._asked if self.reading else (self._first_tier, 0.0)
+    def _asks(self) -> tuple[str, float]:
+        """See `Reading`. Between two reads it waits for a thread, and for no tier."""
+        return (self._first_tier, 0.0) if not self._last_tier else self._asked
 
     def awaited(self, index: int) -> "Future[Any] | None":
         """The read that `layer` would wait for; None: `layer` returns, or raises, without waiting for the store. Begins
@@ -315,7 +317,11 @@ class LayerLoader(Closable):
         for tier, names in _by_tier(self._spans_of(layers.start)).items():
             asked = time.perf_counter()
             self._asked = tier, 0.0 if self._budget is None else self._budget.clock()
-            read = self._source.read_layers(names, layers, self._heads, lease.take)
+            self._last_tier = tier
+            try:
+                read = self._source.read_layers(names, layers, self._heads, lease.take)
+            finally:
+                self._asked = "", 0.0
             for name, found in zip(names, read, strict=True):
                 if isinstance(found, BlockLostError):
                     lost[name] = found

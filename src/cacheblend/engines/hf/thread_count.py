@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from cacheblend.core import openmp
+from cacheblend.core import container, openmp
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,17 @@ _BUSY, _QUIET = 0.75, 0.95  # share of the time that the thread runs; in between
 _TRIES_S = (0.25, 8.0)  # quiet seconds before more threads are tried: at first, and at most; each failure doubles them
 _SAID_AFTER_S = 5.0  # busy seconds; weights that are read from a disk when they are first used take less
 _OWN_THREADS = torch.get_num_threads()
+_NAMES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def fit_threads() -> None:
+    """For a program that is this process alone: no more threads than a container's quota has processors for. Else they
+    use it up, and all wait for the next period. Left alone where the environment sets a number."""
+    global _OWN_THREADS
+    most = container.processors()
+    if most < torch.get_num_threads() and not any(name in os.environ for name in _NAMES):
+        _OWN_THREADS = max(1, math.ceil(most))
+        torch.set_num_threads(_OWN_THREADS)
 
 
 class ThreadCount:
@@ -37,7 +48,7 @@ class ThreadCount:
     False leaves the number alone. `is_single`: the next layer is computed by one thread."""
 
     def __init__(self, is_following: bool = True) -> None:
-        chosen = any(name in os.environ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
+        chosen = any(name in os.environ for name in _NAMES)
         self.is_following = is_following and not chosen and openmp.libraries() is not None
         self.is_single = False
         self._took = self._ran = 0.0

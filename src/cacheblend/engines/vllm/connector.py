@@ -100,9 +100,11 @@ def _log_as_vllm() -> None:
     """What this package logs goes where vLLM's own goes, at its level: vLLM's configuration names its loggers alone,
     and may have turned off all that there were before."""
     ours, theirs = logging.getLogger("cacheblend"), logging.getLogger("vllm")
-    for handler in theirs.handlers:
-        ours.addHandler(handler)
-    ours.setLevel(theirs.level)
+    if not logging.root.handlers:  # else ours are among what the program shows
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+        if theirs.level and not ours.level:
+            ours.setLevel(theirs.level)
     for name, each in list(logging.root.manager.loggerDict.items()):
         if name.partition(".")[0] == "cacheblend" and isinstance(each, logging.Logger):
             each.disabled = False

@@ -288,7 +288,11 @@ class RedisObjects:
         try:
             yield
         finally:
-            self._together(lambda pipe: pipe.eval(_RELEASE, 1, key, token))
+            try:
+                self._together(lambda pipe: pipe.eval(_RELEASE, 1, key, token))
+            except StoreError:  # this user may run no scripts
+                if self._together(lambda pipe: pipe.get(key))[0] == token:
+                    self._together(lambda pipe: pipe.delete(key))
 
     def _note_change(self, pipe: Any, kind: str) -> None:
         if kind == MANIFESTS:

@@ -59,7 +59,7 @@ class CaptureWriter:
         """Has a chunk stored; returns before it is; `kv`: see `gather`; the list is emptied as soon as the host has its
         content."""
         self._unfinished = [chunk for chunk in self._unfinished if not chunk.done()]
-        if self._ranks.rank or self.is_paused:
+        if self._ranks.rank or self._keeper.is_paused:
             self.count_done()
             return
         try:
@@ -71,9 +71,9 @@ class CaptureWriter:
             self.count_done()
 
     @property
-    def is_paused(self) -> bool:
-        """The store has just refused a chunk; known by the rank that writes."""
-        return not self._ranks.rank and self._keeper.is_paused
+    def is_refusing(self) -> bool:
+        """The store has just refused a chunk, and none is being written; known by the rank that writes."""
+        return not self._ranks.rank and self._keeper.is_paused and all(each.done() for each in self._unfinished)
 
     def count_done(self) -> None:
         with self._lock:

@@ -221,8 +221,8 @@ class Worker(Outbox):
         for blend in self._arrived:
             self._blends.add(Task(blend))
         self._arrived = [*jobs.blend]
-        # Of a store that takes nothing at the moment no chunk is computed for nothing.
-        is_refused = bool(jobs.capture) and self.is_any(self._capture_writer.is_paused)
+        # Of a store that takes nothing at the moment no chunk is computed for nothing; they end in the order of sending
+        is_refused = bool(jobs.capture) and self.is_any(not self._captures and self._capture_writer.is_refusing)
         for capture in jobs.capture:
             if is_refused:
                 self._capture_writer.count_done()
