@@ -22,7 +22,7 @@ from cacheblend.core.errors import LoadTimeoutError
 from cacheblend.core.load import budget as budget_module
 from cacheblend.core.load import loader as loader_module
 from cacheblend.core.load import staging_buffers
-from cacheblend.core.load.budget import LEAST_S, LateTiers, LoadBudget, Reading
+from cacheblend.core.load.budget import LEAST_S, LOOK_UP, LateTiers, LoadBudget, Reading
 from cacheblend.core.load.loader import MOMENT_S, LayerLoader, ReadSize
 from cacheblend.core.load.staging_buffers import StagingMemory
 from cacheblend.core.load.threads import DaemonPool
@@ -363,6 +363,34 @@ def stored(store: MemoryStore, number: int) -> tuple[Segment, BlockName]:
     records = [torch.full((2, 2, 8, 8), float(number) + layer / 10) for layer in range(FEW)]
     store.write(raw_block(name, ROOT, segment.token_ids, records))
     return segment, name
+
+
+@pytest.mark.parametrize("read_before", [0, 2])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_read_that_waits_for_a_thread_blames_no_tier(
+    read_before: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit in ("AT_ONCE", "AT_ONCE_TO_DEVICE"):  # layer by layer
+        monkeypatch.setattr(loader_module, limit, 1)
+    store, threads, hanging = MemoryStore(), DaemonPool(1, "test-busy"), threading.Event()
+    segment, name = stored(store, 1)
+    plan, late_tiers = PLANNER.plan(Prompt.of([text([1, 2]), segment, text([3])]), store), LateTiers()
+    budget = LoadBudget(0.5, late_tiers=late_tiers)
+    loader = LayerLoader(
+        plan, store, SHALLOW, [None] * FEW, read_ahead=1, overlap=overlap, threads=threads, budget=budget
+    )
+    if read_before:
+        check(loader.layer(0), 0, 0)
+    threads.submit(hanging.wait, 60)  # another request's read; the next layer's is in front of it, if one was read
+    if read_before:
+        check(loader.layer(1), 0, 1)
+    with pytest.raises(LoadTimeoutError) as late:
+        loader.layer(read_before)
+    assert late.value.names == [name] and "from the store takes longer" in str(late.value)
+    assert list(budget.late) == [LOOK_UP] and late_tiers.left_s(store.tiers().popitem()[0]) == 0
+    hanging.set()
+    loader.close()
+    threads.close()
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -202,7 +202,7 @@ def _table(result: dict[str, Any]) -> Table:
     for name, meaning, figures in (
         ("all", "right answers", ["{}/{}".format(*method["score"]) for method in methods]),
         ("first token", "median", [output.seconds_text(method["ttft_s"]) for method in methods]),
-        ("faster", "", [f"{method['speedup']:.1f} x" for method in methods]),
+        ("faster", "median by question", [f"{method['speedup']:.1f} x" for method in methods]),
         ("computed", "of a full prefill", [f"{100 * method['compute']:.0f} %" for method in methods]),
         ("recomputed", "of the loaded tokens", shares),
     ):

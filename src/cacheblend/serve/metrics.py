@@ -28,7 +28,7 @@ from cacheblend.engines.discovery import DiscoveryFigures
 from cacheblend.engines.hf.shadow_check import ShadowCheck
 from cacheblend.engines.metrics import DISCOVERED, SHADOW_COUNTERS, SHADOW_GAUGES, SHADOW_KL, WHOSE, Texts
 from cacheblend.engines.shadow import KL_BUCKETS, ShadowFigures
-from cacheblend.serve.questions import Questions
+from cacheblend.serve.bounded_calls import BoundedCalls
 from cacheblend.store import KVStore, StoreStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -102,7 +102,7 @@ class StoreWatch:
         self._late_tiers = late_tiers or LateTiers()
         self._tiers = store.tiers()
         self._lock = threading.Lock()
-        self._no_answer, self._questions = dict.fromkeys(self._tiers, 0), Questions(max(1, len(self._tiers)))
+        self._no_answer, self._calls = dict.fromkeys(self._tiers, 0), BoundedCalls(max(1, len(self._tiers)))
 
     def stats(self) -> Mapping[str, StoreStats | None]:
         """By tier; None for one that does not answer, or answered requests too late, which is counted."""
@@ -110,7 +110,7 @@ class StoreWatch:
         for name, tier in self._tiers.items():
             try:
                 late = max(self._late_tiers.left_s(name), self._late_tiers.left_s(LOOK_UP)) > 0
-                found[name] = None if late else self._questions.ask(name, partial(_stats_of, tier), ANSWER_S)
+                found[name] = None if late else self._calls.result(name, partial(_stats_of, tier), ANSWER_S)
             except Exception:  # whatever it is, this tier is of no use now
                 found[name] = None
             if found[name] is None:

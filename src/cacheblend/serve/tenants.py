@@ -11,8 +11,8 @@ from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.engines.chunk_index import ChunkListing
 from cacheblend.engines.documents import referring
 from cacheblend.engines.hf import BlendEngine
+from cacheblend.serve.bounded_calls import BoundedCalls
 from cacheblend.serve.keys import ApiKey
-from cacheblend.serve.questions import Questions
 from cacheblend.store.base import SMALL_FILE_BYTES
 from cacheblend.store.documents import DocumentRecord
 
@@ -46,7 +46,7 @@ class Tenants:
         self._referring = lru_cache(64)(lambda root, *_: referring(engine.store, root))
         # By key's name: bytes that were stored at a time, with those reserved since, and that time.
         self._counted: dict[str, tuple[int, float]] = {}
-        self._questions = Questions(_COUNTS_AT_ONCE)
+        self._calls = BoundedCalls(_COUNTS_AT_ONCE)
 
     def remember_salt(self, key: ApiKey, salt: str) -> bool:
         """Notes that a client of this key uses a salt, so that chunks under it are listed and count for the quota.
@@ -116,7 +116,7 @@ class Tenants:
         if counted is not None and now - counted[1] < _COUNT_VALID_S:
             return
         try:
-            held = self._questions.ask(key.name, partial(self._held_by, key), _COUNT_S)
+            held = self._calls.result(key.name, partial(self._held_by, key), _COUNT_S)
         except (StoreError, TimeoutError, RuntimeError):
             held = self.store_bytes  # the quota cannot be checked, so nothing more is stored
         with self._lock:
