@@ -301,12 +301,13 @@ def _figures(turns: Sequence[dict[str, Any]], scene: str, ways: Sequence[str]) -
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Draws time to first token by prompt length, a picture a scene, a dot a turn."""
+    """Draws time to first token by turn, a picture a scene, a dot a prompt; each title says how long prompts are."""
     scenes = list(dict.fromkeys(turn["scene"] for turn in result["turns"]))
     with picture(path, columns=len(scenes), width=4.5) as axes:
         for scene, where in zip(scenes, axes, strict=True):
-            own = sorted((turn for turn in result["turns"] if turn["scene"] == scene), key=lambda turn: turn["tokens"])
-            lengths = [turn["tokens"] for turn in own]
-            curves = {name: (lengths, [turn[f"{arm}_s"] for turn in own]) for arm, name in ARMS.items()}
-            title = f"{scene}: {result['figures'][f'{scene}_gain']:.1f} times"
-            draw_curves(where, curves, title, xlabel="tokens", ylabel="time to first token, s", ylim=(0, None))
+            own = sorted((turn for turn in result["turns"] if turn["scene"] == scene), key=lambda turn: turn["turn"])
+            numbers, lengths = [turn["turn"] for turn in own], [turn["tokens"] for turn in own]
+            curves = {name: (numbers, [turn[f"{arm}_s"] for turn in own]) for arm, name in ARMS.items()}
+            gain = f"{result['figures'][f'{scene}_gain']:.1f} times"
+            title = f"{scene}, {min(lengths)} to {max(lengths)} tokens: {gain}"
+            draw_curves(where, curves, title, xlabel="turn", ylabel="time to first token, s", ylim=(0, None))

@@ -11,6 +11,7 @@ import copy
 import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.plan.prompt import Prompt, text
+from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines.hf import BlendEngine, SamplingParams, warmup
 from cacheblend.store import DiskStore, KVStore, MemoryStore
 from campaign import seeds, share
@@ -109,6 +110,33 @@ def test_a_newest_prompt_whose_blocks_are_gone_hides_no_older_one() -> None:
         for name in set(names_in(engine.store)) - older:
             assert engine.store.delete(name)
         assert ask(engine, SYSTEM, U1, A1, U2, NEXT, ids(23, 9)).hit_tokens["moved"] == len(A1 + U2)
+
+
+@pytest.mark.parametrize("conversation", ["", "named"])
+def test_a_document_that_is_found_by_its_content_ends_no_history(conversation: str) -> None:
+    document = ids(30, 100)
+    with open_engine(discover=True) as engine:
+        engine.warm([chunk(document)])
+        engine.runtime.discovery.listing.prepare(engine.runtime.planner.root).result()  # type: ignore[union-attr]
+        chunks, asked = names_in(engine.store), partial(ask, engine, conversation=conversation)
+        assert asked(SYSTEM, document, U1, THOUGHT, A1).hit_tokens["memory"] == len(document)  # nothing is known yet
+        asked(SYSTEM, document, U1, THOUGHT, A1, U2)
+        report = asked(SYSTEM, document, U1, A1, U2, NEXT)
+        assert report.hit_tokens["prefix"] == 1 + len(SYSTEM + document + U1)
+        assert report.hit_tokens["moved"] == len(A1 + U2) and not report.hit_tokens["memory"]
+        for name in names_in(engine.store) - chunks:  # the store has evicted the conversation, and not the document
+            assert engine.store.delete(name)
+        assert asked(SYSTEM, document, U1, A1, U2, NEXT, ids(31, 9)).hit_tokens["memory"] == len(document)
+        report = asked(SYSTEM, document, U1, A1, U2, NEXT, ids(31, 9), ids(32, 9))
+        assert report.hit_tokens["prefix"] > len(SYSTEM + document + U1 + A1 + U2)
+
+
+def test_prompts_that_begin_otherwise_get_nothing_of_an_unnamed_conversation() -> None:
+    other, secret = ids(33, 90), ids(34, 120)
+    with open_engine() as engine:
+        ask(engine, SYSTEM, U1, THOUGHT)
+        ask(engine, other, U2, secret)  # another program's, by the same key
+        assert "moved" not in ask(engine, SYSTEM, U1, secret, NEXT).hit_tokens
 
 
 def test_a_store_that_holds_no_whole_history_ends_the_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,6 +194,16 @@ def test_a_choice_of_shards_is_part_of_the_name_and_what_is_loaded(tmp_path: Pat
     three = fingerprint_folder(folder)
     save_file(tensors(4), folder / "parts" / "w.safetensors")
     assert fingerprint_folder(folder) != three != two
+    # a download of everything names the same weights as one that fetched what is loaded
+    (folder / "pytorch_model.bin").write_bytes(b"the same, for PyTorch")
+    last, other = fingerprint_folder(folder), {"use_safetensors": False}
+    (folder / "pytorch_model.bin").unlink()
+    assert fingerprint_folder(folder) == last
+    named = set()
+    for content in (b"one", b"two"):
+        (folder / "pytorch_model.bin").write_bytes(content)
+        named.add(fingerprint_folder(folder, other))
+    assert len(named) == 2 and last not in named
     # the files that are loaded
     folder = write_folder(tmp_path / "loaded", "shards")
     assert [file.name[:11] for file in loaded_files(folder)] == ["model-00001", "model-00002", "model-00003"]

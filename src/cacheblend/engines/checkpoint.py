@@ -75,10 +75,12 @@ def loaded_files(folder: Path, variant: str | None = None, use_safetensors: bool
 
 
 def weights_in(folder: Path, variant: str | None = None, use_safetensors: bool | None = None) -> tuple[list[Path], str]:
-    """The files that a folder's fingerprint covers: its weight files and those that an index names elsewhere; and the
-    names of the shards that are loaded if the folder holds others as well, else an empty string. Raises as
-    `loaded_files`."""
+    """The files that a folder's fingerprint covers: its weight files and those that an index names elsewhere, but none
+    for PyTorch beside safetensors, which only some downloads fetch, unless they are what is loaded; and the names of
+    the shards that are loaded if the folder holds others as well, else an empty string. Raises as `loaded_files`."""
     files, loaded = weight_files(folder), loaded_files(folder, variant, use_safetensors)
+    if use_safetensors is not False:
+        files = [file for file in files if file.suffix == ".safetensors"] or files
     shards = {file for file in files if re.fullmatch(r".*-\d+-of-\d+\.\w+", file.name)}
     others = {file for file in shards if file.suffix == loaded[0].suffix} - set(loaded) if len(loaded) > 1 else set()
     names = " ".join(file.relative_to(folder).as_posix() for file in loaded) if others else ""

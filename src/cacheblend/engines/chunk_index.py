@@ -320,9 +320,9 @@ class ChunkListing:
 
 
 def with_matches(prompt: Prompt, index: ChunkIndex, start: int = 0, *, moved: bool = False) -> Prompt:
-    """The prompt with the runs of its plain text from position `start` on that the index finds as chunks, or as moved
-    ones; marked chunks stay as they are."""
-    segments, position = list[Segment](), 0
+    """The prompt with the runs of its plain text from position `start` on, but not of what its conversation has begun
+    with, that the index finds as chunks, or as moved ones; marked chunks stay as they are."""
+    segments, position, start = list[Segment](), 0, max(start, prompt.begun)
     for segment in prompt.segments:
         begin, position = max(0, start - position), position + len(segment)
         if segment.is_chunk or begin >= len(segment):
@@ -334,5 +334,4 @@ def with_matches(prompt: Prompt, index: ChunkIndex, start: int = 0, *, moved: bo
             segments += [text(segment.token_ids[at : begin + match.start]), run]
             at = begin + match.stop
         segments.append(text(segment.token_ids[at:]) if at else segment)
-    found = Prompt.of(segments, prompt.changed_contents, prompt.front)
-    return replace(found, conversation=prompt.conversation, as_asked=prompt.as_asked)
+    return replace(prompt, segments=Prompt.of(segments, prompt.changed_contents, prompt.front).segments)

@@ -77,6 +77,10 @@ class _Chain:
         """How many first tokens are the same."""
         return equal_length(self.token_ids, token_ids)
 
+    def held(self, shared: int, lost: Collection[BlockName]) -> int:
+        """How many of so many first tokens lie in front of the first lost block."""
+        return min(shared, next((block.start for block in self.blocks if block.name in lost), shared))
+
 
 class Histories:
     """The exact chains of recent conversations, for one engine. Thread-safe.
@@ -117,17 +121,22 @@ class Histories:
 
     def match(self, root: BlockName, prompt: Prompt, lost: Collection[BlockName] = ()) -> Prompt:
         """The prompt with the runs behind its exact prefix that its conversation has exact KV of at other places, but
-        in `lost` blocks. A prompt of no named conversation has to begin as one of the earlier prompts does."""
+        in `lost` blocks. A prompt of no named conversation is matched with those that begin as it does, and has to."""
         if not prompt.chunks:  # one text, so that runs and blocks end at no message
             whole = Prompt.of([text(prompt.token_ids)], prompt.changed_contents)
             prompt = replace(whole, conversation=prompt.conversation)
         with self._lock:
             chains = self._chains.get((root, prompt.conversation), ())
+        needed = 0 if prompt.conversation else self._min_run_tokens
+        chains = tuple(each for each in chains if each.shared(prompt.token_ids) >= needed)
+        if not chains and not prompt.conversation:
+            return prompt
         shared = [each.shared(prompt.token_ids) for each in chains]
+        begun = max((each.held(begin, lost) for each, begin in zip(chains, shared, strict=True)), default=0)
+        prompt = replace(prompt, as_asked=prompt, begun=begun if begun >= self._min_run_tokens else 0)
         longest = max(shared, default=0)
         beyond = max((len(each.token_ids) - begin for each, begin in zip(chains, shared, strict=True)), default=0)
-        needed = 0 if prompt.conversation else self._min_run_tokens
-        if longest < needed or min(beyond, len(prompt) - longest) < self._min_run_tokens:
+        if min(beyond, len(prompt) - longest) < self._min_run_tokens:
             return prompt  # nothing was edited, most often
         index, begins = ChunkIndex(self._min_run_tokens), dict[BlockName, int]()
         for each, begin in zip(chains, shared, strict=True):
@@ -158,7 +167,7 @@ class Histories:
         if first is not None and first.is_moved:  # the block in which the prefix ends is loaded in part
             front = tuple(text(each.token_ids) for each in chains[shared.index(longest)].parts(root))
         found = Prompt.of(segments, prompt.changed_contents, front)
-        return replace(found, conversation=prompt.conversation, as_asked=prompt)
+        return replace(prompt, segments=found.segments, front=found.front)
 
 
 def exact_part(planner: Planner, plan: BlendPlan) -> BlendPlan | None:
@@ -180,16 +189,19 @@ def plan_of_held(
     match: Callable[[Prompt, Collection[BlockName]], Prompt],
 ) -> BlendPlan:
     """The plan of a matched prompt. Of runs whose blocks the store has lost, with what other chains hold: `match`
-    finds runs of the prompt as it was asked, but in these blocks."""
+    finds runs of the prompt as it was asked, but in these blocks; and chunks behind the first block that is lost of
+    what the conversation had begun with."""
     found, lost = plan(prompt), set[BlockName]()
     for _ in range(MOST_CHAINS):
+        asked, begun = found.prompt.as_asked, found.prompt.begun
         moved = [span for span in found.spans if found.prompt.segments[span.segment].is_moved]
-        missed = {s.name for s in moved if s.source is Source.MISS and s.name not in found.left_out}
-        if not missed or found.prompt.as_asked is None:
+        missed = {span.name for span in moved if span.source is Source.MISS}
+        missed |= {span.name for span in found.spans if span.source is Source.TEXT and span.stop <= begun}
+        if asked is None or not (missed := missed - found.left_out):
             break
-        again = match(found.prompt.as_asked, lost := lost | missed)
+        again = match(asked, lost := lost | missed)
         held = sum(len(span) for span in moved if span.source is not Source.MISS)
-        if sum(len(segment) for segment in again.segments if segment.is_moved) <= held:
+        if again.begun == begun and sum(len(segment) for segment in again.segments if segment.is_moved) <= held:
             break
         found = plan(again)
     return found

@@ -24,7 +24,6 @@ from cacheblend.core.select.selectors import Head, Selector
 from cacheblend.engines.fingerprint import ModelIdentity
 
 PROFILE_NAME = "blend-profile.json"  # name of a profile's file in a model's folder
-_OLD_PROFILE_NAME = "cacheblend.json"  # until version 0.1; also the name of a store's format file
 COST_FORMAT = 1  # of a cost model's file
 
 logger = logging.getLogger("cacheblend.engine")
@@ -106,8 +105,7 @@ def resolve_settings(
         return BlendSettings(config)
     if by_hand:
         return BlendSettings(BlendConfig.of(overrides))
-    named, old = folder / PROFILE_NAME, folder / _OLD_PROFILE_NAME
-    path = Path(file) if file is not None else old if old.is_file() and not named.exists() else named
+    path = folder / PROFILE_NAME if file is None else Path(file)
     if file is None and not path.is_file():
         return BlendSettings(BlendConfig.of(overrides), source=f"the defaults; {folder.resolve().name} has no profile")
     profile = read_profile(path)

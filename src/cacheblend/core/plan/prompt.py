@@ -97,7 +97,10 @@ class Prompt:
             are others in this prompt because of the passage that follows; None: what stands in front of the first
             chunk. It is the same whichever passage is first.
         conversation: whose earlier prompts this one may continue, see `engines.histories`.
-        as_asked: this prompt before runs of it were found in earlier ones; None: none was.
+        as_asked: this prompt as it was before runs were looked for in what its conversation had computed; None: it
+            continues nothing.
+        begun: tokens that an earlier prompt of the conversation begins with, too: its exact prefix, in which no chunks
+            are looked for.
     """
 
     segments: tuple[Segment, ...]
@@ -105,6 +108,7 @@ class Prompt:
     front: tuple[Segment, ...] | None = None
     conversation: str = ""
     as_asked: "Prompt | None" = None
+    begun: int = 0
 
     @staticmethod
     def of(segments: Iterable[Segment], changed_contents: int = 0, front: Iterable[Segment] | None = None) -> "Prompt":

@@ -198,8 +198,9 @@ class ChunkWarmer:
             if exact is not None and self._histories is not None:
                 self._histories.note(planner.root, result.plan.prompt.conversation, exact)
             self._writer.submit_all(snapshot_blocks(state.survey.kinds, result.states) if result.states else ())
-            if result.plan.prompt.as_asked is not None:
-                self._queue_edited(state, planner, result.plan.prompt.as_asked)
+            asked = result.plan.prompt.as_asked
+            if asked is not None and (exact is None or len(exact) < len(asked)):
+                self._queue_edited(state, planner, asked)
         for segment in missed:
             job, longest = ChunkJob(anchor, segment.token_ids, segment.label), state.survey.max_length
             if longest is not None and len(job) > longest:  # an anchor of text does not stand in the prompt

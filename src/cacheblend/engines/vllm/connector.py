@@ -52,7 +52,7 @@ def identify(config: Any, tokenizer: Any) -> ModelIdentity:
     }
     if load.load_format not in OF_FOLDER:  # random weights, a plug-in's
         options["weights"] = (str(load.load_format), repr(load.model_loader_extra_config))
-    weights = fingerprint_folder(folder)
+    weights = fingerprint_folder(folder, {"use_safetensors": False} if load.load_format == "npcache" else None)
     builder = None if tokenizer is None else PromptBuilder(tokenizer)
     return ModelIdentity(
         folder=folder,
