@@ -12,6 +12,7 @@ moved, and recomputed in part, as a chunk is. It has seen its own context, so it
 never stored again. Knows prompts and plans. Does not know how a block is stored.
 """
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
@@ -37,10 +38,10 @@ which is read each time, a quarter of it, but no more than the second."""
 
 OVERHEAD = 256  # ids that a chain counts for beside its own
 GONE = 3 / 4
-"""Of what stood in front of a run, at most this share, or a shortest run, may stand in front of it no more. Else its KV
-is of another text than this one: behind a summary of the older half, where .9 and more is gone, it was further from
-full prefill than a run that was computed alone; behind cleared results, .4 to .9, a fifth as far (docs/log.md,
-2026-11-30)."""
+"""Of what stood in front of a moved token, at most this share may stand in front of it no more, if it is more than a
+shortest run. The first tokens of a run that are behind too little else are computed. Behind a summary of the older
+half, where .9 and more was gone in front of runs, these were further from full prefill as a whole than if they had been
+computed alone; without such tokens they are nearer (docs/log.md, 2026-11-30)."""
 
 
 class _Block(NamedTuple):
@@ -152,9 +153,10 @@ class Histories:
             # What stands in front of the first difference is where it was; its like elsewhere is text that is repeated.
             in_front = len(found_in.anchor_ids) + segment.offset
             skipped = max(0, begins[found_in.chunk_id] - in_front)
+            if in_front - kept > self._min_run_tokens:
+                skipped = max(skipped, math.ceil((in_front - kept) / GONE) - in_front)
             left = len(segment) - skipped
-            may_be_gone = max(self._min_run_tokens, GONE * in_front)
-            if left >= self._min_run_tokens and in_front - kept <= may_be_gone:
+            if left >= self._min_run_tokens:
                 run = run_of(found_in, segment.offset + skipped, left, moved=True)
                 segments += [text(segment.token_ids[:skipped]), run]
             else:
