@@ -174,36 +174,28 @@ def test_a_sample_has_a_spot_of_every_tensor_and_reads_little(tmp_path: Path, mo
         assert sample_of(file) != before
 
 
-def test_a_choice_of_shards_is_part_of_the_name_and_what_is_loaded(tmp_path: Path) -> None:
+def test_a_name_covers_what_is_loaded_and_nothing_beside_it(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", "shards")
     plain = fingerprint_folder(folder)
+    index, tuned = folder / "model.safetensors.index.json", tensors(2)
+    files = {name: f"tuned-{i:05}-of-00003.safetensors" for i, name in enumerate(tuned, 1)}
     save_file(tensors(1), folder / "consolidated.safetensors")  # Mistral's beside transformers' own
-    beside = fingerprint_folder(folder)
-    index, held = folder / "model.safetensors.index.json", tensors(2)
-    for i, (name, value) in enumerate(held.items(), 1):
-        save_file({name: value}, folder / f"tuned-{i:05}-of-00003.safetensors")
-    one = fingerprint_folder(folder)
-    index.write_text(
-        json.dumps({"weight_map": {n: f"tuned-{i:05}-of-00003.safetensors" for i, n in enumerate(held, 1)}})
-    )
-    two = fingerprint_folder(folder)
-    assert len({plain, beside, one, two}) == 4
+    for name, file in files.items():
+        save_file({name: tuned[name]}, folder / file)
+    (folder / "pytorch_model.bin").write_bytes(b"the same, for PyTorch")
+    assert fingerprint_folder(folder) == plain
+    index.write_text(json.dumps({"weight_map": files}))
+    second = fingerprint_folder(folder)
     (folder / "parts").mkdir()
     save_file(tensors(3), folder / "parts" / "w.safetensors")
     index.write_text(json.dumps({"weight_map": {"w": "parts/w.safetensors"}}))
-    three = fingerprint_folder(folder)
+    third = fingerprint_folder(folder)
     save_file(tensors(4), folder / "parts" / "w.safetensors")
-    assert fingerprint_folder(folder) != three != two
-    # a download of everything names the same weights as one that fetched what is loaded
-    (folder / "pytorch_model.bin").write_bytes(b"the same, for PyTorch")
-    last, other = fingerprint_folder(folder), {"use_safetensors": False}
-    (folder / "pytorch_model.bin").unlink()
-    assert fingerprint_folder(folder) == last
-    named = set()
+    named = {plain, second, third, fingerprint_folder(folder)}
     for content in (b"one", b"two"):
         (folder / "pytorch_model.bin").write_bytes(content)
-        named.add(fingerprint_folder(folder, other))
-    assert len(named) == 2 and last not in named
+        named.add(fingerprint_folder(folder, {"use_safetensors": False}))
+    assert len(named) == 6
     # the files that are loaded
     folder = write_folder(tmp_path / "loaded", "shards")
     assert [file.name[:11] for file in loaded_files(folder)] == ["model-00001", "model-00002", "model-00003"]

@@ -418,7 +418,10 @@ def config_of(model: str = "m", connector: dict[str, Any] | None = None, **field
         "dtype": torch.float32,
         "revision": None,
         "hf_overrides": {},
+        "hf_config_path": None,
+        "config_format": "auto",
         "quantization": None,
+        "quantization_config": None,
         "use_mla": False,
         "max_model_len": 1000,
         "get_num_layers": lambda parallel: 6,
@@ -486,7 +489,86 @@ def test_formats_precisions_and_latents_that_have_names_of_their_own(
     assert named(latents, use_mla=False) == fingerprint_folder(latents, {}) != named(latents, use_mla=True)
 
 
-def test_a_name_of_the_hub_is_looked_for_where_vllm_downloads_to(folder: Path, tmp_path: Path) -> None:
+def test_what_vllm_reads_of_a_folder_names_its_kv(folder: Path) -> None:
+    """By format, as its readers choose; a folder that holds one model has one name in both engines."""
+    plain = fingerprint_folder(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"one")
+    (folder / "weights.pt").write_bytes(b"one")
+    assert named(folder) == plain == named(folder, load_format="safetensors")
+    for read, file in (("npcache", "pytorch_model.bin"), ("pt", "weights.pt")):
+        before = named(folder, load_format=read)
+        (folder / file).write_bytes(b"another")
+        assert len({plain, before, named(folder, load_format=read)}) == 3
+    (folder / "training_args.bin").write_bytes(b"of no model")
+    assert named(folder, load_format="npcache") == fingerprint_folder(folder, files=[folder / "pytorch_model.bin"])
+    # Mistral's own files are read in place of those for transformers, if there are any
+    save_file({"w": torch.arange(50) + 1}, folder / "consolidated.safetensors")
+    consolidated = named(folder)
+    assert consolidated == named(folder, load_format="mistral") != plain == fingerprint_folder(folder)
+    save_file({"w": torch.arange(50) + 2}, folder / "consolidated.safetensors")
+    assert named(folder) not in (plain, consolidated)
+    # of shards, those that an index names
+    index = folder / "model.safetensors.index.json"
+    for i in range(3):
+        save_file({f"w{i}": torch.arange(50) + i}, folder / f"model-{i}.safetensors")
+    index.write_text(json.dumps({"weight_map": {f"w{i}": f"model-{i}.safetensors" for i in range(2)}}))
+    shards = named(folder, load_format="hf")
+    save_file({"w2": torch.arange(50)}, folder / "model-2.safetensors")
+    assert named(folder, load_format="hf") == shards
+    save_file({"w1": torch.arange(50)}, folder / "model-1.safetensors")
+    assert named(folder, load_format="hf") != shards
+    (folder / "model-1.safetensors").unlink()
+    with pytest.raises(InvalidInputError, match=r"names 2 files, of which model-1\.safetensors cannot be found"):
+        named(folder, load_format="hf")
+
+
+def test_the_config_that_vllm_runs_names_its_kv(folder: Path, tmp_path: Path) -> None:
+    """Wherever it comes from."""
+    plain, base = fingerprint_folder(folder), 10_000
+
+    def config(**fields: Any) -> Any:
+        return SimpleNamespace(intermediate_size=512, to_dict=lambda: {"model_type": "llama", **fields})
+
+    def wider(config: Any) -> Any:
+        return config
+
+    for where in ({"hf_config_path": str(tmp_path)}, {"config_format": "mistral"}, {"hf_overrides": wider}):
+        one, other = (named(folder, hf_config=config(rope_theta=theta), **where) for theta in (base, 2 * base))
+        assert len({plain, one, other}) == 3
+        assert named(folder, hf_config=config(rope_theta=base, dtype="float32"), **where) == one
+    # an address is no part of a function's name
+    assert named(folder, hf_config=config(), hf_overrides=lambda one: one) == plain
+    assert named(folder, hf_config_path=str(folder)) == plain == named(folder, config_format="hf")
+    (folder / "params.json").write_text("{}")
+    assert named(folder, hf_config=config(rope_theta=base)) == plain  # only beside Mistral's weights
+    save_file({"w": torch.arange(50)}, folder / "consolidated.safetensors")
+    before = named(folder, hf_config=config(rope_theta=base))
+    assert before != named(folder, hf_config=config(rope_theta=2 * base))
+    (folder / "config.json").unlink()  # which Mistral's folders need not have
+    assert before == named(folder, hf_config=config(rope_theta=base))
+
+
+def test_how_vllm_quantises_names_its_kv_and_the_order_of_settings_does_not(folder: Path, tmp_path: Path) -> None:
+    seen = {named(folder)} | {named(folder, quantization_config={"linear": bits}) for bits in ("int8", "fp8")}
+    assert len(seen) == 3
+    one = {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}, "sliding_window": 8}
+    other = {"sliding_window": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    assert named(folder, hf_overrides=one) == named(folder, hf_overrides=other) not in seen
+    file = tmp_path / "quantize.json"
+    for content in ("{}", '{"bits": 4}'):
+        file.write_text(content)
+        seen.add(named(folder, hf_overrides={"quantization_config_file": str(file)}))
+    of_folder = SimpleNamespace(intermediate_size=512, quantization_config={"quant_algo": "FP8"})
+    (folder / "hf_quant_config.json").write_text("{}")  # which vLLM reads beside config.json
+    seen.add(named(folder, hf_config=of_folder))
+    of_folder.quantization_config = {"quant_algo": "NVFP4"}
+    seen.add(named(folder, hf_config=of_folder))
+    assert len(seen) == 7
+
+
+def test_a_name_of_the_hub_is_looked_for_where_vllm_downloads_to(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = tmp_path / "hub" / "models--org--m"
     (kept / "refs").mkdir(parents=True)
     (kept / "refs" / "main").write_text("0123456789abcdef0123456789abcdef01234567")
@@ -496,21 +578,27 @@ def test_a_name_of_the_hub_is_looked_for_where_vllm_downloads_to(folder: Path, t
     assert found.name == "m" and found.folder is not None
     with pytest.raises(InvalidInputError, match="`hf download org/m"):
         identify(config_of("org/m", download_dir=str(tmp_path / "other")), None)
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
+    with pytest.raises(InvalidInputError, match="ModelScope .* give vLLM the folder"):
+        identify(config_of("org/m", download_dir=str(tmp_path / "hub")), None)
 
 
 def test_files_that_are_written_to_while_vllm_loads_them_end_the_start(folder: Path) -> None:
     config = config_of(str(folder))
-    weight_loader.check_files(folder)  # nothing was loaded in this process
+    weight_loader.check_files(config, folder)  # nothing was loaded in this process
     weight_loader._note_files(config)
-    weight_loader.check_files(folder)
+    weight_loader.check_files(config, folder)
     weight_loader._note_files(config)
     save_file({"w": torch.arange(50)}, folder / "fetched.safetensors")  # by vLLM itself
-    weight_loader.check_files(folder)
+    weight_loader.check_files(config, folder)
     weight_loader._note_files(config)
     save_file({"w": torch.arange(50) + 1}, folder / "model.safetensors")
     os.utime(folder / "model.safetensors", (1, 1))
     with pytest.raises(InvalidInputError, match=r"model\.safetensors in .* was changed while vLLM loaded .*; restart"):
-        weight_loader.check_files(folder)
+        weight_loader.check_files(config, folder)
+    weight_loader._note_files(config)
+    with pytest.raises(InvalidInputError, match=r"is .*later now, and was .*model when vLLM began to load it; .*--revi"):
+        weight_loader.check_files(config, folder.with_name("later"))  # as `main` of the hub moves on
 
 
 # ---- weights that are replaced -------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def test_a_prompt_begins_in_the_step_after_its_delivery(worker: Any, is_idle: bo
     assert (outcome.failure, outcome.row_layers, outcome.hit_tokens) == ("", 40, {"disk": 7})
     assert outcome.read_s == {"disk": 0.25}
     assert outcome.compute_s is not None
-    assert 0 < outcome.compute_s <= outcome.seconds
+    assert outcome.compute_s > 0
     assert one.is_closed
     assert two.layer == 0
     worker.side.step(jobs(is_idle=is_idle))

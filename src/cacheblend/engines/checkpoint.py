@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 from cacheblend.core.errors import InvalidInputError
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+_READ_FILES = ("*.safetensors", "*.bin", "*.pt", "*.index.json", "config.json", "params.json")
 SPOT_BYTES = 256  # bytes that are read at each spot of a sample
 TENSOR_SPOTS, FILE_SPOTS = 4, 2048  # spots of a tensor at most, and of a file together; every tensor has one
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -41,9 +41,8 @@ def state_of(file: Path) -> State:
 
 def states_in(folder: Path) -> dict[str, State]:
     """States of the weight files, the config and the indices; equal states mean that nothing was written in between."""
-    files = [*weight_files(folder), folder / "config.json", *sorted(folder.glob("*.index.json"))]
     found = {}
-    for file in files:
+    for file in sorted({file for pattern in _READ_FILES for file in folder.glob(pattern)}):
         with contextlib.suppress(OSError):
             found[file.name] = state_of(file)
     return found
@@ -58,33 +57,25 @@ def loaded_files(folder: Path, variant: str | None = None, use_safetensors: bool
     names += [] if use_safetensors is False else [f"model{suffix}.safetensors", f"model.safetensors.index{suffix}.json"]
     names += [] if use_safetensors else [f"pytorch_model{suffix}.bin", f"pytorch_model.bin.index{suffix}.json"]
     file = next((folder / name for name in names if (folder / name).is_file()), None)
-    if file is None or file.suffix != ".json":
-        return [] if file is None else [file]
+    if file is None:
+        return []
+    return [file] if file.suffix != ".json" else shards_of(file)
+
+
+def shards_of(index: Path) -> list[Path]:
+    """The files that an index names, by name. Raises `InvalidInputError`: it is damaged, or one is not there."""
     try:
-        shards = sorted({str(name) for name in json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidInputError(f"{file} is no index of weight files ({error}); download it again") from error
-    missing = [name for name in shards if not (folder / name).is_file()]
+        shards = sorted({str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidInputError(f"{index} is no index of weight files ({error}); download it again") from error
+    missing = [name for name in shards if not (index.parent / name).is_file()]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise InvalidInputError(
-            f"{file.name} names {len(shards)} files, of which {', '.join(missing[:3])}{more} cannot be found in "
-            f"{folder}; download what is missing"
+            f"{index.name} names {len(shards)} files, of which {', '.join(missing[:3])}{more} cannot be found in "
+            f"{index.parent}; download what is missing"
         )
-    return [folder / name for name in shards]
-
-
-def weights_in(folder: Path, variant: str | None = None, use_safetensors: bool | None = None) -> tuple[list[Path], str]:
-    """The files that a folder's fingerprint covers: its weight files and those that an index names elsewhere, but none
-    for PyTorch beside safetensors, which only some downloads fetch, unless they are what is loaded; and the names of
-    the shards that are loaded if the folder holds others as well, else an empty string. Raises as `loaded_files`."""
-    files, loaded = weight_files(folder), loaded_files(folder, variant, use_safetensors)
-    if use_safetensors is not False:
-        files = [file for file in files if file.suffix == ".safetensors"] or files
-    shards = {file for file in files if re.fullmatch(r".*-\d+-of-\d+\.\w+", file.name)}
-    others = {file for file in shards if file.suffix == loaded[0].suffix} - set(loaded) if len(loaded) > 1 else set()
-    names = " ".join(file.relative_to(folder).as_posix() for file in loaded) if others else ""
-    return [*files, *(file for file in loaded if file not in files)], names
+    return [index.parent / name for name in shards]
 
 
 def check_files(folder: Path, variant: str | None = None, use_safetensors: bool | None = None) -> None:

@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from cacheblend.core.config import ANCHOR_TEXT, AnchorKind, BlendConfig
 from cacheblend.core.errors import InvalidInputError, check_encodable
 from cacheblend.core.plan.planner import Anchor, Planner
 from cacheblend.engines.adapters import base_tensors, digest_of
-from cacheblend.engines.checkpoint import sample_of, state_of, weights_in
+from cacheblend.engines.checkpoint import loaded_files, sample_of, state_of, weight_files
 
 SETTLED_S = 2.0
 """A file that was written so shortly ago may be written again within one tick of its file system's clock, so that the
@@ -46,19 +46,33 @@ IRRELEVANT = (
 )  # fmt: skip
 
 
-def fingerprint_folder(folder: Path, options: Mapping[str, Any] | None = None) -> str:
+def fingerprint_folder(
+    folder: Path,
+    options: Mapping[str, Any] | None = None,
+    *,
+    files: Sequence[Path] = (),
+    fields: Mapping[str, Any] | None = None,
+) -> str:
     """Hex fingerprint of a model folder, as it is loaded with some options, those that may change K and V (RoPE,
-    window, quantisation), by name. Raises `InvalidInputError`: the folder has no config or no weights, or they are
-    written to meanwhile."""
+    window, quantisation), by name.
+
+    Args:
+        files: its weights, where they are not those that transformers loads.
+        fields: its config, where it is not that of its config.json.
+
+    Raises:
+        InvalidInputError: the folder has no config or no weights, or they are written to meanwhile.
+    """
     config = folder / "config.json"
     options = options or {}
-    files, chosen = weights_in(folder, options.get("variant"), options.get("use_safetensors"))
-    if not config.is_file() and (folder / "adapter_config.json").is_file():
+    files = files or loaded_files(folder, options.get("variant"), options.get("use_safetensors"))
+    files = files or weight_files(folder)  # transformers would load none of them, but another engine may
+    if fields is None and not config.is_file() and (folder / "adapter_config.json").is_file():
         raise InvalidInputError(
             f"{folder} holds an adapter without the model that it belongs to; open that model's folder and put the "
             "adapter on it (engine.model.load_adapter), or save the model with the adapter merged into it"
         )
-    if not config.is_file() or not files:
+    if not (config.is_file() or fields) or not files:
         raise InvalidInputError(f"{folder} is no model folder: it needs config.json and weights (*.safetensors)")
     try:
         with ThreadPoolExecutor(4) as pool:
@@ -68,12 +82,11 @@ def fingerprint_folder(folder: Path, options: Mapping[str, Any] | None = None) -
             f"{error.filename} cannot be read ({error.strerror}); repair it, or download it again"
         ) from error
     try:
-        fields = json.loads(config.read_text())
+        fields = fields or json.loads(config.read_text())
     except ValueError as error:
         raise InvalidInputError(f"{config} is not JSON ({error}); fetch the model again") from error
     names = [file.relative_to(folder).as_posix() for file in files]
-    plain = _join(fields, [*zip(names, digests, strict=True), *([("loaded", chosen)] if chosen else [])])
-    return loaded_with(plain, options)
+    return loaded_with(_join(fields, zip(names, digests, strict=True)), options)
 
 
 def loaded_with(fingerprint: str, options: Mapping[str, Any]) -> str:
@@ -143,12 +156,13 @@ def file_digest(file: Path) -> str:
 
 
 def _described(value: Any) -> Any:
-    """An option's value, tensors replaced by their digests, since their `repr` omits most of them."""
+    """An option's value, in one order, tensors replaced by their digests, since their `repr` omits most of them."""
     if torch.is_tensor(value):
         return digest_of(value)
-    if isinstance(value, Mapping) and any(map(torch.is_tensor, value.values())):
-        return sorted((name, _described(each)) for name, each in value.items())
-    return value
+    if not isinstance(value, Mapping):
+        return value
+    items = [(name, _described(each)) for name, each in sorted(value.items(), key=lambda item: str(item[0]))]
+    return items if any(map(torch.is_tensor, value.values())) else dict(items)
 
 
 def room_of(context: int | None, is_plain: bool) -> int:

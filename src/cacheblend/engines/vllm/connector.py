@@ -3,11 +3,12 @@
 import logging
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cacheblend.core.errors import CacheBlendError, InvalidInputError, ModelNotBlendableError
 from cacheblend.core.fuse.prefill import check_latents
-from cacheblend.engines.fingerprint import ModelIdentity, fingerprint_folder, loaded_with, room_of
+from cacheblend.engines.fingerprint import ModelIdentity, file_digest, fingerprint_folder, loaded_with, room_of
 from cacheblend.engines.folders import name_of
 from cacheblend.engines.settings import read_cost_model, resolve_settings
 from cacheblend.engines.shadow import ShadowWatch
@@ -17,7 +18,6 @@ from cacheblend.engines.vllm.config import read_config
 from cacheblend.engines.vllm.internals import decoder, interface, prefix_cache, weight_loader
 from cacheblend.engines.vllm.internals.kv_cache import float32_precision, is_fp8
 from cacheblend.engines.vllm.internals.tensor_parallel import TensorParallel
-from cacheblend.engines.vllm.internals.weight_loader import files_of
 from cacheblend.engines.vllm.jobs import CaptureJob, StepJobs, StepReport, Unblendable
 from cacheblend.engines.vllm.metrics import BlendPromMetrics, BlendStats
 from cacheblend.engines.vllm.reasons import OTHER_WEIGHTS
@@ -41,18 +41,23 @@ OF_FOLDER = frozenset([*_PLAIN_READERS, *_FAST_READERS])
 def identify(config: Any, tokenizer: Any) -> ModelIdentity:
     """The identity of the model in vLLM's configuration. Raises InvalidInputError: its files cannot be found."""
     model, load = config.model_config, config.load_config
-    folder = files_of(config)
-    stored = getattr(model.hf_config, "quantization_config", None)
+    folder, overrides = weight_loader.files_of(config), model.hf_overrides
+    overrides = {} if callable(overrides) else overrides or {}  # what a function does is in the fields
+    fields, stored = weight_loader.config_fields(config, folder), getattr(model.hf_config, "quantization_config", None)
+    quantizing = overrides.get("quantization_config_file")
     options = {
-        "hf_overrides": model.hf_overrides or None,
+        "hf_overrides": overrides,
         # transformers orders the rotated numbers of DeepSeek-V3 otherwise than vLLM
         "latents": "vllm" if model.use_mla else None,
         "quantization": None if stored else model.quantization,  # the folder's own is part of its config.json
+        "quantization_config": getattr(model, "quantization_config", None),  # not in each version
+        "quantization_config_file": quantizing and file_digest(Path(quantizing)),
+        "hf_quant_config": stored if (folder / "hf_quant_config.json").is_file() else None,
         "float32": float32_precision(model.dtype),
     }
     if load.load_format not in OF_FOLDER:  # random weights, a plug-in's
         options["weights"] = (str(load.load_format), repr(load.model_loader_extra_config))
-    weights = fingerprint_folder(folder, {"use_safetensors": False} if load.load_format == "npcache" else None)
+    weights = fingerprint_folder(folder, files=weight_loader.weights_of(config, folder), fields=fields)
     builder = None if tokenizer is None else PromptBuilder(tokenizer)
     return ModelIdentity(
         folder=folder,
@@ -151,7 +156,7 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, interface.SupportsHMA):
         self._block_size = int(vllm_config.cache_config.block_size)
         is_scheduler = role == interface.KVConnectorRole.SCHEDULER
         if not is_scheduler:
-            weight_loader.check_files(self.identity.folder)
+            weight_loader.check_files(vllm_config, self.identity.folder)
         self._store = shared_store(
             self._config.store,
             str(self._kv_transfer_config.engine_id),

@@ -9,18 +9,28 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
+from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 
 from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
-from cacheblend.engines.checkpoint import State, states_in
+from cacheblend.engines.checkpoint import State, shards_of, states_in
 from cacheblend.engines.folders import cached_snapshot
 from cacheblend.engines.vllm import stores
 from cacheblend.engines.vllm.config import read_config
 from cacheblend.engines.vllm.internals.decoder import attention_layers, connector_settings, model_sizes
 from cacheblend.engines.vllm.workspace import gib, workspace_of
 
+_CONSOLIDATED = "consolidated*.safetensors"
+_PATTERNS = {  # of files that vLLM looks for, by format; others as hf
+    "hf": ("*.safetensors", "*.bin", "*.pt"),
+    "mistral": (_CONSOLIDATED,),
+    "npcache": ("*.bin", "*.pt"),
+    "pt": ("*.pt",),
+}
+_OF_TRAINING = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+
 _parents: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]]" = weakref.WeakKeyDictionary()
-_begun: dict[Path, dict[str, State]] = {}
+_begun: dict[str, tuple[Path, dict[str, State]]] = {}  # by the model's name
 _reserved: "weakref.WeakKeyDictionary[nn.Module, torch.Tensor]" = weakref.WeakKeyDictionary()
 _watching: list[Any] = []
 
@@ -45,11 +55,17 @@ def model_of(attention: nn.Module) -> nn.Module:
     return top
 
 
-def check_files(folder: Path) -> None:
-    """Refuses weights that were written to while vLLM loaded them in this process: they would have the names of what is
-    there now. Raises InvalidInputError: they were."""
-    before, now = _begun.pop(folder, {}), states_in(folder)
-    changed = [name for name, state in before.items() if now.get(name) != state]
+def check_files(config: Any, folder: Path) -> None:
+    """Refuses weights that were written to while vLLM loaded them in this process, and a folder that is another than
+    it loaded: they would have the names of what is there now. Raises InvalidInputError: they were."""
+    name = config.model_config.model
+    begun, before = _begun.pop(name, (folder, dict[str, State]()))
+    if begun != folder:
+        raise InvalidInputError(
+            f"{name} is {folder} now, and was {begun} when vLLM began to load it; restart vLLM with --revision set"
+        )
+    now = states_in(folder)
+    changed = [file for file, state in before.items() if now.get(file) != state]
     if changed:
         raise InvalidInputError(
             f"{changed[0]} in {folder} was changed while vLLM loaded the model from it; restart vLLM once its "
@@ -83,7 +99,7 @@ def _note_files(config: VllmConfig) -> None:
     """Notes the files that are there before vLLM reads the first weight; it may yet fetch others."""
     with contextlib.suppress(InvalidInputError):
         folder = files_of(config)
-        _begun[folder] = states_in(folder)
+        _begun[config.model_config.model] = folder, states_in(folder)
 
 
 def _reserve(attention: nn.Module, config: VllmConfig, device: torch.device) -> None:
@@ -114,4 +130,38 @@ def files_of(config: Any) -> Path:
     Raises InvalidInputError: they cannot be found."""
     model = config.model_config
     folder = Path(model.model)
-    return folder if folder.is_dir() else cached_snapshot(model.model, model.revision, config.load_config.download_dir)
+    if folder.is_dir():
+        return folder
+    if envs.VLLM_USE_MODELSCOPE:
+        raise InvalidInputError(
+            f"{model.model} is fetched from ModelScope (VLLM_USE_MODELSCOPE), whose cache is not read here; download "
+            "it, and give vLLM the folder as its model"
+        )
+    return cached_snapshot(model.model, model.revision, config.load_config.download_dir)
+
+
+def weights_of(config: Any, folder: Path) -> list[Path]:
+    """The files that vLLM reads a folder's weights from, by name: those of the first pattern of its format that there
+    are any of, without what an index leaves out. Raises InvalidInputError: an index names a file that is missing."""
+    wanted = str(config.load_config.load_format)
+    if wanted == "auto" and any(folder.glob(_CONSOLIDATED)):
+        wanted = "mistral"
+    patterns = _PATTERNS.get(wanted, _PATTERNS["hf"])
+    found = next((files for pattern in patterns if (files := sorted(folder.glob(pattern)))), [])
+    index = folder / ("consolidated" if wanted == "mistral" else "model")
+    index = index.with_name(f"{index.name}.safetensors.index.json")
+    if found and found[0].suffix == ".safetensors" and index.is_file():
+        return shards_of(index)
+    return [file for file in found if file.name not in _OF_TRAINING]
+
+
+def config_fields(config: Any, folder: Path) -> dict[str, Any] | None:
+    """The model's config as vLLM runs it, where it is not that of the folder's config.json and named changes."""
+    model = config.model_config
+    elsewhere = model.hf_config_path not in (None, model.model)
+    is_mistral = (folder / "params.json").is_file() and any(folder.glob(_CONSOLIDATED))
+    of_folder = model.config_format == "hf" or (model.config_format == "auto" and not is_mistral)
+    if of_folder and not elsewhere and not callable(model.hf_overrides):
+        return None
+    fields: dict[str, Any] = model.hf_config.to_dict()
+    return fields
