@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from types import FrameType
@@ -38,6 +39,7 @@ from cacheblend.store import DiskStore
 from command_line import Run
 from lab.nano.data import record, write
 from lab.nano.scenes import Style
+from store_blocks import make_chain, make_manifest
 from serving import shallow
 from store_blocks import ROOT, make_block
 from tiny_folder import TinyShape, build_tiny
@@ -242,7 +244,7 @@ def test_store_verify_reports_and_removes_damage_but_in_a_read_only_folder(
     assert "removed block" not in shown.out
     assert f"damaged block {file.stem[:12]}" in shown.out
     assert "3 blocks are intact, 0 damaged things were removed" in shown.out
-    assert "1 damaged things are left, since the store cannot be written to" in shown.out
+    assert "1 damaged things are left: the store cannot be written to, or they cannot be read" in shown.out
     assert found.json["intact_blocks"] == 3
     assert [damage["removed"] for damage in found.json["damaged"]] == [False]
     assert file.exists()
@@ -288,6 +290,19 @@ def odd(run: Run, model: Path, tmp_path: Path) -> Path:
     assert result.code == 0
     assert "s [/i] takes" in result.out.replace("\n", " ")
     return folder
+
+
+def test_unpinning_a_chunk_leaves_what_another_pinned_one_shares(run: Run, tmp_path: Path) -> None:
+    chain = make_chain(4)
+    with DiskStore(tmp_path / "s") as store:
+        store.write_all(chain)
+        for last, label in ((2, "one"), (3, "other")):
+            names = tuple(block.name for block in chain[:last])
+            store.put_manifest(replace(make_manifest(chain[last - 1], label), block_names=names))
+    assert run("store", "pin", tmp_path / "s", "--all").code == 0
+    assert run("store", "unpin", tmp_path / "s", "other").code == 0
+    listed = run("store", "ls", tmp_path / "s", "--json").json["chunks"]
+    assert {each["label"]: each["pinned"] for each in listed} == {"one": True, "other": False}
 
 
 def test_titles_and_paths_with_markup_are_shown_as_they_are(run: Run, odd: Path) -> None:

@@ -642,6 +642,19 @@ def test_look_ups_do_not_wait_behind_what_is_done_aside(what: str, request: pyte
         go_on.set()
 
 
+@pytest.mark.parametrize("ttl", ["", "?ttl=1h"])
+def test_who_only_reads_a_server_marks_nothing_as_used(server: RedisServer, ttl: str) -> None:
+    raw, blocks = client.Redis(port=server.port), [make_block(seed) for seed in range(3)]
+    with open_store(server.url + ttl) as store:
+        store.write_all(blocks)
+        before = raw.zrange("cacheblend:used", 0, -1, withscores=True)
+        with open_store(server.url + ttl, read_only=True) as reader:
+            assert all(reader.find([block.name for block in blocks])) and all(holds(reader, block) for block in blocks)
+        assert raw.zrange("cacheblend:used", 0, -1, withscores=True) == before
+        store.find([blocks[0].name])
+        assert raw.zrange("cacheblend:used", 0, -1, withscores=True) != before
+
+
 def test_a_block_of_a_bucket_counts_as_used_when_it_is_found(request: pytest.FixtureRequest) -> None:
     objects = BucketObjects(f"s3://{BUCKET}/{request.node.name}", options=bucket().options)
     with RemoteStore(objects) as store:

@@ -222,7 +222,12 @@ class FarObjects:
         return self.now
 
     def look_up(
-        self, names: Sequence[BlockName], unknown: AbstractSet[BlockName] = frozenset(), since: float = -math.inf
+        self,
+        names: Sequence[BlockName],
+        unknown: AbstractSet[BlockName] = frozenset(),
+        since: float = -math.inf,
+        *,
+        marks: bool = True,
     ) -> list[Bytes | None]:
         self._answer("look_up")
         held = [self._blocks.get(name) for name in names]

@@ -5,7 +5,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,39 @@ def test_what_is_deleted_stays_deleted(seed: int) -> None:
         assert all(holds(near, block) and holds(far, block) for block in blocks if block not in gone)
 
 
+@pytest.mark.parametrize("down", [0, 1])
+def test_what_one_store_did_not_delete_or_check_is_an_error_and_can_be_done_again(down: int) -> None:
+    """Else what was deleted would come back from it, once it answers."""
+    stores, is_down = [MemoryStore(), MemoryStore()], True
+
+    def refuse(*_: Any) -> None:
+        if is_down:
+            raise StoreError("no answer")
+
+    for call in ("delete", "unpin", "delete_manifest", "verify", "prune"):
+        before(stores[down], call, refuse)
+    with CascadeStore(stores) as store:
+        store.write(block := make_block(1))
+        store.put_manifest(manifest := make_manifest(block))
+        store.flush()
+        store.pin([block.name])
+        asked: list[Callable[[], object]] = [
+            store.verify,
+            lambda: store.prune(0),
+            lambda: store.unpin([block.name]),
+            lambda: store.delete(block.name),
+            lambda: store.delete_chunk(manifest.block_names),
+        ]
+        for ask in asked:
+            with pytest.raises(StoreError, match="no answer"):
+                ask()
+        assert store.manifests() == [manifest]
+        is_down = False
+        for ask in asked:
+            ask()
+        assert not any(each.manifests() or each.pinned() or each.stats().blocks for each in stores)
+
+
 def test_what_was_pruned_stays_away_and_what_is_read_comes_nearer(tmp_path: Path) -> None:
     """By writes and promotions that were queued before."""
 
@@ -136,7 +169,8 @@ def test_what_was_pruned_stays_away_and_what_is_read_comes_nearer(tmp_path: Path
     with CascadeStore([near, far]) as store:
         for number in range(4):
             store.write(make_block(number))
-        assert store.prune(0) > 0
+        with pytest.raises(StoreError, match="gone"):
+            store.prune(0)
         assert near.stats().blocks == 0
     far = MemoryStore()  # read from afar
     block, other = make_block(1), make_block(2)

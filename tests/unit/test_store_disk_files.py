@@ -410,6 +410,10 @@ def test_only_the_disk_s_own_error_counts_as_damage(
         monkeypatch.setattr(os, "preadv", failing(number, lambda *a: True, os.preadv))
         with pytest.raises(BlockLostError, match=os.strerror(number)):
             store.read(block.name, 0)
+        if stays:  # it is not counted as checked
+            (unread,) = store.verify()
+            assert (unread.kind, unread.name, unread.removed) == ("block", block.name, False)
+            assert os.strerror(number) in unread.reason
         monkeypatch.undo()
         assert holds(store, block) == stays
         assert store.stats().damaged == (not stays)

@@ -93,7 +93,7 @@ def verify(url: Url, json: AsJson = False) -> None:
         left = sum(not d.removed for d in damage)
         out.print(f"{blocks} blocks are intact, {len(damage) - left} damaged things were removed")
         if left:
-            out.print(f"{left} damaged things are left, since the store cannot be written to", style="yellow")
+            out.print(f"{left} damaged things are left: the store cannot be written to, or they cannot be read", style="yellow")
     if damage:
         raise typer.Exit(1)
 
@@ -126,10 +126,13 @@ def pin(url: Url, chunks: Chunks = None, everything: All = False, json: AsJson =
 
 @app.command()
 def unpin(url: Url, chunks: Chunks = None, everything: All = False, json: AsJson = False) -> None:
-    """Let chunks be evicted again."""
+    """Let chunks be evicted again. Blocks that another pinned chunk shares stay pinned."""
     with _chosen(url, chunks, everything, json, "unpinned") as (store, chosen):
+        gone, pinned = {manifest.chunk_id for manifest in chosen}, store.pinned()
+        others = (each for each in store.manifests() if each.chunk_id not in gone)
+        shared = {name for each in others if pinned.issuperset(each.block_names) for name in each.block_names}
         for manifest in chosen:
-            store.unpin(manifest.block_names)
+            store.unpin([name for name in manifest.block_names if name not in shared])
 
 
 @app.command("rm")

@@ -95,6 +95,11 @@ class CombinedStore(KVStore):
         """The members' answers. A subclass may leave out members that fail."""
         return [call(member) for member in (self.members if members is None else members)]
 
+    def _ask_all(self, call: Callable[[KVStore], T]) -> list[T]:
+        """All members' answers; raises the `StoreError` of one that fails, after the others were asked: what is
+        deleted in some would come back from it, and what it holds is not checked."""
+        return self._ask(call)
+
     @property
     def tier_names(self) -> tuple[str, ...]:
         return tuple(self._by_tier)
@@ -143,7 +148,7 @@ class CombinedStore(KVStore):
         return self.write_all([block])[0]
 
     def delete(self, name: BlockName) -> bool:
-        return any(self._ask(lambda member: member.delete(name)))
+        return any(self._ask_all(lambda member: member.delete(name)))
 
     def pin(self, names: Iterable[BlockName]) -> None:
         pinned = list(names)
@@ -151,7 +156,7 @@ class CombinedStore(KVStore):
 
     def unpin(self, names: Iterable[BlockName]) -> None:
         unpinned = list(names)
-        self._ask(lambda member: member.unpin(unpinned))
+        self._ask_all(lambda member: member.unpin(unpinned))
 
     def pinned(self) -> set[BlockName]:
         return set().union(*self._ask(lambda member: member.pinned()))
@@ -175,10 +180,10 @@ class CombinedStore(KVStore):
         return any(self._ask(lambda member: member.has_manifest(chunk_id)))
 
     def delete_manifest(self, chunk_id: BlockName) -> bool:
-        return any(self._ask(lambda member: member.delete_manifest(chunk_id)))
+        return any(self._ask_all(lambda member: member.delete_manifest(chunk_id)))
 
     def verify(self, progress: Progress | None = None) -> list[Damage]:
-        return [damage for found in self._ask(lambda member: member.verify(progress)) for damage in found]
+        return [damage for found in self._ask_all(lambda member: member.verify(progress)) for damage in found]
 
     def flush(self, timeout_s: float | None = None) -> bool:
         left = time_left(timeout_s)
@@ -311,18 +316,29 @@ class CascadeStore(CombinedStore):
 
     def _ask(self, call: Callable[[KVStore], T], members: Sequence[KVStore] | None = None) -> list[T]:
         """The answers of the members that do not fail; if all do, the last one's `StoreError`."""
-        answers: list[T] = []
-        failed: StoreError | None = None
-        for member in self.members if members is None else members:
-            try:
-                answers.append(call(member))
-            except StoreError as error:
-                failed = error
+        answers, failed = self._answers(call, self.members if members is None else members)
         if failed is not None:
             if not answers:
                 raise failed
             logger.warning("a store of the cascade failed: %s", failed)
         return answers
+
+    def _ask_all(self, call: Callable[[KVStore], T]) -> list[T]:
+        answers, failed = self._answers(call, self.members)
+        if failed is not None:
+            raise failed
+        return answers
+
+    @staticmethod
+    def _answers(call: Callable[[KVStore], T], members: Sequence[KVStore]) -> tuple[list[T], StoreError | None]:
+        """The answers of the members that do not fail, and the last error of the others."""
+        answers, failed = list[T](), None
+        for member in members:
+            try:
+                answers.append(call(member))
+            except StoreError as error:
+                failed = error
+        return answers, failed
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         """Each store is asked for the blocks that no nearer one holds."""
@@ -431,9 +447,9 @@ class CascadeStore(CombinedStore):
 
     def prune(self, max_bytes: int, progress: Progress | None = None) -> int:
         """Each store to `max_bytes`, behind the writes that wait, which would else come after it; the bytes freed in
-        the farthest one that answers."""
+        the farthest one."""
         self.flush()
-        return self._ask(lambda store: store.prune(max_bytes, progress))[-1]
+        return self._ask_all(lambda store: store.prune(max_bytes, progress))[-1]
 
     def flush(self, timeout_s: float | None = None) -> bool:
         left = time_left(timeout_s)

@@ -314,16 +314,20 @@ class SharedStore(KVStore):
     def verify(self, progress: Progress | None = None) -> list[Damage]:
         with self.asking():
             names = self._block_names()
-        found: list[Damage] = []
+        found, lost = list[Damage](), dict[BlockName, str]()
         for done, name in enumerate(names, start=1):
             try:
                 for layer in range(self._layers_of(name)):  # a whole block may exceed a timeout
                     self.read(name, layer)
             except BlockDamagedError as error:
                 found.append(Damage("block", name, error.reason, error.removed))
-            except BlockLostError:  # it has vanished
-                pass
+            except BlockLostError as error:
+                lost[name] = str(error)
             if progress is not None:
                 progress(done, len(names))
+        if lost:  # some have vanished meanwhile
+            with self.asking():
+                there = lost.keys() & set(self._block_names())
+            found += [Damage("block", name, lost[name], False) for name in names if name in there]
         self._manifests.intact(found, fresh=True)
         return found + verify_documents(self.documents, removes=not self.read_only)

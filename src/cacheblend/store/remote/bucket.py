@@ -80,7 +80,12 @@ class BucketObjects:
         self._lock = threading.Lock()
 
     def look_up(
-        self, names: Sequence[BlockName], unknown: AbstractSet[BlockName] = frozenset(), since: float = -math.inf
+        self,
+        names: Sequence[BlockName],
+        unknown: AbstractSet[BlockName] = frozenset(),
+        since: float = -math.inf,
+        *,
+        marks: bool = True,
     ) -> list[Bytes | None]:
         """A request for each block, at the same time; a second one where an unknown header is long."""
 
@@ -97,7 +102,8 @@ class BucketObjects:
             for at, (name, answer) in reversed(list(enumerate(zip(names, asked, strict=True)))):
                 if answer is not None and max(answer[0], self._used.get(name, 0.0)) >= since:
                     found[at] = answer[1]
-                    self._used[name] = now - at * _TICK_S
+                    if marks:
+                        self._used[name] = now - at * _TICK_S
         return found
 
     def headers(self, names: Sequence[BlockName]) -> list[Bytes | None]:

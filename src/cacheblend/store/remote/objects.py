@@ -52,10 +52,15 @@ class Objects(SealedPlace, Protocol):
     place: str  # its name for messages, without passwords
 
     def look_up(
-        self, names: Sequence[BlockName], unknown: AbstractSet[BlockName] = frozenset(), since: float = -math.inf
+        self,
+        names: Sequence[BlockName],
+        unknown: AbstractSet[BlockName] = frozenset(),
+        since: float = -math.inf,
+        *,
+        marks: bool = True,
     ) -> list[Bytes | None]:
         """Which blocks are held and were last used at the time `since` (see `HeldBlock.used`) or later, and headers.
-        Marks those blocks as used now; of one call's blocks the first counts as used last. None where a block is not
+        `marks`: those blocks as used now; of one call's blocks the first counts as used last. None where a block is not
         held, or was used before `since`; else its header if `unknown` has the name, and no bytes if it has not."""
 
     def exist(self, names: Sequence[BlockName]) -> list[bool]:

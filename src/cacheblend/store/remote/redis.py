@@ -96,7 +96,12 @@ class RedisObjects:
             self._client.close()
 
     def look_up(
-        self, names: Sequence[BlockName], unknown: AbstractSet[BlockName] = frozenset(), since: float = -math.inf
+        self,
+        names: Sequence[BlockName],
+        unknown: AbstractSet[BlockName] = frozenset(),
+        since: float = -math.inf,
+        *,
+        marks: bool = True,
     ) -> list[Bytes | None]:
         """One round trip; two with `since`, as only then some blocks must not be marked. A server without memory left
         does not record the use, but still answers."""
@@ -109,21 +114,21 @@ class RedisObjects:
                 (pipe.get if name in unknown else pipe.exists)(self._piece(name, "h"))
             if expires:
                 pipe.zmscore(self._key("used"), [name.hex() for name in names])
-            else:
+            elif marks:
                 mark(pipe, names)
 
         def mark(pipe: Any, used: Sequence[BlockName]) -> None:
             times = {name.hex(): now - at * _TICK_S for at, name in enumerate(dict.fromkeys(used))}
             pipe.zadd(self._key("used"), times, xx=True)
 
-        *there, last = self._together(ask, all_of=len(names) + expires)
+        answers = self._together(ask, all_of=len(names) + expires)
         # What EXISTS says is a number, what GET gives is the header.
-        found = [(b"" if answer else None) if isinstance(answer, int) else answer for answer in there]
+        found = [(b"" if each else None) if isinstance(each, int) else each for each in answers[: len(names)]]
         if expires:
-            fresh = [when is not None and when >= since for when in last]
+            fresh = [when is not None and when >= since for when in answers[-1]]
             found = [header if is_fresh else None for header, is_fresh in zip(found, fresh, strict=True)]
             used = [name for name, is_fresh in zip(names, fresh, strict=True) if is_fresh]
-            if used:
+            if used and marks:
                 self._together(lambda pipe: mark(pipe, used), all_of=0)
         return found
 

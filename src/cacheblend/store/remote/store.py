@@ -44,7 +44,7 @@ warnings.filterwarnings("ignore", message="The given buffer is not writable")  #
 class RemoteStore(SharedStore):
     """Blocks on another machine, least recently used evicted first; headers are cached. `objects` moves the bytes, and
     is closed with the store. `max_bytes`: bound on what all writers store; None leaves eviction to the other side.
-    `read_only`: damage is reported but not removed. `ttl`: see `Expiry`."""
+    `read_only`: damage is reported but not removed, and no block is marked as used. `ttl`: see `Expiry`."""
 
     def __init__(
         self, objects: Objects, max_bytes: int | None = None, *, read_only: bool = False, ttl: float | None = None
@@ -109,7 +109,7 @@ class RemoteStore(SharedStore):
         known, data = self._cached(names), list[Bytes | None]()
         if names:
             with self._round_trip():
-                data = self._objects.look_up(names, set(names) - set(known), since)
+                data = self._objects.look_up(names, set(names) - set(known), since, marks=not self.read_only)
         held = dict(zip(names, data, strict=True))
         learnt = self._learnt({name: header for name, header in held.items() if name not in known})
         return {name: header for name, header in (known | learnt).items() if held[name] is not None}
