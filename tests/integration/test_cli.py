@@ -39,9 +39,8 @@ from cacheblend.store import DiskStore
 from command_line import Run
 from lab.nano.data import record, write
 from lab.nano.scenes import Style
-from store_blocks import make_chain, make_manifest
 from serving import shallow
-from store_blocks import ROOT, make_block
+from store_blocks import ROOT, make_block, make_chain, make_manifest
 from tiny_folder import TinyShape, build_tiny
 
 PASSAGES = [

@@ -20,7 +20,9 @@ import torch
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.plan.blocks import EmptySource
 from cacheblend.core.plan.prompt import Prompt, chunk, text
+from cacheblend.engines import histories
 from cacheblend.engines.hf import BlendEngine, SamplingParams, warmup
 from cacheblend.store import DiskStore, KVStore, MemoryStore
 from campaign import seeds, share
@@ -129,6 +131,26 @@ def test_a_document_that_is_found_by_its_content_ends_no_history(conversation: s
         assert asked(SYSTEM, document, U1, A1, U2, NEXT, ids(31, 9)).hit_tokens["memory"] == len(document)
         report = asked(SYSTEM, document, U1, A1, U2, NEXT, ids(31, 9), ids(32, 9))
         assert report.hit_tokens["prefix"] > len(SYSTEM + document + U1 + A1 + U2)
+
+
+def test_a_history_larger_than_what_may_wait_for_the_store_is_stored_in_sections() -> None:
+    with open_engine() as engine:
+        writer = engine.runtime.warmer._writer
+        writer._max_bytes = 3 * 32 * engine.runtime.stored_layout.block_bytes(1)
+        ask(engine, SYSTEM, U1, THOUGHT, A1, U2)
+        report = ask(engine, SYSTEM, U1, A1, U2, NEXT)
+        assert report.hit_tokens["prefix"] == 1 + len(SYSTEM + U1) and report.hit_tokens["moved"] == len(A1 + U2)
+
+
+def test_what_a_conversation_has_begun_with_ends_at_a_marked_chunk() -> None:
+    """Behind one no text is an exact prefix: looking for it would match the prompt a second time."""
+    with open_engine() as engine:
+        planner, known = engine.runtime.planner, histories.Histories(64, 10_000)
+        plain = planner.plan(Prompt.of([text([*SYSTEM, *U1, *A1])]), EmptySource())
+        known.note(planner.root, "a", plain)
+        asked = replace(Prompt.of([text(SYSTEM), chunk(U1), text([*A1, *NEXT])]), conversation="a")
+        assert known.match(planner.root, asked).begun == len(SYSTEM)
+        assert known.match(planner.root, replace(plain.prompt, conversation="a")).begun == len(SYSTEM + U1 + A1)
 
 
 def test_prompts_that_begin_otherwise_get_nothing_of_an_unnamed_conversation() -> None:

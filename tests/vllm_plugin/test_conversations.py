@@ -231,6 +231,15 @@ def test_a_long_history_is_computed_in_sections_each_behind_what_is_stored(monke
     assert keep(side, store) == []
 
 
+def test_one_history_is_completed_before_the_next_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(histories, "SECTION", 128)
+    store = MemoryStore(1 << 22)
+    side = scheduling([], store, blend_fields={"edits": True, "block_size": 32})
+    for number, name in enumerate("abc"):
+        end(side, [*range(number, number + len(FIRST))], name, conversation=name)
+    assert keep(side, store) == [128, 256, len(FIRST)] * 3
+
+
 def test_a_store_that_does_not_keep_a_section_is_given_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(histories, "SECTION", 64)
     side = scheduling([], blend_fields={"edits": True, "block_size": 32})

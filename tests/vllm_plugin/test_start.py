@@ -597,7 +597,9 @@ def test_files_that_are_written_to_while_vllm_loads_them_end_the_start(folder: P
     with pytest.raises(InvalidInputError, match=r"model\.safetensors in .* was changed while vLLM loaded .*; restart"):
         weight_loader.check_files(config, folder)
     weight_loader._note_files(config)
-    with pytest.raises(InvalidInputError, match=r"is .*later now, and was .*model when vLLM began to load it; .*--revi"):
+    with pytest.raises(
+        InvalidInputError, match=r"is .*later now, and was .*model when vLLM began to load it; .*--revi"
+    ):
         weight_loader.check_files(config, folder.with_name("later"))  # as `main` of the hub moves on
 
 

@@ -93,7 +93,10 @@ def verify(url: Url, json: AsJson = False) -> None:
         left = sum(not d.removed for d in damage)
         out.print(f"{blocks} blocks are intact, {len(damage) - left} damaged things were removed")
         if left:
-            out.print(f"{left} damaged things are left: the store cannot be written to, or they cannot be read", style="yellow")
+            out.print(
+                f"{left} damaged things are left: the store cannot be written to, or they cannot be read",
+                style="yellow",
+            )
     if damage:
         raise typer.Exit(1)
 

@@ -173,7 +173,7 @@ class Discovery(Generic[Asker]):
             segments = zip(prompt.segments, stops, strict=True)
             begun = prompt.begun  # a conversation's earlier prompt again is no text that recurs
             chunks = [(stop - len(segment), stop) for segment, stop in segments if segment.is_chunk]  # marked or found
-            chunks = [(0, begun)] * (begun > 0) + [(max(at, begun), stop) for at, stop in chunks if stop > begun]
+            chunks = [(0, begun)] * (begun > 0) + chunks
             learnt = self._recurrences.see(root, prompt.token_ids, chunks)
             with self._lock:
                 if resets != self._resets:

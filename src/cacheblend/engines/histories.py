@@ -134,6 +134,8 @@ class Histories:
             return prompt
         shared = [each.shared(prompt.token_ids) for each in chains]
         begun = max((each.held(begin, lost) for each, begin in zip(chains, shared, strict=True)), default=0)
+        in_front = sum(map(len, takewhile(lambda segment: not segment.is_chunk, prompt.segments)))
+        begun = min(begun, in_front)  # behind a marked chunk nothing is an exact prefix
         prompt = replace(prompt, as_asked=prompt, begun=begun if begun >= self._min_run_tokens else 0)
         longest = max(shared, default=0)
         beyond = max((len(each.token_ids) - begin for each, begin in zip(chains, shared, strict=True)), default=0)

@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
@@ -194,11 +195,15 @@ class ChunkWarmer:
             except ModelOverflowError as error:  # the answer is not affected: it was drawn
                 exact, blocks = None, list[Block]()
                 logger.warning("a prompt's own text is not stored: %s", error)
-            self._writer.submit_all(blocks)
+            taken = self._writer.submit_all(blocks)
+            prompt, asked = result.plan.prompt, result.plan.prompt.as_asked
             if exact is not None and self._histories is not None:
-                self._histories.note(planner.root, result.plan.prompt.conversation, exact)
+                refused = (block.name for block, is_taken in zip(blocks, taken, strict=True) if not is_taken)
+                if all(self._writer.is_waiting([name]) for name in refused):
+                    self._histories.note(planner.root, prompt.conversation, exact)
+                else:  # more than may wait for the store at once is computed again, section by section
+                    asked, exact = asked or replace(exact.prompt, conversation=prompt.conversation), None
             self._writer.submit_all(snapshot_blocks(state.survey.kinds, result.states) if result.states else ())
-            asked = result.plan.prompt.as_asked
             if asked is not None and (exact is None or len(exact) < len(asked)):
                 self._queue_edited(state, planner, asked)
         for segment in missed:

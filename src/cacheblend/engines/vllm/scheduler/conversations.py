@@ -98,6 +98,8 @@ class Conversations:
         (_, history), self._sent = self._sent, None
         if history.key not in self._waiting:
             self._wait(replace(history, done=len(job.chunk)))
+            # By turns none would be complete before all are.
+            self._waiting.move_to_end(history.key, last=False)
 
     def drop(self) -> None:
         """The job that was taken last is not carried out."""
