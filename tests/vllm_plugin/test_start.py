@@ -579,7 +579,7 @@ def test_a_name_of_the_hub_is_looked_for_where_vllm_downloads_to(
     with pytest.raises(InvalidInputError, match="`hf download org/m"):
         identify(config_of("org/m", download_dir=str(tmp_path / "other")), None)
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
-    with pytest.raises(InvalidInputError, match="ModelScope .* give vLLM the folder"):
+    with pytest.raises(InvalidInputError, match=r"ModelScope .* give vLLM the folder"):
         identify(config_of("org/m", download_dir=str(tmp_path / "hub")), None)
 
 
@@ -598,7 +598,7 @@ def test_files_that_are_written_to_while_vllm_loads_them_end_the_start(folder: P
         weight_loader.check_files(config, folder)
     weight_loader._note_files(config)
     with pytest.raises(
-        InvalidInputError, match=r"is .*later now, and was .*model when vLLM began to load it; .*--revi"
+        InvalidInputError, match=r"is .*later now, and was .*model when .*; .*--revision set"
     ):
         weight_loader.check_files(config, folder.with_name("later"))  # as `main` of the hub moves on
 
