@@ -32,11 +32,13 @@ def held_up(engine: Engine, seed: int) -> dict[str, Any]:
 
     Returns:
         `held_up_ms`, `held_up_blend_ms`: by how much the longest step, and the blendable request's wait, are longer
-        in the worst case than beside as many plain prompts, medians over rounds; `cases`: both of each round, by case.
+        in the worst case than in the one that computes the same of others' (`BESIDE`), medians over rounds; `cases`:
+        both of each round, by case.
     """
     texts = Texts(seed)
     _fill(engine, texts)
-    _beside(engine, texts, "warm-up", CASES[PLAIN])
+    for name in (QUIET, PLAIN):
+        _beside(engine, texts, f"warm-up {name}", CASES[name])
     cases: dict[str, dict[str, list[float]]] = {name: {"step_ms": [], "blend_ms": []} for name in CASES}
     for number in range(ROUNDS):
         for name, case in CASES.items():
@@ -44,7 +46,8 @@ def held_up(engine: Engine, seed: int) -> dict[str, Any]:
                 cases[name][key].append(value)
 
     def longer(key: str) -> float:
-        return max(statistics.median(each[key]) for each in cases.values()) - statistics.median(cases[PLAIN][key])
+        medians = {name: statistics.median(each[key]) for name, each in cases.items()}
+        return max(medians[name] - medians[beside] for name, beside in BESIDE.items())
 
     return {"held_up_ms": longer("step_ms"), "held_up_blend_ms": longer("blend_ms"), "cases": cases}
 
@@ -88,6 +91,11 @@ def others(texts: Texts) -> list[Request]:
 
 
 @contextmanager
+def quiet(engine: Engine, texts: Texts) -> Iterator[Sequence[Request]]:
+    yield ()
+
+
+@contextmanager
 def plain(engine: Engine, texts: Texts) -> Iterator[Sequence[Request]]:
     yield [replace(other, spans=()) for other in others(texts)]
 
@@ -128,9 +136,17 @@ def tenants(engine: Engine, texts: Texts) -> Iterator[Sequence[Request]]:
     yield [Request(f"of-{n}", texts.ids(2), None, 1, salt=f"tenant {n} {texts.ids(4)}") for n in range(TENANTS)]
 
 
-PLAIN = "plain prompts"
+@contextmanager
+def plain_tenants(engine: Engine, texts: Texts) -> Iterator[Sequence[Request]]:
+    with tenants(engine, texts) as asked:
+        yield [replace(each, spans=()) for each in asked]
+
+
+QUIET, PLAIN, PLAIN_TENANTS = "nothing", "plain prompts", "plain tenants"
 CASES: dict[str, Case] = {
+    QUIET: quiet,
     PLAIN: plain,
+    PLAIN_TENANTS: plain_tenants,
     "reads hang": partial(hanging, "store read"),
     "look-ups hang": partial(hanging, "store find"),
     "the list hangs": partial(hanging, "store list"),
@@ -138,6 +154,15 @@ CASES: dict[str, Case] = {
     "a long list": long_list,
     "new tenants": tenants,
 }
+BESIDE = {
+    "reads hang": QUIET,
+    "look-ups hang": PLAIN,
+    "the list hangs": PLAIN,
+    "writes hang": PLAIN,
+    "a long list": QUIET,
+    "new tenants": PLAIN_TENANTS,
+}
+"""What others' requests compute in a case, without what holds them up: prompts whose reads hang compute nothing."""
 
 
 def lookups(engine: Engine, seed: int) -> dict[str, Any]:

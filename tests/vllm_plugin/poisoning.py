@@ -47,6 +47,7 @@ SETTINGS = {
     "preemption": Setting(
         {"recompute_ratio": 0.5, "anchor": "none"}, {"num_gpu_blocks_override": 26}, most_tokens=80, most_requests=7
     ),
+    "edits": Setting({"recompute_ratio": 0.15, "anchor": "none", "edits": True}),
     "eviction": Setting(
         {"recompute_ratio": 1.0, "selector": "random", "anchor": "bos"},
         {"block_size": 64, "skip_tokenizer_init": False},
@@ -134,6 +135,8 @@ class Campaign:
             params["mode"] = rng.choice(["prefix", "full"])
         elif way != "plain" and rng.random() < 0.3:
             params["recompute_ratio"] = rng.choice([0.0, 0.4, 1.0])
+        if way != "plain" and self.setting.extra.get("edits") and rng.random() < 0.7:
+            params["conversation"] = rng.choice(["a", "b"])
         self.tally.meet("requests")
         return Request(
             name,
@@ -168,7 +171,7 @@ class Campaign:
         self.tally.poisoned += left.poisoned
         self.tally.what += left.what
         counted = self.engine.counters()
-        for what in ("num_preemptions", "captured_tokens", "requests"):
+        for what in ("num_preemptions", "captured_tokens", "requests", "hit_tokens moved"):
             self.tally.meet(f"{what} (vLLM)", int(counted.get(what, 0)))
         self.tally.meet("evicted, deleted or refused", len(self.written) - self.store.stats().blocks)
 

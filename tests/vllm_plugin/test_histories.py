@@ -154,7 +154,7 @@ def test_every_place_of_a_fault_and_of_the_timeline_is_there() -> None:
 # ---- hostile requests: no stored block differs from a plain prefill of its chain -----------------------------------
 
 COMMAND = "CACHEBLEND_HISTORIES=400 pytest tests/vllm_plugin/test_histories.py"
-SETTINGS = {"pieces": 0.5, "preemption": 0.2, "eviction": 0.3}
+SETTINGS = {"pieces": 0.3, "edits": 0.2, "preemption": 0.2, "eviction": 0.3}
 """Of `poisoning.SETTINGS`, and the share of the histories that each plays."""
 
 SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -192,6 +192,7 @@ def test_no_history_poisons_a_block(
     assert tally.poisoned == 0, tally.what[:5]
     assert tally.histories >= HISTORIES and tally.blocks >= 3 * HISTORIES, tally  # or nothing was shown
     assert tally.met["requests (vLLM)"] > HISTORIES // 2, tally.met  # blended ones
+    assert tally.met["hit_tokens moved (vLLM)"] > 2 * HISTORIES, tally.met
     assert tally.met["num_preemptions (vLLM)"] or HISTORIES < 100, tally.met
 
 

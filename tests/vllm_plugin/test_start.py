@@ -419,6 +419,8 @@ def config_of(model: str = "m", connector: dict[str, Any] | None = None, **field
         "revision": None,
         "hf_overrides": {},
         "hf_config_path": None,
+        "trust_remote_code": False,
+        "code_revision": None,
         "config_format": "auto",
         "quantization": None,
         "quantization_config": None,
@@ -517,35 +519,51 @@ def test_what_vllm_reads_of_a_folder_names_its_kv(folder: Path) -> None:
     assert named(folder, load_format="hf") == shards
     save_file({"w1": torch.arange(50)}, folder / "model-1.safetensors")
     assert named(folder, load_format="hf") != shards
+    ranks = set()  # whose shards have no index, whatever is beside them
+    for number in range(2):
+        save_file({"w": torch.arange(50) + number}, folder / "model-rank-0-part-0.safetensors")
+        ranks.add(named(folder, load_format="sharded_state"))
+    assert len(ranks) == 2
     (folder / "model-1.safetensors").unlink()
     with pytest.raises(InvalidInputError, match=r"names 2 files, of which model-1\.safetensors cannot be found"):
         named(folder, load_format="hf")
 
 
+MISTRAL = {
+    "dim": 64, "n_layers": 2, "head_dim": 16, "hidden_dim": 96, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-5,
+    "vocab_size": 300, "rope_theta": 10000.0, "max_position_embeddings": 2048,
+}  # fmt: skip
+
+
+def widened(config: Any) -> Any:
+    config.update({"rope_theta": 20000.0})
+    return config
+
+
 def test_the_config_that_vllm_runs_names_its_kv(folder: Path, tmp_path: Path) -> None:
-    """Wherever it comes from."""
-    plain, base = fingerprint_folder(folder), 10_000
-
-    def config(**fields: Any) -> Any:
-        return SimpleNamespace(intermediate_size=512, to_dict=lambda: {"model_type": "llama", **fields})
-
-    def wider(config: Any) -> Any:
-        return config
-
-    for where in ({"hf_config_path": str(tmp_path)}, {"config_format": "mistral"}, {"hf_overrides": wider}):
-        one, other = (named(folder, hf_config=config(rope_theta=theta), **where) for theta in (base, 2 * base))
-        assert len({plain, one, other}) == 3
-        assert named(folder, hf_config=config(rope_theta=base, dtype="float32"), **where) == one
-    # an address is no part of a function's name
-    assert named(folder, hf_config=config(), hf_overrides=lambda one: one) == plain
-    assert named(folder, hf_config_path=str(folder)) == plain == named(folder, config_format="hf")
-    (folder / "params.json").write_text("{}")
-    assert named(folder, hf_config=config(rope_theta=base)) == plain  # only beside Mistral's weights
-    save_file({"w": torch.arange(50)}, folder / "consolidated.safetensors")
-    before = named(folder, hf_config=config(rope_theta=base))
-    assert before != named(folder, hf_config=config(rope_theta=2 * base))
-    (folder / "config.json").unlink()  # which Mistral's folders need not have
-    assert before == named(folder, hf_config=config(rope_theta=base))
+    """Wherever it comes from; as it is parsed, since loading a model changes what vLLM holds in that process."""
+    model, other = shutil.copytree(make_family("llama", tmp_path), tmp_path / "m"), tmp_path / "config"
+    plain, seen = fingerprint_folder(model), set[str]()
+    other.mkdir()
+    fields = json.loads((model / "config.json").read_text())
+    for theta in (1e4, 2e4):
+        text = json.dumps(fields | {"rope_parameters": {"rope_type": "default", "rope_theta": theta}})
+        (other / "config.json").write_text(text)
+        seen.add(named(model, hf_config_path=str(other)))
+    seen |= {named(model, hf_overrides=widened), named(model, hf_overrides=lambda config: config)}
+    assert len(seen | {plain}) == 4  # what changes nothing is the first of these
+    loaded = SimpleNamespace(intermediate_size=512, to_dict=lambda: {"rope_type": "deepseek_yarn"})
+    assert named(model, hf_overrides=lambda config: config, hf_config=loaded) in seen  # an address is no name
+    assert named(model, hf_config_path=str(model)) == plain == named(model, config_format="hf", hf_config=loaded)
+    # Mistral's own files, beside which there need be no others
+    (model / "params.json").write_text(json.dumps(MISTRAL))
+    assert named(model) == plain  # only beside Mistral's weights
+    (own := tmp_path / "own").mkdir()
+    save_file({"w": torch.arange(50)}, own / "consolidated.safetensors")
+    for theta in (1e4, 2e4):
+        (own / "params.json").write_text(json.dumps(MISTRAL | {"rope_theta": theta}))
+        seen |= {named(own), named(own, config_format="mistral", load_format="mistral")}
+    assert len(seen) == 5
 
 
 def test_how_vllm_quantises_names_its_kv_and_the_order_of_settings_does_not(folder: Path, tmp_path: Path) -> None:
@@ -558,11 +576,9 @@ def test_how_vllm_quantises_names_its_kv_and_the_order_of_settings_does_not(fold
     for content in ("{}", '{"bits": 4}'):
         file.write_text(content)
         seen.add(named(folder, hf_overrides={"quantization_config_file": str(file)}))
-    of_folder = SimpleNamespace(intermediate_size=512, quantization_config={"quant_algo": "FP8"})
-    (folder / "hf_quant_config.json").write_text("{}")  # which vLLM reads beside config.json
-    seen.add(named(folder, hf_config=of_folder))
-    of_folder.quantization_config = {"quant_algo": "NVFP4"}
-    seen.add(named(folder, hf_config=of_folder))
+    for content in ("{}", '{"bits": 4}'):
+        (folder / "hf_quant_config.json").write_text(content)  # which vLLM reads beside config.json
+        seen.add(named(folder))
     assert len(seen) == 7
 
 
@@ -597,9 +613,7 @@ def test_files_that_are_written_to_while_vllm_loads_them_end_the_start(folder: P
     with pytest.raises(InvalidInputError, match=r"model\.safetensors in .* was changed while vLLM loaded .*; restart"):
         weight_loader.check_files(config, folder)
     weight_loader._note_files(config)
-    with pytest.raises(
-        InvalidInputError, match=r"is .*later now, and was .*model when .*; .*--revision set"
-    ):
+    with pytest.raises(InvalidInputError, match=r"is .*later now, and was .*model when .*; .*--revision set"):
         weight_loader.check_files(config, folder.with_name("later"))  # as `main` of the hub moves on
 
 

@@ -18,6 +18,7 @@ from cacheblend.core.errors import InvalidInputError
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 _READ_FILES = ("*.safetensors", "*.bin", "*.pt", "*.index.json", "config.json", "params.json")
+OF_TRAINING = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 SPOT_BYTES = 256  # bytes that are read at each spot of a sample
 TENSOR_SPOTS, FILE_SPOTS = 4, 2048  # spots of a tensor at most, and of a file together; every tensor has one
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -42,7 +43,8 @@ def state_of(file: Path) -> State:
 def states_in(folder: Path) -> dict[str, State]:
     """States of the weight files, the config and the indices; equal states mean that nothing was written in between."""
     found = {}
-    for file in sorted({file for pattern in _READ_FILES for file in folder.glob(pattern)}):
+    files = {file for pattern in _READ_FILES for file in folder.glob(pattern) if file.name not in OF_TRAINING}
+    for file in sorted(files):
         with contextlib.suppress(OSError):
             found[file.name] = state_of(file)
     return found

@@ -185,9 +185,9 @@ class Discovery(Generic[Asker]):
                 self._add(runs=len(learnt.new))
                 self.figures = replace(self.figures, watched_tokens=self._recurrences.watched_tokens)
                 is_any_wanted = bool(self._wanted)
-            self._delete(gone)
             if is_any_wanted:
                 wanted()
+            self._delete(gone)
         except Exception:
             logger.warning("a request is not watched for recurring text; its answer is not affected", exc_info=True)
             count_failure("discovery")

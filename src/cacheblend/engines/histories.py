@@ -127,25 +127,24 @@ class Histories:
             whole = Prompt.of([text(prompt.token_ids)], prompt.changed_contents)
             prompt = replace(whole, conversation=prompt.conversation)
         with self._lock:
-            chains = self._chains.get((root, prompt.conversation), ())
+            known = self._chains.get((root, prompt.conversation), ())
         needed = 0 if prompt.conversation else self._min_run_tokens
-        chains = tuple(each for each in chains if each.shared(prompt.token_ids) >= needed)
-        if not chains and not prompt.conversation:
+        shared = {each: count for each in known if (count := each.shared(prompt.token_ids)) >= needed}
+        if not shared and not prompt.conversation:
             return prompt
-        shared = [each.shared(prompt.token_ids) for each in chains]
-        begun = max((each.held(begin, lost) for each, begin in zip(chains, shared, strict=True)), default=0)
+        begun = max((each.held(count, lost) for each, count in shared.items()), default=0)
         in_front = sum(map(len, takewhile(lambda segment: not segment.is_chunk, prompt.segments)))
         begun = min(begun, in_front)  # behind a marked chunk nothing is an exact prefix
         prompt = replace(prompt, as_asked=prompt, begun=begun if begun >= self._min_run_tokens else 0)
-        longest = max(shared, default=0)
-        beyond = max((len(each.token_ids) - begin for each, begin in zip(chains, shared, strict=True)), default=0)
+        longest = max(shared.values(), default=0)
+        beyond = max((len(each.token_ids) - count for each, count in shared.items()), default=0)
         if min(beyond, len(prompt) - longest) < self._min_run_tokens:
             return prompt  # nothing was edited, most often
         index, begins = ChunkIndex(self._min_run_tokens), dict[BlockName, int]()
-        for each, begin in zip(chains, shared, strict=True):
+        for each, count in shared.items():
             index.add(parts := [*each.parts(root, lost)])
             for part in parts:
-                begins[part.chunk_id] = min(begin, begins.get(part.chunk_id, begin))
+                begins[part.chunk_id] = min(count, begins.get(part.chunk_id, count))
         segments, kept = list[Segment](), longest
         for segment in with_matches(prompt, index, longest, moved=True).segments:
             found_in = segment.found_in
@@ -169,7 +168,7 @@ class Histories:
             return prompt
         front = prompt.front
         if first is not None and first.is_moved:  # the block in which the prefix ends is loaded in part
-            front = tuple(text(each.token_ids) for each in chains[shared.index(longest)].parts(root))
+            front = tuple(text(each.token_ids) for each in max(shared, key=shared.__getitem__).parts(root))
         found = Prompt.of(segments, prompt.changed_contents, front)
         return replace(prompt, segments=found.segments, front=found.front)
 

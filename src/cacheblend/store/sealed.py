@@ -295,6 +295,10 @@ class SharedStore(KVStore):
     def _layers_of(self, name: BlockName) -> int:
         """Number of a block's layers, by its header, which is read anew. Raises `BlockLostError`."""
 
+    def _read_whole(self, name: BlockName) -> None:
+        for layer in range(self._layers_of(name)):  # a whole block at once may exceed a timeout
+            self.read(name, layer)
+
     def _stats(self, blocks: int, nbytes: int, chunks: int, pinned: int, damaged: int) -> StoreStats:
         """The store's state, of which these are counted when it is asked for; `damaged`: blocks."""
         return StoreStats(
@@ -314,20 +318,23 @@ class SharedStore(KVStore):
     def verify(self, progress: Progress | None = None) -> list[Damage]:
         with self.asking():
             names = self._block_names()
-        found, lost = list[Damage](), dict[BlockName, str]()
+        found, lost = list[Damage](), set[BlockName]()
         for done, name in enumerate(names, start=1):
             try:
-                for layer in range(self._layers_of(name)):  # a whole block may exceed a timeout
-                    self.read(name, layer)
+                self._read_whole(name)
             except BlockDamagedError as error:
                 found.append(Damage("block", name, error.reason, error.removed))
-            except BlockLostError as error:
-                lost[name] = str(error)
+            except BlockLostError:
+                lost.add(name)
             if progress is not None:
                 progress(done, len(names))
-        if lost:  # some have vanished meanwhile
+        if lost:
             with self.asking():
-                there = lost.keys() & set(self._block_names())
-            found += [Damage("block", name, lost[name], False) for name in names if name in there]
+                lost.intersection_update(self._block_names())  # others have vanished meanwhile
+        for name in sorted(lost):
+            try:
+                self._read_whole(name)  # it may have been written again
+            except BlockLostError as error:
+                found.append(Damage("block", name, str(error), False))
         self._manifests.intact(found, fresh=True)
         return found + verify_documents(self.documents, removes=not self.read_only)

@@ -66,7 +66,8 @@ def _overhead(engine: BlendEngine, cost_model: CostModel, rng: random.Random, to
     finally:
         for manifest in engine.store.manifests():
             if bytes(manifest.token_ids) in own:
-                engine.store.delete_chunk(manifest.block_names)
+                with contextlib.suppress(StoreError):
+                    engine.store.delete_chunk(manifest.block_names)
 
 
 def _seconds(engine: BlendEngine, prompt: Prompt, rounds: int) -> float:

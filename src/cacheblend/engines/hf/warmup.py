@@ -348,6 +348,7 @@ class ChunkWarmer:
         if edited is None or self.keeper.is_paused or self._is_awaited or not self._is_current(edited.state):
             return
         state, planner, prompt, done = edited
+        self._writer.flush(STORE_S)  # what waits to be written need not be computed
         look_up = partial(next_section, planner, prompt, self._store, done, HOLD_UP_TOKENS)
         held, section = self._ask_store(look_up)
         if held is not None and self._histories is not None:

@@ -44,15 +44,14 @@ def identify(config: Any, tokenizer: Any) -> ModelIdentity:
     folder, overrides = weight_loader.files_of(config), model.hf_overrides
     overrides = {} if callable(overrides) else overrides or {}  # what a function does is in the fields
     fields, stored = weight_loader.config_fields(config, folder), getattr(model.hf_config, "quantization_config", None)
-    quantizing = overrides.get("quantization_config_file")
+    quantizing = [folder / "hf_quant_config.json", Path(overrides.get("quantization_config_file", ""))]
     options = {
         "hf_overrides": overrides,
         # transformers orders the rotated numbers of DeepSeek-V3 otherwise than vLLM
         "latents": "vllm" if model.use_mla else None,
         "quantization": None if stored else model.quantization,  # the folder's own is part of its config.json
         "quantization_config": getattr(model, "quantization_config", None),  # not in each version
-        "quantization_config_file": quantizing and file_digest(Path(quantizing)),
-        "hf_quant_config": stored if (folder / "hf_quant_config.json").is_file() else None,
+        **{file.name: file_digest(file) for file in quantizing if file.is_file()},
         "float32": float32_precision(model.dtype),
     }
     if load.load_format not in OF_FOLDER:  # random weights, a plug-in's

@@ -11,23 +11,25 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.transformers_utils.config import get_config
 
 from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
-from cacheblend.engines.checkpoint import State, shards_of, states_in
+from cacheblend.engines.checkpoint import OF_TRAINING, State, shards_of, states_in
 from cacheblend.engines.folders import cached_snapshot
 from cacheblend.engines.vllm import stores
 from cacheblend.engines.vllm.config import read_config
 from cacheblend.engines.vllm.internals.decoder import attention_layers, connector_settings, model_sizes
 from cacheblend.engines.vllm.workspace import gib, workspace_of
 
-_CONSOLIDATED = "consolidated*.safetensors"
+_CONSOLIDATED, _OF_RANKS = "consolidated*.safetensors", "model-rank-*.safetensors"
 _PATTERNS = {  # of files that vLLM looks for, by format; others as hf
     "hf": ("*.safetensors", "*.bin", "*.pt"),
     "mistral": (_CONSOLIDATED,),
     "npcache": ("*.bin", "*.pt"),
     "pt": ("*.pt",),
+    "runai_streamer_sharded": (_OF_RANKS,),
+    "sharded_state": (_OF_RANKS,),
 }
-_OF_TRAINING = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 
 _parents: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]]" = weakref.WeakKeyDictionary()
 _begun: dict[str, tuple[Path, dict[str, State]]] = {}  # by the model's name
@@ -146,22 +148,32 @@ def weights_of(config: Any, folder: Path) -> list[Path]:
     wanted = str(config.load_config.load_format)
     if wanted == "auto" and any(folder.glob(_CONSOLIDATED)):
         wanted = "mistral"
-    patterns = _PATTERNS.get(wanted, _PATTERNS["hf"])
+    patterns = _PATTERNS.get(wanted, _PATTERNS["hf"])  # of ranks' shards there is no index
     found = next((files for pattern in patterns if (files := sorted(folder.glob(pattern)))), [])
     index = folder / ("consolidated" if wanted == "mistral" else "model")
     index = index.with_name(f"{index.name}.safetensors.index.json")
-    if found and found[0].suffix == ".safetensors" and index.is_file():
+    if found and found[0].suffix == ".safetensors" and index.is_file() and patterns != (_OF_RANKS,):
         return shards_of(index)
-    return [file for file in found if file.name not in _OF_TRAINING]
+    return [file for file in found if file.name not in OF_TRAINING]
 
 
 def config_fields(config: Any, folder: Path) -> dict[str, Any] | None:
-    """The model's config as vLLM runs it, where it is not that of the folder's config.json and named changes."""
+    """The model's config as vLLM parses it, where it is not that of the folder's config.json and named changes. Parsed
+    anew: models change the one that vLLM holds while they are loaded, in the workers' processes alone."""
     model = config.model_config
-    elsewhere = model.hf_config_path not in (None, model.model)
+    elsewhere = model.hf_config_path not in (None, model.model) or not (folder / "config.json").is_file()
     is_mistral = (folder / "params.json").is_file() and any(folder.glob(_CONSOLIDATED))
     of_folder = model.config_format == "hf" or (model.config_format == "auto" and not is_mistral)
-    if of_folder and not elsewhere and not callable(model.hf_overrides):
+    changes = model.hf_overrides if callable(model.hf_overrides) else None
+    if of_folder and not elsewhere and changes is None:
         return None
-    fields: dict[str, Any] = model.hf_config.to_dict()
+    parsed = get_config(
+        model.hf_config_path or model.model,
+        model.trust_remote_code,
+        getattr(model, "_hf_config_revision", None) or model.revision,
+        model.code_revision,
+        model.config_format,
+        hf_overrides_fn=changes,
+    )
+    fields: dict[str, Any] = parsed.to_dict()
     return fields

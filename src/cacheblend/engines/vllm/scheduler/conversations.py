@@ -118,7 +118,8 @@ class Conversations:
         self._waiting[history.key] = history
         self._waiting.move_to_end(history.key)
         while len(self._waiting) > MOST_WAITING:
-            self._waiting.popitem(last=False)
+            begun = (key for key, each in self._waiting.items() if not each.done)
+            del self._waiting[next(begun)]  # one at most has been begun
 
     def _plan(self, history: _History, most: int) -> CaptureJob | None:
         """Notes what the store holds of a history; the job for its next section, None: there is none."""
