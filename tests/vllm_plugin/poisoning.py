@@ -90,6 +90,7 @@ class Campaign:
         planners = self.engine.mine._scheduling._finder._planners
         self.roots = [bytes(planners.of(salt).root) for salt in SALTS]
         self.known: set[bytes] = set()
+        self.said: list[int] = []
         from transformers import AutoModelForCausalLM
 
         self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -135,8 +136,8 @@ class Campaign:
             params["mode"] = rng.choice(["prefix", "full"])
         elif way != "plain" and rng.random() < 0.3:
             params["recompute_ratio"] = rng.choice([0.0, 0.4, 1.0])
-        if way != "plain" and self.setting.extra.get("edits") and rng.random() < 0.7:
-            params["conversation"] = rng.choice(["a", "b"])
+        if self.setting.extra.get("edits") and rng.random() < 0.6:
+            ids, way, chosen, params = self._edited(hostile), "content", None, {"conversation": "a"}
         self.tally.meet("requests")
         return Request(
             name,
@@ -146,6 +147,15 @@ class Campaign:
             rng.choices(SALTS, weights=[6, 2, 2])[0],
             params=params,
         )
+
+    def _edited(self, hostile: Hostile) -> list[int]:
+        """The conversation's last prompt with a piece replaced by hostile parts, or gone, and a few tokens more."""
+        rng, parts = self.rng, [token for part, _ in hostile.prompt() for token in part]
+        before = self.said if 150 < len(self.said) < 400 else [*hostile.ids(90), *parts, *hostile.ids(120)]
+        at = rng.randint(70, len(before) - 75)
+        self.said = [*before[:at], *parts[: rng.choice([0, 9, 70])], *before[at + rng.randint(1, 40) :]]
+        self.said += hostile.ids(rng.randint(1, 9))
+        return self.said
 
     def _ask(self, requests: list[Request]) -> None:
         """They arrive in the same step or in following ones; some are aborted."""
