@@ -1,14 +1,11 @@
-"""Wrong invocations of the lab, as those of `cacheblend`; and what once was its command says where it is."""
+"""Wrong invocations of the lab, as those of `cacheblend`."""
 
-import re
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cacheblend.cli import main as main_of_the_product
-from cacheblend.cli.program import MOVED
 from campaign import share
 from command_line import Run, runner
 from lab.cli import app, main
@@ -65,18 +62,6 @@ def test_a_group_without_a_command_shows_its_help_and_is_no_success(
         main(arguments)
     assert left.value.code == 2
     assert "Usage: python -m lab" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("old", MOVED)
-def test_what_moved_says_where_it_is(capsys: pytest.CaptureFixture[str], old: str) -> None:
-    result = runner(capsys, main=main_of_the_product)(*old.split(" ")[1:], "--json-file", "x", "--whatever")
-    check(result.code, result.out, result.err)
-    (now,) = re.findall(r"`python -m lab ([^`]*)`", result.err)
-    assert f"`{old}` is now" in result.err and "make lab" in result.err
-    options = {names[0]: taken for names, taken in commands_of(app)}
-    name, *words = now.split(" ")
-    assert name in options
-    assert {word for word in words if word.startswith("--")} <= set(options[name])
 
 
 @settings(max_examples=share(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

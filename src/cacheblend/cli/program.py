@@ -5,7 +5,6 @@ Knows no command but those that moved; typer's errors by what they carry (`forma
 """
 
 import os
-import re
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
@@ -25,24 +24,6 @@ threads use the time that the one they wait for would get. A few milliseconds ar
 operations, and cost a quiet machine nothing. GNU's runtime counts turns, the others milliseconds; each ignores that."""
 
 MAY_BE_EMPTY = ("--salt", "--system")
-MOVED = {
-    "cacheblend bench memory": "core",
-    "cacheblend bench plan": "core",
-    "cacheblend inspect": "inspect",
-    "cacheblend paper": "paper",
-    "cacheblend suite": "suite nano",
-    "cacheblend evaluate --paper": "paper",
-    "cacheblend evaluate --suite": "suite",
-    "cacheblend evaluate --suite-seed": "suite nano --suite-seed",
-    "cacheblend evaluate --part": "suite nano --part",
-} | {
-    f"cacheblend bench {name}": name
-    for name in (
-        *("agent", "codecs", "controller", "core", "cuda", "evict", "load", "match", "peers"),
-        *("routing", "serve", "store", "sync", "vllm"),
-    )
-}
-"""Commands and options that measure for this project's own figures, and where they are: in the lab, in a checkout."""
 
 
 def run_program(app: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> None:
@@ -103,18 +84,13 @@ def usage_text(error: Any) -> str:
     option = getattr(error, "option_name", None)
     param = getattr(error, "param", None)
     if type(error).__name__ == "NoSuchOption":
-        if moved := _moved(context, str(option)):
-            return moved
         near = ", ".join(sorted(error.possibilities or ()))
         return f"there is no option {option}{f', did you mean {near}?' if near else ''}{see}"
     if param is not None:
         name = next((name for name in param.opts if name.startswith("--")), str(param.name).upper())
         is_missing = type(error).__name__ == "MissingParameter"
         return f"{name} is missing{see}" if is_missing else f"{name}: {_problem(error, param)}{see}"
-    text = _clean(error.format_message())
-    if (unknown := re.match(r"No such command '([^']*)'", text)) and (moved := _moved(context, unknown[1])):
-        return moved
-    return f"{text}{see}"
+    return f"{_clean(error.format_message())}{see}"
 
 
 def wrong_text(arguments: Sequence[str]) -> str | None:
@@ -132,12 +108,6 @@ def wrong_text(arguments: Sequence[str]) -> str | None:
             shown = argument if len(argument) <= 80 else f"{argument[:80]}..."
             return f"argument {number}, {shown!r}, has bytes that are not UTF-8; give it in UTF-8"
     return None
-
-
-def _moved(context: Any, name: str) -> str | None:
-    """Where a command or an option went; None if it never was one."""
-    old = f"{context.command_path} {name}" if context is not None else name
-    return f"`{old}` is now `python -m lab {MOVED[old]}`, in a checkout after `make lab`" if old in MOVED else None
 
 
 def _problem(error: Any, param: Any) -> str:
