@@ -70,12 +70,14 @@ def vllm_latency(model: VllmOptions, size: PromptSizeOptions, rounds: RoundOptio
     measure(result, "servers.vllm_bench:latency", _pair(model), PromptShape(**vars(size)), rounds)
 
 
-def vllm_timeline(model: VllmOptions, size: PromptSizeOptions, rounds: RoundOptions, result: ResultOptions) -> None:
+def vllm_timeline(
+    model: VllmOptions, size: PromptSizeOptions, rounds: RoundOptions, result: ResultOptions, plot: Plot = None
+) -> None:
     """Where the time of one blended request goes, from its arrival to its first token: each wait and its share.
 
     One engine without HTTP, in one process. Without --model and --shape: random weights of the shape qwen2.5-0.5b.
     """
-    measure(result, "faults.timeline", _pair(model), PromptShape(**vars(size)), rounds)
+    measure(result, "faults.timeline", _pair(model), PromptShape(**vars(size)), rounds, plot=plot)
 
 
 def vllm_shadow(

@@ -22,7 +22,7 @@ from typing import Any
 
 from cacheblend.cli.bench import RoundOptions
 from cacheblend.core.errors import InvalidInputError
-from lab.bench import Advance, silent
+from lab.bench import Advance, picture, silent
 from lab.servers.clients import Prompts
 from lab.servers.vllm_server import Pair, dtype_of, folder_of
 from lab.settings import PromptShape
@@ -152,6 +152,18 @@ def table(result: dict[str, Any]) -> str:
     """A line for each part."""
     lines = [f"{share:7.1%}  {part} ({result['calls'].get(part, 0)} calls)" for part, share in result["shares"].items()]
     return "\n".join([f"{statistics.median(result['ttft_s']):.2f} s to the first token", *lines])
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """A bar for each part, the longest first; the axis is logarithmic, or one could see the rows' alone."""
+    whole = statistics.median(result["ttft_s"])
+    with picture(path, height=5.0) as (axes,):
+        parts = list(reversed(result["shares"].items()))
+        bars = axes.barh([part for part, _ in parts], [1e3 * whole * share for _, share in parts])
+        axes.bar_label(bars, [f" {share:.2%}" for _, share in parts], fontsize="small")
+        axes.set_xscale("log")
+        axes.set(xlabel="ms of one request", title=f"From arrival to the first token: {whole:.1f} s")
+        axes.margins(x=0.15)
 
 
 def child(job: dict[str, Any]) -> None:

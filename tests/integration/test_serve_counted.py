@@ -76,3 +76,10 @@ def test_metrics_answers_and_store_agree() -> None:
             assert abs(report["missed_tokens"] - unknown) <= edges
             held |= {(salt, number) for number in documents}
         assert shown(web) - before == told
+        # each passage of a tenant was captured once: as its tokens stand alone, or one with the text beside it
+        captured = len(engine.store.manifests()) - len(DOCUMENTS)
+        assert len(held) <= captured <= 4 * len(held)
+        metrics = web.get("/metrics").text
+        assert f'cacheblend_store_blocks{{tier="memory"}} {float(engine.store.stats().blocks)}' in metrics
+        assert f'cacheblend_store_bytes{{tier="memory"}} {float(engine.store.stats().bytes)}' in metrics
+        assert not any(reason in metrics for reason in ("captures_given_up_total{", "fallbacks_total{"))

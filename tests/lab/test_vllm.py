@@ -21,7 +21,7 @@ from lab.faults import children, engine, injection, trials
 from lab.faults.engine import Engine, found_in, is_same
 from lab.faults.pollution import draw, plain_twins
 from lab.faults.run import Settings
-from lab.faults.timeline import ATTENTION, PRODUCTS, Timeline, summary
+from lab.faults.timeline import ATTENTION, PRODUCTS, Timeline, plot, summary
 from lab.servers import vllm_bench
 from lab.servers.replay import LENGTHS, REQUESTS, Sample, TraceText, prompt, read_trace, row_layer_ceiling
 from lab.servers.vllm_replay import FILLING_TOKENS, filling_prompts
@@ -64,7 +64,7 @@ def test_figures_are_printed_and_servers_opened_apart() -> None:
     assert not any(folder.exists() for folder in folders)
 
 
-def test_each_part_of_a_timeline_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_part_of_a_timeline_has_its_own_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     at = [0.0]
 
     class Engine:
@@ -102,6 +102,8 @@ def test_each_part_of_a_timeline_has_its_own_time(monkeypatch: pytest.MonkeyPatc
     assert list(told["figures"]) == ["row-layers", "steps", "vLLM's other work"]
     assert told["figures"]["row-layers"] == pytest.approx((28 / 34.5 + 28 / 69) / 2)
     assert told["ttft_s"] == [34.5, 69]
+    plot(told, tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize(
