@@ -65,7 +65,8 @@ def fingerprint_folder(
     """
     config = folder / "config.json"
     options = options or {}
-    files = files or loaded_files(folder, options.get("variant"), options.get("use_safetensors"))
+    if not files and (found := loaded_files(folder, options.get("variant"), options.get("use_safetensors"))):
+        files = sorted({*found, *folder.glob("adapter_model.safetensors")})  # which PEFT puts on the model
     files = files or weight_files(folder)  # transformers would load none of them, but another engine may
     if fields is None and not config.is_file() and (folder / "adapter_config.json").is_file():
         raise InvalidInputError(
