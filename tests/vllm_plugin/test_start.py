@@ -576,6 +576,7 @@ def test_how_vllm_quantises_names_its_kv_and_the_order_of_settings_does_not(fold
     for content in ("{}", '{"bits": 4}'):
         file.write_text(content)
         seen.add(named(folder, hf_overrides={"quantization_config_file": str(file)}))
+    assert named(folder, hf_overrides={"quantization_config_file": None}) not in seen  # vLLM reads none then
     for content in ("{}", '{"bits": 4}'):
         (folder / "hf_quant_config.json").write_text(content)  # which vLLM reads beside config.json
         seen.add(named(folder))
@@ -648,6 +649,21 @@ def test_weights_that_are_replaced_before_the_scheduler_reads_them_name_nothing(
     )
     assert bool(kept) == bool(captured) == bool(requests) == is_copy
     assert fallbacks == 0 if is_copy else fallbacks >= 3
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_ranks_and_scheduler_name_a_config_from_elsewhere_alike(
+    serve: Serve, models: dict[str, Path], tmp_path: Path, elsewhere: bool
+) -> None:
+    """Each is a process of its own, and a rank's has loaded the model: were names to differ, none would be blended."""
+    model = serve(shutil.copytree(models["llama"], tmp_path / "model"))
+    (config := tmp_path / "config").mkdir()
+    shutil.copy(model.model / "config.json", config)
+    options = {"hf_config_path": str(config)} if elsewhere else {"hf_overrides": {"rope_theta": 10000.0}}
+    both = ask(prompts(33, 2, 3, held=3), alone=True)
+    found = model.run([both, both], {"recompute_ratio": 1.0, "min_reused_share": 0.0}, **TWO_RANKS, **options)
+    assert found["metrics"]["vllm:cacheblend_requests"] > 0
+    assert not found["metrics"].get("vllm:cacheblend_fallbacks other weights", 0)
 
 
 @pytest.mark.parametrize(("named", "elsewhere"), [("a", 0), ("b", 0), ("a", 1), ("", 0)])

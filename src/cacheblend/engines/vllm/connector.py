@@ -44,7 +44,7 @@ def identify(config: Any, tokenizer: Any) -> ModelIdentity:
     folder, overrides = weight_loader.files_of(config), model.hf_overrides
     overrides = {} if callable(overrides) else overrides or {}  # what a function does is in the fields
     fields, stored = weight_loader.config_fields(config, folder), getattr(model.hf_config, "quantization_config", None)
-    quantizing = [folder / "hf_quant_config.json", Path(overrides.get("quantization_config_file", ""))]
+    quantizing = [folder / "hf_quant_config.json", Path(overrides.get("quantization_config_file") or "")]
     options = {
         "hf_overrides": overrides,
         # transformers orders the rotated numbers of DeepSeek-V3 otherwise than vLLM
