@@ -57,11 +57,20 @@ class Request(SimpleNamespace):
         self.__dict__.update(fields)
         self.update_block_hashes()
 
+    @property
+    def all_token_ids(self) -> list[int]:
+        return [*self.prompt_token_ids, *self.output_token_ids]
+
+    def answer(self, ids: list[int]) -> None:
+        self.output_token_ids, self.num_output_tokens = ids, len(ids)
+        self.num_tokens = len(self.all_token_ids)
+        self.update_block_hashes()
+
     def update_block_hashes(self) -> None:
         for at in range(len(self.block_hashes) * SIZE, self.num_tokens - SIZE + 1, SIZE):
             front = self.block_hashes[-1] if self.block_hashes else b""
             salt = (self.cache_salt or "") if at == 0 else ""
-            ids = self.prompt_token_ids[at : at + SIZE]
+            ids = self.all_token_ids[at : at + SIZE]
             self.block_hashes.append(
                 hashlib.sha256(front + salt.encode(errors="surrogatepass") + repr(ids).encode()).digest()
             )
@@ -118,11 +127,13 @@ def scheduling(
     window: Any = None,
     bytes_per_token: int = 1,
     is_paused: Callable[[], bool] = lambda: False,
+    may_copy: bool = False,
+    bos_id: int | None = None,
     **config: Any,
 ) -> Any:
     """A scheduler side over a store that holds these chunks of one tenant."""
     settings = ConnectorConfig(**{"lookup_timeout_s": 30.0, **config})  # the machine may be busy
-    planners = TenantPlanners(ModelIdentity(None, "model", "float32", None, "a model"), settings.blend)
+    planners = TenantPlanners(ModelIdentity(None, "model", "float32", bos_id, "a model"), settings.blend)
     planner = planners.of(salt)
     store = MemoryStore(1 << 20) if store is None else store
     for ids in held:
@@ -136,6 +147,7 @@ def scheduling(
     checked = settings.shadow_settings
     watch = None if checked is None else ShadowWatch(checked, "m", blend.selector().share, finder.raise_by, seed=1)
     options: Any = {"bytes_per_token": bytes_per_token, "watch": watch, "window": window, "is_paused": is_paused}
+    options["may_copy"] = may_copy
     return Scheduling(settings, blend, finder, SIZE, **options)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from cacheblend.core.errors import StoreFullError
 from cacheblend.engines import keeper
+from cacheblend.engines.vllm.worker.prefill_factory import Opener
 from cacheblend.store import DiskStore
 from lab.faults.engine import Engine, Request
 from poison import KV, Hostile, Tally, Written, compare, names_in
@@ -47,7 +48,12 @@ SETTINGS = {
     "preemption": Setting(
         {"recompute_ratio": 0.5, "anchor": "none"}, {"num_gpu_blocks_override": 26}, most_tokens=80, most_requests=7
     ),
-    "edits": Setting({"recompute_ratio": 0.15, "anchor": "none", "edits": True}),
+    "edits": Setting(
+        {"recompute_ratio": 0.15, "anchor": "none", "edits": True},
+        {"num_gpu_blocks_override": 34},  # so that blocks are soon another's
+        most_tokens=40,
+        most_requests=6,
+    ),
     "eviction": Setting(
         {"recompute_ratio": 1.0, "selector": "random", "anchor": "bos"},
         {"block_size": 64, "skip_tokenizer_init": False},
@@ -78,6 +84,13 @@ class Campaign:
             raise StoreFullError("no space, for a test")
 
         DiskStore.write_all = write_all  # type: ignore[method-assign]
+        read_pages = Opener.read_pages
+
+        def counted(opener: Opener, job: Any) -> Any:
+            self.tally.meet("copies of vLLM's blocks")
+            return read_pages(opener, job)
+
+        Opener.read_pages = counted  # type: ignore[method-assign]
         bound = "" if setting.store_bytes is None else f"?max_bytes={setting.store_bytes}"
         extra = {"store": f"file://{store}{bound}", "block_size": BLOCK_SIZE, "refresh_s": 0}
         extra |= {"min_reused_share": 0.0, "lookup_timeout_s": 30.0, "check_layers": [1], **setting.extra}

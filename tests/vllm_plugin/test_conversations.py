@@ -9,7 +9,10 @@ than a section; a store that drops what it was given; weights that change in bet
 import random
 import threading
 import time
+from concurrent.futures import wait
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,16 +24,17 @@ from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
 from cacheblend.core.plan.plan import Source
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.engines import histories
-from cacheblend.engines.vllm.jobs import CaptureJob, StepReport
+from cacheblend.engines.vllm.jobs import Adapter, CaptureJob, StepReport
 from cacheblend.engines.vllm.scheduler import conversations
+from cacheblend.engines.vllm.scheduler.options import RequestOptions
 from cacheblend.store import MemoryStore
 from campaign import share
 from families import VOCAB as TINY_VOCAB
-from paged_scenes import LAYERS, VOCAB, Scene
+from paged_scenes import KV_HEADS, LAYERS, LAYOUTS, OWN, VOCAB, WIDTH, Scene
 from poison import names_in
 from vllm_models import PLAIN_OPERATIONS, make_adapter, make_family, make_hybrid
 from vllm_prompts import FORGET, Asked, Texts, ask
-from vllm_requests import SIZE, Request, give, reported, scheduling, start, why, with_options
+from vllm_requests import SIZE, Request, give, manager_of, reported, scheduling, start, why, with_options
 from vllm_running import TWO_RANKS, Serve, Served, tokens
 
 EXTRA = {"edits": True, "anchor": "none", "refresh_s": 0, "block_size": 48}
@@ -358,6 +362,211 @@ def test_blended_blocks_of_moved_runs_are_named_by_their_conversation() -> None:
     assert not {*names[0][80 // SIZE :]} & {*names[1]}
 
 
+# ---- what vLLM's own cache holds is copied -------------------------------------------------------------------------
+
+
+class Pages:
+    """vLLM's pool of blocks, and which rows each holds: by its name, the ids of all tokens up to its last one."""
+
+    def __init__(self, side: Any) -> None:
+        self.named, self.ids = dict[bytes, int](), dict[int, list[int]]()
+        side.cache.bind(manager_of(self))
+
+    def get_cached_block(self, name: bytes, groups: list[int]) -> Any:
+        at = self.named.get(name)
+        return None if at is None else [SimpleNamespace(block_id=at) for _ in groups]
+
+    @property
+    def blocks(self) -> list[Any]:
+        return [SimpleNamespace(block_hash=name) for name in self.named]
+
+    def add(self, request: Request) -> None:
+        """vLLM has computed it; the block of its last token is not full."""
+        for number, name in enumerate(request.block_hashes[: (request.num_tokens - 1) // SIZE]):
+            self.ids.setdefault(at := self.named.setdefault(name, len(self.ids) + 1), [])
+            self.ids[at] = request.all_token_ids[: (number + 1) * SIZE]
+
+
+def copied(side: Any, pages: Pages, store: Any, *, steps: int = 60) -> list[int]:
+    """Steps of an engine that has requests all the time; of each job the tokens it is of. Checks that they are copied
+    from blocks of just these rows."""
+    found = list[int]()
+    for _ in range(steps):
+        for job in side.take_jobs().capture:
+            (table,), first, ids = job.pages, job.exact.prefix_length, job.chunk.token_ids.tolist()
+            assert len(table) == -(-len(ids) // SIZE) - first // SIZE
+            for number, at in enumerate(table, first // SIZE):
+                rows = pages.ids[at]
+                assert len(rows) == (number + 1) * SIZE and rows[: len(ids)] == ids[: len(rows)]
+            found.append(len(ids))
+            if store is not None:
+                write(store, job, [span for span in job.exact.spans if span.source is Source.TEXT])
+            side.reported(StepReport(side._captures._finished + 1))
+        if side._finder._conversations._look_up is not None:
+            wait([side._finder._conversations._look_up.call])
+    return found
+
+
+def answered(side: Any, pages: Pages, ids: list[int], name: str, answer: list[int], **options: Any) -> Request:
+    """A request that is plain, or blended, until it ends."""
+    request = with_options(ids, name, **options)
+    claimed = start(side, request)
+    side.allocated(request, [[1] * 40], claimed)
+    if claimed:
+        side.provided([name])
+        side.reported(reported(name))
+    request.answer(answer)
+    pages.add(request)
+    side.finished(request)
+    return request
+
+
+def busy(store: Any, most: int = 1024, **options: Any) -> tuple[Any, Pages]:
+    """A scheduler side with a request that does not end; `most`: tokens that are copied in a step."""
+    side = scheduling([], store, blend_fields={"edits": True, "block_size": 32}, may_copy=True, **options)
+    side._most_copied = most
+    give(side, Request([*range(3000, 3040)], name="does not end"))
+    return side, Pages(side)
+
+
+def test_an_engine_that_is_never_idle_copies_what_it_has_computed() -> None:
+    store = MemoryStore(1 << 22)
+    side, pages = busy(store, 96)
+    answered(side, pages, [*SYSTEM, *THOUGHT], "one", ANSWER)
+    whole = len(FIRST) // 32 * 32
+    assert copied(side, pages, store) == [96, 192, whole] and len(FIRST) - whole > 0
+    assert moved(side, STRIPPED, "next") == whole - len(SYSTEM + THOUGHT)
+    answered(side, pages, [*FIRST, *NEXT], "two", NEXT)
+    assert len(FIRST + NEXT + NEXT) == 320
+    assert copied(side, pages, store) == [288], "the rest is stored, or is behind what vLLM has computed"
+    answered(side, pages, [*FIRST, *NEXT], "again", NEXT)
+    assert copied(side, pages, store) == []
+    side.finished(SimpleNamespace(request_id="does not end"))
+    assert keep(side, store) == [320]
+
+
+def test_blended_blocks_are_not_copied_but_those_in_front_of_them() -> None:
+    store = MemoryStore(1 << 22)
+    side, pages = busy(store)
+    answered(side, pages, FIRST, "one", [1], conversation="a")
+    copied(side, pages, store)
+    held = names_in(store)
+    two = answered(side, pages, [*STRIPPED, *range(700, 800)], "two", [1], conversation="a")
+    assert two.block_hashes[6] != Request(two.all_token_ids).block_hashes[6], "it is blended"
+    assert copied(side, pages, store) == [] and names_in(store) == held
+    assert side._finder._conversations._waiting, "it is computed once there is time"
+
+
+def test_blocks_that_vllm_has_lost_are_computed_when_there_is_time() -> None:
+    store = MemoryStore(1 << 22)
+    side, pages = busy(store)
+    request = answered(side, pages, FIRST, "one", [1])
+    for name in request.block_hashes[8:]:
+        pages.named.pop(name, None)
+    assert copied(side, pages, store) == [128]
+    side.finished(SimpleNamespace(request_id="does not end"))
+    assert keep(side, store) == [len(FIRST) + 1]
+
+
+def test_nothing_is_copied_beside_another_connector_nor_of_an_adapter_nor_of_other_tokens() -> None:
+    """What another connector gave may be rounded; an adapter's weights may be others by now; of a session all pieces
+    but the first are unknown."""
+    store = MemoryStore(1 << 22)
+    beside = scheduling([], store, blend_fields={"edits": True})
+    answered(beside, Pages(beside), FIRST, "one", [1])
+    assert not beside.take_jobs().capture and not beside._finder._conversations._look_up
+    side, pages = busy(store)
+    session = with_options(FIRST, "session")
+    side.allocated(session, [[1] * 40], start(side, session))
+    session.prompt_token_ids = [*FIRST[:100], *range(900, 1060)]
+    session.block_hashes.clear()
+    session.answer([1])
+    pages.add(session)
+    side.finished(session)
+    assert copied(side, pages, store) == [96]
+    adapted = answered(side, pages, [*range(600, 800)], "adapted", [])
+    tracked = SimpleNamespace(request=adapted, token_ids=as_token_ids(adapted.prompt_token_ids), cache_salt=None)
+    adapter = Adapter(1, "digest", SimpleNamespace(lora_name="one"))
+    tracked.adapter, tracked.options, tracked.plain_tokens = adapter, RequestOptions(), None
+    adapted.num_output_tokens, tracked.found = 1, None
+    side._finder.watch(tracked, side.cache)
+    assert [each.names for each in side._finder._conversations._waiting.values() if each.adapter] == [()]
+
+
+def test_behind_a_first_token_of_its_own_block_copies_are_of_whole_blocks_and_the_rest_is_computed() -> None:
+    store = MemoryStore(1 << 22)
+    side, pages = busy(store, bos_id=FIRST[0])
+    answered(side, pages, FIRST, "one", [1])
+    assert copied(side, pages, store) == [1 + 7 * 32], "the first token's KV serves all prompts"
+    side.finished(SimpleNamespace(request_id="does not end"))
+    assert keep(side, store) == [len(FIRST) + 1]
+
+
+def test_of_a_section_that_vllm_has_lost_in_part_the_front_is_copied() -> None:
+    store = MemoryStore(1 << 22)
+    side, pages = busy(store)
+    request = answered(side, pages, FIRST, "one", [1])
+    del pages.named[request.block_hashes[9]]
+    assert copied(side, pages, store) == [128]
+
+
+def test_histories_of_which_the_rest_waits_for_an_idle_engine_keep_no_other_from_being_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(conversations, "MOST_WAITING", 3)
+    store = MemoryStore(1 << 24)
+    side, pages = busy(store)
+    for number in range(8):
+        answered(side, pages, [*range(50 * number, 50 * number + 250)], f"{number}", [1], conversation=f"{number}")
+        assert copied(side, pages, store) == [224]
+    assert side.counts.take().data["fallbacks"]["capture queue full"] == 5
+
+
+def test_what_was_computed_before_a_reset_is_not_copied() -> None:
+    store = MemoryStore(1 << 22)
+    side, pages = busy(store)
+    before = with_options(FIRST, "before")
+    side.allocated(before, [[1] * 40], start(side, before))
+    pages.add(before)
+    side.reset()
+    before.answer([1])
+    side.finished(before)
+    side.take_jobs()
+    assert copied(side, pages, store) == [], "and what vLLM could not forget"
+    answered(side, pages, FIRST, "after", [1])
+    assert copied(side, pages, store) == []
+    pages.named.clear()
+    side.reset()
+    side.take_jobs()
+    answered(side, pages, FIRST, "anew", [1])
+    assert copied(side, pages, store) == [len(FIRST) // 32 * 32]
+
+
+@pytest.mark.parametrize("seed", range(1 + share(40)))
+def test_of_random_histories_only_exact_rows_are_copied(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Edits, blends, a cache that loses blocks, a store that does, an engine that is busy or idle; `copied` checks each
+    job."""
+    store, texts = MemoryStore(1 << 24), Texts(seed, below=900)
+    rng, total, pieces = texts.rng, 0, dict[str, list[list[int]]]()
+    monkeypatch.setattr(conversations, "MOST_WAITING", rng.choice([1, 2, 64]))
+    side, pages = busy(store, 64, bos_id=rng.choice([None, 7]))
+    for number in range(20):
+        name = rng.choice(["", "a", "b"])
+        pieces[name] = edited(rng, texts, pieces.get(name) or [texts.ids(70), texts.ids(110)])
+        ids = [token for piece in pieces[name] for token in piece][:1500] or [7]
+        answered(side, pages, [7, *ids, 1], f"{number}", texts.ids(rng.randint(1, 70)), conversation=name)
+        for lost in [name for name in pages.named if rng.random() < 0.02]:
+            del pages.named[lost]
+        for gone in [name for name in names_in(store) if rng.random() < 0.02]:
+            store.delete(gone)
+        total += len(copied(side, pages, store if rng.random() < 0.9 else None, steps=rng.choice([0, 3, 40])))
+        if rng.random() < 0.1:
+            pages.named.clear()
+            side.reset()
+            side.take_jobs()
+    assert total > 10
+
+
 @pytest.mark.may_fail("bad spans")
 @pytest.mark.parametrize("name", [7, None, "\ud800", "x" * 300])
 def test_a_wrong_conversation_is_refused(name: Any) -> None:
@@ -391,3 +600,22 @@ def test_a_section_is_computed_behind_what_is_stored_and_lost_blocks_are_compute
         assert (mine.name, mine.parent) == (right.name, right.parent)
         for one, other in zip(mine.records, right.records, strict=True):
             torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("size", "first"), [(32, 64), (24, 72)])
+def test_rows_that_are_copied_are_those_of_the_cache(layout: str, size: int, first: int) -> None:
+    """Also where a stored block ends within one of vLLM's."""
+    scene = Scene(layout, in_pages=None)
+    planner, ids, rows = replace(scene.planner, block_size=size), as_token_ids(range(150)), list[Any]()
+    whole = planner.plan(Prompt.of([text(ids)]), scene.store)
+    kinds = [Source.PREFIX if span.stop <= first else Source.TEXT for span in whole.spans]
+    plan = replace(whole, spans=tuple(map(lambda span, kind: replace(span, source=kind), whole.spans, kinds)))
+    slots = torch.tensor([OWN[at // SIZE] * SIZE + at % SIZE for at in range(150)])
+    for paged in scene.opener._paged:
+        rows.append(torch.randn(2, KV_HEADS, 150, WIDTH))
+        paged.write(*rows[-1], slots)
+    pages = [OWN[first // SIZE : -(-150 // SIZE)]]
+    found = scene.opener.read_pages(CaptureJob(ChunkJob((), ids), planner, exact=plan, pages=pages))
+    for kv, right in zip(found, rows, strict=True):
+        assert torch.equal(torch.stack([*kv]), right[:, :, first:])

@@ -193,6 +193,7 @@ def test_no_history_poisons_a_block(
     assert tally.histories >= HISTORIES and tally.blocks >= 3 * HISTORIES, tally  # or nothing was shown
     assert tally.met["requests (vLLM)"] > HISTORIES // 2, tally.met  # blended ones
     assert tally.met["hit_tokens moved (vLLM)"] > 2 * HISTORIES, tally.met
+    assert tally.met["copies of vLLM's blocks"] > HISTORIES // 2, tally.met
     assert tally.met["num_preemptions (vLLM)"] or HISTORIES < 100, tally.met
 
 

@@ -76,6 +76,34 @@ def test_a_prompt_begins_in_the_step_after_its_delivery(worker: Any, is_idle: bo
     assert not worker.side.take_failed_blocks()
 
 
+@pytest.mark.may_fail("ZeroDivisionError")
+def test_blocks_are_copied_in_the_step_that_delivers_them(worker: Any) -> None:
+    """When the workers are called, it has been computed; the next one may write to them."""
+    read, side = list[Any](), worker.side
+    side._opener.read_pages = lambda job: [read.append(job.chunk), [] if job.chunk == "right" else 1 / 0][1]
+    worker.store.gate.set()
+    for count, name in enumerate(("right", "wrong"), 1):
+        job = CaptureJob(name, None, pages=[[1]])  # type: ignore[arg-type]
+        side.step(StepJobs(capture=[job]))
+        side._capture_writer.wait(30)
+        assert read[-1] == name and side.report().captured == count
+    assert side.report().capture_work == 2 * 5 * LAYERS
+
+
+@pytest.mark.may_fail("RuntimeError")
+def test_a_chunk_that_fails_counts_as_done_behind_those_that_are_being_written(worker: Any) -> None:
+    """The scheduler's side takes what ends for what it sent first."""
+    worker.prefills |= {"slow": Prefill(), "fails": Prefill(fails_at=1)}
+    worker.side._capture_writer._keeper.keep = lambda captured: worker.store.gate.wait(60)
+    worker.side.step(captures("slow", "fails"))
+    while worker.side._captures:
+        worker.side.step(jobs())
+    assert worker.side.report().captured == 0
+    worker.store.gate.set()
+    while worker.side.report().captured < 2:
+        worker.side._capture_writer.wait(30)
+
+
 def test_a_prompt_is_opened_without_waiting_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding requests would wait, too: the host queues their next step late."""
     side = scheduling([PASSAGE])
@@ -282,9 +310,9 @@ def test_dropped_captures_are_counted_and_not_stored(worker: Any) -> None:
         worker.store.gate.wait()
         raise OSError("gone")
 
-    def store(self: Any, copied: Any) -> None:
+    def store(self: Any, number: int, copied: Any) -> None:
         begun.set()
-        real(self, copied)
+        real(self, number, copied)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(CaptureWriter, "_on_host", on_host)
@@ -296,11 +324,12 @@ def test_dropped_captures_are_counted_and_not_stored(worker: Any) -> None:
         assert worker.side.captured == 0
         for _ in range(3):  # a chunk is counted once, however often there is a reset
             worker.side.step(jobs(is_reset=True))
-            assert worker.side.captured == 3
+            assert worker.side.captured == 0, "the first one is being written"
         assert worker.store.drops == 3
         worker.store.gate.set()
         while worker.side.captured < 4:
             worker.side._capture_writer.wait(1.0)
+        assert worker.side.captured == 4
     assert worker.prefills["c"].layer < LAYERS
     assert worker.store.writes == 0
 

@@ -186,7 +186,6 @@ def _cells(question: str, right: str, cells: list[dict[str, Any]], scorer: str) 
 
 def _table(result: dict[str, Any]) -> Table:
     """One column per method: right answers by category, then in all, then time and compute. Fits 80 columns."""
-    from cacheblend.engines.settings import describe
     from cacheblend.evaluation.demo import CATEGORIES
 
     table, methods = Table("", "", **TABLE), result["methods"]
@@ -207,10 +206,9 @@ def _table(result: dict[str, Any]) -> Table:
         ("recomputed", "of the loaded tokens", shares),
     ):
         table.add_row(name, Text(meaning, "dim"), *figures)
-    settings = describe({name: value for name, value in result["settings"].items() if name != "source"})
     table.caption = (
         "full: what the model itself answers; where it is wrong, so are the others, mostly.\n"
-        f"prefix: in another order no stored prefix matches.\nblend: the model's own settings ({settings}).\n"
+        "prefix: in another order no stored prefix matches.\nblend: as this model was tuned (--json names it).\n"
         f"gradual: {methods[-2]['title']}, as the paper describes it.\n"
         f"one check: {methods[-1]['title']}, of values at layer 1, as in the authors' code."
     )

@@ -18,6 +18,7 @@ from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
 from cacheblend.core.config import BlendConfig
+from cacheblend.core.errors import StoreError
 from cacheblend.core.failures import count_failure
 from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.names import BlockName, join_ids
@@ -265,8 +266,11 @@ class Discovery(Generic[Asker]):
                     kept = kept.union(*(each.manifest.block_names for each in self._stored.values()))
                 listed = (self.listing.get(name) for name in self.listing.names(root))  # which may begin alike
                 kept = kept.union(*(each.block_names for each in listed if each is not None))
-                for chunk in gone:
-                    self._store.delete_chunk(chunk.block_names, kept)
+                try:
+                    for chunk in gone:
+                        self._store.delete_chunk(chunk.block_names, kept)
+                except StoreError as error:  # of one of several stores, perhaps; each chunk would wait for it
+                    logger.warning("chunks stay in the store, and are listed again: %s", error)
 
 
 def open_discovery(store: KVStore, config: BlendConfig, anchor: Anchor) -> Discovery[Any] | None:

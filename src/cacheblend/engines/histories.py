@@ -15,7 +15,7 @@ never stored again. Knows prompts and plans. Does not know how a block is stored
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
 from typing import NamedTuple
@@ -140,13 +140,26 @@ class Histories:
         beyond = max((len(each.token_ids) - count for each, count in shared.items()), default=0)
         if min(beyond, len(prompt) - longest) < self._min_run_tokens:
             return prompt  # nothing was edited, most often
-        index, begins = ChunkIndex(self._min_run_tokens), dict[BlockName, int]()
+        segments = self._with_runs(root, prompt, shared, lost)
+        if not any(segment.is_moved for segment in segments):
+            return prompt
+        front, first = prompt.front, next((segment for segment in segments if segment.is_chunk), None)
+        if first is not None and first.is_moved:  # the block in which the prefix ends is loaded in part
+            front = tuple(text(each.token_ids) for each in max(shared, key=shared.__getitem__).parts(root))
+        found = Prompt.of(segments, prompt.changed_contents, front)
+        return replace(prompt, segments=found.segments, front=found.front)
+
+    def _with_runs(
+        self, root: BlockName, prompt: Prompt, shared: Mapping[_Chain, int], lost: Collection[BlockName]
+    ) -> list[Segment]:
+        """A prompt's segments with the runs that stand in these chains, which begin with so many of its tokens."""
+        index, begins, kept = ChunkIndex(self._min_run_tokens), dict[BlockName, int](), max(shared.values())
         for each, count in shared.items():
             index.add(parts := [*each.parts(root, lost)])
             for part in parts:
                 begins[part.chunk_id] = min(count, begins.get(part.chunk_id, count))
-        segments, kept = list[Segment](), longest
-        for segment in with_matches(prompt, index, longest, moved=True).segments:
+        segments = list[Segment]()
+        for segment in with_matches(prompt, index, kept, moved=True).segments:
             found_in = segment.found_in
             if not segment.is_moved or found_in is None:
                 segments.append(segment)
@@ -163,14 +176,7 @@ class Histories:
             else:
                 segments.append(text(segment.token_ids))
             kept += len(segment)
-        first = next((segment for segment in segments if segment.is_chunk), None)
-        if not any(segment.is_moved for segment in segments):
-            return prompt
-        front = prompt.front
-        if first is not None and first.is_moved:  # the block in which the prefix ends is loaded in part
-            front = tuple(text(each.token_ids) for each in max(shared, key=shared.__getitem__).parts(root))
-        found = Prompt.of(segments, prompt.changed_contents, front)
-        return replace(prompt, segments=found.segments, front=found.front)
+        return segments
 
 
 def exact_part(planner: Planner, plan: BlendPlan) -> BlendPlan | None:
@@ -211,16 +217,18 @@ def plan_of_held(
 
 
 def next_section(
-    planner: Planner, prompt: Prompt, store: BlockSource, done: int, most: int
+    planner: Planner, prompt: Prompt, store: BlockSource, done: int, most: int, within: int | None = None
 ) -> tuple[BlendPlan | None, BlendPlan | None]:
     """What the store holds of a history, as `exact_part`; and the plan of it with the section behind, of `most` tokens
-    at most, but a block at least. None: it holds nothing; the history is complete, or of its first `done` tokens, which
-    were stored, some are gone: the store does not keep it."""
+    at most, but a block at least, which ends in the first `within`. None: it holds nothing; the history is complete so
+    far, or of its first `done` tokens, which were stored, some are gone: the store does not keep it."""
     plan = planner.plan(prompt, store)
     held = [*takewhile(lambda span: span.source is Source.PREFIX, plan.spans)]
     stop = sum(map(len, held))
     end = stop + min(max(SECTION, min(stop // 4, MOST_SECTION)), most)
     spans = plan.spans[: max(len(held) + 1, sum(span.stop <= end for span in plan.spans))]
+    if within is not None:
+        spans = tuple(span for span in spans if span.stop <= within)
     exact, section = (exact_part(planner, replace(plan, spans=tuple(part))) for part in (held, spans))
     if section is None or not done <= stop < len(section):
         return exact, None

@@ -91,14 +91,12 @@ class CombinedStore(KVStore):
                 self._names[-1][name] = new = next(each for each in free if each not in self._by_tier)
                 self._by_tier[new] = store, name
 
-    def _ask(self, call: Callable[[KVStore], T], members: Sequence[KVStore] | None = None) -> list[T]:
-        """The members' answers. A subclass may leave out members that fail."""
+    def _ask(
+        self, call: Callable[[KVStore], T], members: Sequence[KVStore] | None = None, *, needs_all: bool = False
+    ) -> list[T]:
+        """The members' answers. A subclass may leave out members that fail, unless all are needed: what is deleted in
+        some would come back from one that fails, and what that holds is not checked."""
         return [call(member) for member in (self.members if members is None else members)]
-
-    def _ask_all(self, call: Callable[[KVStore], T]) -> list[T]:
-        """All members' answers; raises the `StoreError` of one that fails, after the others were asked: what is
-        deleted in some would come back from it, and what it holds is not checked."""
-        return self._ask(call)
 
     @property
     def tier_names(self) -> tuple[str, ...]:
@@ -148,7 +146,7 @@ class CombinedStore(KVStore):
         return self.write_all([block])[0]
 
     def delete(self, name: BlockName) -> bool:
-        return any(self._ask_all(lambda member: member.delete(name)))
+        return any(self._ask(lambda member: member.delete(name), needs_all=True))
 
     def pin(self, names: Iterable[BlockName]) -> None:
         pinned = list(names)
@@ -156,7 +154,7 @@ class CombinedStore(KVStore):
 
     def unpin(self, names: Iterable[BlockName]) -> None:
         unpinned = list(names)
-        self._ask_all(lambda member: member.unpin(unpinned))
+        self._ask(lambda member: member.unpin(unpinned), needs_all=True)
 
     def pinned(self) -> set[BlockName]:
         return set().union(*self._ask(lambda member: member.pinned()))
@@ -180,10 +178,18 @@ class CombinedStore(KVStore):
         return any(self._ask(lambda member: member.has_manifest(chunk_id)))
 
     def delete_manifest(self, chunk_id: BlockName) -> bool:
-        return any(self._ask_all(lambda member: member.delete_manifest(chunk_id)))
+        return any(self._ask(lambda member: member.delete_manifest(chunk_id), needs_all=True))
 
     def verify(self, progress: Progress | None = None) -> list[Damage]:
-        return [damage for found in self._ask_all(lambda member: member.verify(progress)) for damage in found]
+        found = list[Damage]()
+        try:
+            self._ask(lambda member: found.extend(member.verify(progress)), needs_all=True)
+        except StoreError:
+            for each in found:  # of the others, who may have removed it
+                what = "removed" if each.removed else "damaged"
+                logger.warning("%s %s %s: %s", what, each.kind, each.name.hex(), each.reason)
+            raise
+        return found
 
     def flush(self, timeout_s: float | None = None) -> bool:
         left = time_left(timeout_s)
@@ -314,31 +320,22 @@ class CascadeStore(CombinedStore):
         self._gathered: OrderedDict[BlockName, dict[int, torch.Tensor]] = OrderedDict()  # records by layer
         self._gathered_bytes = 0
 
-    def _ask(self, call: Callable[[KVStore], T], members: Sequence[KVStore] | None = None) -> list[T]:
-        """The answers of the members that do not fail; if all do, the last one's `StoreError`."""
-        answers, failed = self._answers(call, self.members if members is None else members)
-        if failed is not None:
-            if not answers:
-                raise failed
-            logger.warning("a store of the cascade failed: %s", failed)
-        return answers
-
-    def _ask_all(self, call: Callable[[KVStore], T]) -> list[T]:
-        answers, failed = self._answers(call, self.members)
-        if failed is not None:
-            raise failed
-        return answers
-
-    @staticmethod
-    def _answers(call: Callable[[KVStore], T], members: Sequence[KVStore]) -> tuple[list[T], StoreError | None]:
-        """The answers of the members that do not fail, and the last error of the others."""
+    def _ask(
+        self, call: Callable[[KVStore], T], members: Sequence[KVStore] | None = None, *, needs_all: bool = False
+    ) -> list[T]:
+        """The answers of the members that do not fail. Raises the last one's `StoreError` if all do, or if all are
+        needed; each is asked before."""
         answers, failed = list[T](), None
-        for member in members:
+        for member in self.members if members is None else members:
             try:
                 answers.append(call(member))
             except StoreError as error:
                 failed = error
-        return answers, failed
+        if failed is not None:
+            if needs_all or not answers:
+                raise failed
+            logger.warning("a store of the cascade failed: %s", failed)
+        return answers
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         """Each store is asked for the blocks that no nearer one holds."""
@@ -449,7 +446,7 @@ class CascadeStore(CombinedStore):
         """Each store to `max_bytes`, behind the writes that wait, which would else come after it; the bytes freed in
         the farthest one."""
         self.flush()
-        return self._ask_all(lambda store: store.prune(max_bytes, progress))[-1]
+        return self._ask(lambda store: store.prune(max_bytes, progress), needs_all=True)[-1]
 
     def flush(self, timeout_s: float | None = None) -> bool:
         left = time_left(timeout_s)

@@ -190,7 +190,7 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, interface.SupportsHMA):
             watch = ShadowWatch(checked, self.identity.name, self._selector.share, finder.raise_by)
         windows = prefix_cache.windows_of(self._kv_caches)
         window = getattr(self._vllm_config.model_config.hf_text_config, "sliding_window", None)
-        limits = [window for window in (window, *windows) if window]
+        limits, scheduler = [window for window in (window, *windows) if window], interface.calling_scheduler()
         return Scheduling(
             self._config,
             self._settings,
@@ -201,7 +201,8 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, interface.SupportsHMA):
             windows=windows,
             watch=watch,
             window=min(limits, default=None),
-            is_paused=interface.pause_of_scheduler(),
+            is_paused=interface.pause_of(scheduler),
+            may_copy=interface.names_computed(scheduler, type(self)) and not prefix_cache.is_zeroed(self._kv_caches),
         )
 
     def _leave_to_vllm(self, error: CacheBlendError) -> None:
@@ -332,6 +333,7 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, interface.SupportsHMA):
             self._scheduling = None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Called behind a step's forward; in front of it only where another connector loads for this very step."""
         jobs = self._get_connector_metadata()
         if self._worker is None or not isinstance(jobs, StepJobs):
             return

@@ -51,12 +51,15 @@ class BlendJob:
 
 @dataclass(frozen=True, eq=False)
 class CaptureJob:
-    """A chunk that the workers compute alone and store; or text that they compute behind what the store holds of it."""
+    """A chunk that the workers compute alone and store; or text that they compute behind what the store holds of it, or
+    copy from vLLM's cache."""
 
     chunk: ChunkJob
     planner: Planner
     adapter: Adapter | None = None
     exact: BlendPlan | None = None  # of the text, of which the store holds a prefix; its other blocks are stored
+    # Of each group, that hold these other blocks' rows, from the block of the first one on. None: they are computed.
+    pages: list[list[int]] | None = None
 
     @property
     def name(self) -> BlockName:
@@ -136,7 +139,7 @@ class StepReport(interface.KVConnectorWorkerMetadata):
     adapters: dict[int, AdapterSeen] = field(default_factory=dict)  # by number
     stalled_s: float = 0.0  # for which every prompt has been waiting for the store
     has_other_weights: bool = False  # some rank runs others than those that blocks are named by, and refuses every job
-    capture_work: int = 0  # since the start, row-layers that were computed of such chunks
+    capture_work: int = 0  # since the start, row-layers of such chunks that were computed or copied
 
     def aggregate(self, other: interface.KVConnectorWorkerMetadata) -> "StepReport":
         """Of two ranks: the smaller count and wait, the longer check, and the first one's of all that they agree on."""

@@ -42,16 +42,32 @@ def connector_of_worker() -> Any:
     return get_kv_transfer_group()
 
 
-def pause_of_scheduler() -> Callable[[], bool]:
-    """Tells whether vLLM is paused, or about to be once nothing is left to do. For a connector that is being made by
-    its scheduler, of which vLLM tells it nothing: found among the callers. Where there is none, never."""
+def calling_scheduler() -> SchedulerInterface | None:
+    """The scheduler that makes a connector, of which vLLM tells it nothing: found among the callers."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if isinstance(found := frame.f_locals.get("self"), SchedulerInterface):
-            known = weakref.ref(found)  # it holds the connector
-            return lambda: (scheduler := known()) is not None and scheduler.pause_state != PauseState.UNPAUSED
+            return found
         frame = frame.f_back
-    return lambda: False
+    return None
+
+
+def pause_of(scheduler: SchedulerInterface | None) -> Callable[[], bool]:
+    """Tells whether vLLM is paused, or about to be once nothing is left to do; never, if there is no scheduler."""
+    if scheduler is None:
+        return lambda: False
+    known = weakref.ref(scheduler)  # it holds the connector
+    return lambda: (found := known()) is not None and found.pause_state != PauseState.UNPAUSED
+
+
+def names_computed(scheduler: SchedulerInterface | None, connector: type) -> bool:
+    """Whether a block that has a name holds what vLLM computed, or this connector gave: it is not in a
+    `MultiConnector`, and a request that is preempted in the step that schedules it, for one of a higher priority,
+    leaves no names of what was not computed."""
+    config: Any = getattr(scheduler, "vllm_config", None)
+    if config is None or config.kv_transfer_config.kv_connector != connector.__name__:
+        return False
+    return str(config.scheduler_config.policy) == "fcfs"
 
 
 def is_one_process(config: VllmConfig) -> bool:

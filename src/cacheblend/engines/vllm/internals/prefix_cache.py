@@ -45,6 +45,11 @@ def refused_groups(kv_cache_config: Any) -> str:
     return f"groups of KV cache with blocks of {' and '.join(map(str, sizes))} tokens ({way_out})" if sizes[1:] else ""
 
 
+def is_zeroed(kv_cache_config: Any) -> bool:
+    """Whether blocks are cleared when a request gets them, before the step in which it writes to them begins."""
+    return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+
+
 def salt_from(request: Any, first_token: int, block_size: int, salt: bytes) -> int:
     """Renames a request's blocks from that of `first_token` on, so that no plain request finds them; returns leading
     tokens whose blocks keep their names, and are shared with plain requests."""
@@ -66,7 +71,7 @@ class PrefixCache:
     """vLLM's own prefix cache, as its scheduler's process sees it; empty until it is bound."""
 
     def __init__(self, block_size: int, windows: Sequence[int | None] = (None,)) -> None:
-        self._block_size, self._windows = block_size, windows
+        self.block_size, self._windows = block_size, windows
         self._pool: Any = None
         self._manager: Any = None
         self._kept: dict[str, list[Any]] = {}
@@ -80,26 +85,55 @@ class PrefixCache:
         if self._manager is None or not self._manager.enable_caching:
             return 0
         found = self._manager.coordinator.find_longest_cache_hit(request.block_hashes, most)
-        return int(found[1]) // self._block_size * self._block_size
+        return int(found[1]) // self.block_size * self.block_size
 
     def holds_salted(self, request: Any, first_token: int, salt: bytes) -> bool:
         """Whether it holds, for some group, the first block that `salt_from` would rename."""
-        kept = first_token // self._block_size
-        if self._pool is None or not kept < len(request.block_hashes) == request.num_tokens // self._block_size:
+        kept = first_token // self.block_size
+        if self._pool is None or not kept < len(request.block_hashes) == request.num_tokens // self.block_size:
             return False
         name = _salted(request.block_hashes[kept], salt)
         return any(self._find(name, group) for group in range(len(self._windows)))
+
+    def plain_names(self, request: Any, plain_tokens: int | None, most: int) -> tuple[bytes, ...]:
+        """The names of the blocks of a request's first `most` tokens that plain requests find: their KV is exact;
+        `plain_tokens`: what `salt_from` has left them, None: all."""
+        names, size = request.block_hashes, self.block_size
+        if len(names) != request.num_tokens // size:  # a hash covers another span than a block
+            return ()
+        return tuple(names[: (most if plain_tokens is None else min(most, plain_tokens)) // size])
+
+    def pages_of(
+        self, names: tuple[bytes, ...], first: int, stop: int
+    ) -> tuple[list[list[int]] | None, tuple[bytes, ...]]:
+        """The blocks of these names that hold rows `first`..`stop` - 1, for each group, and the names. None: some are
+        gone; and the names in front of these.
+
+        They are not held: vLLM refuses to forget its cache while blocks are. Asked for when a step has been scheduled,
+        they hold these rows once it is computed, until the next one is."""
+        groups, found = [*range(len(self._windows))], list[Sequence[Any]]()
+        for at in range(first // self.block_size, -(-stop // self.block_size)):
+            blocks = None if self._pool is None else self._pool.get_cached_block(names[at], groups)
+            if blocks is None:
+                return None, names[:at]
+            found.append(blocks)
+        return [[block.block_id for block in blocks] for blocks in zip(*found, strict=True)], names
+
+    @property
+    def is_empty(self) -> bool:
+        """It holds no block under any name."""
+        return self._pool is None or all(block.block_hash is None for block in self._pool.blocks)
 
     def keep(self, request: Any, stop: int, tables: Sequence[Sequence[int]]) -> list[list[int]]:
         """The blocks that vLLM holds of the rows in front of `stop`, a multiple of the block size, as far as later rows
         see them, for each group. A window that ends far behind `stop` has passed the blocks that rows right behind it
         need: they are not in the request's own table. They are then kept from being used otherwise, until `let_go`. The
         null block stands for those that no later row sees, and for those that are gone already."""
-        count = -(-stop // self._block_size)
+        count = -(-stop // self.block_size)
         found, kept = [], []
         for group, (window, table) in enumerate(zip(self._windows, tables, strict=True)):
             own = list(table[:count])
-            first = first_key(stop, window) // self._block_size
+            first = first_key(stop, window) // self.block_size
             for at in range(first, count if self._manager is not None else 0):
                 if own[at] == NULL_BLOCK and (block := self._find(request.block_hashes[at], group)):
                     own[at] = block[0].block_id

@@ -59,6 +59,11 @@ class CaptureQueue:
         """Nothing is queued that the workers do not have yet, and little with them."""
         return not self._queued and len(self._sent) <= 1
 
+    def count_full(self, times: int) -> None:
+        """So many were not queued, for there were too many."""
+        for _ in range(times):
+            self._counts.add_fallback(QUEUE_FULL)
+
     def end_request(self, request_id: str) -> None:
         _, jobs, missed_at = self._waiting.pop(request_id, (None, (), 0.0))
         for job in jobs:
@@ -107,7 +112,7 @@ class CaptureQueue:
     def add(self, job: CaptureJob, missed_at: float) -> bool:
         """Queues a chunk that was missed then, by `time.monotonic`; False: it will not be captured."""
         if len(self._unfinished) >= self._limit:  # before names are computed
-            self._counts.add_fallback(QUEUE_FULL)
+            self.count_full(1)
             return False
         chunk_id = job.name
         if chunk_id in self._unfinished or self._finished_at.get(chunk_id, 0.0) > missed_at:

@@ -15,7 +15,7 @@ from cacheblend.core.errors import StoreError
 from cacheblend.core.load.budget import LEAST_S, PAUSE_S
 from cacheblend.core.load.capture import ChunkJob, manifest_of
 from cacheblend.core.load.threads import DaemonPool
-from cacheblend.core.names import BlockName, TokenIds, as_token_ids, join_ids
+from cacheblend.core.names import BlockName, TokenIds, as_token_ids, equal_length, join_ids
 from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, text
@@ -27,6 +27,7 @@ from cacheblend.engines.histories import Histories, plan_of_held
 from cacheblend.engines.settings import BlendSettings
 from cacheblend.engines.vllm.config import ConnectorConfig
 from cacheblend.engines.vllm.internals import interface
+from cacheblend.engines.vllm.internals.prefix_cache import PrefixCache
 from cacheblend.engines.vllm.jobs import Adapter, BlendOutcome, CaptureJob
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.reasons import SLOW_STORE
@@ -142,16 +143,20 @@ class ChunkFinder:
         """From now on the shares that requests name none of are so many times as large; infinite: full recompute."""
         self._settings = replace(self._settings, raised_by=factor)
 
-    def watch(self, tracked: Tracked) -> None:
-        """Has a request that has ended taken note of, to learn text that recurs, and for its conversation; returns at
-        once."""
+    def watch(self, tracked: Tracked, cache: PrefixCache | None = None) -> None:
+        """Has a request that has ended taken note of, to learn text that recurs, and for its conversation, whose KV may
+        be copied from `cache`; returns at once."""
         is_unknown, ids = tracked.adapter is None and tracked.request.lora_request is not None, tracked.token_ids
         if ids is None or is_unknown:
             return
         planner = self._planners.of(tracked.cache_salt, named(tracked.adapter))
         if self._conversations is not None and tracked.request.num_output_tokens > 0:  # else nobody computed it
             history = join_ids([ids, as_token_ids(interface.answer_of(tracked.request))])
-            self._conversations.add(planner, tracked.options.conversation, tracked.adapter, history)
+            names: tuple[bytes, ...] = ()
+            if cache is not None and tracked.adapter is None:  # an adapter's weights may have changed since
+                computed = as_token_ids(tracked.request.all_token_ids)  # with images, and all pieces of a session
+                names = cache.plain_names(tracked.request, tracked.plain_tokens, equal_length(history, computed))
+            self._conversations.add(planner, tracked.options.conversation, tracked.adapter, history, names)
         if self._discovery is None:
             return
         plan, prompt = None, named_chunks(ids, tracked.options.spans, self._chunk_end_token_id)
@@ -171,11 +176,15 @@ class ChunkFinder:
             if captures.add(job, time.monotonic()):
                 self._discovered[manifest_of(job.chunk, planner, "").chunk_id] = run
 
-    def add_history(self, captures: CaptureQueue) -> None:
-        """Queues what is computed next of a conversation's history; called while there is no request."""
-        if self._conversations is None or not captures.is_empty:
+    def add_history(self, captures: CaptureQueue, cache: PrefixCache, most_copied: int, *, may_compute: bool) -> None:
+        """Queues what is copied next of a conversation's history, `most_copied` tokens at once; or may be computed."""
+        if self._conversations is None:
             return
-        job = self._conversations.take(captures.longest)
+        captures.count_full(self._conversations.take_forgotten())
+        if not captures.is_empty:
+            return
+        longest = captures.longest
+        job = self._conversations.take(cache, min(most_copied, longest), longest if may_compute else 0)
         if job is not None and not captures.add(job, time.monotonic()):
             self._conversations.drop()
 

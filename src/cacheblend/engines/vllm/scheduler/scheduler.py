@@ -52,6 +52,7 @@ MOST_OUTSTANDING = 8  # requests whose blocks the workers fill: more would take 
 STALLED_S = 0.1  # that all of them wait for the store, before vLLM computes those that wait for their turn
 PAUSE_S = 10.0  # in which nothing is blended after the workers waited too long for the store
 SETTLING_S = 0.005  # of a step in which blocks are renamed; look-ups that ended at the same time wait a step
+COPIED_BYTES = 1 << 25  # of a history's KV that are copied in a step: some 20 ms on a CPU
 MOST_EVENTS = 64  # chunks announced in a step: a list that is read first may have a hundred thousand
 IDLE_WAIT_S = 0.01
 """Seconds after its begin that a look-up is waited for while no request is computed. Most end by then, and a request
@@ -62,7 +63,8 @@ that comes to an idle engine is computed in its first step: a step more is a mes
 class Scheduling:
     """The scheduler side of one engine; `bytes_per_token`: of a chunk's KV while it is captured; `longest`: tokens that
     the model computes at once, of a chunk behind its anchor, too; `is_paused`: vLLM is, or waits for this engine's work
-    to end: nothing is begun then that no request has asked for."""
+    to end: nothing is begun then that no request has asked for; `may_copy`: what vLLM's cache holds under plain names
+    is exact, and lies there until it is overwritten."""
 
     def __init__(
         self,
@@ -77,8 +79,10 @@ class Scheduling:
         watch: ShadowWatch | None = None,
         window: int | None = None,
         is_paused: Callable[[], bool] = lambda: False,
+        may_copy: bool = False,
     ) -> None:
         self._config, self._settings, self._is_paused = config, settings, is_paused
+        self._can_copy = self._may_copy = may_copy
         self._finder, self._block_size = finder, block_size
         self._requests: dict[str, Tracked] = {}
         self._outstanding: set[str] = set()
@@ -88,7 +92,7 @@ class Scheduling:
         self._may_wait, self._is_stalled = True, False
         self.counts = Counts()
         self._checks = AnswerDraws(watch, self.counts, window)
-        most_tokens = config.capture_bytes // bytes_per_token
+        most_tokens, self._most_copied = config.capture_bytes // bytes_per_token, COPIED_BYTES // bytes_per_token
         self._captures = CaptureQueue(settings.config.capture_queue, most_tokens, longest, self.counts)
         self.cache = PrefixCache(block_size, windows)
 
@@ -260,8 +264,8 @@ class Scheduling:
         is_paused = self._is_paused()
         if not is_paused:
             self._finder.add_discovered(self._captures, self.counts)
-            if is_idle and not self._requests:
-                self._finder.add_history(self._captures)
+            may_compute = is_idle and not self._requests
+            self._finder.add_history(self._captures, self.cache, self._most_copied, may_compute=may_compute)
         jobs.capture = self._captures.take(is_paused=is_paused)
         jobs.is_idle, jobs.adapters = is_idle, self._adapters.take()
         # Requests that a pause keeps are not served: checks have their time, and end.
@@ -313,7 +317,8 @@ class Scheduling:
         tracked.drop_lookup()
         if self._paused[1] != OTHER_WEIGHTS:
             try:
-                self._finder.watch(tracked)
+                may_copy = self._may_copy and not tracked.is_older
+                self._finder.watch(tracked, self.cache if may_copy else None)
             except Exception:  # vLLM's scheduler would end
                 logger.exception("nothing is learnt of request %s", request.request_id)
         if tracked.near_miss_tokens:
@@ -330,6 +335,8 @@ class Scheduling:
 
     def reset(self) -> None:
         """The weights have changed: nothing that was stored, or is being computed, is used from now on."""
+        # vLLM has emptied its cache before, or could not, for a request holds blocks: of the weights before, perhaps.
+        self._may_copy = self._can_copy and self.cache.is_empty
         self._finder.reset()
         self._captures.clear()
         self._checks.reset()

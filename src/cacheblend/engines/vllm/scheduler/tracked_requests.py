@@ -184,6 +184,7 @@ class Tracked:
     held_by_vllm: int = 0  # leading tokens that vLLM's prefix cache held when it was scheduled
     outcome: BlendOutcome | None = None
     block_ids: list[list[int]] = field(default_factory=list)
+    is_older: bool = False  # than a reset: its blocks may be of the weights before
     is_asked: bool = False  # whether its answer is compared has been decided
     token_ids: TokenIds | None = None  # of its prompt, up to the first image; None: it is vLLM's alone
     tenant: str = field(init=False)  # what figures call it, since everyone may read them; empty: it has none
@@ -213,6 +214,7 @@ class Tracked:
         self.drop_lookup()
         if self.lookup is not None or (self.found is not None and self.tried < 0 and self.reason != SHARED):
             self.reason = RESET
+        self.is_older = True
         self.lookup = self.found = self.waits_for = self.missed = None
 
     def answer(self) -> dict[str, Any]:

@@ -39,8 +39,8 @@ class CaptureWriter:
         self._staging = Staging(model.device)
         # Two threads: while the store takes a chunk, or hangs, others are still copied off the device.
         self._copying, self._storing = DaemonPool(1, "cacheblend-copier"), DaemonPool(1, "cacheblend-writer")
-        self._unfinished: list[Future[None]] = []
-        self.done, self._lock = 0, threading.Lock()
+        self._unfinished: dict[Future[None], int] = {}
+        self.done, self._ended, self._lock = 0, set[int](), threading.Lock()
 
     def gather(self, kv: Sequence[LayerKV]) -> list[LayerKV]:
         """What this rank has to write of a chunk: all ranks' heads, or nothing. All ranks call it, in a section; `kv`:
@@ -55,35 +55,38 @@ class CaptureWriter:
                 found.append(whole)
         return found
 
-    def write(self, job: CaptureJob, kv: list[LayerKV]) -> None:
-        """Has a chunk stored; returns before it is; `kv`: see `gather`; the list is emptied as soon as the host has its
-        content."""
-        self._unfinished = [chunk for chunk in self._unfinished if not chunk.done()]
+    def write(self, number: int, job: CaptureJob, kv: list[LayerKV]) -> None:
+        """Has a chunk stored; returns before it is. `number`: in the order of sending; `kv`: see `gather`; the list is
+        emptied as soon as the host has its content."""
+        self._unfinished = {chunk: each for chunk, each in self._unfinished.items() if not chunk.done()}
         if self._ranks.rank or self._keeper.is_paused:
-            self.count_done()
-            return
+            return self.end(number)
         try:
             copied = self._copying.submit(self._on_host, job, kv, self._staging.now())
-            self._unfinished.append(self._storing.submit(self._store, copied))
+            self._unfinished[self._storing.submit(self._store, number, copied)] = number
         except RuntimeError as error:  # no more threads
             logger.warning("a missed chunk is not stored: %s", error)
             self._counts.add_fallback(type(error).__name__)
-            self.count_done()
+            self.end(number)
+
+    def end(self, number: int) -> None:
+        """A chunk needs no more work, stored or not. It counts as done once those that were sent before it are."""
+        with self._lock:
+            self._ended.add(number)
+            while self.done in self._ended:
+                self._ended.remove(self.done)
+                self.done += 1
 
     @property
     def is_refusing(self) -> bool:
         """The store has just refused a chunk, and none is being written; known by the rank that writes."""
         return not self._ranks.rank and self._keeper.is_paused and all(each.done() for each in self._unfinished)
 
-    def count_done(self) -> None:
-        with self._lock:
-            self.done += 1
-
     def drop(self) -> None:
-        waiting = [chunk for chunk in self._unfinished if not chunk.done()]
-        self._unfinished = [chunk for chunk in waiting if not chunk.cancel()]
-        for _ in range(len(waiting) - len(self._unfinished)):
-            self.count_done()
+        for chunk, number in [*self._unfinished.items()]:
+            if chunk.cancel():
+                del self._unfinished[chunk]
+                self.end(number)
 
     def wait(self, seconds: float) -> None:
         """Waits until a chunk is stored, at most so long; not at all if there is none."""
@@ -95,7 +98,7 @@ class CaptureWriter:
         self._storing.close()
         self._storing.join(CLOSE_S)
 
-    def _store(self, copied: "Future[tuple[list[Block], ChunkManifest | None]]") -> None:
+    def _store(self, number: int, copied: "Future[tuple[list[Block], ChunkManifest | None]]") -> None:
         try:
             blocks, manifest = copied.result()
             if manifest is None:
@@ -110,7 +113,7 @@ class CaptureWriter:
             logger.exception("a missed chunk is not stored")
             self._counts.add_fallback(type(error).__name__)
         finally:
-            self.count_done()
+            self.end(number)
 
     @torch.inference_mode()
     def _on_host(self, job: CaptureJob, kv: list[LayerKV], computed: Any) -> tuple[list[Block], ChunkManifest | None]:

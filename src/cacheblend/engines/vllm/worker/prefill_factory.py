@@ -159,6 +159,18 @@ class Opener:
         options = replace(self._options, on_layer=lambda layer, found: kv.append(LayerKV(found.keys, found.values)))
         return self._open(job, plan, EmptySource(), NoRows(), options)
 
+    def read_pages(self, job: CaptureJob) -> list[LayerKV]:
+        """The rows of a text that are copied from the paged cache."""
+        assert job.exact is not None and job.pages is not None
+        first = job.exact.prefix_length
+        skipped = first % self.block_size  # in the first block
+        tables = upload_together([np.array(table) for table in job.pages], self.model.device)
+        found = []
+        for layer, paged in enumerate(self._paged):
+            rows = paged.read(tables[self._groups.of_layer[layer]], len(job.exact) - first + skipped)
+            found.append(LayerKV(*(part.contiguous() for part in rows[:, :, skipped:].unbind(1))))
+        return found
+
     def full(self, job: CheckJob) -> BlendedPrefill:
         """A prefill of a prompt and its answer in full, for the logits of the answer's rows; it leaves no KV."""
         prompt = Prompt.of([text(job.prompt_ids), text(job.token_ids[:-1])])

@@ -32,6 +32,7 @@ class Task(PrefillJob):
     """A job that has not finished."""
 
     job: BlendJob | CaptureJob
+    number: int = -1  # of a `CaptureJob`, in the order of sending
     started: float = 0.0
     busy_s: float = 0.0  # of computing, with the waits of its loader
     is_alone: bool = True  # nothing else was computed in those seconds

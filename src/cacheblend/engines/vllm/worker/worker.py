@@ -223,11 +223,13 @@ class Worker(Outbox):
         self._arrived = [*jobs.blend]
         # Of a store that takes nothing at the moment no chunk is computed for nothing; they end in the order of sending
         is_refused = bool(jobs.capture) and self.is_any(not self._captures and self._capture_writer.is_refusing)
-        for capture in jobs.capture:
+        for number, capture in enumerate(jobs.capture, self._chunks):
             if is_refused:
-                self._capture_writer.count_done()
+                self._capture_writer.end(number)
+            elif capture.pages is not None:
+                self._copy(capture, number)
             else:
-                self._captures.add(Task(capture))
+                self._captures.add(Task(capture, number=number))
         self._chunks += len(jobs.capture)
 
     def _choose(self) -> list[Task]:
@@ -268,7 +270,7 @@ class Worker(Outbox):
             job, kv = task.job, task.kv  # from here on nothing fails on one rank only
             self._forget(task)
             if isinstance(job, CaptureJob):
-                self._capture_writer.write(job, kv)
+                self._capture_writer.write(task.number, job, kv)
             elif task.ended is not None:
                 self.counts.add_work(*task.ended)
                 self._end(job.request_id, task.ended[0])
@@ -332,12 +334,25 @@ class Worker(Outbox):
         )
         task.ended = outcome, result
 
+    def _copy(self, job: CaptureJob, number: int) -> None:
+        """Has rows of vLLM's cache stored, which this step has computed by now: see `start_load_kv`."""
+        self._capture_work += job.tokens * len(self._model.layout.layers)
+        try:
+            with self._ranks.section():
+                kv = self._capture_writer.gather(self._opener.read_pages(job))
+        except Exception as error:
+            self._fail(Task(job, number=number), error)
+        else:
+            self._capture_writer.write(number, job, kv)
+
     def _fail(self, task: Task, error: Exception) -> None:
+        is_capture = isinstance(task.job, CaptureJob)
+        what = "a chunk or a history is not stored" if is_capture else "blending failed; vLLM computes this request"
         if isinstance(error, RankFailedError | AdapterChangedError):
-            logger.warning("blending failed; vLLM computes this request: %s", error)
+            logger.warning("%s: %s", what, error)
             self._give_up(task, error.reason)
         else:
-            logger.error("blending failed; vLLM computes this request", exc_info=error)
+            logger.error(what, exc_info=error)
             self._give_up(task, type(error).__name__)
         let_go(error, self._model.device)
 
@@ -345,7 +360,7 @@ class Worker(Outbox):
         self.counts.add_fallback(reason)
         self._forget(task)
         if isinstance(task.job, CaptureJob):
-            self._capture_writer.count_done()
+            self._capture_writer.end(task.number)
         else:
             self._end_unfilled(task.job, reason, read_s)
 
