@@ -147,7 +147,7 @@ def scheduling(
     checked = settings.shadow_settings
     watch = None if checked is None else ShadowWatch(checked, "m", blend.selector().share, finder.raise_by, seed=1)
     options: Any = {"bytes_per_token": bytes_per_token, "watch": watch, "window": window, "is_paused": is_paused}
-    options["may_copy"] = may_copy
+    options["copied_bytes"] = 1024 * bytes_per_token if may_copy else 0
     return Scheduling(settings, blend, finder, SIZE, **options)
 
 

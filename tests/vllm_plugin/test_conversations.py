@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from cacheblend.core.errors import StoreError
 from cacheblend.core.load.capture import ChunkJob, blocks_of, publish
 from cacheblend.core.names import as_token_ids
 from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
@@ -197,7 +198,7 @@ def test_what_a_conversation_computed_is_moved_in_it_alone() -> None:
         ({"conversation": "b", "cache_salt": "t"}, {"conversation": "a"}, {"cache_salt": "t"})
     ):
         assert moved(side, STRIPPED, f"other{number}", **other) == 0
-    side._finder._conversations._waiting.clear()
+    side._finder._conversations._computed.clear()
     assert moved(side, STRIPPED, "own", conversation="a", cache_salt="t") == len(ANSWER)
 
 
@@ -275,6 +276,7 @@ def test_a_pause_waits_for_the_section_that_is_computed_and_for_no_other(monkeyp
         pass
     is_paused = True
     assert side.is_busy, "it is with the workers: half of it may be of other weights once vLLM is paused"
+    write(store, jobs[0], jobs[0].exact.spans)
     side.reported(StepReport(1))
     assert not side.is_busy and not side.take_jobs(is_idle=True).capture
     is_paused = False
@@ -454,7 +456,7 @@ def test_blended_blocks_are_not_copied_but_those_in_front_of_them() -> None:
     two = answered(side, pages, [*STRIPPED, *range(700, 800)], "two", [1], conversation="a")
     assert two.block_hashes[6] != Request(two.all_token_ids).block_hashes[6], "it is blended"
     assert copied(side, pages, store) == [] and names_in(store) == held
-    assert side._finder._conversations._waiting, "it is computed once there is time"
+    assert side._finder._conversations._computed, "it is computed once there is time"
 
 
 def test_blocks_that_vllm_has_lost_are_computed_when_there_is_time() -> None:
@@ -490,7 +492,7 @@ def test_nothing_is_copied_beside_another_connector_nor_of_an_adapter_nor_of_oth
     tracked.adapter, tracked.options, tracked.plain_tokens = adapter, RequestOptions(), None
     adapted.num_output_tokens, tracked.found = 1, None
     side._finder.watch(tracked, side.cache)
-    assert [each.names for each in side._finder._conversations._waiting.values() if each.adapter] == [()]
+    assert [each.names for each in side._finder._conversations._computed.values() if each.adapter] == [()]
 
 
 def test_behind_a_first_token_of_its_own_block_copies_are_of_whole_blocks_and_the_rest_is_computed() -> None:
@@ -519,7 +521,56 @@ def test_histories_of_which_the_rest_waits_for_an_idle_engine_keep_no_other_from
     for number in range(8):
         answered(side, pages, [*range(50 * number, 50 * number + 250)], f"{number}", [1], conversation=f"{number}")
         assert copied(side, pages, store) == [224]
+    assert "fallbacks" not in side.counts.take().data, "nothing of worth is forgotten"
+    for number in range(8):
+        give(side, request := Request([*range(60 * number, 60 * number + 250)], name=f"plain {number}"))
+        request.kv_transfer_params = {"cacheblend": {"conversation": f"plain {number}"}}
+        side._requests[request.request_id].options = RequestOptions(conversation=f"plain {number}")
+        request.answer([1])
+        side.finished(request)  # vLLM has lost its blocks
+    copied(side, pages, store)
     assert side.counts.take().data["fallbacks"]["capture queue full"] == 5
+
+
+def test_of_a_prompt_that_was_edited_before_all_was_copied_the_rest_is_copied() -> None:
+    store = MemoryStore(1 << 22)
+    side, pages = busy(store, 192)
+    answered(side, pages, FIRST, "one", [1], conversation="a")
+    while not copied(side, pages, store, steps=1):
+        pass
+    copied(side, pages, store, steps=1)  # the look-up for the second section has begun, and notes the first
+    edited = answered(side, pages, [*SYSTEM[:64], *THOUGHT, *ANSWER, *range(600, 700)], "two", [1], conversation="a")
+    assert edited.block_hashes[6] != Request(edited.all_token_ids).block_hashes[6], "it is blended"
+    assert copied(side, pages, store)[-1] == len(FIRST) // 32 * 32
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_store_that_fails_once_loses_no_history(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    monkeypatch.setattr(conversations, "PAUSE_S", 0.05)
+    real, failing = conversations.next_section, [times]
+
+    def fail(*given: Any) -> Any:
+        failing[0] -= 1
+        if failing[0] >= 0:
+            raise StoreError("injected")
+        return real(*given)
+
+    monkeypatch.setattr(conversations, "next_section", fail)
+    store = MemoryStore(1 << 22)
+    side = scheduling([], store, blend_fields={"edits": True})
+    end(side, FIRST, "one")
+    for _ in range(times):
+        assert keep(side, store) == [] and not side.is_busy, "an idle engine does not wait for it"
+        time.sleep(0.06)
+    assert keep(side, store) == ([len(FIRST)] if times == 1 else [])
+
+
+def test_an_engine_that_may_capture_less_than_a_token_does_not_step_for_ever() -> None:
+    side = scheduling([], MemoryStore(1 << 22), capture_bytes=1, bytes_per_token=10, blend_fields={"edits": True})
+    end(side, FIRST, "one")
+    for _ in range(20):
+        side.take_jobs(is_idle=True)
+    assert not side.is_busy
 
 
 def test_what_was_computed_before_a_reset_is_not_copied() -> None:
@@ -549,6 +600,7 @@ def test_of_random_histories_only_exact_rows_are_copied(seed: int, monkeypatch: 
     store, texts = MemoryStore(1 << 24), Texts(seed, below=900)
     rng, total, pieces = texts.rng, 0, dict[str, list[list[int]]]()
     monkeypatch.setattr(conversations, "MOST_WAITING", rng.choice([1, 2, 64]))
+    monkeypatch.setattr(conversations, "PAUSE_S", 0)
     side, pages = busy(store, 64, bos_id=rng.choice([None, 7]))
     for number in range(20):
         name = rng.choice(["", "a", "b"])

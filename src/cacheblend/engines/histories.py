@@ -217,11 +217,10 @@ def plan_of_held(
 
 
 def next_section(
-    planner: Planner, prompt: Prompt, store: BlockSource, done: int, most: int, within: int | None = None
+    planner: Planner, prompt: Prompt, store: BlockSource, most: int, within: int | None = None
 ) -> tuple[BlendPlan | None, BlendPlan | None]:
     """What the store holds of a history, as `exact_part`; and the plan of it with the section behind, of `most` tokens
-    at most, but a block at least, which ends in the first `within`. None: it holds nothing; the history is complete so
-    far, or of its first `done` tokens, which were stored, some are gone: the store does not keep it."""
+    at most, but a block at least, which ends in the first `within`. None: it holds nothing; it holds all so far."""
     plan = planner.plan(prompt, store)
     held = [*takewhile(lambda span: span.source is Source.PREFIX, plan.spans)]
     stop = sum(map(len, held))
@@ -230,6 +229,6 @@ def next_section(
     if within is not None:
         spans = tuple(span for span in spans if span.stop <= within)
     exact, section = (exact_part(planner, replace(plan, spans=tuple(part))) for part in (held, spans))
-    if section is None or not done <= stop < len(section):
+    if section is None or stop >= len(section):
         return exact, None
     return exact, replace(section, spans=spans[: len(section.spans)])

@@ -349,10 +349,11 @@ class ChunkWarmer:
             return
         state, planner, prompt, done = edited
         self._writer.flush(STORE_S)  # what waits to be written need not be computed
-        look_up = partial(next_section, planner, prompt, self._store, done, HOLD_UP_TOKENS)
-        held, section = self._ask_store(look_up)
+        held, section = self._ask_store(partial(next_section, planner, prompt, self._store, HOLD_UP_TOKENS))
         if held is not None and self._histories is not None:
             self._histories.note(*key, held)
+        if done > (0 if held is None else len(held)):
+            section = None  # the store does not keep it
         if section is not None:
             with state.prefiller.open(section.prompt, planner, AllRows(), "prefix") as prefill:
                 _, blocks = self._exact_blocks(planner, prefill.run())

@@ -114,6 +114,7 @@ def _log_as_vllm() -> None:
             each.disabled = False
 
 
+COPIED, CPU_COPIED = 1 << 28, 1 << 23  # bytes of a history that a step may copy: one millisecond, and some ten
 STEP_SHARE = 0.4
 """The default budget, of a full step of vLLM's scheduler: tokens of other requests must come sooner beside a blend than
 beside a plain prefill, and scattered rows attend more slowly than those of a plain one."""
@@ -191,6 +192,8 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, interface.SupportsHMA):
         windows = prefix_cache.windows_of(self._kv_caches)
         window = getattr(self._vllm_config.model_config.hf_text_config, "sliding_window", None)
         limits, scheduler = [window for window in (window, *windows) if window], interface.calling_scheduler()
+        may_copy = interface.names_computed(scheduler, type(self)) and prefix_cache.keeps_prompts(self._kv_caches)
+        copied = CPU_COPIED if str(self._vllm_config.device_config.device_type) == "cpu" else COPIED
         return Scheduling(
             self._config,
             self._settings,
@@ -202,7 +205,7 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, interface.SupportsHMA):
             watch=watch,
             window=min(limits, default=None),
             is_paused=interface.pause_of(scheduler),
-            may_copy=interface.names_computed(scheduler, type(self)) and not prefix_cache.is_zeroed(self._kv_caches),
+            copied_bytes=copied if may_copy else 0,
         )
 
     def _leave_to_vllm(self, error: CacheBlendError) -> None:

@@ -107,7 +107,7 @@ class BlendOutcome:
 @dataclass
 class StepJobs(interface.KVConnectorMetadata):
     """New jobs in an engine step. No worker begins a blend in the step that delivers it: the front that it shares with
-    a plain request may be computed in that very step, after `start_load_kv`."""
+    a plain request may be computed in that very step, behind `start_load_kv` where another connector loads for it."""
 
     blend: list[BlendJob] = field(default_factory=list)
     capture: list[CaptureJob] = field(default_factory=list)

@@ -63,11 +63,11 @@ def pause_of(scheduler: SchedulerInterface | None) -> Callable[[], bool]:
 def names_computed(scheduler: SchedulerInterface | None, connector: type) -> bool:
     """Whether a block that has a name holds what vLLM computed, or this connector gave: it is not in a
     `MultiConnector`, and a request that is preempted in the step that schedules it, for one of a higher priority,
-    leaves no names of what was not computed."""
+    leaves no names of what was not computed. Of a scheduler that is not vLLM's own nobody knows."""
     config: Any = getattr(scheduler, "vllm_config", None)
     if config is None or config.kv_transfer_config.kv_connector != connector.__name__:
         return False
-    return str(config.scheduler_config.policy) == "fcfs"
+    return str(config.scheduler_config.policy) == "fcfs" and type(scheduler).__module__.startswith("vllm.")
 
 
 def is_one_process(config: VllmConfig) -> bool:

@@ -45,9 +45,11 @@ def refused_groups(kv_cache_config: Any) -> str:
     return f"groups of KV cache with blocks of {' and '.join(map(str, sizes))} tokens ({way_out})" if sizes[1:] else ""
 
 
-def is_zeroed(kv_cache_config: Any) -> bool:
-    """Whether blocks are cleared when a request gets them, before the step in which it writes to them begins."""
-    return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+def keeps_prompts(kv_cache_config: Any) -> bool:
+    """Whether a prompt's blocks lie in the cache under their names until another request writes to them. Not where
+    blocks are cleared when a request gets them; and of windows vLLM names the last blocks alone."""
+    is_zeroed = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+    return not is_zeroed and not any(windows_of(kv_cache_config))
 
 
 def salt_from(request: Any, first_token: int, block_size: int, salt: bytes) -> int:

@@ -152,11 +152,12 @@ class ChunkFinder:
         planner = self._planners.of(tracked.cache_salt, named(tracked.adapter))
         if self._conversations is not None and tracked.request.num_output_tokens > 0:  # else nobody computed it
             history = join_ids([ids, as_token_ids(interface.answer_of(tracked.request))])
-            names: tuple[bytes, ...] = ()
+            names, exact = tuple[bytes, ...](), 0
             if cache is not None and tracked.adapter is None:  # an adapter's weights may have changed since
                 computed = as_token_ids(tracked.request.all_token_ids)  # with images, and all pieces of a session
                 names = cache.plain_names(tracked.request, tracked.plain_tokens, equal_length(history, computed))
-            self._conversations.add(planner, tracked.options.conversation, tracked.adapter, history, names)
+                exact = len(names) * cache.block_size
+            self._conversations.add(planner, tracked.options.conversation, tracked.adapter, history, names, exact)
         if self._discovery is None:
             return
         plan, prompt = None, named_chunks(ids, tracked.options.spans, self._chunk_end_token_id)
@@ -184,7 +185,7 @@ class ChunkFinder:
         if not captures.is_empty:
             return
         longest = captures.longest
-        job = self._conversations.take(cache, min(most_copied, longest), longest if may_compute else 0)
+        job = self._conversations.take(cache, min(most_copied, longest), longest, may_compute=may_compute)
         if job is not None and not captures.add(job, time.monotonic()):
             self._conversations.drop()
 

@@ -52,7 +52,6 @@ MOST_OUTSTANDING = 8  # requests whose blocks the workers fill: more would take 
 STALLED_S = 0.1  # that all of them wait for the store, before vLLM computes those that wait for their turn
 PAUSE_S = 10.0  # in which nothing is blended after the workers waited too long for the store
 SETTLING_S = 0.005  # of a step in which blocks are renamed; look-ups that ended at the same time wait a step
-COPIED_BYTES = 1 << 25  # of a history's KV that are copied in a step: some 20 ms on a CPU
 MOST_EVENTS = 64  # chunks announced in a step: a list that is read first may have a hundred thousand
 IDLE_WAIT_S = 0.01
 """Seconds after its begin that a look-up is waited for while no request is computed. Most end by then, and a request
@@ -63,8 +62,8 @@ that comes to an idle engine is computed in its first step: a step more is a mes
 class Scheduling:
     """The scheduler side of one engine; `bytes_per_token`: of a chunk's KV while it is captured; `longest`: tokens that
     the model computes at once, of a chunk behind its anchor, too; `is_paused`: vLLM is, or waits for this engine's work
-    to end: nothing is begun then that no request has asked for; `may_copy`: what vLLM's cache holds under plain names
-    is exact, and lies there until it is overwritten."""
+    to end: nothing is begun then that no request has asked for; `copied_bytes`: of an ended request's KV that may
+    be copied from vLLM's cache in a step, where what it holds under plain names is exact; 0: nothing."""
 
     def __init__(
         self,
@@ -79,10 +78,10 @@ class Scheduling:
         watch: ShadowWatch | None = None,
         window: int | None = None,
         is_paused: Callable[[], bool] = lambda: False,
-        may_copy: bool = False,
+        copied_bytes: int = 0,
     ) -> None:
         self._config, self._settings, self._is_paused = config, settings, is_paused
-        self._can_copy = self._may_copy = may_copy
+        self._most_copied, self._may_copy = copied_bytes // bytes_per_token, copied_bytes > 0
         self._finder, self._block_size = finder, block_size
         self._requests: dict[str, Tracked] = {}
         self._outstanding: set[str] = set()
@@ -92,7 +91,7 @@ class Scheduling:
         self._may_wait, self._is_stalled = True, False
         self.counts = Counts()
         self._checks = AnswerDraws(watch, self.counts, window)
-        most_tokens, self._most_copied = config.capture_bytes // bytes_per_token, COPIED_BYTES // bytes_per_token
+        most_tokens = config.capture_bytes // bytes_per_token
         self._captures = CaptureQueue(settings.config.capture_queue, most_tokens, longest, self.counts)
         self.cache = PrefixCache(block_size, windows)
 
@@ -336,7 +335,7 @@ class Scheduling:
     def reset(self) -> None:
         """The weights have changed: nothing that was stored, or is being computed, is used from now on."""
         # vLLM has emptied its cache before, or could not, for a request holds blocks: of the weights before, perhaps.
-        self._may_copy = self._can_copy and self.cache.is_empty
+        self._may_copy = self._most_copied > 0 and self.cache.is_empty
         self._finder.reset()
         self._captures.clear()
         self._checks.reset()
