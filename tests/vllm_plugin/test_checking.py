@@ -453,7 +453,7 @@ def test_chunks_that_are_captured_without_requests_go_first(worker: Any) -> None
     one, chunk = Full(token=2), Tiles(rows=1, tiles=100)
     worker.fulls["one"], worker.side._opener.capture = one, lambda job, kv: chunk
     step(worker, check=job_of("one"), is_check_free=True)
-    step(worker, capture=[SimpleNamespace(adapter=None)], is_check_free=True)
+    step(worker, capture=[SimpleNamespace(adapter=None, pages=None)], is_check_free=True)
     began = one.tiles
     for _ in range(30):
         step(worker, is_check_free=True)

@@ -186,6 +186,7 @@ def test_what_another_tenant_has_stored_changes_nothing_that_a_request_asks_of_t
         store, asked = MemoryStore(1 << 20), list[Any]()
         side = scheduling(held, store, salt="theirs")
         scheduling([OTHER], store, salt="mine")  # the asker has something in the list
+        side._finder._listing.update()  # which is read in a thread
         for call in ("find", "has_manifest", "read_layers", "manifests"):
             before(store, call, lambda *given, call=call: asked.append((call, len(given[0]) if given else 0)))
         request = Request(PROMPT, spans, cache_salt="mine")

@@ -34,7 +34,13 @@ from cacheblend.engines.vllm.connector import CacheBlendConnector, identify
 from cacheblend.engines.vllm.internals import decoder, weight_loader
 from cacheblend.engines.vllm.internals.attention_shim import AttentionShim, latent_spec
 from cacheblend.engines.vllm.internals.decoder import computed_by
-from cacheblend.engines.vllm.internals.interface import metadata_builders, pause_of_scheduler, refused_speculation
+from cacheblend.engines.vllm.internals.interface import (
+    calling_scheduler,
+    metadata_builders,
+    names_computed,
+    pause_of,
+    refused_speculation,
+)
 from cacheblend.engines.vllm.internals.kv_cache import check_caches, fp8_scales, is_fp8, plain_queries, refused_cache
 from cacheblend.engines.vllm.jobs import BlendOutcome, StepJobs, StepReport, Unblendable
 from cacheblend.engines.vllm.worker.model import BlendModel
@@ -286,20 +292,40 @@ def test_a_connector_knows_of_its_schedulers_pause_and_does_not_keep_it() -> Non
     """Also one in a `MultiConnector`, and one that no scheduler makes."""
 
     def making(self: Any) -> None:
-        self.tells = (lambda: pause_of_scheduler())()  # through another frame
+        self.tells = (lambda: pause_of(calling_scheduler()))()  # through another frame
 
     made = type("Scheduler", (SchedulerInterface,), {"__init__": making, "pause_state": PauseState.UNPAUSED})
     made.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
     scheduler: Any = made()
     tells = scheduler.tells
     with ThreadPoolExecutor(1) as nobody:  # among whose callers there is none
-        assert not tells() and not nobody.submit(pause_of_scheduler).result()()
+        assert not tells() and not nobody.submit(lambda: pause_of(calling_scheduler())).result()()
     for state in (PauseState.PAUSED_NEW, PauseState.PAUSED_ALL):
         scheduler.pause_state = state
         assert tells()
     del scheduler
     gc.collect()
     assert not tells()
+
+
+@pytest.mark.parametrize(
+    ("connector", "policy", "module", "may"),
+    [
+        ("CacheBlendConnector", "fcfs", "vllm.v1.core.sched.async_scheduler", True),
+        ("CacheBlendConnector", "priority", "vllm.v1.core.sched.scheduler", False),
+        ("MultiConnector", "fcfs", "vllm.v1.core.sched.scheduler", False),
+        ("CacheBlendConnector", "fcfs", "somebody.scheduler", False),
+    ],
+)
+def test_what_vllm_names_is_trusted_where_only_it_and_this_connector_write(
+    connector: str, policy: str, module: str, may: bool
+) -> None:
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector=connector), scheduler_config=SimpleNamespace(policy=policy)
+    )
+    scheduler: Any = type("Scheduler", (), {"vllm_config": config, "__module__": module})()
+    assert names_computed(scheduler, CacheBlendConnector) is may
+    assert not names_computed(None, CacheBlendConnector)
 
 
 @pytest.mark.parametrize("on_unblendable", ["error", "plain"])
