@@ -44,7 +44,7 @@ def test_a_history_is_computed_in_sections_of_whole_blocks(
     monkeypatch.setattr(histories, "MOST_SECTION", 100)
     store, prompt, found, done = MemoryStore(1 << 22), prompt_of(range(10, 590)), list[int](), 0
     while True:
-        held, section = next_section(PLANNER, prompt, store, done, most)
+        held, section = next_section(PLANNER, prompt, store, most)
         assert (0 if held is None else len(held)) == done
         if section is None:
             break
@@ -56,16 +56,20 @@ def test_a_history_is_computed_in_sections_of_whole_blocks(
     assert found == ends
 
 
-def test_a_section_has_a_block_at_least_and_ends_where_a_chunk_begins_or_the_store_keeps_nothing() -> None:
+def test_a_section_has_a_block_at_least_and_ends_where_a_chunk_begins_or_as_far_as_is_held_elsewhere() -> None:
     prompt = Prompt.of([text([BOS, *range(10, 60)]), chunk(range(100, 200)), text(range(5))])
     store = MemoryStore(1 << 22)
-    held, section = next_section(PLANNER, prompt, store, 0, 1)
+    held, section = next_section(PLANNER, prompt, store, 1)
     assert held is None and section is not None and len(section) == 1  # BOS is a block of its own
-    held, section = next_section(PLANNER, prompt, store, 0, 1000)
+    for within, length in ((1, 1), (32, 1), (33, 33), (50, 33)):
+        held, section = next_section(PLANNER, prompt, store, 1000, within)
+        assert held is None and section is not None and len(section) == length
+    assert next_section(PLANNER, prompt, store, 1000, 0) == (None, None)
+    held, section = next_section(PLANNER, prompt, store, 1000)
     assert held is None and section is not None and len(section) == 51
-    assert next_section(PLANNER, prompt, store, 1, 1000) == (None, None)
     write(store, section)
-    held, section = next_section(PLANNER, prompt, store, 51, 1000)
-    assert held is not None and len(held) == 51 and section is None
+    for within in (None, 33, 60):
+        held, section = next_section(PLANNER, prompt, store, 1000, within)
+        assert held is not None and len(held) == 51 and section is None
     starts_with_a_chunk = replace(prompt, segments=prompt.segments[1:])
-    assert next_section(PLANNER, starts_with_a_chunk, store, 0, 1000) == (None, None)
+    assert next_section(PLANNER, starts_with_a_chunk, store, 1000) == (None, None)
