@@ -522,14 +522,49 @@ def test_histories_of_which_the_rest_waits_for_an_idle_engine_keep_no_other_from
         answered(side, pages, [*range(50 * number, 50 * number + 250)], f"{number}", [1], conversation=f"{number}")
         assert copied(side, pages, store) == [224]
     assert "fallbacks" not in side.counts.take().data, "nothing of worth is forgotten"
+    side = scheduling([], store, blend_fields={"edits": True, "block_size": 32})
     for number in range(8):
-        give(side, request := Request([*range(60 * number, 60 * number + 250)], name=f"plain {number}"))
-        request.kv_transfer_params = {"cacheblend": {"conversation": f"plain {number}"}}
-        side._requests[request.request_id].options = RequestOptions(conversation=f"plain {number}")
-        request.answer([1])
-        side.finished(request)  # vLLM has lost its blocks
-    copied(side, pages, store)
+        end(side, [*range(60 * number, 60 * number + 250)], f"plain {number}", conversation=f"plain {number}")
+    side.take_jobs()
     assert side.counts.take().data["fallbacks"]["capture queue full"] == 5
+
+
+def test_beside_chunks_that_are_captured_copies_go_on_as_long_as_they_fit() -> None:
+    store = MemoryStore(1 << 24)
+    side, pages = busy(store, 96, capture_bytes=600)
+    slow = CaptureJob(ChunkJob((), as_token_ids(range(900, 1000))), side._finder._planners.of())
+    assert side._captures.add(slow, time.monotonic()) and len(side.take_jobs().capture) == 1
+    answered(side, pages, FIRST, "one", [1])
+    found = list[int]()
+    for _ in range(60):
+        for job in side.take_jobs().capture:
+            assert job.pages is not None and side._captures._sent_tokens <= 600
+            found.append(len(job.chunk))
+            write(store, job, [span for span in job.exact.spans if span.source is Source.TEXT])
+        if len(found) == 1:
+            break
+        wait([each.call for each in [side._finder._conversations._look_up] if each is not None])
+    assert found == [96]
+    side.reported(StepReport(2))
+    assert copied(side, pages, store) == [192, len(FIRST) // 32 * 32]
+
+
+def test_a_store_that_has_given_a_historys_place_to_others_gets_the_others_and_that_one_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(histories, "SECTION", 128)
+    store, found = MemoryStore(1 << 24), list[int]()
+    side = scheduling([], store, blend_fields={"edits": True, "block_size": 32})
+    end(side, FIRST, "one", conversation="a")
+    end(side, [*range(500, 530), *FIRST], "two", conversation="b")
+    while side._finder._conversations.has_work:
+        for job in side.take_jobs(is_idle=True).capture:
+            found.append(len(job.exact))
+            write(store, job, [span for span in job.exact.spans if span.source is Source.TEXT])
+            for name in names_in(store) if len(found) == 2 else ():
+                store.delete(name)
+            side.reported(StepReport(side._captures._finished + 1))
+    assert found == [128, 256, 128, 256, 290, 128, 256, 260]
 
 
 def test_of_a_prompt_that_was_edited_before_all_was_copied_the_rest_is_copied() -> None:

@@ -345,26 +345,29 @@ class ChunkWarmer:
         """Computes the next blocks of the newest edited prompt of a conversation, some thousand tokens at a time."""
         with self._lock:
             edited = self._edited.pop(key, None)
-        if edited is None or self.keeper.is_paused or self._is_awaited or not self._is_current(edited.state):
-            return
+        try:
+            is_needless = self.keeper.is_paused or self._is_awaited
+            if edited is not None and not is_needless and self._is_current(edited.state):
+                self._keep_section(key, edited)
+        finally:  # a newer prompt may have come, which waits for this one to end
+            with self._lock:
+                is_more = key in self._edited
+            if is_more:
+                self._submit_edited(key, again=not again)
+
+    def _keep_section(self, key: tuple[BlockName, str], edited: _Edited) -> None:
         state, planner, prompt, done = edited
         self._writer.flush(STORE_S)  # what waits to be written need not be computed
         held, section = self._ask_store(partial(next_section, planner, prompt, self._store, HOLD_UP_TOKENS))
         if held is not None and self._histories is not None:
             self._histories.note(*key, held)
-        if done > (0 if held is None else len(held)):
-            section = None  # the store does not keep it
-        if section is not None:
-            with state.prefiller.open(section.prompt, planner, AllRows(), "prefix") as prefill:
-                _, blocks = self._exact_blocks(planner, prefill.run())
-            if not self._is_current(state) or not self._ask_store(partial(self.keeper.write, blocks)):
-                return
-        with self._lock:
-            if section is not None:
+        if section is None or done > (0 if held is None else len(held)):
+            return  # it is complete, or the store does not keep it
+        with state.prefiller.open(section.prompt, planner, AllRows(), "prefix") as prefill:
+            _, blocks = self._exact_blocks(planner, prefill.run())
+        if self._is_current(state) and self._ask_store(partial(self.keeper.write, blocks)):
+            with self._lock:
                 self._edited.setdefault(key, _Edited(state, planner, prompt, len(section)))
-            is_more = key in self._edited
-        if is_more:
-            self._submit_edited(key, again=not again)
 
     def _compute(self, jobs: Sequence[ChunkJob], state: ModelState, planner: Planner) -> list[CapturedChunk]:
         """The chunks' KV, with the adapters that the planner names: by one padded forward of the model, or by prefills

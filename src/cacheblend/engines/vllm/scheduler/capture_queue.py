@@ -59,6 +59,10 @@ class CaptureQueue:
         """Nothing is queued that the workers do not have yet, and little with them."""
         return not self._queued and len(self._sent) <= 1
 
+    def sends_at_once(self, tokens: int) -> bool:
+        """What is added now is sent in this step, if it has so many tokens at most."""
+        return not self._queued and self._sent_tokens + tokens <= self._most_tokens
+
     def count_full(self, times: int) -> None:
         """So many were not queued, for there were too many."""
         for _ in range(times):

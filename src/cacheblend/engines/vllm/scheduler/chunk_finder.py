@@ -182,12 +182,12 @@ class ChunkFinder:
         if self._conversations is None:
             return
         captures.count_full(self._conversations.take_forgotten())
-        if not captures.is_empty:
-            return
-        longest = captures.longest
-        job = self._conversations.take(cache, min(most_copied, longest), longest, may_compute=may_compute)
+        most, may_compute = captures.longest, may_compute and captures.is_empty
+        most_copied = min(most_copied, most)
+        may_copy = captures.sends_at_once(min(most, max(most_copied, self._settings.config.block_size)))
+        job = self._conversations.take(cache, most_copied, most, may_copy=may_copy, may_compute=may_compute)
         if job is not None and not captures.add(job, time.monotonic()):
-            self._conversations.drop()
+            self._conversations.drop(job)
 
     @property
     def is_discovering(self) -> bool:

@@ -14,7 +14,6 @@ import logging
 import time
 from collections import OrderedDict
 from concurrent.futures import wait
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -47,7 +46,8 @@ class _History:
     token_ids: TokenIds
     names: tuple[bytes, ...] = ()  # of its exact blocks in vLLM's cache, as far as it may hold them
     exact: int = 0  # tokens of these blocks, when it ended
-    done: int = 0  # leading tokens that the store was given
+    begun: int = 0  # leading tokens that the store held before it was given the last ones
+    done: int = 0  # and with them
     has_failed: bool = False
 
     @property
@@ -56,7 +56,7 @@ class _History:
 
     @property
     def rest(self) -> int:
-        """Tokens that have to be computed."""
+        """Tokens that have to be computed, if the others are copied."""
         return len(self.token_ids) - self.exact
 
 
@@ -67,6 +67,10 @@ class _LookUp(NamedTuple):
     is_copy: bool
     call: PoolCall[CaptureJob | None]
     began: float
+
+
+class _LostError(StoreError):
+    """The store does not keep one history, others perhaps."""
 
 
 class Conversations:
@@ -80,7 +84,7 @@ class Conversations:
         self._copied: OrderedDict[Key, _History] = OrderedDict()  # that wait, of each conversation one
         self._computed: OrderedDict[Key, _History] = OrderedDict()  # the same, once there is no request
         self._look_up: _LookUp | None = None
-        self._sent: tuple[CaptureJob, _History] | None = None  # with the workers
+        self._sent: dict[CaptureJob, _History] = {}  # with the workers: one that is copied, one that is computed
         self.is_held, self._forgotten, self._resume_at = False, 0, 0.0
 
     @property
@@ -89,7 +93,7 @@ class Conversations:
         if self.is_held or time.monotonic() < self._resume_at:
             return False
         if self._look_up is None:
-            return bool(self._copied or self._computed) and self._sent is None
+            return bool(self._copied or self._computed) and not self._sent
         return self._look_up.call.done() or time.monotonic() - self._look_up.began < STUCK_S
 
     def add(
@@ -107,55 +111,62 @@ class Conversations:
             return
         history = _History(planner, conversation, adapter, token_ids, names, exact)
         self._computed.pop(history.key, None)
-        self._wait(history, is_copy=False)
-        if names:
-            self._wait(history, is_copy=True)
+        self._wait(self._computed, history)
+        waiting = self._copied.get(history.key)
+        if names and not (waiting and _goes_on(waiting, history)):
+            self._copied.pop(history.key, None)
+            self._wait(self._copied, history)
 
-    def take(self, cache: PrefixCache, most_copied: int, most: int, *, may_compute: bool) -> CaptureJob | None:
+    def take(
+        self, cache: PrefixCache, most_copied: int, most: int, *, may_copy: bool, may_compute: bool
+    ) -> CaptureJob | None:
         """The next job, of at most `most` tokens, to be given back by `finish`; None: there is none yet. Starts the
-        next look-up, and waits for it a little if something may be computed: there is no request."""
-        is_busy = self._look_up is not None or self._sent is not None or self.is_held
-        if not is_busy and time.monotonic() >= self._resume_at:
+        next look-up, and waits for it a little if something may be computed: there is no request. What is copied is
+        sent in this very step."""
+        if self._look_up is None and not self.is_held and time.monotonic() >= self._resume_at:
             self._begin(cache.block_size, most_copied, most, may_compute=may_compute)
         if self._look_up is None:
             return None
         if may_compute:
             wait([self._look_up.call], LOOK_UP_WAIT_S)
-        if not self._look_up.call.done():
+        if not self._look_up.call.done() or (self._look_up.is_copy and not may_copy):
             return None
         (history, is_copy, call, _), self._look_up = self._look_up, None
         try:
             job = call.result()
         except (StoreError, OSError) as error:
             logger.warning("a history is not stored: %s", error)
-            self._resume_at = time.monotonic() + PAUSE_S
-            if not history.has_failed:
-                self._wait_again(replace(history, done=0, has_failed=True), is_copy=is_copy)
+            if not isinstance(error, _LostError):
+                self._resume_at = time.monotonic() + PAUSE_S
+            if not history.has_failed:  # behind others
+                again = replace(history, begun=0, done=0, has_failed=True)
+                self._wait(self._copied if is_copy else self._computed, again)
             return None
         except Exception:
             logger.exception("a history is not stored")
             return None
         if job is None or job.exact is None:
             return None  # it is complete
+        history = replace(history, begun=job.exact.prefix_length, done=len(job.chunk))
         if is_copy:
-            pages, names = cache.pages_of(history.names, job.exact.prefix_length, len(job.chunk))
+            pages, names = cache.pages_of(history.names, history.begun, history.done)
             history, job = replace(history, names=names), replace(job, pages=pages)
+            if pages is None:
+                self._note_lost(history, len(names) * cache.block_size)
         if job.pages is None and (is_copy or not may_compute):  # vLLM has lost some, or a request has come meanwhile
-            self._wait_again(history, is_copy=is_copy)
+            self._wait_again(replace(history, begun=0, done=0), is_copy=is_copy)
             return None
-        self._sent = job, history
+        self._sent[job] = history
         return job
 
     def finish(self, job: CaptureJob) -> None:
         """A job has ended, whether its blocks are stored or not: the next look-up tells."""
-        if self._sent is None or self._sent[0] is not job:
-            return  # forgotten meanwhile
-        (_, history), self._sent = self._sent, None
-        self._wait_again(replace(history, done=len(job.chunk)), is_copy=job.pages is not None)
+        if (history := self._sent.pop(job, None)) is not None:  # else it was forgotten meanwhile
+            self._wait_again(history, is_copy=job.pages is not None)
 
-    def drop(self) -> None:
-        """The job that was taken last is not carried out."""
-        self._sent = None
+    def drop(self, job: CaptureJob) -> None:
+        """A job that was taken is not carried out."""
+        del self._sent[job]
 
     def take_forgotten(self) -> int:
         """How many histories more waited than may, since the last call."""
@@ -164,9 +175,9 @@ class Conversations:
 
     def reset(self) -> None:
         """Forgets what waits; names of what was stored are found no more."""
-        self._copied.clear()
-        self._computed.clear()
-        self._look_up = self._sent = None
+        for each in (self._copied, self._computed, self._sent):
+            each.clear()
+        self._look_up = None
         self.is_held = True
 
     def close(self) -> None:
@@ -174,16 +185,19 @@ class Conversations:
 
     def _begin(self, size: int, most_copied: int, most: int, *, may_compute: bool) -> None:
         """`size`: of vLLM's blocks. What vLLM may lose comes first."""
-        is_copy = bool(self._copied)
+        is_copy = bool(self._copied) and not any(job.pages is not None for job in self._sent)
         waiting = self._copied if is_copy else self._computed
-        if not waiting or not (is_copy or may_compute):
+        if not waiting or not (is_copy or (may_compute and not self._sent)):
             return
         history = next(iter(waiting.values()))
         within = len(history.names) * size if is_copy else None
-        with suppress(RuntimeError):  # the system has no more threads
+        try:
             call = self._pool.submit(self._plan, history, most_copied if is_copy else most, within)
-            self._look_up = _LookUp(history, is_copy, call, time.monotonic())
-            del waiting[history.key]
+        except RuntimeError:  # the system has no more threads
+            self._resume_at = time.monotonic() + PAUSE_S
+            return
+        self._look_up = _LookUp(history, is_copy, call, time.monotonic())
+        del waiting[history.key]
 
     def _plan(self, history: _History, most: int, within: int | None) -> CaptureJob | None:
         """Notes what the store holds of a history; the job for its next section, None: there is none. Raises StoreError
@@ -194,28 +208,48 @@ class Conversations:
         if held is not None:
             self.histories.note(*history.key, held)
         if stored < history.done:
-            raise StoreError(f"of {history.done} tokens that were stored it holds {stored}")
+            # It refuses everything, or has given the place to others; an adapter's weights may have changed meanwhile.
+            is_refused = stored >= history.begun and history.adapter is None
+            kind = StoreError if is_refused else _LostError
+            raise kind(f"of {history.done} tokens that were stored it holds {stored}")
         if section is None:
             return None
         return CaptureJob(ChunkJob((), section.prompt.token_ids), planner, history.adapter, section)
 
+    def _note_lost(self, history: _History, exact: int) -> None:
+        """Of a history vLLM holds the first `exact` tokens alone."""
+        rest = self._computed.get(history.key)
+        if rest is not None and rest.token_ids is history.token_ids:
+            self._computed[history.key] = replace(rest, exact=exact)
+
     def _wait_again(self, history: _History, *, is_copy: bool) -> None:
-        """In front of others: by turns none would be complete before all are."""
+        """In front of others: by turns none would be complete before all are. Unless its conversation has a newer one,
+        but one that goes on with what stands in front of an edit."""
         waiting = self._copied if is_copy else self._computed
-        self._wait(history, is_copy=is_copy)
+        newer = waiting.get(history.key)
+        if newer is not None and not (is_copy and _goes_on(history, newer)):
+            return
+        waiting.pop(history.key, None)
+        self._wait(waiting, history)
         if history.key in waiting:
             waiting.move_to_end(history.key, last=False)
 
-    def _wait(self, history: _History, *, is_copy: bool) -> None:
-        """Unless its conversation has a newer one. To be copied is the one of which vLLM holds more: of a newer prompt
-        that is blended it may be what stands in front of the edit."""
-        waiting = self._copied if is_copy else self._computed
-        other = waiting.get(history.key)
-        if other is None or (is_copy and len(history.names) > len(other.names)):
-            waiting[history.key] = history
+    def _wait(self, waiting: OrderedDict[Key, _History], history: _History) -> None:
+        """Behind others, unless its conversation has a newer one. Of too many the oldest is forgotten, or one of which
+        little is left."""
+        waiting.setdefault(history.key, history)
         while len(self._copied) > MOST_WAITING:
-            self._copied.popitem(last=False)
-            self._forgotten += 1
+            self._note_lost(self._copied.popitem(last=False)[1], 0)
         while len(self._computed) > MOST_WAITING:
-            least = self._computed.pop(min(self._computed, key=lambda key: self._computed[key].rest))
-            self._forgotten += least.rest >= least.planner.block_size
+            done = (key for key in self._computed if key not in self._copied and self._is_little(self._computed[key]))
+            forgotten = self._computed.pop(next(done, next(iter(self._computed))))
+            self._forgotten += not self._is_little(forgotten)
+
+    @staticmethod
+    def _is_little(history: _History) -> bool:
+        return history.rest < history.planner.block_size
+
+
+def _goes_on(older: _History, newer: _History) -> bool:
+    """Whether vLLM holds more of an older history: a newer one was blended from where it is edited."""
+    return len(older.names) > len(newer.names) and older.names[: len(newer.names)] == newer.names

@@ -262,9 +262,9 @@ class Scheduling:
             self._finder.resume()
         is_paused = self._is_paused()
         if not is_paused:
-            self._finder.add_discovered(self._captures, self.counts)
             may_compute = is_idle and not self._requests
             self._finder.add_history(self._captures, self.cache, self._most_copied, may_compute=may_compute)
+            self._finder.add_discovered(self._captures, self.counts)
         jobs.capture = self._captures.take(is_paused=is_paused)
         jobs.is_idle, jobs.adapters = is_idle, self._adapters.take()
         # Requests that a pause keeps are not served: checks have their time, and end.
@@ -336,6 +336,8 @@ class Scheduling:
         """The weights have changed: nothing that was stored, or is being computed, is used from now on."""
         # vLLM has emptied its cache before, or could not, for a request holds blocks: of the weights before, perhaps.
         self._may_copy = self._most_copied > 0 and self.cache.is_empty
+        if self._most_copied and not self._may_copy:
+            logger.warning("vLLM's cache was not emptied: no history is copied from it until it is; reset it once more")
         self._finder.reset()
         self._captures.clear()
         self._checks.reset()
