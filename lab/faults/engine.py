@@ -21,23 +21,25 @@ LAYERS = 6
 _IDS = range(20, 1000)
 
 
-def make_model(folder: Path, layers: int = LAYERS, **shape: int) -> Path:
-    """Saves a model with random weights, whose tokens depend on far context; `folder` again. `shape`: of a llama."""
+def make_model(folder: Path, layers: int = LAYERS) -> Path:
+    """Saves a model with random weights, whose tokens depend on far context; `folder` again."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    narrow = {"hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 6, "head_dim": 32}
-    config = LlamaConfig(
+    shape = LlamaConfig(
         vocab_size=1024,
+        hidden_size=192,
+        intermediate_size=320,
         num_hidden_layers=layers,
+        num_attention_heads=6,
         num_key_value_heads=2,
+        head_dim=32,
         max_position_embeddings=8192,
         bos_token_id=0,
         eos_token_id=1,
-        **(narrow | shape),
     )
     torch.manual_seed(77)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
     for label, weight in model.named_parameters():
         if weight.dim() == 2:
             scale = 0.6 if "embed" in label or "lm_head" in label else weight.shape[1] ** -0.5
