@@ -6,8 +6,8 @@ Knows vLLM's public classes and the few attributes that lead from them to the co
 import random
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -236,11 +236,13 @@ class Engine:
             answers |= self.step()
         return answers
 
-    def settle(self) -> None:
-        """Steps until nothing is captured any more."""
-        connector = self.connector
+    def settle(self, on_step: Callable[[int], None] = lambda step: None) -> None:
+        """Steps until nothing is captured any more; `on_step` is called in front of each step with its number."""
+        connector, step = self.connector, 0
         while connector is not None and connector.has_pending_push_work():
+            on_step(step)
             self._engine.step()
+            step += 1
 
     def fill(self, ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> None:
         """Has every chunk of a prompt stored. While a chunk is missing a blend is right, and has another answer."""
@@ -274,6 +276,12 @@ class Engine:
     def forget(self) -> None:
         """Empties vLLM's prefix cache."""
         self._llm.reset_prefix_cache()
+
+    def reset(self, *, weights_changed: bool) -> None:
+        """Empties vLLM's prefix cache while requests run, which begin again; with its connector as for new weights.
+        While a request's blocks are being filled vLLM does not, and says so, when it has preempted the others."""
+        with suppress(RuntimeError):
+            self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=weights_changed)
 
     def read_list(self) -> None:
         """Begins to read the store's list again, as if it had changed."""

@@ -35,6 +35,7 @@ PLACES = {
     "finish": f"{_VLLM}.worker.worker:Worker._finish",
     "combine": f"{_VLLM}.internals.tensor_parallel:TensorParallel.combine",
     "open capture": f"{_VLLM}.worker.prefill_factory:Opener.capture",
+    "read copied": f"{_VLLM}.worker.prefill_factory:Opener.read_pages",
     "gather": f"{_VLLM}.worker.capture_writer:CaptureWriter.gather",
     "gather heads": f"{_VLLM}.internals.tensor_parallel:TensorParallel.gather_heads",
     "host copy": f"{_VLLM}.worker.capture_writer:CaptureWriter._on_host",
@@ -49,14 +50,29 @@ IN_STORE = ("store read", "store find", "store write", "store list")
 """Places at which an error is the store's; at the others it is this package's or the device's own."""
 
 OF_CAPTURES = ("open capture", "gather", "gather heads", "host copy", "store write")
-"""Places that only a missed chunk passes."""
+"""Places that only a missed chunk or a history passes."""
+
+OF_HISTORIES = ("read copied",)
+"""Places that only an edited conversation's history passes."""
 
 OF_RANKS = ("combine", "gather heads")
 """Places that are passed with several ranks only."""
 
-AT_ENDS = ("open", "embed", "select", "finish", "combine", *OF_CAPTURES, "store find", "store list", "read paged")
+AT_ENDS = (
+    "open",
+    "embed",
+    "select",
+    "finish",
+    "combine",
+    *OF_CAPTURES,
+    *OF_HISTORIES,
+    "store find",
+    "store list",
+    "read paged",
+)
 """Places that a prompt or a chunk passes about once; the others are passed in each layer."""
 
+PAUSE_S = 0.5
 _THREADS = ("read", "host copy", *IN_STORE)
 """Places that threads pass; the others count inside of the worker's step only, since vLLM's own forward is no fault."""
 
@@ -74,6 +90,7 @@ def arm(fault: dict[str, Any]) -> None:
     with _lock:
         _released.clear()
         if not _wrapped:
+            shorten_pauses()
             _wrap(f"{_VLLM}.worker.worker:Worker.step", _marked)
         if target not in _wrapped:
             _wrap(target, partial(_faulty, fault["place"]))
@@ -89,6 +106,12 @@ def disarm() -> int:
         _armed.clear()
         fired, _fired = _fired, 0
     return fired
+
+
+def shorten_pauses() -> None:
+    """A store that has failed is left alone for a minute, in which a campaign would inject nothing: here for less."""
+    for module in ("cacheblend.engines.keeper", f"{_VLLM}.scheduler.conversations"):
+        importlib.import_module(module).PAUSE_S = PAUSE_S  # type: ignore[attr-defined]
 
 
 class Faults:

@@ -1,54 +1,78 @@
-"""What the plug-in adds to a step of vLLM that blends nothing, in bytecodes of the engine's thread: no clock is needed,
-so a busy machine shows the same as a quiet one.
+"""What the plug-in adds to a request of vLLM that blends nothing, in instructions of the processor, as valgrind counts
+them: no clock is needed, so a busy machine shows the same as a quiet one.
 
     python -m lab.faults.instructions FILE.json
 
 Two engines of a narrow model, without the plug-in and with it, answer plain requests of `PROMPT` tokens; answers of two
-lengths tell a step from a request. What vLLM does for any connector is among what is added; `own` is this package's.
+lengths tell a step that decodes one token from the rest of a request. What is added depends on the number of layers and
+not on their width; `STEP` and `ROW` say what a model of qwen2.5-0.5b's width computes at least. What vLLM does for any
+connector is among what is added. Takes a quarter of an hour.
 """
 
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 MODULE = "lab.faults.instructions"
-PROMPT, SHORT, LONG = 64, 16, 48
+PROMPT, SHORT, LONG = 64, 2, 18
 """Tokens of a prompt, and of answers of two lengths."""
 
 DEPTH = 24
 """Layers, as qwen2.5-0.5b has: vLLM asks a connector in each."""
 
-PER_BYTECODE, STEP = 90, 37.4e6 + 494e6 / 32
-"""Instructions of a bytecode of what is added, with the C functions that it calls, and of a decoding step of
-qwen2.5-0.5b at least: those of the narrow model's, and its products by 32 at once (bfloat16 in AVX-512). Found by
-callgrind, see the log of 2026-11-28."""
+TIMES = 3
+"""That each is counted; the median is taken."""
+
+ROW, STEP = 358e6 / 32, 494e6 / 32
+"""Instructions of the products of a prompt's row, and of a step's, which has the vocabulary's, too: of qwen2.5-0.5b's
+weights by 32 at once (bfloat16 in AVX-512). What else vLLM does is counted, with the narrow model."""
+
+REQUEST = (512, 64)
+"""Tokens of a plain request and its answer, whose share is reported."""
 
 
 def measure() -> dict[str, Any]:
-    """Bytecodes of a step and of a request in both engines, and `figures`."""
+    """Instructions of a step and of the rest of a request in both engines, and `figures`."""
     from cacheblend.engines.provenance import stamp
     from lab.faults.engine import environment, make_model
     from lab.servers.vllm_server import version_of_vllm
 
-    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="cacheblend-instructions-") as name:
         make_model(Path(name) / "model", DEPTH)
-        environ = {**environment(), "TORCH_COMPILE_DISABLE": "1"}
-        for way in ("without", "with"):
-            subprocess.run([sys.executable, "-m", MODULE, "--child", name, way], env=environ, check=True)
-            short, long = json.loads((Path(name) / f"{way}.json").read_text())
-            step = {what: (long[what] - short[what]) / (LONG - SHORT) for what in long}
-            found[way] = {"step": step, "request": {what: short[what] - SHORT * step[what] for what in step}}
-    added = found["with"]["step"]["all"] - found["without"]["step"]["all"]
-    figures = {"added": added, "own": found["with"]["step"]["own"]}
-    figures |= {f"{what}_share": PER_BYTECODE * count / STEP for what, count in figures.items()}
-    return {"figures": figures, "bytecodes": found, **stamp(), "vllm": version_of_vllm()}
+        environ = {**environment(), "TORCH_COMPILE_DISABLE": "1", "PYTHONHASHSEED": "0"}
+        under = ["valgrind", "--tool=callgrind", "--instr-atstart=no"]
+        running = {
+            way: subprocess.Popen(
+                [*under, f"--callgrind-out-file={name}/{way}", sys.executable, "-m", MODULE, "--child", name, way],
+                env=environ,
+            )
+            for way in ("without", "with")
+        }
+        try:
+            for way, child in running.items():
+                if child.wait():
+                    raise RuntimeError(f"vLLM {way} the plug-in ended with {child.returncode} under valgrind")
+            counted = {way: json.loads((Path(name) / f"{way}.json").read_text()) for way in running}
+        finally:
+            for child in running.values():
+                child.kill()
+    found = {}
+    for way, (short, long) in counted.items():
+        step = (sorted(long)[TIMES // 2] - sorted(short)[TIMES // 2]) / (LONG - SHORT)
+        found[way] = {"step": step, "rest": sorted(short)[TIMES // 2] - SHORT * step}
+    added = {what: found["with"][what] - found["without"][what] for what in found["with"]}
+    tokens, answered = REQUEST
+    step = found["without"]["step"] + STEP
+    request = found["without"]["rest"] + tokens * ROW + answered * step
+    figures = {f"added_{what}": count for what, count in added.items()}
+    figures |= {"step_share": added["step"] / step, "request": (added["rest"] + answered * added["step"]) / request}
+    return {"figures": figures, "instructions": found, "counted": counted, **stamp(), "vllm": version_of_vllm()}
 
 
 def child(folder: Path, way: str) -> None:
@@ -57,32 +81,28 @@ def child(folder: Path, way: str) -> None:
 
     extra = None if way == "without" else {"store": f"file://{folder / 'store'}", "check_layers": [1]}
     engine = Engine(folder / "model", extra, kv_cache_memory_bytes=64 << 20, max_model_len=1024)
-    rng, counted = random.Random(3), Counter[str]()
+    rng, found = random.Random(3), (list[int](), list[int]())
 
     def ask(name: str, tokens: int) -> None:
         engine.ask([Request(name, [rng.randrange(20, 1000) for _ in range(PROMPT)], (), tokens)])
 
-    def enter(frame: Any, event: str, arg: Any) -> Any:
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        is_own = "/cacheblend/" in frame.f_code.co_filename
-
-        def inside(frame: Any, event: str, arg: Any) -> Any:
-            counted.update(all=event == "opcode", own=is_own and event == "opcode")
-            return inside
-
-        return inside
-
-    for number in range(3):
-        ask(f"first {number}", SHORT)
-    found = []
-    for tokens in (SHORT, LONG):
-        counted.clear()
-        sys.settrace(enter)
-        ask(f"counted {tokens}", tokens)
-        sys.settrace(None)
-        found.append(dict(counted))
+    for number in range(2):
+        ask(f"first {number}", LONG)
+    for number in range(TIMES):
+        for tokens, counts in zip((SHORT, LONG), found, strict=True):
+            _control("--instr=on")
+            ask(f"counted {number} {tokens}", tokens)
+            _control("--instr=off")
+            _control("--dump")
+            dumps = sorted(folder.glob(f"{way}.[0-9]*"), key=lambda path: int(path.suffix[1:]))
+            totals = re.findall(r"^totals: (\d+)", dumps[-1].read_text(), re.MULTILINE)
+            counts.append(int(totals[-1]))
     (folder / f"{way}.json").write_text(json.dumps(found))
     os._exit(0)
+
+
+def _control(what: str) -> None:
+    subprocess.run(["callgrind_control", what, str(os.getpid())], check=True, stdout=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":
@@ -90,4 +110,4 @@ if __name__ == "__main__":
         child(Path(sys.argv[2]), sys.argv[3])
     result = measure()
     Path(sys.argv[1]).write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({name: round(value, 5) for name, value in result["figures"].items()}))
+    print(json.dumps({name: round(value, 6) for name, value in result["figures"].items()}))

@@ -153,7 +153,7 @@ def _faults(model: Path, folder: Path, settings: Settings, advance: AdvanceStage
         setting = trials.SETTINGS[name]
         count = -int(-settings.tried * setting.share / shares // 1)
         jobs[name] = {"model": str(model), "seed": settings.seed, "count": count, "ranks": setting.ranks}
-    found, result = _watched("faults", jobs, folder, settings.tried, ("met", "wrong", "left"), advance)
+    found, result = _watched("faults", jobs, folder, settings.tried, ("met", "wrong", "left", "moved"), advance)
     lost = sum(each.ended + each.hung for each in found)  # these trials wrote nothing
     return {"tried": result.pop("met") + lost, **result}
 

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ class Setting:
         answer_tokens: of each answer; many keep blocks busy, so that a small cache preempts.
         most_requests: that arrive in a trial.
         refresh_s: the connector's setting.
+        edits: prompts are of conversations whose histories are edited, in place of passages that recur.
     """
 
     ratio: float
@@ -47,6 +48,7 @@ class Setting:
     answer_tokens: int = 4
     most_requests: int = 3
     refresh_s: float = 3600
+    edits: bool = False
 
     @property
     def ranks(self) -> int:
@@ -85,6 +87,31 @@ class Trial:
             first = chosen[0][0]
             self.engine.ask([Request(f"{MARK}{number}-front", (*first.ids[: first.spans[0][0]], 7), (), 1)])
 
+    def draw_turns(self, conversations: list[list[tuple[int, ...]]], number: int) -> None:
+        """Next turns of some conversations, of which pieces in the middle were left out, put in or replaced since."""
+        for place in range(self.rng.randint(1, self.setting.most_requests)):
+            which = self.rng.randrange(len(conversations))
+            conversations[which] = pieces = self._edited(conversations[which])
+            name, ids = f"{MARK}{number}-{place}", tuple(token for piece in pieces for token in piece)
+            request = Request(name, ids, (), self.setting.answer_tokens, params={"conversation": f"talk {which}"})
+            # Of a salt of its own nothing is stored: vLLM computes all of it.
+            plain = replace(request, name=f"{name}-plain", salt=f"plain-{number}-{place}", params={})
+            self.right[name] = list(self.engine.ask([plain]).values())
+            pieces.append(tuple(self.right[name][0]["tokens"]))
+            self.requests.append(request)
+        self.engine.scramble(number)
+
+    def _edited(self, pieces: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        rng, found = self.rng, [*pieces, self.texts.ids(self.rng.randint(60, 160))]
+        for _ in range(rng.choice([1, 1, 1, 2])):
+            at = rng.randrange(len(found) + 1)
+            found[at : at + rng.randint(0, 1)] = rng.choice([[], [self.texts.ids(rng.randint(1, 40))]])
+        while len(found) < 3 or sum(map(len, found)) < 64:
+            found.append(self.texts.ids(60))
+        while sum(map(len, found)) > 800:
+            del found[rng.randrange(len(found))]
+        return found
+
     def play(self, *, on_step: Callable[[int], None] | None = None) -> dict[str, Answer]:
         """Steps until all requests have ended; `on_step` is called in front of each step with its number."""
         started, step = time.monotonic(), 0
@@ -122,6 +149,8 @@ def _error(trial: Trial) -> dict[str, Answer]:
         places.difference_update(injection.OF_RANKS)
     if trial.setting.refresh_s > 60:
         places.discard("store list")
+    if not trial.setting.edits:
+        places.difference_update(injection.OF_HISTORIES)
     place = rng.choice(sorted(places))
     after = rng.randrange(2) if place in injection.AT_ENDS else rng.randrange(8)
     fault = {"place": place, "after": after, "error": rng.choice(_ERRORS), "times": rng.choice([1, 1, 1, 4])}
@@ -214,6 +243,22 @@ def _abort(trial: Trial) -> dict[str, Answer]:
     return trial.play(on_step=on_step)
 
 
+def _reset(trial: Trial) -> dict[str, Answer]:
+    """vLLM's prefix cache is emptied, while requests run or their histories are stored; its connector's state, too."""
+    in_play, at, weights_changed = trial.rng.random() < 0.5, trial.rng.randrange(12), trial.rng.random() < 0.5
+
+    def on_step(step: int) -> None:
+        if step == at:
+            trial.engine.reset(weights_changed=weights_changed)
+            trial.met = 1
+
+    answers = trial.play(on_step=on_step if in_play else None)
+    if not in_play:
+        trial.engine.settle(on_step)
+    trial.what = f"reset in front of step {at} of {'requests' if in_play else 'histories'}, {weights_changed=}"
+    return answers
+
+
 def _crowd(trial: Trial) -> dict[str, Answer]:
     """More requests than blocks: some are preempted."""
     before = trial.engine.counters().get("num_preemptions", 0.0)
@@ -232,6 +277,7 @@ KINDS: dict[str, Callable[[Trial], dict[str, Answer]]] = {
     "removed": _removed,
     "abort": _abort,
     "crowd": _crowd,
+    "reset": _reset,
 }
 
 
@@ -291,11 +337,14 @@ _CHECK_LEFT_EVERY = 10
 """Trials after which it is looked what ended requests left behind: blocks of the KV cache, names in the connector."""
 _FEW_BLOCKS = {"num_gpu_blocks_override": 44, "max_model_len": 1024}
 _TWO_RANKS = {"tensor_parallel_size": 2}
+_OF_EDITS = {"error": 10, "reset": 6, "damage": 3, "damage all": 1, "removed": 1, "slow": 1, "abort": 3}
 SETTINGS = {
     "one rank": Setting(1.0, {"error": 20, "slow": 3, "hang": 2, "damage": 5, "removed": 2, "abort": 5}, 0.35),
     "few blocks": Setting(1.0, {"error": 4, "abort": 4, "crowd": 4}, 0.2, _FEW_BLOCKS, 40, 8, refresh_s=0.05),
     "two ranks": Setting(0.15, {"error": 20, "slow": 2, "abort": 4}, 0.3, _TWO_RANKS),
     "two ranks, ratio 1": Setting(1.0, {"error": 4, "hang": 1, "damage all": 8, "damage": 3}, 0.15, _TWO_RANKS),
+    "edits": Setting(1.0, _OF_EDITS, 0.15, _FEW_BLOCKS, 8, 4, edits=True),
+    "edits, two ranks": Setting(1.0, _OF_EDITS, 0.15, {**_FEW_BLOCKS, **_TWO_RANKS}, 8, 4, edits=True),
 }
 """What is varied over engines. At a smaller ratio an answer shows whether ranks chose the same rows; where blocks are
 lost it has to be 1, since a blend of the blocks that are left has an answer of its own."""
@@ -305,14 +354,17 @@ def run(model: Path, store: Path, name: str, seed: int, count: int, first: int) 
     """Trials of an engine of a setting, from the first one's number on, until `count` faults were met.
 
     Yields:
-        `met`: 1, or 0 if the fault lay where nothing passed; `wrong`, `hung`, `left`: counts; `what`, `longest_step_s`.
+        `met`: 1, or 0 if the fault lay where nothing passed; `wrong`, `hung`, `left`: counts; `moved`: tokens that were
+        loaded of edited histories; `what`, `longest_step_s`.
     """
     setting = SETTINGS[name]
     extra = {"store": f"file://{store}", "recompute_ratio": setting.ratio, "refresh_s": setting.refresh_s}
+    if setting.edits:
+        extra |= {"edits": True, "block_size": 32, "min_reused_share": 0.0, "anchor": "none"}
     options = {"enable_prefix_caching": True, "block_size": 32, "num_gpu_blocks_override": 200, **setting.engine}
-    engine, texts = Engine(model, extra, **options), Texts(seed)
-    pool = [texts.asked(texts.ids(texts.rng.randint(3, 110)), texts.rng.randint(2, 4)) for _ in range(10)]
-    right = _right_answers(engine, texts, pool, setting)
+    injection.shorten_pauses()
+    engine, texts, talks = Engine(model, extra, **options), Texts(seed), [list[tuple[int, ...]]() for _ in range(2)]
+    pool = [] if setting.edits else _pool(engine, texts, setting)
     kept = store.with_name(f"{store.name}-kept")
     shutil.copytree(store, kept)
     number, met = first, 0
@@ -321,7 +373,10 @@ def run(model: Path, store: Path, name: str, seed: int, count: int, first: int) 
         kind = rng.choices(list(setting.kinds), list(setting.kinds.values()))[0]
         yield {"begin": number, "kind": kind}
         trial = Trial(engine, store, setting, texts, rng, [], {})
-        trial.draw_requests(list(zip(pool, right, strict=True)), number)
+        if setting.edits:
+            trial.draw_turns(talks, number)
+        else:
+            trial.draw_requests(pool, number)
         result = {"trial": number, "kind": kind, **_tried(trial, kind)}
         restore(kept, store)
         if number % _CHECK_LEFT_EVERY == 0:
@@ -335,16 +390,16 @@ def run(model: Path, store: Path, name: str, seed: int, count: int, first: int) 
         yield result
 
 
-def _right_answers(engine: Engine, texts: Texts, pool: list[Asked], setting: Setting) -> list[list[Answer]]:
-    """Of each prompt: the plain answer, the blended one, and that of a request which finds the blended blocks.
+def _pool(engine: Engine, texts: Texts, setting: Setting) -> list[tuple[Asked, list[Answer]]]:
+    """Prompts, and of each: the plain answer, the blended one, and that of a request which finds the blended blocks.
 
     The last one computes the tokens behind the last full block itself, passages included, as vLLM does.
     """
-    fill = texts.all_passages()
+    fill, found = texts.all_passages(), []
+    pool = [texts.asked(texts.ids(texts.rng.randint(3, 110)), texts.rng.randint(2, 4)) for _ in range(10)]
     engine.fill(fill.ids, fill.spans)
-    found = []
     for number, one in enumerate(pool):
-        answers = []
+        answers = list[Answer]()
         for way, spans in (("plain", ()), ("blend", one.spans), ("again", one.spans)):
             if way != "again":
                 engine.forget()
@@ -354,15 +409,16 @@ def _right_answers(engine: Engine, texts: Texts, pool: list[Asked], setting: Set
             loaded, held = _loaded_tokens(engine) - before, sum(stop - start for start, stop in one.spans)
             if way == "blend" and loaded != held:  # a right answer would be missing
                 raise RuntimeError(f"of prompt {number} {loaded:.0f} tokens were loaded, the store holds {held}")
-        found.append(answers)
+        found.append((one, answers))
     return found
 
 
-def _loaded_tokens(engine: Engine) -> float:
-    return sum(value for name, value in engine.counters().items() if name.startswith("hit_tokens"))
+def _loaded_tokens(engine: Engine, source: str = "") -> float:
+    return sum(value for name, value in engine.counters().items() if name.startswith(f"hit_tokens {source}".strip()))
 
 
 def _tried(trial: Trial, kind: str) -> dict[str, Any]:
+    before = _loaded_tokens(trial.engine, "moved")
     answers = KINDS[kind](trial)
     trial.engine.settle()
     stayed = [each.name for each in trial.requests if each.name not in trial.aborted]
@@ -374,6 +430,7 @@ def _tried(trial: Trial, kind: str) -> dict[str, Any]:
     return {
         "what": trial.what,
         "met": trial.met,
+        "moved": int(_loaded_tokens(trial.engine, "moved") - before),
         "wrong": len(wrong),
         **({"answers": wrong} if wrong else {}),
         "hung": int(trial.is_hung or any(name not in answers for name in stayed)),
