@@ -8,6 +8,7 @@ that is small, and one in a folder; discovery on and off; an engine that is aske
 """
 
 import copy
+import math
 import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -195,6 +196,23 @@ def test_an_edited_prompt_is_computed_once_more_when_there_is_time() -> None:
         report = ask(engine, SYSTEM, U1, A1, U2, NEXT, ids(23, 40))
         whole_blocks = 1 + len(SYSTEM + U1 + A1 + U2 + NEXT) // 32 * 32
         assert report.hit_tokens["prefix"] == whole_blocks and "moved" not in report.hit_tokens
+
+
+def test_an_edited_prompt_waits_while_the_store_takes_nothing() -> None:
+    other = ids(31, 90)
+    with open_engine() as engine:
+        ask(engine, SYSTEM, U1, THOUGHT, A1, U2, conversation="a")
+        engine.runtime.background.begin_request()  # no background work from here on
+        engine.generate(Prompt.of([text([BOS, *SYSTEM, *U1, *A1, *U2])]), ANSWER, conversation="a")
+        keeper = engine.runtime.warmer.keeper
+        keeper._resume_at = math.inf
+        engine.runtime.background.end_request()
+        assert engine.flush(60)
+        keeper._resume_at = 0.0
+        ask(engine, other, THOUGHT, A1, conversation="b")
+        assert ask(engine, other, A1, conversation="b").hit_tokens["moved"]
+        report = ask(engine, SYSTEM, U1, A1, U2, NEXT, conversation="a")
+        assert report.hit_tokens["prefix"] == 1 + len(SYSTEM + U1 + A1 + U2) // 32 * 32
 
 
 def test_nothing_is_moved_that_another_conversation_computed() -> None:

@@ -333,7 +333,9 @@ class ChunkWarmer:
             self._edited[planner.root, prompt.conversation] = _Edited(state, planner, prompt)
             while len(self._edited) > MOST_EDITED:
                 self._edited.popitem(last=False)
-        self._submit_edited((planner.root, prompt.conversation), again=False)
+            oldest = next(iter(self._edited))  # it may have been left while the store took nothing
+        for key in {oldest: 0, (planner.root, prompt.conversation): 0}:
+            self._submit_edited(key, again=False)
 
     def _submit_edited(self, key: tuple[BlockName, str], *, again: bool) -> None:
         """One job of a conversation waits at a time, and one more that goes on with the running one."""
@@ -343,11 +345,12 @@ class ChunkWarmer:
 
     def _keep_edited(self, key: tuple[BlockName, str], again: bool) -> None:
         """Computes the next blocks of the newest edited prompt of a conversation, some thousand tokens at a time."""
+        if self.keeper.is_paused or self._is_awaited:
+            return  # it waits until another prompt is edited
         with self._lock:
             edited = self._edited.pop(key, None)
         try:
-            is_needless = self.keeper.is_paused or self._is_awaited
-            if edited is not None and not is_needless and self._is_current(edited.state):
+            if edited is not None and self._is_current(edited.state):
                 self._keep_section(key, edited)
         finally:  # a newer prompt may have come, which waits for this one to end
             with self._lock:
@@ -364,7 +367,9 @@ class ChunkWarmer:
         if section is None or done > (0 if held is None else len(held)):
             return  # it is complete, or the store does not keep it
         with state.prefiller.open(section.prompt, planner, AllRows(), "prefix") as prefill:
-            _, blocks = self._exact_blocks(planner, prefill.run())
+            exact, blocks = self._exact_blocks(planner, prefill.run())
+        if exact is None:
+            raise StoreUnreachableError("the store did not say in time what it holds of an edited prompt")
         if self._is_current(state) and self._ask_store(partial(self.keeper.write, blocks)):
             with self._lock:
                 self._edited.setdefault(key, _Edited(state, planner, prompt, len(section)))
