@@ -47,6 +47,7 @@ class Request(SimpleNamespace):
             kv_transfer_params=params,
             sampling_params=scored(),
             resumable=False,
+            status=None,
             lora_request=None,
             num_preemptions=0,
             num_output_tokens=0,

@@ -28,7 +28,7 @@ from cacheblend.engines.settings import BlendSettings
 from cacheblend.engines.vllm.config import ConnectorConfig, read_config
 from cacheblend.engines.vllm.scheduler.options import RequestOptions, named_chunks, read_options
 from cacheblend.engines.vllm.versions import TESTED, check_version, explained_imports
-from cacheblend.engines.vllm.workspace import ModelSizes, attention_bytes, workspace_of
+from cacheblend.engines.vllm.workspace import COPIED, ModelSizes, attention_bytes, workspace_of
 from vllm_table import FAILS, NOT_RUN, REFUSED, RESULTS, merge, verdicts
 
 END = 9
@@ -307,12 +307,14 @@ def test_a_rank_of_a_large_model_with_kernels_in_pages_and_with_a_check() -> Non
     assert workspace_of(replace(pages, checked_vocab=128_000)).check == checked.check + 4 * LAYER
     # histories: KV of a section that is behind a long prefix, in all layers, and buffers and records of that prefix
     histories = workspace_of(replace(LLAMA_70B, tile_rows=2048, has_histories=True))
-    behind = 8192 * 2 * 256 * 80 * 2 + 2 * 5 * LAYER
+    behind = 8192 * 2 * 256 * 80 * 2 + 2 * 5 * LAYER + COPIED
     assert histories == replace(workspace_of(replace(LLAMA_70B, tile_rows=2048)), chunks=behind)
     in_pages = workspace_of(replace(LLAMA_70B, tile_rows=2048, has_histories=True, in_pages=True))
     assert in_pages.chunks == behind, "a history is in no page"
     few = replace(LLAMA_70B, tile_rows=64, longest=4096, has_histories=True)
-    assert workspace_of(few).chunks == 4096 * 2 * 256 * 80 * 2 + 2 * 16 * LAYER // 8, "no more than a whole prompt"
+    assert workspace_of(few).chunks == 4096 * 2 * 256 * 80 * 2 + 2 * 16 * LAYER // 8 + COPIED, (
+        "no more than a whole prompt"
+    )
     # wide heads, long questions, huge layers, short prompts
     wide = replace(LLAMA_70B, intermediate=512, query_width=8192)
     assert workspace_of(wide).tile == 8192 * (4 * 8192 + 4 * 8192 + 6 * 256) * 2

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.request import RequestStatus
 
 from cacheblend.core.errors import StoreError
 from cacheblend.core.load.capture import ChunkJob, blocks_of, publish
@@ -245,11 +246,14 @@ def test_one_history_is_completed_before_the_next_is_begun(monkeypatch: pytest.M
     assert keep(side, store) == [128, 256, len(FIRST)] * 3
 
 
-def test_a_store_that_does_not_keep_a_section_is_given_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.may_fail("store write")
+def test_a_section_that_the_store_does_not_keep_is_tried_once_more_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(histories, "SECTION", 64)
     side = scheduling([], blend_fields={"edits": True, "block_size": 32})
     end(side, FIRST, "one")
-    assert keep(side) == [64]
+    assert keep(side) == [64, 64]
     assert moved(side, STRIPPED, "next") == 0
 
 
@@ -470,9 +474,9 @@ def test_blocks_that_vllm_has_lost_are_computed_when_there_is_time() -> None:
     assert keep(side, store) == [len(FIRST) + 1]
 
 
-def test_nothing_is_copied_beside_another_connector_nor_of_an_adapter_nor_of_other_tokens() -> None:
-    """What another connector gave may be rounded; an adapter's weights may be others by now; of a session all pieces
-    but the first are unknown."""
+def test_nothing_is_copied_beside_another_connector_nor_of_an_adapter() -> None:
+    """What another connector gave may be rounded; an adapter's weights may be others by now. Of a session all pieces
+    are copied."""
     store = MemoryStore(1 << 22)
     beside = scheduling([], store, blend_fields={"edits": True})
     answered(beside, Pages(beside), FIRST, "one", [1])
@@ -480,12 +484,11 @@ def test_nothing_is_copied_beside_another_connector_nor_of_an_adapter_nor_of_oth
     side, pages = busy(store)
     session = with_options(FIRST, "session")
     side.allocated(session, [[1] * 40], start(side, session))
-    session.prompt_token_ids = [*FIRST[:100], *range(900, 1060)]
-    session.block_hashes.clear()
+    session.prompt_token_ids += range(900, 960)  # the next piece
     session.answer([1])
     pages.add(session)
     side.finished(session)
-    assert copied(side, pages, store) == [96]
+    assert copied(side, pages, store) == [320]
     adapted = answered(side, pages, [*range(600, 800)], "adapted", [])
     tracked = SimpleNamespace(request=adapted, token_ids=as_token_ids(adapted.prompt_token_ids), cache_salt=None)
     adapter = Adapter(1, "digest", SimpleNamespace(lora_name="one"))
@@ -547,6 +550,90 @@ def test_beside_chunks_that_are_captured_copies_go_on_as_long_as_they_fit() -> N
     assert found == [96]
     side.reported(StepReport(2))
     assert copied(side, pages, store) == [192, len(FIRST) // 32 * 32]
+
+
+def test_a_section_that_is_computed_while_it_could_be_copied_ends_no_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM has lost it when there was time to compute it; before that is done a plain request has computed it again."""
+    monkeypatch.setattr(histories, "SECTION", 128)
+    store = MemoryStore(1 << 22)
+    side, pages = busy(store)
+    side.finished(SimpleNamespace(request_id="does not end"))
+    answered(side, pages, FIRST, "one", [1])
+    pages.named.clear()
+    while not (slow := side.take_jobs(is_idle=True).capture):
+        pass
+    assert slow[0].pages is None and len(slow[0].exact) == 128
+    give(side, Request([*range(3000, 3040)], name="does not end either"))
+    answered(side, pages, FIRST, "same", [1])
+    assert copied(side, pages, store) == [], "the workers have a job of this name"
+    write(store, slow[0], slow[0].exact.spans)
+    side.reported(StepReport(side._captures._finished + 1))
+    assert copied(side, pages, store) == [256] and not side._finder._conversations._sent
+
+
+@pytest.mark.may_fail("store write")
+def test_what_one_worker_could_not_compute_holds_up_no_other_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that keeps nothing of two histories in a row is left alone."""
+    monkeypatch.setattr(histories, "SECTION", 128)
+    for is_refusing in (False, True):
+        store = MemoryStore(1 << 24)
+        side = scheduling([], store, blend_fields={"edits": True, "block_size": 32})
+        for number, name in enumerate("abc"):
+            end(side, [*range(number, number + len(FIRST))], name, conversation=name)
+        conversations_of, found = side._finder._conversations, list[str]()
+        while conversations_of.has_work:
+            for job in side.take_jobs(is_idle=True).capture:
+                found.append(name := "abc"[job.exact.prompt.token_ids[0]])
+                if not is_refusing and name != "a":
+                    write(store, job, [span for span in job.exact.spans if span.source is Source.TEXT])
+                side.reported(StepReport(side._captures._finished + 1))
+        assert "".join(found) == ("ab" if is_refusing else "abbbccca")
+        side.take_jobs(is_idle=True)
+        assert side.counts.take().data.get("fallbacks", {}).get("store write", 0) == (not is_refusing)
+
+
+def test_a_remote_store_that_does_not_answer_is_not_an_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversations, "PAUSE_S", 0.05)
+    monkeypatch.setattr(histories, "SECTION", 128)
+    store = MemoryStore(1 << 24)
+    side = scheduling([], store, blend_fields={"edits": True, "block_size": 32})
+    end(side, FIRST, "one")
+    while not (jobs := side.take_jobs(is_idle=True).capture):
+        pass
+    write(store, jobs[0], jobs[0].exact.spans)
+    side.reported(StepReport(1))
+    with monkeypatch.context() as away:
+        away.setattr(type(store), "is_reachable", property(lambda store: False))
+        away.setattr(store, "find", lambda names: [None for _ in names])
+        for _ in range(3):
+            assert keep(side) == [] and not side.is_busy
+            time.sleep(0.06)
+    assert keep(side, store) == [256, len(FIRST)], "nothing is computed again"
+
+
+def test_an_error_in_a_look_up_of_histories_ends_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore(1 << 24)
+    side = scheduling([], store, blend_fields={"edits": True})
+    end(side, FIRST, "one")
+    monkeypatch.setattr(side._finder._conversations, "take", lambda *given, **more: 1 / 0)
+    assert side.take_jobs(is_idle=True).capture == []
+    monkeypatch.undo()
+    assert not side.is_busy, "it is forgotten"
+    side.take_jobs()
+    end(side, FIRST, "again")
+    assert keep(side, store) == [len(FIRST)]
+
+
+def test_an_open_session_keeps_no_history_from_being_computed() -> None:
+    store = MemoryStore(1 << 22)
+    side = scheduling([], store, blend_fields={"edits": True})
+    end(side, FIRST, "one")
+    session = Request(NEXT, name="session", resumable=True)
+    side.on_new(session)
+    assert not side.is_busy
+    session.status = RequestStatus.WAITING_FOR_STREAMING_REQ
+    assert side.is_busy
+    assert [len(job.exact) for _ in range(50) for job in side.take_jobs(is_idle=True).capture] == [len(FIRST)]
 
 
 def test_a_store_that_has_given_a_historys_place_to_others_gets_the_others_and_that_one_once_more(

@@ -117,12 +117,14 @@ def test_a_front_of_which_vllm_holds_a_part_is_loaded_from_there_on(llama: Serve
     [
         (20 + share(40), 3, ("one rank", "two ranks")),
         (4 + share(6), 4, ("two ranks, ratio 1",)),  # blocks damaged on both ranks hold nobody up
+        (12 + share(40), 5, ("edits", "edits, two ranks")),
     ],
 )
 def test_a_fault_costs_its_request_the_blend_and_nothing_else(tried: int, seed: int, engines: Any) -> None:
     found = run(Settings(tried=tried, seed=seed, only=("faults",), engines=engines))
     bad = {name: found["figures"][name] for name in ("wrong", "ended", "hung", "left")}
     assert found["figures"]["tried"] >= tried
+    assert found["campaigns"]["faults"]["moved"] > 0 or "edits" not in engines
     assert not any(bad.values()), (bad, json.dumps(found["campaigns"]["faults"], indent=1))
 
 

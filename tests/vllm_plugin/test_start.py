@@ -24,6 +24,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoTokenizer
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
+from vllm.v1.engine import core
+from vllm.v1.engine.core import EngineShutdownState
 from vllm.v1.worker.gpu import kv_connector
 
 from cacheblend.core.config import BlendConfig
@@ -306,6 +308,26 @@ def test_a_connector_knows_of_its_schedulers_pause_and_does_not_keep_it() -> Non
     del scheduler
     gc.collect()
     assert not tells()
+
+
+def test_an_engine_that_drains_its_last_requests_begins_nothing_for_later_ones() -> None:
+    def making(self: Any) -> None:
+        self.tells = pause_of(calling_scheduler())
+
+    made = type("Scheduler", (SchedulerInterface,), {"__init__": making, "pause_state": PauseState.UNPAUSED})
+    made.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
+
+    class EngineCoreProc:
+        def __init__(self) -> None:
+            self.scheduler: Any = made()
+            self.shutdown_state = EngineShutdownState.RUNNING
+
+    assert EngineCoreProc.__name__ == core.EngineCoreProc.__name__
+    engine = type("DPEngineCoreProc", (EngineCoreProc,), {})()
+    assert not engine.scheduler.tells()
+    for state in (EngineShutdownState.REQUESTED, EngineShutdownState.SHUTTING_DOWN):
+        engine.shutdown_state = state
+        assert engine.scheduler.tells()
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from cacheblend.engines.vllm.worker.paged_cache import LayerGroups
 from cacheblend.engines.vllm.worker.prefill_factory import Opener
 from cacheblend.engines.vllm.worker.ranks import Ranks
 from cacheblend.engines.vllm.worker.worker import IdleWorker, Worker
-from cacheblend.engines.vllm.workspace import gib, workspace_of
+from cacheblend.engines.vllm.workspace import COPIED, gib, workspace_of
 
 # Formats of which vLLM takes every weight from the model's folder.
 _PLAIN_READERS = ("auto", "bitsandbytes", "gguf", "hf", "mistral", "npcache", "pt", "safetensors", "sharded_state")
@@ -114,7 +114,7 @@ def _log_as_vllm() -> None:
             each.disabled = False
 
 
-COPIED, CPU_COPIED = 1 << 28, 1 << 23  # bytes of a history that a step may copy: one millisecond, and some ten
+CPU_COPIED = 1 << 23  # bytes of histories that a step may copy on a CPU: some ten milliseconds
 STEP_SHARE = 0.4
 """The default budget, of a full step of vLLM's scheduler: tokens of other requests must come sooner beside a blend than
 beside a plain prefill, and scattered rows attend more slowly than those of a plain one."""

@@ -139,7 +139,9 @@ class StepReport(interface.KVConnectorWorkerMetadata):
     adapters: dict[int, AdapterSeen] = field(default_factory=dict)  # by number
     stalled_s: float = 0.0  # for which every prompt has been waiting for the store
     has_other_weights: bool = False  # some rank runs others than those that blocks are named by, and refuses every job
-    capture_work: int = 0  # since the start, row-layers of such chunks that were computed or copied
+    capture_work: int = (
+        0  # since the start, row-layers of such chunks that were computed or copied, and tokens that were written
+    )
 
     def aggregate(self, other: interface.KVConnectorWorkerMetadata) -> "StepReport":
         """Of two ranks: the smaller count and wait, the longer check, and the first one's of all that they agree on."""

@@ -10,6 +10,7 @@ READ_AHEAD = 8  # layers
 """As many as the embedded engine: a store answers unevenly, and short prompts' layers are small. Those of long prompts
 are bounded by `READ_AHEAD_BYTES`, so that the workspace hardly grows with it."""
 
+COPIED = 1 << 28  # bytes of histories that a step may copy from vLLM's cache: a millisecond of a GPU
 READ_AHEAD_BYTES = 128 << 20  # of each prompt's layers loaded ahead, but always one: eight prompts take 1 GiB
 HELD_COPIES = 4  # copies of held rows while they are read from the paged cache: blocks, in one order, rows, the record
 _MASKS = 5 << 26  # a mask of 64 Mi numbers of 2 bytes, at most as large before it is repeated, and booleans
@@ -50,7 +51,9 @@ class Workspace:
     tile: int  # a layer's intermediate results for the rows that go through it at once
     attention: int  # masks, or the parts that several programs of the kernel compute
     question: int  # what the question's pass takes more than a tile and its attention
-    chunks: int  # KV of the chunks that are being captured, in all layers, and what a history's prefix is loaded into
+    # KV of the chunks that are being captured, in all layers, and of what is copied; what a history's prefix is loaded
+    # into
+    chunks: int
     check: int = 0  # a prompt that is computed once more in full, beside those above
     tier: int = 0  # stored records that are kept there, with ``cuda://`` in the store's URL
 
@@ -87,7 +90,7 @@ def workspace_of(sizes: ModelSizes) -> Workspace:
         attention=attention,
         question=max(0, question_bytes(sizes) - tile - attention),
         chunks=2 * sizes.kv_width * captured * sizes.layers * sizes.item_bytes
-        + (records + (1 + ahead) * layer if sizes.has_histories else 0),
+        + (COPIED + records + (1 + ahead) * layer if sizes.has_histories else 0),
         check=check if sizes.checked_vocab else 0,
         tier=sizes.tier_bytes,
     )

@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA as Sup
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics as KVConnectorPromMetrics
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats as KVConnectorStats
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
+from vllm.v1.request import RequestStatus
 
 from cacheblend.core.plan.blocks import ChunkManifest, KVLayout, LayerShape
 from cacheblend.engines.vllm.internals.attention_shim import is_latent, write_latents
@@ -44,20 +45,32 @@ def connector_of_worker() -> Any:
 
 def calling_scheduler() -> SchedulerInterface | None:
     """The scheduler that makes a connector, of which vLLM tells it nothing: found among the callers."""
+    return next((each for each in _callers() if isinstance(each, SchedulerInterface)), None)
+
+
+def _callers() -> Iterator[Any]:
+    """The objects whose methods are being carried out in this thread, and no object for each function."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if isinstance(found := frame.f_locals.get("self"), SchedulerInterface):
-            return found
+        yield frame.f_locals.get("self")
         frame = frame.f_back
-    return None
 
 
 def pause_of(scheduler: SchedulerInterface | None) -> Callable[[], bool]:
-    """Tells whether vLLM is paused, or about to be once nothing is left to do; never, if there is no scheduler."""
+    """Tells whether vLLM is paused, or about to be once nothing is left to do, or about to end; never, if there is no
+    scheduler. Called where that is made, by the engine whose process ends."""
     if scheduler is None:
         return lambda: False
     known = weakref.ref(scheduler)  # it holds the connector
-    return lambda: (found := known()) is not None and found.pause_state != PauseState.UNPAUSED
+    process = next((each for each in _callers() if "EngineCoreProc" in (k.__name__ for k in type(each).__mro__)), None)
+    ending = None if process is None else weakref.ref(process)
+
+    def is_paused() -> bool:
+        found, engine = known(), None if ending is None else ending()
+        is_ending = getattr(engine, "shutdown_state", 0) != 0  # while requests are made, it waits for its last ones
+        return is_ending or (found is not None and found.pause_state != PauseState.UNPAUSED)
+
+    return is_paused
 
 
 def names_computed(scheduler: SchedulerInterface | None, connector: type) -> bool:
@@ -155,6 +168,11 @@ def text_tokens(request: Any) -> int:
     follows from their ids, and their positions are their places, in models whose positions have several parts, too."""
     items = getattr(request, "mm_features", None) or []
     return min([len(request.prompt_token_ids or ()), *(int(item.mm_position.offset) for item in items)])
+
+
+def is_open(request: Any) -> bool:
+    """Whether a request is a session that waits for its client's next piece: vLLM has nothing to compute of it."""
+    return request.status == RequestStatus.WAITING_FOR_STREAMING_REQ
 
 
 def answer_of(request: Any) -> list[int]:

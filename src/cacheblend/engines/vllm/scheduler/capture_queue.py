@@ -59,14 +59,18 @@ class CaptureQueue:
         """Nothing is queued that the workers do not have yet, and little with them."""
         return not self._queued and len(self._sent) <= 1
 
+    def __contains__(self, job: CaptureJob) -> bool:
+        """Whether a job of its name is queued, or with the workers."""
+        return job.name in self._unfinished
+
     def sends_at_once(self, tokens: int) -> bool:
         """What is added now is sent in this step, if it has so many tokens at most."""
         return not self._queued and self._sent_tokens + tokens <= self._most_tokens
 
-    def count_full(self, times: int) -> None:
-        """So many were not queued, for there were too many."""
+    def count(self, reason: str, times: int) -> None:
+        """So many were not queued, or not stored."""
         for _ in range(times):
-            self._counts.add_fallback(QUEUE_FULL)
+            self._counts.add_fallback(reason)
 
     def end_request(self, request_id: str) -> None:
         _, jobs, missed_at = self._waiting.pop(request_id, (None, (), 0.0))
@@ -116,7 +120,7 @@ class CaptureQueue:
     def add(self, job: CaptureJob, missed_at: float) -> bool:
         """Queues a chunk that was missed then, by `time.monotonic`; False: it will not be captured."""
         if len(self._unfinished) >= self._limit:  # before names are computed
-            self.count_full(1)
+            self._counts.add_fallback(QUEUE_FULL)
             return False
         chunk_id = job.name
         if chunk_id in self._unfinished or self._finished_at.get(chunk_id, 0.0) > missed_at:

@@ -15,7 +15,7 @@ from cacheblend.core.errors import StoreError
 from cacheblend.core.load.budget import LEAST_S, PAUSE_S
 from cacheblend.core.load.capture import ChunkJob, manifest_of
 from cacheblend.core.load.threads import DaemonPool
-from cacheblend.core.names import BlockName, TokenIds, as_token_ids, equal_length, join_ids
+from cacheblend.core.names import BlockName, TokenIds, as_token_ids, join_ids
 from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, text
@@ -30,7 +30,7 @@ from cacheblend.engines.vllm.internals import interface
 from cacheblend.engines.vllm.internals.prefix_cache import PrefixCache
 from cacheblend.engines.vllm.jobs import Adapter, BlendOutcome, CaptureJob
 from cacheblend.engines.vllm.metrics import Counts
-from cacheblend.engines.vllm.reasons import SLOW_STORE
+from cacheblend.engines.vllm.reasons import NOT_WRITTEN, QUEUE_FULL, SLOW_STORE
 from cacheblend.engines.vllm.scheduler.adapters import named
 from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue
 from cacheblend.engines.vllm.scheduler.conversations import Conversations
@@ -151,11 +151,12 @@ class ChunkFinder:
             return
         planner = self._planners.of(tracked.cache_salt, named(tracked.adapter))
         if self._conversations is not None and tracked.request.num_output_tokens > 0:  # else nobody computed it
-            history = join_ids([ids, as_token_ids(interface.answer_of(tracked.request))])
-            names, exact = tuple[bytes, ...](), 0
+            request, names, exact = tracked.request, tuple[bytes, ...](), 0
+            history = join_ids([ids, as_token_ids(interface.answer_of(request))])
+            if len(history) != request.num_tokens and not interface.has_images(request):  # a session, of several pieces
+                history = as_token_ids(request.all_token_ids)
             if cache is not None and tracked.adapter is None:  # an adapter's weights may have changed since
-                computed = as_token_ids(tracked.request.all_token_ids)  # with images, and all pieces of a session
-                names = cache.plain_names(tracked.request, tracked.plain_tokens, equal_length(history, computed))
+                names = cache.plain_names(request, tracked.plain_tokens, len(history))
                 exact = len(names) * cache.block_size
             self._conversations.add(planner, tracked.options.conversation, tracked.adapter, history, names, exact)
         if self._discovery is None:
@@ -181,13 +182,32 @@ class ChunkFinder:
         """Queues what is copied next of a conversation's history, `most_copied` tokens at once; or may be computed."""
         if self._conversations is None:
             return
-        captures.count_full(self._conversations.take_forgotten())
+        try:
+            self._add_history(self._conversations, captures, cache, most_copied, may_compute=may_compute)
+        except Exception:  # vLLM's scheduler would end
+            logger.exception("what waited of histories is not stored")
+            self._conversations.reset()
+
+    def _add_history(
+        self,
+        conversations: Conversations,
+        captures: CaptureQueue,
+        cache: PrefixCache,
+        most_copied: int,
+        *,
+        may_compute: bool,
+    ) -> None:
+        forgotten, failed = conversations.take_lost()
+        captures.count(QUEUE_FULL, forgotten)
+        captures.count(NOT_WRITTEN, failed)
         most, may_compute = captures.longest, may_compute and captures.is_empty
         most_copied = min(most_copied, most)
         may_copy = captures.sends_at_once(min(most, max(most_copied, self._settings.config.block_size)))
-        job = self._conversations.take(cache, most_copied, most, may_copy=may_copy, may_compute=may_compute)
-        if job is not None and not captures.add(job, time.monotonic()):
-            self._conversations.drop(job)
+        job = conversations.take(cache, most_copied, most, may_copy=may_copy, may_compute=may_compute)
+        if job is not None and job in captures:  # of a history that has begun alike; what it stores is this one's, too
+            conversations.put_back(job)
+        elif job is not None and not captures.add(job, time.monotonic()):
+            conversations.drop(job)
 
     @property
     def is_discovering(self) -> bool:

@@ -17,7 +17,7 @@ from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from cacheblend.core.errors import StoreError
+from cacheblend.core.errors import StoreError, StoreUnreachableError
 from cacheblend.core.load.capture import ChunkJob
 from cacheblend.core.load.threads import DaemonPool, PoolCall
 from cacheblend.core.names import BlockName, TokenIds
@@ -85,12 +85,13 @@ class Conversations:
         self._computed: OrderedDict[Key, _History] = OrderedDict()  # the same, once there is no request
         self._look_up: _LookUp | None = None
         self._sent: dict[CaptureJob, _History] = {}  # with the workers: one that is copied, one that is computed
-        self.is_held, self._forgotten, self._resume_at = False, 0, 0.0
+        self.is_held, self._forgotten, self._failed, self._resume_at = False, 0, 0, 0.0
+        self._refused: Key | None = None  # whose section the store did not keep, the last one
 
     @property
     def has_work(self) -> bool:
         """An engine without requests has to go on stepping; False while the store hangs, or has failed."""
-        if self.is_held or time.monotonic() < self._resume_at:
+        if self._is_paused:
             return False
         if self._look_up is None:
             return bool(self._copied or self._computed) and not self._sent
@@ -123,38 +124,27 @@ class Conversations:
         """The next job, of at most `most` tokens, to be given back by `finish`; None: there is none yet. Starts the
         next look-up, and waits for it a little if something may be computed: there is no request. What is copied is
         sent in this very step."""
-        if self._look_up is None and not self.is_held and time.monotonic() >= self._resume_at:
+        if self._look_up is None and not self._is_paused:
             self._begin(cache.block_size, most_copied, most, may_compute=may_compute)
-        if self._look_up is None:
+        look_up = self._look_up
+        if look_up is None:
             return None
         if may_compute:
-            wait([self._look_up.call], LOOK_UP_WAIT_S)
-        if not self._look_up.call.done() or (self._look_up.is_copy and not may_copy):
+            wait([look_up.call], LOOK_UP_WAIT_S)
+        if not look_up.call.done() or (look_up.is_copy and not may_copy):
             return None
-        (history, is_copy, call, _), self._look_up = self._look_up, None
-        try:
-            job = call.result()
-        except (StoreError, OSError) as error:
-            logger.warning("a history is not stored: %s", error)
-            if not isinstance(error, _LostError):
-                self._resume_at = time.monotonic() + PAUSE_S
-            if not history.has_failed:  # behind others
-                again = replace(history, begun=0, done=0, has_failed=True)
-                self._wait(self._copied if is_copy else self._computed, again)
-            return None
-        except Exception:
-            logger.exception("a history is not stored")
-            return None
+        self._look_up = None
+        job = self._answer(look_up)
         if job is None or job.exact is None:
-            return None  # it is complete
-        history = replace(history, begun=job.exact.prefix_length, done=len(job.chunk))
-        if is_copy:
+            return None
+        history = replace(look_up.history, begun=job.exact.prefix_length, done=len(job.chunk))
+        if look_up.is_copy:
             pages, names = cache.pages_of(history.names, history.begun, history.done)
             history, job = replace(history, names=names), replace(job, pages=pages)
             if pages is None:
                 self._note_lost(history, len(names) * cache.block_size)
-        if job.pages is None and (is_copy or not may_compute):  # vLLM has lost some, or a request has come meanwhile
-            self._wait_again(replace(history, begun=0, done=0), is_copy=is_copy)
+        if job.pages is None and (look_up.is_copy or not may_compute):  # vLLM has lost some, or a request has come
+            self._wait_again(replace(history, begun=0, done=0), is_copy=look_up.is_copy)
             return None
         self._sent[job] = history
         return job
@@ -168,10 +158,15 @@ class Conversations:
         """A job that was taken is not carried out."""
         del self._sent[job]
 
-    def take_forgotten(self) -> int:
-        """How many histories more waited than may, since the last call."""
-        forgotten, self._forgotten = self._forgotten, 0
-        return forgotten
+    def put_back(self, job: CaptureJob) -> None:
+        """A job that was taken is not carried out yet: another look-up tells what is left of it."""
+        self._wait_again(replace(self._sent.pop(job), begun=0, done=0), is_copy=job.pages is not None)
+
+    def take_lost(self) -> tuple[int, int]:
+        """How many histories waited beyond those that may, and how many failed twice, since the last call."""
+        lost = self._forgotten, self._failed
+        self._forgotten = self._failed = 0
+        return lost
 
     def reset(self) -> None:
         """Forgets what waits; names of what was stored are found no more."""
@@ -182,6 +177,10 @@ class Conversations:
 
     def close(self) -> None:
         self._pool.close()
+
+    @property
+    def _is_paused(self) -> bool:
+        return self.is_held or time.monotonic() < self._resume_at
 
     def _begin(self, size: int, most_copied: int, most: int, *, may_compute: bool) -> None:
         """`size`: of vLLM's blocks. What vLLM may lose comes first."""
@@ -199,6 +198,25 @@ class Conversations:
         self._look_up = _LookUp(history, is_copy, call, time.monotonic())
         del waiting[history.key]
 
+    def _answer(self, look_up: _LookUp) -> CaptureJob | None:
+        """The job of a look-up that has ended; None: the history is complete, or waits for another attempt."""
+        try:
+            return look_up.call.result()
+        except (StoreError, OSError) as error:
+            logger.warning("a history is not stored: %s", error)
+            if not isinstance(error, _LostError):
+                self._resume_at = time.monotonic() + PAUSE_S
+            if look_up.history.has_failed:
+                self._failed += 1
+            else:  # behind others
+                has_failed = not isinstance(error, StoreUnreachableError)
+                again = replace(look_up.history, begun=0, done=0, has_failed=has_failed)
+                self._wait(self._copied if look_up.is_copy else self._computed, again)
+        except Exception:
+            logger.exception("a history is not stored")
+            self._failed += 1
+        return None
+
     def _plan(self, history: _History, most: int, within: int | None) -> CaptureJob | None:
         """Notes what the store holds of a history; the job for its next section, None: there is none. Raises StoreError
         or OSError: the store cannot be read, or does not keep what it is given."""
@@ -207,11 +225,17 @@ class Conversations:
         stored = 0 if held is None else len(held)
         if held is not None:
             self.histories.note(*history.key, held)
+        if stored < max(history.done, 1) and not self._store.is_reachable:
+            raise StoreUnreachableError("the store does not answer")
         if stored < history.done:
-            # It refuses everything, or has given the place to others; an adapter's weights may have changed meanwhile.
+            # It has given the place to others; an adapter's weights may have changed; a worker failed. If it is so with
+            # two histories in a row, it refuses everything.
             is_refused = stored >= history.begun and history.adapter is None
-            kind = StoreError if is_refused else _LostError
+            before, self._refused = self._refused, history.key if is_refused else None
+            kind = StoreError if is_refused and before not in (None, history.key) else _LostError
             raise kind(f"of {history.done} tokens that were stored it holds {stored}")
+        if history.done:
+            self._refused = None
         if section is None:
             return None
         return CaptureJob(ChunkJob((), section.prompt.token_ids), planner, history.adapter, section)

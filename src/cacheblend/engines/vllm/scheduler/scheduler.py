@@ -102,8 +102,12 @@ class Scheduling:
         if self._checks.is_busy or (self._captures.is_computing if is_paused else self._captures.is_busy):
             return True
         # A request that is held back keeps no engine stepping for a history either.
-        may_learn = self._finder.is_discovering or (self._finder.may_store_history and not self._requests)
+        may_learn = self._finder.is_discovering or (self._finder.may_store_history and not self._has_requests)
         return may_learn and self._captures.is_empty and not is_paused
+
+    @property
+    def _has_requests(self) -> bool:
+        return not all(interface.is_open(tracked.request) for tracked in self._requests.values())
 
     # ---- a request comes --------------------------------------------------------------------------------
 
@@ -262,7 +266,7 @@ class Scheduling:
             self._finder.resume()
         is_paused = self._is_paused()
         if not is_paused:
-            may_compute = is_idle and not self._requests
+            may_compute = is_idle and not self._has_requests
             self._finder.add_history(self._captures, self.cache, self._most_copied, may_compute=may_compute)
             self._finder.add_discovered(self._captures, self.counts)
         jobs.capture = self._captures.take(is_paused=is_paused)

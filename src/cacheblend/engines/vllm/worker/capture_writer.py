@@ -16,6 +16,7 @@ from cacheblend.core.load.capture import CapturedChunk, blocks_of, manifest_of, 
 from cacheblend.core.load.loader import LayerKV
 from cacheblend.core.load.staging_buffers import Staging
 from cacheblend.core.load.threads import DaemonPool
+from cacheblend.core.names import grouped
 from cacheblend.core.plan.blocks import Block, ChunkManifest
 from cacheblend.core.plan.plan import Source
 from cacheblend.engines.keeper import ChunkKeeper
@@ -27,6 +28,7 @@ from cacheblend.engines.vllm.worker.ranks import Ranks
 from cacheblend.store import KVStore
 
 CLOSE_S = 5.0  # seconds that `close` waits for the chunk that is being written
+WRITTEN = 1 << 26  # bytes of a history that are written at once: a slow store shows that it goes on
 logger = logging.getLogger("cacheblend.vllm")
 
 
@@ -41,6 +43,7 @@ class CaptureWriter:
         self._copying, self._storing = DaemonPool(1, "cacheblend-copier"), DaemonPool(1, "cacheblend-writer")
         self._unfinished: dict[Future[None], int] = {}
         self.done, self._ended, self._lock = 0, set[int](), threading.Lock()
+        self.written = 0  # tokens of histories, of which one may take long
 
     def gather(self, kv: Sequence[LayerKV]) -> list[LayerKV]:
         """What this rank has to write of a chunk: all ranks' heads, or nothing. All ranks call it, in a section; `kv`:
@@ -102,7 +105,7 @@ class CaptureWriter:
         try:
             blocks, manifest = copied.result()
             if manifest is None:
-                is_kept, tokens = self._keeper.write(blocks), sum(len(block.token_ids) for block in blocks)
+                is_kept, tokens = self._write(blocks), sum(len(block.token_ids) for block in blocks)
             else:
                 is_kept, tokens = self._keeper.keep(CapturedChunk(blocks, manifest)), len(manifest.token_ids)
             if is_kept:
@@ -114,6 +117,13 @@ class CaptureWriter:
             self._counts.add_fallback(type(error).__name__)
         finally:
             self.end(number)
+
+    def _write(self, blocks: Sequence[Block]) -> bool:
+        for part in grouped(blocks, lambda some, block: (len(some) + 1) * _nbytes(block) <= WRITTEN):
+            if not self._keeper.write(part):
+                return False
+            self.written += sum(len(block.token_ids) for block in part)
+        return True
 
     @torch.inference_mode()
     def _on_host(self, job: CaptureJob, kv: list[LayerKV], computed: Any) -> tuple[list[Block], ChunkManifest | None]:
@@ -128,3 +138,7 @@ class CaptureWriter:
             return blocks, manifest_of(job.chunk, job.planner, self._name)
         finally:
             kv.clear()
+
+
+def _nbytes(block: Block) -> int:
+    return block.layout.block_bytes(len(block.token_ids))

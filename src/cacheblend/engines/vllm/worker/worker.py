@@ -175,7 +175,7 @@ class Worker(Outbox):
         checked, seconds = self.checks.take_ended()
         stalled_s = min((task.waiting_s for task in self._blends), default=0.0)
         told = self.take_outcomes(), checked, seconds, self.adapters.take_seen(), stalled_s
-        return StepReport(self.captured, *told, capture_work=self._capture_work)
+        return StepReport(self.captured, *told, capture_work=self._capture_work + self._capture_writer.written)
 
     def take_read(self) -> set[str]:
         return self.checks.take_read()
