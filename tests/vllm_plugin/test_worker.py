@@ -14,6 +14,8 @@ import torch
 
 from cacheblend.core.errors import StoreReadOnlyError
 from cacheblend.core.fuse.batching import LayerRows
+from cacheblend.core.names import as_token_ids
+from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
 from cacheblend.engines.vllm.jobs import CaptureJob, StepJobs, StepReport
 from cacheblend.engines.vllm.worker import capture_writer, prefill_factory, tasks
 from cacheblend.engines.vllm.worker.capture_writer import CaptureWriter
@@ -224,7 +226,21 @@ def test_a_report_says_how_much_was_computed_of_chunks_and_histories(worker: Any
         worker.side.step(jobs(is_idle=True))
     assert worker.side.report().capture_work == begun * LAYERS // 2
     two = StepReport(1, capture_work=7).aggregate(StepReport(1, capture_work=5))
-    assert isinstance(two, StepReport) and two.capture_work == 5
+    assert isinstance(two, StepReport) and two.capture_work == 7
+
+
+def test_a_history_that_is_written_slowly_is_seen_to_go_on(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, ids = KVLayout((LayerShape(1, 4),), torch.float32), as_token_ids(range(4))
+    monkeypatch.setattr(capture_writer, "WRITTEN", 2 * layout.block_bytes(4))
+    writer, seen = worker.side._capture_writer, list[tuple[int, int]]()
+
+    def write(part: list[Block]) -> bool:
+        seen.append((len(part), worker.side.report().capture_work))
+        return len(seen) < 3
+
+    writer._keeper.write = write
+    assert not writer._write([Block(bytes([n]), b"", ids, [], layout) for n in range(7)])
+    assert seen == [(2, 0), (2, 8), (2, 16)], "the store has refused the third part"
 
 
 def test_vllm_computes_a_prompt_that_has_waited_for_the_store_as_long_as_it_may(

@@ -144,7 +144,8 @@ class StepReport(interface.KVConnectorWorkerMetadata):
     )
 
     def aggregate(self, other: interface.KVConnectorWorkerMetadata) -> "StepReport":
-        """Of two ranks: the smaller count and wait, the longer check, and the first one's of all that they agree on."""
+        """Of two ranks: the smaller count and wait, the longer check, the larger work, since one of them writes; and
+        the first one's of all that they agree on."""
         assert isinstance(other, StepReport)
         return StepReport(
             min(self.captured, other.captured),
@@ -154,7 +155,7 @@ class StepReport(interface.KVConnectorWorkerMetadata):
             other.adapters | self.adapters,
             min(self.stalled_s, other.stalled_s),
             self.has_other_weights or other.has_other_weights,
-            min(self.capture_work, other.capture_work),
+            max(self.capture_work, other.capture_work),
         )
 
 

@@ -172,7 +172,7 @@ def text_tokens(request: Any) -> int:
 
 def is_open(request: Any) -> bool:
     """Whether a request is a session that waits for its client's next piece: vLLM has nothing to compute of it."""
-    return request.status == RequestStatus.WAITING_FOR_STREAMING_REQ
+    return bool(request.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
 
 
 def answer_of(request: Any) -> list[int]:
