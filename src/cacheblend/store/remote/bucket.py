@@ -106,11 +106,6 @@ class BucketObjects:
                         self._used[name] = now - at * _TICK_S
         return found
 
-    def headers(self, names: Sequence[BlockName]) -> list[Bytes | None]:
-        """A second request where the header is long."""
-        begun = self._each(names, self._begin)
-        return [None if begin is None else begin[1] for begin in begun]
-
     def _begin(self, name: BlockName) -> tuple[float, Bytes] | None:
         """When a block was written, and its header."""
 

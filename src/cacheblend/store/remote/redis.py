@@ -132,9 +132,6 @@ class RedisObjects:
                 self._together(lambda pipe: mark(pipe, used), all_of=0)
         return found
 
-    def headers(self, names: Sequence[BlockName]) -> list[Bytes | None]:
-        return self._together(lambda pipe: [pipe.get(self._piece(name, "h")) for name in names])
-
     def records(self, ranges: Sequence[Range]) -> list[Bytes | None]:
         """An empty value means that the record is gone: no record has 0 bytes."""
 
