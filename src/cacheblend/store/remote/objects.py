@@ -85,6 +85,9 @@ class Objects(SealedPlace, Protocol):
 
     def pinned(self) -> set[BlockName]: ...
 
+    def where(self, kind: str, name: BlockName) -> str:
+        return f"{kind}/{name.hex()} in {self.place}"
+
     def documents_bytes(self) -> int: ...
 
     def close(self) -> None: ...
