@@ -176,9 +176,11 @@ def refusals(
     **model: Any,
 ) -> list[str]:
     """What is refused of a configuration of vLLM with these fields of its model and of that one's `hf_config`."""
-    one = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "world_size": 1, "distributed_executor_backend": "uni"}
+    sizes = ("pipeline_parallel", "data_parallel", "decode_context_parallel", "prefill_context_parallel", "world")
+    one = {f"{name}_size": 1 for name in sizes} | {"distributed_executor_backend": "uni"}
     config = SimpleNamespace(**(hf or {}))
-    known = {"use_mla": False, "is_multimodal_model": False, "runner_type": "generate", "enable_sleep_mode": False}
+    flags = ("use_mla", "is_multimodal_model", "is_encoder_decoder", "is_hybrid", "enable_sleep_mode")
+    known = {**dict.fromkeys(flags, False), "runner_type": "generate"}
     return interface.refusals(
         SimpleNamespace(  # type: ignore[arg-type]
             parallel_config=SimpleNamespace(**one | (parallel or {})),
@@ -187,7 +189,9 @@ def refusals(
             lora_config=lora,
             speculative_config=speculative,
             aux_output_config=SimpleNamespace(enabled=experts),
-            offload_config=SimpleNamespace(prefetch=SimpleNamespace(offload_group_size=offload_group_size)),
+            offload_config=SimpleNamespace(
+                offload_backend="auto", prefetch=SimpleNamespace(offload_group_size=offload_group_size)
+            ),
         )
     )
 

@@ -43,7 +43,7 @@ from cacheblend.engines.vllm.internals.interface import (
     pause_of,
     refused_speculation,
 )
-from cacheblend.engines.vllm.internals.kv_cache import check_caches, fp8_scales, is_fp8, plain_queries, refused_cache
+from cacheblend.engines.vllm.internals.kv_cache import check_caches, fp8_scales, is_fp8, plain_queries
 from cacheblend.engines.vllm.jobs import BlendOutcome, StepJobs, StepReport, Unblendable
 from cacheblend.engines.vllm.worker.model import BlendModel
 from cacheblend.engines.vllm.worker.worker import IdleWorker, Worker
@@ -155,10 +155,7 @@ def test_what_else_is_known_of_a_configuration() -> None:
     ):
         hf = SimpleNamespace(**({"quantization_config": quantization} if quantization else {}))
         assert is_fp8(SimpleNamespace(cache_dtype=cache), hf) is is_eight_bits
-    # Scales that change while serving would be 1 when blending reads them, and others later.
-    changing, hf = {"calculate_kv_scales": True}, SimpleNamespace()
-    assert "calculate_kv_scales" in refused_cache(SimpleNamespace(cache_dtype="fp8", **changing), hf)
-    assert refused_cache(SimpleNamespace(cache_dtype="auto", **changing), hf) == refused_speculation(None) == ""
+    assert refused_speculation(None) == ""
     with pytest.raises(Exception, match="attends sparsely, to tokens that an indexer selects"):
         latent_spec(SimpleNamespace(layer_name="layers.0", use_sparse=True))
 
@@ -176,12 +173,9 @@ def test_caches_are_refused_by_the_layers_that_were_made() -> None:
     check_caches(fitting)
     fitting[2]._k_scale_float, fitting[2]._v_scale_float = 0.25, 0.5
     assert [fp8_scales(layer) for layer in fitting] == [None, None, (0.25, 0.5), None]
-    changing = layers_of("fp8_e5m2")
-    changing[2].calculate_kv_scales = True
     for layers, message in (
         (layers_of("nvfp4"), r"layers\.2 has a KV cache of type nvfp4, .* --kv-cache-dtype bfloat16"),
         (layers_of("fp8", [1.0, 1.0]), r"layers\.2 .* a scale for each head, .* --kv-cache-dtype bfloat16"),
-        (changing, r"layers\.2 .* found while serving \(calculate_kv_scales\); .* --kv-cache-dtype bfloat16"),
     ):
         with pytest.raises(ModelNotBlendableError, match=message):
             check_caches(layers)

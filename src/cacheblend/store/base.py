@@ -121,9 +121,6 @@ class KVStore(Closable, BlockSource):
             InvalidInputError: no such layer, or `heads` is not a non-empty run of its heads.
         """
 
-    def round_trip_s(self, tier: str) -> float:
-        return 0.0
-
     def read_many(
         self, names: Sequence[BlockName], layer: int, heads: slice | None = None
     ) -> list[torch.Tensor | BlockLostError]:

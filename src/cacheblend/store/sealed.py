@@ -11,7 +11,7 @@ import logging
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from cacheblend.core.errors import (
@@ -70,9 +70,11 @@ class SealedPlace(Protocol):
 
     def lock(self, kind: str) -> AbstractContextManager[object]:
         """A context that one process holds at a time; of no effect where there are no locks."""
+        return nullcontext()
 
     def listing_stamp(self) -> Hashable | None:
         """A value that changes when any manifest is added, changed or removed; None: unknown."""
+        return None
 
 
 Asking = Callable[[], AbstractContextManager[None]]

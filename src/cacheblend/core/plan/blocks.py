@@ -168,16 +168,14 @@ class BlockSource(Protocol):
     def round_trip_s(self, tier: str) -> float:
         """Seconds that a read of this tier takes however little is read; 0: next to none, or not known yet. So many
         layers are best read at once that their bytes take as long."""
+        return 0.0
 
 
-class EmptySource:
-    """A `BlockSource` that holds no block: everything planned with it is computed."""
+class EmptySource(BlockSource):
+    """A source that holds no block: everything planned with it is computed."""
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         return [None] * len(names)
 
     def read_layers(self, names: Sequence[BlockName], *_: object) -> list[list[torch.Tensor] | BlockLostError]:
         return [BlockLostError([name], "nothing is held here") for name in names]
-
-    def round_trip_s(self, tier: str) -> float:
-        return 0.0

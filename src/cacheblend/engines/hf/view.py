@@ -10,7 +10,7 @@ import contextlib
 import copy
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -275,7 +275,6 @@ def _with_child(module: Any, path: str, child: nn.Module) -> Any:
 
 _ROWS = 16
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")  # as models call what they add to the mean square
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 
 class _InOneCall:
@@ -295,35 +294,19 @@ def run_norms_in_one_call(layers: Iterable[nn.Module]) -> int:
     """Has the norms of some layers, which are the caller's own copies, run in one call; returns how many. On a GPU that
     is one kernel where transformers starts eight, and a pass of few rows waits for its launches. A norm is taken only
     if it computes, on noise, what PyTorch's `rms_norm` does, to the last step of the type."""
-    kinds: dict[tuple[Any, ...], type[nn.Module] | None] = {}
+    kinds: dict[type[nn.Module], type[nn.Module]] = {}
     count = 0
-    for layer in layers:
-        for module in layer.modules():
-            kind, weight = type(module), module._parameters.get("weight")
-            known = [getattr(module, name) for name in _EPSILONS if isinstance(getattr(module, name, 0), float)]
-            eps = next(iter(known), None)
-            if not kind.__name__.endswith("RMSNorm") or weight is None or weight.dim() != 1 or eps is None:
-                continue
-            key = kind, weight.shape, weight.dtype, weight.device, *_settings_of(module)
-            if key not in kinds:
-                kinds[key] = type(kind.__name__, (_InOneCall, kind), {}) if _agrees(module, weight, eps) else None
-            if (wanted := kinds[key]) is not None:
-                module.__class__, module.one_call_eps = wanted, eps
-                count += 1
+    for module in (module for layer in layers for module in layer.modules()):
+        kind, weight = type(module), module._parameters.get("weight")
+        known = [getattr(module, name) for name in _EPSILONS if isinstance(getattr(module, name, 0), float)]
+        eps = next(iter(known), None)
+        if not kind.__name__.endswith("RMSNorm") or weight is None or weight.dim() != 1 or eps is None:
+            continue
+        if _agrees(module, weight, eps):
+            kinds[kind] = kinds.get(kind) or type(kind.__name__, (_InOneCall, kind), {})
+            module.__class__, module.one_call_eps = kinds[kind], eps
+            count += 1
     return count
-
-
-def _settings_of(module: nn.Module) -> Iterator[tuple[Any, ...]]:
-    """What a module computes with besides its class's code and its weight: modules for which this is equal compute the
-    same. An object that cannot be compared by its value is only equal to itself."""
-    for name, value in vars(module).items():
-        if name not in _OF_EVERY_MODULE:
-            parts = value if isinstance(value, tuple) else (value,)
-            plain = all(isinstance(part, bool | int | float | str | torch.dtype | None) for part in parts)
-            yield name, type(value), value if plain else id(value)
-    yield from ((name, id(held)) for name, held in module._buffers.items())
-    yield from ((name, id(held)) for name, held in module._modules.items())
-    yield from ((name, id(held)) for name, held in module._parameters.items() if name != "weight")
 
 
 def _agrees(module: nn.Module, weight: torch.Tensor, eps: float) -> bool:

@@ -6,7 +6,7 @@
     pins/<name>              empty
 
 An object appears complete or not at all. A bucket does not record when an object was read: a block counts as used when
-it was written, or when this process last found it.
+it was written, or when this process last found it. It has no locks, and tells of no change but by listing.
 """
 
 import math
@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -23,7 +22,7 @@ from typing import Any, TypeVar, cast
 from cacheblend.core.errors import InvalidInputError, StoreError, StoreUnreachableError
 from cacheblend.core.load.threads import DaemonPool, results_of
 from cacheblend.core.names import BlockName
-from cacheblend.store.remote.objects import HeldBlock, Range, parts_of, runs_of
+from cacheblend.store.remote.objects import HeldBlock, Objects, Range, parts_of, runs_of
 from cacheblend.store.sealed import DOCUMENTS, Bytes, Sealed
 
 AT_ONCE = 32  # requests
@@ -41,7 +40,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-class BucketObjects:
+class BucketObjects(Objects):
     """See `Objects`; ``s3://bucket/folder``. A request may take `timeout` seconds, writing a block `UPLOAD_S` if that
     is more. `options`: obstore's for S3 (``endpoint``, ``region``, ``access_key_id``, ...); missing ones are taken from
     AWS's usual environment variables. Raises `InvalidInputError`: obstore, which must be installed, rejects the URL or
@@ -106,11 +105,6 @@ class BucketObjects:
                         self._used[name] = now - at * _TICK_S
         return found
 
-    def headers(self, names: Sequence[BlockName]) -> list[Bytes | None]:
-        """A second request where the header is long."""
-        begun = self._each(names, self._begin)
-        return [None if begin is None else begin[1] for begin in begun]
-
     def _begin(self, name: BlockName) -> tuple[float, Bytes] | None:
         """When a block was written, and its header."""
 
@@ -171,9 +165,6 @@ class BucketObjects:
     def pinned(self) -> set[BlockName]:
         return {name for meta in self._list("pins") if (name := _name(meta["path"])) is not None}
 
-    def where(self, kind: str, name: BlockName) -> str:
-        return f"{kind}/{name.hex()} in {self.place}"
-
     def put_sealed(self, kind: str, name: BlockName, data: Bytes) -> None:
         self._put(f"{kind}/{name.hex()}", bytes(data))
 
@@ -207,13 +198,6 @@ class BucketObjects:
         paths = (str(meta["path"]).rpartition("/") for meta in self._list(DOCUMENTS.rstrip("/")))
         folders = {folder for folder, _, name in paths if _name(folder) is not None and _name(name) is not None}
         return sorted("/".join(folder.split("/")[-2:]) for folder in folders)
-
-    def lock(self, kind: str) -> AbstractContextManager[object]:
-        """A bucket has no locks."""
-        return nullcontext()
-
-    def listing_stamp(self) -> str | None:
-        return None  # it cannot tell without listing
 
     def close(self) -> None:
         for pool in (self._pool, self._aside):

@@ -61,13 +61,11 @@ class Objects(SealedPlace, Protocol):
     ) -> list[Bytes | None]:
         """Which blocks are held and were last used at the time `since` (see `HeldBlock.used`) or later, and headers.
         `marks`: those blocks as used now; of one call's blocks the first counts as used last. None where a block is not
-        held, or was used before `since`; else its header if `unknown` has the name, and no bytes if it has not."""
+        held, or was used before `since`; else its header (see `store.format.block_file`) if `unknown` has the name, and
+        no bytes if it has not."""
 
     def exist(self, names: Sequence[BlockName]) -> list[bool]:
         """Whether each block is held; marks none as used."""
-
-    def headers(self, names: Sequence[BlockName]) -> list[Bytes | None]:
-        """Headers (see `store.format.block_file`), None where a block is not held."""
 
     def records(self, ranges: Sequence[Range]) -> list[Bytes | None]:
         """Bytes of records, None where they are not held."""
@@ -86,6 +84,9 @@ class Objects(SealedPlace, Protocol):
     def unpin(self, names: Iterable[BlockName]) -> None: ...
 
     def pinned(self) -> set[BlockName]: ...
+
+    def where(self, kind: str, name: BlockName) -> str:
+        return f"{kind}/{name.hex()} in {self.place}"
 
     def documents_bytes(self) -> int: ...
 

@@ -28,7 +28,7 @@ from urllib.parse import urlsplit, urlunsplit
 from cacheblend.core.errors import StoreError, StoreFullError, StoreUnreachableError
 from cacheblend.core.names import BlockName
 from cacheblend.store.base import LOGGER_NAME
-from cacheblend.store.remote.objects import HeldBlock, Range
+from cacheblend.store.remote.objects import HeldBlock, Objects, Range
 from cacheblend.store.sealed import MANIFESTS, Bytes, Sealed
 
 LOCK_S = 60  # after which a lock is let go, in case its holder has died
@@ -43,7 +43,7 @@ _TICK_S = 1e-6  # time between blocks of one call, so that the first counts as u
 logger = logging.getLogger(LOGGER_NAME)
 
 
-class RedisObjects:
+class RedisObjects(Objects):
     """See `Objects`; ``redis://``, ``rediss://`` or ``valkey://`` host:port/database. The connection is opened on first
     use; it and each answer may take `timeout` seconds. `prefix`: of all keys; `cluster`: the server is a node of one.
     Needs redis-py."""
@@ -131,9 +131,6 @@ class RedisObjects:
             if used and marks:
                 self._together(lambda pipe: mark(pipe, used), all_of=0)
         return found
-
-    def headers(self, names: Sequence[BlockName]) -> list[Bytes | None]:
-        return self._together(lambda pipe: [pipe.get(self._piece(name, "h")) for name in names])
 
     def records(self, ranges: Sequence[Range]) -> list[Bytes | None]:
         """An empty value means that the record is gone: no record has 0 bytes."""
@@ -229,9 +226,6 @@ class RedisObjects:
 
     def pinned(self) -> set[BlockName]:
         return set(_names(self._together(lambda pipe: pipe.smembers(self._key("pins")))[0]).values())
-
-    def where(self, kind: str, name: BlockName) -> str:
-        return f"{kind}/{name.hex()} in {self.place}"
 
     def put_sealed(self, kind: str, name: BlockName, data: Bytes) -> None:
         def put(pipe: Any) -> None:

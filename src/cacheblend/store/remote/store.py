@@ -165,7 +165,7 @@ class RemoteStore(SharedStore):
         unknown = [name for name in names if name not in headers]
         if unknown:
             with self._round_trip():
-                read = self._objects.headers(unknown)
+                read = self._objects.look_up(unknown, set(unknown), marks=False)
             headers |= self._learnt(dict(zip(unknown, read, strict=True)))
         ranges = [_range(header, layer, heads) for header in headers.values() for layer in layers]
         with self.asking():
@@ -257,7 +257,7 @@ class RemoteStore(SharedStore):
     def _layers_of(self, name: BlockName) -> int:
         self._forget([name])
         with self._round_trip():
-            (data,) = self._objects.headers([name])
+            (data,) = self._objects.look_up([name], {name}, marks=False)
         header = None if data is None else self._decoded(name, data)
         if isinstance(header, BlockDamagedError):
             raise header

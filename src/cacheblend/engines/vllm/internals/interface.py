@@ -219,56 +219,40 @@ def refused_speculation(speculative: Any) -> str:
 def refusals(config: VllmConfig) -> list[str]:
     """Features of a configuration that blending was not tested with, by name; empty if there are none."""
     parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
-    text = model.hf_text_config
-    beside_latents = [
-        "LoRA (leave --enable-lora out)" if getattr(config, "lora_config", None) is not None else "",
-        "an FP8 cache (use --kv-cache-dtype auto)" if is_fp8(cache, model.hf_config) else "",
-        "speculative decoding (leave it out)" if config.speculative_config is not None else "",
-    ]
-    named = ", ".join(filter(None, beside_latents)) if model.use_mla else ""
+    offload, text = config.offload_config, model.hf_text_config
+    speculation, kv_cache = refused_speculation(config.speculative_config), refused_cache(cache, model.hf_config)
+    beside_latents = {
+        "LoRA (leave --enable-lora out)": config.lora_config is not None,
+        "an FP8 cache (use --kv-cache-dtype auto)": is_fp8(cache, model.hf_config),
+        "speculative decoding (leave it out)": config.speculative_config is not None,
+    }
+    named = ", ".join(name for name, applies in beside_latents.items() if applies)
     selected = getattr(text, "index_topk", None)  # DeepSeek-V3.2
-    found = [
-        (
-            parallel.pipeline_parallel_size > 1,
-            "pipeline parallelism (a stage has some of the layers: --tensor-parallel-size divides the model instead, "
-            "--data-parallel-size the requests)",
+    found = {
+        "pipeline parallelism (a stage has some of the layers: --tensor-parallel-size divides the model instead, "
+        "--data-parallel-size the requests)": parallel.pipeline_parallel_size > 1,
+        "data parallelism of a mixture of experts (start several servers instead)": parallel.data_parallel_size > 1,
+        "decode context parallelism": parallel.decode_context_parallel_size > 1,
+        "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
+        speculation: bool(speculation),
+        f"{getattr(text, 'model_type', 'a model')} with sparse attention to the {selected} tokens that an indexer "
+        "selects (index_topk): the indexer's own keys are not in the store": bool(selected),
+        f"MLA attention beside {named}": bool(model.use_mla and named),
+        "pooling models": model.runner_type == "pooling",
+        "several ranks of an external launcher, each with a scheduler of its own": parallel.world_size > 1
+        and str(parallel.distributed_executor_backend) == "external_launcher",
+        kv_cache: bool(kv_cache),
+        "an encoder, to whose output layers attend beside the prompt": model.is_encoder_decoder,
+        "sleep mode, which frees the memory that blending reads (leave --enable-sleep-mode out)": (
+            model.enable_sleep_mode
         ),
-        (parallel.data_parallel_size > 1, "data parallelism of a mixture of experts (start several servers instead)"),
-        (getattr(parallel, "decode_context_parallel_size", 1) > 1, "decode context parallelism"),
-        (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism"),
-        (True, refused_speculation(config.speculative_config)),
-        (
-            bool(selected),
-            f"{getattr(text, 'model_type', 'a model')} with sparse attention to the {selected} tokens that an indexer "
-            "selects (index_topk): the indexer's own keys are not in the store",
+        "--enable-return-routed-experts (leave it out: vLLM would miss those of all tokens that are provided)": (
+            config.aux_output_config.enabled
         ),
-        (bool(named), f"MLA attention beside {named}"),
-        (model.runner_type == "pooling", "pooling models"),
-        (
-            str(parallel.distributed_executor_backend) == "external_launcher" and parallel.world_size > 1,
-            "several ranks of an external launcher, each with a scheduler of its own",
+        "layers with a recurrent state beside attention": model.is_hybrid,
+        "weights that are fetched before each layer (leave --offload-group-size out): layers run in other orders": (
+            offload.offload_backend == "prefetch" or offload.prefetch.offload_group_size > 0
         ),
-        (True, refused_cache(cache, model.hf_config)),
-        (getattr(model, "is_encoder_decoder", False), "an encoder, to whose output layers attend beside the prompt"),
-        (
-            model.enable_sleep_mode,
-            "sleep mode, which frees the memory that blending reads (leave --enable-sleep-mode out)",
-        ),
-        (
-            getattr(getattr(config, "aux_output_config", None), "enabled", False),
-            "--enable-return-routed-experts (leave it out: vLLM would miss those of all tokens that are provided)",
-        ),
-        (getattr(model, "is_hybrid", False), "layers with a recurrent state beside attention"),
-        (
-            _is_prefetching(config),
-            "weights that are fetched before each layer (leave --offload-group-size out): layers run in other orders",
-        ),
-        ((getattr(text, "num_kv_shared_layers", 0) or 0) > 0, "layers that share their KV cache"),
-    ]
-    return [name for wrong, name in found if wrong and name]
-
-
-def _is_prefetching(config: VllmConfig) -> bool:
-    offload = getattr(config, "offload_config", None)
-    group_size = getattr(getattr(offload, "prefetch", None), "offload_group_size", 0)
-    return bool(group_size) or getattr(offload, "offload_backend", "auto") == "prefetch"
+        "layers that share their KV cache": (getattr(text, "num_kv_shared_layers", 0) or 0) > 0,
+    }
+    return [name for name, applies in found.items() if applies]

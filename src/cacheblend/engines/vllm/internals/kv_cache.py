@@ -21,8 +21,6 @@ def refused_cache(cache_config: Any, hf_config: Any) -> str:
     asked = str(cache_config.cache_dtype)
     if asked not in (*PLAIN_TYPES, *FP8_TYPES):
         return f"a KV cache of type {asked} ({_WAY_OUT})"
-    if asked in FP8_TYPES and getattr(cache_config, "calculate_kv_scales", False):
-        return "calculate_kv_scales, scales that change while serving (leave it out: they are then the checkpoint's)"
     if asked in PLAIN_TYPES[1:]:
         return ""
     only_scales = asked in FP8_TYPES  # the command has chosen the type
@@ -56,8 +54,6 @@ def check_caches(layers: Sequence[Any]) -> None:
             reason = f"a KV cache of type {found}, which blending does not write"
         elif found in FP8_TYPES and (layer._k_scale.numel() != 1 or layer._v_scale.numel() != 1):
             reason = f"a KV cache of type {found} with a scale for each head, and blending knows one for a layer"
-        elif found in FP8_TYPES and getattr(layer, "calculate_kv_scales", False):
-            reason = f"a KV cache of type {found} whose scales are found while serving (calculate_kv_scales)"
         if reason:
             raise ModelNotBlendableError(f"{layer.layer_name} has {reason}; start vLLM with --kv-cache-dtype bfloat16")
 

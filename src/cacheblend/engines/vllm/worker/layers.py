@@ -1,38 +1,14 @@
 """Runs vLLM's own decoder layers on any subset of a prompt's rows (implements `core.fuse.runner.LayerRunner`)."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 
 from cacheblend.core.fuse.batching import LayerRows
 from cacheblend.core.fuse.runner import Attend
-from cacheblend.core.kernels.attention import AttentionSpec
 from cacheblend.core.kernels.float8 import Float8
 from cacheblend.engines.vllm.internals.attention_shim import NO_ADAPTER, AttentionAnswer
-
-
-class DecoderModel(Protocol):
-    """What running layers needs of a model; implemented, and described, by `BlendModel`."""
-
-    @property
-    def layers(self) -> Sequence[Any]: ...
-
-    @property
-    def specs(self) -> Sequence[AttentionSpec]: ...
-
-    def embed(self, token_ids: torch.Tensor, adapter: int) -> torch.Tensor: ...
-
-    def row_inputs(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, adapter: int
-    ) -> Sequence[tuple[torch.Tensor, ...]]: ...
-
-    def logits(self, hidden: torch.Tensor, adapter: int) -> torch.Tensor: ...
-
-    def answering(
-        self, layer: int, answer: AttentionAnswer, adapter: int, rows: int
-    ) -> AbstractContextManager[None]: ...
 
 
 class _VllmProjectedError(Exception):
@@ -44,11 +20,9 @@ class VllmLayerRunner:
     on two tensors, a layer's output and the residual sum of all before it, since a kernel adds them and normalises in
     one go. The hidden state here is their sum, half as large, which every layer takes as the first one does: without a
     residual. In bf16 the norm then reads the rounded sum. See `calls.HiddenForm`. Ids and positions are [rows] int64 on
-    the model's device; `adapter` is of all rows, in a slot when they are computed."""
+    the model's device; `adapter` is of all rows, in a slot when they are computed. `model`: a `BlendModel`."""
 
-    def __init__(
-        self, model: DecoderModel, token_ids: torch.Tensor, positions: torch.Tensor, adapter: int = NO_ADAPTER
-    ) -> None:
+    def __init__(self, model: Any, token_ids: torch.Tensor, positions: torch.Tensor, adapter: int = NO_ADAPTER) -> None:
         self.model, self.token_ids, self.positions, self.adapter = model, token_ids, positions, adapter
         self._row_inputs: Sequence[tuple[torch.Tensor, ...]] | None = None
 
@@ -57,7 +31,8 @@ class VllmLayerRunner:
         return len(self.model.layers)
 
     def embed(self) -> torch.Tensor:
-        return self.model.embed(self.token_ids, self.adapter)
+        embedded: torch.Tensor = self.model.embed(self.token_ids, self.adapter)
+        return embedded
 
     def project(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [kv_heads, n, head_dim], by the layer's norm and projections; `hidden` stays as it is."""
@@ -100,7 +75,7 @@ class CheckRunner(VllmLayerRunner):
 
     def __init__(
         self,
-        model: DecoderModel,
+        model: Any,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         adapter: int,
@@ -116,7 +91,8 @@ class CheckRunner(VllmLayerRunner):
         return super().run(layer, hidden, rows, lambda q, k, v, spec: attend(q, *self._kept(layer, k, v), spec))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.model.logits(hidden, self.adapter)
+        found: torch.Tensor = self.model.logits(hidden, self.adapter)
+        return found
 
     def _kept(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As vLLM's own operation writes them and its attention reads them: GPUs round to the nearest, the CPU build
