@@ -17,7 +17,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.codec import CODECS
 from cacheblend.core.select.selectors import NoRows
 from cacheblend.data import QuestionRow
-from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
+from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.baselines import agreement, finish, full_recompute, fused
 from cacheblend.engines.provenance import stamp
 from cacheblend.evaluation.scorers import ExactMatch, best
@@ -75,8 +75,7 @@ def _measure(engines: dict[str, BlendEngine], rows: Sequence[QuestionRow], advan
     layout, params = SETTINGS.template, SamplingParams(max_new_tokens=SETTINGS.max_tokens)
     found = []
     for number, row in enumerate(rows):
-        passages = [Passage(text.text, text.title) for text in row.passages]
-        prompt = plain.prompt(layout.prompt(plain, passages, row.question))
+        prompt = plain.prompt(layout.prompt(plain, row.passages, row.question))
         for how, selector in selectors.items():
             wanted = None
             for codec, engine in engines.items():

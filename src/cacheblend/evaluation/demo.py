@@ -14,7 +14,7 @@ from typing import Any
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.select.selectors import Gradual, Hkvd, NoRows
-from cacheblend.data import QuestionRow, Text
+from cacheblend.data import QuestionRow
 from cacheblend.engines.hf import BlendEngine, Passage
 from cacheblend.engines.hf.live_check import LiveCheck
 from cacheblend.evaluation.methods import FullRecompute, Fused, Label, Method, PrefixCaching
@@ -48,7 +48,7 @@ def demo_questions(seed: int, per_category: int = 4) -> list[QuestionRow]:
     drawn = {each["seed"]: each for each in map(json.loads, DATA.read_text(encoding="utf-8").splitlines())}
     if seed not in drawn:
         raise InvalidInputError(f"the demo has questions of the seeds {min(drawn)} to {max(drawn)}, not {seed}")
-    texts = [Text(text, f"passage {number}") for number, text in enumerate(drawn[seed]["passages"], start=1)]
+    texts = [Passage(text, f"passage {number}") for number, text in enumerate(drawn[seed]["passages"], start=1)]
     asked = drawn[seed]["questions"]
     most = len(asked) // len(CATEGORIES)
     if not 1 <= per_category <= most:
@@ -94,7 +94,7 @@ def run_demo(engine: BlendEngine, rows: Sequence[QuestionRow], ratio: float, pro
     """Stores the passages, answers the questions begun within `BUDGET_S` by all methods, checks the invariants. The
     engine has the shipped model and captures no missed chunks; `ratio`: of the blends by HKVD. Returns the results in
     the form in which they are written to JSON; ``evaluation`` is that of `with_cells`."""
-    passages = [Passage(each.text, each.title) for each in sorted(rows[0].passages, key=lambda each: each.title)]
+    passages = sorted(rows[0].passages, key=lambda each: each.title)
     warmed = engine.warm(passages, progress=partial(progress, "warming"))
     methods, settings = demo_methods(engine.runtime.settings.config, ratio), Settings(max_tokens=MAX_TOKENS)
     ends = time.monotonic() + BUDGET_S

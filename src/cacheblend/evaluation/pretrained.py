@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend.core.select.selectors import NoRows
-from cacheblend.data import QuestionRow, Text
+from cacheblend.data import QuestionRow
 from cacheblend.engines.hf import BlendEngine, Passage
 from cacheblend.evaluation.methods import FullRecompute, Fused, Label, Method
 from cacheblend.evaluation.runner import Progress, Settings, evaluate
@@ -39,12 +39,12 @@ def ask_about_notes(engine: BlendEngine, progress: Progress) -> dict[str, Any]:
     """Answers of full recompute, full reuse and the engine's own blend to `QUESTIONS` about the notes of the server's
     page, in turn in their order and turned round: in the form of `with_cells`, with the ``questions``. The notes are
     stored first."""
-    notes = [Text(each["text"], each["title"]) for each in json.loads(NOTES.read_text(encoding="utf-8"))["passages"]]
+    notes = [Passage(each["text"], each["title"]) for each in json.loads(NOTES.read_text(encoding="utf-8"))["passages"]]
     rows = [
         QuestionRow(question, tuple(notes[:: -1 if number % 2 else 1]), answers, "", str(number))
         for number, (question, answers) in enumerate(QUESTIONS)
     ]
-    engine.warm([Passage(each.text) for each in notes])
+    engine.warm(notes)
     methods: list[Method] = [
         FullRecompute(Label("full recompute", "full", "full")),
         Fused(Label("full reuse", "reuse", "reuse"), NoRows()),

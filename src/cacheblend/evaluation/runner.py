@@ -215,7 +215,7 @@ def make_cases(
     reasons for rows that make no valid prompt, which are left out; None: the first is a `BadRowError`."""
     cases, layout = [], settings.template
     for number, row in enumerate(rows):
-        case = Case(number, row, [Passage(text.text, text.title) for text in row.passages], {}, {})
+        case = Case(number, row, list(row.passages), {}, {})
         try:
             if not row.passages:
                 raise InvalidInputError("it has no passages")
