@@ -14,7 +14,8 @@ from cacheblend.core.plan.prompt import Prompt
 from cacheblend.data import BadRowError, QuestionRow
 from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
-from cacheblend.engines.hf.baselines import agreement, touch
+from cacheblend.engines.hf.baselines import touch
+from cacheblend.engines.shadow import agreement
 from cacheblend.evaluation.compute import ComputeScale
 from cacheblend.evaluation.methods import Asked, Label, Method, Outcome, OwnAnswer, make_methods
 from cacheblend.evaluation.records import Cell, LineLog, RowResult, folder_name
@@ -314,7 +315,7 @@ def _run(
                     **measured,
                     answer=outcome.text,
                     total_compute=scale.share(outcome.row_layers, outcome.projected_rows, len(prompt)),
-                    top_1=None if close is None else close.top_1,
+                    top_1=None if close is None else close.first,
                     kl=None if close is None or not math.isfinite(close.kl) else close.kl,
                 )
             )
