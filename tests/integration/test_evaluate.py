@@ -21,14 +21,13 @@ from cacheblend.data.questions import split_text
 from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf.baselines import follow, full_recompute
-from cacheblend.engines.hf.layout import PromptLayout
 from cacheblend.engines.hf.recurrent import fill_cache
 from cacheblend.engines.shadow import agreement
 from cacheblend.evaluation import Evaluation, Settings, evaluate, make_methods, summarise
 from cacheblend.evaluation import methods as methods_of_evaluation
 from cacheblend.evaluation.compute import ComputeScale
 from cacheblend.evaluation.records import Cell
-from cacheblend.evaluation.templates import Template
+from cacheblend.evaluation.templates import PromptLayout, Template
 from cacheblend.store import MemoryStore
 from command_line import Run, runner
 from families import tiny_model

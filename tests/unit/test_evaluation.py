@@ -15,7 +15,6 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.select.selection import SelectorChoice
 from cacheblend.core.select.selectors import Hkvd, RandomRows, Threshold
 from cacheblend.data import QuestionRow
-from cacheblend.engines.hf.layout import PromptLayout, fill
 from cacheblend.evaluation import (
     Evaluation,
     bootstrap,
@@ -40,7 +39,7 @@ from cacheblend.evaluation.records import ROWS as ROWS_FILE
 from cacheblend.evaluation.records import Cell, LineLog, RowResult, folder_name
 from cacheblend.evaluation.report import notes, tables
 from cacheblend.evaluation.scorers import ExactMatch, TokenF1, WordF1, best, make_scorers, normalise
-from cacheblend.evaluation.templates import Template
+from cacheblend.evaluation.templates import PromptLayout, Template, fill
 from cacheblend.nano import lexicon
 from lab.nano.tokenizer import MAX_POSITIONS, build_tokenizer
 
