@@ -1,4 +1,5 @@
-"""What the shipped rules need of Prometheus: samples over time, and a rule's expression at a time.
+"""What the shipped rules need of Prometheus: samples over time, and a rule's expression at a time; and of an engine
+what a server's metrics read.
 
 Vectors are dictionaries by labels, which are sorted pairs. `promql_parser` parses; evaluated is what the rules use:
 selectors, `rate`, `increase`, `avg_over_time`, `sum by`, arithmetic, comparisons, `and`, `on` and `group_left`.
@@ -8,14 +9,28 @@ import operator
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from prometheus_client.core import Metric
+
+from cacheblend.core.load.budget import LateTiers
+from cacheblend.engines.hf.background import Background
+from cacheblend.engines.hf.shadow_check import ShadowCheck
+from cacheblend.engines.shadow import ShadowWatch
+from cacheblend.store import KVStore
 
 Labels = tuple[tuple[str, str], ...]
 Vector = dict[Labels, float]
 _COMPARE = {"<": operator.lt, ">": operator.gt, "==": operator.eq, "<=": operator.le, ">=": operator.ge}
 _COMPUTE = {"+": operator.add, "*": operator.mul, "/": lambda a, b: a / b if b else float("nan")}
+
+
+def watched_runtime(store: KVStore, watch: ShadowWatch) -> Any:
+    """The parts of an engine that `Metrics` reads; its `background` counts what a test sets."""
+    check = ShadowCheck(watch, lambda prompt, rows: None, lambda: 0, lambda: None)  # type: ignore[arg-type, return-value]
+    late = SimpleNamespace(late_tiers=LateTiers())
+    return SimpleNamespace(store=store, shadow=check, discovery=None, background=Background(1), prefiller=late)
 
 
 class History:

@@ -21,7 +21,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.select.selectors import NoRows, RandomRows, Selector
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.engines.hf.baselines import Agreement, agreement
+from cacheblend.engines.shadow import Compared, agreement
 from lab.bench import Advance, silent
 from lab.inspection.deviation import (
     Array,
@@ -62,7 +62,7 @@ class MethodView:
     kv_deviation: Array
     attention: Array
     attention_deviation: Array
-    agreement: Agreement
+    agreement: Compared
     computed: npt.NDArray[np.bool_]
     compute: float
 
@@ -294,7 +294,10 @@ def summary(of: Inspection) -> dict[str, Any]:
         "loaded_tokens": len(of.candidates),
         "recomputed_tokens": len(of.recomputed),
         "compute": _plain({name: method.compute for name, method in methods.items()}),
-        "first_token": {name: _plain(vars(method.agreement)) for name, method in compared.items()},
+        "first_token": {
+            name: _plain({"kl": method.agreement.kl, "top_1": method.agreement.first})
+            for name, method in compared.items()
+        },
         "layers": [_plain(each) for each in by_layer],
         "attention_deviation_by_ratio": {
             name: [_facts(point) for point in points] for name, points in of.curves.items()

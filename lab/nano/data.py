@@ -7,7 +7,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from cacheblend.data import QuestionRow, Text
+from cacheblend.data import QuestionRow
+from cacheblend.engines.tokens import Passage
 from cacheblend.evaluation.demo import CATEGORIES, DATA
 from cacheblend.nano.examples import NOTES
 from cacheblend.nano.language import Scene, read_scene, spell
@@ -78,7 +79,7 @@ def main() -> None:
 
 def _draw_row(scene: Scene, rng: random.Random, category: str, rows: Sequence[QuestionRow]) -> QuestionRow | None:
     """A question of a category over a random order, if possible one that is not in `rows` yet."""
-    texts = [Text(text, f"passage {number}") for number, text in enumerate(scene.texts(), start=1)]
+    texts = [Passage(text, f"passage {number}") for number, text in enumerate(scene.texts(), start=1)]
     repeated = None
     for _ in range(ORDERS_TRIED):
         order = rng.sample(range(len(texts)), len(texts))

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cacheblend.data import QuestionRow, Text
+from cacheblend.data import QuestionRow
 from cacheblend.data.questions import question_lines
+from cacheblend.engines.tokens import Passage
 from cacheblend.nano.language import spell
 from lab.nano.scenes import CATEGORIES, Style, chained_to, draw_scene, questions_of
 
@@ -53,7 +54,7 @@ def draw_questions(
     rows: list[QuestionRow] = []
     while any(left.values()):
         scene = draw_scene(rng, prompts.style(rng))
-        passages = tuple(Text(text, f"passage {number}") for number, text in enumerate(scene.texts(), start=1))
+        passages = tuple(Passage(text, f"passage {number}") for number, text in enumerate(scene.texts(), start=1))
         chained, of_scene = chained_to(scene), 0
         for category, found in sorted(questions_of(scene, rng, categories).items(), key=lambda each: -left[each[0]]):
             if per_scene is not None and of_scene == per_scene:

@@ -17,8 +17,8 @@ from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import FirstToken
 from cacheblend.engines.hf.calibrate import calibrate, measure_store
 from cacheblend.engines.settings import controller_of
-from cacheblend.evaluation import Asked, Evaluation, Label, Outcome
-from cacheblend.evaluation.methods import Method, answer_by
+from cacheblend.evaluation import Evaluation
+from cacheblend.evaluation.methods import Asked, Label, Method, Outcome, answer_by
 from cacheblend.evaluation.runner import Case, make_cases
 from cacheblend.store import KVStore, open_store
 from lab.paper import drawing

@@ -6,8 +6,9 @@ from pathlib import Path
 from statistics import mean, median_low
 from typing import Any
 
-from cacheblend.data import QuestionRow, Text
+from cacheblend.data import QuestionRow
 from cacheblend.data.questions import SHORTEST, split_text
+from cacheblend.engines.tokens import Passage
 from cacheblend.evaluation import Evaluation
 from cacheblend.evaluation.runner import make_cases
 from lab.paper import drawing
@@ -170,7 +171,7 @@ def cut_anew(context: Context, tokens: int) -> list[QuestionRow]:
     def cut(row: QuestionRow) -> QuestionRow:
         whole = "\n".join(passage.text for passage in row.passages)
         parts = split_text(whole, lambda text: len(builder.encode(text)), tokens)
-        return replace(row, passages=tuple(Text(part, "") for part in parts))
+        return replace(row, passages=tuple(Passage(part) for part in parts))
 
     return [cut(row) for row in context.some_rows]
 

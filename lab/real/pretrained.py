@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.evaluation.pretrained import NAME, pretrained_folder
+from cacheblend.evaluation.demo import PRETRAINED, pretrained_folder
 
 
 def made_folder() -> Path:
@@ -21,7 +21,7 @@ def made_folder() -> Path:
     (file,) = Path(spec.origin).parent.glob("*.gguf")
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    made = folder.with_name(f"{NAME}.{os.getpid()}")  # renamed once it is whole
+    made = folder.with_name(f"{PRETRAINED}.{os.getpid()}")  # renamed once it is whole
     plain = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.bfloat16, quantization_config=plain

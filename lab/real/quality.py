@@ -31,7 +31,7 @@ from cacheblend.engines.hf.baselines import full_recompute
 from cacheblend.engines.hf.recurrent import fill_cache
 from cacheblend.engines.provenance import stamp
 from cacheblend.evaluation.compute import ComputeScale
-from cacheblend.evaluation.pretrained import NAME
+from cacheblend.evaluation.demo import PRETRAINED
 from cacheblend.evaluation.runner import Case, Settings, make_cases, store_passages
 from cacheblend.evaluation.scorers import Contains, best
 from cacheblend.evaluation.templates import Template
@@ -118,7 +118,7 @@ def run(asked: Real, advance: Advance = silent) -> dict[str, Any]:
                 if case.prompts:
                     found[name].append(_measure(engines, case, ways, asked.answer_tokens, first=not found[name]))
                 advance(done := done + 1, total)
-    named = asked.model.name if asked.model else NAME
+    named = asked.model.name if asked.model else PRETRAINED
     summary = {"model": named, "part": asked.part, "passages": asked.passages, "answer_tokens": asked.answer_tokens}
     by_file = {name: summarise({name: own})["ways"] for name, own in found.items()}
     return summary | summarise(found) | {"files": by_file} | stamp()

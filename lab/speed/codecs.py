@@ -17,9 +17,10 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.codec import CODECS
 from cacheblend.core.select.selectors import NoRows
 from cacheblend.data import QuestionRow
-from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
-from cacheblend.engines.hf.baselines import agreement, finish, full_recompute, fused
+from cacheblend.engines.hf import BlendEngine, SamplingParams
+from cacheblend.engines.hf.baselines import finish, full_recompute, fused
 from cacheblend.engines.provenance import stamp
+from cacheblend.engines.shadow import agreement
 from cacheblend.evaluation.scorers import ExactMatch, best
 from cacheblend.nano import model_path
 from lab.bench import Advance, silent
@@ -75,8 +76,7 @@ def _measure(engines: dict[str, BlendEngine], rows: Sequence[QuestionRow], advan
     layout, params = SETTINGS.template, SamplingParams(max_new_tokens=SETTINGS.max_tokens)
     found = []
     for number, row in enumerate(rows):
-        passages = [Passage(text.text, text.title) for text in row.passages]
-        prompt = plain.prompt(layout.prompt(plain, passages, row.question))
+        prompt = plain.prompt(layout.prompt(plain, row.passages, row.question))
         for how, selector in selectors.items():
             wanted = None
             for codec, engine in engines.items():
@@ -85,7 +85,7 @@ def _measure(engines: dict[str, BlendEngine], rows: Sequence[QuestionRow], advan
                 answer, ids = finish(engine, prompt, first, params)
                 wanted = wanted or (first.logits, ids)
                 close, right = agreement(first.logits, wanted[0]), best(ExactMatch(), answer, row.answers)
-                line = {"how": how, "codec": codec, "top_1": close.top_1, "kl": close.kl}
+                line = {"how": how, "codec": codec, "top_1": close.first, "kl": close.kl}
                 found.append(line | {"same_answer": ids == wanted[1], "right": right})
         full = finish(plain, prompt, full_recompute(plain, prompt), params)[0]
         found.append({"how": "full", "codec": "raw", "right": best(ExactMatch(), full, row.answers)})

@@ -27,9 +27,10 @@ from cacheblend.core.plan.prompt import Prompt, Segment, text
 from cacheblend.core.select.selection import Selection
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.engines.hf.baselines import agreement, full_recompute, fused
+from cacheblend.engines.hf.baselines import full_recompute, fused
 from cacheblend.engines.hf.shapes import build_shape
 from cacheblend.engines.provenance import stamp
+from cacheblend.engines.shadow import agreement
 from cacheblend.store import MemoryStore
 from lab.bench import Advance, markdown_table, silent
 from lab.settings import Peers
@@ -311,12 +312,14 @@ def _ways(engine: BlendEngine, ratios: tuple[float, ...], aligned: int) -> tuple
 
 
 def _row(got: First, full: First, request: Request) -> dict[str, Any]:
+    close = agreement(got.logits, full.logits)
     return {
         "ttft_s": got.ttft_s,
         "tokens": len(got.ids),
         "reused": got.reused,
         "same_prompt": got.ids == request.ids,
-        **vars(agreement(got.logits, full.logits)),
+        "kl": close.kl,
+        "top_1": close.first,
         "max_abs": float((got.logits.float() - full.logits.float()).abs().max()),
     }
 

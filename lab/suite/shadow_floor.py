@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from cacheblend import BlendEngine, Passage, SamplingParams
+from cacheblend import BlendEngine, SamplingParams
 from cacheblend.engines.shadow import Moment, ShadowSettings
 from cacheblend.nano import model_path
 from lab.bench import picture
@@ -33,9 +33,8 @@ def answer(config: dict[str, object] | None, traffic: list[tuple[str, int]]) -> 
         watched = engine.runtime.watch(ShadowSettings(1.0, FLOOR), seed=0)
         for part, (category, count) in enumerate(traffic):
             for row in draw_questions(50 + part, count, [category], SMALL):
-                passages = [Passage(text.text, text.title) for text in row.passages]
-                engine.warm(passages)
-                parts = SETTINGS.template.parts(engine, passages, row.question)
+                engine.warm(row.passages)
+                parts = SETTINGS.template.parts(engine, row.passages, row.question)
                 engine.generate(parts, SamplingParams(max_new_tokens=2))
                 while engine.runtime.shadow is not None and engine.runtime.shadow.waiting:
                     if not engine.runtime.background.advance_idle():

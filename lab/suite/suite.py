@@ -20,7 +20,7 @@ from cacheblend.core.select.selectors import Gradual, Hkvd, RandomRows, Selector
 from cacheblend.data import QuestionRow
 from cacheblend.data.questions import question_lines
 from cacheblend.engines import provenance
-from cacheblend.engines.hf import BlendEngine, Passage
+from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.settings import read_profile
 from cacheblend.evaluation.candidates import FOLLOWING, named
 from cacheblend.evaluation.gate import (
@@ -265,8 +265,7 @@ def check_gate(engine: BlendEngine, suite: Suite, out: Path, advance: Advance = 
     def measure() -> dict[str, Any]:
         layout, asked = SETTINGS.template, []
         for row in rows:
-            passages = [Passage(text.text, text.title) for text in row.passages]
-            asked.append(GateRow(layout.parts(engine, passages, row.question), row.answers))
+            asked.append(GateRow(layout.parts(engine, row.passages, row.question), row.answers))
         holds, measured = check(engine, asked, engine.runtime.settings.selector(), bar, progress=advance)
         wanted = {"threshold": bar.threshold, "confidence": bar.confidence, "f1_margin": bar.f1_margin}
         return {"holds": holds, **wanted, **asdict(measured)}

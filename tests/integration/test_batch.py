@@ -27,9 +27,7 @@ from lab.nano.questions import Prompts, draw_questions
 from serving import shallow
 
 ROWS = draw_questions(7, 9, ["direct"], Prompts(passages=(2, 4), tokens=(24, 60)))
-PROMPTS: list[PromptLike] = [
-    [*(Passage(each.text, each.title) for each in row.passages), f"\n\n{row.question}"] for row in ROWS
-]
+PROMPTS: list[PromptLike] = [[*row.passages, f"\n\n{row.question}"] for row in ROWS]
 PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
 TOO_LONG = "word " * 4000
 

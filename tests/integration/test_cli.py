@@ -427,7 +427,7 @@ def test_a_slow_demo_asks_one_question_of_each_category(run: Run, monkeypatch: p
     monkeypatch.setattr("cacheblend.evaluation.demo.BUDGET_S", 0.0)
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr("sys.argv", ["an environment/bin/cacheblend"])
-    monkeypatch.setattr("cacheblend.evaluation.pretrained.pretrained_folder", shallow)
+    monkeypatch.setattr("cacheblend.evaluation.demo.pretrained_folder", shallow)
     shown = run("demo", "-n", 2)
     assert shown.code == 0
     assert "5. A pretrained model (shallow" in shown.out

@@ -16,16 +16,18 @@ from cacheblend.cli import models
 from cacheblend.cli.options import LayoutOptions
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.data import QuestionRow, Text
+from cacheblend.data import QuestionRow
 from cacheblend.data.questions import split_text
 from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
-from cacheblend.engines.hf.baselines import agreement, follow, full_recompute
-from cacheblend.engines.hf.layout import PromptLayout
+from cacheblend.engines.hf.baselines import follow, full_recompute
 from cacheblend.engines.hf.recurrent import fill_cache
-from cacheblend.evaluation import Cell, Evaluation, Settings, Template, evaluate, make_methods, summarise
+from cacheblend.engines.shadow import agreement
+from cacheblend.evaluation import Evaluation, Settings, evaluate, make_methods, summarise
 from cacheblend.evaluation import methods as methods_of_evaluation
 from cacheblend.evaluation.compute import ComputeScale
+from cacheblend.evaluation.records import Cell
+from cacheblend.evaluation.templates import PromptLayout, Template
 from cacheblend.store import MemoryStore
 from command_line import Run, runner
 from families import tiny_model
@@ -46,7 +48,7 @@ KINDS = ["full", "prefix", "reuse", "blend", "map-reduce", "map-rerank"]
 def make_row(number: int, passages: int = 3, **fields: Any) -> QuestionRow:
     """The passages in an order of the row's own."""
     order = [PASSAGES[(number + i) % len(PASSAGES)] for i in range(passages)]
-    return replace(QuestionRow("When was it lit?", tuple(Text(text, "") for text in order), ("1871",)), **fields)
+    return replace(QuestionRow("When was it lit?", tuple(Passage(text) for text in order), ("1871",)), **fields)
 
 
 ROWS = [make_row(number, category=("a", "b")[number % 2]) for number in range(4)]
@@ -78,7 +80,7 @@ def found(engine: BlendEngine) -> Evaluation:
 def test_every_method_does_what_it_says(engine: BlendEngine, found: Evaluation) -> None:
     # Full is what transformers generates
     for row, cell in zip(ROWS, cells_of(found, "full"), strict=True):
-        prompt = PromptLayout().prompt(engine, [Passage(text.text) for text in row.passages], row.question)
+        prompt = PromptLayout().prompt(engine, row.passages, row.question)
         ids = engine.runtime.ids_of(prompt)[None]
         out = engine.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)
         assert cell.token_ids == out[0, ids.shape[1] :].tolist()
@@ -114,7 +116,7 @@ def test_methods_are_compared_over_the_models_own_answer(engine: BlendEngine, tm
     methods = make_methods(names, selectors=["all", "head"], ratios=[0.3])
     found = evaluate(engine, ROWS, methods, settings=given, out=tmp_path)
     for row, full, reuse in zip(ROWS, cells_of(found, "full"), cells_of(found, "reuse"), strict=True):
-        prompt = PromptLayout().prompt(engine, [Passage(text.text) for text in row.passages], row.question)
+        prompt = PromptLayout().prompt(engine, row.passages, row.question)
         own, asked = torch.tensor(full.token_ids), len(prompt)
         expected = engine.model(torch.cat([engine.runtime.ids_of(prompt), own])[None]).logits[0, asked - 1 : -1]
         result = engine.prefill(prompt, mode="reuse")
@@ -143,9 +145,9 @@ def test_a_method_alone_is_compared_over_an_answer_of_one_token_and_over_impossi
 ) -> None:
     found = evaluate(engine, ROWS, make_methods(["reuse"]), settings=Settings(max_tokens=1, answers="model"))
     for row, cell in zip(ROWS, cells_of(found, "reuse"), strict=True):
-        prompt = PromptLayout().prompt(engine, [Passage(text.text) for text in row.passages], row.question)
+        prompt = PromptLayout().prompt(engine, row.passages, row.question)
         close = agreement(engine.prefill(prompt, mode="reuse").logits, full_recompute(engine, prompt).logits)
-        assert (cell.own_kl, cell.own_top_1) == (pytest.approx(close.kl, abs=1e-4), float(close.top_1))
+        assert (cell.own_kl, cell.own_top_1) == (pytest.approx(close.kl, abs=1e-4), float(close.first))
         assert (cell.kl, cell.top_1) == (None, None), "full recompute is not among the methods"
     # A method may rule out what full recompute does not: that counts much, and is still a number
     for ruled_out in (slice(5, None), slice(0, None, 2)):
@@ -303,9 +305,9 @@ def test_text_in_front_of_passages_is_exact_and_they_are_stored_behind_it(model:
 
 def test_a_small_store_is_filled_again_and_again(model: Path) -> None:
     texts = [f"Passage {number} tells of the year {1800 + 7 * number}, and of nothing else." for number in range(12)]
-    rows = [QuestionRow("When?", tuple(Text(text, "") for text in texts[i : i + 2])) for i in range(0, 12, 2)]
+    rows = [QuestionRow("When?", tuple(Passage(text) for text in texts[i : i + 2])) for i in range(0, 12, 2)]
     with BlendEngine.from_pretrained(model, device="cpu") as engine:
-        needed = max(len(PromptLayout().prompt(engine, [Passage(t.text) for t in r.passages], "When?")) for r in rows)
+        needed = max(len(PromptLayout().prompt(engine, r.passages, "When?")) for r in rows)
         bytes_per_token = engine.runtime.survey.layout.block_bytes(1)
     with (
         MemoryStore(5 * needed * bytes_per_token) as store,

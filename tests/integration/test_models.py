@@ -26,7 +26,7 @@ from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
 from cacheblend.core.plan.prompt import chunk
 from cacheblend.core.select.selectors import AllRows, NoRows, Selector
 from cacheblend.data import QuestionRow
-from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
+from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.baselines import finish, fused
 from cacheblend.engines.hf.doctor import diagnose
 from cacheblend.evaluation.templates import Template
@@ -279,7 +279,7 @@ def engine() -> BlendEngine:
 
 
 def right(engine: BlendEngine, row: QuestionRow, selector: Selector) -> bool:
-    prompt = Template().prompt(engine, [Passage(text.text) for text in row.passages], row.question)
+    prompt = Template().prompt(engine, row.passages, row.question)
     engine.warm(prompt.chunks)
     answer, _ = finish(engine, prompt, fused(engine, prompt, selector), SamplingParams(max_new_tokens=8))
     return answer == row.answers[0]

@@ -16,12 +16,12 @@ from fastapi.testclient import TestClient
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import BlendEngine, SamplingParams
-from cacheblend.engines.hf.baselines import agreement, full_recompute
+from cacheblend.engines.hf.baselines import full_recompute
 from cacheblend.engines.hf.scheduler import Limits, Scheduler
 from cacheblend.engines.hf.shadow_check import MOST_WAITING, ShadowCheck, WatchedAnswer
 from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event
 from cacheblend.engines.settings import PROFILE_NAME, read_profile
-from cacheblend.engines.shadow import ANSWER_TOKENS, Compared, Labels, ShadowSettings, ShadowWatch
+from cacheblend.engines.shadow import ANSWER_TOKENS, Compared, Labels, ShadowSettings, ShadowWatch, agreement
 from cacheblend.nano import model_path
 from cacheblend.serve.app import create_app
 from cacheblend.serve.keys import KeyRing, add_key, read_keys

@@ -20,7 +20,7 @@ from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.core.select.question_selectors import Query
 from cacheblend.core.select.selectors import AllRows, Hkvd, NoRows, Selector
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.engines.hf.baselines import Agreement
+from cacheblend.engines.shadow import Compared
 from cacheblend.store import MemoryStore
 from command_line import Run, runner
 from families import BLENDABLE, VOCAB, tiny_model
@@ -323,7 +323,7 @@ def test_spearman_as_defined(pairs: list[tuple[int, float]]) -> None:
 def method(kv: list[list[float]], computed: list[list[bool]]) -> MethodView:
     attention = np.zeros((2, 3, 3))
     attention[:, 1] = [0.25, 0.5, 0]
-    return MethodView(np.array(kv), attention, np.array([0, 0.5]), Agreement(0.1, True, 0.2), np.array(computed), 0.5)
+    return MethodView(np.array(kv), attention, np.array([0, 0.5]), Compared(0.1, (True,)), np.array(computed), 0.5)
 
 
 def by_hand() -> Inspection:

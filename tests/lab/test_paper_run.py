@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.data import QuestionRow, Text
+from cacheblend.data import QuestionRow
 from cacheblend.data.questions import question_lines
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.scheduler import Scheduler
+from cacheblend.engines.tokens import Passage
 from cacheblend.evaluation import Settings, make_scorers, runner
 from cacheblend.evaluation.records import ROWS
 from cacheblend.evaluation.scorers import ExactMatch, WordF1
@@ -214,7 +215,7 @@ def engine(folder: Path) -> Iterator[BlendEngine]:
 def rows_of(count: int, passages: int) -> list[QuestionRow]:
     order = random.Random(count)
     return [
-        QuestionRow("When was it lit?", tuple(Text(order.choice(PASSAGES), "") for _ in range(passages)), ("1871",))
+        QuestionRow("When was it lit?", tuple(Passage(order.choice(PASSAGES)) for _ in range(passages)), ("1871",))
         for _ in range(count)
     ]
 
@@ -312,17 +313,11 @@ def test_numbers_of_passages_fit_rows_and_context(engine: BlendEngine, tmp_path:
     assert set(points) <= set(numbers)
     assert used
     for row in used:
-        prompt = Settings().template.prompt(engine, [_passage(text) for text in row.passages[: points[-1]]], "?")
+        prompt = Settings().template.prompt(engine, row.passages[: points[-1]], "?")
         assert len(prompt) <= (engine.runtime.survey.max_length or 0)
         assert len(row.passages) >= points[-1]
     missing = set(numbers) - set(points)
     assert all(any(str(number) in note for note in notes) for number in missing)
-
-
-def _passage(text: Text) -> Any:
-    from cacheblend.engines.hf import Passage
-
-    return Passage(text.text)
 
 
 @pytest.mark.parametrize("tokens", [9, 17, 40])

@@ -15,7 +15,8 @@ from torch import nn
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt, chunk, text
-from cacheblend.data import QuestionRow, Text
+from cacheblend.data import QuestionRow
+from cacheblend.engines.tokens import Passage
 from lab.real import adapt, orders, pretrained, quality
 from lab.real.quality import BASE, Way, rows_of, summarise
 from lab.servers.vllm_server import Streamed
@@ -103,7 +104,7 @@ def test_an_interval_draws_passages_with_all_their_rows() -> None:
 def test_rows_with_the_answer_s_passage_of_a_tune_row_are_tune_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quality, "FIRST_TUNE", 2)
     made = [("", "Ann sees a lamp.", "lamp"), ("", "Ben.", "x"), ("", "Ann sees a lamp.", "Ann"), ("", "Cay.", "Cay")]
-    rows = [QuestionRow(asked, (Text(text, ""), Text("other", "")), (gold,)) for asked, text, gold in made]
+    rows = [QuestionRow(asked, (Passage(text), Passage("other")), (gold,)) for asked, text, gold in made]
     assert rows_of(rows, "tune") == rows[:3] and rows_of(rows, "test") == rows[3:]
 
 
@@ -123,7 +124,7 @@ def test_what_cannot_be_measured(data: Path, monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_prompts_are_filled_up_with_passages_of_other_rows(data: Path) -> None:
-    texts = [Text(each, "") for each in "abcdef"]
+    texts = [Passage(each) for each in "abcdef"]
     rows = [QuestionRow(each, tuple(texts[at : at + 2])) for each, at in (("x", 0), ("y", 1), ("z", 3))]
     asked = Real(data=[data], passages=4)
     longer = quality.filled_up(rows, asked)
@@ -196,7 +197,7 @@ def test_an_adapter_is_measured_as_the_bench_measures_and_written_for_peft(
 
 def test_passages_of_test_rows_are_not_trained_on_and_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quality, "FIRST_TUNE", 3)
-    texts = {name: Text(f"{name} is here.", "") for name in "abcdef"}
+    texts = {name: Passage(f"{name} is here.") for name in "abcdef"}
     rows = [
         QuestionRow(f"Where is {gold}?", tuple(texts[name] for name in names), (f"{gold} is",))
         for gold, names in (("a", "abcd"), ("b", "bcde"), ("a", "aecf"), ("f", "fdab"), ("a", "acef"))

@@ -14,9 +14,10 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.profile import Measurement, Profile
 from cacheblend.core.select.question_selectors import Hybrid, Query
 from cacheblend.core.select.selectors import Hkvd, RandomRows, Selector
-from cacheblend.data import QuestionRow, Text
+from cacheblend.data import QuestionRow
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.settings import PROFILE_NAME, write_profile
+from cacheblend.engines.tokens import Passage
 from cacheblend.evaluation import plots
 from cacheblend.evaluation.records import ROWS, Cell, RowResult
 from cacheblend.evaluation.runner import Evaluation, Settings
@@ -237,7 +238,7 @@ def test_random_rows_cost_what_the_blend_costs_and_at_most_half_a_point_more(
 
 def test_a_prompt_over_the_context_is_left_out_of_the_measurement(engine: BlendEngine) -> None:
     rows = SHORT(suites.CALIBRATION_SEED, 1, per_scene=1)
-    long = QuestionRow("Who?", (Text("rope " * 5000, ""),), ("x",))
+    long = QuestionRow("Who?", (Passage("rope " * 5000),), ("x",))
     assert measured_share(engine, [*rows, long], Query(0.2))[0] == measured_share(engine, rows, Query(0.2))[0]
 
 

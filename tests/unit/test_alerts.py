@@ -11,12 +11,11 @@ import pytest
 import yaml
 
 from cacheblend.core.report import BlendReport
-from cacheblend.engines.hf.shadow_check import ShadowCheck
 from cacheblend.engines.shadow import Compared, Labels, ShadowSettings, ShadowWatch
 from cacheblend.serve.metrics import Metrics
 from cacheblend.store import MemoryStore, StoreStats
 from deployment import DEPLOY
-from prometheus import History
+from prometheus import History, watched_runtime
 
 promql = pytest.importorskip("promql_parser")
 
@@ -41,14 +40,12 @@ class Server:
     """The metrics of a server, as many requests a minute as it says, and what a scenario does to it."""
 
     def __init__(self) -> None:
-        self.waiting, self.given_up, self.is_up, self.hits = 0, 0, True, 90
+        self.waiting, self.is_up, self.hits = 0, True, 90
         self.store = Store()
         self.store.more = {}
         self.watch = ShadowWatch(ShadowSettings(0.5), "nano", 0.15)
-        check = ShadowCheck(self.watch, lambda prompt, rows: None, lambda: 0, lambda: None)  # type: ignore[arg-type, return-value]
-        self.metrics = Metrics(
-            self.store, lambda: self.waiting, lambda: 2, lambda: {"queue full": self.given_up}, check
-        )
+        self.runtime = watched_runtime(self.store, self.watch)
+        self.metrics = Metrics(self.runtime, lambda: self.waiting, lambda: 2)
         self.vllm = dict.fromkeys(
             ("requests_total", "wait_seconds_total", "blend_seconds_total", "LoRA changed", "store"), 0.0
         )
@@ -98,7 +95,7 @@ SCENARIOS: dict[str, Callable[[Server, int], Any]] = {
     "CacheBlendStoreNotWritten": lambda server, minute: stats(server, "write_failures", minute),
     "CacheBlendStoreDamaged": lambda server, minute: stats(server, "damaged", minute),
     "CacheBlendFewHits": lambda server, minute: setattr(server, "hits", 30),
-    "CacheBlendChunksNotStored": lambda server, minute: setattr(server, "given_up", 5 * minute),
+    "CacheBlendChunksNotStored": lambda server, minute: setattr(server.runtime.background, "dropped", 5 * minute),
     "CacheBlendConnectionsRefused": lambda server, minute: server.metrics.refused_connection(),
     "CacheBlendLoopLate": lambda server, minute: server.metrics._lag.observe(2.0),
     "CacheBlendDisagrees": lambda server, minute: server.checked(minute % 4 > 0),

@@ -19,7 +19,6 @@ from cacheblend.core.names import as_token_ids, join_ids
 from cacheblend.data import (
     BadRowError,
     QuestionRow,
-    Text,
     Unreadable,
     read_documents,
     read_passages,
@@ -28,7 +27,7 @@ from cacheblend.data import (
 )
 from cacheblend.data.questions import split_contexts, split_text
 from cacheblend.engines.documents import Document
-from cacheblend.engines.tokens import chunker
+from cacheblend.engines.tokens import Passage, chunker
 from cacheblend.engines.tokens.chunker import Cutting
 from campaign import share
 
@@ -113,19 +112,19 @@ def test_formats_of_questions(tmp_path: Path) -> None:
     # The project's own, as a list and as lines
     for as_list in (True, False):
         rows = read_questions(write(tmp_path, OWN, {**OWN, "id": "b"}, as_list=as_list))
-        passages = Text("Ann did.", "A"), Text("Bob did not.", "")
+        passages = Passage("Ann did.", "A"), Passage("Bob did not.")
         assert rows[0] == QuestionRow("Who?", passages, ("Ann", "Ann B."), "direct", "7")
         assert rows[1].id == "b"
     # The authors format with and without answers
     bare = {"question": "Who?", "ctxs": CTXS["ctxs"]}
     rows = read_questions(write(tmp_path, CTXS, bare, as_list=True))
     assert rows == [
-        QuestionRow("Who?", (Text("Ann did.", ""),), ("Ann",), "", "0"),
-        QuestionRow("Who?", (Text("Ann did.", ""),), (), "", "1"),
+        QuestionRow("Who?", (Passage("Ann did."),), ("Ann",), "", "0"),
+        QuestionRow("Who?", (Passage("Ann did."),), (), "", "1"),
     ]
     # Longbench has one context and may have no input
     first, second = read_questions(write(tmp_path, LONGBENCH, {**LONGBENCH, "input": ""}))
-    assert first == QuestionRow("Who?", (Text("Ann did. Bob did not.", ""),), ("Ann",), "qasper", "x1", is_context=True)
+    assert first == QuestionRow("Who?", (Passage("Ann did. Bob did not."),), ("Ann",), "qasper", "x1", is_context=True)
     assert second.question == ""
     # A format that is named is not guessed
     both = {**CTXS, "passages": OWN["passages"]}
@@ -226,7 +225,7 @@ def test_texts_are_split_at_sentences_words_characters() -> None:
     with pytest.raises(InvalidInputError, match="at least 8 tokens, got 7"):
         split_text("One.", words, 7)
     # Only contexts are split
-    whole = Text("One two three four five six. Seven eight nine ten.", "")
+    whole = Passage("One two three four five six. Seven eight nine ten.")
     rows = [QuestionRow("?", (whole,), is_context=True), QuestionRow("?", (whole,))]
     split, left = split_contexts(rows, words, 8)
     assert [text.text for text in split.passages] == ["One two three four five six.", "Seven eight nine ten."]

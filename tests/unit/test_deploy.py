@@ -24,7 +24,6 @@ import yaml
 from cacheblend.cli import app
 from cacheblend.core.report import BlendReport
 from cacheblend.engines.hf.model_loader import expected_layout
-from cacheblend.engines.hf.shadow_check import ShadowCheck
 from cacheblend.engines.hf.shapes import SHAPES, shape_config
 from cacheblend.engines.shadow import Compared, Labels, ShadowSettings, ShadowWatch
 from cacheblend.engines.vllm import reasons
@@ -34,6 +33,7 @@ from cacheblend.serve.metrics import Metrics
 from cacheblend.store import MemoryStore
 from cacheblend.store.open import check_store_url
 from deployment import DEPLOY, KUSTOMIZED, ROOT, compose, containers, image_command, needs_kubectl, rendered
+from prometheus import watched_runtime
 
 KUBERNETES = "1.32"
 CUSTOM = ("ServiceMonitor",)
@@ -231,8 +231,9 @@ def metrics_text() -> str:
         watch = ShadowWatch(ShadowSettings(0.5), "nano", 0.15)
         watch.add(Labels("a", "hkvd"), Compared(0.1, (True,)), 0)
         watch.drop("queue full")
-        check = ShadowCheck(watch, lambda prompt, rows: None, lambda: 0, lambda: None)  # type: ignore[arg-type, return-value]
-        metrics = Metrics(store, lambda: 3, lambda: 2, lambda: {"queue full": 5, "failed": 1}, check)
+        runtime = watched_runtime(store, watch)
+        runtime.background.dropped, runtime.background.failed = 5, 1
+        metrics = Metrics(runtime, lambda: 3, lambda: 2)
         report = BlendReport(10, {"memory": 4}, ttft_s=0.2, fallbacks=["1 block(s) lost: gone", "and again"])
         metrics.report(report, "blend")
         metrics.request("/v1/completions", 200)

@@ -12,17 +12,11 @@ from rich.console import Console
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.select.selection import SelectorChoice
 from cacheblend.core.select.selectors import Hkvd, RandomRows, Threshold
 from cacheblend.data import QuestionRow
-from cacheblend.engines.hf.layout import PromptLayout, fill
 from cacheblend.evaluation import (
-    Cell,
     Evaluation,
-    Fused,
-    Label,
-    RowResult,
-    SelectorChoice,
-    Template,
     bootstrap,
     make_methods,
     read_template,
@@ -39,11 +33,13 @@ from cacheblend.evaluation.demo import (
     find_example,
     method_figures,
 )
+from cacheblend.evaluation.methods import Fused, Label
 from cacheblend.evaluation.plots import draw
 from cacheblend.evaluation.records import ROWS as ROWS_FILE
-from cacheblend.evaluation.records import LineLog, folder_name
+from cacheblend.evaluation.records import Cell, LineLog, RowResult, folder_name
 from cacheblend.evaluation.report import notes, tables
 from cacheblend.evaluation.scorers import ExactMatch, TokenF1, WordF1, best, make_scorers, normalise
+from cacheblend.evaluation.templates import PromptLayout, Template, fill
 from cacheblend.nano import lexicon
 from lab.nano.tokenizer import MAX_POSITIONS, build_tokenizer
 

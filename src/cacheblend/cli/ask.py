@@ -72,7 +72,8 @@ def _stream(engine: "BlendEngine", prompt: "Prompt", params: "SamplingParams", *
 def _compare(engine: "BlendEngine", prompt: "Prompt", params: "SamplingParams", as_json: bool) -> None:
     """Blend and full recompute on the same ids; the weights are read once before either is timed."""
     from cacheblend.core.names import as_token_ids, equal_length
-    from cacheblend.engines.hf.baselines import agreement, finish, full_recompute, touch
+    from cacheblend.engines.hf.baselines import finish, full_recompute, touch
+    from cacheblend.engines.shadow import agreement
 
     touch(engine, prompt)
     if not as_json:
@@ -80,16 +81,17 @@ def _compare(engine: "BlendEngine", prompt: "Prompt", params: "SamplingParams", 
     blended = _stream(engine, prompt, params, quiet=as_json)
     full = full_recompute(engine, prompt)
     text, ids = finish(engine, prompt, full, params)
-    close = agreement(engine.prefill(prompt).logits, full.logits)
+    logits, wanted = engine.prefill(prompt).logits.double().cpu(), full.logits.double().cpu()
+    close, error = agreement(logits, wanted), float((logits - wanted).abs().max() / wanted.std().clamp(min=1e-12))
     speedup = full.ttft_s / blended.report.ttft_s
     recomputed = {"answer": text, "token_ids": ids, "ttft_s": full.ttft_s, "speedup": speedup}
-    recomputed["first_token"] = vars(close)
+    recomputed["first_token"] = {"kl": close.kl, "top_1": close.first, "max_logit_error": error}
     if not as_json:
         output.console().print("full recompute", style="bold")
         output.write(f"{text}\n")
     _show(blended, engine.runtime.survey.num_layers, engine.runtime.settings, as_json, {"full_recompute": recomputed})
     if not as_json:
-        same = "the same first token" if close.top_1 else "another first token"
+        same = "the same first token" if close.first else "another first token"
         alike = equal_length(as_token_ids(blended.token_ids), as_token_ids(ids))
         is_equal = alike == len(blended.token_ids) == len(ids)
         answers = "the answers are the same" if is_equal else f"the answers differ from token {alike + 1} on"

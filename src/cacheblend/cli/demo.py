@@ -99,7 +99,7 @@ def demo(
 
 def _pretrained(is_json: bool) -> dict[str, Any] | None:
     """What a pretrained model answers; None: there is none."""
-    from cacheblend.evaluation.pretrained import ask_about_notes, pretrained_folder
+    from cacheblend.evaluation.demo import ask_about_notes, pretrained_folder
 
     folder = pretrained_folder()
     if not (folder / "config.json").exists():  # the demo's help says how to have one

@@ -69,7 +69,6 @@ def doctor(
         raise InvalidInputError("--quality needs a model folder (--model) and questions with passages (--data)")
 
     from cacheblend.core.config import BlendConfig
-    from cacheblend.engines.hf import Passage
     from cacheblend.engines.settings import PROFILE_NAME, check_writable, layers_of, write_profile
     from cacheblend.evaluation.candidates import grid
     from cacheblend.evaluation.gate import Bar, GateRow, attempts_for, profile_of, run_gate
@@ -97,8 +96,7 @@ def doctor(
     with models.open_engine(folder, store.store, config, device, quiet=json) as engine:
         candidates, rows = grid(engine.runtime.survey.num_layers, *tried, engine.runtime.survey.fit_selector), []
         for row in questions.split(engine, asked, settings, bad):
-            passages = [Passage(text.text, text.title) for text in row.passages]
-            rows.append(GateRow(settings.template.parts(engine, passages, row.question), row.answers))
+            rows.append(GateRow(settings.template.parts(engine, row.passages, row.question), row.answers))
         with output.progress("asking", "rows", quiet=json) as advance:
             result = run_gate(engine, rows, candidates, bar, seed=gate.seed, progress=advance)
         written = profile if result.verdict != "too few rows" else None

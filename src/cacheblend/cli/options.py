@@ -267,7 +267,7 @@ class LayoutOptions:
     def build(self, engine: "BlendEngine", texts: Sequence[tuple[str, str]], question: str) -> "Prompt":
         """The prompt; passages, as (text, title), are chunks, the text between them is plain."""
         from cacheblend.engines.hf import Passage
-        from cacheblend.engines.hf.layout import PromptLayout
+        from cacheblend.evaluation.templates import PromptLayout
 
         layout = PromptLayout(system=self.system or "", chat=self.chat)
         return layout.prompt(engine, [Passage(*text) for text in texts], question)

@@ -3,21 +3,12 @@
 import json
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cacheblend.core.errors import InvalidInputError, check_encodable
 
 _KINDS = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
-
-
-@dataclass(frozen=True)
-class Text:
-    """A passage as in the file; `title` is for people."""
-
-    text: str
-    title: str
 
 
 def read_text(path: Path) -> str:

@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend.core.errors import InvalidInputError, check_encodable
-from cacheblend.data.files import Text, as_object, as_text, kind, read_items, read_list, read_text, required
+from cacheblend.data.files import as_object, as_text, kind, read_items, read_list, read_text, required
+from cacheblend.engines.tokens.passage import Passage
 
 _FIELDS = {
     "cacheblend": ("question", "passages", "category", "id"),
@@ -51,7 +52,7 @@ class QuestionRow:
     """One row of the data."""
 
     question: str  # empty where there is none: the prompt's template may state the task
-    passages: tuple[Text, ...]  # at least one
+    passages: tuple[Passage, ...]  # at least one
     answers: tuple[str, ...] = ()  # gold answers, any of which is correct; may be empty
     category: str = ""  # results are also reported by category; may be empty
     id: str = ""  # from the file, or the number of the row
@@ -103,7 +104,7 @@ def read_questions(path: Path, form: str = "auto", *, bad: list[str] | None = No
     return rows
 
 
-def read_passages(path: Path) -> list[Text]:
+def read_passages(path: Path) -> list[Passage]:
     """All passages of a file or a folder, in order, repeats included. Raises `InvalidInputError`: the file cannot be
     read, has another form, or has no passages."""
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
@@ -144,7 +145,7 @@ def _question_row(item: dict[str, Any], form: str, where: str, number: int) -> Q
         _refuse_other_names(item, _other_names(question) | {"question": question}, where)
     else:
         _refuse_other_names(item, _other_names(question) | dict.fromkeys(_OTHER_PASSAGES, passages), where)
-    texts = (Text(context, ""),) if is_context else _passages_in(item, passages, where)
+    texts = (Passage(context),) if is_context else _passages_in(item, passages, where)
     # LongBench's summarisation tasks have an empty question.
     asked = as_text(required(item, question, where), places[question], None if is_context else remove)
     answers = read_list(item, "answers", where) if "answers" in item else []
@@ -161,10 +162,10 @@ def _question_row(item: dict[str, Any], form: str, where: str, number: int) -> Q
 
 def _passage_rows(path: Path) -> Iterator[QuestionRow]:
     """Rows of a file; passages without questions are a row each in a list, and one row together in other files."""
-    together: list[Text] = []
+    together: list[Passage] = []
     if path.suffix == ".txt":
         parts = (part.strip() for part in re.split(r"\n[ \t]*\n", read_text(path)))
-        together = [Text(part, f"{path.stem} #{n}") for n, part in enumerate(filter(None, parts), start=1)]
+        together = [Passage(part, f"{path.stem} #{n}") for n, part in enumerate(filter(None, parts), start=1)]
     elif path.suffix in (".json", ".jsonl"):
         for where, number, value in read_items(path):
             item = as_object(value, where)
@@ -192,7 +193,7 @@ def _passage_rows(path: Path) -> Iterator[QuestionRow]:
         yield QuestionRow("", tuple(together))
 
 
-def _passages_in(item: dict[str, Any], field: str, where: str, title: str = "") -> tuple[Text, ...]:
+def _passages_in(item: dict[str, Any], field: str, where: str, title: str = "") -> tuple[Passage, ...]:
     """The passages of a row, at least one; those without a title are titled `title` with ``.<number>`` appended."""
     found = read_list(item, field, where)
     if not found:
@@ -200,11 +201,11 @@ def _passages_in(item: dict[str, Any], field: str, where: str, title: str = "") 
     return tuple(_passage(each, f"{where}, {field}[{i}]", title and f"{title}.{i}") for i, each in enumerate(found))
 
 
-def _passage(item: Any, where: str, fallback: str) -> Text:
+def _passage(item: Any, where: str, fallback: str) -> Passage:
     """A passage from ``{"text", "title"?}``; `fallback` is the title if there is none."""
     item = as_object(item, where, " with 'text'")
     text = as_text(required(item, "text", where), f"{where}, field 'text'", "remove empty passages")
-    return Text(text, as_text(item.get("title", ""), f"{where}, field 'title'") or fallback)
+    return Passage(text, as_text(item.get("title", ""), f"{where}, field 'title'") or fallback)
 
 
 def _other_names(question: str) -> dict[str, str]:
@@ -224,7 +225,7 @@ def _refuse_other_names(item: dict[str, Any], right: Mapping[str, str], where: s
 def split_contexts(rows: Sequence[QuestionRow], count: CountTokens, tokens: int) -> list[QuestionRow]:
     """The rows with every whole context split into passages; other rows are unchanged."""
     return [
-        replace(row, passages=tuple(Text(part, "") for part in split_text(row.passages[0].text, count, tokens)))
+        replace(row, passages=tuple(Passage(part) for part in split_text(row.passages[0].text, count, tokens)))
         if row.is_context
         else row
         for row in rows

@@ -107,6 +107,11 @@ def compare(first: torch.Tensor, likeliest: Sequence[int], full: torch.Tensor) -
     return Compared(kl_divergence(full[0], first), tuple(a == b for a, b in zip(likeliest, wanted, strict=True)))
 
 
+def agreement(logits: torch.Tensor, full: torch.Tensor) -> Compared:
+    """Compares the [vocab] logits of a first token with those of full prefill."""
+    return compare(logits, [int(logits.argmax())], full[None])
+
+
 def kl_divergence(full: torch.Tensor, other: torch.Tensor) -> float:
     """KL(full || other) of the distributions of two logits, [vocab] each, in nats; at most `MOST_KL`."""
     log_full, log_other = full.double().cpu().log_softmax(-1), other.double().cpu().log_softmax(-1)

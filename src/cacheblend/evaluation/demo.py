@@ -1,9 +1,11 @@
 """The demo: an evaluation of the shipped model, with passages stored once and asked about in many orders.
 
-The order of the passages decides whom a pronoun refers to, and so the correct answers. Knows nothing of the terminal.
+The order of the passages decides whom a pronoun refers to, and so the correct answers. Where a pretrained model is at
+hand, it answers questions about six notes, too. Knows nothing of the terminal.
 """
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -14,14 +16,15 @@ from typing import Any
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.select.selectors import Gradual, Hkvd, NoRows
-from cacheblend.data import QuestionRow, Text
+from cacheblend.data import QuestionRow
 from cacheblend.engines.hf import BlendEngine, Passage
 from cacheblend.engines.hf.live_check import LiveCheck
 from cacheblend.evaluation.methods import FullRecompute, Fused, Label, Method, PrefixCaching
 from cacheblend.evaluation.plots import STYLE, new_figure
 from cacheblend.evaluation.runner import Progress, Settings, evaluate
-from cacheblend.evaluation.scorers import ExactMatch
+from cacheblend.evaluation.scorers import Contains, ExactMatch
 from cacheblend.evaluation.summary import summarise, with_cells
+from cacheblend.evaluation.templates import read_template
 from cacheblend.nano import lexicon
 
 CATEGORIES = {
@@ -48,7 +51,7 @@ def demo_questions(seed: int, per_category: int = 4) -> list[QuestionRow]:
     drawn = {each["seed"]: each for each in map(json.loads, DATA.read_text(encoding="utf-8").splitlines())}
     if seed not in drawn:
         raise InvalidInputError(f"the demo has questions of the seeds {min(drawn)} to {max(drawn)}, not {seed}")
-    texts = [Text(text, f"passage {number}") for number, text in enumerate(drawn[seed]["passages"], start=1)]
+    texts = [Passage(text, f"passage {number}") for number, text in enumerate(drawn[seed]["passages"], start=1)]
     asked = drawn[seed]["questions"]
     most = len(asked) // len(CATEGORIES)
     if not 1 <= per_category <= most:
@@ -94,7 +97,7 @@ def run_demo(engine: BlendEngine, rows: Sequence[QuestionRow], ratio: float, pro
     """Stores the passages, answers the questions begun within `BUDGET_S` by all methods, checks the invariants. The
     engine has the shipped model and captures no missed chunks; `ratio`: of the blends by HKVD. Returns the results in
     the form in which they are written to JSON; ``evaluation`` is that of `with_cells`."""
-    passages = [Passage(each.text, each.title) for each in sorted(rows[0].passages, key=lambda each: each.title)]
+    passages = sorted(rows[0].passages, key=lambda each: each.title)
     warmed = engine.warm(passages, progress=partial(progress, "warming"))
     methods, settings = demo_methods(engine.runtime.settings.config, ratio), Settings(max_tokens=MAX_TOKENS)
     ends = time.monotonic() + BUDGET_S
@@ -225,3 +228,46 @@ def draw_demo_plot(methods: Sequence[dict[str, Any]], file: Path, *, title: str,
         figure.suptitle(title, x=0.006, ha="left", fontsize=14, fontweight="bold")
         figure.supxlabel(remark, x=0.006, ha="left", fontsize=9, color=QUIET)
         figure.savefig(file)
+
+
+# ---- a pretrained model, about six notes ----
+
+PRETRAINED = "smollm2-135m-instruct"
+NOTE_TOKENS = 24  # of an answer: a sentence
+NOTES = Path(str(files("cacheblend.data"))) / "examples.json"
+NOTE_QUESTIONS = (
+    ("Who was the first keeper of the lighthouse?", ("Edith Calloway",)),
+    ("Of what is the tower made?", ("granite",)),
+    ("Where is the weather book kept today?", ("Marleigh Institute",)),
+    ("How long does the crossing take?", ("50 minutes", "fifty minutes")),
+    ("When was the institute founded?", ("1902",)),
+    ("Who founded the Marleigh Institute?", ("Tomas Rehl",)),
+)
+"""Of sixteen that were tried, those which the model answers right where it computes the whole prompt; the others would
+say what the model cannot do, not what blending changes."""
+
+
+def pretrained_folder() -> Path:
+    """Where the lab makes it (`make pretrained`), in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cacheblend" / PRETRAINED
+
+
+def ask_about_notes(engine: BlendEngine, progress: Progress) -> dict[str, Any]:
+    """Answers of full recompute, full reuse and the engine's own blend to `NOTE_QUESTIONS` about the notes of the
+    server's page, in turn in their order and turned round: in the form of `with_cells`, with the ``questions``. The
+    notes are stored first."""
+    notes = [Passage(each["text"], each["title"]) for each in json.loads(NOTES.read_text(encoding="utf-8"))["passages"]]
+    rows = [
+        QuestionRow(question, tuple(notes[:: -1 if number % 2 else 1]), answers, "", str(number))
+        for number, (question, answers) in enumerate(NOTE_QUESTIONS)
+    ]
+    engine.warm(notes)
+    methods: list[Method] = [
+        FullRecompute(Label("full recompute", "full", "full")),
+        Fused(Label("full reuse", "reuse", "reuse"), NoRows()),
+        Fused(Label("blend", "blend", "blend"), engine.runtime.settings.config.make_selector()),
+    ]
+    settings = Settings(read_template("qa"), max_tokens=NOTE_TOKENS)
+    found = evaluate(engine, rows, methods, settings=settings, progress=progress)
+    questions = [row.question for row in rows]
+    return {"questions": questions, **with_cells(summarise(found, [Contains()]), found, [Contains()])}

@@ -34,8 +34,9 @@ from cacheblend.core.profile import Measurement, Profile
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.bounds import allowed_errors, check_share, lower_bound, needed_rows, reaches
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.engines.hf.baselines import agreement, touch
+from cacheblend.engines.hf.baselines import touch
 from cacheblend.engines.hf.prompts import PromptLike
+from cacheblend.engines.shadow import agreement
 from cacheblend.evaluation.bootstrap import mean_lower_bound
 from cacheblend.evaluation.candidates import Candidate
 from cacheblend.evaluation.compute import ComputeScale
@@ -383,7 +384,7 @@ def compare(
     assert found.logits is not None and full.logits is not None  # both have the logits of their first token
     close = agreement(found.logits, full.logits)
     sample = Sample(
-        top_1=close.top_1,
+        top_1=close.first,
         kl=close.kl,
         equal_tokens=equal_share(found.token_ids, full.token_ids) if asked.max_tokens else None,
         equal_answer=found.token_ids == full.token_ids if asked.max_tokens else None,

@@ -14,7 +14,8 @@ from cacheblend.core.plan.prompt import Prompt
 from cacheblend.data import BadRowError, QuestionRow
 from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
-from cacheblend.engines.hf.baselines import agreement, touch
+from cacheblend.engines.hf.baselines import touch
+from cacheblend.engines.shadow import agreement
 from cacheblend.evaluation.compute import ComputeScale
 from cacheblend.evaluation.methods import Asked, Label, Method, Outcome, OwnAnswer, make_methods
 from cacheblend.evaluation.records import Cell, LineLog, RowResult, folder_name
@@ -215,7 +216,7 @@ def make_cases(
     reasons for rows that make no valid prompt, which are left out; None: the first is a `BadRowError`."""
     cases, layout = [], settings.template
     for number, row in enumerate(rows):
-        case = Case(number, row, [Passage(text.text, text.title) for text in row.passages], {}, {})
+        case = Case(number, row, list(row.passages), {}, {})
         try:
             if not row.passages:
                 raise InvalidInputError("it has no passages")
@@ -314,7 +315,7 @@ def _run(
                     **measured,
                     answer=outcome.text,
                     total_compute=scale.share(outcome.row_layers, outcome.projected_rows, len(prompt)),
-                    top_1=None if close is None else close.top_1,
+                    top_1=None if close is None else close.first,
                     kl=None if close is None or not math.isfinite(close.kl) else close.kl,
                 )
             )

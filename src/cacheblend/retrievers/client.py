@@ -5,7 +5,7 @@ Knows the server's API (docs/documents.md); knows no retriever and no engine.
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -19,6 +19,7 @@ from cacheblend.engines.documents import (
     check_document_ids,
     each_document,
 )
+from cacheblend.engines.tokens import Passage
 
 _BATCH_DOCUMENTS, _BATCH_BYTES = 256, 1 << 20  # of a request; one document may be larger
 _HINTS = {
@@ -215,11 +216,11 @@ def text_id(text: str) -> str:
     return f"text-{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:32]}"
 
 
-def distinct(passages: Iterable[Any], text_of: Callable[[Any], str]) -> list[Any]:
+def distinct(passages: Iterable[Any]) -> list[Any]:
     """Passages in order, of equal texts the first: a model needs a text once. Those without any text are left out."""
     found: dict[str, Any] = {}
     for each in passages:
-        if text := text_of(each):
+        if text := Passage.of(each).text:
             found.setdefault(text, each)
     return list(found.values())
 

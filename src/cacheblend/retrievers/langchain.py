@@ -33,34 +33,26 @@ class PassageRetriever(PassageIndex, BaseRetriever):
 
     @staticmethod
     def document_of(passage: Document) -> StoredDocument:
-        text = _text(passage)
-        return StoredDocument(passage.id or text_id(text), text, _title(passage))
+        found = Passage.of(passage)
+        return StoredDocument(passage.id or text_id(found.text), found.text, found.title[:256])
 
     def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
-        return distinct(self.retriever.invoke(query, {"callbacks": run_manager.get_child()}), _text)
+        return distinct(self.retriever.invoke(query, {"callbacks": run_manager.get_child()}))
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun
     ) -> list[Document]:
-        return distinct(await self.retriever.ainvoke(query, {"callbacks": run_manager.get_child()}), _text)
+        return distinct(await self.retriever.ainvoke(query, {"callbacks": run_manager.get_child()}))
 
 
 def documents_of(documents: Sequence[Document]) -> list[dict[str, str]]:
     """The field ``documents`` of a chat request to `cacheblend serve`: each is a chunk, however short it is."""
-    return [{"text": _text(each), "title": _title(each)} for each in distinct(documents, _text)]
+    return [{"text": each.text, "title": each.title[:256]} for each in map(Passage.of, distinct(documents))]
 
 
 def chat_message(question: str, documents: Sequence[Document]) -> HumanMessage:
     """A user's message of passages and a question, as content parts, for any server that is OpenAI-compatible.
     `cacheblend serve` takes parts of at least ``--chunk-tokens`` (64) as chunks; vLLM joins them into one text, in
     which its plug-in finds them by content."""
-    parts = [{"type": "text", "text": text} for text in (*map(_text, distinct(documents, _text)), question)]
-    return HumanMessage(content=parts)
-
-
-def _text(document: Document) -> str:
-    return Passage.of(document).text
-
-
-def _title(document: Document) -> str:
-    return Passage.of(document).title[:256]
+    texts = [*(Passage.of(each).text for each in distinct(documents)), question]
+    return HumanMessage(content=[{"type": "text", "text": text} for text in texts])

@@ -35,20 +35,15 @@ class PassagePostprocessor(PassageIndex, BaseNodePostprocessor):
 
     @staticmethod
     def document_of(passage: BaseNode) -> StoredDocument:
-        return StoredDocument(passage.node_id, _text(passage))
+        return StoredDocument(passage.node_id, Passage.of(passage).text)
 
     def _postprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
-        return distinct(nodes, _text)
+        return distinct(nodes)
 
 
 def documents_of(nodes: Sequence[NodeWithScore]) -> list[dict[str, str]]:
     """The field ``documents`` of a chat request: each is a chunk. LlamaIndex's own parts of a message are joined into
     one text, in which no passage can be recognised."""
-    return [{"text": _text(each), "title": ""} for each in distinct(nodes, _text)]
-
-
-def _text(node: BaseNode | NodeWithScore) -> str:
-    """What LlamaIndex shows a model of a node, its metadata included."""
-    return Passage.of(node).text
+    return [{"text": Passage.of(each).text, "title": ""} for each in distinct(nodes)]

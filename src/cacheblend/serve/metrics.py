@@ -24,8 +24,7 @@ from prometheus_client.registry import Collector
 
 from cacheblend.core.load.budget import LOAD_TIMEOUT, LOOK_UP, LateTiers
 from cacheblend.core.report import BlendReport
-from cacheblend.engines.discovery import DiscoveryFigures
-from cacheblend.engines.hf.shadow_check import ShadowCheck
+from cacheblend.engines.hf.runtime import EngineRuntime
 from cacheblend.engines.metrics import DISCOVERED, SHADOW_COUNTERS, SHADOW_GAUGES, SHADOW_KL, WHOSE, Texts
 from cacheblend.engines.shadow import KL_BUCKETS, ShadowFigures
 from cacheblend.serve.bounded_calls import BoundedCalls
@@ -98,9 +97,8 @@ def _stats_of(tier: KVStore) -> StoreStats | None:
 class StoreWatch:
     """Bytes, blocks and errors of a store's tiers but late ones, which requests pass over, too. Thread-safe."""
 
-    def __init__(self, store: KVStore, late_tiers: LateTiers | None = None) -> None:
-        self._late_tiers = late_tiers or LateTiers()
-        self._tiers = store.tiers()
+    def __init__(self, store: KVStore, late_tiers: LateTiers) -> None:
+        self._late_tiers, self._tiers = late_tiers, store.tiers()
         self._lock = threading.Lock()
         self._no_answer, self._calls = dict.fromkeys(self._tiers, 0), BoundedCalls(max(1, len(self._tiers)))
 
@@ -175,26 +173,17 @@ class _PresentValues(Collector):  # type: ignore[misc, unused-ignore]
 
 
 class Metrics:
-    """The metrics of one server, of what is given those that there are now; safe to call from several threads."""
+    """The metrics of one server, which runs requests on `runtime`; safe to call from several threads."""
 
-    def __init__(
-        self,
-        store: KVStore,
-        waiting: Callable[[], int],
-        active: Callable[[], int],
-        given_up: Callable[[], Mapping[str, int]] = dict,
-        shadow: ShadowCheck | None = None,
-        discovered: Callable[[], DiscoveryFigures] | None = None,
-        late_tiers: LateTiers | None = None,
-    ) -> None:
-        self.store = StoreWatch(store, late_tiers)
+    def __init__(self, runtime: EngineRuntime, waiting: Callable[[], int], active: Callable[[], int]) -> None:
+        self.store = StoreWatch(runtime.store, runtime.prefiller.late_tiers)
 
         def ask() -> Values:
-            learnt = None if discovered is None else discovered()
+            shadow, learnt = runtime.shadow, None if runtime.discovery is None else runtime.discovery.figures
             names = () if learnt is None else (*DISCOVERED, "discovered_wasted_tokens", "watched_tokens")
             return {
                 **self.store.values(),
-                "captures_given_up": {(reason,): count for reason, count in given_up().items()},
+                "captures_given_up": {(reason,): count for reason, count in runtime.background.given_up.items()},
                 "requests_waiting": {(): waiting()},
                 "requests_active": {(): active()},
                 **({} if shadow is None else _shadow_values(shadow.watch.figures(), shadow.waiting)),

@@ -33,15 +33,7 @@ class ServerState:
         if settings.shadow_settings is not None:
             engine.runtime.watch(settings.shadow_settings)
         self.scheduler = Scheduler(engine.runtime, Limits(settings.active, settings.waiting))
-        self.metrics = Metrics(
-            engine.store,
-            lambda: self.waiting,
-            lambda: self.scheduler.active,
-            lambda: engine.runtime.background.given_up,
-            engine.runtime.shadow,
-            None if (discovery := engine.runtime.discovery) is None else lambda: discovery.figures,
-            engine.runtime.prefiller.late_tiers,
-        )
+        self.metrics = Metrics(engine.runtime, lambda: self.waiting, lambda: self.scheduler.active)
         if settings.store_bytes is not None and engine.runtime.histories is not None:
             raise InvalidInputError("--edits stores text, which no quota counts: leave out --store-quota, or --edits")
         self.tenants = Tenants(engine, settings.store_bytes, settings.pin_bytes)

@@ -18,7 +18,6 @@ from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.ambient import without_ambient
 from cacheblend.engines.hf.recurrent import States, cache_argument, fill_cache
 from cacheblend.engines.hf.sampling import Sampler, SamplingParams
-from cacheblend.engines.shadow import kl_divergence
 from cacheblend.engines.tokens.detokenizer import TextStream
 
 TOUCHED_ROWS = 64
@@ -35,22 +34,6 @@ class FirstToken:
     kv: DynamicCache | list[LayerKV] | None = None  # of the prompt, as decoding takes it; None if the method keeps none
     report: BlendReport | None = None  # set by the methods that load stored KV
     states: States | None = None  # of recurrent layers behind the prompt, beside a list as `kv`
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """How close a first-token distribution is to that of full recompute."""
-
-    kl: float  # KL(full || other), in nats
-    top_1: bool  # both distributions have the same most likely token
-    max_logit_error: float  # largest difference of a logit, divided by the standard deviation of the full logits
-
-
-def agreement(logits: torch.Tensor, full: torch.Tensor) -> Agreement:
-    """Compares two first-token logits, each [vocab]."""
-    other, wanted = logits.double().cpu(), full.double().cpu()
-    error = float((other - wanted).abs().max() / wanted.std().clamp(min=1e-12))
-    return Agreement(kl_divergence(wanted, other), bool(other.argmax() == wanted.argmax()), error)
 
 
 @without_ambient

@@ -22,10 +22,10 @@ from pydantic import Field
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.select.selectors import Recorded, Selector
 from cacheblend.engines.hf import Passage
-from cacheblend.engines.hf.baselines import agreement
 from cacheblend.engines.hf.document_sync import slices
 from cacheblend.engines.hf.prefiller import Mode
 from cacheblend.engines.settings import PROFILE_NAME, read_profile
+from cacheblend.engines.shadow import agreement
 from cacheblend.nano import model_path
 from cacheblend.nano.examples import EXAMPLES, answer_of, notes
 from cacheblend.serve.fair_queue import SLICE_TOKENS
@@ -166,7 +166,7 @@ def _explain(state: ServerState, asked: Explain, key: ApiKey) -> Generator[None,
         "segments": _segments(state, result.plan, watched),
         "strength": _measured(watched),
         "kl": close.kl,
-        "top_1": close.top_1,
+        "top_1": close.first,
         "first_token": state.token_name(int(result.logits.argmax())),
         "full_first_token": state.token_name(int(full.logits.argmax())),
         "layers": engine.runtime.survey.num_layers,
