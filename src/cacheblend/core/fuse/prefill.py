@@ -24,8 +24,9 @@ from cacheblend.core.closable import Closable
 from cacheblend.core.errors import BlockLostError, InvalidInputError, LoadTimeoutError
 from cacheblend.core.failures import LOST_BLOCK, count_failure
 from cacheblend.core.fuse.batching import LayerRows, LayerSteps, run_alone
+from cacheblend.core.fuse.correction import Correctable, correct_keys
 from cacheblend.core.fuse.question import OverRanks, QuestionPass
-from cacheblend.core.fuse.rows import ActiveRows, Correctable, correct_keys
+from cacheblend.core.fuse.rows import ActiveRows
 from cacheblend.core.fuse.runner import Attend, LayerRunner
 from cacheblend.core.kernels.attention import AttentionSpec
 from cacheblend.core.load.budget import LoadBudget

@@ -1,5 +1,4 @@
-"""The rows of a prompt that a prefill still computes, what a selector may know of them, and what they tell of the keys
-of the others.
+"""The rows of a prompt that a prefill still computes, and what a selector may know of them.
 
     position    0 ........ prefix_length ................................ len(plan)
     plan        | exact prefix | text | loaded | miss  | loaded | suffix |
@@ -12,47 +11,17 @@ Knows plans and tensors; does not know why a row is kept or dropped (`core.selec
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.fuse.correction import Correctable
 from cacheblend.core.kernels.upload import upload, upload_together
-from cacheblend.core.load.layer_kv import LayerCache
 from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.select.selectors import Candidates
-
-
-class Correctable(NamedTuple):
-    """Which rows tell of which; all on the rows' device."""
-
-    places: torch.Tensor  # [k] int64, of the recomputed candidates among the active rows
-    chosen: torch.Tensor  # [k] int64, their positions
-    # [segments + 1, k] float32, of each of them in its chunk's mean, the last row 0; a product adds in the same order
-    shares: torch.Tensor
-    positions: torch.Tensor  # [m] int64, of the candidates that were dropped, ascending
-    segments: torch.Tensor  # [tokens] int64, of all rows of the prompt, those of others than these the last
-
-
-def correct_keys(kv: LayerCache, keys: torch.Tensor, rows: Correctable, weight: float) -> None:
-    """Moves the dropped rows' keys in a layer by what the recomputed rows of their chunk show, before the active rows
-    are written: the mean deviation of these, or a share of it, is added (AgentKVShift corrects values and keys of
-    edited histories in this way).
-
-    The rows of a chunk deviate alike, because all of them were computed without the text in front of the chunk now. No
-    row is computed for it (keys are projected once more where there is more than a tile), nothing is stored, and at
-    r = 1 there is nothing to correct. For the anchor ``text``: behind BOS a chunk's first rows, its sinks, deviate in
-    their own way.
-
-    Args:
-        keys: [kv_heads, n, head_dim], fresh, of all active rows.
-        weight: of the mean deviation, 0..1.
-    """
-    known = kv.rows(rows.chosen).keys  # subtracted in fp32 without a copy
-    mean = weight * (rows.shares @ (keys[:, rows.places].float() - known))
-    kv.move_keys(rows.positions, mean, rows.segments)
 
 
 class ActiveRows:

@@ -55,7 +55,7 @@ class Selection:
         rank: at check layers hybrid ranks by ``"deviation"``, or by ``"either"`` of deviation and attention.
         recency: head gives every chunk the same number of rows (0), or in proportion to its place among them (1); 0..1.
             None: 0, or what auto chooses.
-        correction: share of the recomputed keys' mean deviation that a chunk's others get, see `core.fuse.rows`;
+        correction: share of the recomputed keys' mean deviation that a chunk's others get, see `core.fuse.correction`;
             0..1. None: 0, or what auto chooses.
 
     Raises:

@@ -361,7 +361,7 @@ for _name, _declared in vars(Selector).items():
 
 @dataclass(frozen=True)
 class Corrected(Wrapper):
-    """Another selector, beside whose rows the keys of the others are corrected, see `core.fuse.rows`."""
+    """Another selector, beside whose rows the keys of the others are corrected, see `core.fuse.correction`."""
 
     inner: Selector
     weight: float
