@@ -3,10 +3,10 @@ them: no clock is needed, so a busy machine shows the same as a quiet one.
 
     python -m lab.faults.instructions FILE.json
 
-Two engines of a narrow model, without the plug-in and with it, answer plain requests of `PROMPT` tokens; answers of two
-lengths tell a step that decodes one token from the rest of a request. What is added depends on the number of layers and
-not on their width; `STEP` and `ROW` say what a model of qwen2.5-0.5b's width computes at least. What vLLM does for any
-connector is among what is added. Takes a quarter of an hour.
+Three engines of a narrow model, without a connector, with one that does nothing, and with the plug-in, answer plain
+requests of `PROMPT` tokens; answers of two lengths tell a step that decodes one token from the rest of a request. What
+is added depends on the number of layers and not on their width; `STEP` and `ROW` say what a model of qwen2.5-0.5b's
+width computes at least. Takes a quarter of an hour.
 """
 
 import json
@@ -26,6 +26,7 @@ PROMPT, SHORT, LONG = 64, 2, 18
 DEPTH = 24
 """Layers, as qwen2.5-0.5b has: vLLM asks a connector in each."""
 
+WAYS = ("without", "nothing", "with")
 TIMES = 3
 """That each is counted; the median is taken."""
 
@@ -52,7 +53,7 @@ def measure() -> dict[str, Any]:
                 [*under, f"--callgrind-out-file={name}/{way}", sys.executable, "-m", MODULE, "--child", name, way],
                 env=environ,
             )
-            for way in ("without", "with")
+            for way in WAYS
         }
         try:
             for way, child in running.items():
@@ -66,21 +67,52 @@ def measure() -> dict[str, Any]:
     for way, (short, long) in counted.items():
         step = (sorted(long)[TIMES // 2] - sorted(short)[TIMES // 2]) / (LONG - SHORT)
         found[way] = {"step": step, "rest": sorted(short)[TIMES // 2] - SHORT * step}
-    added = {what: found["with"][what] - found["without"][what] for what in found["with"]}
     tokens, answered = REQUEST
     step = found["without"]["step"] + STEP
     request = found["without"]["rest"] + tokens * ROW + answered * step
-    figures = {f"added_{what}": count for what, count in added.items()}
-    figures |= {"step_share": added["step"] / step, "request": (added["rest"] + answered * added["step"]) / request}
+    figures = dict[str, float]()
+    for name, way, than in (("added", "with", "without"), ("own", "with", "nothing")):
+        more = {what: found[way][what] - found[than][what] for what in found[way]}
+        figures |= {name: more["step"], f"{name}_step": more["step"] / step}
+        figures[f"{name}_request"] = (more["rest"] + answered * more["step"]) / request
     return {"figures": figures, "instructions": found, "counted": counted, **stamp(), "vllm": version_of_vllm()}
+
+
+def idle_connector() -> type:
+    """A connector that does nothing; a class of this module, by which vLLM finds it."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+
+    class IdleConnector(KVConnectorBase_V1):  # type: ignore[misc, unused-ignore]
+        def start_load_kv(self, *given: Any, **more: Any) -> None: ...
+        def wait_for_layer_load(self, *given: Any) -> None: ...
+        def save_kv_layer(self, *given: Any, **more: Any) -> None: ...
+        def wait_for_save(self) -> None: ...
+        def update_state_after_alloc(self, *given: Any) -> None: ...
+        def get_num_new_matched_tokens(self, *given: Any) -> tuple[int, bool]:
+            return 0, False
+
+        def build_connector_meta(self, scheduler_output: Any) -> Any:
+            return KVConnectorMetadata()
+
+    return IdleConnector
+
+
+def __getattr__(name: str) -> Any:
+    if name == "IdleConnector":
+        return idle_connector()
+    raise AttributeError(name)
 
 
 def child(folder: Path, way: str) -> None:
     """Counts in a process that has an engine; ends without waiting for vLLM's threads."""
     from lab.faults.engine import Engine, Request
 
-    extra = None if way == "without" else {"store": f"file://{folder / 'store'}", "check_layers": [1]}
-    engine = Engine(folder / "model", extra, kv_cache_memory_bytes=64 << 20, max_model_len=1024)
+    extra = {"store": f"file://{folder / 'store'}", "check_layers": [1]} if way == "with" else None
+    options: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024}
+    if way == "nothing":
+        options["kv_transfer_config"] = {"kv_connector": "IdleConnector", "kv_connector_module_path": MODULE}
+        options["kv_transfer_config"]["kv_role"] = "kv_both"
+    engine = Engine(folder / "model", extra, **options)
     rng, found = random.Random(3), (list[int](), list[int]())
 
     def ask(name: str, tokens: int) -> None:

@@ -246,14 +246,11 @@ def test_one_history_is_completed_before_the_next_is_begun(monkeypatch: pytest.M
     assert keep(side, store) == [128, 256, len(FIRST)] * 3
 
 
-@pytest.mark.may_fail("store write")
-def test_a_section_that_the_store_does_not_keep_is_tried_once_more_and_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_store_that_does_not_keep_a_section_is_given_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(histories, "SECTION", 64)
     side = scheduling([], blend_fields={"edits": True, "block_size": 32})
     end(side, FIRST, "one")
-    assert keep(side) == [64, 64]
+    assert keep(side) == [64]
     assert moved(side, STRIPPED, "next") == 0
 
 
@@ -609,6 +606,14 @@ def test_a_remote_store_that_does_not_answer_is_not_an_empty_one(monkeypatch: py
             assert keep(side) == [] and not side.is_busy
             time.sleep(0.06)
     assert keep(side, store) == [256, len(FIRST)], "nothing is computed again"
+
+
+def test_a_cascade_of_which_one_member_is_away_is_given_new_histories(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore(1 << 24)
+    monkeypatch.setattr(type(store), "is_reachable", property(lambda store: False))
+    side = scheduling([], store, blend_fields={"edits": True, "block_size": 32})
+    end(side, FIRST, "one")
+    assert keep(side, store) == [len(FIRST)]
 
 
 def test_an_error_in_a_look_up_of_histories_ends_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:

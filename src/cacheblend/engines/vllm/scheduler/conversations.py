@@ -159,8 +159,9 @@ class Conversations:
         del self._sent[job]
 
     def put_back(self, job: CaptureJob) -> None:
-        """A job that was taken is not carried out yet: another look-up tells what is left of it."""
-        self._wait_again(replace(self._sent.pop(job), begun=0, done=0), is_copy=job.pages is not None)
+        """A job that was taken is not carried out yet: another look-up, behind others, tells what is left of it."""
+        history = replace(self._sent.pop(job), begun=0, done=0)
+        self._wait(self._computed if job.pages is None else self._copied, history)
 
     def take_lost(self) -> tuple[int, int]:
         """How many histories waited beyond those that may, and how many failed twice, since the last call."""
@@ -172,7 +173,7 @@ class Conversations:
         """Forgets what waits; names of what was stored are found no more."""
         for each in (self._copied, self._computed, self._sent):
             each.clear()
-        self._look_up = None
+        self._look_up = self._refused = None
         self.is_held = True
 
     def close(self) -> None:
@@ -204,13 +205,14 @@ class Conversations:
             return look_up.call.result()
         except (StoreError, OSError) as error:
             logger.warning("a history is not stored: %s", error)
-            if not isinstance(error, _LostError):
+            history, is_away = look_up.history, isinstance(error, StoreUnreachableError)
+            others = {*self._copied, *self._computed} - {history.key}
+            if not isinstance(error, _LostError) or not others:
                 self._resume_at = time.monotonic() + PAUSE_S
-            if look_up.history.has_failed:
+            if history.has_failed and not is_away:
                 self._failed += 1
             else:  # behind others
-                has_failed = not isinstance(error, StoreUnreachableError)
-                again = replace(look_up.history, begun=0, done=0, has_failed=has_failed)
+                again = history if is_away else replace(history, begun=0, done=0, has_failed=True)
                 self._wait(self._copied if look_up.is_copy else self._computed, again)
         except Exception:
             logger.exception("a history is not stored")
@@ -225,9 +227,9 @@ class Conversations:
         stored = 0 if held is None else len(held)
         if held is not None:
             self.histories.note(*history.key, held)
-        if stored < max(history.done, 1) and not self._store.is_reachable:
-            raise StoreUnreachableError("the store does not answer")
         if stored < history.done:
+            if not self._store.is_reachable:
+                raise StoreUnreachableError("the store does not answer")
             # It has given the place to others; an adapter's weights may have changed; a worker failed. If it is so with
             # two histories in a row, it refuses everything.
             is_refused = stored >= history.begun and history.adapter is None
