@@ -144,6 +144,15 @@ def test_a_call_that_is_dropped_asks_other_pools_for_nothing_more() -> None:
     inner.close()
 
 
+def test_a_long_loop_lets_other_threads_go_on_after_some_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[int]()
+    monkeypatch.setattr(threads_module.time, "sleep", lambda seconds: seen.append(-1))
+    for number in threads_module.standing_aside(iter(range(40))):
+        seen.append(number)
+    assert [*filter(lambda each: each >= 0, seen)] == [*range(40)]
+    assert [at for at, each in enumerate(seen) if each < 0] == [15, 32]
+
+
 def test_closing_cancels_what_waits_and_a_call_that_hangs_keeps_nothing_from_ending() -> None:
     pool, gate, begun = DaemonPool(1, "test"), threading.Event(), threading.Event()
 

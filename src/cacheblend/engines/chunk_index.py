@@ -24,7 +24,7 @@ import numpy as np
 
 from cacheblend.core.errors import StoreUnreachableError
 from cacheblend.core.failures import count_failure
-from cacheblend.core.load.threads import DaemonPool
+from cacheblend.core.load.threads import DaemonPool, standing_aside
 from cacheblend.core.names import BlockName, TokenIds
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.chunk_matches import ChunkIndex
@@ -245,7 +245,7 @@ class ChunkListing:
         if stamp is None or stamp != self._stamp:
             self._forgotten.clear()
             before = set(self._listed)  # a chunk added meanwhile may be missing in what is read
-            found = {m.chunk_id: m for m in self._store.manifests() if self._is_wanted(m)}
+            found = {m.chunk_id: m for m in standing_aside(self._store.manifests()) if self._is_wanted(m)}
             with self._applying:
                 found = {name: chunk for name, chunk in found.items() if name not in self._forgotten}
                 added = [chunk for name, chunk in found.items() if name not in self._listed]
@@ -269,7 +269,7 @@ class ChunkListing:
                 continue
             changed[root] = index = old.copy()
             index.remove(chunk.chunk_id for chunk in changes.removed if chunk.root == root)
-            index.add(chunk for chunk in changes.added if chunk.root == root)
+            index.add(chunk for chunk in standing_aside(changes.added) if chunk.root == root)
         with self._lock:
             for chunk in changes.removed:
                 del self._listed[chunk.chunk_id]
@@ -308,7 +308,7 @@ class ChunkListing:
             with self._lock:
                 chunks = dict(self._by_root.get(root, {}))
             index.remove(known.keys() - chunks.keys())
-            index.add(chunks.values())
+            index.add(standing_aside(chunks.values()))
             with self._lock:
                 if self._by_root.get(root, {}).keys() == chunks.keys():
                     self._indexes[root] = index

@@ -21,6 +21,7 @@ from cacheblend.core.errors import (
     StoreReadOnlyError,
     StoreUnreachableError,
 )
+from cacheblend.core.load.threads import standing_aside
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.store.base import LOGGER_NAME, Damage, FindCounter, KVStore, Progress, StoreStats, check_manifest
@@ -99,7 +100,7 @@ class SealedRecords(Generic[T]):
             changed = [name for name, mark in marks.items() if name not in known or known[name][0] != mark]
             data = self._place.read_sealed(self._kind, changed)
         listed = {name: known[name] for name in marks.keys() - set(changed)}
-        for name, part in zip(changed, data, strict=True):
+        for name, part in standing_aside(zip(changed, data, strict=True)):
             if part is not None:
                 listed[name] = (marks[name], self.decoded(part, name))
         with self._lock:  # damage is read again: a new file may look like the one that was removed
