@@ -2,6 +2,7 @@
 
 What an answer says is what the tokenizer makes of all its tokens, up to a stop text, and it ends for that reason."""
 
+import math
 import random
 import shutil
 import threading
@@ -291,6 +292,14 @@ def test_by_default_a_model_with_room_reuses_chunks_behind_the_text_that_ships(t
     with open_one(config={"anchor": "bos"}) as after:  # what was stored before stays readable
         assert after.generate(PARTS, GREEDY).report.missed_tokens == 0
         assert after.config.selector == "hkvd"
+
+
+def test_missed_chunks_are_counted_while_the_store_takes_none(open_engine: Open) -> None:
+    engine = open_engine(capture=True)
+    engine.runtime.warmer.keeper._resume_at = math.inf
+    engine.generate(PARTS, GREEDY)
+    assert engine.flush(60)
+    assert engine.runtime.background.given_up == {"queue full": 0, "failed": 0, "store": len(PASSAGES), "quota": 0}
 
 
 def test_chunks_warmed_after_a_system_prompt_are_hits_after_it(open_engine: Open) -> None:

@@ -14,7 +14,7 @@ import logging
 import math
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,10 +53,16 @@ class Background:
         self.idle_work: ShadowCheck | None = None  # done when nothing else is; whoever sets it calls `wake` for some
         self.holds_up_requests = False  # the work that is being done is done in their thread
         self.dropped = self.failed = 0
+        self._refused = Counter({"store": 0, "quota": 0})
 
     @property
     def given_up(self) -> dict[str, int]:
-        return {"queue full": self.dropped, "failed": self.failed}
+        return {"queue full": self.dropped, "failed": self.failed, **self._refused}
+
+    def give_up(self, reason: str, times: int = 1) -> None:
+        """So many chunks are not stored: the ``store`` takes nothing at the moment, or a ``quota`` is used up."""
+        with self._lock:
+            self._refused[reason] += times
 
     def begin_request(self) -> None:
         """No further job is started until `end_request`."""

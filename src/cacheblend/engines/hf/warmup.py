@@ -176,8 +176,11 @@ class ChunkWarmer:
         of a run that recurs, later and in another thread; returns whether to store them."""
         if result.slow:
             self._background.submit(result.slow, partial(self._promote, sorted(result.slow)), patient=True)
-        if not self._config.capture or self.keeper.is_paused:
+        if not self._config.capture:
             return
+        missed = result.plan.missed_chunks()
+        if self.keeper.is_paused:
+            return self._background.give_up("store", len(missed))
         planner = state.planner_of(tenant)
         anchor = tuple(planner.anchor.segments(result.plan.prompt))
         if not self._is_current(state) or planner.chain_of(anchor) != result.plan.anchor_name:
@@ -186,9 +189,8 @@ class ChunkWarmer:
             asker = Asker(state, planner, anchor, may_keep)
             queue = partial(self._queue_discovered, self._discovery)
             self._discovery.watch(planner.root, result.plan.prompt, result.plan, asker, queue)
-        missed = result.plan.missed_chunks()
         if not may_keep(sum(map(len, missed))):
-            return
+            return self._background.give_up("quota", len(missed))
         if text:
             try:
                 exact, blocks = self._exact_blocks(planner, result)
@@ -291,17 +293,22 @@ class ChunkWarmer:
         """Computes and keeps a chunk; False: the store holds it by now. None: it is not kept, for the store cannot take
         chunks now, `may_keep` forbids it, or the adapters were switched."""
         if self.keeper.is_paused or self._is_awaited:
+            self._background.give_up("store")
             return None
         if self._ask_store(partial(self._is_held, job, state, planner)):
             return False
         if may_keep is not None and not may_keep(len(job.token_ids)):
+            self._background.give_up("quota")
             return None
         try:
             [captured] = self._compute([job], state, planner)
         except ModelChangedError:  # no failure: the request that missed it was one of the other adapters
             logger.info("a missed chunk of %d tokens is not stored: the adapters were switched", len(job.token_ids))
             return None
-        return self._ask_store(partial(self.keeper.keep, captured)) or None
+        if not self._ask_store(partial(self.keeper.keep, captured)):
+            self._background.give_up("store")
+            return None
+        return True
 
     def _queue_discovered(self, discovery: Discovery[Asker]) -> None:
         for is_long in (False, True):

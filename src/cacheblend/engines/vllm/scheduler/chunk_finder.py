@@ -11,12 +11,12 @@ from dataclasses import replace
 from functools import lru_cache, partial
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.errors import StoreError
+from cacheblend.core.errors import StoreError, StoreUnreachableError
 from cacheblend.core.load.budget import LEAST_S, PAUSE_S
 from cacheblend.core.load.capture import ChunkJob, manifest_of
 from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.names import BlockName, TokenIds, as_token_ids, join_ids
-from cacheblend.core.plan.plan import BlendPlan
+from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.plan.recurrence import Run
@@ -290,6 +290,9 @@ class ChunkFinder:
         missed_at = time.monotonic()
         plan = plan_of_held(prompt, lambda each: planner.plan(each, self._store), match)
         looked_up_s, self._answered = time.monotonic() - missed_at, max(self._answered, missed_at)
+        is_held = any(span.source in (Source.PREFIX, Source.LOADED) for span in plan.spans)
+        if not is_held and not self._store.is_reachable:
+            raise StoreUnreachableError("the store does not answer")
         missed = plan.missed_chunks() if settings.config.capture else []
         anchor = tuple(planner.anchor.segments(plan.prompt))
         jobs = [CaptureJob(ChunkJob(anchor, chunk.token_ids, chunk.label), planner, adapter) for chunk in missed]

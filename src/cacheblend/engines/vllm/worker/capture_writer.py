@@ -63,7 +63,7 @@ class CaptureWriter:
         emptied as soon as the host has its content."""
         self._unfinished = {chunk: each for chunk, each in self._unfinished.items() if not chunk.done()}
         if self._ranks.rank or self._keeper.is_paused:
-            return self.end(number)
+            return self.refuse(number)
         try:
             copied = self._copying.submit(self._on_host, job, kv, self._staging.now())
             self._unfinished[self._storing.submit(self._store, number, copied)] = number
@@ -79,6 +79,12 @@ class CaptureWriter:
             while self.done in self._ended:
                 self._ended.remove(self.done)
                 self.done += 1
+
+    def refuse(self, number: int) -> None:
+        """A chunk is not stored, since the store has refused another one. The rank that writes counts it."""
+        if not self._ranks.rank:
+            self._counts.add_fallback(NOT_WRITTEN)
+        self.end(number)
 
     @property
     def is_refusing(self) -> bool:

@@ -225,7 +225,7 @@ class Worker(Outbox):
         is_refused = bool(jobs.capture) and self.is_any(not self._captures and self._capture_writer.is_refusing)
         for number, capture in enumerate(jobs.capture, self._chunks):
             if is_refused:
-                self._capture_writer.end(number)
+                self._capture_writer.refuse(number)
             elif capture.pages is not None:
                 self._copy(capture, number)
             else:
