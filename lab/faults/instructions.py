@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-MODULE = "lab.faults.instructions"
+MODULE, IDLE = "lab.faults.instructions", "lab.faults.idle_connector"
 PROMPT, SHORT, LONG = 64, 2, 18
 """Tokens of a prompt, and of answers of two lengths."""
 
@@ -78,31 +78,6 @@ def measure() -> dict[str, Any]:
     return {"figures": figures, "instructions": found, "counted": counted, **stamp(), "vllm": version_of_vllm()}
 
 
-def idle_connector() -> type:
-    """A connector that does nothing; a class of this module, by which vLLM finds it."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
-
-    class IdleConnector(KVConnectorBase_V1):  # type: ignore[misc, unused-ignore]
-        def start_load_kv(self, *given: Any, **more: Any) -> None: ...
-        def wait_for_layer_load(self, *given: Any) -> None: ...
-        def save_kv_layer(self, *given: Any, **more: Any) -> None: ...
-        def wait_for_save(self) -> None: ...
-        def update_state_after_alloc(self, *given: Any) -> None: ...
-        def get_num_new_matched_tokens(self, *given: Any) -> tuple[int, bool]:
-            return 0, False
-
-        def build_connector_meta(self, scheduler_output: Any) -> Any:
-            return KVConnectorMetadata()
-
-    return IdleConnector
-
-
-def __getattr__(name: str) -> Any:
-    if name == "IdleConnector":
-        return idle_connector()
-    raise AttributeError(name)
-
-
 def child(folder: Path, way: str) -> None:
     """Counts in a process that has an engine; ends without waiting for vLLM's threads."""
     from lab.faults.engine import Engine, Request
@@ -110,7 +85,7 @@ def child(folder: Path, way: str) -> None:
     extra = {"store": f"file://{folder / 'store'}", "check_layers": [1]} if way == "with" else None
     options: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024}
     if way == "nothing":
-        options["kv_transfer_config"] = {"kv_connector": "IdleConnector", "kv_connector_module_path": MODULE}
+        options["kv_transfer_config"] = {"kv_connector": "IdleConnector", "kv_connector_module_path": IDLE}
         options["kv_transfer_config"]["kv_role"] = "kv_both"
     engine = Engine(folder / "model", extra, **options)
     rng, found = random.Random(3), (list[int](), list[int]())

@@ -24,20 +24,14 @@ from urllib.request import urlopen
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.failures import CHECK, NOT_WRITTEN, count_failure
-from cacheblend.engines.vllm.reasons import DECISIONS
+from cacheblend.core.failures import count_failure
 
 START_S = 600
 END_S = 60
 DEFAULT = BlendConfig().chosen("text")  # what blends models whose tokenizer is known: a shape, without one, gets hkvd
 SELECTOR = f"{DEFAULT.selector}:recency={DEFAULT.recency},correction={DEFAULT.correction}"
 _started = set["subprocess.Popen[Any]"]()
-_LABELLED = re.compile(r'(?:vllm:)?cacheblend_(\w+)_total\{.*?(?:reason|what)="([^"]*)".*\} (\S+)')
-_FAILED = {
-    ("captures_given_up", "failed"): "background work",
-    ("shadow_dropped", "failed"): CHECK,
-    ("store_errors", "write"): NOT_WRITTEN,
-}
+_FAILED = re.compile(r'(?:vllm:)?cacheblend_failures_total\{.*?reason="([^"]*)".*\} (\S+)')
 
 
 @contextmanager
@@ -110,13 +104,8 @@ def failed_in(metrics: Iterable[str]) -> Counter[str]:
     """What failed by the lines of a server's metrics, vLLM's or the embedded engine's."""
     found = Counter[str]()
     for line in metrics:
-        if (at := _LABELLED.match(line)) is None:
-            continue
-        name, label, count = at[1], at[2], int(float(at[3]))
-        is_fallback = name == "fallbacks" and label not in DECISIONS
-        reason = label if is_fallback else _FAILED.get((name, label))
-        if reason is not None and count:
-            found[reason] += count
+        if (at := _FAILED.match(line)) is not None:
+            found[at[1]] += int(float(at[2]))
     return found
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from cacheblend.core.failures import NOT_WRITTEN, count_failure
 from cacheblend.core.report import BlendReport
 from cacheblend.engines.shadow import Compared, Labels, ShadowSettings, ShadowWatch
 from cacheblend.serve.metrics import Metrics
@@ -47,7 +48,11 @@ class Server:
         self.runtime = watched_runtime(self.store, self.watch)
         self.metrics = Metrics(self.runtime, lambda: self.waiting, lambda: 2)
         self.vllm = dict.fromkeys(
-            ("requests_total", "wait_seconds_total", "blend_seconds_total", "LoRA changed", "store"), 0.0
+            (
+                *("requests", "wait_seconds", "blend_seconds", "hit_tokens", "missed_tokens"),
+                *("fallbacks LoRA changed", "failures store"),
+            ),
+            0.0,
         )
 
     def minute(self) -> None:
@@ -57,10 +62,12 @@ class Server:
                 BlendReport(100, {"memory": self.hits, "prefix": 0}, missed_tokens=100 - self.hits), "blend"
             )
         self.metrics._lag.observe(0.001)
-        self.vllm["requests_total"] += 20
-        self.vllm["blend_seconds_total"] += 10
-        self.vllm["wait_seconds_total"] += 1
-        self.vllm["LoRA changed"] += 0.1
+        self.vllm["requests"] += 20
+        self.vllm["hit_tokens"] += 90
+        self.vllm["missed_tokens"] += 10
+        self.vllm["blend_seconds"] += 10
+        self.vllm["wait_seconds"] += 1
+        self.vllm["fallbacks LoRA changed"] += 0.1
 
     def checked(self, agreed: bool, count: int = 1) -> None:
         for _ in range(count):
@@ -92,16 +99,18 @@ SCENARIOS: dict[str, Callable[[Server, int], Any]] = {
     "CacheBlendErrors": lambda server, minute: refuses(server, 503, 1),
     "CacheBlendWaiting": lambda server, minute: setattr(server, "waiting", 20),
     "CacheBlendStoreDown": lambda server, minute: setattr(server.store, "answers", minute < 60),
-    "CacheBlendStoreNotWritten": lambda server, minute: stats(server, "write_failures", minute),
+    "CacheBlendStoreNotWritten": lambda server, minute: count_failure(NOT_WRITTEN),
     "CacheBlendStoreDamaged": lambda server, minute: stats(server, "damaged", minute),
     "CacheBlendFewHits": lambda server, minute: setattr(server, "hits", 30),
     "CacheBlendChunksNotStored": lambda server, minute: setattr(server.runtime.background, "dropped", 5 * minute),
+    "CacheBlendFails": lambda server, minute: count_failure("list of chunks"),
     "CacheBlendConnectionsRefused": lambda server, minute: server.metrics.refused_connection(),
     "CacheBlendLoopLate": lambda server, minute: server.metrics._lag.observe(2.0),
     "CacheBlendDisagrees": lambda server, minute: server.checked(minute % 4 > 0),
-    "CacheBlendVllmFallsBack": lambda server, minute: server.vllm.update({"LoRA changed": 5.0 * minute}),
-    "CacheBlendVllmBlendsFail": lambda server, minute: server.vllm.update({"store": 0.2 * minute}),
-    "CacheBlendVllmWaitsForStore": lambda server, minute: server.vllm.update({"wait_seconds_total": 9.0 * minute}),
+    "CacheBlendVllmFallsBack": lambda server, minute: server.vllm.update({"fallbacks LoRA changed": 5.0 * minute}),
+    "CacheBlendVllmBlendsFail": lambda server, minute: server.vllm.update({"failures store": 0.2 * minute}),
+    "CacheBlendVllmFewHits": lambda server, minute: server.vllm.update({"missed_tokens": 200.0 * minute}),
+    "CacheBlendVllmWaitsForStore": lambda server, minute: server.vllm.update({"wait_seconds": 9.0 * minute}),
     "nothing": nothing,
 }
 
@@ -125,9 +134,9 @@ def fired(scenario: Callable[[Server, int], Any]) -> set[str]:
         if server.is_up:
             history.scrape(minute * 60, server.metrics._registry.collect(), of)
             for name, value in server.vllm.items():
-                is_reason = not name.endswith("_total")
-                told = of | ({"reason": name} if is_reason else {})
-                history.add(minute * 60, f"vllm:cacheblend_{'fallbacks_total' if is_reason else name}", value, told)
+                counter, _, reason = name.partition(" ")
+                told = of | ({"reason": reason} if reason else {})
+                history.add(minute * 60, f"vllm:cacheblend_{counter}_total", value, told)
         for rule in RULES if minute % 5 == 0 else ():
             active = history.value(parsed[rule["alert"]], minute * 60)
             since = pending[rule["alert"]] = {labels: pending[rule["alert"]].get(labels, minute) for labels in active}
@@ -140,6 +149,7 @@ def test_every_alert_has_a_scenario() -> None:
     assert {rule["alert"] for rule in RULES} == SCENARIOS.keys() - {"nothing"}
 
 
+@pytest.mark.may_fail(NOT_WRITTEN, "list of chunks")
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_an_alert_fires_when_it_happens_and_only_then(name: str) -> None:
     assert fired(SCENARIOS[name]) == {name} - {"nothing"}

@@ -13,26 +13,24 @@ from cacheblend.cli.bench import ResultOptions
 from cacheblend.core.errors import CacheBlendError
 from cacheblend.core.failures import count_failure, failures
 from cacheblend.engines.hf.background import Background
-from cacheblend.engines.vllm.reasons import DECISIONS, failed
 from campaign import leave_out, rotating, seeds
 from lab.servers.processes import count_failed, failed_in
 
 VLLM = """
-# HELP vllm:cacheblend_fallbacks_total Times that stored KV could not be reused.
+# HELP vllm:cacheblend_failures_total What failed and was mended.
+vllm:cacheblend_failures_total{engine="0",model_name="served",reason="InvalidInputError"} 21.0
 vllm:cacheblend_fallbacks_total{engine="0",model_name="served",reason="InvalidInputError"} 21.0
 vllm:cacheblend_fallbacks_total{engine="0",model_name="served",reason="bad spans"} 3.0
-vllm:cacheblend_fallbacks_total{engine="0",model_name="served",reason="slow store"} 2.0
-vllm:cacheblend_fallbacks_created{engine="0",model_name="served",reason="slow store"} 1.7e9
-vllm:cacheblend_shadow_dropped_total{engine="0",model_name="served",reason="failed"} 1.0
+vllm:cacheblend_failures_total{engine="0",model_name="served",reason="slow store"} 2.0
+vllm:cacheblend_failures_created{engine="0",model_name="served",reason="slow store"} 1.7e9
+vllm:cacheblend_failures_total{engine="0",model_name="served",reason="shadow check"} 1.0
 vllm:cacheblend_not_blended_total{engine="0",model_name="served",reason="nothing stored"} 9.0
 """
 EMBEDDED = """
+cacheblend_failures_total{reason="block lost"} 2.0
+cacheblend_failures_total{reason="background work"} 1.0
 cacheblend_fallbacks_total{reason="lost block"} 2.0
 cacheblend_captures_given_up_total{reason="queue full"} 5.0
-cacheblend_captures_given_up_total{reason="failed"} 1.0
-cacheblend_shadow_dropped_total{reason="closed"} 4.0
-cacheblend_store_errors_total{tier="disk",what="write"} 3.0
-cacheblend_store_errors_total{tier="disk",what="read"} 0.0
 """
 
 
@@ -80,9 +78,7 @@ def test_errors_in_background_threads_and_in_servers_are_failures() -> None:
     assert failures()["background work"] == before + 1
     # of servers by their counters
     assert failed_in(VLLM.splitlines()) == {"InvalidInputError": 21, "slow store": 2, "shadow check": 1}
-    assert failed_in(EMBEDDED.splitlines()) == {"lost block": 2, "background work": 1, "store write": 3}
-    assert failed({"bad spans": 2.0, "RuntimeError": 1.0, "store": 0.0}) == {"RuntimeError": 1.0}
-    assert failed(dict.fromkeys(DECISIONS, 1.0)) == {}
+    assert failed_in(EMBEDDED.splitlines()) == {"block lost": 2, "background work": 1}
 
 
 @pytest.mark.may_fail("InvalidInputError", "slow store", "shadow check")

@@ -287,6 +287,7 @@ def test_every_request_is_told_what_became_of_it() -> None:
         "hit_tokens": {"disk": 100},
         "selector": "hkvd",
         "recompute_ratio": 0.15,
+        "missed_tokens": 0,
         "near_miss_tokens": 0,
         "recomputed_tokens": 15,
         "row_layers": 300,
@@ -308,7 +309,8 @@ def test_a_store_that_does_not_answer_is_told_and_counted_and_is_not_an_empty_on
         request = Request(PROMPT, [[40, 40 + len(CHUNK)]])
         assert start(side, request) == 0
         assert side.finished(request)["cacheblend"]["reason"] == "store"
-    assert side.counts.take().data == {"fallbacks": {"store": 1}, "not_blended": {"store": 1}}
+    told = {"fallbacks": {"store": 1}, "not_blended": {"store": 1}, "failures": {"store": 1}}
+    assert side.counts.take().data == told
     assert not side.take_jobs().capture, "what may be stored is not computed again"
 
 
@@ -318,11 +320,13 @@ def test_a_marked_chunk_that_is_stored_with_another_beginning_is_told() -> None:
     titled = Request([1, 2, 3, *CHUNK, 7], [[0, 103]], name="titled")
     assert start(side, titled) == 0
     told = side.finished(titled)["cacheblend"]
-    assert (told["reason"], told["near_miss_tokens"]) == ("nothing stored", 100)
+    assert (told["reason"], told["missed_tokens"], told["near_miss_tokens"]) == ("nothing stored", 103, 100)
     other = Request([*range(300, 400), 7], [[0, 100]], name="other")
     start(side, other)
-    assert side.finished(other)["cacheblend"]["near_miss_tokens"] == 0
-    assert side.counts.take().data["near_miss_tokens"] == {"": 100}
+    told = side.finished(other)["cacheblend"]
+    assert (told["missed_tokens"], told["near_miss_tokens"]) == (100, 0)
+    counted = side.counts.take().data
+    assert (counted["missed_tokens"], counted["near_miss_tokens"]) == ({"": 203}, {"": 100})
 
 
 def test_an_untested_version_is_refused_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,7 @@ from cacheblend.engines.vllm.internals.interface import (
 )
 from cacheblend.engines.vllm.internals.kv_cache import check_caches, fp8_scales, is_fp8, plain_queries
 from cacheblend.engines.vllm.jobs import BlendOutcome, StepJobs, StepReport, Unblendable
+from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.worker.model import BlendModel
 from cacheblend.engines.vllm.worker.worker import IdleWorker, Worker
 from cacheblend.engines.vllm.workspace import ModelSizes, workspace_of
@@ -252,7 +253,8 @@ def test_a_model_that_cannot_be_blended_is_named_or_left_to_vllm(
     assert words in made.refusal({}, step)
     left = made.run([step, FORGET, step], {"recompute_ratio": 0.0, "on_unblendable": "plain"})
     assert tokens(left["answers"][0]) == tokens(left["answers"][2]) == tokens(made.plain(step))
-    assert not any(value for name, value in left["metrics"].items() if "cacheblend" in name)
+    counted = {name: value for name, value in left["metrics"].items() if "cacheblend" in name and value}
+    assert counted == {"vllm:cacheblend_not_blended not blendable": 6}, "it is told, and does nothing"
 
 
 def test_another_connector_goes_on_beside_a_model_that_is_left_to_vllm(
@@ -278,7 +280,7 @@ def connector_of(on_unblendable: str) -> Any:
     )
     made._vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=64))
     made._kv_transfer_config = SimpleNamespace(kv_connector_extra_config={})
-    made._unblendable, made._worker, made._scheduling, made._block_size = "", None, None, 16
+    made._unblendable, made._worker, made._scheduling, made._block_size, made._left = "", None, None, 16, Counts()
     made._store = made._planner = made._kv_caches = None
     made._selector, made.identity = SimpleNamespace(of_model=lambda layers: None), SimpleNamespace(name="m")
     return made
@@ -378,6 +380,8 @@ def test_a_cache_that_cannot_be_read_is_named_or_left_to_vllm(
     connector._connector_metadata = StepJobs(blend=blends, capture=[SimpleNamespace()])
     connector.start_load_kv(None)
     assert connector.get_finished(set()) == (None, {"a", "b"})
+    told = connector.request_finished(SimpleNamespace(request_id="a"), [])[1]["cacheblend"]
+    assert (told["blended"], told["reason"]) == (False, "not blendable: keeps eight bits of no known type")
     assert connector.get_block_ids_with_load_errors() == {4, 5}
     assert connector._worker.take_failed_requests() == {"b"}
     report = connector.build_connector_worker_meta()

@@ -1,6 +1,6 @@
 """What failed in this process and was mended, by reason: answers are right, and what blending gains is lost. The method
-does not read it. Tests and benchmarks do, since nobody else notices: a time with a failed blend in it is not one of
-blending. What was decided (a wrong request, a limit) is no failure."""
+does not read it. Metrics, tests and benchmarks do, since nobody else notices: a time with a failed blend in it is not
+one of blending. What was decided (a wrong request, a limit) is no failure."""
 
 import threading
 from collections import Counter
@@ -11,7 +11,7 @@ NOT_WRITTEN = "store write"
 CHECK = "shadow check"
 
 _lock = threading.Lock()
-_counts = Counter[str]()
+_counts, _taken = Counter[str](), Counter[str]()
 
 
 def count_failure(reason: str, times: int = 1) -> None:
@@ -30,6 +30,14 @@ def failed_since(before: Mapping[str, int]) -> dict[str, int]:
     """What failed since `failures` returned that."""
     more = {reason: count - before.get(reason, 0) for reason, count in failures().items()}
     return {reason: count for reason, count in more.items() if count}
+
+
+def take_failures() -> dict[str, int]:
+    """What failed since this was called last, or since the process began."""
+    with _lock:
+        new = _counts - _taken
+        _taken.update(new)
+        return dict(new)
 
 
 def in_words(failed: Mapping[str, float]) -> str:

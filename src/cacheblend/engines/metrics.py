@@ -7,6 +7,9 @@ from collections.abc import Mapping
 Texts = Mapping[str, tuple[tuple[str, ...], str]]  # by name, labels and text
 WHOSE = ("tenant", "selector", "settings")  # labels of checked answers: see `engines.shadow.watch.Labels`
 
+FAILED = "What failed and was mended, by reason: answers are right, and what blending gains is lost."
+"""Text of the counter ``failures``, which has the label reason."""
+
 DISCOVERED: Texts = {
     "discovered_runs": ((), "Runs of text that were learnt from requests."),
     "discovered_stored_tokens": ((), "Tokens of learnt runs that were stored."),

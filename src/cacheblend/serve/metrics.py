@@ -22,10 +22,11 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from cacheblend.core.failures import failures
 from cacheblend.core.load.budget import LOAD_TIMEOUT, LOOK_UP, LateTiers
 from cacheblend.core.report import BlendReport
 from cacheblend.engines.hf.runtime import EngineRuntime
-from cacheblend.engines.metrics import DISCOVERED, SHADOW_COUNTERS, SHADOW_GAUGES, SHADOW_KL, WHOSE, Texts
+from cacheblend.engines.metrics import DISCOVERED, FAILED, SHADOW_COUNTERS, SHADOW_GAUGES, SHADOW_KL, WHOSE, Texts
 from cacheblend.engines.shadow import KL_BUCKETS, ShadowFigures
 from cacheblend.serve.bounded_calls import BoundedCalls
 from cacheblend.store import KVStore, StoreStats
@@ -65,6 +66,7 @@ _SHOWN: dict[type[Any], Texts] = {
     CounterMetricFamily: {
         "store_errors": (("tier", "what"), _STORE_FAILURES),
         "captures_given_up": (("reason",), "Missed chunks that were not stored, by reason."),
+        "failures": (("reason",), FAILED),
         **DISCOVERED,
         **{name: (("model", *labels), text) for name, (labels, text) in SHADOW_COUNTERS.items()},
     },
@@ -184,6 +186,7 @@ class Metrics:
             return {
                 **self.store.values(),
                 "captures_given_up": {(reason,): count for reason, count in runtime.background.given_up.items()},
+                "failures": {(reason,): count for reason, count in failures().items()},
                 "requests_waiting": {(): waiting()},
                 "requests_active": {(): active()},
                 **({} if shadow is None else _shadow_values(shadow.watch.figures(), shadow.waiting)),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from cacheblend.core.closable import Closable
 from cacheblend.core.errors import StoreUnreachableError
+from cacheblend.core.failures import NOT_WRITTEN, count_failure
 from cacheblend.core.load.threads import time_left
 from cacheblend.core.names import BlockName
 from cacheblend.core.openmp import end_team
@@ -27,8 +28,8 @@ class WriteBehind(Closable):
     The thread is a daemon and starts with the first block. Blocks that still wait when the process ends are lost
     unless `flush` or `close` is called. The store stays open.
 
-    `max_bytes`: bound on the bytes that wait. A block that would exceed it is dropped and reported, so a slow store
-    causes misses but delays no request.
+    `max_bytes`: bound on the bytes that wait. A block that would exceed it is dropped, so a slow store causes misses but
+    delays no request. What is dropped, or cannot be written, counts as failed.
     """
 
     def __init__(self, store: KVStore, max_bytes: int = 1 << 30) -> None:
@@ -57,6 +58,7 @@ class WriteBehind(Closable):
                     self._is_full = True
                     message = "%d bytes wait for a slow store, at most %d may: blocks are dropped until fewer do"
                     logger.warning(message, self._bytes, self._max_bytes)
+                count_failure(NOT_WRITTEN)
                 return False
             self._is_full = self._is_full and 2 * self._bytes > self._max_bytes
             self._waiting[name] = (item, nbytes)
@@ -112,6 +114,7 @@ class WriteBehind(Closable):
                 for item in items:
                     self._write([item])
                 return
+            count_failure(NOT_WRITTEN)
             # An unreachable place is logged by its own store.
             if type(error) not in self._reported and not isinstance(error, StoreUnreachableError):
                 self._reported.add(type(error))
@@ -167,4 +170,5 @@ class WriteBehind(Closable):
         with self._lock:
             for name in list(self._waiting)[len(self._writing) :]:
                 self._bytes -= self._waiting.pop(name)[1]
+                count_failure(NOT_WRITTEN)
         return False

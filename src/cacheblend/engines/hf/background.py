@@ -53,14 +53,15 @@ class Background:
         self.idle_work: ShadowCheck | None = None  # done when nothing else is; whoever sets it calls `wake` for some
         self.holds_up_requests = False  # the work that is being done is done in their thread
         self.dropped = self.failed = 0
-        self._refused = Counter({"store": 0, "quota": 0})
+        self._refused = Counter({"histories": 0, "quota": 0, "store": 0, "too long": 0})
 
     @property
     def given_up(self) -> dict[str, int]:
         return {"queue full": self.dropped, "failed": self.failed, **self._refused}
 
     def give_up(self, reason: str, times: int = 1) -> None:
-        """So many chunks are not stored: the ``store`` takes nothing at the moment, or a ``quota`` is used up."""
+        """So many chunks are not stored: the ``store`` takes nothing at the moment, a ``quota`` is used up, or they are
+        ``too long``; or of ``histories`` more wait than may."""
         with self._lock:
             self._refused[reason] += times
 

@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, ModelChangedError, ModelOverflowError, StoreUnreachableError
+from cacheblend.core.failures import count_failure
 from cacheblend.core.fuse.prefill import PrefillResult
 from cacheblend.core.load.capture import CapturedChunk, ChunkJob, blocks_of, manifest_of, publish
 from cacheblend.core.load.threads import DaemonPool, time_left
@@ -197,6 +198,7 @@ class ChunkWarmer:
             except ModelOverflowError as error:  # the answer is not affected: it was drawn
                 exact, blocks = None, list[Block]()
                 logger.warning("a prompt's own text is not stored: %s", error)
+                count_failure(type(error).__name__)
             taken = self._writer.submit_all(blocks)
             prompt, asked = result.plan.prompt, result.plan.prompt.as_asked
             if exact is not None and self._histories is not None:
@@ -212,6 +214,7 @@ class ChunkWarmer:
             job, longest = ChunkJob(anchor, segment.token_ids, segment.label), state.survey.max_length
             if longest is not None and len(job) > longest:  # an anchor of text does not stand in the prompt
                 logger.warning("a missed chunk has %d tokens with its anchor, %d fit: not stored", len(job), longest)
+                self._background.give_up("too long")
                 continue
             self._background.submit(
                 manifest_of(job, planner, "").chunk_id,
@@ -328,7 +331,9 @@ class ChunkWarmer:
             return
         run, (state, planner, anchor, may_keep) = wanted
         job, longest = ChunkJob(anchor, run.token_ids), state.survey.max_length
-        if longest is None or len(job) <= longest:
+        if longest is not None and len(job) > longest:
+            self._background.give_up("too long")
+        else:
             computed = self._capture(state, planner, job, may_keep)
             if computed is not None:
                 discovery.stored(run, manifest_of(job, planner, self._name), computed=computed)
@@ -340,6 +345,7 @@ class ChunkWarmer:
             self._edited[planner.root, prompt.conversation] = _Edited(state, planner, prompt)
             while len(self._edited) > MOST_EDITED:
                 self._edited.popitem(last=False)
+                self._background.give_up("histories")
             oldest = next(iter(self._edited))  # it may have been left while the store took nothing
         for key in {oldest: 0, (planner.root, prompt.conversation): 0}:
             self._submit_edited(key, again=False)

@@ -19,11 +19,12 @@ from cacheblend.engines.vllm.internals import decoder, interface, prefix_cache, 
 from cacheblend.engines.vllm.internals.kv_cache import float32_precision, is_fp8
 from cacheblend.engines.vllm.internals.tensor_parallel import TensorParallel
 from cacheblend.engines.vllm.jobs import CaptureJob, StepJobs, StepReport, Unblendable
-from cacheblend.engines.vllm.metrics import BlendPromMetrics, BlendStats
+from cacheblend.engines.vllm.metrics import NOT_BLENDED, BlendPromMetrics, BlendStats, Counts
 from cacheblend.engines.vllm.reasons import OTHER_WEIGHTS
 from cacheblend.engines.vllm.scheduler.chunk_finder import ChunkFinder, TenantPlanners
 from cacheblend.engines.vllm.scheduler.load_control import LoadControl
 from cacheblend.engines.vllm.scheduler.scheduler import Scheduling
+from cacheblend.engines.vllm.scheduler.tracked_requests import NOT_BLENDABLE, Tracked
 from cacheblend.engines.vllm.stores import device_bytes, shared_store
 from cacheblend.engines.vllm.worker.model import BlendModel
 from cacheblend.engines.vllm.worker.paged_cache import LayerGroups
@@ -134,6 +135,7 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, interface.SupportsHMA):
         self._scheduling: Scheduling | None = None
         self._worker: Worker | IdleWorker | None = None
         self._unblendable = ""  # the reason, where `on_unblendable` is "plain"
+        self._left = Counts()  # requests that were left to vLLM for it
         self._is_compared = False  # the weights of this worker with those that the scheduler's side names
         refused = [*interface.refusals(vllm_config), *filter(None, [prefix_cache.refused_groups(kv_cache_config)])]
         if self._kv_transfer_config.kv_role != "kv_both":
@@ -247,9 +249,16 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, interface.SupportsHMA):
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduling is None:
-            return False, None
+            return False, self._left_to_vllm(request) if self._unblendable else None
         told = self._scheduling.finished(request)  # vLLM adds it to the request's answer
         return self._scheduling.holds(request), told
+
+    def _left_to_vllm(self, request: Any) -> dict[str, Any]:
+        """What the client of a request is told where nothing can be blended."""
+        self._left.add(NOT_BLENDED, 1, NOT_BLENDABLE)
+        tracked = Tracked(request, 0)
+        tracked.leave(NOT_BLENDABLE, self._unblendable)
+        return tracked.answer()
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -407,7 +416,7 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, interface.SupportsHMA):
 
     def get_kv_connector_stats(self) -> BlendStats | None:
         side = self._worker or self._scheduling
-        found = None if side is None else side.counts.take()
+        found = (self._left if side is None else side.counts).take()
         return None if self._worker is not None and self._worker.is_follower else found  # ranks do the same work
 
     @classmethod

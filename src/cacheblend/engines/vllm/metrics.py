@@ -5,10 +5,10 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from cacheblend.core.failures import count_failure
+from cacheblend.core.failures import count_failure, take_failures
 from cacheblend.core.fuse.prefill import PrefillResult
 from cacheblend.engines.discovery import DiscoveryFigures
-from cacheblend.engines.metrics import DISCOVERED, SHADOW_COUNTERS, SHADOW_GAUGES, SHADOW_KL, WHOSE, Texts
+from cacheblend.engines.metrics import DISCOVERED, FAILED, SHADOW_COUNTERS, SHADOW_GAUGES, SHADOW_KL, WHOSE, Texts
 from cacheblend.engines.shadow import KL_BUCKETS
 from cacheblend.engines.vllm.config import read_config
 from cacheblend.engines.vllm.internals.decoder import connector_settings
@@ -16,8 +16,9 @@ from cacheblend.engines.vllm.internals.interface import KVConnectorPromMetrics, 
 from cacheblend.engines.vllm.jobs import BlendOutcome
 from cacheblend.engines.vllm.reasons import DECISIONS, LOST_BLOCK, NOT_WRITTEN
 
-HIT_TOKENS, FALLBACKS, NOT_BLENDED, NEAR_MISSES = "hit_tokens", "fallbacks", "not_blended", "near_miss_tokens"
+HIT_TOKENS, NOT_BLENDED, FALLBACKS, FAILURES = "hit_tokens", "not_blended", "fallbacks", "failures"
 COMPARED, TOKENS, KL, DROPPED, CHANGES = "shadow", "shadow_tokens", "shadow_kl", "shadow_dropped", "shadow_changes"
+MISSED, NEAR_MISSES = "missed_tokens", "near_miss_tokens"
 AGREEMENT, BOUND, RATIO, WAITING = "shadow_agreement", "shadow_agreement_bound", "shadow_ratio", "shadow_waiting"
 
 _PLAIN: Texts = {
@@ -26,7 +27,8 @@ _PLAIN: Texts = {
     "recomputed_tokens": ((), "Loaded tokens that were recomputed after the last selection."),
     "row_layers": ((), "Rows times layers that blending computed."),
     "captured_tokens": ((), "Tokens of missed chunks that were computed alone, and of histories, that were stored."),
-    NEAR_MISSES: ((), "Tokens of missed chunks that are stored with another beginning or end."),
+    MISSED: ((), "Tokens of chunks that were not stored."),
+    NEAR_MISSES: ((), "Those of them that are stored with another beginning or end."),
     **DISCOVERED,
     "load_seconds": ((), "Seconds of reading stored KV and copying it to the device."),
     "wait_seconds": ((), "Seconds that blending waited for stored KV."),
@@ -36,6 +38,7 @@ _LABELLED: Texts = {
     HIT_TOKENS: (("source",), "Tokens of blended prompts whose KV was reused."),
     NOT_BLENDED: (("reason",), "Requests that vLLM computed, by why they were not blended."),
     FALLBACKS: (("reason",), "Times that stored KV could not be reused or missed chunks could not be stored."),
+    FAILURES: (("reason",), FAILED),
 }
 _GAUGES: Texts = {
     **SHADOW_GAUGES,
@@ -51,7 +54,7 @@ def joined(*labels: str) -> str:
 
 
 class Counts:
-    """Counters since the last `take`; may be used from any thread."""
+    """Counters since the last `take`; may be used from any thread. What failed is the process's, whoever takes it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -101,6 +104,8 @@ class Counts:
     def take(self) -> "BlendStats | None":
         with self._lock:
             values, self._values = self._values, {}
+        if failed := take_failures():
+            values[FAILURES] = dict(failed)
         return BlendStats(data=values) if values else None
 
 

@@ -1,8 +1,6 @@
 """Why stored KV was not reused, or missed chunks were not stored: reasons of `fallbacks`. Imports no vLLM. An error
 that nobody expected has its type's name as the reason."""
 
-from collections.abc import Mapping
-
 from cacheblend.core.failures import LOST_BLOCK as LOST_BLOCK
 from cacheblend.core.failures import NOT_WRITTEN as NOT_WRITTEN
 from cacheblend.core.load.budget import LOAD_TIMEOUT as LOAD_TIMEOUT
@@ -23,8 +21,3 @@ OTHER_WEIGHTS = "other weights"
 
 DECISIONS = frozenset({BAD_SPANS, RESET, QUEUE_FULL, TOO_LARGE, ADAPTER_CHANGED, LOAD_TIMEOUT})
 """A client's or an operator's doing, or a limit that was set. Every other reason is a failure."""
-
-
-def failed(fallbacks: Mapping[str, float]) -> dict[str, float]:
-    """Those of `fallbacks` that are no decisions and were counted."""
-    return {reason: count for reason, count in fallbacks.items() if count and reason not in DECISIONS}

@@ -131,12 +131,12 @@ class DiskStore(SharedStore):
 
     def write_all(self, blocks: Sequence[Block]) -> list[bool]:
         """Small blocks that follow each other share a file, where the folder can have some."""
-        self.require_writable()
-        for block in blocks:
-            check_block(block)
-        held = self._files.find([block.name for block in blocks])
-        new = {block.name: block for block, header in zip(blocks, held, strict=True) if header is None}
         with self._counted():
+            self.require_writable()
+            for block in blocks:
+                check_block(block)
+            held = self._files.find([block.name for block in blocks])
+            new = {block.name: block for block, header in zip(blocks, held, strict=True) if header is None}
             missing = list(new.values())
             for chain in chains_of(missing) if self._writes_chains else [[block] for block in missing]:
                 self._write_chain(chain)

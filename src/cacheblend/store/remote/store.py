@@ -204,9 +204,9 @@ class RemoteStore(SharedStore):
         return BlockDamagedError(name, reason, removed)
 
     def write(self, block: Block) -> bool:
-        self.require_writable()
-        check_block(block)
         with self._counted():
+            self.require_writable()
+            check_block(block)
             if self._look_up([block.name]):
                 return False
             with self.asking():

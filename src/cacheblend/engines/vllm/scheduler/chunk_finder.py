@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import StoreError, StoreUnreachableError
+from cacheblend.core.failures import count_failure
 from cacheblend.core.load.budget import LEAST_S, PAUSE_S
 from cacheblend.core.load.capture import ChunkJob, manifest_of
 from cacheblend.core.load.threads import DaemonPool
@@ -30,7 +31,7 @@ from cacheblend.engines.vllm.internals import interface
 from cacheblend.engines.vllm.internals.prefix_cache import PrefixCache
 from cacheblend.engines.vllm.jobs import Adapter, BlendOutcome, CaptureJob
 from cacheblend.engines.vllm.metrics import Counts
-from cacheblend.engines.vllm.reasons import NOT_WRITTEN, QUEUE_FULL, SLOW_STORE
+from cacheblend.engines.vllm.reasons import NOT_WRITTEN, QUEUE_FULL, SLOW_STORE, UNREADABLE
 from cacheblend.engines.vllm.scheduler.adapters import named
 from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue
 from cacheblend.engines.vllm.scheduler.conversations import Conversations
@@ -180,34 +181,24 @@ class ChunkFinder:
 
     def add_history(self, captures: CaptureQueue, cache: PrefixCache, most_copied: int, *, may_compute: bool) -> None:
         """Queues what is copied next of a conversation's history, `most_copied` tokens at once; or may be computed."""
-        if self._conversations is None:
+        if (conversations := self._conversations) is None:
             return
         try:
-            self._add_history(self._conversations, captures, cache, most_copied, may_compute=may_compute)
-        except Exception:  # vLLM's scheduler would end
+            forgotten, failed = conversations.take_lost()
+            captures.count(QUEUE_FULL, forgotten)
+            captures.count(NOT_WRITTEN, failed)
+            most, may_compute = captures.longest, may_compute and captures.is_empty
+            most_copied = min(most_copied, most)
+            may_copy = captures.sends_at_once(min(most, max(most_copied, self._settings.config.block_size)))
+            job = conversations.take(cache, most_copied, most, may_copy=may_copy, may_compute=may_compute)
+            if job is not None and job in captures:  # of a history that has begun alike: what it stores is this one's
+                conversations.put_back(job)
+            elif job is not None and not captures.add(job, time.monotonic()):
+                conversations.drop(job)
+        except Exception as error:  # vLLM's scheduler would end
             logger.exception("what waited of histories is not stored")
-            self._conversations.reset()
-
-    def _add_history(
-        self,
-        conversations: Conversations,
-        captures: CaptureQueue,
-        cache: PrefixCache,
-        most_copied: int,
-        *,
-        may_compute: bool,
-    ) -> None:
-        forgotten, failed = conversations.take_lost()
-        captures.count(QUEUE_FULL, forgotten)
-        captures.count(NOT_WRITTEN, failed)
-        most, may_compute = captures.longest, may_compute and captures.is_empty
-        most_copied = min(most_copied, most)
-        may_copy = captures.sends_at_once(min(most, max(most_copied, self._settings.config.block_size)))
-        job = conversations.take(cache, most_copied, most, may_copy=may_copy, may_compute=may_compute)
-        if job is not None and job in captures:  # of a history that has begun alike; what it stores is this one's, too
-            conversations.put_back(job)
-        elif job is not None and not captures.add(job, time.monotonic()):
-            conversations.drop(job)
+            count_failure(type(error).__name__)
+            conversations.reset()
 
     @property
     def is_discovering(self) -> bool:
@@ -293,8 +284,7 @@ class ChunkFinder:
         is_held = any(span.source in (Source.PREFIX, Source.LOADED) for span in plan.spans)
         if not is_held and not self._store.is_reachable:
             raise StoreUnreachableError("the store does not answer")
-        missed = plan.missed_chunks() if settings.config.capture else []
-        anchor = tuple(planner.anchor.segments(plan.prompt))
+        missed, anchor = plan.missed_chunks(), tuple(planner.anchor.segments(plan.prompt))
         jobs = [CaptureJob(ChunkJob(anchor, chunk.token_ids, chunk.label), planner, adapter) for chunk in missed]
         if self._listing is not None and self._keeps_events and self._store.is_reachable:
             self._listing.observe(plan.held_chunks())
@@ -315,7 +305,18 @@ class ChunkFinder:
                 seconds = max(LEAST_S, compute_s)
         own = any(segment.is_moved for segment in plan.prompt.segments)  # of its conversation alone
         salt = salt_of(planner, named_by, adapter, options.conversation if own else None)
-        found = FoundChunks(plan, selector, salt, named_by, jobs, missed_at, is_slow, is_full, near_miss_tokens=near)
+        found = FoundChunks(
+            plan,
+            selector,
+            salt,
+            named_by,
+            jobs if settings.config.capture else [],
+            missed_at,
+            is_slow,
+            is_full,
+            missed_tokens=sum(map(len, missed)),
+            near_miss_tokens=near,
+        )
         if seconds is None:
             return found
         if not found.held or looked_up_s < seconds:
@@ -329,6 +330,7 @@ class ChunkFinder:
             listing.add([chunk for chunk in chunks if chunk.chunk_id in held])
         except (StoreError, OSError) as error:
             logger.warning("captured chunks are found when the store's list is read again: %s", error)
+            count_failure(UNREADABLE)
             held = set()
         for chunk in chunks:
             run = self._discovered.pop(chunk.chunk_id, None)

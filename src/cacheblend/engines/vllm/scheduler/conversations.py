@@ -65,12 +65,8 @@ class _LookUp(NamedTuple):
 
     history: _History
     is_copy: bool
-    call: PoolCall[CaptureJob | None]
+    call: PoolCall[tuple[int, CaptureJob | None]]
     began: float
-
-
-class _LostError(StoreError):
-    """The store does not keep one history, others perhaps."""
 
 
 class Conversations:
@@ -201,46 +197,54 @@ class Conversations:
 
     def _answer(self, look_up: _LookUp) -> CaptureJob | None:
         """The job of a look-up that has ended; None: the history is complete, or waits for another attempt."""
+        history = look_up.history
         try:
-            return look_up.call.result()
+            stored, job = look_up.call.result()
         except (StoreError, OSError) as error:
-            logger.warning("a history is not stored: %s", error)
-            history, is_away = look_up.history, isinstance(error, StoreUnreachableError)
-            others = {*self._copied, *self._computed} - {history.key}
-            if not isinstance(error, _LostError) or not others:
-                self._resume_at = time.monotonic() + PAUSE_S
-            if history.has_failed and not is_away:
-                self._failed += 1
-            else:  # behind others
-                again = history if is_away else replace(history, begun=0, done=0, has_failed=True)
-                self._wait(self._copied if look_up.is_copy else self._computed, again)
+            self._fail(look_up, str(error), pauses=True, is_away=isinstance(error, StoreUnreachableError))
+            return None
         except Exception:
             logger.exception("a history is not stored")
             self._failed += 1
+            return None
+        if stored >= history.done:
+            self._refused = None if history.done else self._refused
+            return job
+        # The store has given the place to others, or refused the section; an adapter's weights may have changed; a
+        # worker failed. If it did not keep a section of two histories in a row, it refuses everything.
+        is_refused = stored >= history.begun and history.adapter is None
+        before, self._refused = self._refused, history.key if is_refused else None
+        others = {*self._copied, *self._computed} - {history.key}
+        pauses = not others or (is_refused and before not in (None, history.key))
+        self._fail(look_up, f"of {history.done} tokens that were stored it holds {stored}", pauses=pauses)
         return None
 
-    def _plan(self, history: _History, most: int, within: int | None) -> CaptureJob | None:
-        """Notes what the store holds of a history; the job for its next section, None: there is none. Raises StoreError
-        or OSError: the store cannot be read, or does not keep what it is given."""
+    def _fail(self, look_up: _LookUp, why: str, *, pauses: bool, is_away: bool = False) -> None:
+        """A history waits again, behind others: once, or as often as the store is away. `pauses`: nothing is begun for
+        a minute."""
+        logger.warning("a history is not stored: %s", why)
+        if pauses:
+            self._resume_at = time.monotonic() + PAUSE_S
+        history = look_up.history
+        if history.has_failed and not is_away:
+            self._failed += 1
+            return
+        again = history if is_away else replace(history, begun=0, done=0, has_failed=True)
+        self._wait(self._copied if look_up.is_copy else self._computed, again)
+
+    def _plan(self, history: _History, most: int, within: int | None) -> tuple[int, CaptureJob | None]:
+        """Notes what the store holds of a history; so many leading tokens, and the job for its next section, None:
+        there is none. Raises StoreError or OSError: the store cannot be read."""
         planner, prompt = history.planner, Prompt.of([text(history.token_ids)])
         held, section = next_section(planner, prompt, self._store, most, within)
         stored = 0 if held is None else len(held)
         if held is not None:
             self.histories.note(*history.key, held)
-        if stored < history.done:
-            if not self._store.is_reachable:
-                raise StoreUnreachableError("the store does not answer")
-            # It has given the place to others; an adapter's weights may have changed; a worker failed. If it is so with
-            # two histories in a row, it refuses everything.
-            is_refused = stored >= history.begun and history.adapter is None
-            before, self._refused = self._refused, history.key if is_refused else None
-            kind = StoreError if is_refused and before not in (None, history.key) else _LostError
-            raise kind(f"of {history.done} tokens that were stored it holds {stored}")
-        if history.done:
-            self._refused = None
+        if stored < history.done and not self._store.is_reachable:
+            raise StoreUnreachableError("the store does not answer")
         if section is None:
-            return None
-        return CaptureJob(ChunkJob((), section.prompt.token_ids), planner, history.adapter, section)
+            return stored, None
+        return stored, CaptureJob(ChunkJob((), section.prompt.token_ids), planner, history.adapter, section)
 
     def _note_lost(self, history: _History, exact: int) -> None:
         """Of a history vLLM holds the first `exact` tokens alone."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from cacheblend.core.errors import InvalidInputError, StoreError
+from cacheblend.core.failures import count_failure
 from cacheblend.core.names import as_token_ids
 from cacheblend.engines.settings import BlendSettings
 from cacheblend.engines.shadow import ShadowWatch
@@ -25,7 +26,7 @@ from cacheblend.engines.vllm.config import ConnectorConfig
 from cacheblend.engines.vllm.internals import interface
 from cacheblend.engines.vllm.internals.prefix_cache import PrefixCache, salt_from
 from cacheblend.engines.vllm.jobs import BlendJob, StepJobs, StepReport
-from cacheblend.engines.vllm.metrics import NEAR_MISSES, NOT_BLENDED, Counts
+from cacheblend.engines.vllm.metrics import MISSED, NEAR_MISSES, NOT_BLENDED, Counts
 from cacheblend.engines.vllm.reasons import BAD_SPANS, OTHER_WEIGHTS, SLOW_STORE, UNREADABLE
 from cacheblend.engines.vllm.scheduler.adapters import AdapterUnusableError, RequestAdapters
 from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue
@@ -190,7 +191,8 @@ class Scheduling:
         if found is None:
             tracked.leave(NOTHING_STORED)
             return
-        tracked.missed, tracked.near_miss_tokens = (found.missed, found.missed_at), found.near_miss_tokens
+        tracked.missed = found.missed, found.missed_at
+        tracked.missed_tokens, tracked.near_miss_tokens = found.missed_tokens, found.near_miss_tokens
         size, cached = self._block_size, self.cache.tokens(request)
         if found.is_full:
             self._checks.left_out()
@@ -322,10 +324,12 @@ class Scheduling:
             try:
                 may_copy = self._may_copy and not tracked.is_older
                 self._finder.watch(tracked, self.cache if may_copy else None)
-            except Exception:  # vLLM's scheduler would end
+            except Exception as error:  # vLLM's scheduler would end
                 logger.exception("nothing is learnt of request %s", request.request_id)
-        if tracked.near_miss_tokens:
-            self.counts.add(NEAR_MISSES, tracked.near_miss_tokens)
+                count_failure(type(error).__name__)
+        for name, tokens in ((MISSED, tracked.missed_tokens), (NEAR_MISSES, tracked.near_miss_tokens)):
+            if tokens:
+                self.counts.add(name, tokens)
         if tracked.why_not:
             self.counts.add(NOT_BLENDED, 1, tracked.why_not)
         elif tracked.outcome is not None:

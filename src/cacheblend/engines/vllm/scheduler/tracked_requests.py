@@ -89,6 +89,7 @@ BEYOND_WINDOW = "beyond the sliding window"
 OTHER_CONNECTOR = "another connector has it"
 FULL_RECOMPUTE = "full recompute"
 SLOWER_TO_LOAD = "slower to load than to compute"
+NOT_BLENDABLE = "not blendable"
 
 _HELD = (Source.PREFIX, Source.LOADED)
 
@@ -106,6 +107,7 @@ class FoundChunks:
     is_slow: bool = False  # something is stored, and loading any of it takes longer than computing it
     is_full: bool = False  # the floor of the shadow check has all computed that is not exact, and something is stored
     load_s: float | None = None
+    missed_tokens: int = 0
     near_miss_tokens: int = 0
 
     @cached_property
@@ -179,7 +181,8 @@ class Tracked:
     detail: str = ""
     plain_tokens: int | None = None  # leading ones whose blocks have plain names; None: all
     waits_for: str | None = None  # the request whose blocks it will share
-    near_miss_tokens: int = 0  # of missed chunks that are stored with another beginning or end
+    missed_tokens: int = 0  # of chunks that are not stored
+    near_miss_tokens: int = 0  # of those that are stored with another beginning or end
     tried: int = -1  # how often it had been preempted when its prompt was last given to the workers; -1: never given
     held_by_vllm: int = 0  # leading tokens that vLLM's prefix cache held when it was scheduled
     outcome: BlendOutcome | None = None
@@ -233,6 +236,7 @@ class Tracked:
                 "selector": chosen.name if chosen else "",
                 "recompute_ratio": chosen.share if chosen else None,
                 "recomputed_tokens": done.recomputed_tokens if done else 0,
+                "missed_tokens": self.missed_tokens,
                 "near_miss_tokens": self.near_miss_tokens,
                 "row_layers": done.row_layers if done else 0,
                 "prefill_share": round(done.prefill_share, 4) if done else 0.0,
