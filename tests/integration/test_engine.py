@@ -299,7 +299,10 @@ def test_missed_chunks_are_counted_while_the_store_takes_none(open_engine: Open)
     engine.runtime.warmer.keeper._resume_at = math.inf
     engine.generate(PARTS, GREEDY)
     assert engine.flush(60)
-    assert engine.runtime.background.given_up == {"queue full": 0, "failed": 0, "store": len(PASSAGES), "quota": 0}
+    assert engine.runtime.background.given_up == {
+        **{"queue full": 0, "failed": 0, "histories": 0, "quota": 0, "too long": 0},
+        "store": len(PASSAGES),
+    }
 
 
 def test_chunks_warmed_after_a_system_prompt_are_hits_after_it(open_engine: Open) -> None:

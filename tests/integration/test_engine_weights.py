@@ -348,6 +348,7 @@ def _no_numbers(compute: Callable[..., Iterator[CapturedChunk]], *args: Any) -> 
         yield captured
 
 
+@pytest.mark.may_fail("ModelOverflowError")
 def test_a_prompt_whose_kv_is_partly_no_number_is_not_stored(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As where sliding windows keep it from the last token, so that an answer can be drawn."""
     config = BlendConfig(discover=False, block_size=8)

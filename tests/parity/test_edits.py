@@ -10,6 +10,7 @@ that is small, and one in a folder; discovery on and off; an engine that is aske
 import copy
 import math
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -20,11 +21,13 @@ import pytest
 import torch
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, StoreFullError
+from cacheblend.core.failures import failed_since, failures
+from cacheblend.core.load.budget import LOOK_UP
 from cacheblend.core.plan.blocks import EmptySource
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines import histories
-from cacheblend.engines.hf import BlendEngine, SamplingParams, warmup
+from cacheblend.engines.hf import BlendEngine, SamplingParams, background, warmup
 from cacheblend.store import DiskStore, KVStore, MemoryStore
 from campaign import seeds, share
 from fake_adapters import add_adapter, set_adapter
@@ -213,6 +216,150 @@ def test_an_edited_prompt_waits_while_the_store_takes_nothing() -> None:
         assert ask(engine, other, A1, conversation="b").hit_tokens["moved"]
         report = ask(engine, SYSTEM, U1, A1, U2, NEXT, conversation="a")
         assert report.hit_tokens["prefix"] == 1 + len(SYSTEM + U1 + A1 + U2) // 32 * 32
+
+
+WHOLE = 1 + len(SYSTEM + U1 + A1 + U2) // 32 * 32  # of an edited prompt, in whole blocks
+
+
+class Unsteady(MemoryStore):
+    """A store that refuses as many writes, and is away for as many look-ups, as a test says."""
+
+    refuses = away = 0
+
+    def write_all(self, blocks: Any) -> list[bool]:
+        if self.refuses:
+            self.refuses -= 1
+            raise StoreFullError("full")
+        return super().write_all(blocks)
+
+    def find(self, names: Any) -> Any:
+        self.away -= self.away > 0
+        return [None for _ in names] if self.away else super().find(names)
+
+    @property
+    def is_reachable(self) -> bool:
+        return not self.away
+
+
+def edited_in_a_busy_time(engine: BlendEngine, conversation: str = "a") -> None:
+    """A prompt whose history was edited waits to be computed as it is."""
+    ask(engine, SYSTEM, U1, THOUGHT, A1, U2, conversation=conversation)
+    engine.runtime.background.begin_request()  # no background work from here on
+    engine.generate(Prompt.of([text([BOS, *SYSTEM, *U1, *A1, *U2])]), ANSWER, conversation=conversation)
+
+
+@pytest.mark.may_fail("store write")
+@pytest.mark.parametrize("what", ["refuses", "is away", "is late"])
+def test_an_edited_prompt_waits_for_a_store_that_fails_for_a_while(what: str) -> None:
+    store = Unsteady(1 << 28)
+    with open_engine(store=store) as engine:
+        edited_in_a_busy_time(engine)
+        warmer, late = engine.runtime.warmer, engine.runtime.prefiller.late_tiers
+        if what == "refuses":
+            store.refuses = 1
+        elif what == "is away":
+            store.away = 10**6
+        else:
+            late.give_up(LOOK_UP, 5.0)
+        engine.runtime.background.end_request()
+        assert engine.flush(60) and len(warmer._edited) == 1
+        store.away, warmer.keeper._resume_at = 0, 0.0
+        late._resume_at.clear()
+        ask(engine, ids(31, 90), conversation="b")  # any request wakes it
+        assert not warmer._edited
+        report = ask(engine, SYSTEM, U1, A1, U2, NEXT, conversation="a")
+        assert report.hit_tokens["prefix"] == WHOLE and "moved" not in report.hit_tokens
+
+
+def test_a_prompt_that_is_asked_while_the_store_takes_nothing_is_stored_later() -> None:
+    with open_engine() as engine:
+        ask(engine, SYSTEM, U1, THOUGHT, A1, U2, conversation="a")
+        engine.runtime.warmer.keeper._resume_at = math.inf
+        ask(engine, SYSTEM, U1, A1, U2, conversation="a")
+        engine.runtime.warmer.keeper._resume_at = 0.0
+        ask(engine, ids(31, 90), conversation="b")
+        assert ask(engine, SYSTEM, U1, A1, U2, NEXT, conversation="a").hit_tokens["prefix"] == WHOLE
+
+
+def test_a_run_whose_blocks_are_gone_is_text_so_that_what_is_computed_is_stored() -> None:
+    """Also on a server that is never idle."""
+    with open_engine() as engine:
+        ask(engine, SYSTEM, U1, conversation="a")
+        kept = set(names_in(engine.store))
+        ask(engine, SYSTEM, U1, THOUGHT, A1, U2, conversation="a")
+        for name in set(names_in(engine.store)) - kept:
+            assert engine.store.delete(name)
+        engine.runtime.background.begin_request()
+        found = [
+            engine.generate(Prompt.of([text([BOS, *SYSTEM, *U1, *A1, *U2, *more])]), ANSWER, conversation="a")
+            for more in ([], NEXT)
+            if engine.runtime.warmer._writer.flush(60)
+        ]
+        assert "moved" not in found[0].report.hit_tokens
+        assert found[1].report.hit_tokens["prefix"] >= WHOLE - 32
+        engine.runtime.background.end_request()
+
+
+def test_the_longest_chain_outlives_short_ones_that_end_elsewhere() -> None:
+    """Each turn has other text behind the first message."""
+    with open_engine() as engine:
+        ask(engine, SYSTEM, ids(50, 80), U1, A1, U2, conversation="a")
+        engine.runtime.background.begin_request()
+        for turn in range(6):
+            prompt = Prompt.of([text([BOS, *SYSTEM, *ids(51 + turn, 80), *U1, *A1, *U2])])
+            found = engine.generate(prompt, ANSWER, conversation="a")
+            assert found.report.hit_tokens["moved"] == len(U1 + A1 + U2), f"turn {turn}"
+            assert engine.runtime.warmer._writer.flush(60)
+        engine.runtime.background.end_request()
+
+
+@pytest.mark.may_fail("RuntimeError")
+def test_what_goes_wrong_when_a_prompt_is_stored_ends_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(warmup, "publish", full)
+    with open_engine() as engine:
+        already = failures()
+        assert ask(engine, SYSTEM, U1).prompt_tokens == 1 + len(SYSTEM + U1)
+        assert failed_since(already) == {"RuntimeError": 1}
+
+
+def test_a_newer_prompt_that_comes_while_an_older_one_ends_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_engine() as engine:
+        edited_in_a_busy_time(engine)
+        warmer, came = engine.runtime.warmer, list[object]()
+        edited = next(iter(warmer._edited.values()))
+        newer = replace(Prompt.of([text([BOS, *SYSTEM, *U1, *A1, *U2, *ids(60, 64)])]), conversation="a")
+
+        def end() -> None:
+            if not warmer._edited and not came and background_thread() is threading.current_thread():
+                came.append(1)
+                warmer._queue_edited(edited.state, edited.planner, newer)
+
+        def background_thread() -> object:
+            return engine.runtime.background._thread
+
+        monkeypatch.setattr(background, "end_team", end)
+        engine.runtime.background.end_request()
+        assert engine.flush(60) and came and not warmer._edited
+        report = ask(engine, SYSTEM, U1, A1, U2, ids(60, 64), NEXT, conversation="a")
+        assert report.hit_tokens["prefix"] >= WHOLE + 64 - 32
+
+
+def test_nobodys_many_conversations_push_out_anothers() -> None:
+    with open_engine() as engine:
+        edited_in_a_busy_time(engine)
+        warmer, state = engine.runtime.warmer, engine.runtime.follow()
+        mine = next(iter(warmer._edited.values())).prompt
+        for number in range(warmup.MOST_EDITED + 5):
+            prompt = replace(mine, conversation=str(number))
+            warmer._queue_edited(state, state.planner_of("another"), prompt)
+        kept = [conversation for _, conversation in warmer._edited]
+        assert kept[0] == "a" and kept[1:] == [str(number) for number in range(6, warmup.MOST_EDITED + 5)]
+        assert engine.runtime.background.given_up["histories"] == 6
+        warmer._edited.clear()
+        engine.runtime.background.end_request()
 
 
 def test_nothing_is_moved_that_another_conversation_computed() -> None:

@@ -48,11 +48,7 @@ class Server:
         self.runtime = watched_runtime(self.store, self.watch)
         self.metrics = Metrics(self.runtime, lambda: self.waiting, lambda: 2)
         self.vllm = dict.fromkeys(
-            (
-                *("requests", "wait_seconds", "blend_seconds", "hit_tokens", "missed_tokens"),
-                *("fallbacks LoRA changed", "failures store"),
-            ),
-            0.0,
+            ("requests", "wait_seconds", "blend_seconds", "fallbacks LoRA changed", "failures store"), 0.0
         )
 
     def minute(self) -> None:
@@ -63,8 +59,6 @@ class Server:
             )
         self.metrics._lag.observe(0.001)
         self.vllm["requests"] += 20
-        self.vllm["hit_tokens"] += 90
-        self.vllm["missed_tokens"] += 10
         self.vllm["blend_seconds"] += 10
         self.vllm["wait_seconds"] += 1
         self.vllm["fallbacks LoRA changed"] += 0.1
@@ -109,7 +103,6 @@ SCENARIOS: dict[str, Callable[[Server, int], Any]] = {
     "CacheBlendDisagrees": lambda server, minute: server.checked(minute % 4 > 0),
     "CacheBlendVllmFallsBack": lambda server, minute: server.vllm.update({"fallbacks LoRA changed": 5.0 * minute}),
     "CacheBlendVllmBlendsFail": lambda server, minute: server.vllm.update({"failures store": 0.2 * minute}),
-    "CacheBlendVllmFewHits": lambda server, minute: server.vllm.update({"missed_tokens": 200.0 * minute}),
     "CacheBlendVllmWaitsForStore": lambda server, minute: server.vllm.update({"wait_seconds": 9.0 * minute}),
     "nothing": nothing,
 }

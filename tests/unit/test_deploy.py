@@ -261,9 +261,6 @@ def test_dashboard_and_alerts_ask_for_what_exists_and_the_guide_says_what_to_do(
     asked = {name for rule in rules() for name in re.findall(r"vllm:cacheblend_\w+", rule["expr"])}
     assert len(asked) >= 4 and asked <= counters
     # failures in vLLM are all reasons but decisions
-    (rule,) = [rule for rule in rules() if rule["alert"] == "CacheBlendVllmBlendsFail"]
-    (left_out,) = re.findall(r'reason!~"([^"]+)"', rule["expr"])
-    assert set(left_out.split("|")) == DECISIONS
     decided, failed = (
         (ROOT / "docs/vllm-reference.md").read_text().partition("### Decisions and failures")[2].split("what failed")
     )

@@ -48,13 +48,13 @@ COUNTS = ("chunk_tokens", "max_body_bytes", "max_prompt_tokens", "max_chunks", "
         ({"headers_s": 0.0005}, "headers_s must be 0.001 or more, got 0.0005"),
         ({"tool_call_parser": "gpt"}, "no tool call parser 'gpt'; there are auto, hermes, llama3"),
         ({"active": 0}, "active must be 1 or more, got 0"),
-        ({"waiting": -1}, "waiting must be 0 or more, got -1"),
+        ({"waiting": 0}, "waiting must be 1 or more, got 0"),
     ],
 )
 def test_what_is_out_of_range_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         ServeSettings(**given)
-    ServeSettings(chunk_tokens=1, max_prompt_tokens=1, drain_s=0, store_bytes=0, active=1, waiting=0)
+    ServeSettings(chunk_tokens=1, max_prompt_tokens=1, drain_s=0, store_bytes=0, active=1, waiting=1)
 
 
 def test_a_hangup_has_the_keys_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

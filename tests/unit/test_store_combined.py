@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError, StoreFullError
+from cacheblend.core.failures import NOT_WRITTEN, failed_since, failures
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block, LayerShape
 from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore, WriteBehind, open_store
@@ -37,6 +38,14 @@ class Broken(MemoryStore):
         return super().read_layers(names, layers, heads, memory)
 
 
+class Away(MemoryStore):
+    """A store that does not answer."""
+
+    @property
+    def is_reachable(self) -> bool:
+        return False
+
+
 def test_writes_manifests_and_pins_go_to_all_of_them_and_what_the_nearest_lost_is_read_from_the_next() -> None:
     near, middle, far = MemoryStore(), MemoryStore(), MemoryStore()
     with CascadeStore([near, middle, far]) as store:
@@ -53,6 +62,10 @@ def test_writes_manifests_and_pins_go_to_all_of_them_and_what_the_nearest_lost_i
         assert holds(store, block)
     with pytest.raises(InvalidInputError, match="two stores at least"):
         CascadeStore([MemoryStore()])
+    with CascadeStore([MemoryStore(), (gone := Away())]) as store:
+        assert not store.is_reachable and not store.is_away, "what is not found here may be there"
+        with TieredStore(MemoryStore(), gone) as alone:
+            assert alone.is_away
     near, far = Broken(), MemoryStore()  # what the nearest lost is read from the next
     near.from_layer = 1
     with CascadeStore([near, far]) as store:
@@ -146,6 +159,7 @@ def test_what_one_store_did_not_delete_or_check_is_an_error_and_can_be_done_agai
         assert not any(each.manifests() or each.pinned() or each.stats().blocks for each in stores)
 
 
+@pytest.mark.may_fail(NOT_WRITTEN)
 def test_what_was_pruned_stays_away_and_what_is_read_comes_nearer(tmp_path: Path) -> None:
     """By writes and promotions that were queued before."""
 
@@ -407,8 +421,9 @@ def test_blocks_and_makers_arrive_by_a_daemon_that_starts_with_the_first_and_wro
     assert len(mine()) == before
 
 
+@pytest.mark.may_fail(NOT_WRITTEN)
 def test_blocks_that_wait_are_dropped_withdrawn_or_written_together(caplog: pytest.LogCaptureFixture) -> None:
-    store = SlowStore()
+    already, store = failures(), SlowStore()
     writer = WriteBehind(store, max_bytes=2 * NBYTES)
     begun = time.perf_counter()
     assert [writer.submit(make_block(seed)) for seed in (1, 2, 1, 3, 2)] == [True, True, False, False, False]
@@ -416,6 +431,7 @@ def test_blocks_that_wait_are_dropped_withdrawn_or_written_together(caplog: pyte
     assert time.perf_counter() - begun < 2
     assert not any(writer.submit(make_block(seed)) for seed in (3, 4)) and writer._bytes == 2 * NBYTES
     assert len(caplog.records) == 1 and f"{2 * NBYTES} bytes wait" in caplog.text  # once, until there is room again
+    assert failed_since(already) == {NOT_WRITTEN: 3}
     store.go.set()
     assert writer.flush(5)
     assert writer.submit(make_block(3))
@@ -467,10 +483,12 @@ def test_blocks_that_wait_are_dropped_withdrawn_or_written_together(caplog: pyte
     assert holds(store, chain[2])
     assert writer.close(10)
     assert store.stats().blocks == 3
+    assert failed_since(already) == {NOT_WRITTEN: 3 + 1 + 1}, "dropped, refused, and waiting when it was closed"
 
 
-def test_errors_are_reported_once_a_kind(caplog: pytest.LogCaptureFixture) -> None:
-    store = MemoryStore(NBYTES)
+@pytest.mark.may_fail(NOT_WRITTEN)
+def test_errors_are_reported_once_a_kind_and_all_of_them_counted(caplog: pytest.LogCaptureFixture) -> None:
+    already, store = failures(), MemoryStore(NBYTES)
     store.pin([make_block(0).name])
     store.write(make_block(0))
 
@@ -490,3 +508,4 @@ def test_errors_are_reported_once_a_kind(caplog: pytest.LogCaptureFixture) -> No
         StoreFullError.__name__,
         ZeroDivisionError.__name__,
     ]
+    assert failed_since(already) == {NOT_WRITTEN: 6}

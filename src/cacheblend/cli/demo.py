@@ -208,7 +208,8 @@ def _table(result: dict[str, Any]) -> Table:
         table.add_row(name, Text(meaning, "dim"), *figures)
     table.caption = (
         "full: what the model itself answers; where it is wrong, so are the others, mostly.\n"
-        "prefix: in another order no stored prefix matches.\nblend: as this model was tuned (--json names it).\n"
+        "prefix: in another order no stored prefix matches.\n"
+        "blend: stored KV at its new places, and what deviates most computed anew.\n"
         f"gradual: {methods[-2]['title']}, as the paper describes it.\n"
         f"one check: {methods[-1]['title']}, of values at layer 1, as in the authors' code."
     )

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 LOST_BLOCK = "block lost"
 NOT_WRITTEN = "store write"
 CHECK = "shadow check"
+KNOWN = (LOST_BLOCK, NOT_WRITTEN, CHECK)
 
 _lock = threading.Lock()
-_counts, _taken = Counter[str](), Counter[str]()
+_counts, _taken = Counter(dict.fromkeys(KNOWN, 0)), Counter[str]()
 
 
 def count_failure(reason: str, times: int = 1) -> None:
@@ -21,7 +22,7 @@ def count_failure(reason: str, times: int = 1) -> None:
 
 
 def failures() -> dict[str, int]:
-    """All that failed since the process began, by reason."""
+    """All that failed since the process began, by reason; of `KNOWN` ones also that nothing has."""
     with _lock:
         return dict(_counts)
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from cacheblend.core.names import BlockName, TokenIds, equal_length
 from cacheblend.core.plan.blocks import BlockSource, ChunkManifest, EmptySource
 from cacheblend.core.plan.chunk_matches import ChunkIndex
-from cacheblend.core.plan.plan import BlendPlan, Source
+from cacheblend.core.plan.plan import BlendPlan, Source, Span
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, Segment, run_of, text
 from cacheblend.engines.chunk_index import with_matches
@@ -113,7 +113,11 @@ class Histories:
             else:  # a template ends a prompt in tokens that no longer one has
                 beyond = [len(each.token_ids) - each.shared(new.token_ids) for each in before]
                 others = (each for each, left in zip(before, beyond, strict=True) if left >= self._min_run_tokens)
-                kept = (*others, new)[-MOST_CHAINS:]
+                kept = (*others, new)
+                if len(kept) > MOST_CHAINS:  # the oldest goes, but not the one that most may be moved from
+                    longest = max(kept, key=lambda each: len(each.token_ids))
+                    oldest = next(each for each in kept if each is not longest)
+                    kept = tuple(each for each in kept if each is not oldest)
             self._chains[root, conversation] = kept
             self._tokens += sum(map(len, kept)) - sum(map(len, before))
             while self._tokens > self._most_tokens:
@@ -182,7 +186,12 @@ class Histories:
 def exact_part(planner: Planner, plan: BlendPlan) -> BlendPlan | None:
     """The text that a prefilled prompt begins with, as far as its KV is exact, cut into blocks as a prompt that no run
     was found in; None: there is none. Says nothing of what is stored."""
-    exact = [*takewhile(lambda span: span.source in (Source.PREFIX, Source.TEXT), plan.spans)]
+
+    def is_exact(span: Span) -> bool:  # a moved run that is not loaded is computed behind what stands in front
+        is_computed = span.source is Source.MISS and plan.prompt.segments[span.segment].is_moved
+        return is_computed or span.source in (Source.PREFIX, Source.TEXT)
+
+    exact = [*takewhile(is_exact, plan.spans)]
     stop, segments, position = exact[-1].stop if exact else 0, list[Segment](), 0
     for segment in (plan.prompt.as_asked or plan.prompt).segments:
         if segment.is_chunk or position >= stop:
@@ -210,7 +219,7 @@ def plan_of_held(
             break
         again = match(asked, lost := lost | missed)
         held = sum(len(span) for span in moved if span.source is not Source.MISS)
-        if again.begun == begun and sum(len(segment) for segment in again.segments if segment.is_moved) <= held:
+        if again.begun == begun and sum(len(segment) for segment in again.segments if segment.is_moved) < held:
             break
         found = plan(again)
     return found

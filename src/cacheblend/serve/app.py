@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 
+from cacheblend.core.load.threads import time_left
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.serve.errors import ApiError, add_error_handlers
 from cacheblend.serve.memory import trim_heap_periodically
@@ -36,8 +37,9 @@ def create_app(engine: BlendEngine, settings: ServeSettings | None = None) -> Fa
             task.cancel()
         for queue in state.queues:
             queue.close()
-        await run_in_threadpool(state.scheduler.close, settings.drain_s)
-        await run_in_threadpool(engine.flush, settings.drain_s)
+        left = time_left(settings.drain_s)
+        await run_in_threadpool(state.scheduler.close, left())
+        await run_in_threadpool(engine.flush, left())
         state.tenants.close()
 
     errors: dict[int | str, dict[str, Any]] = {code: {"model": ErrorAnswer} for code in ("4XX", 503)}

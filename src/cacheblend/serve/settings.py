@@ -51,7 +51,7 @@ class ServeSettings:
         panel=SERVER,
     )
     active: int = option(8, "Requests served at once.", least=1, most=10_000)
-    waiting: int = option(64, "Requests in the queue; more get 429.", least=0, most=1_000_000)
+    waiting: int = option(64, "Requests in the queue; more get 429.", least=1, most=1_000_000)
     timeout_s: float = option(600.0, "Seconds of a request at most.", "--timeout", least=0.001, most=LONGEST_S)
     connections: int = option(1000, "Open at once at most.", least=1, most=1_000_000)
     headers_s: float = option(

@@ -104,6 +104,11 @@ class KVStore(Closable, BlockSource):
         """Whether the store answered its last request; `find` of one that did not finds nothing."""
         return True
 
+    @property
+    def is_away(self) -> bool:
+        """Whether nothing of it answered: that `find` finds nothing says nothing then."""
+        return not self.is_reachable
+
     def held(self, names: Sequence[BlockName]) -> list[bool]:
         """Whether each block is held. Mutates no recency and no counters, where the store can tell without."""
         return [entry is not None for entry in self.find(names)]

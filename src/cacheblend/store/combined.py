@@ -19,7 +19,7 @@ from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError
 from cacheblend.core.load.threads import time_left
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, RecordMemory
-from cacheblend.store.base import LOGGER_NAME, Damage, FindCounter, KVStore, Progress, StoreStats
+from cacheblend.store.base import LOGGER_NAME, Damage, FindCounter, KVStore, Progress, StoreStats, check_block
 from cacheblend.store.documents import DamagedRecord, DocumentRecord, DocumentRecords
 from cacheblend.store.memory import MemoryStore, heads_key
 from cacheblend.store.writer import WriteBehind
@@ -108,6 +108,10 @@ class CombinedStore(KVStore):
     @property
     def is_reachable(self) -> bool:  # all members, as each may be the one that holds a block
         return all(member.is_reachable for member in self.members)
+
+    @property
+    def is_away(self) -> bool:
+        return all(member.is_away for member in self.members)
 
     def round_trip_s(self, tier: str) -> float:
         store, own = self._by_tier.get(tier, (None, tier))
@@ -370,6 +374,8 @@ class CascadeStore(CombinedStore):
 
     def write_all(self, blocks: Sequence[Block]) -> list[bool]:
         """To the nearest store at once, to the others later."""
+        for block in blocks:
+            check_block(block)
         for writer in self._writers[1:]:
             writer.submit_all(blocks)
         return self.members[0].write_all(blocks)
@@ -426,7 +432,7 @@ class CascadeStore(CombinedStore):
             return Block(name, entry.parent, entry.token_ids, copied, entry.layout)
 
         for writer in self._writers[:number] if whole else ():
-            writer.submit_made(name, make, entry.layout.block_bytes(len(entry.token_ids)))
+            writer.submit_made(name, make, entry.layout.block_bytes(len(entry.token_ids)), is_copy=True)
 
     def _drop(self, parts: Mapping[int, torch.Tensor]) -> None:
         """These records are no longer gathered. The caller holds the lock."""

@@ -4,6 +4,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from cacheblend.core.closable import Closable
 from cacheblend.core.errors import StoreUnreachableError
@@ -19,6 +20,15 @@ logger = logging.getLogger(LOGGER_NAME)
 BlockMaker = Callable[[], Block | None]
 """Makes a block on the writer's thread, when it is written; None: nothing is written."""
 
+
+class _Item(NamedTuple):
+    """What waits: a block, or what makes it."""
+
+    made: Block | BlockMaker
+    nbytes: int
+    is_copy: bool
+
+
 _AT_ONCE, _BYTES_AT_ONCE = 16, 32 << 20  # blocks that follow each other are written together
 
 
@@ -28,8 +38,9 @@ class WriteBehind(Closable):
     The thread is a daemon and starts with the first block. Blocks that still wait when the process ends are lost
     unless `flush` or `close` is called. The store stays open.
 
-    `max_bytes`: bound on the bytes that wait. A block that would exceed it is dropped, so a slow store causes misses but
-    delays no request. What is dropped, or cannot be written, counts as failed.
+    `max_bytes`: bound on the bytes that wait. A block that would exceed it is dropped, so a slow store causes misses
+    but delays no request. What is dropped, or cannot be written, counts as failed, unless it `is_copy`: of what another
+    store holds.
     """
 
     def __init__(self, store: KVStore, max_bytes: int = 1 << 30) -> None:
@@ -37,7 +48,7 @@ class WriteBehind(Closable):
         # Entered in place of the condition, which is entered in Python: a Ctrl-C at a bad moment would leave it held.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._waiting: OrderedDict[BlockName, tuple[Block | BlockMaker, int]] = OrderedDict()
+        self._waiting: OrderedDict[BlockName, _Item] = OrderedDict()
         self._writing: list[BlockName] = []  # the first of them
         self._bytes, self._closed, self._is_full = 0, False, False  # bytes that wait; whether one was dropped since
         self._thread: threading.Thread | None = None
@@ -47,7 +58,9 @@ class WriteBehind(Closable):
         """Queues a block, whose tensors must not change afterwards, as `submit_made`."""
         return self.submit_made(block.name, block, sum(record.nbytes for record in block.records))
 
-    def submit_made(self, name: BlockName, item: Block | BlockMaker, nbytes: int = 0) -> bool:
+    def submit_made(
+        self, name: BlockName, item: Block | BlockMaker, nbytes: int = 0, *, is_copy: bool = False
+    ) -> bool:
         """Queues a block, or a callable that makes it; False if it is dropped or waits already. Returns at once.
         `nbytes`: of the records that it keeps alive or will make."""
         with self._lock:
@@ -58,10 +71,10 @@ class WriteBehind(Closable):
                     self._is_full = True
                     message = "%d bytes wait for a slow store, at most %d may: blocks are dropped until fewer do"
                     logger.warning(message, self._bytes, self._max_bytes)
-                count_failure(NOT_WRITTEN)
+                count_failure(NOT_WRITTEN, not is_copy)
                 return False
             self._is_full = self._is_full and 2 * self._bytes > self._max_bytes
-            self._waiting[name] = (item, nbytes)
+            self._waiting[name] = _Item(item, nbytes, is_copy)
             self._bytes += nbytes
             if self._thread is None or not self._thread.is_alive():  # not alive: after a fork
                 self._writing = []
@@ -69,6 +82,11 @@ class WriteBehind(Closable):
                 self._thread.start()
             self._changed.notify_all()
         return True
+
+    @property
+    def room(self) -> int:
+        """Bytes that may wait beside those that do."""
+        return max(0, self._max_bytes - self._bytes)
 
     def submit_all(self, blocks: Sequence[Block]) -> list[bool]:
         """Queues blocks as `submit` does each, all before one is written: those that follow each other go together."""
@@ -87,26 +105,26 @@ class WriteBehind(Closable):
             end_team()
             with self._lock:
                 for name in self._writing:
-                    self._bytes -= self._waiting.pop(name)[1]
+                    self._bytes -= self._waiting.pop(name).nbytes
                 self._writing = []
                 self._changed.notify_all()
 
-    def _next(self) -> list[Block | BlockMaker]:
+    def _next(self) -> list[_Item]:
         """What is written next: the first that waits, and the blocks behind it that continue its chain."""
-        items: list[Block | BlockMaker] = []
+        items: list[_Item] = []
         total = 0
-        for name, (item, nbytes) in self._waiting.items():
-            last, total = items[-1] if items else None, total + nbytes
-            follows = isinstance(item, Block) and isinstance(last, Block) and item.parent == last.name
+        for name, item in self._waiting.items():
+            made, last, total = item.made, items[-1].made if items else None, total + item.nbytes
+            follows = isinstance(made, Block) and isinstance(last, Block) and made.parent == last.name
             if items and not (follows and len(items) < _AT_ONCE and total <= _BYTES_AT_ONCE):
                 break
             items.append(item)
             self._writing.append(name)
         return items
 
-    def _write(self, items: Sequence[Block | BlockMaker]) -> None:
+    def _write(self, items: Sequence[_Item]) -> None:
         try:
-            made = [item if isinstance(item, Block) else item() for item in items]
+            made = [item.made if isinstance(item.made, Block) else item.made() for item in items]
             if blocks := [block for block in made if block is not None]:
                 self._store.write_all(blocks)
         except Exception as error:  # the thread must survive every error of a maker or a store
@@ -114,7 +132,7 @@ class WriteBehind(Closable):
                 for item in items:
                     self._write([item])
                 return
-            count_failure(NOT_WRITTEN)
+            count_failure(NOT_WRITTEN, not items[0].is_copy)
             # An unreachable place is logged by its own store.
             if type(error) not in self._reported and not isinstance(error, StoreUnreachableError):
                 self._reported.add(type(error))
@@ -138,7 +156,7 @@ class WriteBehind(Closable):
             if queued is None:
                 return False
             if name not in self._writing:
-                self._bytes -= self._waiting.pop(name)[1]
+                self._bytes -= self._waiting.pop(name).nbytes
                 self._changed.notify_all()
             elif self._thread is not threading.current_thread():
                 self._changed.wait_for(lambda: self._waiting.get(name) is not queued)
@@ -169,6 +187,7 @@ class WriteBehind(Closable):
             return True
         with self._lock:
             for name in list(self._waiting)[len(self._writing) :]:
-                self._bytes -= self._waiting.pop(name)[1]
-                count_failure(NOT_WRITTEN)
+                item = self._waiting.pop(name)
+                self._bytes -= item.nbytes
+                count_failure(NOT_WRITTEN, not item.is_copy)
         return False

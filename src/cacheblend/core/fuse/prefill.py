@@ -207,6 +207,10 @@ class BlendedPrefill(Closable):
         return len(self._report.fallbacks)
 
     @property
+    def prefix_length(self) -> int:  # leading tokens of which nothing is computed
+        return self._plan.prefix_length
+
+    @property
     def done(self) -> bool:  # all layers are computed
         return self.layer == self._runner.num_layers
 

@@ -89,11 +89,11 @@ class Background:
             self._start()
 
     def submit(self, key: Hashable, job: Callable[[], Any], *, patient: bool = False) -> bool:
-        """Queues a job, unless one with the same key is waiting or running; False if it was dropped. A patient job
-        waits until there are no requests, however long that takes (see `catch_up`). Patient jobs take at most a quarter
-        of the queue: beyond that the oldest one is dropped."""
+        """Queues a job, unless one with the same key is waiting; False if it was dropped. A patient job waits until
+        there are no requests, however long that takes (see `catch_up`). Patient jobs take at most a quarter of the
+        queue: beyond that the oldest one is dropped."""
         with self._lock:
-            if key in self._jobs or (self._working and key == self._running):
+            if key in self._jobs:
                 return True
             patient_keys = [key for key, each in self._jobs.items() if each.patient]
             if patient and len(patient_keys) >= max(1, self._limit // 4):

@@ -1,6 +1,7 @@
 """What an engine's requests run on: a model as its adapters are now, where its KV is kept, the work beside requests."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, check_type, shown
+from cacheblend.core.failures import count_failure
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillResult
 from cacheblend.core.names import BlockName, as_token_ids
 from cacheblend.core.openmp import end_team
@@ -38,6 +40,8 @@ from cacheblend.engines.histories import Histories
 from cacheblend.engines.settings import BlendSettings, controller_of, read_cost_model
 from cacheblend.engines.shadow import ShadowSettings, ShadowWatch
 from cacheblend.store import KVStore, open_store
+
+logger = logging.getLogger("cacheblend.engine")
 
 
 @without_ambient
@@ -213,11 +217,15 @@ class EngineRuntime:
         may_keep: Callable[[int], bool] = lambda tokens: True,
     ) -> None:
         """Queues what a prefill missed to be captured and stored; arguments as for `ChunkWarmer.after_request`. Call it
-        after the first token has been drawn."""
-        if self.discovery is not None and result.report.missed_tokens:
-            root = self.planner_of(tenant).root
-            result.report.near_miss_tokens = self.discovery.listing.near_misses(root, result.plan)
-        self.warmer.after_request(self._state, tenant, result, text=text, may_keep=may_keep)
+        after the first token has been drawn: the answer is not affected by what goes wrong here."""
+        try:
+            if self.discovery is not None and result.report.missed_tokens:
+                root = self.planner_of(tenant).root
+                result.report.near_miss_tokens = self.discovery.listing.near_misses(root, result.plan)
+            self.warmer.after_request(self._state, tenant, result, text=text, may_keep=may_keep)
+        except Exception as error:
+            logger.warning("what a request missed is not stored", exc_info=True)
+            count_failure(type(error).__name__)
 
     def watch(self, settings: ShadowSettings, *, seed: int | None = None) -> ShadowWatch:
         """Compares a share of the blended answers with full prefill from now on, when there is time.

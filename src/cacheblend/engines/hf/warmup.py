@@ -3,19 +3,25 @@
 import logging
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.errors import InvalidInputError, ModelChangedError, ModelOverflowError, StoreUnreachableError
+from cacheblend.core.errors import (
+    InvalidInputError,
+    ModelChangedError,
+    ModelOverflowError,
+    StoreError,
+    StoreUnreachableError,
+)
 from cacheblend.core.failures import count_failure
 from cacheblend.core.fuse.prefill import PrefillResult
 from cacheblend.core.load.capture import CapturedChunk, ChunkJob, blocks_of, manifest_of, publish
@@ -115,7 +121,7 @@ class ChunkWarmer:
         self.keeper = ChunkKeeper(store)
         if discovery is not None:
             self.keeper.listeners.append(lambda manifest: discovery.listing.add([manifest]))
-        self._discovery, self._queued, self._lock = discovery, set[bool](), threading.Lock()
+        self._discovery, self._lock = discovery, threading.Lock()
         self._histories = histories
         self._edited = OrderedDict[tuple[BlockName, str], _Edited]()  # by conversation, its newest
         self._store_thread = DaemonPool(1, "cacheblend-keeper")
@@ -179,34 +185,36 @@ class ChunkWarmer:
             self._background.submit(result.slow, partial(self._promote, sorted(result.slow)), patient=True)
         if not self._config.capture:
             return
-        missed = result.plan.missed_chunks()
-        if self.keeper.is_paused:
-            return self._background.give_up("store", len(missed))
+        missed, asked = result.plan.missed_chunks(), result.plan.prompt.as_asked
         planner = state.planner_of(tenant)
         anchor = tuple(planner.anchor.segments(result.plan.prompt))
         if not self._is_current(state) or planner.chain_of(anchor) != result.plan.anchor_name:
             return  # the request was computed with other adapters
+        if self.keeper.is_paused:
+            if text and asked is not None and self._histories is not None and may_keep(0):
+                self._queue_edited(state, planner, asked)
+            return self._background.give_up("store", len(missed))
+        self._go_on_with_edited()  # what the store did not take before
         if self._discovery is not None:
             asker = Asker(state, planner, anchor, may_keep)
             queue = partial(self._queue_discovered, self._discovery)
             self._discovery.watch(planner.root, result.plan.prompt, result.plan, asker, queue)
         if not may_keep(sum(map(len, missed))):
-            return self._background.give_up("quota", len(missed))
+            return self._background.give_up("quota", max(len(missed), self._histories is not None))
         if text:
             try:
-                exact, blocks = self._exact_blocks(planner, result)
+                exact, blocks, is_all = self._exact_blocks(planner, result)
             except ModelOverflowError as error:  # the answer is not affected: it was drawn
-                exact, blocks = None, list[Block]()
+                exact, blocks, is_all = None, list[Block](), False
                 logger.warning("a prompt's own text is not stored: %s", error)
                 count_failure(type(error).__name__)
-            taken = self._writer.submit_all(blocks)
-            prompt, asked = result.plan.prompt, result.plan.prompt.as_asked
+            taken, conversation = self._writer.submit_all(blocks), result.plan.prompt.conversation
             if exact is not None and self._histories is not None:
                 refused = (block.name for block, is_taken in zip(blocks, taken, strict=True) if not is_taken)
-                if all(self._writer.is_waiting([name]) for name in refused):
-                    self._histories.note(planner.root, prompt.conversation, exact)
+                if is_all and all(self._writer.is_waiting([name]) for name in refused):
+                    self._histories.note(planner.root, conversation, exact)
                 else:  # more than may wait for the store at once is computed again, section by section
-                    asked, exact = asked or replace(exact.prompt, conversation=prompt.conversation), None
+                    asked, exact = asked or replace(exact.prompt, conversation=conversation), None
             self._writer.submit_all(snapshot_blocks(state.survey.kinds, result.states) if result.states else ())
             if asked is not None and (exact is None or len(exact) < len(asked)):
                 self._queue_edited(state, planner, asked)
@@ -222,30 +230,37 @@ class ChunkWarmer:
                 patient=len(job) > HOLD_UP_TOKENS,
             )
 
-    def _exact_blocks(self, planner: Planner, result: PrefillResult) -> tuple[BlendPlan | None, list[Block]]:
+    def _exact_blocks(self, planner: Planner, result: PrefillResult) -> tuple[BlendPlan | None, list[Block], bool]:
         """The text in front of the first chunk; of a prompt without chunks what an earlier one began with, too. Where
-        later prompts of the conversation may have it at other places all of it, with a plan of it (`exact_part`)."""
+        later prompts of the conversation may have it at other places all of it, with a plan of it (`exact_part`); and
+        whether these are all blocks of it: no more are made than may wait for the store."""
         plan = result.plan
         if self._histories is not None:
-            left_out = [span for span in plan.spans if span.name in plan.left_out]
-            if len(left_out) == len(plan.spans) or (exact := exact_part(planner, plan)) is None:
-                return None, []  # nobody knows what is stored, or it begins with a chunk
+            is_unknown = all(span.name in plan.left_out for span in plan.spans)
+            if is_unknown or (exact := exact_part(planner, plan)) is None:
+                return None, [], False  # nobody knows what is stored, or it begins with a chunk
+            # Of a moved run that is left out nothing is known but that this prompt's blocks are others.
+            segments = plan.prompt.segments
+            left_out = [s for s in plan.spans if s.name in plan.left_out and not segments[s.segment].is_moved]
             held = {span.name for span in plan.spans if span.source is Source.PREFIX}
             new = [
                 span
                 for span in exact.spans
                 if span.name not in held and all(span.stop <= out.start or out.stop <= span.start for out in left_out)
             ]
-            return exact, publish(exact, result.kv, new)
+            a_token = sum(layer[:, :1].nbytes for pair in result.kv for layer in pair)
+            total = accumulate(len(span) * a_token for span in new)
+            fitting = [span for span, nbytes in zip(new, total, strict=True) if nbytes <= self._writer.room]
+            return exact, publish(exact, result.kv, fitting), len(fitting) == len(new)
         if plan.prompt.chunks or self._discovery is None:
-            return None, publish(plan, result.kv)
+            return None, publish(plan, result.kv), True
         computed = [span for span in plan.spans if span.source is Source.TEXT and span.name not in plan.left_out]
         with self._lock:
             again = [span for span in computed if span.name in self._begun]
             self._begun |= dict.fromkeys(span.name for span in computed)
             for name in list(islice(self._begun, max(0, len(self._begun) - MOST_BEGUN))):
                 del self._begun[name]
-        return None, publish(plan, result.kv, again)
+        return None, publish(plan, result.kv, again), True
 
     def flush(self, timeout: float | None = None) -> bool:
         """Waits for the work that `after_request` queued; False if it took longer than `timeout` seconds."""
@@ -315,17 +330,10 @@ class ChunkWarmer:
 
     def _queue_discovered(self, discovery: Discovery[Asker]) -> None:
         for is_long in (False, True):
-            with self._lock:
-                if is_long in self._queued:
-                    continue
-                self._queued.add(is_long)
             keep = partial(self._keep_discovered, discovery, is_long)
-            if not self._background.submit(object(), keep, patient=is_long):
-                self._queued.discard(is_long)
+            self._background.submit(("discovered", is_long), keep, patient=is_long)
 
     def _keep_discovered(self, discovery: Discovery[Asker], is_long: bool) -> None:
-        with self._lock:
-            self._queued.discard(is_long)
         wanted = discovery.take(lambda run: (len(run) > HOLD_UP_TOKENS) == is_long)
         if wanted is None:
             return
@@ -343,49 +351,62 @@ class ChunkWarmer:
         """Has an edited prompt computed as it is, when there is time: the next one then begins with it."""
         with self._lock:
             self._edited[planner.root, prompt.conversation] = _Edited(state, planner, prompt)
-            while len(self._edited) > MOST_EDITED:
-                self._edited.popitem(last=False)
+            while len(self._edited) > MOST_EDITED:  # one of those who have most
+                (root, _), *_ = Counter(root for root, _ in self._edited).most_common(1)
+                del self._edited[next(key for key in self._edited if key[0] == root)]
                 self._background.give_up("histories")
-            oldest = next(iter(self._edited))  # it may have been left while the store took nothing
-        for key in {oldest: 0, (planner.root, prompt.conversation): 0}:
-            self._submit_edited(key, again=False)
+        self._go_on_with_edited()
 
-    def _submit_edited(self, key: tuple[BlockName, str], *, again: bool) -> None:
-        """One job of a conversation waits at a time, and one more that goes on with the running one."""
-        if not self._background.submit((key, again), partial(self._keep_edited, key, again), patient=True):
-            with self._lock:
-                self._edited.pop(key, None)
+    def _go_on_with_edited(self) -> None:
+        if self._edited:
+            self._background.submit("edited", self._keep_edited, patient=True)
 
-    def _keep_edited(self, key: tuple[BlockName, str], again: bool) -> None:
-        """Computes the next blocks of the newest edited prompt of a conversation, some thousand tokens at a time."""
+    def _keep_edited(self) -> None:
+        """Computes the next blocks of the edited prompt that waits longest, some thousand tokens at a time. Where the
+        store takes or answers nothing, all of them wait until another request has ended."""
         if self.keeper.is_paused or self._is_awaited:
-            return  # it waits until another prompt is edited
+            return
         with self._lock:
-            edited = self._edited.pop(key, None)
+            key, edited = self._edited.popitem(last=False) if self._edited else (None, None)
+        if key is None or edited is None:
+            return
+        rest, waits = edited, True
         try:
-            if edited is not None and self._is_current(edited.state):
-                self._keep_section(key, edited)
-        finally:  # a newer prompt may have come, which waits for this one to end
-            with self._lock:
-                is_more = key in self._edited
-            if is_more:
-                self._submit_edited(key, again=not again)
+            rest, waits = self._keep_section(key, edited) if self._is_current(edited.state) else None, False
+        except StoreError as error:
+            logger.warning("an edited prompt is not stored yet: %s", error)
+        with self._lock:
+            if rest is not None and key not in self._edited:  # else a newer prompt has come
+                self._edited[key] = rest
+                self._edited.move_to_end(key, last=False)
+        if not waits:
+            self._go_on_with_edited()
 
-    def _keep_section(self, key: tuple[BlockName, str], edited: _Edited) -> None:
+    def _keep_section(self, key: tuple[BlockName, str], edited: _Edited) -> _Edited | None:
+        """What is left of it; None: it is complete, or the store does not keep it. Raises StoreError: it has to wait,
+        since the store does not answer now."""
         state, planner, prompt, done = edited
         self._writer.flush(STORE_S)  # what waits to be written need not be computed
         held, section = self._ask_store(partial(next_section, planner, prompt, self._store, HOLD_UP_TOKENS))
+        stored = 0 if held is None else len(held)
+        if self._store.is_away or (stored < done and not self._store.is_reachable):
+            raise StoreUnreachableError("the store does not answer")
         if held is not None and self._histories is not None:
             self._histories.note(*key, held)
-        if section is None or done > (0 if held is None else len(held)):
-            return  # it is complete, or the store does not keep it
+        if section is None:
+            return None
+        if stored < done:
+            self._background.give_up("histories")
+            return None
         with state.prefiller.open(section.prompt, planner, AllRows(), "prefix") as prefill:
-            exact, blocks = self._exact_blocks(planner, prefill.run())
+            if prefill.prefix_length < stored:  # a late tier is passed over for a while: all would be computed
+                raise StoreUnreachableError("the store has been too slow")
+            exact, blocks, _ = self._exact_blocks(planner, prefill.run())
         if exact is None:
             raise StoreUnreachableError("the store did not say in time what it holds of an edited prompt")
-        if self._is_current(state) and self._ask_store(partial(self.keeper.write, blocks)):
-            with self._lock:
-                self._edited.setdefault(key, _Edited(state, planner, prompt, len(section)))
+        if not self._is_current(state):
+            return None
+        return edited._replace(done=len(section)) if self._ask_store(partial(self.keeper.write, blocks)) else edited
 
     def _compute(self, jobs: Sequence[ChunkJob], state: ModelState, planner: Planner) -> list[CapturedChunk]:
         """The chunks' KV, with the adapters that the planner names: by one padded forward of the model, or by prefills

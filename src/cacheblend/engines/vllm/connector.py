@@ -137,9 +137,9 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, interface.SupportsHMA):
         self._unblendable = ""  # the reason, where `on_unblendable` is "plain"
         self._left = Counts()  # requests that were left to vLLM for it
         self._is_compared = False  # the weights of this worker with those that the scheduler's side names
-        refused = [*interface.refusals(vllm_config), *filter(None, [prefix_cache.refused_groups(kv_cache_config)])]
         if self._kv_transfer_config.kv_role != "kv_both":
-            refused.append(f"kv_role {self._kv_transfer_config.kv_role!r} (use 'kv_both')")
+            raise InvalidInputError(f"kv_role is {self._kv_transfer_config.kv_role!r}; use 'kv_both'")
+        refused = [*interface.refusals(vllm_config), *filter(None, [prefix_cache.refused_groups(kv_cache_config)])]
         if refused:
             reason = f"CacheBlendConnector was not tested with, and refuses: {'; '.join(refused)}"
             return self._leave_to_vllm(InvalidInputError(reason))
@@ -176,7 +176,7 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, interface.SupportsHMA):
         if blend.edits and not self.identity.has_exact_hits:
             raise InvalidInputError(
                 "edits moves KV that is exact in an earlier prompt, and a kv_cache_dtype of eight bits rounds it; "
-                'set kv_cache_dtype "auto", or leave edits out'
+                "--kv-cache-dtype bfloat16, or leave edits out"
             )
         control = None
         if self._config.controller:

@@ -5,7 +5,7 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from cacheblend.core.failures import count_failure, take_failures
+from cacheblend.core.failures import KNOWN, count_failure, take_failures
 from cacheblend.core.fuse.prefill import PrefillResult
 from cacheblend.engines.discovery import DiscoveryFigures
 from cacheblend.engines.metrics import DISCOVERED, FAILED, SHADOW_COUNTERS, SHADOW_GAUGES, SHADOW_KL, WHOSE, Texts
@@ -18,7 +18,7 @@ from cacheblend.engines.vllm.reasons import DECISIONS, LOST_BLOCK, NOT_WRITTEN
 
 HIT_TOKENS, NOT_BLENDED, FALLBACKS, FAILURES = "hit_tokens", "not_blended", "fallbacks", "failures"
 COMPARED, TOKENS, KL, DROPPED, CHANGES = "shadow", "shadow_tokens", "shadow_kl", "shadow_dropped", "shadow_changes"
-MISSED, NEAR_MISSES = "missed_tokens", "near_miss_tokens"
+MISSED_TOKENS, NEAR_MISSES = "missed_tokens", "near_miss_tokens"
 AGREEMENT, BOUND, RATIO, WAITING = "shadow_agreement", "shadow_agreement_bound", "shadow_ratio", "shadow_waiting"
 
 _PLAIN: Texts = {
@@ -27,7 +27,7 @@ _PLAIN: Texts = {
     "recomputed_tokens": ((), "Loaded tokens that were recomputed after the last selection."),
     "row_layers": ((), "Rows times layers that blending computed."),
     "captured_tokens": ((), "Tokens of missed chunks that were computed alone, and of histories, that were stored."),
-    MISSED: ((), "Tokens of chunks that were not stored."),
+    MISSED_TOKENS: ((), "Tokens of chunks that were not stored."),
     NEAR_MISSES: ((), "Those of them that are stored with another beginning or end."),
     **DISCOVERED,
     "load_seconds": ((), "Seconds of reading stored KV and copying it to the device."),
@@ -168,6 +168,8 @@ class BlendPromMetrics(KVConnectorPromMetrics):
         for values in per_engine_labelvalues.values():
             for name in _PLAIN:
                 self._metrics[name].labels(*values).inc(0)  # shown from the start
+            for reason in KNOWN:
+                self._metrics[FAILURES].labels(*values, reason).inc(0)  # else the first one would be no increase
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, found in transfer_stats_data.items():

@@ -223,7 +223,7 @@ def refusals(config: VllmConfig) -> list[str]:
     speculation, kv_cache = refused_speculation(config.speculative_config), refused_cache(cache, model.hf_config)
     beside_latents = {
         "LoRA (leave --enable-lora out)": config.lora_config is not None,
-        "an FP8 cache (use --kv-cache-dtype auto)": is_fp8(cache, model.hf_config),
+        "an FP8 cache (use --kv-cache-dtype bfloat16)": is_fp8(cache, model.hf_config),
         "speculative decoding (leave it out)": config.speculative_config is not None,
     }
     named = ", ".join(name for name, applies in beside_latents.items() if applies)

@@ -187,6 +187,7 @@ class ChunkFinder:
             forgotten, failed = conversations.take_lost()
             captures.count(QUEUE_FULL, forgotten)
             captures.count(NOT_WRITTEN, failed)
+            count_failure(NOT_WRITTEN, failed)
             most, may_compute = captures.longest, may_compute and captures.is_empty
             most_copied = min(most_copied, most)
             may_copy = captures.sends_at_once(min(most, max(most_copied, self._settings.config.block_size)))
@@ -282,7 +283,7 @@ class ChunkFinder:
         plan = plan_of_held(prompt, lambda each: planner.plan(each, self._store), match)
         looked_up_s, self._answered = time.monotonic() - missed_at, max(self._answered, missed_at)
         is_held = any(span.source in (Source.PREFIX, Source.LOADED) for span in plan.spans)
-        if not is_held and not self._store.is_reachable:
+        if not is_held and self._store.is_away:
             raise StoreUnreachableError("the store does not answer")
         missed, anchor = plan.missed_chunks(), tuple(planner.anchor.segments(plan.prompt))
         jobs = [CaptureJob(ChunkJob(anchor, chunk.token_ids, chunk.label), planner, adapter) for chunk in missed]

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from cacheblend.core.errors import InvalidInputError, StoreError
+from cacheblend.core.errors import InvalidInputError, StoreError, StoreUnreachableError
 from cacheblend.core.failures import count_failure
 from cacheblend.core.names import as_token_ids
 from cacheblend.engines.settings import BlendSettings
@@ -26,7 +26,7 @@ from cacheblend.engines.vllm.config import ConnectorConfig
 from cacheblend.engines.vllm.internals import interface
 from cacheblend.engines.vllm.internals.prefix_cache import PrefixCache, salt_from
 from cacheblend.engines.vllm.jobs import BlendJob, StepJobs, StepReport
-from cacheblend.engines.vllm.metrics import MISSED, NEAR_MISSES, NOT_BLENDED, Counts
+from cacheblend.engines.vllm.metrics import MISSED_TOKENS, NEAR_MISSES, NOT_BLENDED, Counts
 from cacheblend.engines.vllm.reasons import BAD_SPANS, OTHER_WEIGHTS, SLOW_STORE, UNREADABLE
 from cacheblend.engines.vllm.scheduler.adapters import AdapterUnusableError, RequestAdapters
 from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue
@@ -327,7 +327,7 @@ class Scheduling:
             except Exception as error:  # vLLM's scheduler would end
                 logger.exception("nothing is learnt of request %s", request.request_id)
                 count_failure(type(error).__name__)
-        for name, tokens in ((MISSED, tracked.missed_tokens), (NEAR_MISSES, tracked.near_miss_tokens)):
+        for name, tokens in ((MISSED_TOKENS, tracked.missed_tokens), (NEAR_MISSES, tracked.near_miss_tokens)):
             if tokens:
                 self.counts.add(name, tokens)
         if tracked.why_not:
@@ -377,7 +377,8 @@ class Scheduling:
             logger.warning("%s: the store did not answer in time", where)
             label, told = SLOW_STORE, (SLOW_STORE, "")
         except (StoreError, OSError) as error:
-            logger.warning("%s: %s", where, error)
+            if not isinstance(error, StoreUnreachableError):  # which the store has logged
+                logger.warning("%s: %s", where, error)
             label, told = UNREADABLE, (UNREADABLE, "")
         except Exception as error:
             logger.error(where, exc_info=error)
