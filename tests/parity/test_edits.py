@@ -300,7 +300,7 @@ def test_a_run_whose_blocks_are_gone_is_text_so_that_what_is_computed_is_stored(
         engine.runtime.background.end_request()
 
 
-def test_the_longest_chain_outlives_short_ones_that_end_elsewhere() -> None:
+def test_the_chain_that_is_moved_from_outlives_short_ones_that_end_elsewhere() -> None:
     """Each turn has other text behind the first message."""
     with open_engine() as engine:
         ask(engine, SYSTEM, ids(50, 80), U1, A1, U2, conversation="a")

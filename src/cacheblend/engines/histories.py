@@ -29,8 +29,8 @@ from cacheblend.core.plan.prompt import Prompt, Segment, run_of, text
 from cacheblend.engines.chunk_index import with_matches
 
 MOST_CHAINS = 4
-"""Earlier prompts of a conversation that are remembered. A prompt that goes on takes the place of what it begins with,
-so that there is one for each edit."""
+"""Earlier prompts of a conversation that are remembered, those that were asked or moved from last. A prompt that goes
+on takes the place of what it begins with, so that there is one for each edit."""
 
 SECTION, MOST_SECTION = 2048, 8192
 """Tokens of a history that are computed at once, while there is no request: so many, or behind a long prefix, all of
@@ -113,11 +113,7 @@ class Histories:
             else:  # a template ends a prompt in tokens that no longer one has
                 beyond = [len(each.token_ids) - each.shared(new.token_ids) for each in before]
                 others = (each for each, left in zip(before, beyond, strict=True) if left >= self._min_run_tokens)
-                kept = (*others, new)
-                if len(kept) > MOST_CHAINS:  # the oldest goes, but not the one that most may be moved from
-                    longest = max(kept, key=lambda each: len(each.token_ids))
-                    oldest = next(each for each in kept if each is not longest)
-                    kept = tuple(each for each in kept if each is not oldest)
+                kept = (*others, new)[-MOST_CHAINS:]
             self._chains[root, conversation] = kept
             self._tokens += sum(map(len, kept)) - sum(map(len, before))
             while self._tokens > self._most_tokens:
@@ -145,8 +141,14 @@ class Histories:
         if min(beyond, len(prompt) - longest) < self._min_run_tokens:
             return prompt  # nothing was edited, most often
         segments = self._with_runs(root, prompt, shared, lost)
-        if not any(segment.is_moved for segment in segments):
+        used = {segment.found_in.chunk_id for segment in segments if segment.is_moved and segment.found_in}
+        if not used:
             return prompt
+        with self._lock:  # what is moved from is forgotten last
+            chains = self._chains.get((root, prompt.conversation), ())
+            if chains:
+                by_use = sorted(chains, key=lambda each: any(block.name in used for block in each.blocks))
+                self._chains[root, prompt.conversation] = tuple(by_use)
         front, first = prompt.front, next((segment for segment in segments if segment.is_chunk), None)
         if first is not None and first.is_moved:  # the block in which the prefix ends is loaded in part
             front = tuple(text(each.token_ids) for each in max(shared, key=shared.__getitem__).parts(root))
@@ -221,7 +223,10 @@ def plan_of_held(
         held = sum(len(span) for span in moved if span.source is not Source.MISS)
         if again.begun == begun and sum(len(segment) for segment in again.segments if segment.is_moved) < held:
             break
-        found = plan(again)
+        planned = plan(again)
+        if all(span.name in planned.left_out for span in planned.spans):
+            break  # this time the store was too slow
+        found = planned
     return found
 
 

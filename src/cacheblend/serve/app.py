@@ -38,7 +38,7 @@ def create_app(engine: BlendEngine, settings: ServeSettings | None = None) -> Fa
         for queue in state.queues:
             queue.close()
         left = time_left(settings.drain_s)
-        await run_in_threadpool(state.scheduler.close, left())
+        await run_in_threadpool(state.scheduler.close, settings.drain_s)
         await run_in_threadpool(engine.flush, left())
         state.tenants.close()
 

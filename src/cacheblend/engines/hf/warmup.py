@@ -1,6 +1,7 @@
 """Stores chunks: before their first use (`warm`), or after a request that missed them. Knows no engine."""
 
 import logging
+import math
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -24,6 +25,7 @@ from cacheblend.core.errors import (
 )
 from cacheblend.core.failures import count_failure
 from cacheblend.core.fuse.prefill import PrefillResult
+from cacheblend.core.load.budget import LOOK_UP
 from cacheblend.core.load.capture import CapturedChunk, ChunkJob, blocks_of, manifest_of, publish
 from cacheblend.core.load.threads import DaemonPool, time_left
 from cacheblend.core.names import BlockName, TokenIds, grouped, join_ids, state_name
@@ -203,7 +205,7 @@ class ChunkWarmer:
             return self._background.give_up("quota", max(len(missed), self._histories is not None))
         if text:
             try:
-                exact, blocks, is_all = self._exact_blocks(planner, result)
+                exact, blocks, is_all = self._exact_blocks(planner, result, self._writer.room)
             except ModelOverflowError as error:  # the answer is not affected: it was drawn
                 exact, blocks, is_all = None, list[Block](), False
                 logger.warning("a prompt's own text is not stored: %s", error)
@@ -230,10 +232,12 @@ class ChunkWarmer:
                 patient=len(job) > HOLD_UP_TOKENS,
             )
 
-    def _exact_blocks(self, planner: Planner, result: PrefillResult) -> tuple[BlendPlan | None, list[Block], bool]:
+    def _exact_blocks(
+        self, planner: Planner, result: PrefillResult, room: float = math.inf
+    ) -> tuple[BlendPlan | None, list[Block], bool]:
         """The text in front of the first chunk; of a prompt without chunks what an earlier one began with, too. Where
         later prompts of the conversation may have it at other places all of it, with a plan of it (`exact_part`); and
-        whether these are all blocks of it: no more are made than may wait for the store."""
+        whether these are all blocks of it: no more than `room` bytes are made."""
         plan = result.plan
         if self._histories is not None:
             is_unknown = all(span.name in plan.left_out for span in plan.spans)
@@ -250,7 +254,7 @@ class ChunkWarmer:
             ]
             a_token = sum(layer[:, :1].nbytes for pair in result.kv for layer in pair)
             total = accumulate(len(span) * a_token for span in new)
-            fitting = [span for span, nbytes in zip(new, total, strict=True) if nbytes <= self._writer.room]
+            fitting = [span for span, nbytes in zip(new, total, strict=True) if nbytes <= room]
             return exact, publish(exact, result.kv, fitting), len(fitting) == len(new)
         if plan.prompt.chunks or self._discovery is None:
             return None, publish(plan, result.kv), True
@@ -265,6 +269,7 @@ class ChunkWarmer:
     def flush(self, timeout: float | None = None) -> bool:
         """Waits for the work that `after_request` queued; False if it took longer than `timeout` seconds."""
         left = time_left(timeout)
+        self._go_on_with_edited()
         watched = self._discovery is None or self._discovery.flush(left())
         done = self._background.flush(left())
         return self._writer.flush(left()) and done and watched
@@ -370,17 +375,22 @@ class ChunkWarmer:
             key, edited = self._edited.popitem(last=False) if self._edited else (None, None)
         if key is None or edited is None:
             return
-        rest, waits = edited, True
+        rest: _Edited | None = None
+        waits = False
         try:
-            rest, waits = self._keep_section(key, edited) if self._is_current(edited.state) else None, False
-        except StoreError as error:
-            logger.warning("an edited prompt is not stored yet: %s", error)
-        with self._lock:
-            if rest is not None and key not in self._edited:  # else a newer prompt has come
-                self._edited[key] = rest
-                self._edited.move_to_end(key, last=False)
-        if not waits:
-            self._go_on_with_edited()
+            if self._is_current(edited.state):
+                rest = self._keep_section(key, edited)
+        except (StoreError, OSError) as error:
+            rest, waits = edited, True
+            if not isinstance(error, StoreUnreachableError):  # which the store has logged
+                logger.warning("an edited prompt is not stored yet: %s", error)
+        finally:
+            with self._lock:
+                if rest is not None and key not in self._edited:  # else a newer prompt has come
+                    self._edited[key] = rest
+                    self._edited.move_to_end(key, last=waits)
+            if not waits:
+                self._go_on_with_edited()
 
     def _keep_section(self, key: tuple[BlockName, str], edited: _Edited) -> _Edited | None:
         """What is left of it; None: it is complete, or the store does not keep it. Raises StoreError: it has to wait,
@@ -399,14 +409,15 @@ class ChunkWarmer:
             self._background.give_up("histories")
             return None
         with state.prefiller.open(section.prompt, planner, AllRows(), "prefix") as prefill:
-            if prefill.prefix_length < stored:  # a late tier is passed over for a while: all would be computed
+            # What is late is passed over for a while: all would be computed.
+            if prefill.prefix_length < stored or state.prefiller.late_tiers.left_s(LOOK_UP) > 0:
                 raise StoreUnreachableError("the store has been too slow")
             exact, blocks, _ = self._exact_blocks(planner, prefill.run())
-        if exact is None:
-            raise StoreUnreachableError("the store did not say in time what it holds of an edited prompt")
+        if exact is None or len(exact) <= stored:
+            raise StoreUnreachableError("the store did not give in time what it holds of an edited prompt")
         if not self._is_current(state):
             return None
-        return edited._replace(done=len(section)) if self._ask_store(partial(self.keeper.write, blocks)) else edited
+        return edited._replace(done=len(exact)) if self._ask_store(partial(self.keeper.write, blocks)) else edited
 
     def _compute(self, jobs: Sequence[ChunkJob], state: ModelState, planner: Planner) -> list[CapturedChunk]:
         """The chunks' KV, with the adapters that the planner names: by one padded forward of the model, or by prefills
