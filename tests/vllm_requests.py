@@ -91,7 +91,7 @@ def manager_of(pool: Any) -> Any:
         return None, SIZE * len(list(held))
 
     coordinator = SimpleNamespace(find_longest_cache_hit=longest)
-    return SimpleNamespace(block_pool=pool, enable_caching=True, coordinator=coordinator)
+    return SimpleNamespace(block_pool=pool, enable_caching=True, coordinator=coordinator, usage=0.5)
 
 
 class Pool:

@@ -69,6 +69,20 @@ def test_nothing_waits_for_a_store_that_does_not_answer() -> None:
     store.let_go.set()
 
 
+def test_many_requests_at_once_are_no_slow_store() -> None:
+    """Each look-up has its time from when a thread takes it up."""
+    store = MemoryStore(1 << 20)
+    side = scheduling([CHUNK], store, lookup_timeout_s=0.5)
+    assert start(side, Request(PROMPT, name="quick")) == 141  # the list has been read
+    before(store, "find", lambda _: time.sleep(0.05))
+    requests = asking(120)  # 0.75 s and more in eight threads
+    for request in requests:
+        side.on_new(request)
+    for request in requests:
+        side.take_jobs()  # the next step
+        assert claim(side, request, 0) == 142
+
+
 @pytest.mark.may_fail("slow store")
 def test_a_look_up_of_which_nobody_waits_takes_no_thread() -> None:
     """Requests that gave up, or went away, while others hang in the store."""

@@ -44,7 +44,7 @@ from cacheblend.engines.vllm.internals.interface import (
     refused_speculation,
 )
 from cacheblend.engines.vllm.internals.kv_cache import check_caches, fp8_scales, is_fp8, plain_queries
-from cacheblend.engines.vllm.jobs import BlendOutcome, StepJobs, StepReport, Unblendable
+from cacheblend.engines.vllm.jobs import BlendOutcome, StepJobs, StepReport
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.worker.model import BlendModel
 from cacheblend.engines.vllm.worker.worker import IdleWorker, Worker
@@ -371,8 +371,8 @@ def test_a_cache_that_cannot_be_read_is_named_or_left_to_vllm(
             connector.register_kv_caches({})
         return
     connector.register_kv_caches({})
-    assert connector.get_handshake_metadata() == Unblendable("keeps eight bits of no known type")
-    # Beside another connector the scheduler's side may not be told: what it sends comes back at once.
+    assert connector.get_handshake_metadata() is None, "another connector's is passed on alone"
+    # The scheduler's side is told in the first step: what it sent before comes back at once.
     blends: Any = [
         SimpleNamespace(request_id="a", block_ids=[[3, 4, 5]], local_tokens=16),
         SimpleNamespace(request_id="b", block_ids=[[6, 7], [0, 8]], local_tokens=0),
@@ -385,8 +385,20 @@ def test_a_cache_that_cannot_be_read_is_named_or_left_to_vllm(
     assert connector.get_block_ids_with_load_errors() == {4, 5}
     assert connector._worker.take_failed_requests() == {"b"}
     report = connector.build_connector_worker_meta()
-    assert [report.outcomes[name].failure for name in "ab"] == ["ModelNotBlendableError"] * 2
-    assert report.captured == 1
+    assert [report.outcomes[name].failure for name in "ab"] == ["not blendable"] * 2
+    assert report.captured == 1 and report.unblendable == "keeps eight bits of no known type"
+    assert StepReport().aggregate(report).unblendable == report.aggregate(StepReport()).unblendable
+    other, closed = connector_of("plain"), list[int]()
+    counts = Counts()
+    counts.add("requests", 1)
+    other._scheduling = SimpleNamespace(
+        provided=lambda ids: None, reported=lambda report: None, counts=counts, close=lambda: closed.append(1)
+    )
+    other.update_connector_output(SimpleNamespace(finished_recving=(), kv_connector_worker_meta=report))
+    assert closed and not other.has_pending_push_work()
+    assert other.request_finished(SimpleNamespace(request_id="a"), [])[1]["cacheblend"]["reason"] == told["reason"]
+    found = other.get_kv_connector_stats()
+    assert found is not None and found.data == {"requests": {"": 1}, "not_blended": {"not blendable": 1}}
     connector.shutdown()
     # An encoder has no group of KV cache.
     assert connector_of("plain").request_finished_all_groups(SimpleNamespace(request_id="a"), ()) == (False, None)
@@ -812,6 +824,11 @@ def test_all_that_blending_needs_is_taken_until_the_connector_starts() -> None:
     # Records that the device keeps are taken as well, whatever is set for blending: they lie there all the time.
     for extra in ({}, {"workspace_bytes": 0}, {"workspace_bytes": 12345}):
         assert reserved(ours(TIER, **extra)) == reserved(ours(**extra)) + (5 << 20)
+
+
+def test_nothing_is_taken_where_everything_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_loader.interface, "refusals", lambda config: ["sleep mode"])
+    assert reserved(ours(TIER, on_unblendable="plain")) == 0 < reserved(ours(TIER))
 
 
 def test_what_was_taken_for_records_goes_back_to_the_device_and_only_that(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """The connector, created by vLLM in the scheduler's process and in each worker's: delegates to the two sides."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,19 +18,19 @@ from cacheblend.engines.vllm.config import read_config
 from cacheblend.engines.vllm.internals import decoder, interface, prefix_cache, weight_loader
 from cacheblend.engines.vllm.internals.kv_cache import float32_precision, is_fp8
 from cacheblend.engines.vllm.internals.tensor_parallel import TensorParallel
-from cacheblend.engines.vllm.jobs import CaptureJob, StepJobs, StepReport, Unblendable
+from cacheblend.engines.vllm.jobs import CaptureJob, StepJobs, StepReport
 from cacheblend.engines.vllm.metrics import NOT_BLENDED, BlendPromMetrics, BlendStats, Counts
 from cacheblend.engines.vllm.reasons import OTHER_WEIGHTS
 from cacheblend.engines.vllm.scheduler.chunk_finder import ChunkFinder, TenantPlanners
 from cacheblend.engines.vllm.scheduler.load_control import LoadControl
 from cacheblend.engines.vllm.scheduler.scheduler import Scheduling
-from cacheblend.engines.vllm.scheduler.tracked_requests import NOT_BLENDABLE, Tracked
+from cacheblend.engines.vllm.scheduler.tracked_requests import Tracked
 from cacheblend.engines.vllm.stores import device_bytes, shared_store
 from cacheblend.engines.vllm.worker.model import BlendModel
 from cacheblend.engines.vllm.worker.paged_cache import LayerGroups
 from cacheblend.engines.vllm.worker.prefill_factory import Opener
 from cacheblend.engines.vllm.worker.ranks import Ranks
-from cacheblend.engines.vllm.worker.worker import IdleWorker, Worker
+from cacheblend.engines.vllm.worker.worker import NOT_BLENDABLE, IdleWorker, Worker
 from cacheblend.engines.vllm.workspace import COPIED, gib, workspace_of
 
 # Formats of which vLLM takes every weight from the model's folder.
@@ -273,6 +273,10 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, interface.SupportsHMA):
         report = getattr(connector_output, "kv_connector_worker_meta", None)
         if isinstance(report, StepReport):
             self._scheduling.reported(report)
+            if report.unblendable:  # all prompts are vLLM's from now on
+                self._unblendable, self._left = report.unblendable, self._scheduling.counts
+                self._scheduling.close()
+                self._scheduling = None
 
     def has_pending_push_work(self) -> bool:
         """Keeps vLLM stepping while chunks are captured and answers compared, even when there are no requests."""
@@ -332,17 +336,6 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, interface.SupportsHMA):
         budget = self._config.budget_row_layers or int(rows * layers * STEP_SHARE) or 1
         selector = self._selector.of_model(layers)
         return Worker(opener, selector, budget, self.identity.name, self._config.read_timeout_s)
-
-    def get_handshake_metadata(self) -> interface.KVConnectorHandshakeMetadata | None:
-        return Unblendable(self._unblendable) if self._unblendable else None
-
-    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
-        """A worker that cannot blend leaves all prompts to vLLM."""
-        refused = [each for each in metadata.values() if isinstance(each, Unblendable)]
-        if refused and self._scheduling is not None:
-            self._unblendable = refused[0].reason
-            self._scheduling.close()
-            self._scheduling = None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Called behind a step's forward; in front of it only where another connector loads for this very step."""

@@ -139,6 +139,7 @@ class StepReport(interface.KVConnectorWorkerMetadata):
     adapters: dict[int, AdapterSeen] = field(default_factory=dict)  # by number
     stalled_s: float = 0.0  # for which every prompt has been waiting for the store
     has_other_weights: bool = False  # some rank runs others than those that blocks are named by, and refuses every job
+    unblendable: str = ""  # why some rank cannot blend the model, and refuses every job
     capture_work: int = (
         0  # since the start, row-layers of such chunks that were computed or copied, and tokens that were written
     )
@@ -155,12 +156,6 @@ class StepReport(interface.KVConnectorWorkerMetadata):
             other.adapters | self.adapters,
             min(self.stalled_s, other.stalled_s),
             self.has_other_weights or other.has_other_weights,
+            self.unblendable or other.unblendable,
             max(self.capture_work, other.capture_work),
         )
-
-
-@dataclass(frozen=True)
-class Unblendable(interface.KVConnectorHandshakeMetadata):
-    """What a worker that cannot blend tells the scheduler's side."""
-
-    reason: str

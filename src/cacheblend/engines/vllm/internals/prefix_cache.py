@@ -126,6 +126,11 @@ class PrefixCache:
         """It holds no block under any name."""
         return self._pool is None or all(block.block_hash is None for block in self._pool.blocks)
 
+    @property
+    def is_unused(self) -> bool:
+        """No request holds a block."""
+        return self._manager is not None and self._manager.usage == 0
+
     def keep(self, request: Any, stop: int, tables: Sequence[Sequence[int]]) -> list[list[int]]:
         """The blocks that vLLM holds of the rows in front of `stop`, a multiple of the block size, as far as later rows
         see them, for each group. A window that ends far behind `stop` has passed the blocks that rows right behind it

@@ -18,6 +18,7 @@ from cacheblend.engines.checkpoint import OF_TRAINING, State, shards_of, states_
 from cacheblend.engines.folders import cached_snapshot
 from cacheblend.engines.vllm import stores
 from cacheblend.engines.vllm.config import read_config
+from cacheblend.engines.vllm.internals import interface
 from cacheblend.engines.vllm.internals.decoder import attention_layers, connector_settings, model_sizes
 from cacheblend.engines.vllm.workspace import gib, workspace_of
 
@@ -113,7 +114,7 @@ def _reserve(attention: nn.Module, config: VllmConfig, device: torch.device) -> 
         return  # of a drafter it was taken with the model that it drafts for
     settings = read_config(extra)
     stores.check_device(settings.store, device.type)
-    if device.type == "cpu":
+    if device.type == "cpu" or (settings.on_unblendable == "plain" and interface.refusals(config)):
         return
     needed = workspace_of(model_sizes(config, device, extra))
     wanted = needed.total if settings.workspace_bytes is None else settings.workspace_bytes + needed.tier

@@ -90,6 +90,7 @@ class ChunkFinder:
         self._timeout_s = min(config.lookup_timeout_s, math.inf if given is None else given)
         self._pool, self._lookups = DaemonPool(THREADS, "cacheblend-lookup"), list[LookUp]()
         self._captured_pool = DaemonPool(1, "cacheblend-captured")
+        self._begun = -math.inf  # when a thread took up the latest look-up
         self._answered = -math.inf  # when the latest look-up of those that were answered had asked the store
         self._listing: ChunkListing | None = None
         self._keeps_events = keeps_events
@@ -128,17 +129,20 @@ class ChunkFinder:
         may_find_chunks = self._listing is not None if prompt is None else bool(prompt.chunks)
         if not has_history and not may_find_chunks:
             return NOTHING_STORED
-        look_up = partial(self._look_up, token_ids, prompt, options, planner, settings, adapter)
-        began = time.monotonic()
+        new = LookUp(self._timeout_s, lambda: self._begun)
+        look_up = partial(self._look_up, new, token_ids, prompt, options, planner, settings, adapter)
         self._lookups = [each for each in self._lookups if not each.future.done()]
         late = [each for each in self._lookups if each.future.running() and each.is_over]
         if len(late) >= THREADS or any(
-            self._answered < each.began and began < each.deadline + PAUSE_S for each in late
+            self._answered < each.began and new.asked < each.deadline + PAUSE_S for each in late
         ):
             return SLOW_STORE  # it did not answer in time, and nobody since
-        future = self._pool.submit(look_up) if after is None else self._pool.submit_after(after, look_up)
-        self._lookups.append(LookUp(future, began, began + self._timeout_s))
-        return self._lookups[-1]
+        if after is None:
+            new.future = self._pool.submit(look_up)
+        else:  # an index, whose time counts
+            new.began, new.future = new.asked, self._pool.submit_after(after, look_up)
+        self._lookups.append(new)
+        return new
 
     def raise_by(self, factor: float) -> None:
         """From now on the shares that requests name none of are so many times as large; infinite: full recompute."""
@@ -260,6 +264,7 @@ class ChunkFinder:
 
     def _look_up(
         self,
+        asked: LookUp,
         token_ids: TokenIds,
         prompt: Prompt | None,
         options: RequestOptions,
@@ -267,6 +272,8 @@ class ChunkFinder:
         settings: BlendSettings,
         adapter: Adapter | None,
     ) -> FoundChunks | None:
+        self._begun = time.monotonic()
+        asked.began = min(asked.began, self._begun)
         histories, is_marked = self._histories_of(planner, options), prompt is not None
         if self._listing is not None and not is_marked:
             self._listing.update()

@@ -37,6 +37,7 @@ from cacheblend.engines.vllm.scheduler.tracked_requests import (
     FULL_RECOMPUTE,
     HELD_BY_VLLM,
     LITTLE_STORED,
+    NO_ROOM,
     NOTHING_STORED,
     OTHER_CONNECTOR,
     SHARED,
@@ -176,7 +177,11 @@ class Scheduling:
         if tracked.waits_for is not None or (is_full and not self._is_stalled):
             return None
         if not is_full:
-            return claimed
+            was_alone, tracked.was_alone = tracked.was_alone, self.cache.is_unused
+            if not (was_alone and tracked.was_alone):
+                return claimed
+            tracked.reason = NO_ROOM  # beside what vLLM keeps free for drafts, which it leaves out of a plain prefill
+            return 0
         self._is_stalled = False  # one request a report, so that a short stall costs few their reuse
         if not tracked.reason:  # else it was left to vLLM before, which has no blocks for it
             self.counts.add_fallback(SLOW_STORE)
@@ -246,6 +251,7 @@ class Scheduling:
         if claimed and tracked.found is not None:
             found, plan = tracked.found, tracked.found.plan
             tracked.tried, tracked.outcome, tracked.reason = request.num_preemptions, None, ""
+            tracked.was_alone = False
             tracked.block_ids = block_ids
             self._outstanding.add(request.request_id)
             self._coming.add(request.request_id, list(request.block_hashes[: len(plan) // self._block_size]))

@@ -1,8 +1,10 @@
 """One request as the scheduler side follows it: what was found, what became of it, and what its client is told."""
 
 import hashlib
+import math
 import time
 from bisect import bisect_right
+from collections.abc import Callable
 from concurrent.futures import CancelledError, wait
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -89,7 +91,7 @@ BEYOND_WINDOW = "beyond the sliding window"
 OTHER_CONNECTOR = "another connector has it"
 FULL_RECOMPUTE = "full recompute"
 SLOWER_TO_LOAD = "slower to load than to compute"
-NOT_BLENDABLE = "not blendable"
+NO_ROOM = "no room in the cache"
 
 _HELD = (Source.PREFIX, Source.LOADED)
 
@@ -140,13 +142,21 @@ class FoundChunks:
         return [*reversed(list(accumulate(lengths))), 0]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class LookUp:
-    """A look-up in the store that has begun, in a thread: no engine step that computes waits for it."""
+    """A look-up in the store, in a thread: no engine step that computes waits for it. It has `timeout_s` from when the
+    thread took it up; while none does, from when one took up another, for which `last_begun` is asked: many requests
+    that come at once are no slow store."""
 
-    future: PoolCall["FoundChunks | None"]
-    began: float
-    deadline: float
+    timeout_s: float
+    last_begun: Callable[[], float]
+    asked: float = field(default_factory=time.monotonic)
+    began: float = math.inf
+    future: PoolCall["FoundChunks | None"] = field(init=False)
+
+    @property
+    def deadline(self) -> float:
+        return min(self.began, max(self.asked, self.last_begun())) + self.timeout_s
 
     @property
     def is_over(self) -> bool:
@@ -154,8 +164,8 @@ class LookUp:
         return self.future.done() or time.monotonic() >= self.deadline
 
     def wait(self, seconds: float) -> None:
-        """Returns when it has ended, or so many seconds after it began."""
-        wait([self.future], max(0.0, self.began + seconds - time.monotonic()))
+        """Returns when it has ended, or so many seconds after it was asked for."""
+        wait([self.future], max(0.0, self.asked + seconds - time.monotonic()))
 
     def result(self) -> FoundChunks | None:
         """Raises TimeoutError: it did not end in time, and is dropped; or what the look-up raised."""
@@ -183,6 +193,7 @@ class Tracked:
     waits_for: str | None = None  # the request whose blocks it will share
     missed_tokens: int = 0  # of chunks that are not stored
     near_miss_tokens: int = 0  # of those that are stored with another beginning or end
+    was_alone: bool = False  # in vLLM's cache, when it was last asked for
     tried: int = -1  # how often it had been preempted when its prompt was last given to the workers; -1: never given
     held_by_vllm: int = 0  # leading tokens that vLLM's prefix cache held when it was scheduled
     outcome: BlendOutcome | None = None

@@ -40,6 +40,9 @@ WRITER_S = 0.01  # that an idle step waits for the chunk being written, so that 
 logger = logging.getLogger("cacheblend.vllm")
 
 
+NOT_BLENDABLE = "not blendable"  # why vLLM computes a request, where nothing can be blended
+
+
 class Outbox:
     """Requests that a worker has provided or given up, until vLLM and the scheduler's side collect them."""
 
@@ -85,13 +88,13 @@ class Outbox:
 
 
 class IdleWorker(Outbox):
-    """The worker of a model that cannot be blended, or is not the one that blocks are named by: gives all jobs back.
-    Inside a `MultiConnector` vLLM passes the scheduler's side one connector's handshake only: it may not learn of the
-    refusal, and a prompt that nobody provides would never be answered. `label`: the reason as it is counted."""
+    """The worker of a model that cannot be blended, or is not the one that blocks are named by: gives all jobs back,
+    and says why (no handshake does: vLLM passes on one connector's of several). `label`: the reason as it is
+    counted."""
 
     is_follower = False
 
-    def __init__(self, block_size: int, reason: str, label: str = ModelNotBlendableError.__name__) -> None:
+    def __init__(self, block_size: int, reason: str, label: str = NOT_BLENDABLE) -> None:
         super().__init__(block_size)
         self._reason, self._label, self._captured = reason, label, 0
 
@@ -101,7 +104,9 @@ class IdleWorker(Outbox):
         self._captured += len(jobs.capture)
 
     def report(self) -> StepReport:
-        return StepReport(self._captured, self.take_outcomes(), has_other_weights=self._label == OTHER_WEIGHTS)
+        has_others = self._label == OTHER_WEIGHTS
+        why = "" if has_others else self._reason
+        return StepReport(self._captured, self.take_outcomes(), has_other_weights=has_others, unblendable=why)
 
     def take_read(self) -> set[str]:
         return set()
