@@ -91,7 +91,7 @@ def manager_of(pool: Any) -> Any:
         return None, SIZE * len(list(held))
 
     coordinator = SimpleNamespace(find_longest_cache_hit=longest)
-    return SimpleNamespace(block_pool=pool, enable_caching=True, coordinator=coordinator, usage=0.5)
+    return SimpleNamespace(block_pool=pool, enable_caching=True, coordinator=coordinator)
 
 
 class Pool:
@@ -99,6 +99,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.held: set[bytes] = set()
+        self.num_gpu_blocks = 1 << 20
 
     def get_cached_block(self, name: bytes, groups: list[int]) -> Any:
         return name in self.held

@@ -300,7 +300,11 @@ def test_missed_chunks_are_counted_while_the_store_takes_none(open_engine: Open)
     engine.generate(PARTS, GREEDY)
     assert engine.flush(60)
     assert engine.runtime.background.given_up == {
-        **{"queue full": 0, "failed": 0, "histories": 0, "quota": 0, "too long": 0},
+        "queue full": 0,
+        "failed": 0,
+        "histories": 0,
+        "quota": 0,
+        "too long": 0,
         "store": len(PASSAGES),
     }
 

@@ -254,7 +254,7 @@ def test_a_model_that_cannot_be_blended_is_named_or_left_to_vllm(
     left = made.run([step, FORGET, step], {"recompute_ratio": 0.0, "on_unblendable": "plain"})
     assert tokens(left["answers"][0]) == tokens(left["answers"][2]) == tokens(made.plain(step))
     counted = {name: value for name, value in left["metrics"].items() if "cacheblend" in name and value}
-    assert counted == {"vllm:cacheblend_not_blended not blendable": 6}, "it is told, and does nothing"
+    assert counted == {"vllm:cacheblend_not_blended not blendable": 4}, "it is told, and does nothing"
 
 
 def test_another_connector_goes_on_beside_a_model_that_is_left_to_vllm(
@@ -402,6 +402,22 @@ def test_a_cache_that_cannot_be_read_is_named_or_left_to_vllm(
     connector.shutdown()
     # An encoder has no group of KV cache.
     assert connector_of("plain").request_finished_all_groups(SimpleNamespace(request_id="a"), ()) == (False, None)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_where_one_rank_cannot_blend_none_does(monkeypatch: pytest.MonkeyPatch, others: int) -> None:
+    from cacheblend.engines.vllm import connector as module
+
+    ranks = SimpleNamespace(size=2, rank=0, maximum=lambda own: [max(*own, others)])
+    monkeypatch.setattr(module, "TensorParallel", lambda: ranks)
+    connector, closed = connector_of("plain"), list[int]()
+    worker = SimpleNamespace(close=lambda: closed.append(1))
+    connector._open_worker = lambda reserved: worker
+    connector.register_kv_caches({})
+    if not others:
+        assert connector._worker is worker and not closed
+        return
+    assert closed and "another tensor-parallel rank" in connector._worker.report().unblendable
 
 
 def test_a_step_that_ends_after_drafting_tells_what_it_did_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,9 +58,7 @@ class WriteBehind(Closable):
         """Queues a block, whose tensors must not change afterwards, as `submit_made`."""
         return self.submit_made(block.name, block, sum(record.nbytes for record in block.records))
 
-    def submit_made(
-        self, name: BlockName, item: Block | BlockMaker, nbytes: int = 0, *, is_copy: bool = False
-    ) -> bool:
+    def submit_made(self, name: BlockName, item: Block | BlockMaker, nbytes: int = 0, *, is_copy: bool = False) -> bool:
         """Queues a block, or a callable that makes it; False if it is dropped or waits already. Returns at once.
         `nbytes`: of the records that it keeps alive or will make."""
         with self._lock:

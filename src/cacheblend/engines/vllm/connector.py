@@ -208,6 +208,7 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, interface.SupportsHMA):
             window=min(limits, default=None),
             is_paused=interface.pause_of(scheduler),
             copied_bytes=copied if may_copy else 0,
+            spare_blocks=interface.draft_blocks(self._vllm_config, len(windows)),
         )
 
     def _leave_to_vllm(self, error: CacheBlendError) -> None:
@@ -302,11 +303,20 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, interface.SupportsHMA):
         reserved = weight_loader.release_reserved(to_device=device_bytes(self._config.store) > 0)
         if self._unblendable:
             return
+        worker, ranks = None, TensorParallel()
         try:
-            self._worker = self._open_worker(reserved)
+            worker = self._open_worker(reserved)
         except ModelNotBlendableError as error:
             self._leave_to_vllm(error)
-            self._worker = IdleWorker(self._block_size, self._unblendable)
+        # All ranks blend, or none: the others would wait for this one.
+        is_plain = self._config.on_unblendable == "plain" and ranks.size > 1
+        if is_plain and ranks.maximum([int(worker is None)])[0] and worker is not None:
+            self._leave_to_vllm(
+                ModelNotBlendableError("another tensor-parallel rank cannot blend its part of the model")
+            )
+            worker.close()
+            worker = None
+        self._worker = worker or IdleWorker(self._block_size, self._unblendable)
 
     def _open_worker(self, reserved: int) -> Worker:
         rows = int(self._vllm_config.scheduler_config.max_num_batched_tokens)

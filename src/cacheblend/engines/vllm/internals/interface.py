@@ -11,8 +11,6 @@ from vllm.config import VllmConfig as VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank as get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1 as KVConnectorBase_V1
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata as KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole as KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata as KVConnectorWorkerMetadata
@@ -213,6 +211,15 @@ def refused_speculation(speculative: Any) -> str:
     if not method or method in SPECULATION:
         return ""
     return f"speculative decoding by {method!r} (blending runs beside {', '.join(SPECULATION)}; or leave it out)"
+
+
+def draft_blocks(config: VllmConfig, groups: int) -> int:
+    """Blocks of all groups of KV cache that vLLM keeps free for a step's drafts beside a prompt that is loaded; at
+    most, as versions count what they look ahead by."""
+    if config.speculative_config is None:
+        return 0
+    drafts = 2 * (1 + int(config.speculative_config.num_speculative_tokens))
+    return groups * -(-drafts // int(config.cache_config.block_size))
 
 
 def refusals(config: VllmConfig) -> list[str]:

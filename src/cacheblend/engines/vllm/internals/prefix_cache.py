@@ -126,10 +126,14 @@ class PrefixCache:
         """It holds no block under any name."""
         return self._pool is None or all(block.block_hash is None for block in self._pool.blocks)
 
-    @property
-    def is_unused(self) -> bool:
-        """No request holds a block."""
-        return self._manager is not None and self._manager.usage == 0
+    def has_room(self, tokens: int, spare: int) -> bool:
+        """Whether an empty cache holds so many tokens of one prompt, and so many blocks beside."""
+        if self._pool is None:
+            return True
+        unbounded = sum(window is None for window in self._windows)
+        return unbounded * -(-tokens // self.block_size) + spare < int(
+            self._pool.num_gpu_blocks
+        )  # one is the null block
 
     def keep(self, request: Any, stop: int, tables: Sequence[Sequence[int]]) -> list[list[int]]:
         """The blocks that vLLM holds of the rows in front of `stop`, a multiple of the block size, as far as later rows

@@ -37,7 +37,15 @@ from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue
 from cacheblend.engines.vllm.scheduler.conversations import Conversations
 from cacheblend.engines.vllm.scheduler.load_control import LoadControl
 from cacheblend.engines.vllm.scheduler.options import RequestOptions, named_chunks
-from cacheblend.engines.vllm.scheduler.tracked_requests import NOTHING_STORED, FoundChunks, LookUp, Tracked, salt_of
+from cacheblend.engines.vllm.scheduler.tracked_requests import (
+    NOTHING_STORED,
+    Answers,
+    Clock,
+    FoundChunks,
+    LookUp,
+    Tracked,
+    salt_of,
+)
 from cacheblend.store import KVStore
 
 LONG_PROMPT = 1024  # tokens from which on contents are matched in a thread: that takes milliseconds
@@ -90,7 +98,7 @@ class ChunkFinder:
         self._timeout_s = min(config.lookup_timeout_s, math.inf if given is None else given)
         self._pool, self._lookups = DaemonPool(THREADS, "cacheblend-lookup"), list[LookUp]()
         self._captured_pool = DaemonPool(1, "cacheblend-captured")
-        self._begun = -math.inf  # when a thread took up the latest look-up
+        self._answers = Answers()
         self._answered = -math.inf  # when the latest look-up of those that were answered had asked the store
         self._listing: ChunkListing | None = None
         self._keeps_events = keeps_events
@@ -129,20 +137,19 @@ class ChunkFinder:
         may_find_chunks = self._listing is not None if prompt is None else bool(prompt.chunks)
         if not has_history and not may_find_chunks:
             return NOTHING_STORED
-        new = LookUp(self._timeout_s, lambda: self._begun)
-        look_up = partial(self._look_up, new, token_ids, prompt, options, planner, settings, adapter)
+        clock = Clock()
+        if after is not None or settings.config.load_timeout_s is not None:  # an index, whose time counts; or a limit
+            clock.began = clock.asked
+        look_up = partial(self._look_up, clock, token_ids, prompt, options, planner, settings, adapter)
         self._lookups = [each for each in self._lookups if not each.future.done()]
         late = [each for each in self._lookups if each.future.running() and each.is_over]
         if len(late) >= THREADS or any(
-            self._answered < each.began and new.asked < each.deadline + PAUSE_S for each in late
+            self._answered < each.clock.began and clock.asked < each.deadline + PAUSE_S for each in late
         ):
             return SLOW_STORE  # it did not answer in time, and nobody since
-        if after is None:
-            new.future = self._pool.submit(look_up)
-        else:  # an index, whose time counts
-            new.began, new.future = new.asked, self._pool.submit_after(after, look_up)
-        self._lookups.append(new)
-        return new
+        future = self._pool.submit(look_up) if after is None else self._pool.submit_after(after, look_up)
+        self._lookups.append(LookUp(self._timeout_s, clock, self._answers, future))
+        return self._lookups[-1]
 
     def raise_by(self, factor: float) -> None:
         """From now on the shares that requests name none of are so many times as large; infinite: full recompute."""
@@ -264,7 +271,7 @@ class ChunkFinder:
 
     def _look_up(
         self,
-        asked: LookUp,
+        clock: Clock,
         token_ids: TokenIds,
         prompt: Prompt | None,
         options: RequestOptions,
@@ -272,8 +279,7 @@ class ChunkFinder:
         settings: BlendSettings,
         adapter: Adapter | None,
     ) -> FoundChunks | None:
-        self._begun = time.monotonic()
-        asked.began = min(asked.began, self._begun)
+        clock.began = min(clock.began, time.monotonic())
         histories, is_marked = self._histories_of(planner, options), prompt is not None
         if self._listing is not None and not is_marked:
             self._listing.update()
@@ -288,7 +294,10 @@ class ChunkFinder:
             return None
         missed_at = time.monotonic()
         plan = plan_of_held(prompt, lambda each: planner.plan(each, self._store), match)
-        looked_up_s, self._answered = time.monotonic() - missed_at, max(self._answered, missed_at)
+        answered_at = time.monotonic()
+        looked_up_s, self._answered = answered_at - missed_at, max(self._answered, missed_at)
+        if answered_at < clock.began + self._timeout_s:
+            self._answers.at = answered_at
         is_held = any(span.source in (Source.PREFIX, Source.LOADED) for span in plan.spans)
         if not is_held and self._store.is_away:
             raise StoreUnreachableError("the store does not answer")

@@ -65,7 +65,8 @@ class Scheduling:
     """The scheduler side of one engine; `bytes_per_token`: of a chunk's KV while it is captured; `longest`: tokens that
     the model computes at once, of a chunk behind its anchor, too; `is_paused`: vLLM is, or waits for this engine's work
     to end: nothing is begun then that no request has asked for; `copied_bytes`: of an ended request's KV that may
-    be copied from vLLM's cache in a step, where what it holds under plain names is exact; 0: nothing."""
+    be copied from vLLM's cache in a step, where what it holds under plain names is exact; 0: nothing; `spare_blocks`:
+    that vLLM keeps free for drafts beside a prompt that is loaded."""
 
     def __init__(
         self,
@@ -81,8 +82,10 @@ class Scheduling:
         window: int | None = None,
         is_paused: Callable[[], bool] = lambda: False,
         copied_bytes: int = 0,
+        spare_blocks: int = 0,
     ) -> None:
         self._config, self._settings, self._is_paused = config, settings, is_paused
+        self._spare_blocks = spare_blocks
         self._most_copied, self._may_copy = copied_bytes // bytes_per_token, copied_bytes > 0
         self._finder, self._block_size = finder, block_size
         self._requests: dict[str, Tracked] = {}
@@ -177,11 +180,7 @@ class Scheduling:
         if tracked.waits_for is not None or (is_full and not self._is_stalled):
             return None
         if not is_full:
-            was_alone, tracked.was_alone = tracked.was_alone, self.cache.is_unused
-            if not (was_alone and tracked.was_alone):
-                return claimed
-            tracked.reason = NO_ROOM  # beside what vLLM keeps free for drafts, which it leaves out of a plain prefill
-            return 0
+            return claimed
         self._is_stalled = False  # one request a report, so that a short stall costs few their reuse
         if not tracked.reason:  # else it was left to vLLM before, which has no blocks for it
             self.counts.add_fallback(SLOW_STORE)
@@ -230,6 +229,8 @@ class Scheduling:
             reason = HELD_BY_VLLM if found.held else NOTHING_STORED
         elif found.reused_share(start) < self._config.min_reused_share:
             reason = LITTLE_STORED  # the rest is plain text or missed
+        elif self._spare_blocks and not self.cache.has_room(len(found.plan) + 1, self._spare_blocks):
+            reason = NO_ROOM  # vLLM would ask for ever; of a plain prefill it leaves the drafts out
         elif not (reason := why_not or self._why_paused):  # its look-up may have ended before the store became slow
             return claimed
         elif not why_not and not tracked.reason:  # asked again, it was counted
@@ -251,7 +252,6 @@ class Scheduling:
         if claimed and tracked.found is not None:
             found, plan = tracked.found, tracked.found.plan
             tracked.tried, tracked.outcome, tracked.reason = request.num_preemptions, None, ""
-            tracked.was_alone = False
             tracked.block_ids = block_ids
             self._outstanding.add(request.request_id)
             self._coming.add(request.request_id, list(request.block_hashes[: len(plan) // self._block_size]))
@@ -366,6 +366,7 @@ class Scheduling:
         return interface.events_of(*found) if changes.added or changes.removed else []
 
     def close(self) -> None:
+        self.provided(list(self._outstanding))
         self._finder.close()
 
     def _guarded(self, request: Any, tracked: Tracked, what: Callable[[Any, Tracked], None]) -> None:

@@ -4,7 +4,6 @@ import hashlib
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable
 from concurrent.futures import CancelledError, wait
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +20,7 @@ from cacheblend.engines.vllm.jobs import Adapter, BlendOutcome, CaptureJob
 from cacheblend.engines.vllm.reasons import RESET
 from cacheblend.engines.vllm.scheduler.options import KEY, RequestOptions
 
+QUEUED = 5  # times its own time that a look-up may wait for a thread
 VERSION = 2  # of the KV in blended blocks, part of their names: another version must not find them
 
 
@@ -143,20 +143,36 @@ class FoundChunks:
 
 
 @dataclass(eq=False)
-class LookUp:
-    """A look-up in the store, in a thread: no engine step that computes waits for it. It has `timeout_s` from when the
-    thread took it up; while none does, from when one took up another, for which `last_begun` is asked: many requests
-    that come at once are no slow store."""
+class Answers:
+    """Of one engine's look-ups: when one was answered in time, the latest."""
 
-    timeout_s: float
-    last_begun: Callable[[], float]
+    at: float = -math.inf
+
+
+@dataclass(eq=False)
+class Clock:
+    """Of one look-up, which its thread has, too: when it was asked for, and when a thread took it up."""
+
     asked: float = field(default_factory=time.monotonic)
     began: float = math.inf
-    future: PoolCall["FoundChunks | None"] = field(init=False)
+
+
+@dataclass(eq=False)
+class LookUp:
+    """A look-up in the store, in a thread: no engine step that computes waits for it. It has `timeout_s` from when the
+    thread took it up. While none does, from when another one was answered, but no more than `QUEUED` times as long:
+    many requests that come at once are no slow store."""
+
+    timeout_s: float
+    clock: Clock
+    answers: Answers
+    future: PoolCall["FoundChunks | None"]
 
     @property
     def deadline(self) -> float:
-        return min(self.began, max(self.asked, self.last_begun())) + self.timeout_s
+        asked, began = self.clock.asked, self.clock.began
+        queued = min(max(asked, self.answers.at), asked + (QUEUED - 1) * self.timeout_s)
+        return (queued if math.isinf(began) else began) + self.timeout_s
 
     @property
     def is_over(self) -> bool:
@@ -165,7 +181,7 @@ class LookUp:
 
     def wait(self, seconds: float) -> None:
         """Returns when it has ended, or so many seconds after it was asked for."""
-        wait([self.future], max(0.0, self.asked + seconds - time.monotonic()))
+        wait([self.future], max(0.0, self.clock.asked + seconds - time.monotonic()))
 
     def result(self) -> FoundChunks | None:
         """Raises TimeoutError: it did not end in time, and is dropped; or what the look-up raised."""
@@ -193,7 +209,6 @@ class Tracked:
     waits_for: str | None = None  # the request whose blocks it will share
     missed_tokens: int = 0  # of chunks that are not stored
     near_miss_tokens: int = 0  # of those that are stored with another beginning or end
-    was_alone: bool = False  # in vLLM's cache, when it was last asked for
     tried: int = -1  # how often it had been preempted when its prompt was last given to the workers; -1: never given
     held_by_vllm: int = 0  # leading tokens that vLLM's prefix cache held when it was scheduled
     outcome: BlendOutcome | None = None
