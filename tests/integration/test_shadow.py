@@ -450,7 +450,7 @@ def test_without_a_check_nothing_is_shown() -> None:
         TestClient(create_app(engine, ServeSettings(chunk_tokens=16))) as web,
     ):
         assert web.get("/playground/shadow").json() == {"on": False}
-        assert "shadow" not in web.get("/metrics").text
+        assert "cacheblend_shadow" not in web.get("/metrics").text
         assert web.get("/playground/passages").json()["settings"]["shadow"] is False
     for settings, why in (({"shadow_floor": 0.9}, "also give shadow"), ({"shadow": 2.0}, "at most 1")):
         with pytest.raises(InvalidInputError, match=why):

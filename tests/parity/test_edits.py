@@ -347,6 +347,14 @@ def test_a_newer_prompt_that_comes_while_an_older_one_ends_is_computed(monkeypat
         assert report.hit_tokens["prefix"] >= WHOLE + 64 - 32
 
 
+def test_closing_waits_for_no_more_than_the_section_under_way() -> None:
+    with open_engine() as engine:
+        edited_in_a_busy_time(engine)
+        given_up = engine.runtime.background.given_up
+    assert engine.runtime.background.given_up["histories"] == given_up["histories"] + 1
+    assert not engine.runtime.warmer._edited
+
+
 def test_nobodys_many_conversations_push_out_anothers() -> None:
     with open_engine() as engine:
         edited_in_a_busy_time(engine)

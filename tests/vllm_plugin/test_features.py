@@ -213,6 +213,21 @@ def test_failed_prompts_and_a_small_cache_beside_ngrams(serve: Serve, terse: Pat
     assert seen["raised"] == 1
 
 
+@pytest.mark.feature("speculative decoding, n-grams", "blends")
+def test_a_prompt_that_fills_the_whole_cache_beside_ngrams_is_vllms(serve: Serve, terse: Path) -> None:
+    """Beside a prompt that is loaded vLLM keeps blocks free for drafts: it would ask for ever, and others with it."""
+    texts = Texts(48)
+    asked = [texts.prompt(texts.passages(4, 238, 238)), texts.prompt(texts.passages(2))]
+    assert 992 < len(asked[0].ids) <= 1016
+    tight = {"num_gpu_blocks_override": 33, "max_model_len": 1024, "block_size": 32}
+    again = ask(asked, sampling={"max_tokens": 8})
+    model = serve(terse, speculative_config=NGRAM, enable_prefix_caching=False)
+    result = model.run([ask(asked, alone=True), again], {"recompute_ratio": 1.0}, **tight)
+    assert tokens(result["answers"][1]) == tokens(serve(terse, enable_prefix_caching=False).plain(again))
+    assert result["metrics"]["vllm:cacheblend_not_blended no room in the cache"] == 1
+    assert result["metrics"]["vllm:cacheblend_requests"] == 1
+
+
 @pytest.mark.feature("shadow check beside speculative decoding", "blends")
 def test_the_shadow_check_compares_the_tokens_that_were_taken(serve: Serve, terse: Path) -> None:
     """Of answers that grow by several tokens in a step, beyond the 16 that are compared or ending before them."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 LOST_BLOCK = "block lost"
 NOT_WRITTEN = "store write"
 CHECK = "shadow check"
-KNOWN = (LOST_BLOCK, NOT_WRITTEN, CHECK)
+KNOWN = (LOST_BLOCK, NOT_WRITTEN)
 
 _lock = threading.Lock()
 _counts, _taken = Counter(dict.fromkeys(KNOWN, 0)), Counter[str]()

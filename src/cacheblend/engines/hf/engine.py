@@ -199,8 +199,8 @@ class BlendEngine:
 
     def close(self, *, wait: bool = True) -> None:
         """Ends background work; closes the store if the engine opened it. Idempotent: the first call says what is
-        waited for. `wait`: for missed chunks to be captured and stored (`flush` waits with a bound), but not for a
-        store that has not answered the last requests in time; False gives them up."""
+        waited for. `wait`: for missed chunks to be captured and stored (`flush` waits with a bound, and for edited
+        histories), but not for a store that has not answered the last requests in time; False gives them up."""
         self.runtime.close(wait=wait)
 
     def __enter__(self) -> "BlendEngine":

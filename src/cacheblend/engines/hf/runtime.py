@@ -268,6 +268,7 @@ class EngineRuntime:
             if self.shadow is not None:
                 ends.callback(self.shadow.close)
             ends.callback(self.background.close)
+            self.warmer.give_up_edited()  # many would take hours
             if wait:
                 is_silent = self.prefiller.late_tiers.silent or self.warmer.is_stuck
                 self.warmer.flush(CLOSE_S if is_silent else None)

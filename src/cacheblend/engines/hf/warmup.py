@@ -126,6 +126,7 @@ class ChunkWarmer:
         self._discovery, self._lock = discovery, threading.Lock()
         self._histories = histories
         self._edited = OrderedDict[tuple[BlockName, str], _Edited]()  # by conversation, its newest
+        self._keeps_edited = True
         self._store_thread = DaemonPool(1, "cacheblend-keeper")
         self._asked: tuple[Future[Any], float] | None = None  # what the store was asked last in that thread, and when
         self._begun: dict[BlockName, None] = {}  # blocks that prompts without chunks begin with, the newest last
@@ -274,6 +275,16 @@ class ChunkWarmer:
         done = self._background.flush(left())
         return self._writer.flush(left()) and done and watched
 
+    def give_up_edited(self) -> None:
+        """Of edited prompts no more is computed than the section that is under way."""
+        with self._lock:
+            self._keeps_edited = False
+            waiting = len(self._edited)
+            self._edited.clear()
+        if waiting:
+            logger.warning("closed with %d edited prompt(s) waiting to be computed; they are dropped", waiting)
+            self._background.give_up("histories", waiting)
+
     def close(self) -> None:
         """Ends writing and discovery. The background queue is closed by its owner."""
         self._store_thread.close()
@@ -386,7 +397,7 @@ class ChunkWarmer:
                 logger.warning("an edited prompt is not stored yet: %s", error)
         finally:
             with self._lock:
-                if rest is not None and key not in self._edited:  # else a newer prompt has come
+                if rest is not None and self._keeps_edited and key not in self._edited:  # else a newer one has come
                     self._edited[key] = rest
                     self._edited.move_to_end(key, last=waits)
             if not waits:
