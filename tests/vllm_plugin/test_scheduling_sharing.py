@@ -230,7 +230,7 @@ class Engine:
             if claimed is None:
                 continue
             self.waiting.remove(request)
-            self.side.allocated(request, [[1] * 200], claimed)
+            self.side.allocated(request, [[1] * (request.num_tokens // SIZE + 2)], claimed)
             if not claimed:
                 self.compute(request, held, True)
         for job in self.side.take_jobs().blend:
