@@ -263,6 +263,38 @@ def test_a_writer_that_dies_leaves_nothing_for_long(server: RedisServer) -> None
         assert all(client.Redis(port=server.port).ttl(key) == -1 for key in keys_of(server, "*}:*"))
 
 
+def test_a_writer_that_dies_while_it_publishes_leaves_nothing(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever part of its last commands the server has got."""
+    with open_store(server.url) as store:
+        objects, block = store._objects, make_block(1)  # type: ignore[attr-defined]
+        together = objects._together
+        for kept in range(len(block.records) + 2):
+            published = list[object]()
+
+            def die_in_the_middle(ask: Any, *more: Any, kept: int = kept, published: Any = published) -> Any:
+                def part(pipe: Any) -> None:
+                    ask(pipe)
+                    if any(command.args[0] == "PERSIST" for command in pipe.command_stack):
+                        published.append(1)
+                        del pipe.command_stack[kept:]
+
+                answers = together(part, *more)
+                if published:
+                    raise KeyboardInterrupt
+                return answers
+
+            objects._together = die_in_the_middle
+            with pytest.raises(KeyboardInterrupt):
+                store.write(block)
+            objects._together = together
+            monkeypatch.setattr(redis_objects, "_PUBLISHED_S", -1.0)
+            store.prune(1 << 40)
+            assert all(client.Redis(port=server.port).ttl(key) > 0 for key in keys_of(server, "*}:*")), kept
+            monkeypatch.undo()
+
+
 def test_a_cluster(tmp_path: object) -> None:
     with redis_server("--cluster-enabled", "yes", "--cluster-config-file", f"{tmp_path}/nodes.conf") as server:
         command = ["redis-cli", "-p", str(server.port), "cluster", "addslotsrange", "0", "16383"]

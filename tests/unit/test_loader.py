@@ -482,3 +482,19 @@ def test_layers_without_records_are_ready_at_once_and_closing_waits_for_no_share
         gate.set()
     hanging.result()
     assert {layer for _, layer in source.reads} == {0}  # what was ahead is not read any more
+
+
+def test_a_call_waits_for_a_thread_that_there_is_where_the_system_has_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pool, go_on = DaemonPool(2, "test-scarce"), threading.Event()
+    first = pool.submit(go_on.wait, 30)
+    with monkeypatch.context() as scarce:
+        scarce.setattr(threading.Thread, "start", refuse)
+        second = pool.submit(int, "7")
+        with pytest.raises(RuntimeError, match="no|can't"):
+            DaemonPool(1, "test-none").submit(int)
+    go_on.set()
+    assert first.result(30) and second.result(30) == 7
+    pool.close()

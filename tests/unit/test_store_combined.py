@@ -509,3 +509,17 @@ def test_errors_are_reported_once_a_kind_and_all_of_them_counted(caplog: pytest.
         ZeroDivisionError.__name__,
     ]
     assert failed_since(already) == {NOT_WRITTEN: 6}
+
+
+@pytest.mark.may_fail(NOT_WRITTEN)
+def test_where_the_system_has_no_thread_blocks_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    already, store, block = failures(), MemoryStore(), make_block(1)
+    with WriteBehind(store) as writer:
+        with monkeypatch.context() as scarce:
+            scarce.setattr(threading.Thread, "start", refuse)
+            assert not writer.submit(block) and not writer.is_waiting([block.name])
+        assert failed_since(already) == {NOT_WRITTEN: 1}
+        assert writer.submit(block) and writer.flush(5) and holds(store, block)

@@ -491,3 +491,15 @@ def test_short_writes_are_continued_by_few_descriptors(tmp_path: Path, monkeypat
 
 def descriptors() -> list[int]:
     return [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
+
+
+def test_a_folder_that_is_gone_is_not_half_made_again(tmp_path: Path) -> None:
+    """What would be left of it is no store to whoever opens it next."""
+    place = tmp_path / "store"
+    with DiskStore(place) as store:
+        shutil.rmtree(place)
+        with pytest.raises(StoreError, match="is gone"), store.documents.changing(ROOT):
+            pass
+        assert not place.exists()
+    with DiskStore(place) as store:
+        assert store.write(make_block(1))

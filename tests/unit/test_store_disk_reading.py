@@ -374,3 +374,21 @@ def test_a_store_opened_while_another_writes_harms_nothing(tmp_path: Path, monke
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         finally:
             os.close(fd)
+
+
+def test_a_descriptor_that_went_stale_costs_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a network file system, where another host has written the block anew."""
+    with disk(tmp_path) as store:
+        block = make_block(1)
+        store.write(block)
+        assert holds(store, block)
+
+        def stale(*_: Any) -> int:
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+        with monkeypatch.context() as network:
+            network.setattr(os, "preadv", stale)
+            with pytest.raises(BlockLostError, match="Stale"):
+                store.read(block.name, 0)
+        assert block.name not in store._files._open
+        assert holds(store, block)

@@ -72,12 +72,17 @@ class WriteBehind(Closable):
                 count_failure(NOT_WRITTEN, not is_copy)
                 return False
             self._is_full = self._is_full and 2 * self._bytes > self._max_bytes
-            self._waiting[name] = _Item(item, nbytes, is_copy)
-            self._bytes += nbytes
             if self._thread is None or not self._thread.is_alive():  # not alive: after a fork
                 self._writing = []
-                self._thread = threading.Thread(target=self._run, name="cacheblend-writer", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="cacheblend-writer", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # the system has no more
+                    count_failure(NOT_WRITTEN, not is_copy)
+                    return False
+                self._thread = thread
+            self._waiting[name] = _Item(item, nbytes, is_copy)
+            self._bytes += nbytes
             self._changed.notify_all()
         return True
 

@@ -72,7 +72,7 @@ class DaemonPool:
                 try:
                     thread.start()
                 except RuntimeError:
-                    if future.cancel():  # else another thread has it
+                    if not shared.threads and future.cancel():  # else another thread has it, or will
                         raise
                 else:
                     shared.threads.append(thread)

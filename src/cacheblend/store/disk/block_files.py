@@ -226,6 +226,7 @@ class BlockFiles:
         """The error for a failed read. Damage, I/O errors of the disk included, is reported once, and its file removed,
         unless it has been replaced meanwhile."""
         if isinstance(error, OSError) and error.errno != errno.EIO:
+            self.forget(name)  # the file may be another by now, of which a network file system keeps no old one
             return BlockLostError([name], f"{path} cannot be read: {error.strerror}")
         self.forget(name)
         with self._lock:
@@ -284,6 +285,10 @@ class BlockFiles:
             raise BlockLostError([name], f"{path} cannot be opened: {error.strerror}") from error
         try:
             status = os.fstat(fd)
+        except OSError as error:
+            os.close(fd)
+            raise BlockLostError([name], f"{path} cannot be read: {error.strerror}") from error
+        try:
             old, stamp = self._known.get(name), _stamp_of(status)
             if old is not None and old.stamp == stamp and not fresh:
                 known = Known(name, path, stamp, old.header, fd, 1)

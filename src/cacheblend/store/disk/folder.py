@@ -433,6 +433,8 @@ class SealedFiles:
     def lock(self, kind: str) -> Iterator[None]:
         """By flock, where the file system has it."""
         place = self._folder.path / kind
+        if not self._folder.is_there:  # made here, it would be no store to whoever opens it next
+            raise StoreError(f"the store {self._folder.path} is gone; restart this process once it is there again")
         try:
             self._folder.make(place)
         except OSError as error:

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from cacheblend.core.errors import InvalidInputError, StoreError, StoreUnreachableError
-from cacheblend.core.load.threads import DaemonPool, results_of
+from cacheblend.core.load.threads import DaemonPool, results_of, submit_or_call
 from cacheblend.core.names import BlockName
 from cacheblend.store.remote.objects import HeldBlock, Objects, Range, parts_of, runs_of
 from cacheblend.store.sealed import DOCUMENTS, Bytes, Sealed
@@ -251,7 +251,7 @@ class BucketObjects(Objects):
         """The answers to several requests, made at the same time."""
         if len(what) == 1:
             return [ask(what[0])]
-        return results_of([(pool or self._pool).submit(ask, each) for each in what])
+        return results_of([submit_or_call(pool or self._pool, ask, each) for each in what])
 
 
 def check_keys(place: str) -> None:

@@ -153,11 +153,11 @@ class RedisObjects(Objects):
             for key, record in zip(pieces, records, strict=True):
                 pipe.set(key, bytes(record), ex=_HALF_WRITTEN_S)
 
-        def publish(pipe: Any) -> None:
-            for key in pieces:
-                pipe.persist(key)
+        def publish(pipe: Any) -> None:  # in an order in which a part of it is found, and removed, by `held`
             pipe.hset(self._key("sizes"), name.hex(), f"{size} {len(records)}")
             pipe.zadd(self._key("used"), {name.hex(): time.time()})
+            for key in pieces:
+                pipe.persist(key)
             pipe.set(self._piece(name, "h"), bytes(header))
 
         self._together(write)
