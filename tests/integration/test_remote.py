@@ -21,7 +21,7 @@ import torch
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError, StoreFullError, StoreUnreachableError
 from cacheblend.core.names import BlockName, TokenIds, as_token_ids, chain_names, split_blocks
-from cacheblend.core.plan.blocks import BlockEntry, ChunkManifest, LayerShape
+from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, LayerShape
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, run_of, text
 from cacheblend.engines import keeper
@@ -240,59 +240,82 @@ def test_a_server_without_memory_refuses_the_block_and_keeps_the_others() -> Non
         assert held and all(holds(store, block) for block in held)
 
 
-def test_a_writer_that_dies_leaves_nothing_for_long(server: RedisServer) -> None:
-    with open_store(server.url) as store:
-        objects = store._objects  # type: ignore[attr-defined]
-        together, calls = objects._together, []
-
-        def die_before_the_header(*arguments: object, **options: object) -> object:
-            calls.append(arguments)
-            if len(calls) == 3:  # is it held? its layers, its header
-                raise KeyboardInterrupt
-            return together(*arguments, **options)
-
-        objects._together = die_before_the_header
-        with pytest.raises(KeyboardInterrupt):
-            store.write(make_block(1))
-        objects._together = together
-        assert store.find([make_block(1).name]) == [None]
-        left = keys_of(server, "*}:*")
-        assert left and all(client.Redis(port=server.port).ttl(key) > 0 for key in left)
-        assert store.write(make_block(1))
-        assert holds(store, make_block(1))
-        assert all(client.Redis(port=server.port).ttl(key) == -1 for key in keys_of(server, "*}:*"))
-
-
-def test_a_writer_that_dies_while_it_publishes_leaves_nothing(
-    server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever part of its last commands the server has got."""
+@pytest.mark.parametrize("sent", range(3))
+def test_a_writer_that_dies_leaves_nothing(server: RedisServer, sent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever part of its commands the server has got: its size, its use, its values."""
     with open_store(server.url) as store:
         objects, block = store._objects, make_block(1)  # type: ignore[attr-defined]
-        together = objects._together
-        for kept in range(len(block.records) + 2):
-            published = list[object]()
+        asked = objects._asked
 
-            def die_in_the_middle(ask: Any, *more: Any, kept: int = kept, published: Any = published) -> Any:
-                def part(pipe: Any) -> None:
-                    ask(pipe)
-                    if any(command.args[0] == "PERSIST" for command in pipe.command_stack):
-                        published.append(1)
-                        del pipe.command_stack[kept:]
-
-                answers = together(part, *more)
-                if published:
+        def die(ask: Any) -> Any:
+            def part(pipe: Any) -> None:
+                ask(pipe)
+                if any(arguments[0] == "MSETNX" for arguments, _ in pipe.command_stack):
+                    del pipe.command_stack[sent:]
+                    pipe.execute()
                     raise KeyboardInterrupt
-                return answers
 
-            objects._together = die_in_the_middle
-            with pytest.raises(KeyboardInterrupt):
-                store.write(block)
-            objects._together = together
-            monkeypatch.setattr(redis_objects, "_PUBLISHED_S", -1.0)
-            store.prune(1 << 40)
-            assert all(client.Redis(port=server.port).ttl(key) > 0 for key in keys_of(server, "*}:*")), kept
-            monkeypatch.undo()
+            return asked(part)
+
+        objects._asked = die
+        with pytest.raises(KeyboardInterrupt):
+            store.write(block)
+        objects._asked = asked
+        assert store.find([block.name]) == [None] and keys_of(server, "*}:*") == []
+        monkeypatch.setattr(redis_objects, "_PUBLISHED_S", -1.0)
+        store.prune(1 << 40)
+        assert keys_of(server, "cacheblend:sizes") == keys_of(server, "cacheblend:used") == []
+        assert store.write(block) and holds(store, block)
+
+
+def test_writers_of_one_block_at_once_mix_nothing(server: RedisServer) -> None:
+    """Its KV was computed twice, and may differ in its last bits: who has read a header reads what belongs to it."""
+    stores = [open_store(server.url) for _ in range(3)]
+    raw = client.Redis(port=server.port)
+    with ThreadPoolExecutor(3) as pool:
+        for seed in range(40):
+            blocks = [make_block(seed), dataclasses.replace(make_block(seed), records=make_block(seed + 100).records)]
+            if seed % 4 == 0:  # the server has evicted the header of an older one
+                raw.set(f"cacheblend:{{{blocks[0].name.hex()}}}:1", b"x")
+            started = threading.Barrier(3)
+
+            def write(store: KVStore, block: Block, started: threading.Barrier = started) -> bool:
+                started.wait()
+                return store.write(block)
+
+            def read(store: KVStore, name: BlockName, started: threading.Barrier = started) -> list[torch.Tensor]:
+                started.wait()
+                while store.find([name]) == [None]:
+                    pass
+                return [store.read(name, layer) for layer in range(len(SHAPES))]
+
+            reading = pool.submit(read, stores[2], blocks[0].name)
+            for done in [pool.submit(write, *pair) for pair in zip(stores, blocks, strict=False)]:
+                done.result()
+            reading.result()
+            assert sum(holds(stores[2], block) for block in blocks) == 1
+    for store in stores:
+        assert store.stats().damaged == 0
+        store.close()
+
+
+def test_a_server_that_fails_over_is_written_by_its_name(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that was asked is a replica now, and its name leads to the other one; its connections are still open."""
+    resolve, current = socket.getaddrinfo, [server.port]
+
+    def lookup(host: Any, port: Any, *more: Any, **options: Any) -> Any:
+        named = host == "redis.test"
+        return resolve("127.0.0.1" if named else host, current[0] if named else port, *more, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    with redis_server() as other, open_store("redis://redis.test:6379/0") as store:
+        assert store.write(make_block(1))
+        client.Redis(port=server.port).replicaof("127.0.0.1", other.port)
+        with pytest.raises(StoreError, match=r"refused.*read only"):
+            store.write(make_block(2))
+        current[0] = other.port
+        assert store.write(make_block(2))
+        assert keys_of(other, "*}:h") == [f"cacheblend:{{{make_block(2).name.hex()}}}:h".encode()]
 
 
 def test_a_cluster(tmp_path: object) -> None:

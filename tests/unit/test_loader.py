@@ -493,7 +493,7 @@ def test_a_call_waits_for_a_thread_that_there_is_where_the_system_has_no_other(m
     with monkeypatch.context() as scarce:
         scarce.setattr(threading.Thread, "start", refuse)
         second = pool.submit(int, "7")
-        with pytest.raises(RuntimeError, match="no|can't"):
+        with pytest.raises(RuntimeError, match=r"no|can't"):
             DaemonPool(1, "test-none").submit(int)
     go_on.set()
     assert first.result(30) and second.result(30) == 7

@@ -7,9 +7,8 @@
     {prefix}:kinds           of these             {prefix}:<kind>:lock        whose holder decides what is referred to
     {prefix}:pins            names                {prefix}:changes             when manifests last changed
 
-Names are written as hexadecimal digits; the braces keep a block's values on one node of a cluster. A block's header is
-written last, and its layers expire unless that happens, so a writer that dies leaves nothing. A mark of an older
-version has no bytes, and counts none.
+Names are written as hexadecimal digits; the braces keep a block's values on one node of a cluster. They are written by
+one command, so there are all of a writer's values, or none. A mark of an older version has no bytes, and counts none.
 """
 
 import logging
@@ -36,7 +35,6 @@ LOCK_S = 60  # after which a lock is let go, in case its holder has died
 _RELEASE = 'if redis.call("get", KEYS[1]) == ARGV[1] then redis.call("del", KEYS[1]) end'
 _MAX_COMMANDS = 10_000  # per pipeline
 _PUBLISHED_S = 60.0  # a block is listed up to this long before it can be found
-_HALF_WRITTEN_S = 3600  # after which the layers of a writer that died expire
 _MOST_LAYERS = 512  # of a block whose number of layers is not known
 _DIGITS = re.compile(rb"(?:[0-9a-f]{2})+")
 _TICK_S = 1e-6  # time between blocks of one call, so that the first counts as used last
@@ -63,6 +61,7 @@ class RedisObjects(Objects):
         # One retry, for a connection that was closed while idle; a cluster's client repeats commands by itself.
         options: dict[str, Any] = {"retry": Retry(NoBackoff(), 0 if cluster else 1)}
         options |= dict.fromkeys(("socket_timeout", "socket_connect_timeout"), timeout)
+        self._demoted = redis.ReadOnlyError
         kind = redis.RedisCluster if cluster else redis.Redis
         self._no_answer = (redis.ConnectionError, redis.TimeoutError, RedisClusterException, OSError)
         self._full, self._refused = redis.OutOfMemoryError, redis.RedisError
@@ -76,9 +75,10 @@ class RedisObjects(Objects):
             with self._opening:  # a second client, once garbage, would close connections that are in use
                 if self._client is None:
                     self._client = self._open()
-            with self._client.pipeline(transaction=False) as pipe:
-                ask(pipe)
-                answers: list[Any] = pipe.execute(raise_on_error=False)
+            answers = self._asked(ask)
+            if any(isinstance(answer, self._demoted) for answer in answers):  # its name may be another node's by now
+                self._client.connection_pool.disconnect(inuse_connections=False)
+                answers = self._asked(ask)
             for answer in answers[:all_of]:
                 if isinstance(answer, Exception):
                     raise answer
@@ -90,6 +90,11 @@ class RedisObjects(Objects):
             raise StoreFullError(f"{self.place} has no memory left: {error}") from error
         except self._refused as error:
             raise StoreError(f"{self.place} refused: {error}") from error
+
+    def _asked(self, ask: Any) -> list[Any]:
+        with self._client.pipeline(transaction=False) as pipe:
+            ask(pipe)
+            return list(pipe.execute(raise_on_error=False))
 
     def close(self) -> None:
         if self._client is not None:
@@ -146,22 +151,18 @@ class RedisObjects(Objects):
         return [data or None for data in self._together(ask)]
 
     def put(self, name: BlockName, header: Bytes, records: Sequence[Bytes]) -> None:
+        """The first of two writers at once wins, since readers may have its header already."""
         size = len(header) + sum(len(record) for record in records)
-        pieces = [self._piece(name, str(layer)) for layer in range(len(records))]
+        pieces = {"h": header, **{str(layer): record for layer, record in enumerate(records)}}
+        values = [each for piece, value in pieces.items() for each in (self._piece(name, piece), bytes(value))]
 
-        def write(pipe: Any) -> None:
-            for key, record in zip(pieces, records, strict=True):
-                pipe.set(key, bytes(record), ex=_HALF_WRITTEN_S)
-
-        def publish(pipe: Any) -> None:  # in an order in which a part of it is found, and removed, by `held`
+        def put(pipe: Any) -> None:  # listed first: what is listed and is not there, `held` finds and removes
             pipe.hset(self._key("sizes"), name.hex(), f"{size} {len(records)}")
             pipe.zadd(self._key("used"), {name.hex(): time.time()})
-            for key in pieces:
-                pipe.persist(key)
-            pipe.set(self._piece(name, "h"), bytes(header))
+            pipe.execute_command("MSETNX", *values)
 
-        self._together(write)
-        self._together(publish)
+        if not self._together(put)[-1] and not self.exist([name])[0]:  # layers whose header the server evicted
+            self._together(lambda pipe: pipe.execute_command("MSET", *values))
 
     def delete(self, names: Sequence[BlockName]) -> list[bool]:
         digits = [name.hex() for name in names]
