@@ -498,3 +498,19 @@ def test_a_call_waits_for_a_thread_that_there_is_where_the_system_has_no_other(m
     go_on.set()
     assert first.result(30) and second.result(30) == 7
     pool.close()
+
+
+def test_layers_are_read_by_the_caller_where_the_system_has_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    plan, source = planned()
+    with LayerLoader(plan, source, LAYOUT, ROTATIONS) as loader, LayerLoader(plan, source, LAYOUT, ROTATIONS) as lost:
+        for index in range(len(LAYOUT.layers)):
+            assert loader.awaited(index) is None
+            assert loader.layer(index).keys.any()
+        source.lost |= {(name, 0) for name in source.held}
+        assert lost.awaited(0) is None
+        with pytest.raises(BlockLostError):
+            lost.layer(0)

@@ -392,3 +392,30 @@ def test_a_descriptor_that_went_stale_costs_one_read(tmp_path: Path, monkeypatch
                 store.read(block.name, 0)
         assert block.name not in store._files._open
         assert holds(store, block)
+
+
+def test_files_that_others_deleted_are_not_kept_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would keep their place on the disk, whatever bound the folder has."""
+    blocks = [make_block(seed) for seed in range(6)]
+    with disk(tmp_path) as store, disk(tmp_path) as other:
+        for block in blocks:
+            store.write(block)
+            assert holds(store, block)
+        for block in blocks[:4]:
+            other.delete(block.name)
+        assert len(store._files._open) == 6
+        monkeypatch.setattr(store._files, "_next_search", 0.0)
+        assert store.find([blocks[5].name])[0] is not None
+        assert set(store._files._open) == {block.name for block in blocks[4:]}
+
+
+def test_a_use_of_the_future_ends_with_the_next_one(tmp_path: Path) -> None:
+    """As of a clock that has been set back since: the block would be the newest one, whatever is used after it."""
+    block, ahead = make_block(1), time.time() + 1e6
+    with disk(tmp_path) as store:
+        store.write(block)
+        (path,) = tmp_path.rglob(f"*{block.name.hex()}*")
+        os.utime(path, (ahead, ahead))
+        assert store.find([block.name])[0] is not None
+        assert path.stat().st_mtime < ahead - 1000
+        assert holds(store, block)

@@ -13,6 +13,7 @@ A manifest of a chunk of which no block is held goes with the last block, so tha
 
 import heapq
 import math
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import islice
@@ -130,14 +131,15 @@ class Expiry:
             raise InvalidInputError(f"a time to live must be above 0 seconds (or None), got {ttl}")
         self.ttl = math.inf if ttl is None else ttl
         self.interval = min(self.ttl / _CHECKS_PER_TTL, _LONGEST_INTERVAL_S)  # between two searches for expired blocks
-        self._next_check = 0.0
+        self._next_check = -math.inf
 
     def since(self, now: float) -> float:
         """Blocks last used before this time have expired."""
         return now - self.ttl
 
-    def is_due(self, now: float) -> bool:
+    def is_due(self) -> bool:
         """Whether to search all blocks for expired ones now; mutates: True once in `interval` seconds."""
+        now = time.monotonic()  # as clocks of the day may be set back
         if self.ttl == math.inf or now < self._next_check:
             return False
         self._next_check = now + self.interval

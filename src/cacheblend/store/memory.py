@@ -272,7 +272,7 @@ class MemoryStore(KVStore):
         return held.used < self._expiry.since(time.monotonic()) and name not in self._pinned
 
     def _remove_expired(self) -> None:
-        if self._expiry.is_due(time.monotonic()):
+        if self._expiry.is_due():
             for name in [name for name, held in self._held.items() if self._has_expired(name, held)]:
                 self._evict(name)
 

@@ -28,7 +28,7 @@ from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.core.load.budget import LoadBudget
 from cacheblend.core.load.layer_kv import LayerCache, LayerKV, PlacedSpans
 from cacheblend.core.load.staging_buffers import Lease, Staging
-from cacheblend.core.load.threads import DaemonPool, PoolCall
+from cacheblend.core.load.threads import DaemonPool, submit_or_call
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import BlockSource, KVLayout
 from cacheblend.core.plan.plan import RESIDENT, BlendPlan, Source, Span
@@ -158,7 +158,7 @@ class LayerLoader(Closable):
         self._first_tier = next((s.tier for s in self._spans), "")
         self._asked = "", 0.0  # the tier that is being read, and since when by the budget's clock
         self._last_tier = ""
-        self._calls: list[PoolCall[Any]] = []  # of the reading threads, in order, each behind the one before it
+        self._calls: list[Future[Any]] = []  # of the reading threads, in order, each behind the one before it
         self.read_s: dict[str, float] = {}  # seconds of reading the layers that were given, by tier
         self.load_s = self.wait_s = 0.0  # seconds of reading and filling buffers on the host; of callers that waited
 
@@ -267,14 +267,14 @@ class LayerLoader(Closable):
         mode = torch.is_inference_mode_enabled()  # of this thread, and so of the buffers
         return self._in_order(partial(self._load_overlapped, layers, buffers, self._staging.now(), mode))
 
-    def _in_order(self, call: Callable[[], T]) -> PoolCall[T]:
+    def _in_order(self, call: Callable[[], T]) -> "Future[T]":
         """Has a thread call this once the calls before it have ended: together they take one thread."""
         if self._threads is None and self._own_thread is None:
             self._own_thread = DaemonPool(1, "cacheblend-loader")
         pool = self._own_thread or self._threads
         assert pool is not None
         self._calls = [each for each in self._calls if not each.done()]
-        self._calls.append(pool.submit_after(self._calls[-1], call) if self._calls else pool.submit(call))
+        self._calls.append(pool.submit_after(self._calls[-1], call) if self._calls else submit_or_call(pool, call))
         return self._calls[-1]
 
     def _load_overlapped(

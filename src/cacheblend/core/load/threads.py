@@ -147,7 +147,10 @@ def submit_or_call(
         return pool.submit(fn, *args, **kwargs)
     except RuntimeError:
         done = Future[Result]()
-        done.set_result(fn(*args, **kwargs))
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            done.set_exception(error)
         return done
 
 

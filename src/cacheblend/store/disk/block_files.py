@@ -47,6 +47,8 @@ _TOUCH_EVERY_NS = 60 * 10**9
 _BYTES_AT_ONCE, _BLOCKS_AT_ONCE = 8 << 20, 64  # read together by one thread
 _FIRST_READ = 16 << 10  # covers most headers
 _CUT_SHORT = "the file has been cut short"
+_DELETED_EVERY_S = 10.0  # descriptors of files that others deleted are searched for, which keep their place on the disk
+_MOST_KNOWN = 16384  # headers that are cached, of about 4 KB each
 _PIECES_AT_ONCE = 512  # below IOV_MAX, which is 1024 on Linux
 
 
@@ -68,22 +70,15 @@ def _stamp_of(status: os.stat_result) -> Stamp:
 
 
 class BlockFiles:
-    """Finds and reads block files; safe to call from several threads. `max_known`: headers that are cached (about 4 KB
-    each); `max_open`: descriptors that are kept, by default a quarter of the process's limit, 512 at most."""
+    """Finds and reads block files; safe to call from several threads. `max_open`: descriptors that are kept, by default
+    a quarter of the process's limit, 512 at most."""
 
-    def __init__(
-        self,
-        folder: Folder,
-        max_known: int = 16384,
-        max_open: int | None = None,
-        *,
-        expiry: Expiry | None = None,
-    ) -> None:
+    def __init__(self, folder: Folder, max_open: int | None = None, *, expiry: Expiry | None = None) -> None:
         self._folder, self._expiry = folder, expiry or Expiry(None)
         self._touch_every_ns = min(_TOUCH_EVERY_NS, int(1e9 * self._expiry.interval))
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._max_known = max_known
         self._max_open = max(1, min(512, limit // 4)) if max_open is None else max_open
+        self._next_search = time.monotonic() + _DELETED_EVERY_S
         self._taken = 0  # descriptors that readers may hold now, besides those that are kept
         self._lock = threading.RLock()
         self._known: OrderedDict[BlockName, Known] = OrderedDict()  # least recently read first
@@ -95,6 +90,7 @@ class BlockFiles:
 
     def find(self, names: Sequence[BlockName]) -> list[BlockHeader | None]:
         """Headers of the blocks that are held, None for others, checked against their files; marks them as used."""
+        self._close_deleted()
         headers: list[BlockHeader | None] = [None] * len(names)
         now = time.time_ns()
         # From the last to the first, so that of one call's blocks the first are evicted last.
@@ -108,7 +104,7 @@ class BlockFiles:
             elif known is not None:
                 headers[index] = known.header
                 known.used_ns = now - 1000 * index
-                if known.used_ns - known.stamp[2] > self._touch_every_ns and not self._folder.read_only:
+                if abs(known.used_ns - known.stamp[2]) > self._touch_every_ns and not self._folder.read_only:
                     self._touch(known)
         return headers
 
@@ -165,6 +161,7 @@ class BlockFiles:
     ) -> list[list[torch.Tensor] | BlockLostError]:
         """Records as `KVStore.read_layers` returns them. Without `memory` those of a block lie in memory of their own;
         with it, those of several blocks together."""
+        self._close_deleted()
         found: dict[BlockName, list[torch.Tensor] | BlockLostError] = {}
         wanted = list(dict.fromkeys(names))
         most = max(1, min(_BLOCKS_AT_ONCE, _BYTES_AT_ONCE // max(1, self.record_bytes(wanted, layers))))
@@ -357,6 +354,19 @@ class BlockFiles:
             while len(self._open) > keep:
                 self._close(next(iter(self._open)))
 
+    def _close_deleted(self) -> None:
+        if time.monotonic() < self._next_search:
+            return
+        with self._lock:
+            self._next_search = time.monotonic() + _DELETED_EVERY_S
+            for name, known in list(self._open.items()):
+                try:
+                    is_deleted = not os.fstat(known.fd).st_nlink
+                except OSError:
+                    is_deleted = True
+                if is_deleted:
+                    self.forget(name)
+
     def close(self) -> None:
         """Closes all descriptors and drops all headers."""
         with self._lock:
@@ -364,7 +374,7 @@ class BlockFiles:
                 self.forget(name)
 
     def _bound(self) -> None:
-        while len(self._known) > self._max_known:
+        while len(self._known) > _MOST_KNOWN:
             self.forget(next(iter(self._known)))
 
     def _close(self, name: BlockName) -> None:

@@ -117,7 +117,7 @@ class Capacity:
         """A context in which `need` bytes may be written; evicts blocks for them first, or raises `StoreFullError`."""
         with contextlib.ExitStack() as until_written:
             with self._lock:
-                if self._expiry.is_due(time.time()):
+                if self._expiry.is_due():
                     since = 1e9 * self._expiry.since(time.time())
                     with self._folder.locked():
                         old = (each for each in self.blocks() if each.used_ns < since and not each.pinned)

@@ -210,9 +210,8 @@ class RemoteStore(SharedStore):
             if self._look_up([block.name]):
                 return False
             with self.asking():
-                now = time.time()
-                if self._expiry.is_due(now):
-                    self._capacity.expire(self._expiry.since(now))
+                if self._expiry.is_due():
+                    self._capacity.expire(self._expiry.since(time.time()))
             header, *records = encode_block(block)
             nbytes = len(header) + sum(len(record) for record in records)
             with self._capacity.reserved(nbytes, block.name, "block"):
