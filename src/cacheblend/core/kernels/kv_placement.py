@@ -87,6 +87,18 @@ class Placement:
         self._moves: dict[tuple[KeyRotation, torch.device], list[tuple[int, int, Turn]]] = {}
         self._tables: dict[tuple[KeyRotation | int, torch.device], torch.Tensor] = {}
         self._offsets = sorted({piece.offset for piece in self.pieces})
+        self._kinds: dict[tuple[int, int, torch.dtype, torch.device], list[tuple[int, Kind]]] = {}
+
+    def kinds(self, kv_heads: int, head_dim: int, numbers: torch.dtype, device: torch.device) -> list[tuple[int, Kind]]:
+        """(record, what it must be) of each record, where a layer has such heads in a type."""
+        key = kv_heads, head_dim, numbers, device
+        if key not in self._kinds:
+            codec, dtype = codec_of(self.codec), numbers if self.codec == "raw" else torch.uint8
+            nbytes = [kv_heads * codec.head_bytes(tokens, head_dim, numbers) for _, tokens in self.records]
+            self._kinds[key] = [
+                (record, (size, dtype, device)) for (record, _), size in zip(self.records, nbytes, strict=True)
+            ]
+        return self._kinds[key]
 
     def moves(self, rotation: KeyRotation, device: torch.device) -> list[tuple[int, int, Turn]]:
         """(start, stop, turn) of runs of neighbouring rows whose keys are moved."""
@@ -170,20 +182,16 @@ def check_records(
         raise InvalidInputError(f"pages are in {keys.dtype}, and their numbers are described by {float8}")
     if placement.stop > length:
         raise InvalidInputError(f"a piece ends at {placement.stop}, but there are {length} rows")
-    codec, head_dim, numbers = codec_of(placement.codec), keys.shape[-1], keys.dtype if float8 is None else float8.dtype
-    dtype = numbers if placement.codec == "raw" else torch.uint8
+    head_dim, numbers = keys.shape[-1], keys.dtype if float8 is None else float8.dtype
     kinds = records.kinds if isinstance(records, Located) else [(r.nbytes, r.dtype, r.device) for r in records]
-    fitting = dict[int, Kind]()  # by tokens: many records have the same
-    for record, tokens in placement.records:
+    for at, (record, kind) in enumerate(placement.kinds(kv_heads, head_dim, numbers, keys.device)):
         if record >= len(kinds):
             raise InvalidInputError(f"a piece is of record {record}, but there are {len(kinds)}")
-        if tokens not in fitting:
-            fitting[tokens] = kv_heads * codec.head_bytes(tokens, head_dim, numbers), dtype, keys.device
-        if kinds[record] != fitting[tokens]:
-            nbytes, found, device = kinds[record]
+        if kinds[record] != kind:
+            tokens, found = placement.records[at][1], kinds[record]
             raise InvalidInputError(
-                f"a record of {tokens} tokens is {nbytes} bytes of {found} on {device}; {kv_heads} heads of {head_dim} "
-                f"in {numbers} and {placement.codec} are {fitting[tokens][0]} of {dtype} on {keys.device}"
+                f"a record of {tokens} tokens is {found[0]} bytes of {found[1]} on {found[2]}; {kv_heads} heads of "
+                f"{head_dim} in {numbers} and {placement.codec} are {kind[0]} of {kind[1]} on {kind[2]}"
             )
 
 

@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import chain
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,6 +40,7 @@ PINNED_BYTES = 256 << 20  # staging memory of a process for each GPU: four layer
 _ALIGNMENT = 4096  # as direct reads need it
 _ELEMENT = 16  # bytes of the largest element of a record, and more: what is copied begins at a multiple
 _HOST = torch.device("cpu")
+_KIND = attrgetter("shape", "dtype")
 Key = TypeVar("Key")
 
 
@@ -248,10 +251,11 @@ def _steps(layers: Sequence[Sequence[torch.Tensor]]) -> npt.NDArray[np.int64] | 
     first = layers[0]
     if len(layers) == 1:
         return np.zeros(len(first), dtype=np.int64)
-    kinds = [[(r.shape, r.dtype, r.is_contiguous()) for r in records] for records in layers]
-    if any(own != kinds[0] for own in kinds[1:]) or not all(is_contiguous for *_, is_contiguous in kinds[0]):
+    kinds = [list(map(_KIND, records)) for records in layers]  # no loop of Python's: it would be most of a layer's time
+    if any(own != kinds[0] for own in kinds[1:]) or not all(map(torch.Tensor.is_contiguous, chain(*layers))):
         return None
-    at, nbytes = np.array([[r.data_ptr() for r in records] for records in layers]), np.array([r.nbytes for r in first])
+    at = np.array([list(map(torch.Tensor.data_ptr, records)) for records in layers])
+    nbytes = np.array([r.nbytes for r in first])
     steps, ends = at[1] - at[0], np.array([s.data_ptr() + s.nbytes() for s in (r.untyped_storage() for r in first)])
     fits = (nbytes <= steps) & (steps < nbytes + _ALIGNMENT) & (steps % _ELEMENT == 0) & (at[-1] + nbytes <= ends)
     return steps if fits.all() and (np.diff(at, axis=0) == steps).all() else None
@@ -274,7 +278,8 @@ def copied_together(
     torch._foreach_copy_(targets, sources, non_blocking=True)
     starts = np.cumsum(slots) - slots + np.arange(len(layers))[:, None] * (steps // size)
     tables, shapes = upload(memory.data_ptr() + size * starts, device), [record.shape for record in first]
-    kinds = [(record.nbytes, memory.dtype, memory.device) for record in first]
+    kind = memory.dtype, memory.device
+    kinds = [(record.nbytes, *kind) for record in first]
     by_layer = zip(starts.tolist(), tables.unbind(), strict=True)
     return [Located(memory, own, shapes, kinds, table) for own, table in by_layer]
 
