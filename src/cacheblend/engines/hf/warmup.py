@@ -93,12 +93,14 @@ class Asker(NamedTuple):
 
 
 class _Edited(NamedTuple):
-    """A prompt that was edited: it is computed as it is, of which so many tokens are done."""
+    """A prompt that was edited: it is computed as it is, of which so many tokens are done. `has_failed`: its next ones
+    were computed once in vain."""
 
     state: ModelState
     planner: Planner
     prompt: Prompt
     done: int = 0
+    has_failed: bool = False
 
 
 class ChunkWarmer:
@@ -203,7 +205,7 @@ class ChunkWarmer:
             queue = partial(self._queue_discovered, self._discovery)
             self._discovery.watch(planner.root, result.plan.prompt, result.plan, asker, queue)
         if not may_keep(sum(map(len, missed))):
-            return self._background.give_up("quota", max(len(missed), self._histories is not None))
+            return self._background.give_up("quota", max(len(missed), text and self._histories is not None))
         if text:
             try:
                 exact, blocks, is_all = self._exact_blocks(planner, result, self._writer.room)
@@ -389,8 +391,7 @@ class ChunkWarmer:
         rest: _Edited | None = None
         waits = False
         try:
-            if self._is_current(edited.state):
-                rest = self._keep_section(key, edited)
+            rest = self._keep_section(key, edited)
         except (StoreError, OSError) as error:
             rest, waits = edited, True
             if not isinstance(error, StoreUnreachableError):  # which the store has logged
@@ -404,9 +405,9 @@ class ChunkWarmer:
                 self._go_on_with_edited()
 
     def _keep_section(self, key: tuple[BlockName, str], edited: _Edited) -> _Edited | None:
-        """What is left of it; None: it is complete, or the store does not keep it. Raises StoreError: it has to wait,
-        since the store does not answer now."""
-        state, planner, prompt, done = edited
+        """What is left of it; None: it is complete, or given up. Raises StoreError: it has to wait, since the store
+        does not answer now."""
+        state, planner, prompt, done, has_failed = edited
         self._writer.flush(STORE_S)  # what waits to be written need not be computed
         held, section = self._ask_store(partial(next_section, planner, prompt, self._store, HOLD_UP_TOKENS))
         stored = 0 if held is None else len(held)
@@ -416,7 +417,7 @@ class ChunkWarmer:
             self._histories.note(*key, held)
         if section is None:
             return None
-        if stored < done:
+        if stored < done or not self._is_current(state):  # not kept, or of weights or adapters that are others now
             self._background.give_up("histories")
             return None
         with state.prefiller.open(section.prompt, planner, AllRows(), "prefix") as prefill:
@@ -424,11 +425,13 @@ class ChunkWarmer:
             if prefill.prefix_length < stored or state.prefiller.late_tiers.left_s(LOOK_UP) > 0:
                 raise StoreUnreachableError("the store has been too slow")
             exact, blocks, _ = self._exact_blocks(planner, prefill.run())
-        if exact is None or len(exact) <= stored:
-            raise StoreUnreachableError("the store did not give in time what it holds of an edited prompt")
-        if not self._is_current(state):
-            return None
-        return edited._replace(done=len(exact)) if self._ask_store(partial(self.keeper.write, blocks)) else edited
+        if exact is None or len(exact) <= stored:  # the store was late, or what it holds is damaged
+            if has_failed:
+                self._background.give_up("histories")
+            return None if has_failed else edited._replace(has_failed=True)
+        if not self._is_current(state) or not self._ask_store(partial(self.keeper.write, blocks)):
+            return edited
+        return edited._replace(done=len(exact), has_failed=False)
 
     def _compute(self, jobs: Sequence[ChunkJob], state: ModelState, planner: Planner) -> list[CapturedChunk]:
         """The chunks' KV, with the adapters that the planner names: by one padded forward of the model, or by prefills
