@@ -10,7 +10,7 @@ import torch
 from cacheblend.core.names import BlockName, TokenIds, as_token_ids, block_name, root_name
 from cacheblend.core.plan.blocks import Block, ChunkManifest, KVLayout, LayerShape
 from cacheblend.store import KVStore
-from cacheblend.store.format.block_file import decode_header, header_bytes
+from cacheblend.store.format.block_file import decode_headers, header_bytes, header_of
 
 ROOT = root_name("test model", "bfloat16")
 SHAPES = (LayerShape(2, 4), LayerShape(2, 4), LayerShape(1, 8))
@@ -53,7 +53,7 @@ def make_chain(
 def record_at(path: Path, block: Block, layer: int) -> tuple[int, int]:
     """Begin and end of a block's record in the file at `path`."""
     data = path.read_bytes()
-    header = decode_header(data[: header_bytes(data, len(data))], len(data), block.name)
+    header = header_of(decode_headers(data[: header_bytes(data, len(data))], len(data)), block.name)
     begin = header.data_at + header.place.begins[layer]
     return begin, begin + block.records[layer].nbytes
 

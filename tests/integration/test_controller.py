@@ -28,7 +28,7 @@ from cacheblend.engines.hf.tickets import Ask, DoneEvent
 from cacheblend.engines.settings import controller_of, read_cost_model, write_cost_model
 from cacheblend.store import KVStore, MemoryStore, TieredStore, open_store
 from cacheblend.store.combined import CascadeStore
-from cacheblend.store.format.block_file import decode_header, header_bytes
+from cacheblend.store.format.block_file import decode_headers, header_bytes, header_of
 from command_line import Run
 from families import tiny_model
 from integration.test_scheduler import PARAMS, submit
@@ -249,7 +249,7 @@ def test_a_shallower_snapshot_serves_where_the_deepest_is_gone_or_a_block_of_the
         second = engine.runtime.planner.plan(LEADING, store).spans[1].name
         [file] = [path for path in tmp_path.rglob("*") if path.is_file() and second.hex() in path.name]
         data = bytearray(file.read_bytes())
-        header = decode_header(bytes(data[: header_bytes(data, len(data))]), len(data), second)
+        header = header_of(decode_headers(bytes(data[: header_bytes(data, len(data))]), len(data)), second)
         data[header.data_at + header.place.begins[-1]] ^= 1
         file.write_bytes(data)
         prefix, lost = prefix_and_check(engine)

@@ -34,7 +34,7 @@ from cacheblend.core.select.selectors import NoRows, check_ratio
 from cacheblend.data import read_passages
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import FirstToken, full_recompute, fused, prefix_caching
-from cacheblend.engines.hf.shapes import build_shape, check_choice
+from cacheblend.engines.hf.shapes import build_shape
 from cacheblend.engines.provenance import stamp
 from cacheblend.evaluation.report import PLAIN
 from cacheblend.store import KVStore, MemoryStore, open_store
@@ -65,7 +65,8 @@ class TtftSettings:
     seed: int = 0  # of weights, tokens and orders
 
     def __post_init__(self) -> None:
-        check_choice(self.model, self.shape)
+        if (self.model is None) == (self.shape is None):
+            raise InvalidInputError("give either a model folder or a shape, not both and not none")
         for name in ("chunks", "chunk_tokens", "question_tokens", "plain_tokens", "runs"):
             if getattr(self, name) < 1:
                 raise InvalidInputError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -39,7 +39,7 @@ class Tenants:
         # Every chunk by its root: what one key asks for takes the same time whatever the others have stored.
         self._listing = ChunkListing(engine.store, None, 1, LIST_REFRESH_S)
         self.get = self._listing.get
-        engine.runtime.listen(lambda manifest: self._listing.add([manifest]))
+        engine.runtime.warmer.keeper.listeners.append(lambda manifest: self._listing.add([manifest]))
         self._salts: dict[str, dict[str, None]] = {}
         self._rooted: tuple[object, dict[str, BlockName]] = None, {}  # the model, and its root of each tenant
         self._changes: dict[BlockName, int] = {}  # how often a root's documents have changed

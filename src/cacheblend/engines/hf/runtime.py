@@ -16,7 +16,6 @@ from cacheblend.core.failures import count_failure
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillResult
 from cacheblend.core.names import BlockName, as_token_ids
 from cacheblend.core.openmp import end_team
-from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.planner import Anchor, Planner
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.select.selectors import Selector
@@ -251,10 +250,6 @@ class EngineRuntime:
         self.shadow = ShadowCheck(made, open_full, self.adapters.latest_version, self.background.wake)
         self.background.idle_work = self.shadow
         return made
-
-    def listen(self, listener: Callable[[ChunkManifest], None]) -> None:
-        """Has a function called with each chunk that is stored from now on, by the thread that stores it."""
-        self.warmer.keeper.listeners.append(listener)
 
     def close(self, *, wait: bool) -> None:
         """Ends background work; see `BlendEngine.close`."""

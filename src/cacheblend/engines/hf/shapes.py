@@ -35,12 +35,6 @@ SHAPES = {name: {**dict(zip(_COLUMNS, row, strict=True)), **others} for name, (r
 """Fields of the models' published config files."""
 
 
-def check_choice(model: str | None, shape: str | None) -> None:
-    """Raises `InvalidInputError` unless exactly one of the two is given."""
-    if (model is None) == (shape is None):
-        raise InvalidInputError("give either a model folder or a shape, not both and not none")
-
-
 def shape_config(name: str) -> PretrainedConfig:
     """The configuration of a shape; raises `InvalidInputError` if there is none of this name."""
     if name not in SHAPES:

@@ -40,7 +40,6 @@ EVENT_STREAM: dict[str, Any] = {
 MOST_PROMPTS = 32  # of a request
 PARTS = 4096  # numbers, texts and what is between them, of a whole response, that are made and sent at a time
 PARTS_AT_ONCE, ASIDE_S = 512, 0.0003  # some 0.6 ms of Python, and what its thread then leaves to others
-TokenText = Callable[[int], str]
 
 
 def add_routes(app: FastAPI, state: ServerState) -> None:

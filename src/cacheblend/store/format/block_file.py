@@ -186,11 +186,6 @@ def header_bytes(first: bytes, file_bytes: int) -> int:
     return data_at
 
 
-def decode_header(header: bytes, file_bytes: int | None, name: BlockName) -> BlockHeader:
-    """What a header says of one block; raises `DamagedError` as `decode_headers`, or if there is no such block."""
-    return header_of(decode_headers(header, file_bytes), name)
-
-
 def header_of(headers: Sequence[BlockHeader], name: BlockName) -> BlockHeader:
     """The one of this name; raises `DamagedError` if there is none."""
     for header in headers:

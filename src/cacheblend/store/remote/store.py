@@ -29,7 +29,7 @@ from cacheblend.store.base import (
     head_range,
 )
 from cacheblend.store.eviction import Expiry
-from cacheblend.store.format.block_file import BlockHeader, check_heads, decode_header, encode_block
+from cacheblend.store.format.block_file import BlockHeader, check_heads, decode_headers, encode_block, header_of
 from cacheblend.store.format.checksum import DamagedError
 from cacheblend.store.remote.capacity import RemoteCapacity
 from cacheblend.store.remote.objects import Objects, Range
@@ -125,7 +125,7 @@ class RemoteStore(SharedStore):
 
     def _decoded(self, name: BlockName, data: Bytes) -> BlockHeader | BlockDamagedError:
         try:
-            header = decode_header(bytes(data), None, name)
+            header = header_of(decode_headers(bytes(data), None), name)
         except DamagedError as error:
             return self._damage(name, str(error))
         with self._lock:
