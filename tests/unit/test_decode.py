@@ -333,6 +333,7 @@ SCHEMA = {
     "type": "object",
     "properties": {"n": {"type": "integer", "minimum": 3, "maximum": 12}, "t": {"enum": ["ü", "日", None]}},
     "required": ["n", "t"],
+    "x-order": ["t", "n"],  # an annotation of somebody's own
 }
 TREE = {"type": "object", "properties": {"c": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["c"]}
 

@@ -136,8 +136,8 @@ def _literal(text: str) -> str:
 
 MOST_NESTED = 100  # lists and objects inside each other: compiling 1,000 takes minutes
 _SAYS_NOTHING = ("$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly",
-                 "writeOnly", "$defs", "definitions")  # fmt: skip
-"""Keywords that allow and forbid nothing."""
+                 "writeOnly", "discriminator", "contentEncoding", "contentMediaType", "$defs", "definitions")  # fmt: skip
+"""Keywords that allow and forbid nothing, as those that begin with x-."""
 _RANGE = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
 _TYPES: Mapping[str, tuple[Any, frozenset[str]]] = {
     "object": (dict, frozenset(("properties", "required", "additionalProperties"))),
@@ -191,7 +191,7 @@ def check_depth(value: Any) -> None:
 
 
 def _check_keywords(where: str, schema: Mapping[str, Any]) -> None:
-    said = [name for name in schema if name not in _SAYS_NOTHING]
+    said = [name for name in schema if name not in _SAYS_NOTHING and not name.startswith("x-")]
     types: tuple[str, ...] = ()
     alone = next((name for name in _ALONE if name in schema), None)
     if "type" in schema and alone in (None, "const", "enum"):
