@@ -45,6 +45,12 @@ def byte_level(chat_template: str | None = CHATML, *, bos: bool = False) -> PreT
     return _fast(backend, chat_template, eos_token="<|im_end|>", **({"bos_token": "<|im_start|>"} if bos else {}))
 
 
+def smollm(chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
+    """As SmolLM2's: ``<|im_start|>``, which begins each turn, is called BOS, and the end of a text the unknown token."""
+    special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": "<|endoftext|>"}
+    return _fast(Tokenizer.from_str(_byte_level_spec()), chat_template, **special)
+
+
 def sentencepiece(
     chat_template: str | None = LLAMA2, *, dummy_prefix: str = "prepend", add_bos: bool = True
 ) -> PreTrainedTokenizerFast:

@@ -27,6 +27,7 @@ CONVERSATIONS = 20
 MAKERS = {
     "byte_level": tokenizers.byte_level,
     "byte_level bos": partial(tokenizers.byte_level, bos=True),
+    "smollm": tokenizers.smollm,
     "neox": tokenizers.neox,
     "prepend": tokenizers.sentencepiece,
     "metaspace": partial(tokenizers.sentencepiece, dummy_prefix="metaspace"),
@@ -170,7 +171,9 @@ def own_tokens(template: Template, ids: list[int]) -> list[int]:
         for number, token in tokenizer.added_tokens_decoder.items()
         if (token.special or token.content in source) and token.content.strip()
     }
-    return [number for number in ids if number in found - {tokenizer.unk_token_id}]
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    unknown = {tokenizer.unk_token_id} if model.get("unk_token") or "unk_id" in model else set()
+    return [number for number in ids if number in found - unknown]
 
 
 def hostile(rng: random.Random, template: Template) -> str:

@@ -151,7 +151,11 @@ class PromptBuilder:
         if self._try(some) == self._try(other):
             self._takes_parts = self._try(_in_parts(some)) != self._try(_in_parts(other))
         markers = self._find_markers({number: text for number, text in added.items() if number not in self._special})
-        self._guarded = {number: added[number] for number in (self._special | markers) - {tokenizer.unk_token_id}}
+        # What the model itself makes of letters that it does not know. The tokenizer's `unk_token` is often the end of
+        # a text, too (GPT-2, Granite, SmolLM), which a text must not become.
+        model = spec["model"]
+        unknown = {model.get("unk_id"), backend.token_to_id(model.get("unk_token") or "")} - {tokenizer.eos_token_id}
+        self._guarded = {number: added[number] for number in (self._special | markers) - unknown}
         self._plain = TextEncoder(spec, self._special | markers)
         # Around its thoughts a model writes guarded texts of such names, and what the template looks for that begins
         # with one (``'<|channel|>final<|message|>' in content``).
@@ -409,7 +413,7 @@ class PromptBuilder:
 
     def _find_markers(self, added: Mapping[int, str]) -> set[int]:
         """Of added tokens that are not special those that the chat template writes itself (``<think>``)."""
-        candidates = {number for number, text in added.items() if re.search(r"[^\w\s]", text)}
+        candidates = {number for number, text in added.items() if re.search(r"[^\w\s\u2581]", text)}
         if not candidates or not self._tokenizer.chat_template:
             return set()
         rendered = [number for chat in _PROBES for number in self._all.whole(self._try(chat)).ids]
