@@ -46,7 +46,7 @@ def byte_level(chat_template: str | None = CHATML, *, bos: bool = False) -> PreT
 
 
 def smollm(chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
-    """As SmolLM2's: ``<|im_start|>``, which begins each turn, is called BOS, and the end of a text the unknown token."""
+    """As SmolLM2's: ``<|im_start|>``, which begins each turn, is called BOS, and a text's end the unknown token."""
     special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": "<|endoftext|>"}
     return _fast(Tokenizer.from_str(_byte_level_spec()), chat_template, **special)
 

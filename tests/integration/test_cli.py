@@ -99,6 +99,23 @@ def test_help_is_quick_and_imports_nothing_heavy(program: str) -> None:
     assert float(cpu_seconds) < 0.6  # 0.15 on an idle machine
 
 
+def test_warm_completes_the_store_that_outlives_the_others(run: Run, model: Path, data: Path, tmp_path: Path) -> None:
+    """It was down, or had no room for what came too soon, while the nearer one took everything."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    warm = ("warm", "--model", model, "--data", data, "--json", "--store")
+    assert run(*warm, near).json["stored"] == 3
+    both = f"file://{near}, file://{far}"
+    assert run(*warm, both).json["stored"] == 3
+    assert (run(*warm, both).json["held"], run(*warm, far).json["held"]) == (3, 3)
+    assert run(*warm, tmp_path / "near").json["held"] == 3
+
+
+def test_a_value_may_end_in_an_equals_sign(run: Run, model: Path, data: Path, tmp_path: Path) -> None:
+    warmed = run("warm", "--model", model, "--store", tmp_path / "s", "--data", data, "--salt=YWJj=", "--json")
+    assert warmed.json["stored"] == 3
+    assert "the value is empty" in run("warm", "--model", model, "--store=").err
+
+
 def test_version_and_a_group_without_a_command_which_shows_its_help_and_is_no_success(run: Run) -> None:
     assert run("--version").out.startswith("cacheblend 0.")
     for arguments in ([], ["store"], ["bench"], ["keys"]):

@@ -292,6 +292,19 @@ def test_syncs_at_the_same_time_leave_what_they_refer_to(tmp_path: Path, seed: i
         assert {manifest.chunk_id for manifest in one.store.manifests()} == used
 
 
+def test_documents_of_another_tokenizer_are_cut_again(tmp_path: Path) -> None:
+    """The weights, and so the names, are the same ones: what is stored would be found by no request any more."""
+    documents = {name: text_of(name, 20) for name in "ab"}
+    with opened(DiskStore(tmp_path / "s", durable=False)) as engine:
+        sync(engine, documents)
+        builder = engine.runtime.builder
+        assert builder is not None
+        builder.digest = "of another one"
+        done = sync(engine, documents)
+        assert (done.kept, done.changed, done.computed_chunks) == (0, 2, 0)
+        assert sync(engine, documents).kept == 2
+
+
 def test_a_store_that_is_too_small_says_so(tmp_path: Path) -> None:
     documents = {str(n): text_of(n, 20) for n in range(6)}
     with opened(DiskStore(tmp_path / "s", durable=False)) as engine:

@@ -4,12 +4,14 @@ none is dropped silently, and freed memory."""
 import asyncio
 import ctypes
 import ctypes.util
+import hashlib
 import importlib.util
 import math
 import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from cacheblend.core.names import BlockName
 from cacheblend.serve import memory
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.fields import ACCEPTED, REFUSED, REFUSED_RESPONSES, check_fields
-from cacheblend.serve.keys import KeyRing, add_key, read_keys
+from cacheblend.serve.keys import KeyRing, add_key, read_keys, remove_key
 from cacheblend.serve.routes.chunks import page_of
 from cacheblend.serve.schemas import ChatRequest, StreamOptions
 from cacheblend.serve.settings import ServeSettings
@@ -70,6 +72,21 @@ def test_a_hangup_has_the_keys_read_again(tmp_path: Path, monkeypatch: pytest.Mo
         assert [key.name for key in settings.keys.keys] == ["one", "two"]
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_file_of_keys_keeps_its_permissions_and_every_key_that_was_told(tmp_path: Path) -> None:
+    """A server that may read the file as a member of its group may go on, and no key is lost of two added at once."""
+    file = tmp_path / "keys.json"
+    with ThreadPoolExecutor(8) as pool:
+        told = list(pool.map(lambda number: add_key(file, str(number)), range(24)))
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.chmod(0o640)
+    remove_key(file, "3")
+    assert file.stat().st_mode & 0o777 == 0o640
+    assert {key.sha256 for key in read_keys(file)} == {
+        hashlib.sha256(secret.encode()).hexdigest() for number, secret in enumerate(told) if number != 3
+    }
+    assert [each.name for each in tmp_path.iterdir()] == ["keys.json"]
 
 
 NAMES = st.sets(st.binary(min_size=1, max_size=3), max_size=30).map(lambda names: [BlockName(n) for n in sorted(names)])

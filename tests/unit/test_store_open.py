@@ -674,3 +674,16 @@ def test_a_url_is_shown_without_users_and_passwords() -> None:
     shown = shown_url("redis://:x@h, s3://bucket/a@b, file:///a@b")
     assert shown == "redis://h, s3://bucket/a@b, file:///a@b"
     assert shown_url("redis://me:secret@host:1/0?prefix=a@b") == "redis://host:1/0?prefix=a@b"
+    assert shown_url("redis://me:sec,ret@host, redis://:x@h, file:///a") == "redis://host, redis://h, file:///a"
+
+
+def test_page_locked_memory_behind_several_stores_and_of_a_command_that_opens_none() -> None:
+    place = page_locking(parse_store_url("file:///a?ram_bytes=1KiB, file:///b"))
+    assert place == CascadePlace(
+        (
+            TieredPlace(MemoryPlace(1024, page_locked=True, is_lock_required=False), FolderPlace(Path("/a"))),
+            FolderPlace(Path("/b")),
+        )
+    )
+    own = "file:///a?ram_bytes=1KiB&page_locked=true"
+    assert parse_store_url(own, ram_bytes=0) == FolderPlace(Path("/a"))

@@ -98,7 +98,7 @@ def wrong_text(arguments: Sequence[str]) -> str | None:
     Salt and system prompt may be empty: those are their defaults. Python hands other bytes over as lone surrogates,
     which no tokenizer, store or JSON output takes."""
     for before, argument in pairwise(("", *arguments)):
-        ends = argument.startswith("--") and argument.endswith("=")
+        ends = argument.startswith("--") and argument.endswith("=") and argument.count("=") == 1
         name = argument[:-1] if ends else before
         if (ends or not argument) and name not in MAY_BE_EMPTY:
             where = f"{name}: the value is empty" if name.startswith("-") else "an argument is empty"

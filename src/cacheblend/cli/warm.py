@@ -4,12 +4,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.text import Text
 
 from cacheblend.cli import options, output
 from cacheblend.cli.models import open_engine
 from cacheblend.cli.option_groups import option
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.failures import failed_since, failures, in_words
 from cacheblend.engines.folders import model_folder
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ def warm(
         raise InvalidInputError(f"{' and '.join(unused)}: no effect with --engine vllm; leave it out")
     if frame is not None and "{passage}" not in frame:
         raise InvalidInputError(f"--frame {frame!r}: {{passage}} must stand where the passage goes")
-    lasting = lasting_url(store.store)
+    lasting, before = lasting_url(store.store), failures()
     passages = [passage for file in data for passage in read_passages(file)][:limit]
     config = stored.settings()
 
@@ -90,15 +92,18 @@ def warm(
                 done = hf.warm(wanted, system=system, progress=advance)
     with open_store(lasting) as filled:
         taken = filled.stats().bytes
+    failed = failed_since(before)
     if json:
-        output.print_json(
-            {"passages": len(passages), **asdict(done), "store": shown_url(lasting), "store_bytes": taken}
+        told = {"passages": len(passages), **asdict(done), "store": shown_url(lasting), "store_bytes": taken}
+        output.print_json(told | {"failed": failed})
+    else:
+        output.console().print(
+            Text.assemble(
+                (str(done.stored), "bold green"),
+                f" passages stored ({done.tokens} tokens, {output.seconds_text(done.seconds)}), "
+                f"{done.held} held already; {shown_url(lasting)} takes {output.size_text(taken)}",
+            )
         )
-        return
-    output.console().print(
-        Text.assemble(
-            (str(done.stored), "bold green"),
-            f" passages stored ({done.tokens} tokens, {output.seconds_text(done.seconds)}), "
-            f"{done.held} held already; {shown_url(lasting)} takes {output.size_text(taken)}",
-        )
-    )
+    if failed:
+        output.console(stderr=True).print(f"not all is stored ({in_words(failed)}): warm again", soft_wrap=True)
+        raise typer.Exit(1)

@@ -42,8 +42,9 @@ class ChunkKeeper:
 
     def is_held(self, manifest: ChunkManifest) -> bool:
         """Whether the store holds all blocks of a chunk, and lists it. Raises `StoreError`."""
-        held = self._store.find(manifest.block_names)
-        return all(entry is not None for entry in held) and self._store.has_manifest(manifest.chunk_id)
+        store = self._store.lasting
+        held = store.find(manifest.block_names)
+        return all(entry is not None for entry in held) and store.has_manifest(manifest.chunk_id)
 
     def store(self, chunk: CapturedChunk) -> None:
         """Writes a chunk's blocks, then its manifest, so that a listed chunk is complete. The anchor's blocks, which

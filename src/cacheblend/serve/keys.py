@@ -6,6 +6,7 @@ A key is 32 random bytes, so a plain hash cannot be reversed. A tenant is a rand
 of all blocks stored with its key: no other key can find them, neither from answers nor from response times.
 """
 
+import fcntl
 import hashlib
 import hmac
 import json
@@ -13,6 +14,8 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -106,29 +109,52 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
 def add_key(path: Path, name: str) -> str:
     """Makes a new key and returns it, this once; the file, readable by its owner only, keeps the hash. Raises
     `InvalidInputError` if the name is empty or taken, or the file cannot be read or written."""
-    keys = read_keys(path)
-    if any(key.name == name for key in keys) or not name:
-        raise InvalidInputError(f"{path} already has a key of the name {name!r}" if name else "a key needs a name")
-    secret = f"cb-{secrets.token_urlsafe(32)}"
-    new = ApiKey(name, hashlib.sha256(secret.encode()).hexdigest(), secrets.token_hex(16))
-    _write(path, (*keys, new))
+    with _locked(path):
+        keys = read_keys(path)
+        if any(key.name == name for key in keys) or not name:
+            raise InvalidInputError(f"{path} already has a key of the name {name!r}" if name else "a key needs a name")
+        secret = f"cb-{secrets.token_urlsafe(32)}"
+        new = ApiKey(name, hashlib.sha256(secret.encode()).hexdigest(), secrets.token_hex(16))
+        _write(path, (*keys, new))
     return secret
 
 
 def remove_key(path: Path, name: str) -> None:
     """Removes a key; blocks stored with it stay until they are evicted. Raises `InvalidInputError`, as `add_key`."""
-    keys = read_keys(path)
-    if all(key.name != name for key in keys):
-        raise InvalidInputError(f"{path} has no key of the name {name!r}")
-    _write(path, tuple(key for key in keys if key.name != name))
+    with _locked(path):
+        keys = read_keys(path)
+        if all(key.name != name for key in keys):
+            raise InvalidInputError(f"{path} has no key of the name {name!r}")
+        _write(path, tuple(key for key in keys if key.name != name))
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Nobody else changes the file meanwhile: of two that add a key at once one would be lost, and it has been told."""
+    try:
+        folder = os.open(path.parent, os.O_RDONLY)
+    except OSError as error:
+        raise InvalidInputError(f"{path} cannot be written: {error.strerror}") from error
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def _write(path: Path, keys: tuple[ApiKey, ...]) -> None:
+    """Replaces the file by one of the same owner and permissions, which a server can read as it could the other."""
     text = json.dumps({"format": FORMAT, "keys": [asdict(key) for key in keys]}, indent=1) + "\n"
     new = path.with_name(f"{path.name}.new")
     try:
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
             file.write(text)
+            if path.exists():
+                before = path.stat()
+                os.fchown(file.fileno(), before.st_uid, before.st_gid)
+                os.fchmod(file.fileno(), before.st_mode & 0o777)
         new.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            new.unlink()
         raise InvalidInputError(f"{path} cannot be written: {error.strerror}") from error

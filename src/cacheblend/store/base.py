@@ -109,6 +109,11 @@ class KVStore(Closable, BlockSource):
         """Whether nothing of it answered: that `find` finds nothing says nothing then."""
         return not self.is_reachable
 
+    @property
+    def lasting(self) -> "KVStore":
+        """Of several stores the one that outlives the others: what it holds need not be computed and stored again."""
+        return self
+
     def held(self, names: Sequence[BlockName]) -> list[bool]:
         """Whether each block is held. Mutates no recency and no counters, where the store can tell without."""
         return [entry is not None for entry in self.find(names)]

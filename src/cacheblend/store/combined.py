@@ -113,6 +113,11 @@ class CombinedStore(KVStore):
     def is_away(self) -> bool:
         return all(member.is_away for member in self.members)
 
+    @property
+    def lasting(self) -> KVStore:  # the farthest that answers
+        answering = (member for member in reversed(self.members) if member.is_reachable)
+        return next(answering, self.members[0]).lasting
+
     def round_trip_s(self, tier: str) -> float:
         store, own = self._by_tier.get(tier, (None, tier))
         return 0.0 if store is None else store.round_trip_s(own)

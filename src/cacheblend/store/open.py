@@ -126,7 +126,7 @@ def parse_store_url(
             "several stores behind each other are separated by commas, each with its scheme"
         )
     place: StorePlace = _PLACES[scheme](Path(where) if scheme == "file" else where, **values)
-    if page_locked is not None and not ram:
+    if page_locked is not None and not ram and ram_bytes is None:  # 0 as an argument overrides the URL's
         raise InvalidInputError("page_locked is of the memory in front of a store: set ram_bytes, too, or leave it out")
     return TieredPlace(MemoryPlace(ram, page_locked=page_locked), place) if ram else place
 
@@ -276,7 +276,7 @@ def _check_commas(path: str, folder: Path) -> None:
 
 def shown_url(url: str) -> str:
     """A store's URL, or several, without users and their passwords."""
-    return re.sub(r"(?<=://)[^/?,]*@", "", url)
+    return re.sub(r"(?<=://)[^/?]*@", "", url)
 
 
 def _value(name: str, text: str) -> Any:
@@ -502,4 +502,6 @@ def page_locking(place: StorePlace) -> StorePlace:
         front = page_locking(place.front)
         assert isinstance(front, MemoryPlace | DevicePlace)
         return replace(place, front=front, back=page_locking(place.back))
+    if isinstance(place, CascadePlace):
+        return replace(place, places=tuple(map(page_locking, place.places)))
     return place

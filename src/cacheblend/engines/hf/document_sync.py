@@ -47,24 +47,27 @@ _FEW_RELEASES = 256  # all records are read to release stale chunks, so not for 
 
 @dataclass(frozen=True)
 class Cutter:
-    """Tokenises documents and cuts them into chunks; `encode`, `cutting` and sentence `ends`: of their model."""
+    """Tokenises documents and cuts them into chunks; `encode`, `cutting` and sentence `ends`: of their model;
+    `tokenizer`: a digest of it, since the same weights may get another one."""
 
     encode: Callable[[str], list[int]]
     cutting: Cutting
     ends: npt.NDArray[Any] | None
+    tokenizer: str = ""
 
     @staticmethod
     def of(engine: BlendEngine, cutting: Cutting, anchor_tokens: int) -> "Cutter":
         """What cuts an engine's documents, so that a chunk fits behind its anchor. Raises `InvalidInputError`: the
         engine has no tokenizer, or no chunk fits."""
-        if engine.runtime.builder is None:
+        builder = engine.runtime.builder
+        if builder is None:
             raise InvalidInputError("documents are texts, and this engine has no tokenizer: open it with one")
         longest = engine.runtime.survey.max_length
         most = cutting.most if longest is None else min(cutting.most, longest - anchor_tokens)
         if most < 1:
             raise InvalidInputError(f"an anchor of {anchor_tokens} tokens is too long for a context of {longest}")
         fitted = Cutting(most, min(cutting.least, max(1, most // 2)))
-        return Cutter(engine.runtime.builder.encode, fitted, engine.runtime.prompts.sentence_end_ids())
+        return Cutter(builder.encode, fitted, engine.runtime.prompts.sentence_end_ids(), builder.digest)
 
     def steps(self, document: Document) -> Generator[None, None, list[TokenIds]]:
         """Returns a document's chunks; yields between the parts of a long one, which are cut in front of a space."""
@@ -223,7 +226,7 @@ class DocumentSync:
 
     def _add(self, document: Document) -> Iterator[None]:
         # Another digest means that the document has to be cut again.
-        rules = f"1 {self._cutter.cutting.most} {self._cutter.cutting.least}"
+        rules = f"1 {self._cutter.cutting.most} {self._cutter.cutting.least} {self._cutter.tokenizer}"
         chain = self._planner.chain_of(self._anchor).hex()
         parts = (rules, str(self._planner.block_size), chain, document.title, document.text)
         framed = b"".join(len(part.encode()).to_bytes(8, "little") + part.encode() for part in parts)
@@ -267,8 +270,9 @@ class DocumentSync:
         """Whether the document is unchanged, and the store holds and lists all its chunks."""
         if record.digest != digest or record.stale:
             return False
-        held = all(self._store.held([name for blocks in record.chunks for name in blocks]))
-        return held and all(self._store.has_manifest(blocks[-1]) for blocks in record.chunks)
+        store = self._store.lasting
+        held = all(store.held([name for blocks in record.chunks for name in blocks]))
+        return held and all(store.has_manifest(blocks[-1]) for blocks in record.chunks)
 
     def _count(self, record: DocumentRecord) -> None:
         self.report.chunks += len(record.chunks)
@@ -281,7 +285,8 @@ class DocumentSync:
         batch, self._batch, self._batch_tokens = self._batch, [], 0
         if self._dry_run:
             for blocks, segment in (pair for record, of in batch for pair in zip(record.chunks, of, strict=True)):
-                held = all(self._store.held(blocks)) and self._store.has_manifest(blocks[-1])
+                store = self._store.lasting
+                held = all(store.held(blocks)) and store.has_manifest(blocks[-1])
                 if not held and blocks[-1] not in self._would_compute:
                     self._would_compute.add(blocks[-1])
                     self.report.computed_chunks += 1

@@ -161,7 +161,9 @@ class ChunkWarmer:
         # Jobs of similar length together, with padding at most as many tokens, but at least one job.
         try:
             for batch in grouped(sorted(missing, key=len), lambda batch, job: len(job) * (len(batch) + 1) <= most):
-                for captured in self._compute(batch, state, planner):
+                computed = self._compute(batch, state, planner)
+                self._store.flush()  # a farther store that is slower drops what comes too soon
+                for captured in computed:
                     self.keeper.store(captured)
                 done += len(batch)
                 if progress is not None:

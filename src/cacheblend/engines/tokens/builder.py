@@ -8,6 +8,7 @@
   chunks that the whole text has, too: at its edges a passage may share a token with the text around it.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -125,7 +126,8 @@ _CHANNEL = re.compile(r"think|thought|reason|channel", re.IGNORECASE)  # what th
 class PromptBuilder:
     """Makes prompts of texts, for one tokenizer of transformers with a ``tokenizers`` backend; raises
     `InvalidInputError` if it has none. `longest_token`: characters of the vocabulary's longest token, of a byte-level
-    one bytes; `bos_id`: the BOS token, if the tokenizer or its chat template sets it in front of a text; else None."""
+    one bytes; `bos_id`: the BOS token, if the tokenizer or its chat template sets it in front of a text, else None;
+    `digest`: of the tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         from transformers.convert_slow_tokenizer import bytes_to_unicode  # a tokenizer of theirs is there by now
@@ -135,7 +137,8 @@ class PromptBuilder:
             raise InvalidInputError(
                 f"{type(tokenizer).__name__} has no fast backend (tokenizer.json); tokenise yourself and pass token ids"
             )
-        spec = json.loads(backend.to_str())
+        text = backend.to_str()
+        spec, self.digest = json.loads(text), hashlib.sha256(text.encode()).hexdigest()
         self._tokenizer = tokenizer
         self._added = added = {int(token["id"]): str(token["content"]) for token in spec["added_tokens"]}
         self._special = {token["id"] for token in spec["added_tokens"] if token["special"]}

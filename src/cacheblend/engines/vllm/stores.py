@@ -12,7 +12,7 @@ import weakref
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.store import KVStore
-from cacheblend.store.open import DevicePlace, MemoryPlace, StorePlace, TieredPlace, parse_store_url
+from cacheblend.store.open import DevicePlace, MemoryPlace, StorePlace, TieredPlace, parse_store_url, shown_url
 
 _stores: "weakref.WeakValueDictionary[tuple[str, StorePlace], KVStore]" = weakref.WeakValueDictionary()
 _stores_lock = threading.Lock()
@@ -30,8 +30,8 @@ def check_device(url: str, device: str) -> None:
     device tier, and no GPU; or as `device_bytes`."""
     if _parts(url)[0] is not None and device == "cpu":
         raise InvalidInputError(
-            f"the store {url!r} keeps records in a GPU's memory, and this vLLM computes on a CPU: leave cuda:// out; "
-            "ram_bytes=4GiB of the folder, or memory://?max_bytes=4GiB in front of it, keeps them in memory"
+            f"the store {shown_url(url)} keeps records in a GPU's memory, and this vLLM computes on a CPU: leave "
+            "cuda:// out; ram_bytes=4GiB of the folder, or memory://?max_bytes=4GiB in front of it, is memory instead"
         )
 
 
@@ -42,7 +42,7 @@ def shared_store(url: str, engine: str, *, is_one_process: bool, looks_up: bool)
     front, place = _parts(url)
     if isinstance(place, MemoryPlace) and not is_one_process:
         raise InvalidInputError(
-            f"the store {url!r} is in the memory of one process, and scheduler and workers run in several; "
+            f"the store {shown_url(url)} is in the memory of one process, and scheduler and workers run in several; "
             'use a folder: "file:///var/cache/cacheblend"'
         )
     if front is not None and (is_one_process or not looks_up):
@@ -62,12 +62,12 @@ def _parts(url: str) -> tuple[DevicePlace | None, StorePlace]:
         return None, place
     if not isinstance(place, TieredPlace):
         raise InvalidInputError(
-            f"the store {url!r} has nothing behind the GPU's memory, which in vLLM only keeps copies: add a store, "
-            '"cuda://?max_bytes=4GiB, file:///var/cache/cacheblend"'
+            f"the store {shown_url(url)} has nothing behind the GPU's memory, which in vLLM only keeps copies: add "
+            'a store, "cuda://?max_bytes=4GiB, file:///var/cache/cacheblend"'
         )
     if front.index is not None:
         raise InvalidInputError(
-            f"the store {url!r} names the GPU {front.index}, and in vLLM each rank keeps records on its own: write "
-            "cuda://?max_bytes=..., without a number"
+            f"the store {shown_url(url)} names the GPU {front.index}, and in vLLM each rank keeps records on its own: "
+            "write cuda://?max_bytes=..., without a number"
         )
     return front, place.back
