@@ -175,6 +175,7 @@ class Worker(Outbox):
             self.step(StepJobs(is_idle=True))
         while self.captured < self._chunks:
             self._capture_writer.wait(1.0)  # the last ones are being written
+        self._store.flush()  # in farther stores, too
 
     def report(self) -> StepReport:
         checked, seconds = self.checks.take_ended()
