@@ -238,7 +238,6 @@ edits: --data {data} --turns 4 | --data {data} --steps 99
 serve: --clients 0 | --shadow 1.5
 vllm ttft: --batched-tokens 0 | --dtype int8
 vllm timeline: --batched-tokens 0 | --runs 0
-vllm shadow: --shadow 1.5 | --requests 0
 agent: --data {tmp} --turns 2 | --data {tmp} --reorder 1.5
 [names]
 ... suite micro | suite nano --part swap | load --shape tiny --kv-shape round | cuda --dry-run --part round
@@ -249,7 +248,7 @@ INSPECT: --out {file}
 ... sync --data {tmp}/none | core --shape tiny --json-file {tmp}
 ... match --json-file {tmp} | store --folder {tmp}/none | load --shape tiny --folder {file}
 ... cuda --dry-run --folder {file} | evict --trace {tmp}/none | evict --trace {tmp} --plot {tmp}/x.txt
-... vllm ttft --model {tmp}/none | vllm timeline --model {tmp}/none | vllm shadow --model {tmp}/none
+... vllm ttft --model {tmp}/none | vllm timeline --model {tmp}/none
 ... codecs --json-file {tmp} | vllm replay --trace {tmp}/none
 agent: --shape tiny --data {tmp}/none | --shape tiny --data {broken}
 agent: --shape tiny --data {data} --model {tmp}/none

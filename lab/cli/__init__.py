@@ -41,7 +41,6 @@ for command in (
     servers.vllm_ttft,
     servers.vllm_latency,
     servers.vllm_timeline,
-    servers.vllm_shadow,
     servers.vllm_replay,
     servers.vllm_faults,
 ):

@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING
 
 from cacheblend.cli.bench import WHAT, PromptSizeOptions, ResultOptions, RoundOptions
 from cacheblend.cli.option_groups import option
-from cacheblend.cli.options import Plot, Shadow
+from cacheblend.cli.options import Plot
 from lab.cli.output import measure
-from lab.settings import Agent, Clients, PromptShape, Replay, Requests, Routing, Serving, Sizes, VllmOptions, seeded
+from lab.settings import Agent, PromptShape, Replay, Routing, Serving, Sizes, VllmOptions, seeded
 
 if TYPE_CHECKING:
     from lab.servers.vllm_server import Pair
@@ -80,23 +80,6 @@ def vllm_timeline(
     measure(result, "faults.timeline", _pair(model), PromptShape(**vars(size)), rounds, plot=plot)
 
 
-def vllm_shadow(
-    model: VllmOptions,
-    size: PromptSizeOptions,
-    rounds: RoundOptions,
-    result: ResultOptions,
-    requests: Requests = 100,
-    clients: Clients = 8,
-    shadow: Shadow = 0.02,
-) -> None:
-    """What the shadow check costs: throughput of two servers with the plug-in, one with the check; both in turn.
-
-    `figures.shadow_overhead`: a share of throughput. --shadow 0 shows by how much equal servers differ.
-    """
-    what = _pair(model, shadow), PromptShape(**vars(size)), rounds, requests, clients
-    measure(result, "servers.vllm_bench:shadow", *what)
-
-
 def vllm_replay(model: VllmOptions, what: Replay, result: ResultOptions, plot: Plot = None) -> None:
     """Requests per second at saturation, and time to first token by rate, on a trace of real requests.
 
@@ -132,7 +115,7 @@ def vllm_faults(
     measure(result, "faults.run", Settings(tried, seed, tuple(only) if only else STAGES))
 
 
-def _pair(model: VllmOptions, shadow: float | None = None) -> "Pair":
+def _pair(model: VllmOptions) -> "Pair":
     from cacheblend.cli.models import quiet_transformers
     from cacheblend.engines.hf.model_loader import checked_dtype
     from lab.servers.vllm_server import Pair, check_installed
@@ -141,4 +124,4 @@ def _pair(model: VllmOptions, shadow: float | None = None) -> "Pair":
     checked_dtype(model.dtype)
     check_installed()  # before the weights of a shape are made
     quiet_transformers()
-    return Pair(**vars(chosen), shadow=shadow)
+    return Pair(**vars(chosen))

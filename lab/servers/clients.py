@@ -1,19 +1,15 @@
-"""Clients of a server: a fixed number that keeps it busy, Poisson arrivals at a rate, two servers by turns; prompts."""
+"""Clients of a server: a fixed number that keeps it busy, Poisson arrivals at a rate; prompts."""
 
 import random
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
-from lab.bench import Advance, alternating, silent
+from lab.bench import Advance, silent
 from lab.settings import PromptShape
 
 Prompt = TypeVar("Prompt")
-WITHOUT, WITH = "without", "with"
 
 
 def saturate(
@@ -56,38 +52,6 @@ def ask_at(ask: Callable[[Prompt], float], due: Sequence[tuple[float, Prompt]]) 
 
     with ThreadPoolExecutor(len(due)) as pool:
         return [each.result() for each in [pool.submit(one, at, prompt) for at, prompt in due]]
-
-
-@dataclass(frozen=True)
-class Arm(Generic[Prompt]):
-    """A server: `ask` as in `saturate`; `settle` returns when it has nothing left to compute."""
-
-    ask: Callable[[Prompt], float]
-    settle: Callable[[], None]
-
-    def requests_per_s(self, clients: int, prompts: Sequence[Prompt]) -> float:
-        """At saturation. What the server has put off is finished first, so that it does not compute beside another."""
-        found = saturate(self.ask, prompts, clients)
-        self.settle()
-        return float(found["requests_per_s"])
-
-
-def shadow_overhead(
-    arms: Mapping[str, Arm[Prompt]],
-    draw: Callable[[], Sequence[Prompt]],
-    *,
-    rounds: int,
-    clients: int,
-    advance: Advance,
-) -> dict[str, Any]:
-    """`overhead`: the share of throughput that the shadow check costs, the median of the rounds; each round's figures.
-
-    Each round the servers, `WITHOUT` and `WITH` the check, are asked the same prompts, one after the other.
-    """
-    asked = {name: partial(arm.requests_per_s, clients) for name, arm in arms.items()}
-    rates = alternating(asked, draw, rounds, advance)
-    shares = [1 - with_it / without for with_it, without in zip(rates[WITH], rates[WITHOUT], strict=True)]
-    return {"overhead": statistics.median(shares), "by_round": shares, "requests_per_s": rates}
 
 
 LAST_ID = 3000

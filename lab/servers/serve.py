@@ -20,7 +20,7 @@ from typing import Any
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.provenance import stamp
 from lab.bench import AdvanceStage, alternating, silent
-from lab.servers.clients import LAST_ID, WITH, WITHOUT, Arm, Prompts, saturate, shadow_overhead
+from lab.servers.clients import LAST_ID, Prompts, saturate
 from lab.servers.discovery import learn_in_order, watch_ms
 from lab.servers.embedded_server import Asked, IdClient, completing
 from lab.servers.processes import SELECTOR
@@ -115,21 +115,33 @@ def _ask(client: IdClient, asked: Asked, mode: str = "blend") -> float:
 
 
 def _shadow(plain: IdClient, checked: IdClient, what: Serving, advance: AdvanceStage) -> dict[str, Any]:
-    """Blended requests with the check and without."""
-    prompts = Prompts(what.prompt, what.seed, what.config.vocab_size)
-    arms = {}
-    for name, client in ((WITHOUT, plain), (WITH, checked)):
+    """`overhead`: the share of throughput that the check costs, the median of the rounds; each round's figures.
+
+    Each round both servers are asked the same blended requests, one after the other.
+    """
+    prompts, servers = Prompts(what.prompt, what.seed, what.config.vocab_size), {"without": plain, "with": checked}
+    for client in servers.values():
         client.store(prompts.chunks)
-        arms[name] = Arm(partial(_ask, client), client.settle)
     count = min(what.requests, SHADOW_REQUESTS * what.clients)
-    found = shadow_overhead(
-        arms,
-        lambda: [Asked(*prompts.draw()) for _ in range(count)],
-        rounds=what.runs,
-        clients=what.clients,
-        advance=partial(advance, SHADOW),
+
+    def requests_per_s(client: IdClient, asked: Sequence[Asked]) -> float:
+        found = saturate(partial(_ask, client), asked, what.clients)
+        client.settle()  # what the server has put off is finished here: it would compute beside the other one
+        return float(found["requests_per_s"])
+
+    arms = {name: partial(requests_per_s, client) for name, client in servers.items()}
+    rates = alternating(
+        arms, lambda: [Asked(*prompts.draw()) for _ in range(count)], what.runs, partial(advance, SHADOW)
     )
-    return found | {"share": what.shadow, "requests": count, "metrics": checked.metrics("cacheblend_shadow")}
+    shares = [1 - with_it / without for with_it, without in zip(rates["with"], rates["without"], strict=True)]
+    return {
+        "overhead": statistics.median(shares),
+        "by_round": shares,
+        "requests_per_s": rates,
+        "share": what.shadow,
+        "requests": count,
+        "metrics": checked.metrics("cacheblend_shadow"),
+    }
 
 
 def _replay(client: IdClient, sample: Sample, what: Serving, advance: AdvanceStage) -> dict[str, Any]:

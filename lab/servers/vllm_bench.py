@@ -1,5 +1,4 @@
-"""Blending in vLLM against vLLM with prefix caching: time to first token, and gaps between other requests' tokens; what
-the shadow check takes of the throughput.
+"""Blending in vLLM against vLLM with prefix caching: time to first token, and gaps between other requests' tokens.
 
 Both servers run at once and are asked alternately. All functions raise `InvalidInputError` where vLLM is not installed,
 or does not start.
@@ -14,18 +13,12 @@ from typing import Any
 
 from cacheblend.cli.bench import RoundOptions
 from lab.bench import Advance, alternating, median_interval, silent
-from lab.servers.clients import WITH, WITHOUT, Arm, Prompts, shadow_overhead
+from lab.servers.clients import Prompts
 from lab.servers.vllm_server import Pair, Server, Streamed
 from lab.settings import PromptShape
 
 DECODED = 256
 """Tokens of the request whose gaps are measured."""
-
-ANSWERED = 16
-"""Tokens of an answer where the shadow check is measured: as many as it compares."""
-
-SETTLE_S = 12.0
-"""Seconds after which a server computes nothing: vLLM goes on with the check for 10 s after its last request."""
 
 QUIET_S = 1.5
 """Pause before each timed request: vLLM's processes spin for a second after their last request, and on few cores they
@@ -90,52 +83,6 @@ def latency(pair: Pair, shape: PromptShape, rounds: RoundOptions, advance: Advan
         "longest_gap_ratio": ordered["blend"][-1] / ordered["plain"][-1],
     }
     return {"figures": figures, "gaps_s": gaps, "p99_s": p99, "prompt": vars(shape), **pair.facts()}
-
-
-def shadow(
-    pair: Pair,
-    shape: PromptShape,
-    rounds: RoundOptions,
-    requests: int,
-    clients: int,
-    advance: Advance = silent,
-) -> dict[str, Any]:
-    """The share of throughput that the shadow check costs: in each round the same blended requests to both.
-
-    A round in which few answers are drawn says little: with a share of 0.02, two of a hundred are. `shadow_compared`
-    and `shadow_dropped` tell whether the check was at work.
-    """
-    prompts, arms = Prompts(shape, rounds.seed), {}
-    with pair.serving(shape.tokens + ANSWERED) as servers:
-        for name, server in zip((WITHOUT, WITH), servers, strict=True):
-            _fill(server, prompts, shape)
-            arms[name] = Arm(partial(_first_token, server), partial(_settle, server))
-        found = shadow_overhead(
-            arms,
-            lambda: [prompts.draw() for _ in range(requests)],
-            rounds=rounds.runs,
-            clients=clients,
-            advance=advance,
-        )
-        counts = {name: servers[1].counted(name) for name in ("shadow", "shadow_dropped")}
-        found |= {"share": pair.shadow, "requests": requests, "clients": clients, "counters": servers[1].counters()}
-    interval = {"shadow_overhead": median_interval(found["by_round"], rounds.seed)}
-    figures = {"shadow_overhead": found["overhead"]}
-    figures |= {"shadow_compared": counts["shadow"], "shadow_dropped": counts["shadow_dropped"]}
-    return {"figures": figures, "intervals": interval, "shadow": found, "prompt": vars(shape), **pair.facts()}
-
-
-def _first_token(server: Server, asked: tuple[list[int], list[list[int]]]) -> float:
-    return server.ask(asked[0], ANSWERED, asked[1]).ttft_s
-
-
-def _settle(server: Server) -> None:
-    """Returns when no answer waits to be compared, or the server without requests has left the rest for later; then
-    when its processes are quiet."""
-    end = time.monotonic() + SETTLE_S
-    while time.monotonic() < end and server.shown("shadow_waiting") > 0:
-        time.sleep(0.2)
-    time.sleep(QUIET_S)
 
 
 def _fill(server: Server, prompts: Prompts, shape: PromptShape) -> None:

@@ -150,17 +150,14 @@ class Pair(VllmOptions):
     """vLLM with prefix caching, and vLLM with the plug-in besides, on one model.
 
     Attributes:
-        shadow: share of the answers that the second server compares with full prefill; None: the first server is vLLM
-            without the plug-in. Otherwise both have it, and the first compares none.
         discover: both servers have the plug-in, and the second learns what nobody marked.
     """
 
-    shadow: float | None = None
     discover: bool = False
 
     @contextmanager
     def serving(self, max_model_len: int) -> Iterator[tuple[Server, Server]]:
-        """(vLLM, vLLM with the plug-in and an empty store), see `shadow`; stopped at the end."""
+        """(vLLM, vLLM with the plug-in and an empty store), see `discover`; stopped at the end."""
         limit = getattr(self.config, "max_position_embeddings", None)
         if limit is not None and max_model_len > limit:
             raise InvalidInputError(
@@ -195,7 +192,7 @@ class Pair(VllmOptions):
 
         if self.discover:
             return [blend(), blend(discover=True)]
-        return [None, blend()] if self.shadow is None else [blend(shadow=0.0), blend(shadow=self.shadow)]
+        return [None, blend()]
 
     def facts(self) -> dict[str, Any]:
         """What the figures depend on: model, ratio, machine, versions, commit."""

@@ -3,7 +3,7 @@
 import json
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -13,20 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend.cli.bench import RoundOptions
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines import provenance
-from lab.bench import figure_lines, median_interval
+from lab.bench import alternating, figure_lines, median_interval
 from lab.faults import children, engine, injection, trials
 from lab.faults.engine import Engine, found_in, is_same
 from lab.faults.pollution import draw, plain_twins
 from lab.faults.run import Settings
 from lab.faults.timeline import ATTENTION, PRODUCTS, Timeline, plot, summary
-from lab.servers import vllm_bench
 from lab.servers.replay import LENGTHS, REQUESTS, Sample, TraceText, prompt, read_trace, row_layer_ceiling
 from lab.servers.vllm_replay import FILLING_TOKENS, filling_prompts
-from lab.servers.vllm_server import Pair, Streamed, dtype_of, multiplies_bf16
-from lab.settings import PromptShape
+from lab.servers.vllm_server import Pair, dtype_of, multiplies_bf16
 
 # ---- benchmarks and replays -----------------------------------------------------------------------------------------
 
@@ -42,6 +39,14 @@ def test_nineteen_of_twenty_intervals_hold_the_median(seed: int) -> None:
     assert median_interval([0.25] * 7) == (0.25, 0.25)
 
 
+def test_arms_are_asked_the_same_in_turn_behind_a_round_that_warms_up() -> None:
+    asked, rounds, done = list[tuple[str, int]](), iter(range(9)), list[tuple[int, int]]()
+    arms = {name: lambda number, name=name: asked.append((name, number)) or number for name in ("a", "b")}  # type: ignore[func-returns-value, misc]
+    found = alternating(arms, lambda: next(rounds), 3, lambda *at: done.append(at))
+    assert asked == [("b", 0), ("a", 0), ("a", 1), ("b", 1), ("b", 2), ("a", 2), ("a", 3), ("b", 3)]
+    assert found == {"a": [1, 2, 3], "b": [1, 2, 3]} and done == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
 def test_figures_are_printed_and_servers_opened_apart() -> None:
     # A figure is printed with its interval beside it
     result = {"figures": {"ttft_speedup": 4, "plain_overhead": 0.01}, "intervals": {"plain_overhead": [-0.02, 0.03]}}
@@ -52,15 +57,15 @@ def test_figures_are_printed_and_servers_opened_apart() -> None:
         pass
     # Two servers have the plug in and stores of their own
     with ExitStack() as stack:
-        first, second = Pair(shape="tiny", ratio=0.3, shadow=0.02)._extras(stack)
+        first, second = Pair(shape="tiny", ratio=0.3, discover=True)._extras(stack)
         assert first is not None and second is not None
-        assert (first.pop("shadow"), second.pop("shadow")) == (0.0, 0.02)
+        assert "discover" not in first and second.pop("discover") is True
         stores = [each.pop("store") for each in (first, second)]
         assert first == second and first["recompute_ratio"] == 0.3
         folders = [Path(store.removeprefix("file://").split("?")[0]) for store in stores]
         assert folders[0] != folders[1] and all(folder.is_dir() for folder in folders)
         without, with_it = Pair(shape="tiny")._extras(stack)
-        assert without is None and with_it is not None and "shadow" not in with_it
+        assert without is None and with_it is not None and "discover" not in with_it
     assert not any(folder.exists() for folder in folders)
 
 
@@ -154,71 +159,6 @@ def test_a_result_names_the_instructions_that_decide_how_fast_a_processor_comput
     assert provenance.machine()["instructions"] == "AVX512 BF16 AMX"
     monkeypatch.delattr("torch.cpu._is_amx_tile_supported")
     assert provenance.instructions() == "AVX512 BF16"
-
-
-class Asked:
-    """A stand-in for a server: notes what it is asked, and has answers that wait for a while."""
-
-    def __init__(self, log: list[str], name: str, waiting: int = 0) -> None:
-        self.log, self.name, self.waiting, self.left = log, name, waiting, 0
-        self.prompts: list[tuple[tuple[int, ...], int]] = []
-
-    def ask(self, ids: Sequence[int], tokens: int, chunks: Sequence[Sequence[int]]) -> Streamed:
-        assert all(0 < start < stop < len(ids) for start, stop in chunks) and len(chunks) == 3
-        self.prompts.append((tuple(ids), tokens))
-        self.log.append(self.name)
-        self.left = self.waiting
-        return Streamed([0.001])
-
-    def wait_for_captures(self, tokens: int) -> None:
-        assert tokens == 3 * 40
-        self.log.clear()
-
-    def shown(self, name: str) -> float:
-        assert name == "shadow_waiting"
-        self.left = max(0, self.left - 1)
-        return self.left
-
-    def counted(self, name: str) -> float:
-        return {"shadow": 7.0, "shadow_dropped": 2.0}[name]
-
-    def counters(self) -> dict[str, float]:
-        return {"vllm:cacheblend_shadow_total": 7.0}
-
-
-@pytest.mark.parametrize("waiting", [0, 3, 10**9])
-def test_both_servers_are_asked_the_same_in_turn_and_the_checked_one_settles(
-    waiting: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log: list[str] = []
-    plain, checked = Asked(log, "plain"), Asked(log, "checked", waiting)
-
-    @contextmanager
-    def serving(self: Pair, max_model_len: int) -> Iterator[tuple[Asked, Asked]]:
-        assert max_model_len == 32 + 3 * 40 + 32 + 16
-        yield plain, checked
-
-    now = [0.0]
-    monkeypatch.setattr(Pair, "serving", serving)
-    monkeypatch.setattr(vllm_bench.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
-    monkeypatch.setattr(vllm_bench.time, "monotonic", lambda: now[0])
-    done: list[tuple[int, int]] = []
-    pair = Pair(shape="tiny", shadow=0.02, dtype="float32")
-    found = vllm_bench.shadow(pair, PromptShape(3, 40), RoundOptions(4, 1), 5, 2, lambda *at: done.append(at))
-    assert plain.prompts[0] != checked.prompts[0]  # stores chunks
-    assert {tokens for _, tokens in plain.prompts[1:]} == {vllm_bench.ANSWERED}
-    for at in range(1, 26, 5):  # clients are threads: within a round the order is theirs
-        assert set(plain.prompts[at : at + 5]) == set(checked.prompts[at : at + 5])
-    assert len(set(plain.prompts)) == 26 and len(plain.prompts) == len(checked.prompts) == 26
-    turns = [log[at] for at in range(0, len(log), 5)]
-    assert turns == ["checked", "plain", "plain", "checked"] * 2 + ["checked", "plain"]
-    figures, shadow = found["figures"], found["shadow"]
-    assert len(shadow["by_round"]) == 4 and figures["shadow_overhead"] == shadow["overhead"]
-    low, high = found["intervals"]["shadow_overhead"]
-    assert min(shadow["by_round"]) <= low <= figures["shadow_overhead"] <= high <= max(shadow["by_round"])
-    assert (figures["shadow_compared"], figures["shadow_dropped"], shadow["share"]) == (7, 2, 0.02)
-    assert done == [(number, 5) for number in range(1, 6)]
-    assert checked.left == 0 or now[0] >= 5 * vllm_bench.SETTLE_S
 
 
 def write_trace(folder: Path, passages: list[list[int]]) -> Path:
