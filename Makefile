@@ -5,7 +5,7 @@
 #                          a file: pin to it. To use a torch of your own, install it into .venv first.
 #   WORKERS=2              test processes
 #   PART="kernels ttft"    what `make gpu` measures; it runs $(PYTHON) as it is, which needs torch for CUDA and
-#                          transformers. All parts: tests, kernels, ttft, timeline, profile, tiles, vllm, large
+#                          transformers. All parts: tests, kernels, ttft, timeline, profile, tiles, vllm
 #   VLLM_VERSION=0.32.0    what `make vllm` installs, the build for CPUs, in .venv-vllm; of a version that has none yet
 #                          its Python files, on the compiled parts of the newest build before it
 

@@ -1,7 +1,6 @@
 """`lab cuda`: everything that is measured on a GPU, in one run."""
 
-from collections.abc import Callable
-from importlib.util import find_spec
+from json import dumps
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -11,12 +10,12 @@ import typer
 from cacheblend.cli.bench import HOW, WHAT
 from cacheblend.cli.option_groups import option
 from cacheblend.cli.options import OUTPUT, AsJson
-from cacheblend.cli.output import INSTALL_PLOT, check_outputs, console, print_json, write_json
+from cacheblend.cli.output import INSTALL_PLOT, can_draw, check_outputs, console, print_json
 
 
 def cuda(
     part: list[str] | None = option(
-        None, "tests, kernels, ttft, timeline, profile, tiles, vllm or large; several times. Default: all.", panel=WHAT
+        None, "tests, kernels, ttft, timeline, profile, tiles or vllm; several times. Default: all.", panel=WHAT
     ),
     dry_run: bool = option(False, "Try all parts at tiny size, on a CPU, too.", panel=HOW),
     minutes: float = option(9.0, "Everything has ended after these.", least=0.1, most=1e6, panel=HOW),
@@ -38,6 +37,7 @@ def cuda(
     default = Path("docs/results")
     results = folder or (default if default.is_dir() and not dry_run else None)
     quiet_transformers()
+    from cacheblend.evaluation.records import write_whole
     from lab.gpu import report
     from lab.gpu import run as bench
 
@@ -54,14 +54,14 @@ def cuda(
     def save(result: dict[str, Any]) -> None:
         whole = bench.merged(earlier, result)
         if path is not None and page is not None:
-            _replace(path, lambda file: write_json(file, whole))
-            _replace(page, lambda file: file.write_text(report.page(whole), encoding="utf-8"))
+            write_whole(path, dumps(whole, ensure_ascii=False, indent=2) + "\n")
+            write_whole(page, report.page(whole))
 
     found = bench.run(tuple(part or ()), dry_run=dry_run, minutes=minutes, progress=say, save=save)
     whole = bench.merged(earlier, found)
     if path is not None and page is not None:
         drawn = []
-        if find_spec("matplotlib") is None:
+        if not can_draw():
             console(stderr=True).print(f"no pictures are drawn, that needs matplotlib: {INSTALL_PLOT}", soft_wrap=True)
         else:
             drawn = report.draw(whole, path)
@@ -75,10 +75,3 @@ def cuda(
         console(stderr=True).print(f"FAILED: {name}\n{error}\n", soft_wrap=True)
     if report.failures(found):
         raise typer.Exit(1)
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes a file beside another and puts it in its place: a run that is ended meanwhile leaves the one before."""
-    new = path.with_name(f".{path.name}.new")
-    write(new)
-    new.replace(path)

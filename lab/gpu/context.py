@@ -53,6 +53,12 @@ def free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def synchronize(device: torch.device) -> None:
+    """Waits for all work of a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def seconds(work: Callable[[], object], device: torch.device, rounds: int = 20) -> float:
     """Median seconds of some rounds, after two that warm up.
 

@@ -26,7 +26,7 @@ from cacheblend.core.kernels.operations import kv_deviation, place, serve
 from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.core.plan.codec import CODECS
 from lab.gpu.attention_ways import OURS, WAYS, Rows
-from lab.gpu.context import Bench, Found, free, seconds
+from lab.gpu.context import Bench, Found, free, seconds, synchronize
 
 RUN = 16
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
@@ -172,10 +172,10 @@ def _measure_way(
         error = float((way(rows)().float() - expected.float()).abs().max())
         if not error <= TOLERANCE[sizes.dtype]:
             return {"skipped": f"differs from PyTorch by {error:.2g}, more than {TOLERANCE[sizes.dtype]}"}
-        _synchronize(bench.device)
+        synchronize(bench.device)
         begun = time.perf_counter()
         call = way(rows)
-        _synchronize(bench.device)
+        synchronize(bench.device)
         setup_s = time.perf_counter() - begun
         taken = seconds(call, bench.device, sizes.rounds)
     except Exception as error:  # of a compiler, or of a version that is called differently
@@ -184,11 +184,6 @@ def _measure_way(
     finally:
         free(bench.device)
     return {"s": taken, "setup_s": setup_s, "error": error, "flops_per_s": flops / taken}
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _flash(bench: Bench, sizes: Sizes, flops: float) -> dict[str, float]:

@@ -22,7 +22,7 @@ from cacheblend.engines.hf.baselines import full_recompute
 from cacheblend.engines.hf.shapes import build_shape
 from cacheblend.store import MemoryStore
 from cacheblend.store.residence import HERE, PageLocked
-from lab.gpu.context import Bench, Found
+from lab.gpu.context import Bench, Found, synchronize
 from lab.gpu.ttft import HYBRID, chosen
 
 MOST_KERNELS = 40
@@ -62,16 +62,15 @@ def measure(bench: Bench) -> Found:
 
 def _profiled(run: Callable[[], object], what: str, bench: Bench) -> dict[str, Any]:
     is_cuda = bench.device.type == "cuda"
-    wait: Callable[[], object] = torch.cuda.synchronize if is_cuda else (lambda: None)
     taken = []
     for _ in range(2 if bench.dry_run else 6):
         begun = time.perf_counter()
         run()
-        wait()
+        synchronize(bench.device)
         taken.append(time.perf_counter() - begun)
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]) as seen:
         run()
-        wait()
+        synchronize(bench.device)
     if folder := os.environ.get("OUT"):
         with tempfile.TemporaryDirectory(dir=folder) as beside:  # complete, or not there
             file = Path(beside) / "trace.json.gz"

@@ -24,8 +24,9 @@ BARS: dict[str, tuple[str, float]] = {
 
 
 def points_of(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The lengths at which first tokens were timed, of all shapes."""
-    return [point for part in ("ttft", "large") for point in result["parts"].get(part, {}).get("points", [])]
+    """The lengths at which first tokens were timed."""
+    found: list[dict[str, Any]] = result["parts"].get("ttft", {}).get("points", [])
+    return found
 
 
 def failures(result: dict[str, Any]) -> dict[str, str]:
@@ -184,26 +185,23 @@ def draw(result: dict[str, Any], path: Path) -> list[Path]:
 
 
 def _draw_ttft(result: dict[str, Any], path: Path) -> None:
-    """A panel for each shape: seconds by length, for full prefill and each blend."""
-    points = points_of(result)
-    shapes = list(dict.fromkeys(point["shape"] for point in points))
-    with picture(path, columns=len(shapes), width=6) as panels:
-        for axes, shape in zip(panels, shapes, strict=True):
-            own = sorted((point for point in points if point["shape"] == shape), key=lambda point: point["tokens"])
-            found: dict[str, list[tuple[int, float]]] = {}
-            for point in own:
-                for arm in point["arms"]:
-                    found.setdefault(_label(arm), []).append((point["tokens"], arm["ttft_s"]["median"]))
-            curves = {label: ([x for x, _ in curve], [y for _, y in curve]) for label, curve in found.items()}
-            draw_curves(
-                axes,
-                curves,
-                f"{shape}, {result['device']}",
-                dashed=[label for label in curves if not label.startswith("full")],
-                xlabel="tokens of the prompt",
-                ylabel="time to first token, s",
-                ylim=(0, None),
-            )
+    """Seconds by length, for full prefill and each blend."""
+    points = sorted(points_of(result), key=lambda point: int(point["tokens"]))
+    found: dict[str, list[tuple[int, float]]] = {}
+    for point in points:
+        for arm in point["arms"]:
+            found.setdefault(_label(arm), []).append((point["tokens"], arm["ttft_s"]["median"]))
+    curves = {label: ([x for x, _ in curve], [y for _, y in curve]) for label, curve in found.items()}
+    with picture(path, width=6) as (axes,):
+        draw_curves(
+            axes,
+            curves,
+            f"{points[0]['shape']}, {result['device']}",
+            dashed=[label for label in curves if not label.startswith("full")],
+            xlabel="tokens of the prompt",
+            ylabel="time to first token, s",
+            ylim=(0, None),
+        )
 
 
 def _draw_timeline(result: dict[str, Any], path: Path) -> None:

@@ -7,7 +7,6 @@ tiles      tile shapes of the attention kernel, with windows, pages and several 
 profile    where a pass's time goes: kernels by name, launches, the device's idle share
 timeline   one pass: what was read, copied, placed and computed when, as a picture
 vllm       the plug-in in vLLM, where vLLM is installed
-large      as ttft, qwen3-32b: no figure depends on it, so it has the time that is left
 
 A part that a machine cannot run is skipped, and the result says why; one that fails leaves its error and what it had
 found. Without a GPU only a dry run is possible: all parts at tiny size on the CPU. Its numbers mean nothing.
@@ -65,7 +64,6 @@ class Part:
         least: seconds; it is not begun if fewer are left.
         most: seconds that it may take.
         is_apart: whether it has a process of its own; parts that start other programs need none.
-        is_reserved: whether parts before it leave it its seconds.
         missing: what it lacks on this machine; "": nothing.
     """
 
@@ -73,7 +71,6 @@ class Part:
     least: float
     most: float = math.inf
     is_apart: bool = True
-    is_reserved: bool = True
     missing: Callable[[], str] = lambda: ""
 
 
@@ -85,7 +82,6 @@ PARTS: Mapping[str, Part] = {
     "profile": Part(profile.measure, 30, 80),
     "tiles": Part(tiles.measure, 20, 90, missing=tiles.misses),
     "vllm": Part(others.vllm, 240, 360, is_apart=False, missing=others.vllm_misses),
-    "large": Part(ttft.measure_large, 45, is_reserved=False),
 }
 """In their order."""
 
@@ -155,7 +151,7 @@ class Run:
         part = PARTS[name]
         if self._dry_run:
             return Task(name, 1.0, part.most, self._until)
-        kept = sum(PARTS[each].least + GRACE_S for each in later if PARTS[each].is_reserved)
+        kept = sum(PARTS[each].least + GRACE_S for each in later)
         return Task(name, part.least, part.most, self._until - kept)
 
     def _hear(self, message: Message) -> None:

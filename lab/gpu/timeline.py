@@ -16,7 +16,7 @@ from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.shapes import build_shape
 from cacheblend.store import MemoryStore
 from cacheblend.store.residence import HERE, PageLocked, Residence
-from lab.gpu.context import Bench
+from lab.gpu.context import Bench, synchronize
 
 LANES = {"read": "C7", "copy": "C1", "place": "C2", "compute": "C0"}
 """With their colours."""
@@ -73,8 +73,7 @@ def measure(bench: Bench) -> dict[str, Any]:
             with record_function(_BEGIN):
                 pass
             engine.prefill(prompts[2], ratio=0.15)
-            if is_cuda:
-                torch.cuda.synchronize(bench.device)
+            synchronize(bench.device)
     reads = [(start - begun, end - begun) for start, end in store.reads]
     found = slices_of(seen.events() or [], reads, is_cuda=is_cuda)
     last = max((each.end_s for each in found), default=0.0)

@@ -52,7 +52,7 @@ _LEAST = 0.5  # of the seconds that a point takes about: it is begun if they are
 
 @dataclass(frozen=True)
 class Point:
-    """One length of one shape; `key`: of its figures, if it has any; `seconds`: that it takes about, as expected."""
+    """One length of one shape; `key`: of its figures; `seconds`: that it takes about, as expected."""
 
     shape: str
     key: str
@@ -79,13 +79,7 @@ POINTS = (
     Point("llama-3.1-8b", "4k", 8, seconds=15),
     Point("llama-3.1-8b", "32k", 64, runs=3, seconds=60),
 )
-LARGE = (
-    Point("qwen3-32b", "", 32, runs=3, seconds=80),
-    Point("qwen3-32b", "", 8, runs=3, seconds=25),
-    Point("qwen3-32b", "", 64, runs=2, seconds=140),
-)
 DRY = (Point("tiny", "16k", 3, 32, 1, 1.0), Point("tiny", "4k", 2, 32, 1, 1.0))
-LARGE_DRY = (Point("tiny", "", 1, 32, 1, 1.0),)
 
 
 @dataclass
@@ -150,30 +144,26 @@ def open_engines(model: PreTrainedModel, device: torch.device) -> Iterator[Engin
 
 
 def measure(bench: Bench) -> Found:
-    return _measure(DRY if bench.dry_run else POINTS, "ttft", bench)
-
-
-def measure_large(bench: Bench) -> Found:
-    return _measure(LARGE_DRY if bench.dry_run else LARGE, "large", bench)
+    return _measure(DRY if bench.dry_run else POINTS, bench)
 
 
 @torch.no_grad()
-def _measure(points: tuple[Point, ...], part: str, bench: Bench) -> Found:
+def _measure(points: tuple[Point, ...], bench: Bench) -> Found:
     """Points of one shape."""
     shape = points[0].shape
     found: Found = {"figures": {}, "points": []}
-    if not bench.has_time(f"{part} {shape}", _LEAST * min(point.seconds for point in points)):
+    if not bench.has_time(f"ttft {shape}", _LEAST * min(point.seconds for point in points)):
         return found
-    bench.progress(f"{part}: weights of {shape}")
+    bench.progress(f"ttft: weights of {shape}")
     try:
         model = build_shape(shape, device=str(bench.device))
     except torch.OutOfMemoryError:
-        bench.skipped[f"{part} {shape}"] = "its weights do not fit on this device"
+        bench.skipped[f"ttft {shape}"] = "its weights do not fit on this device"
         return found
     taken = expected = 0.0
     with open_engines(model, bench.device) as engines:
         for point in points:
-            name, slower = f"{part} {point.name}", taken / expected if expected else 1.0
+            name, slower = f"ttft {point.name}", taken / expected if expected else 1.0
             if not bench.has_time(name, _LEAST * slower * point.seconds):
                 continue
             begun = time.monotonic()
@@ -325,11 +315,11 @@ def _add(point: Point, arms: list[TimedArm], engines: Engines, found: Found) -> 
     is_checked = all(is_cached(file) is not None for file in engines.files()[:1])
     facts = {"shape": point.shape, "tokens": point.tokens, "cold_is_checked": is_checked}
     found["points"].append(facts | {"arms": summaries})
-    # Figures are those of a point with a key, from page-locked memory.
+    # Figures are those from page-locked memory.
     timed_by_full = [each for each in summaries if each["speedup_vs_full"] is not None]
     counted = [each for each in timed_by_full if (each["arm"], each["store"]) == ("blend", STORES[0])]
     blends, figures = {each["ratio"]: each for each in counted}, found["figures"]
-    if point.key and 0.15 in blends:
+    if 0.15 in blends:
         figures[f"ttft_speedup_{point.key}"] = float(blends[0.15]["speedup_vs_full"])
         if point.key == "16k":
             figures["of_limit_16k"] = figures["ttft_speedup_16k"] / blends[0.15]["row_layer_limit"]

@@ -49,7 +49,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @needs_no_gpu
 def test_a_dry_run_tries_all_parts_and_draws_what_it_found(command: Run, tmp_path: Path) -> None:
-    asked = ["kernels", "ttft", "timeline", "profile", "tiles", "large"]
+    asked = ["kernels", "ttft", "timeline", "profile", "tiles"]
     done = command("--dry-run", "--folder", tmp_path, *(word for part in [*asked, "vllm"] for word in ("--part", part)))
     assert done.code == 0, done.err
     files = {f"cuda-cpu{end}" for end in (".json", ".md", "-ttft.png", "-timeline.png")}
@@ -60,7 +60,7 @@ def test_a_dry_run_tries_all_parts_and_draws_what_it_found(command: Run, tmp_pat
     assert set(found["figures"]) == set(report.BARS) - {"vllm_ttft_speedup_16k", "ttft_speedup_32k"}
     assert set(found["parts"]["kernels"]["placing"]) == {"raw", "int8", "fp8", "int4"}
     points = report.points_of(found)
-    assert [(point["shape"], point["tokens"]) for point in points] == [("tiny", 96), ("tiny", 64), ("tiny", 32)]
+    assert [(point["shape"], point["tokens"]) for point in points] == [("tiny", 96), ("tiny", 64)]
     for point in points:
         arms = [(arm["arm"], arm["store"], arm["ratio"]) for arm in point["arms"]]
         assert arms[:5] == [("full", None, None), *ARMS[:4]]
@@ -96,7 +96,7 @@ def test_without_a_gpu_it_says_what_can_be_done(command: Run, tmp_path: Path) ->
 
 
 def test_wrong_options(command: Run) -> None:
-    parts = "tests, kernels, ttft, timeline, profile, tiles, vllm, large"
+    parts = "tests, kernels, ttft, timeline, profile, tiles, vllm"
     for options, message in {
         ("--part", "kernel"): f"there is no part 'kernel'; choose from {parts}",
         ("--folder", "/nowhere/at/all"): "there is no such folder",
@@ -259,7 +259,7 @@ def test_points_keep_their_rounds_and_take_as_long_as_those_before(monkeypatch: 
     tried = bench()
     monkeypatch.setattr(context.Bench, "left_s", property(lambda self: -1.0))
     monkeypatch.setattr(context.Bench, "has_time", lambda self, what, seconds: True)
-    found = ttft._measure((ttft.Point("tiny", "", 1, 16, 5, 1.0),), "ttft", tried)
+    found = ttft._measure((ttft.Point("tiny", "", 1, 16, 5, 1.0),), tried)
     assert {arm["runs"] for arm in found["points"][0]["arms"]} == {1}
     assert tried.skipped["ttft tiny, 16 tokens, rounds"] == "time was up after 1 of 5"
     # Points are expected to take as long as those before
@@ -268,7 +268,7 @@ def test_points_keep_their_rounds_and_take_as_long_as_those_before(monkeypatch: 
     monkeypatch.setattr(ttft, "_measure_point", lambda *_: [])
     clock = iter([0.0, 30.0, 30.0, 40.0])
     monkeypatch.setattr(ttft, "time", SimpleNamespace(monotonic=lambda: next(clock)))  # not that of other threads
-    ttft._measure(tuple(ttft.Point("tiny", "", 1, 16, 5, seconds) for seconds in (10.0, 20.0)), "ttft", bench())
+    ttft._measure(tuple(ttft.Point("tiny", "", 1, 16, 5, seconds) for seconds in (10.0, 20.0)), bench())
     assert asked == [5.0, 5.0, 0.5 * 3 * 20.0]
 
 
@@ -288,7 +288,7 @@ def test_what_there_is_no_time_for_is_skipped_and_said(monkeypatch: pytest.Monke
     running = run.Run(1000.0, False, print, print)
     names = list(run.PARTS)
     until = {name: running.task(name, names[place + 1 :]).until for place, name in enumerate(names)}
-    assert until["large"] == until["vllm"] == 1000  # nobody leaves it anything for the large shape
+    assert until["vllm"] == 1000
     kept = sum(run.PARTS[name].least + run.GRACE_S for name in ("profile", "tiles", "vllm"))
     assert until["timeline"] == 1000 - kept == until["ttft"] + 20 + run.GRACE_S
 
@@ -340,14 +340,14 @@ def test_what_does_not_fit_is_skipped_and_the_rest_is_measured(monkeypatch: pyte
 
     monkeypatch.setattr(ttft, "build_shape", build)
     tried = bench()
-    assert ttft._measure((ttft.Point("huge", "", 1, 8, 1, 0.0),), "large", tried)["points"] == []
-    assert tried.skipped == {"large huge": "its weights do not fit on this device"}
+    assert ttft._measure((ttft.Point("huge", "", 1, 8, 1, 0.0),), tried)["points"] == []
+    assert tried.skipped == {"ttft huge": "its weights do not fit on this device"}
 
     def full(engine: Any, prompt: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
 
     monkeypatch.setattr(ttft, "full_recompute", full)
-    found = ttft._measure((ttft.Point("tiny", "4k", 1, 16, 1, 0.0),), "ttft", tried)
+    found = ttft._measure((ttft.Point("tiny", "4k", 1, 16, 1, 0.0),), tried)
     (point,) = found["points"]
     assert {arm["store"] for arm in point["arms"]} >= {"pinned memory", "device", "disk"}
     assert all(arm["speedup_vs_full"] is None for arm in point["arms"]) and not found["figures"]
@@ -366,7 +366,7 @@ def test_an_arm_that_fails_leaves_the_others_and_an_error(monkeypatch: pytest.Mo
     monkeypatch.setattr(ttft, "fused", sometimes)
     kept: list[context.Found] = []
     points = tuple(ttft.Point("tiny", key, 1, 16, 1, 0.0) for key in ("16k", "4k"))
-    found = ttft._measure(points, "ttft", bench(keep=kept.append))
+    found = ttft._measure(points, bench(keep=kept.append))
     assert "r = 0.05, pinned memory:\n" in found["error"]
     assert found["error"].endswith("RuntimeError: CUDA error: an illegal memory access")
     assert set(found["figures"]) == {"ttft_speedup_16k", "of_limit_16k", "ttft_speedup_4k"}
