@@ -201,9 +201,6 @@ class Real(AnsweredRows):
 
     panel: ClassVar = WHAT
     part: str = option("test", "test, or tune: the rows that settings may be chosen by.")
-    passages: int = option(
-        0, "Passages of a prompt, filled up with those of other rows. Default: the row's own.", least=0
-    )
     way: list[str] | None = option(
         None, 'Anchor, selector and ratio: "text head:recency=1,correction=0.5 0.055"; several times.', panel=HOW
     )

@@ -170,7 +170,7 @@ def run(asked: Adapt, advance: Advance = silent) -> dict[str, Any]:
     files = {file.stem: list(read_questions(file)) for file in asked.data}
     torch.manual_seed(0)
     total = asked.steps + sum(len(rows_of(own, "test")[: asked.rows]) for own in files.values())
-    configs = {anchor: Way.config(anchor, []) for anchor in ("bos", "text")}
+    configs = {anchor: Way.config(anchor) for anchor in ("bos", "text")}
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in files}
     done = asked.steps
     with ExitStack() as stack:

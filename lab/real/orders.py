@@ -35,10 +35,9 @@ ORDERS = 5
 def run(asked: Real, advance: Advance = silent) -> dict[str, Any]:
     """`figures`: answers, and the share of them that another history, or another order of the passages, changes."""
     way = Way.of(asked.way[0] if asked.way else OURS["15"])
-    counts, done, files = Counter[str](), 0, {file: list(read_questions(file)) for file in asked.data}
-    rows = {file: rows_of(own, asked.part)[: asked.rows] for file, own in files.items()}
-    for file, own in rows.items():
-        config, model = Way.config(way.anchor, files[file]), asked.model or made_folder()
+    config, model, counts, done = Way.config(way.anchor), asked.model or made_folder(), Counter[str](), 0
+    rows = [rows_of([*read_questions(file)], asked.part)[: asked.rows] for file in asked.data]
+    for own in rows:
         with (
             BlendEngine.from_pretrained(model, store="memory", config=config) as one,
             BlendEngine.from_pretrained(model, store="memory", config=config) as other,
@@ -51,7 +50,7 @@ def run(asked: Real, advance: Advance = silent) -> dict[str, Any]:
             _ask(other, [case[-1] for case in reversed(cases)])
             for case in cases:
                 counts += _compare(one, other, case, way, asked.answer_tokens)
-                advance(done := done + 1, sum(map(len, rows.values())))
+                advance(done := done + 1, sum(map(len, rows)))
     orders = max(1, counts["orders"])
     figures = {
         "answers": counts["answers"],

@@ -7,12 +7,8 @@ The tune rows are the first of a file, and all others whose answer stands in the
 """
 
 import hashlib
-import random
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,8 +43,7 @@ FIRST_TUNE = 80
 
 
 class Way(NamedTuple):
-    """A setting: ``text head:correction=0.5 0.04`` is an anchor, a selector and a ratio. The anchor ``own3`` is the
-    text of three passages of the file's first rows, as a user may have them of the documents that are served."""
+    """A setting: ``text head:correction=0.5 0.04`` is an anchor, a selector and a ratio."""
 
     anchor: str
     selector: str
@@ -65,18 +60,15 @@ class Way(NamedTuple):
             way = Way(anchor, selector, float(" ".join(ratio) or 0))  # of several words no number is made
         except ValueError:
             raise InvalidInputError(f"--way {text!r}: expected an anchor, a selector and a ratio") from None
-        if way.anchor not in ("none", "bos", "text") and not re.fullmatch("own[1-9]", way.anchor):
-            raise InvalidInputError(f"--way {text!r}: the anchor is none, bos, text, or own1 to own9")
+        if way.anchor not in ("none", "bos", "text"):
+            raise InvalidInputError(f"--way {text!r}: the anchor is none, bos or text")
         way.make()  # refuses wrong settings before anything is computed
         return way
 
     @staticmethod
-    def config(anchor: str, rows: Sequence[QuestionRow]) -> BlendConfig:
-        """Of engines with this anchor, for the rows of a file."""
-        if not anchor.startswith("own"):
-            return BlendConfig(anchor=anchor, discover=False)  # type: ignore[arg-type]
-        texts = dict.fromkeys(passage.text for row in rows[:FIRST_TUNE] for passage in row.passages)
-        return BlendConfig(anchor="text", anchor_text="\n\n".join([*texts][-int(anchor[3:]) :]), discover=False)
+    def config(anchor: str) -> BlendConfig:
+        """Of engines with this anchor."""
+        return BlendConfig(anchor=anchor, discover=False)  # type: ignore[arg-type]
 
     def make(self) -> Selector:
         name, _, settings = self.selector.partition("@")  # check layers, if any
@@ -101,8 +93,7 @@ WAYS = (
 def run(asked: Real, advance: Advance = silent) -> dict[str, Any]:
     """Measures every way on every row; of each row its answer is made once."""
     ways = {way.name: way for way in map(Way.of, dict.fromkeys([BASE, *(asked.way or WAYS)]))}
-    files = {file.stem: list(read_questions(file)) for file in asked.data}
-    rows = {name: filled_up(rows_of(own, asked.part), asked)[: asked.rows] for name, own in files.items()}
+    rows = {file.stem: rows_of([*read_questions(file)], asked.part)[: asked.rows] for file in asked.data}
     model, done, total = asked.model or made_folder(), 0, sum(map(len, rows.values()))
     found: dict[str, list[dict[str, Any]]] = {}
     for name, own in rows.items():
@@ -110,7 +101,7 @@ def run(asked: Real, advance: Advance = silent) -> dict[str, Any]:
         with ExitStack() as stack:
             engines = {
                 anchor: stack.enter_context(
-                    BlendEngine.from_pretrained(model, store="memory", config=Way.config(anchor, files[name]))
+                    BlendEngine.from_pretrained(model, store="memory", config=Way.config(anchor))
                 )
                 for anchor in dict.fromkeys(way.anchor for way in ways.values())
             }
@@ -119,7 +110,7 @@ def run(asked: Real, advance: Advance = silent) -> dict[str, Any]:
                     found[name].append(_measure(engines, case, ways, asked.answer_tokens, first=not found[name]))
                 advance(done := done + 1, total)
     named = asked.model.name if asked.model else PRETRAINED
-    summary = {"model": named, "part": asked.part, "passages": asked.passages, "answer_tokens": asked.answer_tokens}
+    summary = {"model": named, "part": asked.part, "answer_tokens": asked.answer_tokens}
     by_file = {name: summarise({name: own})["ways"] for name, own in found.items()}
     return summary | summarise(found) | {"files": by_file} | stamp()
 
@@ -128,17 +119,6 @@ def rows_of(rows: Sequence[QuestionRow], part: str) -> list[QuestionRow]:
     """The rows of a part, ``tune`` or ``test``."""
     tuned = {holding(row) for row in rows[:FIRST_TUNE]}
     return [row for row in rows if (holding(row) in tuned) == (part == "tune")]
-
-
-def filled_up(rows: Sequence[QuestionRow], asked: Real) -> list[QuestionRow]:
-    """The rows with as many passages as asked for: those of the rows behind them too, in an order drawn for each."""
-    found = []
-    for number, row in enumerate(rows if asked.passages else ()):
-        behind = (passage for other in (*rows[number + 1 :], *rows[:number]) for passage in other.passages)
-        passages = list(islice(dict.fromkeys(chain(row.passages, behind)), max(asked.passages, len(row.passages))))
-        random.Random(row.question).shuffle(passages)
-        found.append(replace(row, passages=tuple(passages)))
-    return found or list(rows)
 
 
 def holding(row: QuestionRow) -> str:

@@ -1,13 +1,11 @@
 """A request's blocks read from a folder by layer, as the loader reads them, against plain reads of as many bytes.
 
-A plain read puts every MiB into the same memory, where the next one replaces it. A *kept* read is the least that a
-store can do: records one by one, each into memory of its own, and its checksum.
+A plain read puts every MiB into the same memory, where the next one replaces it.
 
 warm     everything in the page cache
 cold     nothing in it
 """
 
-import mmap
 import os
 import statistics
 import tempfile
@@ -26,7 +24,6 @@ from cacheblend.core.load.staging_buffers import StagingMemory, memory_of
 from cacheblend.core.names import BlockName, as_token_ids, block_name, root_name
 from cacheblend.core.plan.blocks import Block, KVLayout
 from cacheblend.store import DiskStore, KVStore
-from cacheblend.store.format.checksum import digest
 from lab.bench import alternating
 
 WAYS = ("warm", "cold")
@@ -52,7 +49,6 @@ def measure(layout: KVLayout, chunks: int, chunk_tokens: int, folder: Path | Non
             file.truncate(nbytes)
             os.fsync(file.fileno())
         files = [plain, *(Path(store.file_of(name)) for name in names)]
-        record = layout.block_bytes(BLOCK) // len(layout.layers)
         places = len({file.stat().st_ino for file in files[1:]})
         result: dict[str, Any] = {"bytes": nbytes, "blocks": len(names), "files": places}
         for way in WAYS:
@@ -67,14 +63,12 @@ def measure(layout: KVLayout, chunks: int, chunk_tokens: int, folder: Path | Non
             arms = {
                 "by_layer": partial(read_by_layer, reader, names, layout),
                 "plain": partial(_read_plain, plain),
-                "kept": partial(_read_kept, plain, record, nbytes),
             }
             asked = {name: partial(timed, read) for name, read in arms.items()}
             seconds = alternating(asked, lambda: files if way != "warm" else [], runs, swaps=False)  # noqa: B023
             rates = {name: nbytes / statistics.median(taken) for name, taken in seconds.items()}
-            of_kept = rates["by_layer"] / rates["kept"]
             share = rates["by_layer"] / rates["plain"]
-            result[way] = {"seconds": seconds, "bytes_per_s": rates, "share": share, "of_kept": of_kept}
+            result[way] = {"seconds": seconds, "bytes_per_s": rates, "share": share}
         return result
 
 
@@ -136,17 +130,6 @@ def _read_plain(path: Path) -> float:
             offset += count
             if count % 4096:
                 break
-        return time.perf_counter() - started
-
-
-def _read_kept(path: Path, record: int, nbytes: int) -> float:
-    """Seconds of reading records behind each other into one memory, each with its checksum."""
-    with mmap.mmap(-1, nbytes) as memory, memoryview(memory) as view, _opened(path) as fd:
-        view[::4096] = bytes(len(view[::4096]))  # has its pages, as staging memory that is used again does
-        started = time.perf_counter()
-        for offset in range(0, nbytes, record):
-            os.preadv(fd, [view[offset : offset + record]], offset)
-            digest(view[offset : offset + record])
         return time.perf_counter() - started
 
 

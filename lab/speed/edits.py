@@ -157,11 +157,11 @@ def run(asked: Edits, advance: Advance = silent) -> dict[str, Any]:
         for done, (number, scene) in enumerate(plays, 1):
             prompts = SCENES[scene](drawn(rows, asked, asked.seed + number))
             if servers is not None:
-                played = _timed(*servers, folder, prompts, asked, f"{scene} {number}")
+                played = list(_timed(*servers, folder, prompts, asked, f"{scene} {number}"))
             else:
                 config = BlendConfig(discover=False, edits=True)
-                engine = BlendEngine.from_pretrained(folder, store="memory", config=config)
-                played = _play(engine, prompts, asked, ways)
+                with BlendEngine.from_pretrained(folder, store="memory", config=config) as engine:
+                    played = list(_played(engine, prompts, asked, ways))
             turns += [{"scene": scene, "conversation": number} | turn for turn in played]
             advance(done, len(plays))
     if not turns:
@@ -195,7 +195,7 @@ def _servers(folder: Path, asked: Edits) -> Iterator[tuple[Server, Server]]:
 def _timed(
     plain: Server, mine: Server, folder: Path, scene: Iterator[Prompted], asked: Edits, name: str
 ) -> Iterator[dict[str, Any]]:
-    """As `_play`, of two servers; between two prompts both have nothing to do, as while an agent's tools run."""
+    """As `_played`, of two servers; between two prompts both have nothing to do, as while an agent's tools run."""
     tokenizer, last = AutoTokenizer.from_pretrained(folder), as_token_ids([])
     for turn, (number, messages) in enumerate(scene):
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
@@ -214,18 +214,10 @@ def _timed(
             yield {"turn": number, "tokens": len(ids), "moved_tokens": moved} | times
 
 
-def _play(
-    engine: BlendEngine, scene: Iterator[Prompted], asked: Edits, ways: dict[str, Selector]
-) -> Iterator[dict[str, Any]]:
-    """Asks the prompts of a conversation in order; of each counted one that has moved runs, what was measured. Closes
-    the engine."""
-    with engine:
-        yield from _played(engine, scene, asked, ways)
-
-
 def _played(
     engine: BlendEngine, scene: Iterator[Prompted], asked: Edits, ways: dict[str, Selector]
 ) -> Iterator[dict[str, Any]]:
+    """Asks the prompts of a conversation in order; of each counted one that was edited, what was measured."""
     last = as_token_ids([])
     for number, messages in scene:
         try:

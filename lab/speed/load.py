@@ -64,7 +64,6 @@ def run(
     advance(2, 3)
     for way, figure in zip(disk_reads.WAYS, DISK_FIGURES, strict=True):
         figures[figure] = result["disk"][way]["share"]
-        figures[f"{way}_of_kept"] = result["disk"][way]["of_kept"]
     if redis is not None:
         result["redis"] = _redis(layout, prompt, redis)
         figures["redis_read_share"] = result["redis"]["share"]

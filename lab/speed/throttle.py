@@ -14,29 +14,24 @@ from cacheblend.store.memory import MemoryStore
 
 
 class ThrottledStore(MemoryStore):
-    """Memory whose reads take as long as those of a device with this throughput and latency.
+    """Memory whose reads take as long as those of a device with this throughput.
 
     Reads queue up, as on one device or wire; waiting keeps no processor busy. Writes are not slowed.
 
     Args:
         bytes_per_s: read throughput.
-        latency_s: seconds added to each `read_layers`.
         tier: the store's name in entries and reports.
         max_bytes: bound; None for the default of `MemoryStore`.
 
     Raises:
-        InvalidInputError: a throughput that is not above 0, or a latency below 0.
+        InvalidInputError: a throughput that is not above 0.
     """
 
-    def __init__(
-        self, bytes_per_s: float, latency_s: float = 0.0, *, tier: str = "throttled", max_bytes: int | None = None
-    ) -> None:
-        if not bytes_per_s > 0 or not latency_s >= 0:
-            raise InvalidInputError(
-                f"a throughput above 0 and a latency of 0 or more are needed, got {bytes_per_s} and {latency_s}"
-            )
+    def __init__(self, bytes_per_s: float, *, tier: str = "throttled", max_bytes: int | None = None) -> None:
+        if not bytes_per_s > 0:
+            raise InvalidInputError(f"a throughput above 0 is needed, got {bytes_per_s}")
         super().__init__(max_bytes)
-        self.bytes_per_s, self.latency_s, self._tier = bytes_per_s, latency_s, tier
+        self.bytes_per_s, self._tier = bytes_per_s, tier
         self._device, self._free_at = threading.Lock(), 0.0
 
     @property
@@ -53,7 +48,7 @@ class ThrottledStore(MemoryStore):
         size = sum(record.nbytes for each in read if not isinstance(each, BlockLostError) for record in each)
         with self._device:
             now = time.perf_counter()
-            self._free_at = max(now, self._free_at) + self.latency_s + size / self.bytes_per_s
+            self._free_at = max(now, self._free_at) + size / self.bytes_per_s
             until = self._free_at
         time.sleep(max(0.0, until - time.perf_counter()))
         return read

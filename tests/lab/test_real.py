@@ -45,7 +45,6 @@ def test_every_way_is_between_full_reuse_and_full_prefill(data: Path, monkeypatc
     monkeypatch.setattr(quality, "FIRST_TUNE", expected := 3)
     ways = [
         "text none",
-        "own2 none",
         "bos all",
         "bos random 0.5",
         "bos hkvd@1 0.3",
@@ -117,21 +116,10 @@ def test_what_cannot_be_measured(data: Path, monkeypatch: pytest.MonkeyPatch, tm
         Real(data=[data], part="all")
     with pytest.raises(InvalidInputError, match="expected an anchor, a selector and a ratio"):
         Way.of("bos head 0.1 0.2")
-    with pytest.raises(InvalidInputError, match="the anchor is none, bos, text, or own1 to own9"):
+    with pytest.raises(InvalidInputError, match="the anchor is none, bos or text"):
         Way.of("system head 0.1")
     with pytest.raises(InvalidInputError, match="there are no rows of this part"):
         summarise({"things": []})
-
-
-def test_prompts_are_filled_up_with_passages_of_other_rows(data: Path) -> None:
-    texts = [Passage(each) for each in "abcdef"]
-    rows = [QuestionRow(each, tuple(texts[at : at + 2])) for each, at in (("x", 0), ("y", 1), ("z", 3))]
-    asked = Real(data=[data], passages=4)
-    longer = quality.filled_up(rows, asked)
-    assert [{each.text for each in row.passages} for row in longer] == [{*"abcd"}, {*"bcde"}, {*"deab"}]
-    assert [row.question for row in longer] == ["x", "y", "z"] and longer == quality.filled_up(rows, asked)
-    assert quality.filled_up(rows, Real(data=[data])) == rows
-    assert [len(row.passages) for row in quality.filled_up(rows, Real(data=[data], passages=1))] == [2, 2, 2]
 
 
 def test_no_answer_depends_on_what_was_asked_before(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

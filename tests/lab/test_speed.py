@@ -76,7 +76,7 @@ def test_load_writes_every_figure(run: Run, tmp_path: Path) -> None:
     names = {"pipelined_over_max", "serial_over_max", "redis_read_share"}
     names |= {f"{codec}_bytes" for codec in ("int8", "fp8", "int4")}
     names |= {f"{way}_read_share" for way in ("disk", "cold")}
-    assert set(figures) == names | {f"{way}_of_kept" for way in ("warm", "cold")}
+    assert set(figures) == names
     assert figures["int8_bytes"] <= 0.53 and figures["int4_bytes"] <= 0.3
     assert "redis_read_share: " in done.out and "3/3" in done.err
     assert list(tmp_path.iterdir()) == [out]  # nothing is left on the disk
