@@ -230,7 +230,7 @@ controller: --shape tiny --chunks 0 | --shape tiny --runs 0
 match: --runs 0 | --stored 0 | --stored 1 | --stored 99999999 --chunk-tokens 4096
 store: --blocks 0 | --blocks -7
 evict --trace {tmp}: --size 2 | --size nan
-train --out {tmp}/x: --shorten 0 | --seed -1
+train --out {tmp}/x: --threads -1 | --seed -1
 codecs: --suite-seed 9 | --limit 0
 real: --data {data} --rows 0
 orders: --data {data} --answer-tokens 0

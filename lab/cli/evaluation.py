@@ -25,7 +25,6 @@ def train(
     seed: int = option(1, "Of weights and draws.", least=0, most=MOST_SEED, panel=None),
     threads: int = option(0, "CPU threads; 0: one per core.", least=0, most=4096, panel=None),
     device: str | None = option(None, "Default: CUDA if available.", panel=None),
-    shorten: int = option(1, "Divide all step counts by this, to try it.", least=1, most=1_000_000, panel=None),
 ) -> None:
     """Trains the model that ships, from scratch. The same command goes on from where it was interrupted.
 
@@ -33,7 +32,7 @@ def train(
     """
     from lab.nano.train import train
 
-    train(out, seed, threads, device, shorten)
+    train(out, seed, threads, device)
 
 
 def inspect(
@@ -67,8 +66,7 @@ def inspect(
     from cacheblend.core.fuse.prefill import check_selector
     from cacheblend.engines.folders import model_folder
     from cacheblend.engines.settings import layers_of
-    from lab.inspection import inspect_prompt, ratio_curves
-    from lab.inspection.inspection import summary
+    from lab.inspection.inspection import inspect_prompt, ratio_curves, summary
 
     chosen = selection.settings()
     known = layers_of(model_folder(model.model))  # wrong options are reported before the model is opened

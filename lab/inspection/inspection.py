@@ -162,7 +162,6 @@ T = TypeVar("T")
 def inspect_prompt(
     engine: BlendEngine,
     prompt: Prompt,
-    selector: Selector | None = None,
     *,
     curves: Curves | None = None,
     max_tokens: int = MAX_TOKENS,
@@ -177,7 +176,6 @@ def inspect_prompt(
     Args:
         engine: model and store.
         prompt: made by `engine.prompt`.
-        selector: selector of the blend; None takes that of the engine.
         curves: selectors by ratio for which attention deviation is also measured.
         max_tokens: longest accepted prompt.
         advance: called with (passes done, passes in all).
@@ -194,7 +192,7 @@ def inspect_prompt(
         )
     if not prompt.chunks:
         raise InvalidInputError("the prompt has no chunk, so there is nothing to reuse; give at least one passage")
-    selector = selector or engine.runtime.settings.selector()
+    selector = engine.runtime.settings.selector()
     engine.warm(prompt.chunks, system=prompt)
     plan = engine.runtime.planner.plan(prompt, engine.store)
     if not len(plan.candidate_rows):

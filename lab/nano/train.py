@@ -11,14 +11,13 @@ import random
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AttentionInterface
 
+from cacheblend.cli.output import can_draw
 from cacheblend.core.errors import CacheBlendError
 from lab.bench import draw_curves, picture
 from lab.nano.encoding import Encoder, draw_batch
@@ -79,7 +78,7 @@ class Trainer:
         model = self.trained.model.to(torch.bfloat16)
         model.generation_config.max_new_tokens = None
         model.save_pretrained(self.out / "model")
-        if find_spec("matplotlib") is None:
+        if not can_draw():
             print("no plot: pip install matplotlib", file=sys.stderr)
         else:
             plot_losses(self.history, self.out / "loss.png")
@@ -218,15 +217,11 @@ def _shares(facts: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.2f}" for name, value in facts.items())
 
 
-def train(out: Path, seed: int, threads: int = 0, device: str | None = None, shorten: int = 1) -> None:
+def train(out: Path, seed: int, threads: int = 0, device: str | None = None) -> None:
     """Trains the model, or goes on from the checkpoint in the folder; raises `TrainingFailedError`.
 
-    `threads`: 0: one per core. `shorten` divides all step counts, to try the script.
+    `threads`: 0: one per core.
     """
     if threads:
         torch.set_num_threads(threads)
-    recipe = RECIPE
-    if shorten > 1:
-        stages = tuple(replace(s, steps=max(1, s.steps // shorten), enough=None, goal={}) for s in recipe.stages)
-        recipe = replace(recipe, stages=stages)
-    Trainer(recipe, seed, out, device).run()
+    Trainer(RECIPE, seed, out, device).run()

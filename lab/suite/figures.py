@@ -93,7 +93,7 @@ def figures(rows: Sequence[RowResult], gate: dict[str, Any] | None = None, *, se
     return {"figures": values, "bars": entries}
 
 
-def at_equal_compute(summary: dict[str, Any], shares: Sequence[float] = EQUAL_SHARES) -> list[dict[str, Any]]:
+def at_equal_compute(summary: dict[str, Any]) -> list[dict[str, Any]]:
     """Exact match of the sweep's selectors at equal total compute, interpolated linearly between measurements.
 
     Returns:
@@ -110,11 +110,10 @@ def at_equal_compute(summary: dict[str, Any], shares: Sequence[float] = EQUAL_SH
         scores = [method["scores"]["em"] for method in methods]
         xs = [float(method["total_compute"]) for method in methods]
         by_category = {
-            name: _between(xs, [one["by_category"].get(name) for one in scores], shares)
-            for name in summary["categories"]
+            name: _between(xs, [one["by_category"].get(name) for one in scores]) for name in summary["categories"]
         }
         found.append(
-            {"family": family, "all": _between(xs, [one["all"] for one in scores], shares), "by_category": by_category}
+            {"family": family, "all": _between(xs, [one["all"] for one in scores]), "by_category": by_category}
         )
     return found
 
@@ -173,11 +172,9 @@ def _exact(row: RowResult, cell: Cell) -> float:
     return 100 * best(ExactMatch(), cell.answer, row.answers)
 
 
-def _between(
-    xs: Sequence[float], scores: Sequence[dict[str, Any] | None], shares: Sequence[float]
-) -> list[float | None]:
+def _between(xs: Sequence[float], scores: Sequence[dict[str, Any] | None]) -> list[float | None]:
     known = [(x, 100 * float(score["mean"])) for x, score in zip(xs, scores, strict=True) if score is not None]
     if not known:
-        return [None] * len(shares)
-    found = np.interp(shares, [x for x, _ in known], [y for _, y in known], left=np.nan, right=np.nan)
+        return [None] * len(EQUAL_SHARES)
+    found = np.interp(EQUAL_SHARES, [x for x, _ in known], [y for _, y in known], left=np.nan, right=np.nan)
     return [None if np.isnan(value) else float(value) for value in found]

@@ -227,10 +227,13 @@ def test_by_hand() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_inspection(family: str) -> None:
-    engine = engine_of(family)
+    engine = engine_of(family, selector="hkvd", check_layers=(1,), ratios=(0.15,))
     done: list[tuple[int, int]] = []
     found = inspect_prompt(
-        engine, RAG, Hkvd(), curves=ratio_curves(engine.config, (0.0, 0.3, 1.0)), advance=lambda *at: done.append(at)
+        engine,
+        RAG,
+        curves=ratio_curves(BlendConfig(selector="hkvd"), (0.0, 0.3, 1.0)),
+        advance=lambda *at: done.append(at),
     )
     assert done == [(n, 10) for n in range(1, 11)]
     layers = len(engine.runtime.survey.layout.layers)

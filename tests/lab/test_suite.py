@@ -130,13 +130,13 @@ def test_equal_compute_is_read_between_neighbours_and_never_beyond() -> None:
         scores = {"em": {"all": {"mean": mean}, "by_category": {"cross": {"mean": mean / 2}, "local": None}}}
         return {"kind": "blend", "family": family, "total_compute": compute, "scores": scores}
 
-    methods = [method("a", 0.3, 0.9), method("a", 0.1, 0.5), method("b", 0.5, 0.7), method("b", None, 0.0)]
-    found = at_equal_compute({"methods": methods, "categories": ["cross", "local"]}, (0.05, 0.2, 0.3))
+    methods = [method("a", 0.3, 0.9), method("a", 0.2, 0.5), method("b", 0.5, 0.7), method("b", None, 0.0)]
+    found = at_equal_compute({"methods": methods, "categories": ["cross", "local"]})
     assert found[0]["family"] == "a"
-    assert found[0]["all"] == [None, pytest.approx(70), pytest.approx(90)]
-    assert found[0]["by_category"]["cross"] == [None, pytest.approx(35), pytest.approx(45)]
-    assert found[0]["by_category"]["local"] == [None, None, None]
-    assert found[1]["all"] == [None, None, None]
+    assert found[0]["all"] == [None, *map(pytest.approx, (50, 70, 90))]
+    assert found[0]["by_category"]["cross"] == [None, *map(pytest.approx, (25, 35, 45))]
+    assert found[0]["by_category"]["local"] == [None] * 4
+    assert found[1]["all"] == [None] * 4
 
 
 def test_what_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
