@@ -7,16 +7,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from cacheblend.cli.output import Advance as Advance
+from cacheblend.cli.output import AdvanceStage as AdvanceStage
+
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
 T = TypeVar("T")
 V = TypeVar("V")
-Advance = Callable[[int, int], None]
-"""Called with (done, in all)."""
-AdvanceStage = Callable[[str, int, int], None]
-"""Called with (stage, done, in all)."""
 
 
 def silent(*_: object) -> None:

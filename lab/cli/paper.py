@@ -129,7 +129,7 @@ def _show(found: dict[str, Any]) -> None:
         for note in [part["left_out"]] if part.get("left_out") else part["notes"]:
             say(f"note: {part['title']}: {note}")
     if not found["pictures"]:
-        from cacheblend.evaluation.plots import INSTALL
+        from cacheblend.evaluation.scorers import INSTALL
 
         say(f"no figures are drawn, that needs matplotlib: {INSTALL}; then give the same command again")
     typer.echo(f"{len(found['pictures'])} figures; the report is {Path(found['folder']) / 'report.md'}")

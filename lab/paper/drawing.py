@@ -5,19 +5,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cacheblend.evaluation.demo import COLOURS
 from cacheblend.evaluation.plots import STYLE, new_figure
 from cacheblend.evaluation.report import TITLES as SCORES
 from lab.paper.context import AGREEMENT, BLEND, FULL, GRADUAL, ONE_CHECK, PREFIX, REUSE, TITLES
 
-# Okabe and Ito's colours, which colour-blind readers can distinguish.
-COLOURS = {
-    FULL: "#3b3b3b",
-    PREFIX: "#8c8c8c",
-    REUSE: "#d55e00",
-    BLEND: "#0072b2",
-    GRADUAL: "#56b4e9",
-    ONE_CHECK: "#009e73",
-}
 MARKERS = {FULL: "o", PREFIX: "s", REUSE: "X", BLEND: "D", GRADUAL: "^", ONE_CHECK: "v"}
 LAYERS = {family: number for number, family in enumerate(TITLES)}
 """Later families are drawn over earlier ones, and thinner, so that equal curves can both be seen."""

@@ -5,10 +5,10 @@ The report is ``report.md`` with pictures and tables, and ``report.json`` with a
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from cacheblend.cli.output import can_draw
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.failures import failed_since, failures, in_words
 from cacheblend.engines import provenance
@@ -19,7 +19,7 @@ from cacheblend.evaluation import Settings
 from cacheblend.evaluation.records import folder_name, write_whole
 from cacheblend.evaluation.report import TITLES
 from cacheblend.evaluation.runner import describe
-from cacheblend.evaluation.scorers import Scorer
+from cacheblend.evaluation.scorers import INSTALL, Scorer
 from lab.bench import AdvanceStage, markdown_table, silent
 from lab.paper import device, quality, side_by_side
 from lab.paper.context import AGREEMENT, Context, DataSet, LeftOutError, Part, Sweeps
@@ -29,7 +29,6 @@ PARTS = (
     *(side_by_side.BATCH, side_by_side.RATE, device.PART),
 )
 FILE, DATA = "report.md", "report.json"
-INSTALL = "pip install 'cacheblend[evaluate]'"
 
 
 def run_paper(
@@ -69,7 +68,7 @@ def run_paper(
     results, pictures = dict[str, dict[str, Any]](), dict[str, str]()
     for number, part in enumerate(PARTS, start=1):
         found = results[part.name] = _run(part, context)
-        if found["points"] and find_spec("matplotlib") is not None:
+        if found["points"] and can_draw():
             pictures[part.name] = f"{number}-{part.name}.png"
             title = f"{part.title}: {engine.name}, {', '.join(names)}"
             part.draw(found, title, folder / pictures[part.name])

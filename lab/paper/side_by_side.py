@@ -17,6 +17,7 @@ from cacheblend.engines.hf.prefiller import Mode
 from cacheblend.engines.hf.scheduler import Limits, Scheduler
 from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event, TokenEvent
 from cacheblend.evaluation.compute import ComputeScale
+from cacheblend.evaluation.demo import COLOURS
 from cacheblend.evaluation.methods import Fused, Method
 from cacheblend.evaluation.runner import Case, groups_that_fit, make_cases, store_passages
 from lab.bench import silent
@@ -232,7 +233,7 @@ def draw_rate(result: dict[str, Any], title: str, path: Path) -> None:
     with drawing.sheet(title, 2, path) as (ttft, throughput):
         drawing.curves(ttft, result["points"], drawing.ttft, lambda point: point["x"])
         for family, at in result["saturation"].items():
-            ttft.axvline(at, color=drawing.COLOURS[family], linestyle=":", linewidth=1.2)
+            ttft.axvline(at, color=COLOURS[family], linestyle=":", linewidth=1.2)
         drawing.log_times(ttft, result["points"])
         ttft.set_title("dotted: throughput at saturation")
         drawing.curves(throughput, result["points"], drawing.throughput, lambda point: point["x"])

@@ -173,7 +173,7 @@ def test_without_matplotlib_the_report_has_tables(
     done: Done, cli: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     # Without matplotlib the report has tables
-    monkeypatch.setattr(run, "find_spec", lambda name: None)
+    monkeypatch.setattr(run, "can_draw", lambda: False)
     said = cli(*done.arguments)
     assert said.code == 0
     assert "no figures are drawn, that needs matplotlib" in said.err
@@ -252,7 +252,7 @@ def test_a_run_that_is_interrupted_anywhere_goes_on(
 
     monkeypatch.setattr(runner, "_run", count("row", answer))
     monkeypatch.setattr(Scheduler, "submit", count("request", submit))
-    monkeypatch.setattr(run, "find_spec", lambda name: None)  # nothing is drawn
+    monkeypatch.setattr(run, "can_draw", lambda: False)  # nothing is drawn
     rows, interrupts = rows_of(4, 3), 0
     while True:
         try:

@@ -8,7 +8,6 @@ from typing import Any
 
 from cacheblend.evaluation.report import TITLES
 
-INSTALL = "pip install 'cacheblend[evaluate]'"
 AGREEMENT = "top_1"
 FIXED = {"full": "black", "prefix": "tab:gray", "reuse": "tab:red", "map-reduce": "tab:olive", "map-rerank": "tab:cyan"}
 CYCLE = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:pink", "navy", "goldenrod", "teal")
