@@ -11,25 +11,21 @@ from importlib.util import find_spec
 
 import pytest
 
+from lab.servers.processes import free_port
+
 needs_redis = pytest.mark.skipif(
     shutil.which("redis-server") is None or find_spec("redis") is None,
     reason="needs redis-server (Debian's package of that name) and redis-py",
 )
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 class RedisServer:
     """A server that can be killed and started again on the same port."""
 
     def __init__(self) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         while self.port > 55_000:  # a cluster's nodes talk to each other 10,000 higher
-            self.port = _free_port()
+            self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -23,12 +23,7 @@ from cacheblend.serve.connections import DrainingServer
 from cacheblend.serve.keys import KeyRing, add_key, read_keys
 from cacheblend.serve.settings import ServeSettings
 from cacheblend.store import KVStore
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+from lab.servers.processes import free_port
 
 
 def connected(url: str, timeout: float = 60) -> socket.socket:

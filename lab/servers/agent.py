@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.data import read_passages
@@ -38,14 +38,6 @@ NOTE_CHARACTERS = 160
 
 
 Marked = Literal["results", "question"]
-
-
-class Tokenizer(Protocol):
-    """What is used of a tokenizer."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-
-    def decode(self, token_ids: list[int]) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -76,7 +68,7 @@ def _content(texts: Sequence[str], in_parts: bool) -> str | list[dict[str, str]]
     return [{"type": "text", "text": text} for text in texts] if in_parts else "".join(texts)
 
 
-def tool_results(path: Path, tokenizer: Tokenizer, sizes: Sizes) -> list[str]:
+def tool_results(path: Path, tokenizer: Any, sizes: Sizes) -> list[str]:
     """Different texts of about `result_tokens` tokens, passages joined where one is too short."""
     found, ids = list[str](), list[int]()
     for passage in dict.fromkeys(passage.text for passage in read_passages(path)):

@@ -153,26 +153,24 @@ def completing(
 
 @dataclass(frozen=True)
 class Answered:
-    """A chat as its client saw it: time to first token, tokens of the prompt, those loaded by how, the answer."""
+    """A chat as its client saw it: time to first token, tokens of the prompt, those loaded by how."""
 
     ttft_s: float
     prompt_tokens: int
     hit_tokens: dict[str, int]
-    text: str
 
 
 class ChatClient(Client):
     """Streams chat completions; sends no field that OpenAI does not have."""
 
     def ask(self, messages: Sequence[dict[str, Any]], tokens: int) -> Answered:
-        first, text, report = 0.0, "", dict[str, Any]()
+        first, report = 0.0, dict[str, Any]()
         for came, event in self.stream("/v1/chat/completions", messages=messages, max_tokens=tokens):
             report = event.get("cacheblend") or report
             delta = event["choices"][0]["delta"] if event.get("choices") else {"role": ""}
             if "role" not in delta:  # the opening event has one, and comes before anything is computed
                 first = first or came
-                text += delta.get("content") or ""
-        return Answered(first, report["prompt_tokens"], report["hit_tokens"], text)
+        return Answered(first, report["prompt_tokens"], report["hit_tokens"])
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import pytest
 
 from cacheblend.serve.keys import add_key
 from deployment import Container, containers, needs_kubectl, rendered
-from serving import free_port
+from lab.servers.processes import free_port
 
 pytestmark = [needs_kubectl, pytest.mark.slow(3)]
 START_S = 300

@@ -22,7 +22,8 @@ from cacheblend import BlendConfig, BlendEngine, Document, Passage
 from cacheblend.engines.vllm.config import read_config
 from cacheblend.nano import model_path
 from cacheblend.serve.settings import ServeSettings
-from serving import free_port, is_ready, running
+from lab.servers.processes import free_port
+from serving import is_ready, running
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"```python\n(.*?)```", re.S)

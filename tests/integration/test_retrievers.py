@@ -22,7 +22,8 @@ from cacheblend.retrievers import DocumentServer, DocumentServerError, text_id
 from cacheblend.serve.keys import KeyRing, add_key, read_keys
 from cacheblend.serve.settings import ServeSettings
 from campaign import rotating
-from serving import free_port, running
+from lab.servers.processes import free_port
+from serving import running
 
 QUESTION = "Who has the boot?"
 

@@ -25,8 +25,9 @@ from cacheblend.serve.app import create_app
 from cacheblend.serve.settings import ServeSettings
 from cacheblend.store import open_store
 from campaign import rotating
+from lab.servers.processes import free_port
 from openai_asking import PASSAGES, QUESTION, ask, client, extras
-from serving import free_port, is_ready, running
+from serving import is_ready, running
 from small_llama import wait_until
 
 
