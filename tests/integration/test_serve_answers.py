@@ -26,7 +26,7 @@ from cacheblend.serve.settings import ServeSettings
 from cacheblend.store import open_store
 from campaign import rotating
 from openai_asking import PASSAGES, QUESTION, ask, client, extras
-from serving import free_port, is_ready, running
+from serving import free_port, is_ready, keys_of, running
 from small_llama import wait_until
 
 
@@ -220,6 +220,33 @@ def test_a_full_queue_is_429_with_retry_after(slowly: None) -> None:
             assert all(int(answer.headers["Retry-After"]) >= 1 for answer in refused)
         # the one that streamed has gone: the one that waits is answered
         assert sorted(each.result(60).status_code for each in posted) == [200, 429, 429, 429]
+
+
+def test_one_key_keeps_no_other_out_of_a_full_queue(slowly: None, tmp_path: Path) -> None:
+    ring, headers = keys_of(tmp_path, "busy", "polite")
+    settings = ServeSettings(keys=ring, active=1, waiting=2, drain_s=0.1)
+    with running(settings) as url, ThreadPoolExecutor(4) as pool:
+        asked = {"model": "nano", "prompt": "Read", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+
+        def post(name: str) -> httpx.Response:
+            body = asked | {"stream": False, "max_tokens": 1}
+            return httpx.post(f"{url}/v1/completions", json=body, headers=headers[name], timeout=60)
+
+        with (
+            httpx.Client(timeout=60, headers=headers["busy"]) as http,
+            http.stream("POST", f"{url}/v1/completions", json=asked) as first,
+        ):
+            lines = first.iter_lines()  # kept: a generator that is dropped closes the stream
+            next(lines)
+            waiting = [pool.submit(post, "busy") for _ in range(2)]
+            wait_until(lambda: httpx.get(f"{url}/ready").json()["waiting"] == 2)
+            polite = pool.submit(post, "polite")
+            wait_until(lambda: any(each.done() for each in (*waiting, polite)))
+            (refused,) = [each.result() for each in waiting if each.done()]
+            assert refused.status_code == 429 and int(refused.headers["Retry-After"]) >= 1
+            assert refused.json()["error"]["code"] == "queue_full"
+        assert polite.result(60).status_code == 200
+        assert sorted(each.result(60).status_code for each in waiting) == [200, 429]
 
 
 def test_a_client_that_leaves_is_not_answered_any_more(url: str, slowly: None) -> None:

@@ -71,7 +71,12 @@ class FairQueue:
     @property
     def waiting(self) -> int:
         """Work that has come and has no thread at the moment."""
-        return sum(job.turn is not None and not job.turn.done() for job in self._jobs)
+        return self.waiting_of.total()
+
+    @property
+    def waiting_of(self) -> "Counter[str]":
+        """The same by tenant."""
+        return Counter(job.tenant for job in self._jobs if job.turn is not None and not job.turn.done())
 
     async def run(
         self, tenant: str, work: Work[T], deadline: float, is_gone: Callable[[], Awaitable[bool]] | None = None
