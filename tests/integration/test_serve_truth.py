@@ -1,21 +1,28 @@
 """Nothing of a request is dropped silently: each field is honoured, or refused by its name with a way out; and what an
 answer says of its tokens is so. Several prompts in one request; errors in OpenAI's form; what /metrics counts."""
 
+import asyncio
 import json
 import time
 import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
 from fastapi.testclient import TestClient
 
 from cacheblend.engines.hf import BlendEngine
+from cacheblend.engines.hf.scheduler import TooLateError
+from cacheblend.engines.hf.tickets import DoneEvent, TokenEvent
 from cacheblend.nano import model_path
+from cacheblend.serve.admission import RunningRequest
 from cacheblend.serve.app import create_app
 from cacheblend.serve.keys import remove_key
+from cacheblend.serve.routes.openai import DONE, CompletionFormat, streamed_response
+from cacheblend.serve.schemas import StreamOptions
 from cacheblend.serve.settings import ServeSettings
 from openai_asking import client
 from serving import connected, keys_of, running, shallow
@@ -203,6 +210,23 @@ def test_one_prompt_that_fails_ends_its_request_and_leaves_nothing(web: TestClie
     assert "prompt.1" in message and "2,048" in message
     ready = web.get("/ready").json()
     assert ready["active"] == ready["waiting"] == 0
+
+
+def test_what_is_answered_is_sent_at_once_and_in_front_of_an_error() -> None:
+    async def main() -> None:
+        scheduler = Mock(submit_prompts=Mock(return_value=[]))
+        running = RunningRequest([Mock(choices=1), Mock(choices=1)], scheduler, Mock(), lambda: True)
+        running.start()
+        on_event = scheduler.submit_prompts.call_args.args[1]
+        stream = streamed_response(running, CompletionFormat(Mock()), "nano", StreamOptions())
+        on_event(0, TokenEvent(0, "yes", 5, finish_reason="stop"))
+        assert '"yes"' in await asyncio.wait_for(anext(stream), 10)
+        on_event(1, TokenEvent(0, "no", 5, finish_reason="stop"))
+        on_event(1, DoneEvent(None, TooLateError("its time is over")))
+        said, error, done = [each async for each in stream]
+        assert '"no"' in said and "its time is over" in error and done == DONE
+
+    asyncio.run(main())
 
 
 def test_the_sampled_token_is_among_the_likeliest_and_its_end_has_a_text(web: TestClient) -> None:
