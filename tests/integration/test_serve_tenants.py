@@ -5,6 +5,7 @@ Documents of a server are stored by id, edited, listed in pages, dropped; each k
 import json
 import math
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -366,6 +367,25 @@ def test_a_quota_counts_manifests_and_records() -> None:
         refused = httpx.post(f"{url}/v1/documents", json=body, timeout=60)
         assert refused.status_code == 403 and refused.json()["error"]["code"] == "quota"
         assert httpx.get(f"{url}/v1/documents").json()["data"] == []
+
+
+def test_a_post_whose_quota_cannot_be_counted_is_asked_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, count = threading.Event(), Tenants._held_by
+    monkeypatch.setattr("cacheblend.serve.tenants._COUNT_S", 0.05)
+    monkeypatch.setattr(Tenants, "_held_by", lambda tenants, key: gate.wait(60) and count(tenants, key))
+    posts = {
+        "chunks": {"chunks": [{"text": PASSAGES[0]}]},
+        "documents": {"documents": [{"id": "a", "text": "A bell."}]},
+    }
+    with running(ServeSettings(store_bytes=1 << 30), model=shallow()) as url, httpx.Client(base_url=url) as http:
+        for kind, body in posts.items():
+            refused = http.post(f"/v1/{kind}", json=body, timeout=60)
+            assert refused.status_code == 503 and int(refused.headers["Retry-After"]) >= 1, refused.text
+            assert refused.json()["error"]["code"] == "store"
+        assert extras(ask(url))["missed_tokens"] > 0  # answers need no store
+        gate.set()
+        monkeypatch.setattr("cacheblend.serve.tenants._COUNT_VALID_S", 0.0)
+        wait_until(lambda: http.post("/v1/chunks", json=posts["chunks"]).status_code == 200)
 
 
 def test_documents_posted_at_the_same_time_keep_what_they_share(http: httpx.Client) -> None:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, StoreError
 from cacheblend.core.report import BlendReport
 from cacheblend.engines.hf import SamplingParams
 from cacheblend.engines.hf.grammar import CompiledGrammar
@@ -150,7 +150,8 @@ def _asks(
         message = f"min_tokens is {asked.min_tokens:,}, and an answer has at most {most:,} ({asked.lengths[-1]})"
         raise ApiError(400, f"{message}; ask for fewer, or allow more", param="min_tokens")
     remembered = state.tenants.remember_salt(key, salt)
-    state.tenants.count(key)
+    with contextlib.suppress(StoreError):  # an answer needs no store; nothing of it is stored
+        state.tenants.count(key)
     ratio, selector = extras.recompute_ratio, None
     if extras.selector is not None:
         selector, ratio = state.engine.runtime.settings.selector(ratio, extras.selector), None
