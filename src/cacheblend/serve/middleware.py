@@ -76,13 +76,14 @@ class RequestLog:
             if not status:
                 await converted.response()(scope, receive, noting_status)
         finally:
-            path = scope["path"]
+            path, state = scope["path"], scope.get("state", {})
+            status = getattr(state.get("running"), "failed", None) or status
             if path.startswith(ASKED):
                 paths = (route.path for route in scope["app"].routes)
                 self._metrics.request(
                     scope["route"].path if "route" in scope else path if path in paths else "other", status or 499
                 )
-                seconds, state = round(time.perf_counter() - started, 4), scope.get("state", {})
+                seconds = round(time.perf_counter() - started, 4)
                 line = {"method": scope["method"], "path": path, "status": status, "seconds": seconds}
                 line["key"] = state.get("key")
                 reports = filter(None, getattr(state.get("running"), "reports", {}).values())

@@ -324,7 +324,9 @@ async def streamed_response(
     except Exception as error:  # too late for a status: that has been sent
         if last is not None:
             yield _sse(last)
-        yield _sse(api_error(error).body())
+        shown = api_error(error)
+        running.failed = shown.status
+        yield _sse(shown.body())
         yield DONE
         return
     if options.include_usage:
