@@ -162,6 +162,21 @@ def test_quotas_of_a_key() -> None:
         assert httpx.post(f"{url}/v1/chunks", json=chunks | {"pin": True}, timeout=60).status_code == 403
 
 
+def test_evicted_chunks_that_are_pinned_count_for_the_quota() -> None:
+    with BlendEngine.from_pretrained(shallow(), store="memory") as engine:
+        one, two = ({"chunks": [{"text": text}]} for text in PASSAGES[:2])
+        bound = max(Tenants(engine, None, None).size_of(len(engine.tokenizer.encode(text))) for text in PASSAGES[:2])
+        with TestClient(create_app(engine, ServeSettings(pin_bytes=bound * 3 // 2))) as web:
+            (listed,) = web.post("/v1/chunks", json=one).json()["data"]
+            for manifest in engine.store.manifests():
+                for name in manifest.block_names:
+                    engine.store.delete(name)
+            assert web.post(f"/v1/chunks/{listed['id']}/pin").status_code == 200
+            refused = web.post("/v1/chunks", json=two | {"pin": True})
+            assert refused.status_code == 403 and refused.json()["error"]["code"] == "quota"
+            assert web.post("/v1/chunks", json=one).json()["data"][0]["pinned"]
+
+
 def test_a_part_of_a_passage_counts_as_the_whole_which_is_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the page stores counts against its key's quota before it is stored, and only once."""
     whole, part, chunks = 200, 10, 3

@@ -101,12 +101,17 @@ class Tenants:
 
     def bytes_of(self, manifests: list[ChunkManifest]) -> int:
         """Bytes of these chunks' blocks that are held; marks none of them as used."""
+        sizes = self._sizes(manifests)
+        held = self._engine.store.held(list(sizes))
+        return sum(size for size, there in zip(sizes.values(), held, strict=True) if there)
+
+    def _sizes(self, manifests: list[ChunkManifest]) -> dict[BlockName, int]:
+        """Bytes of each of these chunks' blocks, held or not."""
         sizes: dict[BlockName, int] = {}
         for manifest in manifests:
             each = self.size_of(len(manifest.token_ids)) // len(manifest.block_names)
             sizes |= dict.fromkeys(manifest.block_names, each)
-        held = self._engine.store.held(list(sizes))
-        return sum(size for size, there in zip(sizes.values(), held, strict=True) if there)
+        return sizes
 
     def count(self, key: ApiKey) -> None:
         """Counts a key's stored bytes, unless that was done a moment ago; `reserve`, which must not block, uses it.
@@ -151,9 +156,10 @@ class Tenants:
         return self.reserve(key, sum(missing.values()), len(missing))
 
     def pin(self, key: ApiKey, manifests: list[ChunkManifest]) -> bool:
-        """Pins chunks; False if that would exceed the key's quota."""
+        """Pins chunks; False if that would exceed the key's quota. Evicted ones count: they may be stored again."""
         with self._pinning:
-            if self.pin_bytes is not None and self.bytes_of([*self._pinned(key), *manifests]) > self.pin_bytes:
+            most = self.pin_bytes
+            if most is not None and sum(self._sizes([*self._pinned(key), *manifests]).values()) > most:
                 return False
             self._engine.store.pin(name for manifest in manifests for name in manifest.block_names)
             return True
