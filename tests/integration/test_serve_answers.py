@@ -4,6 +4,7 @@ A server that is busy, loses its store or is stopped; what its page asks for."""
 
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from cacheblend.serve.settings import ServeSettings
 from cacheblend.store import open_store
 from campaign import rotating
 from openai_asking import PASSAGES, QUESTION, ask, client, extras
-from serving import free_port, is_ready, keys_of, running
+from serving import connected, free_port, is_ready, keys_of, running
 from small_llama import wait_until
 
 
@@ -259,6 +260,28 @@ def test_a_client_that_leaves_is_not_answered_any_more(url: str, slowly: None) -
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{url}/v1/completions", json=endless, timeout=1)
     wait_until(lambda: httpx.get(f"{url}/ready").json()["active"] == 0)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_leaves_is_gone_although_it_has_sent_another_request(
+    url: str, slowly: None, streams: bool
+) -> None:
+    def generated() -> float:
+        (line,) = re.findall(
+            r"^cacheblend_generated_tokens_total (\S+)$", httpx.get(f"{url}/metrics").text, re.MULTILINE
+        )
+        return float(line)
+
+    before = generated()
+    body = {"model": "nano", "prompt": "Read", "max_tokens": 1900, "ignore_eos": True, "stream": streams}
+    request = httpx.Request("POST", f"{url}/v1/completions", json=body)
+    head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
+    with connected(url) as client:
+        client.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + request.content)
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        wait_until(lambda: httpx.get(f"{url}/ready").json()["active"] == 1)
+    wait_until(lambda: httpx.get(f"{url}/ready").json()["active"] == 0)
+    assert generated() - before < 1900
 
 
 def test_a_request_whose_time_is_over_ends(slowly: None) -> None:
