@@ -160,6 +160,9 @@ class BodyLimit:
                     raise ApiError(408, message, code="timeout") from None
                 if whole is None:
                     return
+                if not whole and has_body and "upgrade" in headers:  # httptools ends the request in front of its body
+                    way_out = "send HTTP/1.1 without Upgrade (Java: HttpClient.Version.HTTP_1_1)"
+                    raise ApiError(400, f"Upgrade is {headers['upgrade'][:80]!r}, so no body was read; {way_out}")
                 if len(whole) > LARGE:
                     await run_in_threadpool(check_shape, whole, self._values)
                 left: list[Message] = [{"type": "http.request", "body": whole, "more_body": False}]
