@@ -355,12 +355,19 @@ def test_a_list_reads_nothing_of_other_tenants(tmp_path: Path) -> None:
         for _ in range(2):
             asked.clear()
             store.counts = True
-            assert len(one.get("/v1/chunks").json()["data"]) == 1
-            assert len(one.get("/v1/documents").json()["data"]) == 1
+            listed = [len(one.get(f"/v1/{kind}").json()["data"]) for kind in ("chunks", "documents")]
             store.counts = False
+            assert listed == [len(calls) + 1] * 2
             calls.append(list(asked))
             put(other, {str(number): f"Ferry {number} leaves at {number}." for number in range(40)})
+            put(one, {"a": "The bell rings.", "b": "The other bell rings."})
         assert calls[0] == calls[1] and "manifests" not in calls[0] and "pinned" not in calls[0]
+        assert calls[0].count("held") == 2  # one a page
+        asked.clear()
+        store.counts = True
+        new = one.post("/v1/chunks", json={"chunks": [{"text": f"Ferry {number}."} for number in range(20)]})
+        store.counts = False
+        assert len(new.json()["data"]) == 20 and asked.count("held") == 2  # before and after they are stored
 
 
 def test_chunks_of_another_process_are_listed_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,13 +99,12 @@ class Tenants:
                 self._changes[root] = self._changes.get(root, 0) + 1
             self._counted.pop(by.name if by else "", None)
 
-    def bytes_of(self, manifests: list[ChunkManifest]) -> int:
-        """Bytes of these chunks' blocks that are held; marks none of them as used."""
-        sizes = self._sizes(manifests)
-        held = self._engine.store.held(list(sizes))
-        return sum(size for size, there in zip(sizes.values(), held, strict=True) if there)
+    def held(self, names: Iterable[BlockName]) -> set[BlockName]:
+        """Those of the blocks that are held; one call of the store, which marks none of them as used."""
+        asked = list(dict.fromkeys(names))
+        return {name for name, is_held in zip(asked, self._engine.store.held(asked), strict=True) if is_held}
 
-    def _sizes(self, manifests: list[ChunkManifest]) -> dict[BlockName, int]:
+    def sizes(self, manifests: list[ChunkManifest]) -> dict[BlockName, int]:
         """Bytes of each of these chunks' blocks, held or not."""
         sizes: dict[BlockName, int] = {}
         for manifest in manifests:
@@ -132,8 +131,10 @@ class Tenants:
 
     def _held_by(self, key: ApiKey) -> int:
         manifests = self.manifests(key)
+        sizes = self.sizes(manifests)
+        stored = sum(sizes[name] for name in self.held(sizes))
         records = sum(len(self._engine.store.documents.names(root)) for root in self.roots(key))
-        return self.bytes_of(manifests) + (len(manifests) + records) * SMALL_FILE_BYTES
+        return stored + (len(manifests) + records) * SMALL_FILE_BYTES
 
     def reserve(self, key: ApiKey, tokens: int, files: int = 1) -> bool:
         """Reserves part of a key's quota for chunks and their files; False if the last count leaves too little."""
@@ -147,11 +148,11 @@ class Tenants:
             self._counted[key.name] = held + need, at
             return True
 
-    def reserve_missing(self, key: ApiKey, manifests: Iterable[ChunkManifest]) -> bool:
+    def reserve_missing(self, key: ApiKey, manifests: list[ChunkManifest]) -> bool:
         """Counts a key's stored bytes and reserves what of these chunks is not stored; False if too little is left.
         Raises as `count`."""
-        held = self._engine.store.held
-        missing = {each.chunk_id: len(each.token_ids) for each in manifests if not all(held(each.block_names))}
+        held = self.held(name for each in manifests for name in each.block_names)
+        missing = {each.chunk_id: len(each.token_ids) for each in manifests if not held.issuperset(each.block_names)}
         self.count(key)
         return self.reserve(key, sum(missing.values()), len(missing))
 
@@ -159,7 +160,7 @@ class Tenants:
         """Pins chunks; False if that would exceed the key's quota. Evicted ones count: they may be stored again."""
         with self._pinning:
             most = self.pin_bytes
-            if most is not None and sum(self._sizes([*self._pinned(key), *manifests]).values()) > most:
+            if most is not None and sum(self.sizes([*self._pinned(key), *manifests]).values()) > most:
                 return False
             self._engine.store.pin(name for manifest in manifests for name in manifest.block_names)
             return True
