@@ -705,6 +705,7 @@ def test_who_only_reads_a_server_marks_nothing_as_used(server: RedisServer, ttl:
         before = raw.zrange("cacheblend:used", 0, -1, withscores=True)
         with open_store(server.url + ttl, read_only=True) as reader:
             assert all(reader.find([block.name for block in blocks])) and all(holds(reader, block) for block in blocks)
+        assert store.held([blocks[0].name, make_block(9).name]) == [True, False]  # nor does who counts what is there
         assert raw.zrange("cacheblend:used", 0, -1, withscores=True) == before
         store.find([blocks[0].name])
         assert raw.zrange("cacheblend:used", 0, -1, withscores=True) != before

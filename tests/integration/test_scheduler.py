@@ -436,3 +436,33 @@ def test_prompts_of_a_request_are_queued_together_or_not_at_all(engine: BlendEng
     asyncio.run(start(2))
     assert scheduler.waiting == 4
     scheduler.close()
+
+
+def test_the_newest_requests_of_a_key_with_most_give_way_to_another_key(engine: BlendEngine) -> None:
+    scheduler = Scheduler(engine.runtime, Limits(active=1, waiting=6), has_thread=False)
+    refused = list[str]()
+
+    def ask(name: str, tenant: str, count: int = 1) -> None:
+        def note(_: int, event: Event) -> None:
+            if isinstance(event, DoneEvent) and isinstance(event.error, QueueFullError):
+                refused.append(name)
+
+        scheduler.submit_prompts([Ask(RAG, ENDLESS, tenant_label=tenant)] * count, note)
+
+    ask("begun", "busy", 3)
+    scheduler.run()
+    ask("old", "busy")
+    ask("new", "busy", 3)
+    with pytest.raises(QueueFullError):
+        ask("more", "busy")  # nobody has more than this key
+    with pytest.raises(QueueFullError):
+        ask("too many", "polite", 6)
+    assert scheduler.waiting == 6 and not refused
+    ask("one", "polite")
+    assert refused == ["new"] * 3 and scheduler.waiting == 4
+    ask("two", "polite", 2)
+    with pytest.raises(QueueFullError):
+        ask("three", "polite")  # it has as many as the other
+    ask("third", "third")  # of two that have as many, the newest
+    assert refused == ["new"] * 3 + ["two"] * 2 and scheduler.waiting_of == {"busy": 3, "polite": 1, "third": 1}
+    scheduler.close()

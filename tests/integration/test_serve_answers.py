@@ -4,6 +4,7 @@ A server that is busy, loses its store or is stopped; what its page asks for."""
 
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from cacheblend.store import open_store
 from campaign import rotating
 from lab.servers.processes import free_port
 from openai_asking import PASSAGES, QUESTION, ask, client, extras
-from serving import is_ready, running
+from serving import connected, is_ready, keys_of, running
 from small_llama import wait_until
 
 
@@ -223,6 +224,33 @@ def test_a_full_queue_is_429_with_retry_after(slowly: None) -> None:
         assert sorted(each.result(60).status_code for each in posted) == [200, 429, 429, 429]
 
 
+def test_one_key_keeps_no_other_out_of_a_full_queue(slowly: None, tmp_path: Path) -> None:
+    ring, headers = keys_of(tmp_path, "busy", "polite")
+    settings = ServeSettings(keys=ring, active=1, waiting=2, drain_s=0.1)
+    with running(settings) as url, ThreadPoolExecutor(4) as pool:
+        asked = {"model": "nano", "prompt": "Read", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+
+        def post(name: str) -> httpx.Response:
+            body = asked | {"stream": False, "max_tokens": 1}
+            return httpx.post(f"{url}/v1/completions", json=body, headers=headers[name], timeout=60)
+
+        with (
+            httpx.Client(timeout=60, headers=headers["busy"]) as http,
+            http.stream("POST", f"{url}/v1/completions", json=asked) as first,
+        ):
+            lines = first.iter_lines()  # kept: a generator that is dropped closes the stream
+            next(lines)
+            waiting = [pool.submit(post, "busy") for _ in range(2)]
+            wait_until(lambda: httpx.get(f"{url}/ready").json()["waiting"] == 2)
+            polite = pool.submit(post, "polite")
+            wait_until(lambda: any(each.done() for each in (*waiting, polite)))
+            (refused,) = [each.result() for each in waiting if each.done()]
+            assert refused.status_code == 429 and int(refused.headers["Retry-After"]) >= 1
+            assert refused.json()["error"]["code"] == "queue_full"
+        assert polite.result(60).status_code == 200
+        assert sorted(each.result(60).status_code for each in waiting) == [200, 429]
+
+
 def test_a_client_that_leaves_is_not_answered_any_more(url: str, slowly: None) -> None:
     endless = {"model": "nano", "prompt": "Read", "max_tokens": 2000, "ignore_eos": True}
     with (
@@ -233,6 +261,28 @@ def test_a_client_that_leaves_is_not_answered_any_more(url: str, slowly: None) -
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{url}/v1/completions", json=endless, timeout=1)
     wait_until(lambda: httpx.get(f"{url}/ready").json()["active"] == 0)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_leaves_is_gone_although_it_has_sent_another_request(
+    url: str, slowly: None, streams: bool
+) -> None:
+    def generated() -> float:
+        (line,) = re.findall(
+            r"^cacheblend_generated_tokens_total (\S+)$", httpx.get(f"{url}/metrics").text, re.MULTILINE
+        )
+        return float(line)
+
+    before = generated()
+    body = {"model": "nano", "prompt": "Read", "max_tokens": 1900, "ignore_eos": True, "stream": streams}
+    request = httpx.Request("POST", f"{url}/v1/completions", json=body)
+    head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
+    with connected(url) as client:
+        client.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + request.content)
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        wait_until(lambda: httpx.get(f"{url}/ready").json()["active"] == 1)
+    wait_until(lambda: httpx.get(f"{url}/ready").json()["active"] == 0)
+    assert generated() - before < 1900
 
 
 def test_a_request_whose_time_is_over_ends(slowly: None) -> None:

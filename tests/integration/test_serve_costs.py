@@ -164,6 +164,24 @@ def test_no_more_of_endless_headers_is_parsed_than_a_head_may_have(connect: Call
     assert connection.parsed <= 2 * SLICE and connection.transport.written.startswith(b"HTTP/1.1 431 ")
 
 
+def test_what_is_refused_behind_a_request_that_is_answered_ends_it_without_an_error_amid_it(
+    connect: Callable[[], Any],
+) -> None:
+    connection, queued = connect(), Cycle()
+
+    class Answered(Cycle):
+        async def send(self, message: Any) -> None: ...
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        answered.response_started, connection.cycle = True, queued
+        connection.refuse(ApiError(431, "too long"))
+
+    connection._inner, answered = app, Answered()
+    with suppress(StopIteration):
+        connection._serve(answered.scope, None, answered.send).send(None)
+    assert answered.disconnected and queued.disconnected and not connection.transport.written
+
+
 def test_a_refused_body_is_neither_taken_in_nor_waited_for(tmp_path: Any) -> None:
     ring, _ = keys_of(tmp_path, "one")
     sent, block = 0, b"x" * (1 << 20)

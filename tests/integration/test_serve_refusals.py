@@ -265,6 +265,14 @@ def test_a_surrogate_pair_is_a_character_half_of_one_is_none_and_long_text_is_co
     assert answer.status_code == 400 and "2,048" in answer.json()["error"]["message"].replace("2048", "2,048")
 
 
+def test_a_request_that_asks_for_an_upgrade_is_told_why_it_has_no_body(url: str) -> None:
+    asked = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAEAAEAA"}
+    error = httpx.post(f"{url}/v1/completions", json={"prompt": "lamp"}, headers=asked, timeout=60)
+    assert error.status_code == 400
+    assert "'h2c'" in error.text and "HTTP/1.1 without Upgrade" in error.text
+    assert httpx.get(f"{url}/v1/models", headers=asked, timeout=60).status_code == 200  # it has no body
+
+
 def test_bodies_that_are_too_long() -> None:
     with running(ServeSettings(max_body_bytes=1000), model=shallow()) as url:
         announced = httpx.post(f"{url}/v1/completions", json={"prompt": "x" * 2000})

@@ -420,6 +420,29 @@ def test_calls_of_the_history_reach_the_template_as_objects(web: TestClient, mon
         assert web.post("/tokenize", json={"messages": messages}).status_code == 200
 
 
+@pytest.mark.parametrize("template", [TEMPLATE, TEXTS])
+def test_results_reach_the_template_in_the_order_of_their_calls(template: str) -> None:
+    asked, said, result = history("{}")
+    (call,) = said["tool_calls"]
+    calls = said | {"tool_calls": [call | {"id": name} for name in ("a", "b", "c")]}
+    with engine(template) as opened, server(opened) as web:
+
+        def shown(*results: tuple[str | None, str]) -> list[str]:
+            tools = [result | {"tool_call_id": name, "content": text} for name, text in results]
+            count = web.post("/tokenize", json={"messages": [asked, calls, *tools, asked]}).json()
+            text = web.post("/detokenize", json={"tokens": count["tokens"]}).json()["prompt"]
+            return re.findall("(one|two|three|again) degrees", text)
+
+        sent = [("c", "three degrees"), ("a", "one degrees"), ("b", "two degrees"), ("a", "again degrees")]
+        assert shown(*sent) == ["one", "again", "two", "three"]
+        assert shown(*sent[:2], (None, "two degrees")) == ["three", "one", "two"]  # the order sent says which is whose
+        wrong = [asked, calls, result | {"tool_call_id": "b"}, result | {"tool_call_id": "d"}]
+        answer = web.post("/v1/chat/completions", json={"messages": wrong})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages.3.tool_call_id"
+        assert "messages.1" in answer.json()["error"]["message"]
+        assert web.post("/tokenize", json={"messages": [asked, result]}).status_code == 200  # its calls were cut off
+
+
 def test_a_template_that_takes_texts_gets_texts() -> None:
     with engine(TEXTS) as opened, server(opened) as web:
         found = web.post("/tokenize", json={"messages": history('{"city":"Paris"}')}).json()

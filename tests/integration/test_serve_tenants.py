@@ -5,6 +5,7 @@ Documents of a server are stored by id, edited, listed in pages, dropped; each k
 import json
 import math
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -159,6 +160,21 @@ def test_quotas_of_a_key() -> None:
     with running(ServeSettings(pin_bytes=1000), model=shallow()) as url:
         assert httpx.post(f"{url}/v1/chunks", json=chunks, timeout=60).status_code == 200
         assert httpx.post(f"{url}/v1/chunks", json=chunks | {"pin": True}, timeout=60).status_code == 403
+
+
+def test_evicted_chunks_that_are_pinned_count_for_the_quota() -> None:
+    with BlendEngine.from_pretrained(shallow(), store="memory") as engine:
+        one, two = ({"chunks": [{"text": text}]} for text in PASSAGES[:2])
+        bound = max(Tenants(engine, None, None).size_of(len(engine.tokenizer.encode(text))) for text in PASSAGES[:2])
+        with TestClient(create_app(engine, ServeSettings(pin_bytes=bound * 3 // 2))) as web:
+            (listed,) = web.post("/v1/chunks", json=one).json()["data"]
+            for manifest in engine.store.manifests():
+                for name in manifest.block_names:
+                    engine.store.delete(name)
+            assert web.post(f"/v1/chunks/{listed['id']}/pin").status_code == 200
+            refused = web.post("/v1/chunks", json=two | {"pin": True})
+            assert refused.status_code == 403 and refused.json()["error"]["code"] == "quota"
+            assert web.post("/v1/chunks", json=one).json()["data"][0]["pinned"]
 
 
 def test_a_part_of_a_passage_counts_as_the_whole_which_is_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,12 +355,19 @@ def test_a_list_reads_nothing_of_other_tenants(tmp_path: Path) -> None:
         for _ in range(2):
             asked.clear()
             store.counts = True
-            assert len(one.get("/v1/chunks").json()["data"]) == 1
-            assert len(one.get("/v1/documents").json()["data"]) == 1
+            listed = [len(one.get(f"/v1/{kind}").json()["data"]) for kind in ("chunks", "documents")]
             store.counts = False
+            assert listed == [len(calls) + 1] * 2
             calls.append(list(asked))
             put(other, {str(number): f"Ferry {number} leaves at {number}." for number in range(40)})
+            put(one, {"a": "The bell rings.", "b": "The other bell rings."})
         assert calls[0] == calls[1] and "manifests" not in calls[0] and "pinned" not in calls[0]
+        assert calls[0].count("held") == 2  # one a page
+        asked.clear()
+        store.counts = True
+        new = one.post("/v1/chunks", json={"chunks": [{"text": f"Ferry {number}."} for number in range(20)]})
+        store.counts = False
+        assert len(new.json()["data"]) == 20 and asked.count("held") == 2  # before and after they are stored
 
 
 def test_chunks_of_another_process_are_listed_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,6 +389,25 @@ def test_a_quota_counts_manifests_and_records() -> None:
         refused = httpx.post(f"{url}/v1/documents", json=body, timeout=60)
         assert refused.status_code == 403 and refused.json()["error"]["code"] == "quota"
         assert httpx.get(f"{url}/v1/documents").json()["data"] == []
+
+
+def test_a_post_whose_quota_cannot_be_counted_is_asked_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, count = threading.Event(), Tenants._held_by
+    monkeypatch.setattr("cacheblend.serve.tenants._COUNT_S", 0.05)
+    monkeypatch.setattr(Tenants, "_held_by", lambda tenants, key: gate.wait(60) and count(tenants, key))
+    posts = {
+        "chunks": {"chunks": [{"text": PASSAGES[0]}]},
+        "documents": {"documents": [{"id": "a", "text": "A bell."}]},
+    }
+    with running(ServeSettings(store_bytes=1 << 30), model=shallow()) as url, httpx.Client(base_url=url) as http:
+        for kind, body in posts.items():
+            refused = http.post(f"/v1/{kind}", json=body, timeout=60)
+            assert refused.status_code == 503 and int(refused.headers["Retry-After"]) >= 1, refused.text
+            assert refused.json()["error"]["code"] == "store"
+        assert extras(ask(url))["missed_tokens"] > 0  # answers need no store
+        gate.set()
+        monkeypatch.setattr("cacheblend.serve.tenants._COUNT_VALID_S", 0.0)
+        wait_until(lambda: http.post("/v1/chunks", json=posts["chunks"]).status_code == 200)
 
 
 def test_documents_posted_at_the_same_time_keep_what_they_share(http: httpx.Client) -> None:

@@ -1,24 +1,34 @@
 """Nothing of a request is dropped silently: each field is honoured, or refused by its name with a way out; and what an
 answer says of its tokens is so. Several prompts in one request; errors in OpenAI's form; what /metrics counts."""
 
+import asyncio
 import json
+import logging
 import time
 import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
 from fastapi.testclient import TestClient
 
 from cacheblend.engines.hf import BlendEngine
+from cacheblend.engines.hf.decode import compute_logits
+from cacheblend.engines.hf.scheduler import TooLateError
+from cacheblend.engines.hf.tickets import DoneEvent, TokenEvent
 from cacheblend.nano import model_path
+from cacheblend.serve.admission import RunningRequest
 from cacheblend.serve.app import create_app
 from cacheblend.serve.keys import remove_key
+from cacheblend.serve.routes.openai import DONE, CompletionFormat, streamed_response
+from cacheblend.serve.schemas import StreamOptions
 from cacheblend.serve.settings import ServeSettings
 from openai_asking import client
 from serving import connected, keys_of, running, shallow
+from small_llama import wait_until
 
 CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 ASKED = {"role": "user", "content": "Who has the boot?"}
@@ -205,6 +215,23 @@ def test_one_prompt_that_fails_ends_its_request_and_leaves_nothing(web: TestClie
     assert ready["active"] == ready["waiting"] == 0
 
 
+def test_what_is_answered_is_sent_at_once_and_in_front_of_an_error() -> None:
+    async def main() -> None:
+        scheduler = Mock(submit_prompts=Mock(return_value=[]))
+        running = RunningRequest([Mock(choices=1), Mock(choices=1)], scheduler, Mock(), lambda: True)
+        running.start()
+        on_event = scheduler.submit_prompts.call_args.args[1]
+        stream = streamed_response(running, CompletionFormat(Mock()), "nano", StreamOptions())
+        on_event(0, TokenEvent(0, "yes", 5, finish_reason="stop"))
+        assert '"yes"' in await asyncio.wait_for(anext(stream), 10)
+        on_event(1, TokenEvent(0, "no", 5, finish_reason="stop"))
+        on_event(1, DoneEvent(None, TooLateError("its time is over")))
+        said, error, done = [each async for each in stream]
+        assert '"no"' in said and "its time is over" in error and done == DONE
+
+    asyncio.run(main())
+
+
 def test_the_sampled_token_is_among_the_likeliest_and_its_end_has_a_text(web: TestClient) -> None:
     drawn = {"temperature": 5, "seed": 1, "max_tokens": 12, "ignore_eos": True}
     for choice in post(web, CHAT, logprobs=True, top_logprobs=2, n=2, **drawn)["choices"]:
@@ -313,6 +340,42 @@ def test_a_removed_key_ends_its_streams_and_no_others(tmp_path: Path, monkeypatc
 def counted(text: str, name: str) -> dict[str, float]:
     rows = [line.rpartition(" ") for line in text.splitlines() if line.startswith(f"cacheblend_{name}")]
     return {labels.removeprefix(f"cacheblend_{name}"): float(value) for labels, _, value in rows}
+
+
+def test_a_client_that_hangs_up_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.02)
+        compute_logits(*arguments)
+
+    monkeypatch.setattr("cacheblend.engines.hf.scheduler.compute_logits", slowly)
+    body = BASE[COMPLETION] | {"max_tokens": 1900, "ignore_eos": True, "stream": True}
+    with running(ServeSettings(drain_s=1), model=shallow()) as url, httpx.Client(base_url=url, timeout=60) as http:
+        with http.stream("POST", COMPLETION, json=body) as stream:
+            next(stream.iter_lines())
+        wait_until(lambda: counted(http.get("/metrics").text, "ttft_seconds_count") == {'{mode="blend"}': 1})
+        metrics = http.get("/metrics").text
+        assert counted(metrics, "prompt_tokens_total")[""] > 0
+        assert 0 < counted(metrics, "generated_tokens_total")[""] < 1900
+
+
+@pytest.mark.parametrize(("path", "limit"), [(COMPLETION, "max_tokens"), (RESPONSE, "max_output_tokens")])
+def test_a_stream_that_ends_with_an_error_is_counted_and_logged_with_its_status(
+    path: str, limit: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*arguments: Any) -> None:
+        raise TooLateError("its time is over")
+
+    with (
+        BlendEngine.from_pretrained(shallow(), store="memory") as engine,
+        TestClient(create_app(engine, ServeSettings())) as web,
+        caplog.at_level(logging.INFO),
+    ):
+        monkeypatch.setattr("cacheblend.engines.hf.scheduler.TextStream", fails)
+        answer = web.post(path, json=BASE[path] | {limit: 4, "stream": True})
+        assert answer.status_code == 200 and "its time is over" in answer.text
+        assert counted(web.get("/metrics").text, "requests_total") == {f'{{route="{path}",status="503"}}': 1}
+    (line,) = (record for record in caplog.records if record.name == "cacheblend.serve.requests")
+    assert json.loads(line.message)["status"] == 503
 
 
 def test_requests_are_counted_by_route_without_probes_scrapes_and_files(web: TestClient) -> None:

@@ -126,6 +126,23 @@ def test_a_worker_stands_aside_between_slices_and_its_result_does_not_wait(monke
     asyncio.run(main())
 
 
+def test_work_for_which_there_is_no_thread_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def main() -> None:
+        queue, done = FairQueue(1, 50), list[str]()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            with pytest.raises(RuntimeError, match="new thread"):
+                await queue.run("one", lambda: done.append("one"), time.monotonic() + 60)
+        await queue.run("two", lambda: done.append("two"), time.monotonic() + 10)
+        assert done == ["two"]  # who was told that it failed may send it again
+        queue.close()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, StoreError
 from cacheblend.core.report import BlendReport
 from cacheblend.engines.hf import SamplingParams
 from cacheblend.engines.hf.grammar import CompiledGrammar
@@ -41,6 +41,7 @@ class RunningRequest:
     metrics: Metrics
     is_allowed: Callable[[], object]  # what is none ends it: its key was removed
     reports: dict[int, BlendReport | None] = field(default_factory=dict)  # how each prompt was prefilled, once it ended
+    failed: int | None = None  # the status of an error that came too late to be answered with it
     _last_token_at: dict[int, float] = field(default_factory=dict)  # by choice
     _inbox: "asyncio.Queue[tuple[int, Event]]" = field(default_factory=asyncio.Queue)
     _tickets: list[Ticket] = field(default_factory=list)
@@ -51,11 +52,16 @@ class RunningRequest:
 
     def start(self) -> None:
         """Queues all prompts of the request, or none; on the server's loop. Raises as `Scheduler.submit_prompts`."""
-        loop, inbox = asyncio.get_running_loop(), self._inbox
+        loop = asyncio.get_running_loop()
+
+        def take(number: int, event: Event) -> None:
+            self._inbox.put_nowait((number, event))
+            if isinstance(event, DoneEvent) and event.report is not None:  # here: who asked may have hung up
+                self.metrics.report(event.report, self.asks[0].mode)
 
         def on_event(number: int, event: Event) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped
-                loop.call_soon_threadsafe(inbox.put_nowait, (number, event))
+                loop.call_soon_threadsafe(take, number, event)
 
         self._tickets += self.scheduler.submit_prompts(self.asks, on_event)
 
@@ -83,8 +89,6 @@ class RunningRequest:
                 yield event
         finally:
             self.cancel()
-            for report in filter(None, self.reports.values()):
-                self.metrics.report(report, self.asks[0].mode)
 
 
 async def started(
@@ -150,7 +154,8 @@ def _asks(
         message = f"min_tokens is {asked.min_tokens:,}, and an answer has at most {most:,} ({asked.lengths[-1]})"
         raise ApiError(400, f"{message}; ask for fewer, or allow more", param="min_tokens")
     remembered = state.tenants.remember_salt(key, salt)
-    state.tenants.count(key)
+    with contextlib.suppress(StoreError):  # an answer needs no store; nothing of it is stored
+        state.tenants.count(key)
     ratio, selector = extras.recompute_ratio, None
     if extras.selector is not None:
         selector, ratio = state.engine.runtime.settings.selector(ratio, extras.selector), None

@@ -58,6 +58,7 @@ class WatchedConnection(asyncio.Protocol):
         self.running, self.since = 0, time.monotonic()  # requests; when it was opened, or its last one ended
         self.unread_since: float | None = None  # since when the client does not read; None: it does
         self._inner, self.app = self.app, self._serve
+        self._answered: Any = None  # the cycle that runs, or ran last: behind it others may have come
         self._began = self._refused = False
         self._phase: Any = None  # the request that has come last, and whether its body comes, or the next one's head
         self._read = self._lines = self._dropped = 0  # bytes and line ends of it; bytes that are not parsed
@@ -80,6 +81,7 @@ class WatchedConnection(asyncio.Protocol):
             await send(message)
 
         self.running += 1
+        self._answered = getattr(send, "__self__", None)
         try:
             await self._inner(scope, receive, sending)
         finally:
@@ -99,6 +101,7 @@ class WatchedConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._drop()
+        self._tell_gone()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -141,12 +144,17 @@ class WatchedConnection(asyncio.Protocol):
         self.open.discard(self)
         self.waiting.pop(self, None)
 
-    def refuse(self, error: ApiError) -> None:
-        """Ends the connection; with the error, unless it is amid an answer."""
-        if (cycle := self.cycle) is not None and not cycle.response_complete:
+    def _tell_gone(self) -> list[Any]:
+        """Tells the request that runs, and the last one, that their client is gone; those that are not answered."""
+        cycles = [each for each in (self._answered, self.cycle) if each is not None and not each.response_complete]
+        for cycle in cycles:
             cycle.disconnected = True
             cycle.message_event.set()
-        if cycle is None or cycle.response_complete or not cycle.response_started:
+        return cycles
+
+    def refuse(self, error: ApiError) -> None:
+        """Ends the connection; with the error, unless it is amid an answer."""
+        if not any(cycle.response_started for cycle in self._tell_gone()):
             response, phrase = error.response(), HTTPStatus(error.status).phrase
             lines = (f"HTTP/1.1 {error.status} {phrase}".encode(), *map(b": ".join, response.raw_headers))
             self.transport.write(b"\r\n".join([*lines, b"connection: close", b"", bytes(response.body)]))

@@ -71,7 +71,12 @@ class FairQueue:
     @property
     def waiting(self) -> int:
         """Work that has come and has no thread at the moment."""
-        return sum(job.turn is not None and not job.turn.done() for job in self._jobs)
+        return self.waiting_of.total()
+
+    @property
+    def waiting_of(self) -> "Counter[str]":
+        """The same by tenant."""
+        return Counter(job.tenant for job in self._jobs if job.turn is not None and not job.turn.done())
 
     async def run(
         self, tenant: str, work: Work[T], deadline: float, is_gone: Callable[[], Awaitable[bool]] | None = None
@@ -86,7 +91,12 @@ class FairQueue:
             while not job.found:
                 await self._turn(job, deadline, is_gone)
                 job.turn = None
-                running = asyncio.get_running_loop().run_in_executor(self._threads, job.advance)
+                try:
+                    running = asyncio.get_running_loop().run_in_executor(self._threads, job.advance)
+                except RuntimeError:  # the system has no thread left, and the executor keeps the call for the next one
+                    job.work = lambda: None
+                    self._release()
+                    raise
                 # The worker stays taken as long as its thread runs, even if nobody awaits it any more, and a moment
                 # longer: this thread and a worker, in turns, would keep the interpreter from the one that decodes.
                 running.add_done_callback(lambda _: asyncio.get_running_loop().call_later(ASIDE_S, self._release))

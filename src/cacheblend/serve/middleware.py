@@ -76,13 +76,14 @@ class RequestLog:
             if not status:
                 await converted.response()(scope, receive, noting_status)
         finally:
-            path = scope["path"]
+            path, state = scope["path"], scope.get("state", {})
+            status = getattr(state.get("running"), "failed", None) or status
             if path.startswith(ASKED):
                 paths = (route.path for route in scope["app"].routes)
                 self._metrics.request(
                     scope["route"].path if "route" in scope else path if path in paths else "other", status or 499
                 )
-                seconds, state = round(time.perf_counter() - started, 4), scope.get("state", {})
+                seconds = round(time.perf_counter() - started, 4)
                 line = {"method": scope["method"], "path": path, "status": status, "seconds": seconds}
                 line["key"] = state.get("key")
                 reports = filter(None, getattr(state.get("running"), "reports", {}).values())
@@ -159,6 +160,9 @@ class BodyLimit:
                     raise ApiError(408, message, code="timeout") from None
                 if whole is None:
                     return
+                if not whole and has_body and "upgrade" in headers:  # httptools ends the request in front of its body
+                    way_out = "send HTTP/1.1 without Upgrade (Java: HttpClient.Version.HTTP_1_1)"
+                    raise ApiError(400, f"Upgrade is {headers['upgrade'][:80]!r}, so no body was read; {way_out}")
                 if len(whole) > LARGE:
                     await run_in_threadpool(check_shape, whole, self._values)
                 left: list[Message] = [{"type": "http.request", "body": whole, "more_body": False}]

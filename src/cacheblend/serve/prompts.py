@@ -7,6 +7,7 @@ completions  chunks are given as spans of a prompt of token ids
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from cacheblend.core.errors import InvalidInputError
@@ -19,7 +20,7 @@ from cacheblend.serve.schemas import ChatRequest, Message, RequestDocument, wron
 _TEMPLATE_OPTIONS = frozenset({"tools", "enable_thinking", "thinking", "reasoning_effort"})
 """The ``chat_template_kwargs`` that are passed to the template: others might replace it, or name files."""
 _SAYS_NOTHING = frozenset({"annotations", "cache_control", "prompt_cache_breakpoint", "tool_call_id"})
-"""Fields of messages and parts that say nothing about the answer: of calls the order says which has which result."""
+"""Fields of messages and parts that no template has to read: `with_results_in_order` reads the ids of calls."""
 PARTS = 4096  # of all messages together
 USUAL = 8  # characters of a token, usually: text with more is counted before it is tokenised as a whole
 PIECE = 1 << 16  # characters that are counted at a time
@@ -70,7 +71,8 @@ def chat_prompt(engine: BlendEngine, request: ChatRequest, chunk_tokens: int) ->
         for part in message["content"]
     )
     # The arguments of earlier calls are objects, or texts where the template takes no objects.
-    as_objects = with_argument_objects(messages)
+    as_objects = with_results_in_order(with_argument_objects(messages))
+    messages = with_results_in_order(messages)
     try:
         prompt = engine.chat_prompt(as_objects, documents, **options)
     except InvalidInputError as error:  # about the objects: most templates take them
@@ -184,6 +186,26 @@ def with_argument_objects(messages: list[dict[str, Any]]) -> list[dict[str, Any]
             read.append({**call, "function": {**function, "arguments": arguments}})
         changed.append({**message, "tool_calls": read})
     return changed
+
+
+def with_results_in_order(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, the results that follow calls in the order of these, as templates that show no ids expect; clients
+    send them as they come. They stay as they are where a call or a result has no id. Raises `ApiError`, with the place,
+    for a result of none of the calls."""
+    ordered = list[dict[str, Any]]()
+    for are_results, run in groupby(messages, lambda message: message["role"] == "tool"):
+        found, calls = list(run), (ordered[-1].get("tool_calls") or () if are_results and ordered else ())
+        places = {str(call["id"]): number for number, call in enumerate(calls) if call.get("id")}
+        if calls and len(places) == len(calls):
+            given = [message.get("tool_call_id") for message in found]
+            for at, each in enumerate(given, len(ordered)):
+                if each is not None and str(each) not in places:
+                    what = f"must be the id of a call of messages.{len(ordered) - 1}"
+                    raise wrong_value(f"messages.{at}.tool_call_id", each, what)
+            if None not in given:
+                found.sort(key=lambda message: places[str(message["tool_call_id"])])
+        ordered += found
+    return ordered
 
 
 class TextLimit:

@@ -66,8 +66,10 @@ class ServerState:
         return await self._prepare(self._compiling, request, work)
 
     async def _prepare(self, queue: FairQueue, request: Request, work: Callable[[], T]) -> T:
-        if (waiting := self._parsing.waiting + self.scheduler.waiting) >= self.settings.waiting:
-            raise QueueFullError(waiting, 1)  # forms have a bound of their own, and turn away forms alone
+        counts = self._parsing.waiting_of + self.scheduler.waiting_of  # forms have a bound of their own
+        # Another key that has more gives way, once the prompt is made: see `Scheduler.submit_prompts`.
+        if counts.total() >= self.settings.waiting and max(counts.values()) <= counts[request.state.tenant] + 1:
+            raise QueueFullError(counts.total(), 1)
         return await self._run(queue, request, work)
 
     async def run_serially(self, request: Request, work: Work[T]) -> T:
@@ -77,7 +79,7 @@ class ServerState:
 
     async def _run(self, queue: FairQueue, request: Request, work: Work[T]) -> T:
         deadline = time.monotonic() + self.settings.timeout_s
-        return await queue.run(request.state.key, work, deadline, request.is_disconnected)
+        return await queue.run(request.state.tenant, work, deadline, request.is_disconnected)
 
     def key_of_header(self, authorization: str | None) -> ApiKey:
         """The key in an ``Authorization`` header; raises `ApiError` if it has none, or an unknown one."""
@@ -110,10 +112,10 @@ class ServerState:
 
 
 async def authenticate(request: Request) -> ApiKey:
-    """The key that a request is made with; noted for the log. Raises `ApiError` as `ServerState.key_of_header`."""
+    """The key that a request is made with; noted for the log and the queues. Raises as `ServerState.key_of_header`."""
     state: ServerState = request.app.state.server
     key = state.key_of_header(request.headers.get("authorization"))
-    request.state.key = key.name
+    request.state.key, request.state.tenant = key.name, key.label
     return key
 
 

@@ -1,11 +1,12 @@
 """Tenants: what each API key has stored and pinned, its quotas, and which chunks it may list, pin and delete."""
 
+import math
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 
-from cacheblend.core.errors import StoreError
+from cacheblend.core.errors import StoreError, StoreUnreachableError
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.engines.chunk_index import ChunkListing
@@ -44,8 +45,8 @@ class Tenants:
         self._rooted: tuple[object, dict[str, BlockName]] = None, {}  # the model, and its root of each tenant
         self._changes: dict[BlockName, int] = {}  # how often a root's documents have changed
         self._referring = lru_cache(64)(lambda root, *_: referring(engine.store, root))
-        # By key's name: bytes that were stored at a time, with those reserved since, and that time.
-        self._counted: dict[str, tuple[int, float]] = {}
+        # By key's name: bytes that were stored at a time, with those reserved since, and that time; infinite: unknown.
+        self._counted: dict[str, tuple[float, float]] = {}
         self._calls = BoundedCalls(_COUNTS_AT_ONCE)
 
     def remember_salt(self, key: ApiKey, salt: str) -> bool:
@@ -98,34 +99,42 @@ class Tenants:
                 self._changes[root] = self._changes.get(root, 0) + 1
             self._counted.pop(by.name if by else "", None)
 
-    def bytes_of(self, manifests: list[ChunkManifest]) -> int:
-        """Bytes of these chunks' blocks that are held; marks none of them as used."""
+    def held(self, names: Iterable[BlockName]) -> set[BlockName]:
+        """Those of the blocks that are held; one call of the store, which marks none of them as used."""
+        asked = list(dict.fromkeys(names))
+        return {name for name, is_held in zip(asked, self._engine.store.held(asked), strict=True) if is_held}
+
+    def sizes(self, manifests: list[ChunkManifest]) -> dict[BlockName, int]:
+        """Bytes of each of these chunks' blocks, held or not."""
         sizes: dict[BlockName, int] = {}
         for manifest in manifests:
             each = self.size_of(len(manifest.token_ids)) // len(manifest.block_names)
             sizes |= dict.fromkeys(manifest.block_names, each)
-        held = self._engine.store.held(list(sizes))
-        return sum(size for size, there in zip(sizes.values(), held, strict=True) if there)
+        return sizes
 
     def count(self, key: ApiKey) -> None:
-        """Counts a key's stored bytes, unless that was done a moment ago; `reserve`, which must not block, uses it."""
+        """Counts a key's stored bytes, unless that was done a moment ago; `reserve`, which must not block, uses it.
+        Raises `StoreUnreachableError` where they could not be counted: nothing more is stored then."""
         if self.store_bytes is None:
             return
         with self._lock:
-            now, counted = time.monotonic(), self._counted.get(key.name)
-        if counted is not None and now - counted[1] < _COUNT_VALID_S:
-            return
-        try:
-            held = self._calls.result(key.name, partial(self._held_by, key), _COUNT_S)
-        except (StoreError, TimeoutError, RuntimeError):
-            held = self.store_bytes  # the quota cannot be checked, so nothing more is stored
-        with self._lock:
-            self._counted[key.name] = held, now
+            held, at = self._counted.get(key.name, (math.inf, -math.inf))
+        if time.monotonic() - at >= _COUNT_VALID_S:
+            try:
+                held = self._calls.result(key.name, partial(self._held_by, key), _COUNT_S)
+            except (StoreError, TimeoutError, RuntimeError):
+                held = math.inf
+            with self._lock:
+                self._counted[key.name] = held, time.monotonic()
+        if held == math.inf:
+            raise StoreUnreachableError(f"what {key.name} has stored could not be counted in {_COUNT_S:g} s; try again")
 
     def _held_by(self, key: ApiKey) -> int:
         manifests = self.manifests(key)
+        sizes = self.sizes(manifests)
+        stored = sum(sizes[name] for name in self.held(sizes))
         records = sum(len(self._engine.store.documents.names(root)) for root in self.roots(key))
-        return self.bytes_of(manifests) + (len(manifests) + records) * SMALL_FILE_BYTES
+        return stored + (len(manifests) + records) * SMALL_FILE_BYTES
 
     def reserve(self, key: ApiKey, tokens: int, files: int = 1) -> bool:
         """Reserves part of a key's quota for chunks and their files; False if the last count leaves too little."""
@@ -133,23 +142,25 @@ class Tenants:
         if self.store_bytes is None:
             return True
         with self._lock:
-            held, at = self._counted.get(key.name, (self.store_bytes, 0.0))
+            held, at = self._counted.get(key.name, (math.inf, -math.inf))
             if held + need > self.store_bytes:
                 return False
             self._counted[key.name] = held + need, at
             return True
 
-    def reserve_missing(self, key: ApiKey, manifests: Iterable[ChunkManifest]) -> bool:
-        """Counts a key's stored bytes and reserves what of these chunks is not stored; False if too little is left."""
-        held = self._engine.store.held
-        missing = {each.chunk_id: len(each.token_ids) for each in manifests if not all(held(each.block_names))}
+    def reserve_missing(self, key: ApiKey, manifests: list[ChunkManifest]) -> bool:
+        """Counts a key's stored bytes and reserves what of these chunks is not stored; False if too little is left.
+        Raises as `count`."""
+        held = self.held(name for each in manifests for name in each.block_names)
+        missing = {each.chunk_id: len(each.token_ids) for each in manifests if not held.issuperset(each.block_names)}
         self.count(key)
         return self.reserve(key, sum(missing.values()), len(missing))
 
     def pin(self, key: ApiKey, manifests: list[ChunkManifest]) -> bool:
-        """Pins chunks; False if that would exceed the key's quota."""
+        """Pins chunks; False if that would exceed the key's quota. Evicted ones count: they may be stored again."""
         with self._pinning:
-            if self.pin_bytes is not None and self.bytes_of([*self._pinned(key), *manifests]) > self.pin_bytes:
+            most = self.pin_bytes
+            if most is not None and sum(self.sizes([*self._pinned(key), *manifests]).values()) > most:
                 return False
             self._engine.store.pin(name for manifest in manifests for name in manifest.block_names)
             return True

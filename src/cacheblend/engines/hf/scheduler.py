@@ -13,6 +13,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -101,21 +102,32 @@ class Scheduler:
         return self.submit_prompts([ask], lambda _, event: on_event(event))[0]
 
     def submit_prompts(self, asks: Sequence[Ask], on_event: Callable[[int, Event], None]) -> list[Ticket]:
-        """Queues all prompts of a request, or none; each one's last event is a `DoneEvent`. `on_event` is called with a
-        prompt's number, too. Raises `QueueFullError`, `ClosedError`."""
+        """Queues all prompts of a tenant's request, or none; each one's last event is a `DoneEvent`. `on_event` is
+        called with a prompt's number, too. If the queue is full, waiting requests of a tenant that has more give way.
+        Raises `QueueFullError`, `ClosedError`."""
         with self._lock:
             if self._draining:
                 raise ClosedError("the server is shutting down")
-            if len(self._waiting) + len(asks) > self._limits.waiting:
-                each = self._recent_s / self._limits.active
-                raise QueueFullError(len(self._waiting), max(1.0, each * len(self._waiting)))
+            each = self._recent_s / self._limits.active
+            full = QueueFullError(len(self._waiting), max(1.0, each * len(self._waiting)))
+            refused = self._waiting.make_room(asks, self._limits.waiting)
+            if refused is None:
+                raise full
             tickets = self._waiting.add(asks, on_event)
             self._changed.notify_all()
+        for ticket in refused:  # here: the scheduler's thread may be in a long round
+            _attempt(partial(ticket.on_event, DoneEvent(None, full)), "a refusal could not be delivered")
         return tickets
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def waiting_of(self) -> Counter[str]:
+        """The same by `Ask.tenant_label`."""
+        with self._lock:
+            return Counter(ticket.ask.tenant_label for ticket in self._waiting)
 
     @property
     def active(self) -> int:

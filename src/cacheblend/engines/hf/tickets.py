@@ -90,6 +90,7 @@ class Submission:
 
     choices: int  # of all its prompts
     turn: int  # a number that grows: when it was submitted, or one of its prompts was admitted last
+    has_begun: bool = False  # one of its prompts was admitted
 
 
 @dataclass(eq=False)
@@ -98,7 +99,8 @@ class Ticket(PrefillJob):
 
     ask: Ask
     submission: Submission
-    # called with each event of the request, in the scheduler's thread; must not block
+    # called with each event of the request, in the scheduler's thread, or in that of who takes its place in the queue;
+    # must not block
     on_event: Callable[[Event], None]
     submitted: float  # by `time.perf_counter`
     cancelled: bool = False
@@ -151,6 +153,27 @@ class WaitingTickets:
         self._tickets.extend(tickets)
         return tickets
 
+    def make_room(self, asks: Sequence[Ask], limit: int) -> list[Ticket] | None:
+        """Takes out what gives way to a tenant's prompts, so that at most `limit` wait with them: of the tenant that
+        has most, while it has more than this one will have, its newest request that has not begun. None, and all stay:
+        there is too little."""
+        gone, counts = list[Ticket](), Counter(each.ask.tenant_label for each in self._tickets)
+        own = counts[asks[0].tenant_label] + len(asks)
+        while len(self._tickets) - len(gone) + len(asks) > limit:
+            able = [
+                each
+                for each in self._tickets
+                if counts[each.ask.tenant_label] > own and not each.submission.has_begun and each not in gone
+            ]
+            if not able:
+                return None
+            last = max(able, key=lambda each: (counts[each.ask.tenant_label], each.submission.turn))
+            leaving = [each for each in able if each.submission is last.submission]
+            counts[last.ask.tenant_label] -= len(leaving)
+            gone += leaving
+        self._tickets = deque(each for each in self._tickets if each not in gone)
+        return gone
+
     def discard(self, ticket: Ticket) -> None:
         if ticket in self._tickets:
             self._tickets.remove(ticket)
@@ -189,5 +212,6 @@ class WaitingTickets:
             each.passed += 1
         ticket = due.ticket
         self._tickets.remove(ticket)
+        ticket.submission.has_begun = True
         ticket.submission.turn = self._last_turn[ticket.ask.tenant_label] = next(self._turns)
         return ticket

@@ -99,7 +99,9 @@ def _add_document_routes(app: FastAPI, state: ServerState) -> None:
             return None if isinstance(record, DocumentRecord) and record.collection != collection else record
 
         def show(page: list[DocumentRecord | DamagedRecord]) -> list[dict[str, Any]]:
-            return [_document(state, each) for each in page]
+            records = [each for each in page if isinstance(each, DocumentRecord)]
+            held = tenants.held(name for each in records for blocks in each.chunks for name in blocks)
+            return [_document(each, held) for each in page]
 
         return page_of([kept.names(root)], limit, after, read, show)
 
@@ -189,16 +191,17 @@ def _pin(state: ServerState, key: ApiKey, manifests: list[ChunkManifest]) -> Non
 
 def _shown(state: ServerState, manifests: list[ChunkManifest]) -> list[dict[str, Any]]:
     """Chunks as clients see them, without their text."""
-    store = state.engine.store
-    pinned = store.are_pinned([manifest.chunk_id for manifest in manifests])
+    tenants = state.tenants
+    pinned = state.engine.store.are_pinned([manifest.chunk_id for manifest in manifests])
+    held = tenants.held(name for manifest in manifests for name in manifest.block_names)
     return [
         {
             "id": manifest.chunk_id.hex(),
             "object": "chunk",
             "title": manifest.label,
             "tokens": len(manifest.token_ids),
-            "bytes": state.tenants.bytes_of([manifest]),
-            "held": all(store.held(manifest.block_names)),
+            "bytes": sum(size for name, size in tenants.sizes([manifest]).items() if name in held),
+            "held": held.issuperset(manifest.block_names),
             "pinned": is_pinned,
         }
         for manifest, is_pinned in zip(manifests, pinned, strict=True)
@@ -265,16 +268,16 @@ def _in_slices(sync: DocumentSync, documents: list[Document]) -> Iterator[None]:
             yield
 
 
-def _document(state: ServerState, record: DocumentRecord | DamagedRecord) -> dict[str, Any]:
-    """A document as clients see it, without its text; a damaged one, whose id is unknown, by its record's name."""
+def _document(record: DocumentRecord | DamagedRecord, held: set[BlockName]) -> dict[str, Any]:
+    """A document as clients see it, without its text; a damaged one, whose id is unknown, by its record's name. `held`:
+    the blocks that are."""
     if isinstance(record, DamagedRecord):
         return {"id": None, "object": "document", "damaged": True, "record": record.name.hex()}
-    names = [name for blocks in record.chunks for name in blocks]
     return {
         "id": record.id,
         "object": "document",
         "collection": record.collection,
         "tokens": record.tokens,
         "chunks": [blocks[-1].hex() for blocks in record.chunks],
-        "held": all(state.engine.store.held(names)),
+        "held": all(held.issuperset(blocks) for blocks in record.chunks),
     }

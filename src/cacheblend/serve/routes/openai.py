@@ -305,25 +305,28 @@ async def streamed_response(
     """The response, or its error, as server-sent events. The last one has the report. By default that is the last
     token's, so clients may read ``choices[0]`` of each; with `include_usage` one without a choice, as OpenAI has it."""
     head = _head(form.kind, form.objects[1], model)
-    generated, lengths, last = 0, [0] * running.choices, None
+    generated, lengths, left, last = 0, [0] * running.choices, running.choices, None
     for number in range(running.choices):
         if (opening := form.opening(number)) is not None:
             yield _sse({**head, "choices": [opening]})
     try:
         async for event in running.events():
-            if last is not None:
-                yield _sse(last)
             generated += event.token_id is not None
-            piece, last = {**head, "choices": [form.piece(event, lengths[event.choice])]}, None
+            piece = {**head, "choices": [form.piece(event, lengths[event.choice])]}
             if options.include_usage and options.continuous_usage_stats:
                 piece["usage"] = usage_of(running, generated)
             lengths[event.choice] += len(event.text)
-            if event.finish_reason is None:
+            left -= event.finish_reason is not None
+            if left:
                 yield _sse(piece)
-            else:  # may be the last event, which gets the report
+            else:  # the last event, which gets the report
                 last = piece
     except Exception as error:  # too late for a status: that has been sent
-        yield _sse(api_error(error).body())
+        if last is not None:
+            yield _sse(last)
+        shown = api_error(error)
+        running.failed = shown.status
+        yield _sse(shown.body())
         yield DONE
         return
     if options.include_usage:

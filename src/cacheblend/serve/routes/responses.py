@@ -121,7 +121,9 @@ async def response_events(shown: ResponseObject) -> AsyncIterator[str]:
         async for piece in shown.pieces():
             yield event("response.output_text.delta", **shown.where(), delta=piece, logprobs=[])
     except Exception as error:  # too late for a status: that has been sent
-        yield event("response.failed", response=shown.shown(api_error(error)))
+        failed = api_error(error)
+        shown.running.failed = failed.status
+        yield event("response.failed", response=shown.shown(failed))
         return
     yield event("response.output_text.done", **shown.where(), text=shown.text, logprobs=[])
     yield event("response.content_part.done", **shown.where(), part=shown.part())
