@@ -135,8 +135,9 @@ def _literal(text: str) -> str:
 # ---- JSON schemas -------------------------------------------------------------------------------------------
 
 MOST_NESTED = 100  # lists and objects inside each other: compiling 1,000 takes minutes
-_SAYS_NOTHING = ("$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly",
-                 "writeOnly", "discriminator", "contentEncoding", "contentMediaType", "$defs", "definitions")  # fmt: skip
+_SAYS_NOTHING = ("$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated",
+                 "readOnly", "writeOnly", "discriminator", "contentEncoding", "contentMediaType", "$defs",
+                 "definitions")  # fmt: skip
 """Keywords that allow and forbid nothing, as those that begin with x-."""
 _RANGE = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
 _TYPES: Mapping[str, tuple[Any, frozenset[str]]] = {
