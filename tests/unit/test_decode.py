@@ -27,6 +27,7 @@ from cacheblend.engines.hf.grammar import MOST_BYTES, Grammars, check_repetition
 from cacheblend.engines.hf.sampling import Sampler, SamplingParams
 from cacheblend.engines.tokens.detokenizer import Detokenizer, TextStream
 from families import VOCAB, tiny_model
+from pretended_device import DEVICE, PretendedDevice
 from tokenizers_for_tests import byte_level, sentencepiece
 
 PROMPT = torch.arange(10, 30)
@@ -79,6 +80,18 @@ def test_penalties_count_the_answer_biases_are_added_and_disabled_options_add_no
     assert drawn(8, **ends, min_new_tokens=3) == [5, 5, 5, 0]
     assert drawn(8, **ends, min_new_tokens=3, stop_token_ids=(5,))[:3] == [1, 1, 1]
     assert drawn(4, **ends, min_new_tokens=2, ignore_eos=True) == [0, 0, 0, 0]
+
+
+def test_the_least_length_is_held_where_the_logits_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device refuses stop ids on the host beside its own."""
+    generator = torch.Generator()
+    monkeypatch.setattr(torch, "Generator", lambda device: generator)
+    with PretendedDevice():
+        logits = torch.arange(4.0).flip(0).to(DEVICE)
+        sampler = Sampler(torch.tensor([1]).to(DEVICE), logits, SamplingParams(8, min_new_tokens=2), [0])
+        while sampler.finish_reason is None:
+            sampler.sample()
+        assert sampler.token_ids == [1, 1, 0]
 
 
 @torch.no_grad()

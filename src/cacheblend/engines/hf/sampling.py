@@ -118,9 +118,14 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     def processors(
-        self, prompt_tokens: int, stop_ids: Sequence[int], matcher: GrammarMatcher | None = None
+        self,
+        prompt_tokens: int,
+        stop_ids: Sequence[int],
+        matcher: GrammarMatcher | None = None,
+        device: torch.device | str = "cpu",
     ) -> LogitsProcessorList:
-        """In transformers' order: penalties, the grammar (`matcher`), then warpers; `stop_ids` end the answer."""
+        """In transformers' order: penalties, the grammar (`matcher`), then warpers; `stop_ids` end the answer. `device`
+        is that of the logits."""
         chosen: list[LogitsProcessor] = []
         if self.logit_bias:
             biases = {(token,): float(bias) for token, bias in self.logit_bias}
@@ -132,7 +137,8 @@ class SamplingParams:
         if self.bad_words:
             chosen.append(NoBadWordsLogitsProcessor([list(word) for word in self.bad_words]))
         if self.min_new_tokens and stop_ids:
-            chosen.append(MinNewTokensLengthLogitsProcessor(prompt_tokens, self.min_new_tokens, list(stop_ids)))
+            least = MinNewTokensLengthLogitsProcessor(prompt_tokens, self.min_new_tokens, list(stop_ids), str(device))
+            chosen.append(least)
         chosen += [matcher] if matcher is not None else []
         if not self.greedy:
             chosen += [TemperatureLogitsWarper(float(self.temperature))] if self.temperature != 1 else []
@@ -243,7 +249,7 @@ class Sampler:
         self._matcher = None if grammar is None else grammar.matcher()
         self.logits, self._params = logits, params
         self._stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
-        self._processors = params.processors(len(prompt_ids), sorted(self._stops), self._matcher)
+        self._processors = params.processors(len(prompt_ids), sorted(self._stops), self._matcher, logits.device)
         self._generator = torch.Generator(device=logits.device)
         if params.seed is None:
             self._generator.seed()
