@@ -16,6 +16,7 @@ import pytest
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import BlendEngine, SamplingParams
+from cacheblend.engines.hf.decode import compute_logits
 from cacheblend.engines.hf.sampling import Sampler
 from cacheblend.engines.hf.scheduler import ClosedError, Limits, QueueFullError, Scheduler, TooLateError
 from cacheblend.engines.hf.tickets import PASSES, Ask, DoneEvent, Event, Ticket, TokenEvent
@@ -174,6 +175,31 @@ def test_an_error_ends_only_its_own_request(
     other = submit(scheduler, RAG)
     assert other.wait().error is None and len(other.tokens[0]) == 6
     assert engine.flush(timeout=60)
+
+
+def test_a_step_of_decoding_that_fails_ends_the_answers_of_that_step(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, asked = Scheduler(engine.runtime, Limits(active=2, row_layers=1), has_thread=False), iter([True])
+    expected = engine.generate(RAG, PARAMS).token_ids
+
+    def compute(*arguments: Any) -> None:
+        if prefilling.prefill is not None and next(asked, False):
+            raise MemoryError("out of memory")
+        compute_logits(*arguments)
+
+    answering = submit(scheduler, RAG, ENDLESS)
+    while not scheduler._answering:
+        scheduler.run()
+    others = [Listener(), Listener()]
+    prefilling, _ = (scheduler.submit(Ask(RAG, PARAMS), each) for each in others)
+    monkeypatch.setattr("cacheblend.engines.hf.scheduler.compute_logits", compute)
+    while scheduler.waiting or scheduler.active:
+        scheduler.run()
+    assert isinstance(answering.wait().error, MemoryError) and answering.tokens
+    for each in others:
+        assert each.wait().error is None and each.tokens[0] == expected
+    scheduler.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -269,7 +269,12 @@ class Scheduler:
         going = [(t, n, c) for t in self._answering for n, c in enumerate(t.choices) if c.finish_reason is None]
         if not going:
             return
-        compute_logits(self._view, [choice.decoding for _, _, choice in going])
+        try:
+            compute_logits(self._view, [choice.decoding for _, _, choice in going])
+        except Exception as error:  # a layer that failed may have changed any answer's state: none of them goes on
+            for ticket in list(self._answering):
+                self._end(ticket, error)
+            return
         for ticket, number, choice in going:
             if ticket in self._answering:
                 try:
