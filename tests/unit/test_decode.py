@@ -18,7 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, ModelOverflowError
 from cacheblend.core.load.loader import LayerKV
 from cacheblend.engines.hf import Grammar
 from cacheblend.engines.hf import grammar as grammars_module
@@ -484,6 +484,14 @@ def test_grammars_are_kept_within_bounds_and_nothing_left_and_slow_masks_are_err
     monkeypatch.setattr(grammars_module, "TOKEN_S", 0.0)
     with pytest.raises(InvalidInputError, match="make it simpler"):
         draw(opened, SamplingParams(400, grammar=Grammar("regex", "[ab]+")))
+
+
+def test_an_overflow_is_no_mistake_of_the_grammar(opened: tuple[Any, Grammars]) -> None:
+    tokenizer, grammars = opened
+    params = SamplingParams(grammar=Grammar("regex", "q+"))
+    logits = torch.full((len(tokenizer),), math.nan)
+    with pytest.raises(ModelOverflowError, match="behind token 2"):
+        Sampler(torch.tensor([1, 2]), logits, params, [0], grammars.compile(params.grammar)).sample()
 
 
 def test_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -282,10 +282,10 @@ class Sampler:
 
     def sample(self) -> int:
         """Samples the next token from `logits` and appends it. Raises `ModelOverflowError`: infinities or NaN."""
-        scores: torch.Tensor = self._processors(self._ids, self.logits[None].float())[0]
-        if not bool(self.logits.max().isfinite()):  # of NaN the most likely token would be any
+        if not bool(self.logits.max().isfinite()):  # of NaN the most likely token would be any, and a grammar has none
             found = f"the model's logits behind token {len(self)} have infinities or NaN"
             raise ModelOverflowError(found, self.logits.dtype)
+        scores: torch.Tensor = self._processors(self._ids, self.logits[None].float())[0]
         if self._params.greedy:
             token = scores.argmax()
         else:
