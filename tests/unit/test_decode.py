@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -484,6 +485,20 @@ def test_grammars_are_kept_within_bounds_and_nothing_left_and_slow_masks_are_err
     monkeypatch.setattr(grammars_module, "TOKEN_S", 0.0)
     with pytest.raises(InvalidInputError, match="make it simpler"):
         draw(opened, SamplingParams(400, grammar=Grammar("regex", "[ab]+")))
+
+
+def test_behind_an_interrupt_each_grammar_has_its_own_verdict(
+    opened: tuple[Any, Grammars], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = opened[1]
+    grammars.compile(Grammar("regex", "in time"))
+    assert grammars._trial is not None
+    monkeypatch.setattr(grammars._trial._process, "stdout", Mock(readline=Mock(side_effect=KeyboardInterrupt)))
+    with pytest.raises(KeyboardInterrupt):
+        grammars.compile(Grammar("regex", "interrupted"))
+    monkeypatch.undo()
+    with pytest.raises(InvalidInputError, match="parenthesis is not closed"):
+        grammars.compile(Grammar("regex", "(a"))
 
 
 def test_an_overflow_is_no_mistake_of_the_grammar(opened: tuple[Any, Grammars]) -> None:

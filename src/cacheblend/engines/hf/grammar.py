@@ -424,6 +424,10 @@ class _Trial:
         try:
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
+            return self._process.stdout.readline() or None
         except BrokenPipeError:
             return None
-        return self._process.stdout.readline() or None
+        except BaseException:  # an interrupt: the answer, which comes late, would be taken for the next job's
+            self._process.kill()
+            self._process.wait()
+            raise
