@@ -49,10 +49,6 @@ class AdapterWatch:
             self.look()
             return self.version
 
-    def has_changed(self) -> bool:
-        """Looks; whether there is a change that the engine does not know yet."""
-        return self.latest_version() != self._followed
-
     def follow(self, renew: Callable[[Adapted], None]) -> None:
         """Looks; after a change calls `renew` with the model as it is now, and again if that fails."""
         with self._lock:

@@ -26,6 +26,7 @@ from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.engines.hf.decode import compute_logits
 from cacheblend.engines.hf.layers import JoinedRows
 from cacheblend.engines.hf.runtime import EngineRuntime
+from cacheblend.engines.hf.state import ModelState
 from cacheblend.engines.hf.tickets import Ask, Choice, DoneEvent, Event, Ticket, TokenEvent, WaitingTickets
 from cacheblend.engines.tokens.detokenizer import TextStream
 
@@ -203,17 +204,27 @@ class Scheduler:
     def _admit(self) -> None:
         runtime = self._runtime
         while True:
+            running = [*self._batcher, *self._answering]
             with self._lock:
-                if (due := self._waiting.next([*self._batcher, *self._answering])) is None:
+                if self._waiting.next(running) is None:
                     return
-                if self.active and (runtime.view is not self._view or runtime.adapters.has_changed()):
+            state: ModelState | Exception
+            try:
+                state = runtime.follow()  # without the lock: who switches adapters may take long
+            except Exception as error:
+                state = error
+            with self._lock:
+                if (due := self._waiting.next(running)) is None:
+                    return
+                if running and isinstance(state, ModelState) and state.survey.view is not self._view:
                     return  # the requests that run end with the adapters that they began with
                 ticket = self._opening = self._waiting.take(due)
             ask = ticket.ask
             try:
                 runtime.background.begin_request()
                 ticket.is_admitted = True
-                state = runtime.follow()
+                if isinstance(state, Exception):
+                    raise state
                 prompt = runtime.known_in(ask.prompt, state, ask.tenant) if ask.mode == "blend" else ask.prompt
                 ticket.prefill = runtime.open_prefill(
                     prompt, ratio=ask.ratio, selector=ask.selector, mode=ask.mode, tenant=ask.tenant, state=state
@@ -235,7 +246,7 @@ class Scheduler:
         while self._batcher and left > 0:
             tickets = self._batcher.next()
             left -= max(_LEAST_ROWS, sum(ticket.active_rows for ticket in tickets))
-            with self._runtime.view.threads.held():
+            with self._view.threads.held():
                 advanced = self._batcher.advance(tickets)
             for ticket, error in advanced:
                 if error is not None:
