@@ -301,8 +301,10 @@ class ChunkWarmer:
 
     @property
     def is_stuck(self) -> bool:
-        """The store has not answered background work for `STORE_S`."""
-        return self._is_awaited and self._asked is not None and time.monotonic() > self._asked[1] + STORE_S
+        """The store has not answered background work, or a write, for `STORE_S`."""
+        is_awaited = self._is_awaited and self._asked is not None and time.monotonic() > self._asked[1] + STORE_S
+        is_deleting = self._discovery is not None and self._discovery.is_stuck
+        return is_awaited or is_deleting or self._writer.writing_s > STORE_S
 
     def _ask_store(self, call: Callable[[], Answered]) -> Answered:
         """Has the store called in a thread that may hang. Where requests wait, its answer is waited for `STORE_S`.
