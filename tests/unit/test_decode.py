@@ -75,6 +75,7 @@ def test_penalties_count_the_answer_biases_are_added_and_disabled_options_add_no
     assert drawn(2, logit_bias=((3, -100),)) == [4, 4]
     assert drawn(3, bad_words=((3,),)) == [4, 4, 4]
     assert drawn(4, prompt=[5], bad_words=((3, 3),)) == [3, 4, 3, 4]
+    assert drawn(2, prompt=[3], bad_words=((3, 3),)) == [3, 4]  # what begins in the prompt is none of the answer's
     # the least length
     ends = {"bad_words": ((3,), (4,))}
     assert drawn(8, **ends) == [0]

@@ -135,7 +135,7 @@ class SamplingParams:
         if self.presence_penalty or self.frequency_penalty:
             chosen.append(CountPenalties(prompt_tokens, self.presence_penalty, self.frequency_penalty))
         if self.bad_words:
-            chosen.append(NoBadWordsLogitsProcessor([list(word) for word in self.bad_words]))
+            chosen.append(BadWords(prompt_tokens, [list(word) for word in self.bad_words]))
         if self.min_new_tokens and stop_ids:
             least = MinNewTokensLengthLogitsProcessor(prompt_tokens, self.min_new_tokens, list(stop_ids), str(device))
             chosen.append(least)
@@ -159,6 +159,19 @@ class CountPenalties(LogitsProcessor):  # type: ignore[misc, unused-ignore]
         answer = input_ids[:, self._prompt_tokens :]
         counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
         return scores - self._presence * (counts > 0) - self._frequency * counts
+
+
+class BadWords(NoBadWordsLogitsProcessor):  # type: ignore[misc, unused-ignore]
+    """Forbids words of the answer: one that begins in the prompt is none."""
+
+    def __init__(self, prompt_tokens: int, words: list[list[int]]) -> None:
+        super().__init__(words)
+        self._prompt_tokens = prompt_tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """[1, vocab] scores after [1, tokens] ids."""
+        found: torch.Tensor = super().__call__(input_ids[:, self._prompt_tokens :], scores)
+        return found
 
 
 def _as_tuples(values: object) -> object:
