@@ -89,6 +89,18 @@ def test_what_one_adapter_stored_serves_no_other(model: Any) -> None:
         assert close(engine.prefill(RAG, mode="full").logits, plain(model, RAG))
 
 
+def test_adapters_that_were_loaded_in_inference_mode_are_followed() -> None:
+    """Whose tensors have no version."""
+    with torch.inference_mode():
+        model = with_adapters(copy.deepcopy(tiny_model("llama")))
+    engine, wanted = open_engine(model, []), list[list[int]]()
+    for name in ("a", "b"):
+        set_adapter(model, name)
+        wanted.append(greedy(model, RAG, 6))
+        assert engine.generate(RAG, PARAMS).token_ids == wanted[-1]
+    assert wanted[0] != wanted[1]
+
+
 def test_a_switch_between_a_request_and_its_capture_stores_nothing(model: Any) -> None:
     engine = open_engine(model, [], capture=True)
     result = engine.prefill(RAG)
