@@ -418,6 +418,9 @@ AT_ONCE: dict[str, tuple[Callable[[], Grammar], str]] = {
     "format": (lambda: Grammar.of_schema({"type": "string", "format": "poem"}), "'poem' is not one of"),
     "required": (lambda: Grammar.of_schema({"type": "object", "required": ["a"]}), "required names 'a'"),
     "enum's type": (lambda: Grammar.of_schema({"type": "integer", "enum": ["a"]}), "'a' is not of type"),
+    "enum's infinity": (lambda: Grammar("json_schema", '{"type": "integer", "enum": [Infinity]}'), "is not of type"),
+    "constant's infinity": (lambda: Grammar.of_schema({"type": "integer", "const": -math.inf}), "is not of type"),
+    "no number": (lambda: Grammar.of_schema({"type": "integer", "const": math.nan}), "is not of type"),
     "choices": (lambda: Grammar.of_choices([]), "empty list"),
     "kind": (lambda: Grammar("poem"), "kind is one of"),  # type: ignore[arg-type]
     "surrogate": (lambda: Grammar("regex", "\ud800"), "regex"),
