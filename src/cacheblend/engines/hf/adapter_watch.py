@@ -66,14 +66,8 @@ class AdapterWatch:
             # Of the copy: so what it computes is named by what it is, however often the model is switched.
             return Adapted(model, self.digest_of_copy(model), self.version)
 
-    @property
-    def digest(self) -> str:
-        """Hex digest of the active adapters (names, settings, weights), of changed weights, and of the precision; empty
-        if the model is as it was opened."""
-        return self.digest_of_copy(self._model)
-
     def look(self, *, anew: bool = False) -> bool:
-        """Looks again; True after any change, even if `digest` stays. `anew`: assume that something has changed."""
+        """Looks again; True after any change, even if the digest stays. `anew`: assume that something has changed."""
         marks, is_written = self._weight_marks, not torch.equal(self._weight_sample, _joined(self._weight_samples))
         if (
             not anew
@@ -137,7 +131,8 @@ class AdapterWatch:
         return {name: adapters for name, adapters in merged.items() if adapters}
 
     def digest_of_copy(self, model: nn.Module) -> str:
-        """`digest` of a copy of the model's modules, whichever adapters the model has been switched to since."""
+        """Hex digest of the active adapters (names, settings, weights), of changed weights, and of the precision; empty
+        if the model is as it was opened. Of a copy of the model's modules, whichever it has been switched to since."""
         found = hashlib.sha256()
         described = False
         for name, layer in adapted_layers(model):
