@@ -107,10 +107,6 @@ class HfLayerRunner:
         logits = self.view.close(hidden, self._token_ids[-n:], self._positions[-n:])
         return logits[0] if n == 1 else logits
 
-    def logits_of_all(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of all rows, [rows, vocab], given their final hidden states."""
-        return self.view.close(hidden, self._token_ids, self._positions)
-
     def _of_rows(self, value: Any, rows: torch.Tensor) -> Any:
         """The part of a layer's argument for these rows: tensors [1, rows, ...] are indexed, others kept. Layers share
         arguments, and run the same rows again and again: parts are kept for some tiles of rows."""
