@@ -261,12 +261,9 @@ class BlendEngine:
         **options: Unpack[SamplingOptions],
     ) -> Answer:
         """The whole answer to a message list; arguments as for `chat_prompt` and `generate`."""
-        sampling = sampling_of(params, options)
         check_type(template_options, Mapping | None, "template_options", 'a mapping, {"enable_thinking": False}')
         prompt = self.chat_prompt(messages, documents, **(template_options or {}))
-        *_, last = self._stream(prompt, sampling, ratio, conversation)
-        assert last.answer is not None
-        return last.answer
+        return self.generate(prompt, params, ratio=ratio, conversation=conversation, **options)
 
     def stream(
         self,
