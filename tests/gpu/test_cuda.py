@@ -272,6 +272,15 @@ def test_greedy_decoding_equals_generate(family: str) -> None:
     assert answer.token_ids == greedy(model, RAG, steps)
 
 
+def test_options_of_an_answer_hold_on_the_device() -> None:
+    options = {"logit_bias": [(5, 100.0)], "bad_words": [(5, 5)], "presence_penalty": 0.1, "repetition_penalty": 1.1}
+    with open_engine(on_device("llama")) as engine:
+        ids = engine.generate(RAG, max_new_tokens=8, min_new_tokens=4, stop_token_ids=[5], **options).token_ids
+        assert 5 not in ids[:4] and ids[4:] == [5]
+        drawing = {"temperature": 2.0, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "ignore_eos": True}
+        assert len(engine.generate(RAG, max_new_tokens=8, **drawing, **options).token_ids) == 8
+
+
 SPECS = {
     "plain": AttentionSpec(0.125),
     "window": AttentionSpec(0.125, window=100),

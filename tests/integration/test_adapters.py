@@ -89,6 +89,18 @@ def test_what_one_adapter_stored_serves_no_other(model: Any) -> None:
         assert close(engine.prefill(RAG, mode="full").logits, plain(model, RAG))
 
 
+def test_adapters_that_were_loaded_in_inference_mode_are_followed() -> None:
+    """Whose tensors have no version."""
+    with torch.inference_mode():
+        model = with_adapters(copy.deepcopy(tiny_model("llama")))
+    engine, wanted = open_engine(model, []), list[list[int]]()
+    for name in ("a", "b"):
+        set_adapter(model, name)
+        wanted.append(greedy(model, RAG, 6))
+        assert engine.generate(RAG, PARAMS).token_ids == wanted[-1]
+    assert wanted[0] != wanted[1]
+
+
 def test_a_switch_between_a_request_and_its_capture_stores_nothing(model: Any) -> None:
     engine = open_engine(model, [], capture=True)
     result = engine.prefill(RAG)
@@ -129,6 +141,56 @@ def test_a_served_request_ends_with_the_adapter_that_it_began_with(model: Any) -
     finally:
         scheduler.close()
     assert tokens == wanted
+
+
+def test_a_switch_while_a_request_is_admitted_changes_no_answer_that_runs(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(model, [], capture=False)
+    inner, wanted = engine.runtime.background.begin_request, greedy(model, RAG, 6)
+    scheduler, tokens = Scheduler(engine.runtime, has_thread=False), (list[int](), list[int]())
+
+    def begin_request() -> None:
+        set_adapter(model, "b")
+        inner()
+
+    def submit(number: int) -> None:
+        hear = lambda event: isinstance(event, TokenEvent) and tokens[number].append(event.token_id)  # noqa: E731
+        scheduler.submit(Ask(RAG, PARAMS), hear)
+
+    submit(0)
+    scheduler.run()
+    monkeypatch.setattr(engine.runtime.background, "begin_request", begin_request)
+    submit(1)
+    while scheduler.waiting or scheduler.active:
+        scheduler.run()
+    assert tokens == (wanted, wanted) != greedy(model, RAG, 6)
+    scheduler.close()
+
+
+def test_nobody_who_submits_waits_for_a_look_at_the_adapters(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = open_engine(model, [], capture=False)
+    inner, looks, let_go = engine.runtime.adapters.latest_version, threading.Event(), threading.Event()
+    scheduler, begun, ask = Scheduler(engine.runtime), threading.Event(), Ask(RAG, SamplingParams(ignore_eos=True))
+
+    def latest_version() -> int:
+        looks.set()
+        assert let_go.wait(60)
+        return inner()
+
+    try:
+        scheduler.submit(ask, lambda event: begun.set())
+        assert begun.wait(20)
+        monkeypatch.setattr(engine.runtime.adapters, "latest_version", latest_version)
+        scheduler.submit(ask, lambda event: None)
+        assert looks.wait(20)
+        other = threading.Thread(target=scheduler.submit, args=(ask, lambda event: None))
+        other.start()
+        other.join(30)
+        assert not other.is_alive()
+    finally:
+        let_go.set()
+        scheduler.close()
 
 
 TOLERANCE = 1e-5

@@ -329,6 +329,8 @@ WRONG: list[tuple[str, Callable[[Any], Any], str]] = [
     ("grammar is a dict", lambda w: w.engine.generate(ASKED, grammar={"type": "object"}), "Grammar.*'object'"),
     ("logit_bias is a dict of texts", lambda w: w.engine.generate(ASKED, logit_bias={"a": 1}), "logit_bias .*'a'"),
     ("bad_words are texts", lambda w: w.engine.generate(ASKED, bad_words=["no"]), "bad_words .*'no'"),
+    ("logit_bias beyond", lambda w: w.engine.generate(ASKED, logit_bias=[(10**6, 1)]), r"logit_bias .*1000000.* 0\.\."),
+    ("bad_words of -1", lambda w: w.engine.generate(ASKED, bad_words=[[3, -1]]), r"bad_words .*-1; ids are in 0\.\."),
     ("ratio=2", lambda w: w.engine.generate(ASKED, ratio=2), "ratio .*0..1, got 2"),
     ("ratio is a text", lambda w: w.engine.generate(ASKED, ratio="0.3"), "ratio .*got '0.3'"),
     ("ratio is True", lambda w: w.engine.generate(ASKED, ratio=True), "ratio .*got True"),

@@ -1,10 +1,12 @@
 """Many requests on one engine: each has the same answer as alone, none waits forever, limits hold."""
 
 import asyncio
+import gc
 import queue
 import random
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +18,8 @@ import pytest
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import BlendEngine, SamplingParams
+from cacheblend.engines.hf.decode import compute_logits
+from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.engines.hf.sampling import Sampler
 from cacheblend.engines.hf.scheduler import ClosedError, Limits, QueueFullError, Scheduler, TooLateError
 from cacheblend.engines.hf.tickets import PASSES, Ask, DoneEvent, Event, Ticket, TokenEvent
@@ -174,6 +178,72 @@ def test_an_error_ends_only_its_own_request(
     other = submit(scheduler, RAG)
     assert other.wait().error is None and len(other.tokens[0]) == 6
     assert engine.flush(timeout=60)
+
+
+def test_a_step_of_decoding_that_fails_ends_the_answers_of_that_step(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, asked = Scheduler(engine.runtime, Limits(active=2, row_layers=1), has_thread=False), iter([True])
+    expected = engine.generate(RAG, PARAMS).token_ids
+
+    def compute(*arguments: Any) -> None:
+        if prefilling.prefill is not None and next(asked, False):
+            raise MemoryError("out of memory")
+        compute_logits(*arguments)
+
+    answering = submit(scheduler, RAG, ENDLESS)
+    while not scheduler._answering:
+        scheduler.run()
+    others = [Listener(), Listener()]
+    prefilling, _ = (scheduler.submit(Ask(RAG, PARAMS), each) for each in others)
+    monkeypatch.setattr("cacheblend.engines.hf.scheduler.compute_logits", compute)
+    while scheduler.waiting or scheduler.active:
+        scheduler.run()
+    assert isinstance(answering.wait().error, MemoryError) and answering.tokens
+    for each in others:
+        assert each.wait().error is None and each.tokens[0] == expected
+    scheduler.close()
+
+
+@pytest.mark.parametrize("where", ["prefill", "decoding", "delivery"])
+def test_what_failed_holds_no_kv_while_its_error_is_kept(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """No garbage collection is waited for: the next request would lack that memory."""
+    scheduler, failed = Scheduler(engine.runtime, Limits(row_layers=1), has_thread=False), Listener()
+
+    def fail(*arguments: Any) -> None:
+        raise MemoryError("out of memory")
+
+    def on_event(event: Event) -> None:
+        failed(event)
+        if where == "delivery" and isinstance(event, TokenEvent) and ticket.choices[0].decoding.sampler.count == 3:
+            fail()
+
+    other = scheduler.submit(Ask(RAG, PARAMS), Mock())
+    while not other.choices:
+        scheduler.run()
+    ticket = scheduler.submit(Ask(RAG, PARAMS), on_event)
+    while not (ticket.choices if where != "prefill" else ticket.prefill and ticket.prefill.layer):
+        scheduler.run()
+    held: list[weakref.ref[Any]] = [weakref.ref(each.choices[0].decoding) for each in (other, ticket) if each.choices]
+    if ticket.prefill is not None:
+        held += map(weakref.ref, (ticket.prefill, ticket.prefill._kv[0].keys))
+    gc.disable()
+    try:
+        with monkeypatch.context() as patch:
+            if where == "prefill":
+                patch.setattr(HfLayerRunner, "run", fail)
+            elif where == "decoding":
+                patch.setattr("cacheblend.engines.hf.scheduler.compute_logits", fail)
+            scheduler._prefill() if where == "prefill" else scheduler._decode()
+        while scheduler.active:
+            scheduler.run()
+        error = failed.wait().error
+        assert isinstance(error, MemoryError) and held and [each() for each in held] == [None] * len(held)
+    finally:
+        gc.enable()
+    scheduler.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -16,6 +16,7 @@ from cacheblend.core.load import budget, threads
 from cacheblend.core.load.budget import LateTiers, LoadBudget
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.select.selectors import NoRows
+from cacheblend.engines import discovery
 from cacheblend.engines.hf import BlendEngine, SamplingParams, prefiller, warmup
 from cacheblend.engines.hf import runtime as runtime_module
 from cacheblend.engines.hf.prefiller import Pace
@@ -249,6 +250,40 @@ def test_closing_does_not_wait_for_a_tier_that_hangs(
         assert engine.flush(60)
         assert promoted == [len(blocks)]  # one at a time: nothing queues behind it
         closing.start()
+        closing.join(60)
+        assert not closing.is_alive()
+    finally:
+        gate.set()
+
+
+@pytest.mark.may_fail("*")
+@pytest.mark.parametrize("thread", ["keeper", "writer", "discovery"])
+def test_closing_does_not_wait_for_a_store_that_begins_to_hang_meanwhile(
+    thread: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the last capture, in a write behind a request, or where it is asked to take a chunk off."""
+    gate, hangs, store = threading.Event(), threading.Event(), MemoryStore()
+    for module, name in ((runtime_module, "CLOSE_S"), (warmup, "CLOSE_S"), (warmup, "STORE_S"), (discovery, "STUCK_S")):
+        monkeypatch.setattr(module, name, 0.1)
+    engine = open_engine(tiny_model("llama"), [], store=store, capture=True, discover=True)
+    monkeypatch.setattr(engine.runtime.background, "close", partial(engine.runtime.background.close, 0.1))
+    write = store.write_all
+
+    def hung(*given: Any) -> Any:
+        if threading.current_thread().name.startswith(f"cacheblend-{thread}"):
+            hangs.set()
+            gate.wait()
+        return write(*given)
+
+    monkeypatch.setattr(store, "write_all", hung)
+    if engine.runtime.discovery is not None:
+        monkeypatch.setattr(engine.runtime.discovery, "_delete", hung if thread == "discovery" else lambda gone: None)
+    closing = threading.Thread(target=engine.close, daemon=True)
+    try:
+        engine.runtime.background.begin_request()  # so that nothing is captured before it closes
+        engine.generate(RAG, SamplingParams(max_new_tokens=1))
+        closing.start()
+        assert hangs.wait(60)
         closing.join(60)
         assert not closing.is_alive()
     finally:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, ModelOverflowError
 from cacheblend.core.load.loader import LayerKV
 from cacheblend.engines.hf import Grammar
 from cacheblend.engines.hf import grammar as grammars_module
@@ -27,6 +28,7 @@ from cacheblend.engines.hf.grammar import MOST_BYTES, Grammars, check_repetition
 from cacheblend.engines.hf.sampling import Sampler, SamplingParams
 from cacheblend.engines.tokens.detokenizer import Detokenizer, TextStream
 from families import VOCAB, tiny_model
+from pretended_device import DEVICE, PretendedDevice
 from tokenizers_for_tests import byte_level, sentencepiece
 
 PROMPT = torch.arange(10, 30)
@@ -73,12 +75,25 @@ def test_penalties_count_the_answer_biases_are_added_and_disabled_options_add_no
     assert drawn(2, logit_bias=((3, -100),)) == [4, 4]
     assert drawn(3, bad_words=((3,),)) == [4, 4, 4]
     assert drawn(4, prompt=[5], bad_words=((3, 3),)) == [3, 4, 3, 4]
+    assert drawn(2, prompt=[3], bad_words=((3, 3),)) == [3, 4]  # what begins in the prompt is none of the answer's
     # the least length
     ends = {"bad_words": ((3,), (4,))}
     assert drawn(8, **ends) == [0]
     assert drawn(8, **ends, min_new_tokens=3) == [5, 5, 5, 0]
     assert drawn(8, **ends, min_new_tokens=3, stop_token_ids=(5,))[:3] == [1, 1, 1]
     assert drawn(4, **ends, min_new_tokens=2, ignore_eos=True) == [0, 0, 0, 0]
+
+
+def test_the_least_length_is_held_where_the_logits_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device refuses stop ids on the host beside its own."""
+    generator = torch.Generator()
+    monkeypatch.setattr(torch, "Generator", lambda device: generator)
+    with PretendedDevice():
+        logits = torch.arange(4.0).flip(0).to(DEVICE)
+        sampler = Sampler(torch.tensor([1]).to(DEVICE), logits, SamplingParams(8, min_new_tokens=2), [0])
+        while sampler.finish_reason is None:
+            sampler.sample()
+        assert sampler.token_ids == [1, 1, 0]
 
 
 @torch.no_grad()
@@ -403,6 +418,9 @@ AT_ONCE: dict[str, tuple[Callable[[], Grammar], str]] = {
     "format": (lambda: Grammar.of_schema({"type": "string", "format": "poem"}), "'poem' is not one of"),
     "required": (lambda: Grammar.of_schema({"type": "object", "required": ["a"]}), "required names 'a'"),
     "enum's type": (lambda: Grammar.of_schema({"type": "integer", "enum": ["a"]}), "'a' is not of type"),
+    "enum's infinity": (lambda: Grammar("json_schema", '{"type": "integer", "enum": [Infinity]}'), "is not of type"),
+    "constant's infinity": (lambda: Grammar.of_schema({"type": "integer", "const": -math.inf}), "is not of type"),
+    "no number": (lambda: Grammar.of_schema({"type": "integer", "const": math.nan}), "is not of type"),
     "choices": (lambda: Grammar.of_choices([]), "empty list"),
     "kind": (lambda: Grammar("poem"), "kind is one of"),  # type: ignore[arg-type]
     "surrogate": (lambda: Grammar("regex", "\ud800"), "regex"),
@@ -471,6 +489,28 @@ def test_grammars_are_kept_within_bounds_and_nothing_left_and_slow_masks_are_err
     monkeypatch.setattr(grammars_module, "TOKEN_S", 0.0)
     with pytest.raises(InvalidInputError, match="make it simpler"):
         draw(opened, SamplingParams(400, grammar=Grammar("regex", "[ab]+")))
+
+
+def test_behind_an_interrupt_each_grammar_has_its_own_verdict(
+    opened: tuple[Any, Grammars], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = opened[1]
+    grammars.compile(Grammar("regex", "in time"))
+    assert grammars._trial is not None
+    monkeypatch.setattr(grammars._trial._process, "stdout", Mock(readline=Mock(side_effect=KeyboardInterrupt)))
+    with pytest.raises(KeyboardInterrupt):
+        grammars.compile(Grammar("regex", "interrupted"))
+    monkeypatch.undo()
+    with pytest.raises(InvalidInputError, match="parenthesis is not closed"):
+        grammars.compile(Grammar("regex", "(a"))
+
+
+def test_an_overflow_is_no_mistake_of_the_grammar(opened: tuple[Any, Grammars]) -> None:
+    tokenizer, grammars = opened
+    params = SamplingParams(grammar=Grammar("regex", "q+"))
+    logits = torch.full((len(tokenizer),), math.nan)
+    with pytest.raises(ModelOverflowError, match="behind token 2"):
+        Sampler(torch.tensor([1, 2]), logits, params, [0], grammars.compile(params.grammar)).sample()
 
 
 def test_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,21 +260,21 @@ def model_with(*adapters: str) -> Any:
 
 def test_a_digest_tells_which_adapters_are_active_and_the_fingerprint_does_not() -> None:
     watch = AdapterWatch(model_with())
-    assert watch.digest == "" and not watch.look() and watch.version == 0
+    assert watch.adapted().digest == "" and not watch.look() and watch.version == 0
     assert with_adapters("weights", "") == "weights"
     model = model_with("a", "b")
     alone, watch = AdapterWatch(model_with("a")), AdapterWatch(model)
-    assert alone.digest == watch.digest != "", "whatever else is loaded"
-    found = {"", alone.digest}
+    assert alone.adapted().digest == watch.adapted().digest != "", "whatever else is loaded"
+    found = {"", alone.adapted().digest}
     for names in (("a", "b"), ("b",)):
         set_adapter(model, *names)
         watch.look()
-        found.add(watch.digest)
-    assert len(found) == 4 and AdapterWatch(model).digest == watch.digest
+        found.add(watch.adapted().digest)
+    assert len(found) == 4 and AdapterWatch(model).adapted().digest == watch.adapted().digest
     one, two = model_with(), model_with()
     add_adapter(one, "x", seed=1)
     add_adapter(two, "y", seed=1)
-    assert AdapterWatch(one).digest != AdapterWatch(two).digest, "a name is part of it"
+    assert AdapterWatch(one).adapted().digest != AdapterWatch(two).adapted().digest, "a name is part of it"
     # the fingerprint of weights is that of the model without adapters
     plain = fingerprint_model(model_with())
     assert fingerprint_model(model_with("a")) == plain == fingerprint_model(model_with("a", "b"))
@@ -322,33 +322,33 @@ CHANGES: list[Callable[[Any], None]] = [
 def test_every_change_is_seen_once(change: Callable[[Any], None]) -> None:
     model = model_with("a", "b")
     watch = AdapterWatch(model)
-    before = watch.digest
+    before = watch.adapted().digest
     assert not watch.look()
     change(model)
-    assert watch.look() and watch.digest != before and watch.version == 1
+    assert watch.look() and watch.adapted().digest != before and watch.version == 1
     assert not watch.look() and watch.version == 1
 
 
 def test_switching_back_gives_the_digest_back_and_a_merge_leaves_its_rounding() -> None:
     model = model_with("a", "b")
     watch = AdapterWatch(model)
-    separate = watch.digest
+    separate = watch.adapted().digest
     set_adapter(model, "b")
     assert watch.look()
     set_adapter(model, "a")
-    assert watch.look() and watch.digest == separate
+    assert watch.look() and watch.adapted().digest == separate
     disable(model)
-    assert watch.look() and watch.digest == ""
+    assert watch.look() and watch.adapted().digest == ""
     disable(model, False)
-    assert watch.look() and watch.digest == separate
+    assert watch.look() and watch.adapted().digest == separate
     merge(model)
     watch.look()
-    merged = watch.digest
+    merged = watch.adapted().digest
     unmerge(model)
-    assert watch.look() and watch.digest not in ("", separate, merged)
+    assert watch.look() and watch.adapted().digest not in ("", separate, merged)
     merge(model)
     unload(model)  # for good: the weights are not the model's any more
-    assert watch.look() and watch.digest != ""
+    assert watch.look() and watch.adapted().digest != ""
     assert not list(adapted_layers(model)) and not watch.look()
 
 
@@ -362,10 +362,10 @@ def test_weights_that_are_written_under_a_merged_adapter_are_others(is_opened_me
     if not is_opened_merged:
         merge(model)
         watch.look()
-    before = watch.digest
+    before = watch.adapted().digest
     with torch.no_grad():
         layers(model)[1].base_layer.weight[3, 5] += 1.0
-    assert watch.look() and watch.digest != before != ""
+    assert watch.look() and watch.adapted().digest != before != ""
     assert not watch.look()
 
 
@@ -403,17 +403,17 @@ def test_written_weights_change_the_digest(adapters: tuple[str, ...], change: Ca
     if adapters and change is replaced:
         pytest.skip("the adapted layer holds it elsewhere")
     watch = AdapterWatch(model)
-    before = watch.digest
+    before = watch.adapted().digest
     assert not watch.look()
     change(model)
     assert watch.look() and not watch.look()
-    assert watch.digest != before
+    assert watch.adapted().digest != before
     other = model_with(*adapters)
     same = AdapterWatch(other)
     change(other)
-    assert same.look() and same.digest == watch.digest  # by what they hold
+    assert same.look() and same.adapted().digest == watch.adapted().digest  # by what they hold
     trained(model)
-    assert watch.look() and watch.digest != same.digest
+    assert watch.look() and watch.adapted().digest != same.adapted().digest
 
 
 def test_precision_and_values_of_weights_without_versions_are_watched() -> None:
@@ -422,16 +422,16 @@ def test_precision_and_values_of_weights_without_versions_are_watched() -> None:
     watch, other = AdapterWatch(model), AdapterWatch(half)
     try:
         torch.set_float32_matmul_precision("high")
-        assert watch.look() and watch.digest != "" == other.digest and not other.look()
-        assert AdapterWatch(model).digest == watch.digest
-        found = {watch.digest}
+        assert watch.look() and watch.adapted().digest != "" == other.adapted().digest and not other.look()
+        assert AdapterWatch(model).adapted().digest == watch.adapted().digest
+        found = {watch.adapted().digest}
         torch.set_float32_matmul_precision("medium")
         assert watch.look()
-        found |= {watch.digest}
+        found |= {watch.adapted().digest}
         assert len(found) == 2
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert watch.look() and watch.digest == ""
+    assert watch.look() and watch.adapted().digest == ""
     # weights without versions by their values; those that are no numbers do not change
     with torch.inference_mode():
         model = model_with()
@@ -441,13 +441,13 @@ def test_precision_and_values_of_weights_without_versions_are_watched() -> None:
     assert not watch.look()
     with torch.inference_mode():
         in_data(model)
-    assert watch.look() and watch.digest != ""
+    assert watch.look() and watch.adapted().digest != ""
     model = model_with()
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
         model.lm_head.weight.fill_(float("nan"))
     watch = AdapterWatch(model)
-    assert not watch.look() and watch.digest == ""
+    assert not watch.look() and watch.adapted().digest == ""
 
 
 # ---- quantised in place ----------------------------------------------------------------------------------
@@ -516,10 +516,10 @@ def test_a_quantised_model_is_named_by_all_its_parts_and_blended_and_watched() -
     add_adapter(model, "a", seed=1)
     add_adapter(model, "b", seed=2)
     watch = AdapterWatch(model)
-    before = watch.digest
+    before = watch.adapted().digest
     assert not watch.look()
     set_adapter(model, "a")
-    assert watch.look() and watch.digest != before
+    assert watch.look() and watch.adapted().digest != before
     assert fingerprint_model(model) == fingerprint_model(quantised())
     for layer in model.model.layers:
         layer.self_attn.k_proj.base_layer.weight.scale *= 1.5

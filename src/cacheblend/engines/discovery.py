@@ -89,7 +89,11 @@ class Discovery(Generic[Asker]):
     def has_work(self) -> bool:
         """A request is being watched or a run is wanted; False while the store hangs, so that no idle engine keeps
         stepping."""
-        return bool(self._wanted) or (bool(self._behind) and time.monotonic() - self._progress_at < STUCK_S)
+        return bool(self._wanted) or (bool(self._behind) and not self.is_stuck)
+
+    @property
+    def is_stuck(self) -> bool:
+        return bool(self._behind) and time.monotonic() - self._progress_at >= STUCK_S
 
     def watch(
         self,

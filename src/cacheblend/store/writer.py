@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -50,6 +51,7 @@ class WriteBehind(Closable):
         self._changed = threading.Condition(self._lock)
         self._waiting: OrderedDict[BlockName, _Item] = OrderedDict()
         self._writing: list[BlockName] = []  # the first of them
+        self._began_at = 0.0  # when they were taken
         self._bytes, self._closed, self._is_full = 0, False, False  # bytes that wait; whether one was dropped since
         self._thread: threading.Thread | None = None
         self._reported: set[type[BaseException]] = set()
@@ -91,6 +93,11 @@ class WriteBehind(Closable):
         """Bytes that may wait beside those that do."""
         return max(0, self._max_bytes - self._bytes)
 
+    @property
+    def writing_s(self) -> float:
+        """Seconds that the store has taken for the blocks that are being written; 0: none are."""
+        return time.monotonic() - self._began_at if self._writing else 0.0
+
     def submit_all(self, blocks: Sequence[Block]) -> list[bool]:
         """Queues blocks as `submit` does each, all before one is written: those that follow each other go together."""
         with self._lock:
@@ -102,7 +109,7 @@ class WriteBehind(Closable):
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if not self._waiting:
                     return
-                items = self._next()
+                items, self._began_at = self._next(), time.monotonic()
             self._write(items)
             del items
             end_team()

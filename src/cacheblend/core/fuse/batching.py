@@ -16,6 +16,7 @@ A job never waits for a later one, except while a joining job runs the layers be
 has more rows than there is capacity for, or lost a block and restarted) waits until the oldest job is done.
 """
 
+import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -237,6 +238,17 @@ class TogetherPass:
             if not self._isolate:
                 raise
             self.errors[number] = error
+
+
+def let_go(error: BaseException) -> None:
+    """Lets go of what a failed computation held: the local variables in the frames of its error and of those behind it
+    keep tensors alive, of a failed pass until a garbage collection, and others need the memory that ran out."""
+    each: BaseException | None = error
+    while each is not None:
+        traceback.clear_frames(each.__traceback__)
+        each = each.__cause__ or each.__context__
+    if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _run_tile(tile: Sequence[LayerRows], join: Join) -> Sequence[torch.Tensor]:

@@ -14,6 +14,27 @@ An engine's layer calls it once, after RoPE, with q, k, v of the rows it was giv
 keeps them copies them: another call may write there."""
 
 
+class _ProjectedError(Exception):
+    """Leaves a layer as soon as its keys and values are known."""
+
+
+def projected(
+    run: Callable[[Callable[..., torch.Tensor]], object], kept: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a layer that `run` runs with the attention it is given. `kept` makes of each what is returned,
+    while the layer still runs: behind it another call may write there."""
+
+    def stop(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_: object) -> torch.Tensor:
+        raise _ProjectedError(kept(keys), kept(values))
+
+    try:
+        run(stop)
+    except _ProjectedError as left:
+        keys, values = left.args
+        return keys, values
+    raise RuntimeError("a layer finished without attention; its model should have been refused")
+
+
 class LayerRunner(Protocol):
     """Runs an engine's layers for one prompt. Holds the prompt's state (positions, angles) and no global state. `rows`
     are indices into the runner's rows, ascending int64 [n]; `hidden` is [n, width] in the model's dtype."""

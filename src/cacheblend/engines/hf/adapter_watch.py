@@ -49,10 +49,6 @@ class AdapterWatch:
             self.look()
             return self.version
 
-    def has_changed(self) -> bool:
-        """Looks; whether there is a change that the engine does not know yet."""
-        return self.latest_version() != self._followed
-
     def follow(self, renew: Callable[[Adapted], None]) -> None:
         """Looks; after a change calls `renew` with the model as it is now, and again if that fails."""
         with self._lock:
@@ -70,19 +66,13 @@ class AdapterWatch:
             # Of the copy: so what it computes is named by what it is, however often the model is switched.
             return Adapted(model, self.digest_of_copy(model), self.version)
 
-    @property
-    def digest(self) -> str:
-        """Hex digest of the active adapters (names, settings, weights), of changed weights, and of the precision; empty
-        if the model is as it was opened."""
-        return self.digest_of_copy(self._model)
-
     def look(self, *, anew: bool = False) -> bool:
-        """Looks again; True after any change, even if `digest` stays. `anew`: assume that something has changed."""
+        """Looks again; True after any change, even if the digest stays. `anew`: assume that something has changed."""
         marks, is_written = self._weight_marks, not torch.equal(self._weight_sample, _joined(self._weight_samples))
         if (
             not anew
             and not is_written
-            and marks == _marks_of(self._slots)
+            and marks == _marks_of(_held(self._slots))
             and self._precision == precision_of(self._model)
             and self._states == _states(self._watched)
             and self._marks == self._current_marks()
@@ -124,24 +114,25 @@ class AdapterWatch:
         bases = [t for base in self._bases.values() for t in base.parameters(recurse=False)]
         self._base_samples = _samples(bases)
         others = {id(tensor) for tensor in bases}
-        held = [kept.get(name) for kept, name in self._slots]
+        held = _held(self._slots)
         self._weight_samples = _samples([t for t in held if t is not None and id(t) not in others])
         self._samples = [*_samples(tensors), *self._base_samples]
         self._marks, self._sample = self._current_marks(), _joined(self._samples)
         self._base_sample, self._weight_sample = _joined(self._base_samples), _joined(self._weight_samples)
-        self._weight_marks, self._precision = _marks_of(self._slots), precision_of(self._model)
+        self._weight_marks, self._precision = _marks_of(held), precision_of(self._model)
 
     def _current_marks(self) -> tuple[Any, ...]:
         configs = getattr(self._model, "peft_config", None) or {}
         names = [(name, id(config)) for name, config in configs.items()]
-        return names, [tensor.data_ptr() for tensor in self._tensors], [tensor._version for tensor in self._tensors]
+        return names, _marks_of(self._tensors)
 
     def _merged_layers(self) -> dict[str, list[str]]:
         merged = {name: list(getattr(layer, "merged_adapters", ())) for name, layer in self._layers.items()}
         return {name: adapters for name, adapters in merged.items() if adapters}
 
     def digest_of_copy(self, model: nn.Module) -> str:
-        """`digest` of a copy of the model's modules, whichever adapters the model has been switched to since."""
+        """Hex digest of the active adapters (names, settings, weights), of changed weights, and of the precision; empty
+        if the model is as it was opened. Of a copy of the model's modules, whichever it has been switched to since."""
         found = hashlib.sha256()
         described = False
         for name, layer in adapted_layers(model):
@@ -250,17 +241,20 @@ def _slots(model: nn.Module) -> list[_Slot]:
     ]
 
 
-def _marks_of(slots: Sequence[_Slot]) -> list[Any]:
+def _held(slots: Sequence[_Slot]) -> list[torch.Tensor | None]:
+    return [held.get(name) for held, name in slots]
+
+
+def _marks_of(tensors: Sequence[Any]) -> list[Any]:
     """What differs once a tensor was replaced, or written to in its place."""
     try:
-        return [(tensor.data_ptr(), tensor._version) for tensor in [held[name] for held, name in slots]]
-    except (AttributeError, KeyError, NotImplementedError, RuntimeError):  # gone, made in inference mode, or quantised
-        found: list[Any] = [held.get(name) for held, name in slots]
+        return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+    except (AttributeError, NotImplementedError, RuntimeError):  # gone, made in inference mode, or quantised
         return [
             None
             if each is None
             else (each.data_ptr() if _is_plain(each) else id(each), None if each.is_inference() else each._version)
-            for each in found
+            for each in tensors
         ]
 
 

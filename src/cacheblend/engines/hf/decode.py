@@ -87,7 +87,7 @@ def _forward(view: ModelView, answers: Sequence[Decoding]) -> torch.Tensor:
             hidden = torch.cat(parts)
         else:
             hidden = runner.run(layer, hidden, rows, _attend(layer, answers))
-    return runner.logits_of_all(hidden)
+    return runner.logits(hidden).view(len(answers), -1)
 
 
 def _attend(layer: int, answers: Sequence[Decoding]) -> Attend:

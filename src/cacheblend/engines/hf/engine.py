@@ -8,6 +8,7 @@ with BlendEngine.from_pretrained("path/to/model", store="file:///var/cache/cache
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -260,12 +261,9 @@ class BlendEngine:
         **options: Unpack[SamplingOptions],
     ) -> Answer:
         """The whole answer to a message list; arguments as for `chat_prompt` and `generate`."""
-        sampling = sampling_of(params, options)
         check_type(template_options, Mapping | None, "template_options", 'a mapping, {"enable_thinking": False}')
         prompt = self.chat_prompt(messages, documents, **(template_options or {}))
-        *_, last = self._stream(prompt, sampling, ratio, conversation)
-        assert last.answer is not None
-        return last.answer
+        return self.generate(prompt, params, ratio=ratio, conversation=conversation, **options)
 
     def stream(
         self,
@@ -324,6 +322,11 @@ class BlendEngine:
             read = replace(read, conversation=conversation)
         if params.stop and self.runtime.builder is None:
             raise InvalidInputError("without a tokenizer the engine cannot find stop texts; use stop_token_ids")
+        vocabulary, bad = self.runtime.survey.vocab_size, chain.from_iterable(params.bad_words)
+        for name, ids in (("logit_bias", (token for token, _ in params.logit_bias)), ("bad_words", bad)):
+            for token in ids:
+                if not 0 <= token < vocabulary:
+                    raise InvalidInputError(f"{name} has token {token}; ids are in 0..{vocabulary - 1}")
         return Ask(read, params, grammar=self.runtime.grammars.compile(params.grammar), ratio=ratio)
 
     def generate_batch(

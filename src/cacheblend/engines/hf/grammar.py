@@ -236,7 +236,7 @@ def _check_combination(where: str, schema: Mapping[str, Any], said: list[str], t
 def _is_of(value: Any, kind: str) -> bool:
     if kind in ("integer", "number"):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and (kind == "number" or value == int(value))
+        return is_number and (kind == "number" or isinstance(value, int) or value.is_integer())
     return isinstance(value, _TYPES[kind][0])
 
 
@@ -424,6 +424,10 @@ class _Trial:
         try:
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
+            return self._process.stdout.readline() or None
         except BrokenPipeError:
             return None
-        return self._process.stdout.readline() or None
+        except BaseException:  # an interrupt: the answer, which comes late, would be taken for the next job's
+            self._process.kill()
+            self._process.wait()
+            raise

@@ -2,24 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 
 from cacheblend.core.fuse.batching import LayerRows
-from cacheblend.core.fuse.runner import Attend
-from cacheblend.core.kernels.attention import AttentionSpec
+from cacheblend.core.fuse.runner import Attend, projected
 from cacheblend.core.kernels.upload import upload
 from cacheblend.engines.hf.recurrent import LayerState, States, copy_of
 from cacheblend.engines.hf.view import LayerCall, LayerMask, ModelView
 
 _KEPT_ROWS = 16  # tiles of rows whose arguments are kept for the next layers
-
-
-class _ProjectedError(Exception):
-    @classmethod
-    def stop(cls, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-        raise cls(keys.clone(), values.clone())  # a graph writes where it was captured
 
 
 @dataclass(frozen=True)
@@ -64,12 +58,7 @@ class HfLayerRunner:
 
     def project(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [kv_heads, n, head_dim]; computes only the layer's norm and projections."""
-        try:
-            self.run_from({}, layer, hidden, rows, _ProjectedError.stop)
-        except _ProjectedError as projected:
-            keys, values = projected.args
-            return keys, values
-        raise RuntimeError(f"layer {layer} finished without attention; the survey should have refused this model")
+        return projected(partial(self.run_from, {}, layer, hidden, rows), torch.clone)
 
     def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The layer's output [n, width]. Of a recurrent layer the rows follow those of the call before."""
@@ -106,10 +95,6 @@ class HfLayerRunner:
         n = len(hidden)
         logits = self.view.close(hidden, self._token_ids[-n:], self._positions[-n:])
         return logits[0] if n == 1 else logits
-
-    def logits_of_all(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of all rows, [rows, vocab], given their final hidden states."""
-        return self.view.close(hidden, self._token_ids, self._positions)
 
     def _of_rows(self, value: Any, rows: torch.Tensor) -> Any:
         """The part of a layer's argument for these rows: tensors [1, rows, ...] are indexed, others kept. Layers share

@@ -151,10 +151,6 @@ class Prefiller:
         if config.layer_graphs and device.type == "cuda":
             survey.view.run_as(graphed_layers(survey.view.layers, CudaRecorder(device)))
 
-    @property
-    def kinds(self) -> LayerKinds:
-        return self._survey.kinds
-
     def of(self, survey: Survey) -> "Prefiller":
         """The same for the model with other adapters or weights."""
         same = Prefiller(survey, self._store, self._config, self.controller, self.device, self._sentence_end_ids)

@@ -265,8 +265,9 @@ class EngineRuntime:
             ends.callback(self.background.close)
             self.warmer.give_up_edited()  # many would take hours
             if wait:
-                is_silent = self.prefiller.late_tiers.silent or self.warmer.is_stuck
-                self.warmer.flush(CLOSE_S if is_silent else None)
+                while not self.warmer.flush(CLOSE_S):  # looked at again: the store may begin to hang meanwhile
+                    if self.prefiller.late_tiers.silent or self.warmer.is_stuck:
+                        break
 
 
 def _open_histories(config: BlendConfig, anchor: Anchor, kinds: LayerKinds) -> Histories | None:

@@ -118,9 +118,14 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     def processors(
-        self, prompt_tokens: int, stop_ids: Sequence[int], matcher: GrammarMatcher | None = None
+        self,
+        prompt_tokens: int,
+        stop_ids: Sequence[int],
+        matcher: GrammarMatcher | None = None,
+        device: torch.device | str = "cpu",
     ) -> LogitsProcessorList:
-        """In transformers' order: penalties, the grammar (`matcher`), then warpers; `stop_ids` end the answer."""
+        """In transformers' order: penalties, the grammar (`matcher`), then warpers; `stop_ids` end the answer. `device`
+        is that of the logits."""
         chosen: list[LogitsProcessor] = []
         if self.logit_bias:
             biases = {(token,): float(bias) for token, bias in self.logit_bias}
@@ -130,9 +135,10 @@ class SamplingParams:
         if self.presence_penalty or self.frequency_penalty:
             chosen.append(CountPenalties(prompt_tokens, self.presence_penalty, self.frequency_penalty))
         if self.bad_words:
-            chosen.append(NoBadWordsLogitsProcessor([list(word) for word in self.bad_words]))
+            chosen.append(BadWords(prompt_tokens, [list(word) for word in self.bad_words]))
         if self.min_new_tokens and stop_ids:
-            chosen.append(MinNewTokensLengthLogitsProcessor(prompt_tokens, self.min_new_tokens, list(stop_ids)))
+            least = MinNewTokensLengthLogitsProcessor(prompt_tokens, self.min_new_tokens, list(stop_ids), str(device))
+            chosen.append(least)
         chosen += [matcher] if matcher is not None else []
         if not self.greedy:
             chosen += [TemperatureLogitsWarper(float(self.temperature))] if self.temperature != 1 else []
@@ -153,6 +159,19 @@ class CountPenalties(LogitsProcessor):  # type: ignore[misc, unused-ignore]
         answer = input_ids[:, self._prompt_tokens :]
         counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
         return scores - self._presence * (counts > 0) - self._frequency * counts
+
+
+class BadWords(NoBadWordsLogitsProcessor):  # type: ignore[misc, unused-ignore]
+    """Forbids words of the answer: one that begins in the prompt is none."""
+
+    def __init__(self, prompt_tokens: int, words: list[list[int]]) -> None:
+        super().__init__(words)
+        self._prompt_tokens = prompt_tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """[1, vocab] scores after [1, tokens] ids."""
+        found: torch.Tensor = super().__call__(input_ids[:, self._prompt_tokens :], scores)
+        return found
 
 
 def _as_tuples(values: object) -> object:
@@ -243,7 +262,7 @@ class Sampler:
         self._matcher = None if grammar is None else grammar.matcher()
         self.logits, self._params = logits, params
         self._stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
-        self._processors = params.processors(len(prompt_ids), sorted(self._stops), self._matcher)
+        self._processors = params.processors(len(prompt_ids), sorted(self._stops), self._matcher, logits.device)
         self._generator = torch.Generator(device=logits.device)
         if params.seed is None:
             self._generator.seed()
@@ -276,10 +295,10 @@ class Sampler:
 
     def sample(self) -> int:
         """Samples the next token from `logits` and appends it. Raises `ModelOverflowError`: infinities or NaN."""
-        scores: torch.Tensor = self._processors(self._ids, self.logits[None].float())[0]
-        if not bool(self.logits.max().isfinite()):  # of NaN the most likely token would be any
+        if not bool(self.logits.max().isfinite()):  # of NaN the most likely token would be any, and a grammar has none
             found = f"the model's logits behind token {len(self)} have infinities or NaN"
             raise ModelOverflowError(found, self.logits.dtype)
+        scores: torch.Tensor = self._processors(self._ids, self.logits[None].float())[0]
         if self._params.greedy:
             token = scores.argmax()
         else:

@@ -22,11 +22,12 @@ import torch
 
 from cacheblend.core.errors import CacheBlendError, InvalidInputError, check_fields, check_type
 from cacheblend.core.failures import count_failure
-from cacheblend.core.fuse.batching import PrefillBatcher
+from cacheblend.core.fuse.batching import PrefillBatcher, let_go
 from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.engines.hf.decode import compute_logits
 from cacheblend.engines.hf.layers import JoinedRows
 from cacheblend.engines.hf.runtime import EngineRuntime
+from cacheblend.engines.hf.state import ModelState
 from cacheblend.engines.hf.tickets import Ask, Choice, DoneEvent, Event, Ticket, TokenEvent, WaitingTickets
 from cacheblend.engines.tokens.detokenizer import TextStream
 
@@ -215,17 +216,27 @@ class Scheduler:
     def _admit(self) -> None:
         runtime = self._runtime
         while True:
+            running = [*self._batcher, *self._answering]
             with self._lock:
-                if (due := self._waiting.next([*self._batcher, *self._answering])) is None:
+                if self._waiting.next(running) is None:
                     return
-                if self.active and (runtime.view is not self._view or runtime.adapters.has_changed()):
+            state: ModelState | Exception
+            try:
+                state = runtime.follow()  # without the lock: who switches adapters may take long
+            except Exception as error:
+                state = error
+            with self._lock:
+                if (due := self._waiting.next(running)) is None:
+                    return
+                if running and isinstance(state, ModelState) and state.survey.view is not self._view:
                     return  # the requests that run end with the adapters that they began with
                 ticket = self._opening = self._waiting.take(due)
             ask = ticket.ask
             try:
                 runtime.background.begin_request()
                 ticket.is_admitted = True
-                state = runtime.follow()
+                if isinstance(state, Exception):
+                    raise state
                 prompt = runtime.known_in(ask.prompt, state, ask.tenant) if ask.mode == "blend" else ask.prompt
                 ticket.prefill = runtime.open_prefill(
                     prompt, ratio=ask.ratio, selector=ask.selector, mode=ask.mode, tenant=ask.tenant, state=state
@@ -247,7 +258,7 @@ class Scheduler:
         while self._batcher and left > 0:
             tickets = self._batcher.next()
             left -= max(_LEAST_ROWS, sum(ticket.active_rows for ticket in tickets))
-            with self._runtime.view.threads.held():
+            with self._view.threads.held():
                 advanced = self._batcher.advance(tickets)
             for ticket, error in advanced:
                 if error is not None:
@@ -278,23 +289,30 @@ class Scheduler:
             ticket.watched = runtime.shadow.begin(result, ticket.origin)
 
     def _decode(self) -> None:
-        going = [(t, n, c) for t in self._answering for n, c in enumerate(t.choices) if c.finish_reason is None]
+        # By number: this frame may be in an error's traceback, and no answer's KV is to stay with that.
+        going = [(t, n) for t in self._answering for n, choice in enumerate(t.choices) if choice.finish_reason is None]
         if not going:
             return
-        compute_logits(self._view, [choice.decoding for _, _, choice in going])
-        for ticket, number, choice in going:
+        try:
+            compute_logits(self._view, [ticket.choices[number].decoding for ticket, number in going])
+        except Exception as error:  # a layer that failed may have changed any answer's state: none of them goes on
+            for ticket in list(self._answering):
+                self._end(ticket, error)
+            return
+        for ticket, number in going:
             if ticket in self._answering:
                 try:
-                    self._sample(ticket, number, choice)
+                    self._sample(ticket, number)
                 except Exception as error:  # affects one request only
                     self._end(ticket, error)
         for ticket in list(self._answering):
             if all(choice.finish_reason for choice in ticket.choices):
                 self._end(ticket, None)
 
-    def _sample(self, ticket: Ticket, number: int, choice: Choice) -> None:
+    def _sample(self, ticket: Ticket, number: int) -> None:
         """Samples a choice's next token and sends its event; after the first token, has missed chunks stored."""
-        sampler, stream, ask = choice.decoding.sampler, choice.stream, ticket.ask
+        choice, ask = ticket.choices[number], ticket.ask
+        sampler, stream = choice.decoding.sampler, choice.stream
         token = sampler.sample()
         if ticket.watched is not None and number == 0:  # of several answers one is compared
             ticket.watched.add(token, sampler.logits)
@@ -324,6 +342,8 @@ class Scheduler:
                 lambda: ticket.on_event(DoneEvent(ticket.report, error)),
                 "a last event could not be delivered",
             )
+            if error is not None:
+                ends.callback(_attempt, partial(let_go, error), "what a failed request held could not be freed")
             if ticket.is_admitted:
                 ticket.is_admitted = False
                 told = self._runtime.background.end_request

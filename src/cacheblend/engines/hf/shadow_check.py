@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from cacheblend.core.failures import CHECK, count_failure
-from cacheblend.core.fuse.batching import TogetherPass
+from cacheblend.core.fuse.batching import TogetherPass, let_go
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillResult
 from cacheblend.core.names import TokenIds
 from cacheblend.core.plan.prompt import Prompt, text
@@ -149,8 +149,7 @@ class ShadowCheck:
             self.watch.drop(FAILED)
             count_failure(CHECK)
             self._end()
-            if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
-                torch.cuda.empty_cache()  # requests need some of it
+            let_go(error)
 
     def close(self) -> None:
         """Drops all waiting answers; call it once nothing is computed any more. Idempotent."""

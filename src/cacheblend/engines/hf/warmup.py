@@ -39,7 +39,6 @@ from cacheblend.core.select.selectors import AllRows
 from cacheblend.engines.discovery import Discovery
 from cacheblend.engines.hf.adapter_watch import AdapterWatch
 from cacheblend.engines.hf.background import CLOSE_S, Background
-from cacheblend.engines.hf.prefiller import Prefiller
 from cacheblend.engines.hf.recurrent import SHORTEST, cache_argument, kv_of_cache, snapshot_blocks
 from cacheblend.engines.hf.state import ModelState
 from cacheblend.engines.hf.survey import check_mode
@@ -73,13 +72,13 @@ def compute_chunks(
 
 
 @torch.no_grad()
-def compute_with_states(prefiller: Prefiller, job: ChunkJob, planner: Planner, model_name: str) -> CapturedChunk:
+def compute_with_states(state: ModelState, job: ChunkJob, planner: Planner, model_name: str) -> CapturedChunk:
     """A job's full prefill, layer by layer: a state behind padding would be another one, so jobs share no forward.
     Snapshots of recurrent layers follow its blocks; compressed chunks have none, since they are no exact prefix."""
     prompt = Prompt.of([*(text(part.tolist()) for part in job.anchor), chunk(job.token_ids.tolist())])
-    with prefiller.open_alone(prompt, planner) as prefill:
+    with state.prefiller.open_alone(prompt, planner) as prefill:
         result = prefill.run()
-    blocks = [*blocks_of(job, planner, result.kv), *snapshot_blocks(prefiller.kinds, result.states)]
+    blocks = [*blocks_of(job, planner, result.kv), *snapshot_blocks(state.survey.kinds, result.states)]
     return CapturedChunk(blocks, manifest_of(job, planner, model_name))
 
 
@@ -303,8 +302,10 @@ class ChunkWarmer:
 
     @property
     def is_stuck(self) -> bool:
-        """The store has not answered background work for `STORE_S`."""
-        return self._is_awaited and self._asked is not None and time.monotonic() > self._asked[1] + STORE_S
+        """The store has not answered background work, or a write, for `STORE_S`."""
+        is_awaited = self._is_awaited and self._asked is not None and time.monotonic() > self._asked[1] + STORE_S
+        is_deleting = self._discovery is not None and self._discovery.is_stuck
+        return is_awaited or is_deleting or self._writer.writing_s > STORE_S
 
     def _ask_store(self, call: Callable[[], Answered]) -> Answered:
         """Has the store called in a thread that may hang. Where requests wait, its answer is waited for `STORE_S`.
@@ -441,7 +442,7 @@ class ChunkWarmer:
         check_mode(self._model)
         captured: list[CapturedChunk] = []
         if self._is_current(state) and state.survey.kinds.has_other_layers:
-            captured += [compute_with_states(state.prefiller, job, planner, self._name) for job in jobs]
+            captured += [compute_with_states(state, job, planner, self._name) for job in jobs]
         elif self._is_current(state):
             captured += compute_chunks(state.adapted.model, jobs, planner, self._name)
         if not self._is_current(state):  # also weights that were replaced in their place

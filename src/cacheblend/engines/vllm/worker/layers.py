@@ -1,18 +1,15 @@
 """Runs vLLM's own decoder layers on any subset of a prompt's rows (implements `core.fuse.runner.LayerRunner`)."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 
 from cacheblend.core.fuse.batching import LayerRows
-from cacheblend.core.fuse.runner import Attend
+from cacheblend.core.fuse.runner import Attend, projected
 from cacheblend.core.kernels.float8 import Float8
 from cacheblend.engines.vllm.internals.attention_shim import NO_ADAPTER, AttentionAnswer
-
-
-class _VllmProjectedError(Exception):
-    """Leaves a layer as soon as its keys and values are known."""
 
 
 class VllmLayerRunner:
@@ -36,16 +33,7 @@ class VllmLayerRunner:
 
     def project(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [kv_heads, n, head_dim], by the layer's norm and projections; `hidden` stays as it is."""
-
-        def stop(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            raise _VllmProjectedError(_heads_first(keys), _heads_first(values))
-
-        try:
-            self._run(layer, hidden, rows, stop)
-        except _VllmProjectedError as projected:
-            keys, values = projected.args
-            return keys, values
-        raise RuntimeError(f"layer {layer} finished without attention")
+        return projected(partial(self._run, layer, hidden, rows), _heads_first)
 
     def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The layer's output [n, width], written over `hidden` where vLLM's kernels work in place."""

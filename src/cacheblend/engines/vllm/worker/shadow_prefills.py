@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from cacheblend.core.failures import CHECK, count_failure
-from cacheblend.core.fuse.batching import PrefillBatcher
+from cacheblend.core.fuse.batching import PrefillBatcher, let_go
 from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.engines.shadow import FAILED, MOST_WAITING, QUEUE_FULL, Compared, compare
 from cacheblend.engines.vllm.jobs import CheckJob, StepJobs
@@ -25,7 +25,6 @@ from cacheblend.engines.vllm.worker.adapters import WorkerAdapters
 from cacheblend.engines.vllm.worker.layers import join
 from cacheblend.engines.vllm.worker.prefill_factory import Opener
 from cacheblend.engines.vllm.worker.ranks import RankFailedError
-from cacheblend.engines.vllm.worker.tasks import let_go
 
 logger = logging.getLogger("cacheblend.vllm")
 
@@ -154,7 +153,7 @@ class AnswerChecks:
             logger.warning("a shadow check failed; its request is not affected", exc_info=error)
         self._ended[job.number] = FAILED
         count_failure(CHECK)
-        let_go(error, self._device)
+        let_go(error)
 
     def _now(self) -> float:
         """A clock that includes the device's pending work."""

@@ -8,13 +8,10 @@ next layer read on all ranks       READY    computed
 
 import logging
 import time
-import traceback
 from collections.abc import Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 from cacheblend.core.fuse.prefill import PrefillJob, PrefillResult
 from cacheblend.core.load.loader import LayerKV
@@ -131,14 +128,3 @@ def _begin_read(task: Task) -> "Future[Any] | int":
         return READY
     task.begin_wait(read)
     return read
-
-
-def let_go(error: BaseException, device: torch.device) -> None:
-    """Lets go of what a failed computation held: the local variables in the frames of its error and of those behind it
-    keep tensors alive, and vLLM's own work needs the memory that ran out."""
-    each: BaseException | None = error
-    while each is not None:
-        traceback.clear_frames(each.__traceback__)
-        each = each.__cause__ or each.__context__
-    if isinstance(error, torch.OutOfMemoryError) and device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -18,7 +18,7 @@ from typing import NoReturn
 import torch
 
 from cacheblend.core.errors import ModelNotBlendableError
-from cacheblend.core.fuse.batching import PrefillBatcher
+from cacheblend.core.fuse.batching import PrefillBatcher, let_go
 from cacheblend.core.load.budget import LOAD_TIMEOUT
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.shadow import CLOSED
@@ -32,7 +32,7 @@ from cacheblend.engines.vllm.worker.layers import join
 from cacheblend.engines.vllm.worker.prefill_factory import Opener
 from cacheblend.engines.vllm.worker.ranks import RankFailedError
 from cacheblend.engines.vllm.worker.shadow_prefills import AnswerChecks
-from cacheblend.engines.vllm.worker.tasks import LATE, READY, SLOW, WAITING, Readiness, Task, let_go
+from cacheblend.engines.vllm.worker.tasks import LATE, READY, SLOW, WAITING, Readiness, Task
 
 IDLE_TIMES = 2  # budgets of a step in which vLLM computes nothing: no token waits for it
 READ_TIMEOUT_S = 10.0
@@ -360,7 +360,7 @@ class Worker(Outbox):
         else:
             logger.error(what, exc_info=error)
             self._give_up(task, type(error).__name__)
-        let_go(error, self._model.device)
+        let_go(error)
 
     def _give_up(self, task: Task, reason: str, read_s: Mapping[str, float] | None = None) -> None:
         self.counts.add_fallback(reason)
