@@ -174,6 +174,7 @@ def refusals(
     hf: Any = None,
     experts: bool = False,
     offload_group_size: int = 0,
+    prefix_match_unit: int | None = None,
     **model: Any,
 ) -> list[str]:
     """What is refused of a configuration of vLLM with these fields of its model and of that one's `hf_config`."""
@@ -186,7 +187,7 @@ def refusals(
         SimpleNamespace(  # type: ignore[arg-type]
             parallel_config=SimpleNamespace(**one | (parallel or {})),
             model_config=SimpleNamespace(hf_config=config, hf_text_config=config, **known | model),
-            cache_config=SimpleNamespace(cache_dtype=cache),
+            cache_config=SimpleNamespace(cache_dtype=cache, block_size=16, prefix_match_unit=prefix_match_unit),
             lora_config=lora,
             speculative_config=speculative,
             aux_output_config=SimpleNamespace(enabled=experts),

@@ -711,6 +711,27 @@ def test_who_only_reads_a_server_marks_nothing_as_used(server: RedisServer, ttl:
         assert raw.zrange("cacheblend:used", 0, -1, withscores=True) != before
 
 
+def test_what_others_keep_in_a_bucket_is_none_of_the_stores(request: pytest.FixtureRequest) -> None:
+    url, block, name = f"s3://{BUCKET}/{request.node.name}", make_block(3), make_block(4).name.hex()
+    objects = BucketObjects(url, options=bucket().options)
+    others = ["blocks/cafe", f"blocks/backup/{name}", f"blocks/{name.upper()}", "pins/cafe", "manifests/cafe"]
+    with RemoteStore(objects) as store:
+        for path in others:
+            objects._put(path, b"x")
+        store.write(block)
+        assert store.stats().blocks == 1 and store.pinned() == set() and store.manifests() == []
+        store.prune(0)
+        assert store.stats().blocks == 0 and all(objects._head(path) for path in others)
+
+
+@needs_bucket
+def test_an_endpoint_of_the_environment_may_be_plain_http(keys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", bucket().endpoint)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    with open_store(f"s3://{BUCKET}/by-environment") as store:
+        assert store.write(make_block(3)) and holds(store, make_block(3))
+
+
 def test_a_block_of_a_bucket_counts_as_used_when_it_is_found(request: pytest.FixtureRequest) -> None:
     objects = BucketObjects(f"s3://{BUCKET}/{request.node.name}", options=bucket().options)
     with RemoteStore(objects) as store:

@@ -514,3 +514,17 @@ def test_layers_are_read_by_the_caller_where_the_system_has_no_threads(monkeypat
         assert lost.awaited(0) is None
         with pytest.raises(BlockLostError):
             lost.layer(0)
+
+
+def test_a_second_pass_over_released_layers_is_read_ahead_too() -> None:
+    """As of a prompt behind its question's pass: read one by one, it would wait for each layer."""
+    plan, source = planned()
+    with LayerLoader(plan, source, LAYOUT, ROTATIONS) as loader:
+        for _ in range(2):
+            source.calls.clear()
+            source.threads.clear()
+            for index in range(len(LAYOUT.layers)):
+                loader.layer(index)
+                loader.release(index)
+            assert all(name.startswith("cacheblend-loader") for name in source.threads)
+            loader.rewind()

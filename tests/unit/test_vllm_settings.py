@@ -133,6 +133,16 @@ def index_of(*chunks: list[int]) -> ChunkIndex:
     return index
 
 
+def test_a_chunk_that_leaves_the_list_and_comes_back_is_found_each_time() -> None:
+    ids = list(range(100, 500))
+    index = index_of(ids)
+    (match,) = index.match(np.array(ids, dtype="<u4"))
+    for _ in range(40):
+        index.remove([match.chunk.chunk_id])
+        index.add([match.chunk])
+        assert len(index.match(np.array(ids, dtype="<u4"))) == 1
+
+
 def find_chunks(
     ids: list[int], params: Any = None, *, chunk_end_token_id: int | None = None, index: ChunkIndex | None = None
 ) -> Prompt:

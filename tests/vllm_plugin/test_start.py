@@ -137,6 +137,7 @@ def test_what_is_not_refused_of_a_configuration(fields: dict[str, Any]) -> None:
         ("'mtp'", "leave it out", {"speculative": drafted("mtp")}),
         ("sleep mode", "leave --enable-sleep-mode out", {"enable_sleep_mode": True}),  # no CPU can sleep
         ("--enable-return-routed-experts", "leave it out", {"experts": True}),  # vLLM's new runner only
+        ("--prefix-match-unit", "leave it out", {"prefix_match_unit": 8}),
         ("weights that are fetched before each layer", "leave --offload-group-size out", {"offload_group_size": 4}),
     ],
 )

@@ -194,7 +194,7 @@ class ChunkListing:
         """The ids of a root's known chunks, ordered; takes constant time, unless these have changed."""
         with self._lock:
             if root in self._by_root and root not in self._ordered:
-                self._ordered[root] = sorted(self._by_root[root])
+                self._ordered[root] = sorted(self._by_root.get(root, ()))
             return self._ordered.get(root, ())
 
     def get(self, chunk_id: BlockName) -> ChunkManifest | None:
@@ -279,6 +279,8 @@ class ChunkListing:
                 self._by_root.setdefault(chunk.root, {})[chunk.chunk_id] = chunk
             for root in roots:
                 self._ordered.pop(root, None)
+                if not self._by_root.get(root):  # one of each salt, of which there may be as many as users
+                    self._by_root.pop(root, None)
             for root in roots & self._indexes.keys():
                 if root in changed:
                     self._indexes[root] = changed[root]

@@ -94,6 +94,8 @@ class QuestionPass:
         self.layer += 1
         if self.layer < self._runner.num_layers:
             return False
+        if not self._keep:
+            self._loader.rewind()
         self._tell()
         followed = set[int]()
         for _ in range(self._selector.hops):

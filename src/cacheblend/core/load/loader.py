@@ -223,8 +223,12 @@ class LayerLoader(Closable):
         return None if pending is None or pending.done() else pending
 
     def release(self, index: int) -> None:
-        """Drops a layer's buffers, which must not be asked for again."""
+        """Drops a layer's buffers, which must not be asked for again, but after `rewind`."""
         self._given.pop(index, None)
+
+    def rewind(self) -> None:
+        """Begins anew: layers that were released are asked for once more, in order."""
+        self._next = 0
 
     def close(self) -> None:
         """Stops loading ahead and drops the buffers; waits for the layer being loaded unless `threads` were given.

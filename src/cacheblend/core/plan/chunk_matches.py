@@ -11,6 +11,7 @@ Hits are verified id by id, so a hash collision costs time but never gives a wro
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -112,7 +113,7 @@ class ChunkIndex:
         hashes = window_hashes(token_ids)
         found: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by chunk and position of its first token
         for windows in (self._old, self._new):
-            for at, number, offset in windows.find(hashes):
+            for at, number, offset in windows.find(hashes, self._chunks):
                 known = found.setdefault((number, at - offset), [])
                 if not any(start <= at < stop for start, stop in known):
                     run = self._run_around(token_ids, at, number, offset)
@@ -154,15 +155,18 @@ class _Windows:
         numbers = np.concatenate([part.numbers for part in parts])
         return _Windows(hashes[order], numbers[order], np.concatenate([part.offsets for part in parts])[order])
 
-    def find(self, hashes: npt.NDArray[np.uint64]) -> Iterator[tuple[int, int, int]]:
-        """(position, chunk, offset) of the windows that are known, ascending by position."""
+    def find(
+        self, hashes: npt.NDArray[np.uint64], chunks: Sequence[ChunkManifest | None]
+    ) -> Iterator[tuple[int, int, int]]:
+        """(position, chunk, offset) of the windows that are known of `chunks`, by number, ascending by position."""
         first = np.searchsorted(self.hashes, hashes, side="left")
         there = np.flatnonzero(first < len(self.hashes))
         there = there[self.hashes[first[there]] == hashes[there]]
         there = there[repeats(hashes[there]) < _MOST_REPEATS]
         beyond = np.searchsorted(self.hashes, hashes[there], side="right")
         for at, begin, end in zip(there.tolist(), first[there].tolist(), beyond.tolist(), strict=True):
-            for entry in range(begin, min(end, begin + _MOST_OWNERS)):
+            alive = (entry for entry in range(begin, end) if chunks[int(self.numbers[entry])] is not None)
+            for entry in islice(alive, _MOST_OWNERS):
                 yield at, int(self.numbers[entry]), int(self.offsets[entry])
 
 

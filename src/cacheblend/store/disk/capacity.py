@@ -29,8 +29,9 @@ from cacheblend.core.errors import InvalidInputError, StoreFullError
 from cacheblend.core.names import BlockName
 from cacheblend.store.base import Progress
 from cacheblend.store.disk.block_files import BlockFiles
-from cacheblend.store.disk.folder import BLOCK_SUFFIX, Folder, name_of_file, named_files, whole_pages
+from cacheblend.store.disk.folder import BLOCK_SUFFIX, Folder, named_files, whole_pages
 from cacheblend.store.eviction import EmptyChunks, Expiry, LeastWorth
+from cacheblend.store.format.block_file import name_of_file
 from cacheblend.store.sealed import Manifests
 
 _TRIES = 3

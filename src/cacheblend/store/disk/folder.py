@@ -29,7 +29,7 @@ from pathlib import Path
 from cacheblend.core.errors import StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
 from cacheblend.core.names import BlockName
 from cacheblend.store.base import LOGGER_NAME, SMALL_FILE_BYTES
-from cacheblend.store.format.block_file import CHAIN_FORMAT, NAME_BYTES
+from cacheblend.store.format.block_file import CHAIN_FORMAT, name_of_file
 from cacheblend.store.format.checksum import DamagedError
 from cacheblend.store.sealed import DOCUMENTS, MANIFESTS, Bytes, Sealed
 
@@ -426,7 +426,7 @@ class SealedFiles:
             folders = os.listdir(self._folder.documents)
         except FileNotFoundError:
             return []
-        roots = [folder for folder in sorted(folders) if name_of_file(folder, "") is not None]
+        roots = [folder for folder in sorted(folders) if name_of_file(folder) is not None]
         return [f"{DOCUMENTS}{root}" for root in roots if named_files(f"{self._folder.documents}/{root}", JSON_SUFFIX)]
 
     @contextlib.contextmanager
@@ -467,17 +467,6 @@ def named_files(folder: str, suffix: str = "") -> list[BlockName]:
     except FileNotFoundError:
         return []
     return sorted(name for file in files if (name := name_of_file(file, suffix)) is not None)
-
-
-def name_of_file(file: str, suffix: str) -> BlockName | None:
-    """The block name in a file's name, None if it has another form."""
-    text = file.removesuffix(suffix)
-    if len(file) != 2 * NAME_BYTES + len(suffix) or len(text) != 2 * NAME_BYTES or text.lower() != text:
-        return None
-    try:
-        return BlockName(bytes.fromhex(text))
-    except ValueError:
-        return None
 
 
 def remove_entry(path: str) -> None:

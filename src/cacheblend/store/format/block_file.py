@@ -186,6 +186,17 @@ def header_bytes(first: bytes, file_bytes: int) -> int:
     return data_at
 
 
+def name_of_file(file: str, suffix: str = "") -> BlockName | None:
+    """The block name in a file's name, None if it has another form."""
+    text = file.removesuffix(suffix)
+    if len(file) != 2 * NAME_BYTES + len(suffix) or len(text) != 2 * NAME_BYTES or text.lower() != text:
+        return None
+    try:
+        return BlockName(bytes.fromhex(text))
+    except ValueError:
+        return None
+
+
 def header_of(headers: Sequence[BlockHeader], name: BlockName) -> BlockHeader:
     """The one of this name; raises `DamagedError` if there is none."""
     for header in headers:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar, cast
 from cacheblend.core.errors import InvalidInputError, StoreError, StoreUnreachableError
 from cacheblend.core.load.threads import DaemonPool, results_of, submit_or_call
 from cacheblend.core.names import BlockName
+from cacheblend.store.format.block_file import name_of_file
 from cacheblend.store.remote.objects import HeldBlock, Objects, Range, parts_of, runs_of
 from cacheblend.store.sealed import DOCUMENTS, Bytes, Sealed
 
@@ -30,6 +31,7 @@ ASIDE_AT_ONCE = 8  # of these for what may be thousands: listing, eviction and p
 CLOSE_S = 5.0  # that `close` waits for requests that are under way
 UPLOAD_S = 60.0  # that writing an object may take; no request waits for it
 KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")  # environment variables with the credentials
+ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 # In errors of the service that is asked for credentials where the environment has none.
 _INSTANCE_METADATA = ("169.254.", "/latest/api/token", "/latest/meta-data")
@@ -57,7 +59,8 @@ class BucketObjects(Objects):
             check_keys(url)
         self.place = url
         settings = cast(Any, {"virtual_hosted_style_request": False, **(options or {})})
-        plain = (options or {}).get("endpoint", "").startswith("http://")
+        given = ((options or {}).get("endpoint"), *map(os.environ.get, ENDPOINTS))
+        plain = next(filter(None, given), "").startswith("http://")
 
         def opened(seconds: float) -> Any:
             limits = {"timeout": timedelta(seconds=seconds), "connect_timeout": timedelta(seconds=timeout)}
@@ -147,12 +150,11 @@ class BucketObjects(Objects):
 
     def held(self, *, tidy: bool = False) -> list[HeldBlock]:
         found = []
-        listed = self._list("blocks")
+        listed = self._named("blocks")
         with self._lock:
-            for meta in listed:
-                if (name := _name(meta["path"])) is not None:
-                    used = max(meta["last_modified"].timestamp(), self._used.get(name, 0.0))
-                    found.append(HeldBlock(name, int(meta["size"]), used))
+            for name, meta in listed:
+                used = max(meta["last_modified"].timestamp(), self._used.get(name, 0.0))
+                found.append(HeldBlock(name, int(meta["size"]), used))
             self._used = {block.name: self._used[block.name] for block in found if block.name in self._used}
         return found
 
@@ -163,7 +165,7 @@ class BucketObjects(Objects):
         self._delete([f"pins/{name.hex()}" for name in names])
 
     def pinned(self) -> set[BlockName]:
-        return {name for meta in self._list("pins") if (name := _name(meta["path"])) is not None}
+        return {name for name, _ in self._named("pins")}
 
     def put_sealed(self, kind: str, name: BlockName, data: Bytes) -> None:
         self._put(f"{kind}/{name.hex()}", bytes(data))
@@ -171,8 +173,7 @@ class BucketObjects(Objects):
     def sealed(self, kind: str) -> Mapping[BlockName, Sealed]:
         return {
             name: Sealed(f"{meta['e_tag']} {meta['last_modified']}", int(meta["size"]))
-            for meta in self._list(kind)
-            if (name := _name(meta["path"])) is not None
+            for name, meta in self._named(kind)
         }
 
     def documents_bytes(self) -> int:
@@ -196,7 +197,9 @@ class BucketObjects(Objects):
     def kinds(self) -> list[str]:
         """Lists all documents' records; what others put among them is none."""
         paths = (str(meta["path"]).rpartition("/") for meta in self._list(DOCUMENTS.rstrip("/")))
-        folders = {folder for folder, _, name in paths if _name(folder) is not None and _name(name) is not None}
+        folders = {
+            folder for folder, _, name in paths if name_of_file(folder.rpartition("/")[2]) and name_of_file(name)
+        }
         return sorted("/".join(folder.split("/")[-2:]) for folder in folders)
 
     def close(self) -> None:
@@ -219,6 +222,12 @@ class BucketObjects(Objects):
     def _delete(self, paths: Sequence[str]) -> None:
         if paths:
             self._ask(lambda: self._obstore.delete(self._bucket, paths))
+
+    def _named(self, folder: str) -> list[tuple[BlockName, Any]]:
+        """What lies in a folder under a block's name; what else others put there is none of the store's."""
+        listed = [(meta, str(meta["path"]).rpartition("/")) for meta in self._list(folder)]
+        found = [(name_of_file(file), meta) for meta, (parent, _, file) in listed if parent.endswith(folder)]
+        return [(name, meta) for name, meta in found if name is not None]
 
     def _list(self, folder: str) -> list[Any]:
         return self._ask(lambda: list(self._obstore.list(self._bucket, f"{folder}/").collect()))
@@ -273,11 +282,3 @@ def _first_line(error: Exception) -> str:
 
 def _block(name: BlockName) -> str:
     return f"blocks/{name.hex()}"
-
-
-def _name(path: str) -> BlockName | None:
-    """The block's name in an object's path; None for an object that does not belong to the store."""
-    try:
-        return BlockName(bytes.fromhex(path.rpartition("/")[2]))
-    except ValueError:
-        return None

@@ -238,6 +238,9 @@ def refusals(config: VllmConfig) -> list[str]:
         "pipeline parallelism (a stage has some of the layers: --tensor-parallel-size divides the model instead, "
         "--data-parallel-size the requests)": parallel.pipeline_parallel_size > 1,
         "data parallelism of a mixture of experts (start several servers instead)": parallel.data_parallel_size > 1,
+        "--prefix-match-unit (leave it out: a hash is then of less than a block)": (
+            cache.prefix_match_unit not in (None, cache.block_size)
+        ),
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
         speculation: bool(speculation),
