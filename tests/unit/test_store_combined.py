@@ -16,7 +16,7 @@ from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError
 from cacheblend.core.failures import NOT_WRITTEN, failed_since, failures
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block, LayerShape
-from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore, WriteBehind, open_store
+from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore, WriteBehind, open_store, writer
 from cacheblend.store.combined import CascadeStore
 from lab.speed.throttle import ThrottledStore
 from store_blocks import ROOT, before, holds, make_block, make_chain, make_manifest, same_bits
@@ -509,6 +509,23 @@ def test_errors_are_reported_once_a_kind_and_all_of_them_counted(caplog: pytest.
         ZeroDivisionError.__name__,
     ]
     assert failed_since(already) == {NOT_WRITTEN: 6}
+
+
+@pytest.mark.may_fail("store write")
+def test_closing_waits_for_a_slow_store_and_not_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    near, far, go = MemoryStore(), MemoryStore(), threading.Event()
+    before(far, "write", lambda block: go.wait(30))
+    store = CascadeStore([near, far])
+    store.write_all([make_block(1), make_block(2)])
+    monkeypatch.setattr(writer, "STUCK_S", 0.2)
+    store.close()
+    go.set()
+    slow, written = MemoryStore(), list[BlockName]()
+    before(slow, "write", lambda block: (time.sleep(0.05), written.append(block.name)))
+    with CascadeStore([MemoryStore(), slow]) as store:
+        for seed in range(10):
+            store.write(make_block(seed))
+    assert len(written) == 10
 
 
 @pytest.mark.may_fail(NOT_WRITTEN)

@@ -30,6 +30,7 @@ class _Item(NamedTuple):
     is_copy: bool
 
 
+STUCK_S = 120.0  # of a write, after which closing waits for no further one: places have shorter limits of their own
 _AT_ONCE, _BYTES_AT_ONCE = 16, 32 << 20  # blocks that follow each other are written together
 
 
@@ -185,14 +186,17 @@ class WriteBehind(Closable):
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Accepts no more blocks, writes those that wait and ends the thread; may be called twice. False if that takes
-        longer than `timeout_s`: then all waiting blocks are dropped except those being written."""
+        longer than `timeout_s`, or a write than `STUCK_S`: then all waiting blocks are dropped except those being
+        written."""
         with self._lock:
             self._closed = True
             self._changed.notify_all()
             thread = self._thread
         if thread is None or thread is threading.current_thread():
             return True
-        thread.join(timeout_s)
+        left = time_left(timeout_s)
+        while thread.is_alive() and left() != 0 and self.writing_s < STUCK_S:
+            thread.join(min(1.0, left() or 1.0))
         if not thread.is_alive():
             return True
         with self._lock:
