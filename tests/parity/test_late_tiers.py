@@ -263,7 +263,9 @@ def test_closing_does_not_wait_for_a_store_that_begins_to_hang_meanwhile(
 ) -> None:
     """In the last capture, in a write behind a request, or where it is asked to take a chunk off."""
     gate, hangs, store = threading.Event(), threading.Event(), MemoryStore()
-    for module, name in ((runtime_module, "CLOSE_S"), (warmup, "CLOSE_S"), (warmup, "STORE_S"), (discovery, "STUCK_S")):
+    for module in (warmup, discovery):
+        monkeypatch.setattr(module, "STUCK_S", 0.1)
+    for module, name in ((runtime_module, "CLOSE_S"), (warmup, "CLOSE_S"), (warmup, "STORE_S")):
         monkeypatch.setattr(module, name, 0.1)
     engine = open_engine(tiny_model("llama"), [], store=store, capture=True, discover=True)
     monkeypatch.setattr(engine.runtime.background, "close", partial(engine.runtime.background.close, 0.1))

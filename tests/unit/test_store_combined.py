@@ -511,6 +511,16 @@ def test_errors_are_reported_once_a_kind_and_all_of_them_counted(caplog: pytest.
     assert failed_since(already) == {NOT_WRITTEN: 6}
 
 
+def test_what_lasts_is_the_farthest_that_answers_and_may_be_written(tmp_path: Path) -> None:
+    """Else what it lacks would be computed for it again and again."""
+    with disk(tmp_path / "near") as near, disk(tmp_path / "far") as far, CascadeStore([near, far]) as store:
+        assert store.lasting is far and TieredStore(MemoryStore(), store).lasting is far
+        far.read_only = True
+        assert store.lasting is near
+        near.read_only = True
+        assert store.lasting is near
+
+
 @pytest.mark.may_fail("store write")
 def test_closing_waits_for_a_slow_store_and_not_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     near, far, go = MemoryStore(), MemoryStore(), threading.Event()

@@ -194,7 +194,7 @@ class ChunkListing:
         """The ids of a root's known chunks, ordered; takes constant time, unless these have changed."""
         with self._lock:
             if root in self._by_root and root not in self._ordered:
-                self._ordered[root] = sorted(self._by_root.get(root, ()))
+                self._ordered[root] = sorted(self._by_root[root])
             return self._ordered.get(root, ())
 
     def get(self, chunk_id: BlockName) -> ChunkManifest | None:

@@ -239,7 +239,7 @@ class Discovery(Generic[Asker]):
             stored.runs = (stored.runs - {run.name}) | found
             stored.is_split |= run in learnt.split
             self._chunk_of |= dict.fromkeys(found, name)
-            if not stored.runs and (not stored.is_split or run not in learnt.split):
+            if not stored.runs and run not in learnt.split:
                 del self._stored[name]  # nothing of it was seen for long
         return gone
 

@@ -107,7 +107,7 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
 
 
 def add_key(path: Path, name: str) -> str:
-    """Makes a new key and returns it, this once; the file, readable by its owner only, keeps the hash. Raises
+    """Makes a new key and returns it, this once; the file, at first readable by its owner only, keeps the hash. Raises
     `InvalidInputError` if the name is empty or taken, or the file cannot be read or written."""
     with _locked(path):
         keys = read_keys(path)

@@ -110,6 +110,11 @@ class KVStore(Closable, BlockSource):
         return not self.is_reachable
 
     @property
+    def writing_s(self) -> float:
+        """Seconds that a write in the background has taken so far; 0: there is none."""
+        return 0.0
+
+    @property
     def lasting(self) -> "KVStore":
         """Of several stores the one that outlives the others: what it holds need not be computed and stored again."""
         return self

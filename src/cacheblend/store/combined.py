@@ -114,9 +114,13 @@ class CombinedStore(KVStore):
         return all(member.is_away for member in self.members)
 
     @property
-    def lasting(self) -> KVStore:  # the farthest that answers
-        answering = (member for member in reversed(self.members) if member.is_reachable)
-        return next(answering, self.members[0]).lasting
+    def lasting(self) -> KVStore:  # the farthest that answers and may be written to
+        able = (each for each in reversed(self.members) if each.is_reachable and not getattr(each, "read_only", False))
+        return next(able, self.members[0]).lasting
+
+    @property
+    def writing_s(self) -> float:
+        return max(member.writing_s for member in self.members)
 
     def round_trip_s(self, tier: str) -> float:
         store, own = self._by_tier.get(tier, (None, tier))
@@ -463,6 +467,10 @@ class CascadeStore(CombinedStore):
         left = time_left(timeout_s)
         done = [writer.flush(left()) for writer in self._writers]
         return all(done)
+
+    @property
+    def writing_s(self) -> float:
+        return max(writer.writing_s for writer in self._writers)
 
     def close(self) -> None:
         for writer in self._writers:

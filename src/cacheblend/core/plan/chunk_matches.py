@@ -25,6 +25,7 @@ SHORTEST = 2 * WINDOW - 1
 """An equal run of this length contains a hashed window wherever it begins; shorter runs may be missed."""
 
 _MOST_OWNERS = 16  # chunks compared for one window: a text that thousands of chunks share identifies none of them
+_MOST_SEEN = 256  # with those that are no longer listed, until the index is made anew
 _MOST_REPEATS = 64  # equal windows of a prompt that are looked up: a text of one token would match at every shift
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd: 2 ** 64 over the golden ratio
 
@@ -165,7 +166,8 @@ class _Windows:
         there = there[repeats(hashes[there]) < _MOST_REPEATS]
         beyond = np.searchsorted(self.hashes, hashes[there], side="right")
         for at, begin, end in zip(there.tolist(), first[there].tolist(), beyond.tolist(), strict=True):
-            alive = (entry for entry in range(begin, end) if chunks[int(self.numbers[entry])] is not None)
+            some = range(begin, min(end, begin + _MOST_SEEN))
+            alive = (entry for entry in some if chunks[int(self.numbers[entry])] is not None)
             for entry in islice(alive, _MOST_OWNERS):
                 yield at, int(self.numbers[entry]), int(self.offsets[entry])
 

@@ -322,10 +322,10 @@ class BlendEngine:
             read = replace(read, conversation=conversation)
         if params.stop and self.runtime.builder is None:
             raise InvalidInputError("without a tokenizer the engine cannot find stop texts; use stop_token_ids")
-        vocabulary, bad = self.runtime.survey.vocab_size, chain.from_iterable(params.bad_words)
+        bad = chain.from_iterable(params.bad_words)
         for name, ids in (("logit_bias", (token for token, _ in params.logit_bias)), ("bad_words", bad)):
             for token in ids:
-                if not 0 <= token < vocabulary:
+                if not 0 <= token < (vocabulary := self.runtime.survey.vocab_size):
                     raise InvalidInputError(f"{name} has token {token}; ids are in 0..{vocabulary - 1}")
         return Ask(read, params, grammar=self.runtime.grammars.compile(params.grammar), ratio=ratio)
 

@@ -170,7 +170,9 @@ class BadWords(NoBadWordsLogitsProcessor):  # type: ignore[misc, unused-ignore]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """[1, vocab] scores after [1, tokens] ids."""
-        found: torch.Tensor = super().__call__(input_ids[:, self._prompt_tokens :], scores)
+        own = input_ids[:, self._prompt_tokens - 1 :].clone()
+        own[:, 0] = -1  # no token: some versions of transformers forbid nothing behind fewer ids than a word has
+        found: torch.Tensor = super().__call__(own, scores)
         return found
 
 

@@ -242,7 +242,7 @@ class Scheduler:
                     prompt, ratio=ask.ratio, selector=ask.selector, mode=ask.mode, tenant=ask.tenant, state=state
                 )
             except Exception as error:
-                self._end(ticket, error)
+                self._fail([ticket], error)
                 continue
             ticket.origin = runtime.origin(state, own=ask.is_own, tenant=ask.tenant_label)
             self._view = state.survey.view
@@ -260,16 +260,16 @@ class Scheduler:
             left -= max(_LEAST_ROWS, sum(ticket.active_rows for ticket in tickets))
             with self._view.threads.held():
                 advanced = self._batcher.advance(tickets)
-            for ticket, error in advanced:
-                if error is not None:
-                    self._end(ticket, error)
-                elif ticket.prefill is not None and ticket.prefill.done:
+            for error in {id(error): error for _, error in advanced if error is not None}.values():
+                self._fail([ticket for ticket, failed in advanced if failed is error], error)
+            for ticket, failed in advanced:
+                if failed is None and ticket.prefill is not None and ticket.prefill.done:
                     try:
                         self._open_choices(ticket, ticket.prefill)
                         self._batcher.remove(ticket)
                         self._answering.append(ticket)
                     except Exception as error:
-                        self._end(ticket, error)
+                        self._fail([ticket], error)
             if any(not ticket.choices[0].decoding.sampler.has_begun for ticket in self._answering):
                 return  # a first token can be sampled: do not delay it by other prompts
 
@@ -296,15 +296,13 @@ class Scheduler:
         try:
             compute_logits(self._view, [ticket.choices[number].decoding for ticket, number in going])
         except Exception as error:  # a layer that failed may have changed any answer's state: none of them goes on
-            for ticket in list(self._answering):
-                self._end(ticket, error)
-            return
+            return self._fail(list(self._answering), error)
         for ticket, number in going:
             if ticket in self._answering:
                 try:
                     self._sample(ticket, number)
                 except Exception as error:  # affects one request only
-                    self._end(ticket, error)
+                    self._fail([ticket], error)
         for ticket in list(self._answering):
             if all(choice.finish_reason for choice in ticket.choices):
                 self._end(ticket, None)
@@ -333,6 +331,13 @@ class Scheduler:
 
     # ---- end of a request -------------------------------------------------------------------------------
 
+    def _fail(self, tickets: Sequence[Ticket], error: Exception) -> None:
+        """Ends requests by an error that was caught here. What it holds is let go of before anybody else has it: who
+        raises it again has frames in it, too."""
+        _attempt(partial(let_go, error), "what a failed request held could not be freed")
+        for ticket in tickets:
+            self._end(ticket, error)
+
     def _end(self, ticket: Ticket, error: Exception | None) -> None:
         """Lets go of a request, completes its report, and delivers its last event: each step whatever becomes of those
         before it, also where the caller's thread is interrupted."""
@@ -342,8 +347,6 @@ class Scheduler:
                 lambda: ticket.on_event(DoneEvent(ticket.report, error)),
                 "a last event could not be delivered",
             )
-            if error is not None:
-                ends.callback(_attempt, partial(let_go, error), "what a failed request held could not be freed")
             if ticket.is_admitted:
                 ticket.is_admitted = False
                 told = self._runtime.background.end_request

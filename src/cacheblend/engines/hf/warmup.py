@@ -45,6 +45,7 @@ from cacheblend.engines.hf.survey import check_mode
 from cacheblend.engines.histories import Histories, exact_part, next_section
 from cacheblend.engines.keeper import ChunkKeeper, WarmReport
 from cacheblend.store import KVStore, WriteBehind
+from cacheblend.store.writer import STUCK_S
 
 Progress = Callable[[int, int], None]
 Answered = TypeVar("Answered")
@@ -302,10 +303,10 @@ class ChunkWarmer:
 
     @property
     def is_stuck(self) -> bool:
-        """The store has not answered background work, or a write, for `STORE_S`."""
+        """The store has not answered background work for `STORE_S`, or a write for `STUCK_S`."""
         is_awaited = self._is_awaited and self._asked is not None and time.monotonic() > self._asked[1] + STORE_S
         is_deleting = self._discovery is not None and self._discovery.is_stuck
-        return is_awaited or is_deleting or self._writer.writing_s > STORE_S
+        return is_awaited or is_deleting or max(self._writer.writing_s, self._store.writing_s) > STUCK_S
 
     def _ask_store(self, call: Callable[[], Answered]) -> Answered:
         """Has the store called in a thread that may hang. Where requests wait, its answer is waited for `STORE_S`.
@@ -460,7 +461,7 @@ class ChunkWarmer:
         can_be_prefix = codec_of(planner.codec).is_exact
         if not state.survey.kinds.states or not can_be_prefix or len(job) < SHORTEST:
             return True
-        [found] = self._store.find([state_name(manifest.chunk_id)])
+        [found] = self._store.lasting.find([state_name(manifest.chunk_id)])
         return found is not None
 
     def _is_current(self, state: ModelState) -> bool:

@@ -137,8 +137,9 @@ class PromptBuilder:
             raise InvalidInputError(
                 f"{type(tokenizer).__name__} has no fast backend (tokenizer.json); tokenise yourself and pass token ids"
             )
-        text = backend.to_str()
-        spec, self.digest = json.loads(text), hashlib.sha256(text.encode()).hexdigest()
+        spec = json.loads(backend.to_str())
+        fixed = spec | {"truncation": None, "padding": None}  # which a call of the tokenizer may change
+        self.digest = hashlib.sha256(json.dumps(fixed).encode()).hexdigest()
         self._tokenizer = tokenizer
         self._added = added = {int(token["id"]): str(token["content"]) for token in spec["added_tokens"]}
         self._special = {token["id"] for token in spec["added_tokens"] if token["special"]}

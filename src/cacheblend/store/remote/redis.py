@@ -76,8 +76,11 @@ class RedisObjects(Objects):
                 if self._client is None:
                     self._client = self._open()
             answers = self._asked(ask)
-            if any(isinstance(answer, self._demoted) for answer in answers):  # its name may be another node's by now
-                self._client.connection_pool.disconnect(inuse_connections=False)
+            pool = getattr(
+                self._client, "connection_pool", None
+            )  # none of a cluster, whose nodes say where else to ask
+            if pool is not None and any(isinstance(answer, self._demoted) for answer in answers[:all_of]):
+                pool.disconnect(inuse_connections=False)  # its name may be another node's by now
                 answers = self._asked(ask)
             for answer in answers[:all_of]:
                 if isinstance(answer, Exception):
