@@ -469,3 +469,18 @@ def test_a_killed_sync_goes_on_where_it_was(run: Run, tmp_path: Path) -> None:
     assert done["documents"] == count and done["missing_documents"] == 0
     assert 0 < done["computed_chunks"] <= done["chunks"] - held
     assert run("--store", store, "--source", source, "--json").json["kept"] == count
+
+
+@pytest.mark.may_fail("store write")
+@pytest.mark.parametrize("command", ["sync", "warm"])
+def test_what_a_farther_store_could_not_take_is_said(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    """The nearer one took all, so nothing was refused while it was computed."""
+    (tmp_path / "a.txt").write_text(text_of(1, 80))
+    stores = f"file://{tmp_path}/near, file://{tmp_path}/far?max_bytes=8KiB"
+    run = runner(capsys, command, "--model", str(shallow()))
+    given = ("--source", tmp_path) if command == "sync" else ("--data", tmp_path / "a.txt")
+    done = run(*given, "--store", stores)
+    assert done.code == 1 and f"store write): {command} again" in " ".join(done.err.split())
+    assert run(*given, "--store", tmp_path / "near").code == 0

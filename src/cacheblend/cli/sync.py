@@ -9,6 +9,7 @@ import typer
 from cacheblend.cli import options, output
 from cacheblend.cli.models import open_engine
 from cacheblend.cli.option_groups import option
+from cacheblend.core.failures import failed_since, failures, in_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +42,7 @@ def sync(
     """Store the documents of a source, recompute what changed of them, and drop those that are gone.
 
     Of an edited document only the chunks around the edit are computed. The command may be repeated and interrupted.
-    Exit code 1 if a document could not be read; what is stored of it stays.
+    Exit code 1 if a document could not be read, of which what is stored stays, or a chunk not be written.
     """
     from cacheblend.core.config import BlendConfig
     from cacheblend.data import Unreadable, read_documents
@@ -60,7 +61,7 @@ def sync(
     cutting = Cutting(chunk_tokens, min(64, chunk_tokens // 2))
     found = read_documents(source, sys.stdin.buffer)
     config = BlendConfig(**stored.settings(), discover=False)
-    lasting = lasting_url(store.store)
+    lasting, before = lasting_url(store.store), failures()
     with open_engine(model.model, lasting, config, device, quiet=json) as engine:
         system = layout.build(engine, [("?", "")], "?") if config.anchor == "system" else None
         work = DocumentSync(engine, collection=collection, cutting=cutting, system=system, dry_run=dry_run)
@@ -70,8 +71,10 @@ def sync(
         report = work.finish(vanished)
         records = engine.store.documents
         others = sum(len(records.names(root)) for root in records.roots() if root != work.root)
+    unwritten = failed_since(before)
     if json:
         extra = {"failed": failed, "skipped": found.skipped, "other_models": others, "dry_run": dry_run}
+        extra["failed_writes"] = unwritten
         output.print_json({"documents": report.documents} | asdict(report) | extra | {"store": shown_url(lasting)})
     else:
         out, would = output.console(), "would be " if dry_run else ""
@@ -97,7 +100,9 @@ def sync(
         for is_so, note in notes:
             if is_so:
                 out.print(output.visible(note), style="yellow", soft_wrap=True)
-    if failed:
+    if unwritten:
+        output.say(f"not all is stored ({in_words(unwritten)}): sync again")
+    if failed or unwritten:
         raise typer.Exit(1)
 
 

@@ -105,5 +105,5 @@ def warm(
             )
         )
     if failed:
-        output.console(stderr=True).print(f"not all is stored ({in_words(failed)}): warm again", soft_wrap=True)
+        output.say(f"not all is stored ({in_words(failed)}): warm again")
         raise typer.Exit(1)

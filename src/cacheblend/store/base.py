@@ -72,9 +72,11 @@ class KVStore(Closable, BlockSource):
 
     Attributes:
         documents: what is known of the documents that its chunks are parts of.
+        read_only: nothing is ever written to it.
     """
 
     documents: DocumentRecords
+    read_only: bool = False
 
     @abstractmethod
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:

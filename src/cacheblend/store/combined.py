@@ -115,7 +115,7 @@ class CombinedStore(KVStore):
 
     @property
     def lasting(self) -> KVStore:  # the farthest that answers and may be written to
-        able = (each for each in reversed(self.members) if each.is_reachable and not getattr(each, "read_only", False))
+        able = (each for each in reversed(self.members) if each.is_reachable and not each.read_only)
         return next(able, self.members[0]).lasting
 
     @property

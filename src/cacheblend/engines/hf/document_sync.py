@@ -11,7 +11,7 @@ one of them meanwhile; a chunk is dropped when no document has it any more.
 
 import hashlib
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -267,12 +267,14 @@ class DocumentSync:
         return self._known.get(name)
 
     def _is_current(self, record: DocumentRecord, digest: str) -> bool:
-        """Whether the document is unchanged, and the store holds and lists all its chunks."""
-        if record.digest != digest or record.stale:
-            return False
+        """Whether the document is unchanged, and its chunks are held."""
+        return record.digest == digest and not record.stale and self._are_held(record.chunks)
+
+    def _are_held(self, chunks: Sequence[Blocks]) -> bool:
+        """Whether the store holds and lists all of them."""
         store = self._store.lasting
-        held = all(store.held([name for blocks in record.chunks for name in blocks]))
-        return held and all(store.has_manifest(blocks[-1]) for blocks in record.chunks)
+        held = all(store.held([name for blocks in chunks for name in blocks]))
+        return held and all(store.has_manifest(blocks[-1]) for blocks in chunks)
 
     def _count(self, record: DocumentRecord) -> None:
         self.report.chunks += len(record.chunks)
@@ -285,9 +287,7 @@ class DocumentSync:
         batch, self._batch, self._batch_tokens = self._batch, [], 0
         if self._dry_run:
             for blocks, segment in (pair for record, of in batch for pair in zip(record.chunks, of, strict=True)):
-                store = self._store.lasting
-                held = all(store.held(blocks)) and store.has_manifest(blocks[-1])
-                if not held and blocks[-1] not in self._would_compute:
+                if blocks[-1] not in self._would_compute and not self._are_held([blocks]):
                     self._would_compute.add(blocks[-1])
                     self.report.computed_chunks += 1
                     self.report.computed_tokens += len(segment)
