@@ -11,10 +11,10 @@ in one process. `core.fuse.batching` runs them side by side.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,7 @@ from cacheblend.core.load.budget import LoadBudget
 from cacheblend.core.load.layer_kv import LayerCache, LayerKV
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.names import BlockName
-from cacheblend.core.plan.plan import RESIDENT, BlendPlan, Source
+from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.report import BlendReport
 from cacheblend.core.select.selectors import Selector
 
@@ -240,9 +240,8 @@ class BlendedPrefill(Closable):
             self._restarts += self._rows.has_dropped
             self._add_loads()
             self.close()
-            every = {span.name for span in self._plan.spans if span.name != RESIDENT}
-            names = every if self._restarts > 1 else error.names
-            self._start(self._plan.leaving_out(frozenset(names)) if is_late else self._plan.without(names))
+            names: Iterable[BlockName] | Literal["all"] = "all" if self._restarts > 1 else error.names
+            self._start(self._plan.leaving_out(names) if is_late else self._plan.without(names))
         finally:
             self._report.compute_s += time.perf_counter() - began
 

@@ -121,7 +121,8 @@ class DaemonPool:
             thread.join(left())
 
     def __del__(self) -> None:
-        self.close()
+        if os is not None:  # else the interpreter is ending, and takes modules away in any order
+            self.close()
 
 
 def standing_aside(items: Iterable[T]) -> Iterator[T]:

@@ -203,7 +203,7 @@ class BlendPlan:
     def without(self, lost: Iterable[BlockName] | Literal["all"]) -> "BlendPlan":
         """The plan after blocks were lost: their rows are misses, or text. A PREFIX span after a lost one still has
         exact KV; it is kept as LOADED with keys that need not move."""
-        gone = {s.name for s in self.spans} if lost == "all" else set(lost)
+        gone = self._lost(lost)
         spans, in_prefix = [], True
         for span in self.spans:
             if span.name in gone and span.source in (Source.PREFIX, Source.LOADED):
@@ -213,6 +213,10 @@ class BlendPlan:
                 span = replace(span, source=Source.LOADED)
             spans.append(span)
         return replace(self, spans=tuple(spans))
+
+    def _lost(self, names: Iterable[BlockName] | Literal["all"]) -> frozenset[BlockName]:
+        """`names`, or all but what the engine holds itself."""
+        return frozenset((s.name for s in self.spans if s.name != RESIDENT) if names == "all" else names)
 
     def exact_only(self) -> "BlendPlan":
         """The plan that loads nothing but the exact prefix; what it computes instead does not count as missed."""
@@ -266,6 +270,7 @@ class BlendPlan:
             segments.append(replace(end, token_ids=end.token_ids[:-1], whole=whole))
         return replace(self, prompt=replace(self.prompt, segments=tuple(segments)), spans=tuple(spans))
 
-    def leaving_out(self, names: frozenset[BlockName]) -> "BlendPlan":
+    def leaving_out(self, names: Iterable[BlockName] | Literal["all"]) -> "BlendPlan":
         """The plan that computes these stored blocks instead of loading them; they do not count as missed."""
-        return replace(self.without(names), left_out=self.left_out | names)
+        gone = self._lost(names)
+        return replace(self.without(gone), left_out=self.left_out | gone)

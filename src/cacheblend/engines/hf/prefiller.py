@@ -202,7 +202,7 @@ class Prefiller:
         source = BudgetedSource(self._store, budget, self._threads)
         plan = planner.plan(prompt, source)
         if source.is_late:  # who knows what is stored: nothing is captured
-            return plan.leaving_out(frozenset(span.name for span in plan.spans))
+            return plan.leaving_out("all")
         self.late_tiers.answered([LOOK_UP])
         stored = [span for span in plan.spans if span.source in (Source.PREFIX, Source.LOADED)]
         late = {tier for tier in {span.tier for span in stored} if budget.skips("loading", tier)}

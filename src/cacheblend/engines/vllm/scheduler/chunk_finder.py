@@ -338,7 +338,7 @@ class ChunkFinder:
             return found
         if not found.held or looked_up_s < seconds:
             return replace(found, load_s=seconds - looked_up_s)
-        return replace(found, plan=plan.leaving_out(frozenset(span.name for span in plan.spans)), is_slow=True)
+        return replace(found, plan=plan.leaving_out("all"), is_slow=True)
 
     def _list(self, listing: ChunkListing, captured: Sequence[CaptureJob]) -> None:
         chunks, held = [manifest_of(job.chunk, job.planner, "") for job in captured], set[BlockName]()
