@@ -7,6 +7,7 @@ import logging
 import random
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
@@ -19,7 +20,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, StoreUnreachableError
+from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.core.profile import Profile
 from cacheblend.core.select.selectors import AllRows, Hkvd, NoRows
 from cacheblend.engines.hf import BlendEngine, Passage
@@ -27,13 +29,14 @@ from cacheblend.engines.hf.doctor import Diagnosis, diagnose
 from cacheblend.engines.settings import PROFILE_NAME, read_profile
 from cacheblend.evaluation import gate
 from cacheblend.evaluation.candidates import Candidate, grid
-from cacheblend.evaluation.gate import Bar, GateRow, profile_of, run_gate
+from cacheblend.evaluation.gate import Bar, GateRow, GateRun, profile_of, run_gate
 from cacheblend.evaluation.scorers import WordF1
+from cacheblend.store import MemoryStore
 from campaign import rotating
 from command_line import Run
 from families import BLENDABLE, HYBRID, REFUSED, Family, tiny_model
 from lab.suite.suite import check
-from parity.scenes import DIVERSE
+from parity.scenes import DIVERSE, B, C, open_engine
 from tiny_folder import TinyShape, build_tiny
 from tokenizers_for_tests import byte_level, sentencepiece
 
@@ -282,6 +285,37 @@ def test_a_failed_attempt_is_followed_by_the_next_dearer(engine: BlendEngine, mo
     assert (failed.passes, failed.stopped, chosen.passes) == (False, True, True)
     assert found.attempts == 2
     assert chosen.found is not None and chosen.found.bound == pytest.approx(0.025 ** (1 / 8))
+
+
+def test_what_was_computed_after_all_is_no_proof_of_agreement(
+    engine: BlendEngine, built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SlowStore(MemoryStore):
+        def read_layers(self, *arguments: Any, **options: Any) -> Any:
+            time.sleep(0.2)
+            return super().read_layers(*arguments, **options)
+
+    none = [Candidate("none", {"selector": "none"})]
+    config = BlendConfig(capture=False, load_timeout_s=0.02)
+    with (
+        BlendEngine.from_pretrained(built, store=SlowStore(), config=config) as slow,
+        pytest.raises(StoreUnreachableError, match="the store was too slow"),
+    ):
+        run_gate(slow, rows(16), none, LOW)
+    # Of a model with recurrent layers the chunk behind BOS is an exact prefix, and nothing else is loaded
+    prompts = [GateRow(Prompt.of([B, chunk(C.token_ids[:n]), text([n, 9, 8])])) for n in range(9, 21)]
+    with (
+        open_engine(tiny_model("qwen3_next"), []) as hybrid,
+        pytest.raises(InvalidInputError, match="have nothing to blend"),
+    ):
+        run_gate(hybrid, prompts, none, LOW)
+    # Too few rows are left of those that were to confirm
+    original = GateRun.measure
+    monkeypatch.setattr(
+        GateRun, "measure", lambda *of, with_answers: [] if with_answers else original(*of, with_answers=False)
+    )
+    found = run_gate(engine, rows(16), [EXACT], LOW)
+    assert (found.verdict, len(found.confirmed)) == ("too few rows", 1)
 
 
 def test_agreement_alone_does_not_pass_where_f1_falls(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:

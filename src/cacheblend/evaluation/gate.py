@@ -231,8 +231,13 @@ def run_gate(
         confirmed.append(run.confirm(tried.candidate, to_confirm, bar.part(attempts)))
         if confirmed[-1].passes:
             break
+    if skipped.nothing_to_blend and not any(tried.found for tried in searched):
+        raise InvalidInputError(nothing_left(skipped))
     chosen = next((tried for tried in confirmed if tried.passes), None)
-    verdict: Verdict = "passed" if chosen else "none passes" if attempts else "too few rows"
+    # In rows that are left something may turn out to be an exact prefix: then there may be too few for any attempt.
+    needed = bar.part(attempts).needed_rows if attempts else 0
+    is_decided = not confirmed or any(one.stopped or (one.found and one.found.rows >= needed) for one in confirmed)
+    verdict: Verdict = "passed" if chosen else "none passes" if attempts and is_decided else "too few rows"
     return GateResult(
         bar=bar,
         verdict=verdict,
@@ -291,7 +296,7 @@ def profile_of(engine: BlendEngine, result: GateResult, data: Path | None = None
     return Profile(engine.fingerprint, settings, measured)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GatePrompt:
     """A row with a usable prompt."""
 
@@ -309,6 +314,7 @@ class GateRun:
     progress: Progress | None
     total: int
     done: int = 0
+    exact: list[GatePrompt] = field(default_factory=list)  # rows in which nothing was blended
 
     def search(self, candidates: Sequence[Candidate], rows: Sequence[GatePrompt]) -> list[Tried]:
         """All candidates row by row, so that full recompute runs once per row; hopeless candidates are stopped."""
@@ -345,10 +351,10 @@ class GateRun:
         """One sample per selector; none if nothing can be blended in the row. Answers are generated for rows with gold
         answers, and for all rows if `with_answers`."""
         engine, prompt, bar = self.engine, row.prompt, self.bar
-        engine.warm(prompt.chunks, system=prompt)
         self.done += 1
         samples: list[Sample] = []
-        if len(engine.runtime.planner.plan(prompt, engine.store).candidate_rows):
+        if row not in self.exact:
+            engine.warm(prompt.chunks, system=prompt)
             score = partial(best, bar.scorer, golds=row.answers) if bar.scorer and row.answers else None
             tokens = bar.answer_tokens if with_answers or score else 0
             asked = Asked(engine, Template(stop=bar.stop), "", (), prompt, tokens)
@@ -362,9 +368,11 @@ class GateRun:
                         f"the store is too small for a prompt of {len(prompt)} tokens ({outcome.missed_tokens} were "
                         "missed), so full recompute would be compared with itself; give a larger store"
                     )
+                if outcome.is_exact:  # whatever the selector
+                    self.exact.append(row)
+                    self.skipped.nothing_to_blend += 1
+                    break
                 samples.append(sample)
-        else:
-            self.skipped.nothing_to_blend += 1
         if self.progress is not None:
             self.progress(self.done, max(self.total, self.done))
         return samples

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, StoreUnreachableError
 from cacheblend.core.fuse.prefill import check_selector
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.report import BlendReport
@@ -78,6 +78,7 @@ class Outcome:
     loaded_tokens: int = 0
     recomputed_tokens: int = 0
     missed_tokens: int = 0
+    is_exact: bool = True  # nothing but an exact prefix was loaded
     logits: torch.Tensor | None = field(default=None, repr=False, compare=False)
     """[vocab] of the first token; None if the method's prompt differs from that of the other methods."""
     own_kl: float | None = None  # KL(full || method) of a token of the model's own answer, in nats, mean
@@ -271,14 +272,20 @@ class _Decoded:
 
 
 def answer_by(asked: Asked, prefill: Callable[[], FirstToken]) -> Outcome:
-    """The outcome of a method that prefills the prompt in its own way, and decodes as all others do."""
+    """The outcome of a method that prefills the prompt in its own way, and decodes as all others do. Raises
+    `StoreUnreachableError`: the store was so slow that what the method would load was computed."""
     started = time.perf_counter()
     first = prefill()
     prefill_s = time.perf_counter() - started
+    report = first.report or BlendReport()
+    if report.load_timeouts:
+        raise StoreUnreachableError(
+            f"the store was too slow ({report.load_timeouts[0]}), so full recompute would be compared with itself; "
+            "let no other work run, or open the engine with a load_timeout_s of an hour"
+        )
     compared = _over_own_answer(asked, first)
     started = time.perf_counter()
     decoded = _decode(asked, asked.prompt, first)
-    report = first.report or BlendReport()
     return Outcome(
         text=decoded.text,
         token_ids=decoded.token_ids,
@@ -290,6 +297,7 @@ def answer_by(asked: Asked, prefill: Callable[[], FirstToken]) -> Outcome:
         loaded_tokens=report.loaded_tokens,
         recomputed_tokens=report.recomputed_tokens,
         missed_tokens=report.missed_tokens,
+        is_exact=not report.selector,
         logits=first.logits,
         **compared,
     )

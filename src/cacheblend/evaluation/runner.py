@@ -306,7 +306,7 @@ def _run(
                 continue
             if isinstance(full, Outcome) and full.logits is not None and outcome.logits is not None:
                 close = agreement(outcome.logits, full.logits)
-            measured = {name: value for name, value in vars(outcome).items() if name not in ("text", "logits")}
+            measured = {name: value for name, value in vars(outcome).items() if name not in ("text", "logits", "is_exact")}
             cells.append(
                 Cell(
                     method.label.name,
