@@ -2,6 +2,7 @@
 
 Its gate on tiny models with random weights: what passes, on which rows; and its profile's way to the answers."""
 
+import hashlib
 import json
 import logging
 import random
@@ -416,7 +417,9 @@ def test_the_gate_tries_what_the_model_can_have() -> None:
                 grid(survey.num_layers, [named], fit=survey.fit_selector)
 
 
-def test_from_the_gate_to_an_answer(run: Run, model: Path, data: Path) -> None:
+def test_from_the_gate_to_an_answer(run: Run, model: Path, data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for given in (("--threshold", 0.5), ("--store", "redis://nowhere"), ("--codec", "int8"), ("--format", "ctxs")):
+        assert f"{given[0]} is for the quality gate; add --quality" in run("doctor", "-m", model, *given).err
     command = ("doctor", "--quality", "-m", model, "-d", data, *GATE, "--selector", "hkvd", "--ratio", 1, "--json")
     result = run(*command)
     found = result.json
@@ -428,7 +431,8 @@ def test_from_the_gate_to_an_answer(run: Run, model: Path, data: Path) -> None:
     assert found["chosen"]["measured"]["f1_rows"] == 7
 
     profile = read_profile(model / PROFILE_NAME)
-    assert profile.measured.data == data.name
+    assert (profile.measured.data, profile.measured.codec) == (data.name, "raw")
+    assert profile.measured.data_sha256 == hashlib.sha256(data.read_bytes()).hexdigest()
     assert (profile.measured.rows, profile.measured.threshold, profile.measured.agreement) == (7, 0.6, 1.0)
     ask = ("ask", "-m", model, "-s", "memory", "-p", WORDS[0], "-p", WORDS[1], "-q", "Which?", "-n", 2, "--json")
     assert run(*ask).json["settings"]["recompute_ratio"] == 1.0
@@ -441,6 +445,10 @@ def test_from_the_gate_to_an_answer(run: Run, model: Path, data: Path) -> None:
         assert opened.runtime.settings.profile == profile
     with BlendEngine.from_pretrained(model, config=BlendConfig(selector="none")) as opened:
         assert opened.config.selector == "none"
+    run(*ask, "--codec", "int4")
+    assert "was measured with the codec raw, not int4" in caplog.text
+    data.write_text(json.dumps({"input": "", "context": "A lamp.", "answers": []}))
+    assert "row 0: the question is empty" in run(*command).json["error"]
     shown = "".join(run("doctor", "-m", model).out.split())
     assert "yes,thismodelcanbeblended" in shown and "halfpairing" in shown
     assert f"profile{model / PROFILE_NAME}" in shown and "profiletheprofile" not in shown

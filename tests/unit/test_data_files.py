@@ -190,6 +190,7 @@ def test_files_that_are_no_rows_are_named(tmp_path: Path) -> None:
     # Text that is no json and a file that is not there
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(OWN) + "\n{broken\n")
+    assert len(read_questions(file, limit=1)) == 1
     with pytest.raises(InvalidInputError, match=r"rows.jsonl, line 2: not JSON"):
         read_questions(file)
     with pytest.raises(InvalidInputError, match=r"none.json cannot be read"):

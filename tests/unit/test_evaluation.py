@@ -106,6 +106,8 @@ def test_methods_by_name() -> None:
         make_methods(["full", "blnd"])
     with pytest.raises(InvalidInputError, match="there is no method"):
         make_methods([])
+    with pytest.raises(InvalidInputError, match="are those of blend, which is not among full, reuse"):
+        make_methods(["full", "reuse"], ratios=[0.3])
 
 
 @pytest.mark.parametrize(
@@ -118,6 +120,8 @@ def test_methods_by_name() -> None:
         ({"selectors": ["hkvd:measure=w"]}, "measure must be one of kv, k, v, got 'w'"),
         ({"selectors": ["threshold:threshold=high"]}, "threshold must be a number or None, got 'high'"),
         ({"selectors": ["profile"]}, "needs a model's settings"),
+        ({"selectors": ["profile"], "profile": BlendConfig(), "check_layers": [(1,)]}, "has check layers of its own"),
+        ({"selectors": ["profile"], "profile": BlendConfig(), "ratios": [(0.3, 0.1)]}, "has check layers|need as many"),
         ({"ratios": [1.5]}, r"must be in 0..1, got 1.5"),
         ({"check_layers": [(0,)]}, "at least 1"),
     ],

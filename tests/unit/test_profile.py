@@ -10,7 +10,7 @@ import pytest
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.plan.planner import Anchor
+from cacheblend.core.plan.planner import Anchor, Planner
 from cacheblend.core.profile import Measurement, Profile, quality_settings
 from cacheblend.core.select.question_selectors import Query
 from cacheblend.core.select.selection import Selection, selection_fields
@@ -197,10 +197,12 @@ def test_whose_settings_an_engine_has(tmp_path: Path, caplog: pytest.LogCaptureF
     texts = [Anchor("text", 1, ((1, number),)) for number in range(2)]
     behind = replace(PROFILE, measured=replace(PROFILE.measured, anchor=texts[0].described))
     settings = BlendSettings(BlendConfig(), behind, "the profile p")
-    settings.compare(texts[0])
+    settings.compare(Planner(b"r" * 16, texts[0], 16))
     assert not caplog.records
+    settings.compare(Planner(b"r" * 16, texts[0], 16, codec="int8"))
+    assert "with the codec raw, not int8" in caplog.text
     for other in (texts[1], Anchor("bos", 1)):
-        settings.compare(other)
+        settings.compare(Planner(b"r" * 16, other, 16))
         assert f"the anchor {texts[0].described}, not {other.described}" in caplog.text
     elsewhere = write(tmp_path / "other.json")  # elsewhere
     assert resolve_settings(None, tmp_path / "model", "f1", elsewhere).profile == PROFILE

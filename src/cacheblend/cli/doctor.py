@@ -1,5 +1,6 @@
 """`cacheblend doctor`: can this model be blended, and how much must be recomputed to keep its answers."""
 
+import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -50,6 +51,7 @@ def doctor(
     gate: QualityOptions,
     anchor: options.Anchor = "auto",
     anchor_text: options.AnchorText = None,
+    codec: options.Codec = "raw",
     store: options.StoreOptions = options.IN_MEMORY,
     json: options.AsJson = False,
 ) -> None:
@@ -58,10 +60,14 @@ def doctor(
     With --quality, on your own prompts (598 rows or more for the defaults): find the cheapest setting that is shown to
     agree with full recompute, and write it as the model's profile. Exit code 1: no setting was shown to.
     """
-    chosen = model.chosen()
+    chosen, stored = model.chosen(), {"anchor": anchor, "anchor_text": anchor_text, "codec": codec}
     if not gate.quality:
-        if questions.data:
-            raise InvalidInputError("--data is for the quality gate; add --quality")
+        given = (*vars(gate).items(), *vars(questions).items(), *stored.items(), *vars(store).items())
+        plain = vars(QualityOptions()) | vars(options.QuestionOptions()) | vars(options.IN_MEMORY)
+        plain |= {"anchor": "auto", "anchor_text": None, "codec": "raw"}
+        if unused := [name for name, value in given if value != plain[name]]:
+            name = "format" if unused[0] == "form" else unused[0].replace("_", "-")
+            raise InvalidInputError(f"--{name} is for the quality gate; add --quality")
         if not _examine(chosen, device, json):
             raise typer.Exit(1)
         return
@@ -80,10 +86,10 @@ def doctor(
     settings = questions.settings(None, gate.max_tokens)
     bar = replace(bar, stop=settings.template.stop, scorer=WordF1())
     asked, bad = questions.read(file)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""  # now: in hours it may be another
     if profile is not None:
         check_writable(profile)
-    chosen_anchor = {"anchor": anchor, "anchor_text": anchor_text}
-    config = BlendConfig.of(chosen_anchor | {"capture": False, "load_timeout_s": models.PATIENT_S})
+    config = BlendConfig.of(stored | {"capture": False, "load_timeout_s": models.PATIENT_S})
     tried = gate.selector or (), gate.ratio or ()
     if (layers := layers_of(folder)) is not None:
         grid(layers, *tried)  # refuses unknown selectors before the model is opened
@@ -99,13 +105,18 @@ def doctor(
             rows.append(GateRow(settings.template.parts(engine, row.passages, row.question), row.answers))
         with output.progress("asking", "rows", quiet=json) as advance:
             result = run_gate(engine, rows, candidates, bar, seed=gate.seed, progress=advance)
-        written = profile if result.verdict != "too few rows" else None
+        written, failed = profile if result.verdict != "too few rows" else None, None
         if written is not None:
-            write_profile(written, profile_of(engine, result, file))
+            try:
+                write_profile(written, profile_of(engine, result, file.name, digest))
+            except InvalidInputError as error:  # what hours of measuring found is shown nevertheless
+                written, failed = None, error
     if json:
         output.print_json(result.to_dict() | {"profile": None if written is None else str(written), "bad_rows": bad})
     else:
         _show(result, folder, written, bad)
+    if failed is not None:
+        raise failed
     if result.verdict != "passed":
         raise typer.Exit(1)
 

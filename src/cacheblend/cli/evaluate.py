@@ -25,6 +25,7 @@ class EvaluateOptions:
     seed: options.Seed = 0
     anchor: options.Anchor = "auto"
     anchor_text: options.AnchorText = None
+    codec: options.Codec = "raw"
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def evaluate(
         if layers is not None and each.label.family != PROFILE:  # a profile is not read yet
             each.check(layers)
     settings = replace(questions.settings(what.top_k, what.max_tokens), answers=what.answers)
-    config = {"anchor": what.anchor, "anchor_text": what.anchor_text, "load_timeout_s": PATIENT_S}
+    config = {"anchor": what.anchor, "anchor_text": what.anchor_text, "codec": what.codec, "load_timeout_s": PATIENT_S}
     with open_engine(folder, store.store, config, device, quiet=to.json) as engine:
         assert engine.runtime.builder is not None  # a model folder is opened with its tokenizer
         methods = choose(profile=engine.runtime.settings.config)

@@ -359,8 +359,7 @@ class QuestionOptions:
         from cacheblend.data import read_questions
 
         bad: list[str] = []
-        rows = read_questions(file, self.form, bad=bad if self.skip_bad else None)
-        return rows[: self.limit], bad
+        return read_questions(file, self.form, bad=bad if self.skip_bad else None, limit=self.limit), bad
 
     def settings(self, top_k: Sequence[int] | None, tokens: int) -> "Settings":
         """Settings of an evaluation, with so many tokens of an answer."""
@@ -376,11 +375,12 @@ class QuestionOptions:
     def split(
         self, engine: "BlendEngine", rows: "Sequence[QuestionRow]", settings: "Settings", bad: list[str]
     ) -> "list[QuestionRow]":
-        """The rows, LongBench contexts cut into passages; with ``--skip-bad`` without those noted in `bad`."""
+        """The rows, LongBench contexts cut into passages; with ``--skip-bad`` without those noted in `bad`. Raises
+        `BadRowError`: a row that makes no valid prompt."""
         from cacheblend.data.questions import split_contexts
         from cacheblend.evaluation import usable_rows
 
         builder = engine.runtime.builder
         assert builder is not None  # a model folder is opened with its tokenizer
         split = split_contexts(rows, lambda text: len(builder.encode(text)), self.chunk_tokens)
-        return usable_rows(engine, settings, split, bad) if self.skip_bad else split
+        return usable_rows(engine, settings, split, bad if self.skip_bad else None)

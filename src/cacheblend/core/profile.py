@@ -32,6 +32,7 @@ class Measurement:
     f1_bound: float | None = None  # lower bound of that difference
     dtype: str = ""  # of the weights
     anchor: str = ""  # that the chunks were computed after, see `Anchor.described`
+    codec: str = "raw"  # that they were stored with
     date: str = ""  # of the run, ISO 8601
     versions: Mapping[str, str] = field(default_factory=dict)  # of the packages that affect numerical results
 

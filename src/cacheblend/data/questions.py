@@ -67,8 +67,11 @@ class BadRowError(InvalidInputError):
         self.reason = reason
 
 
-def read_questions(path: Path, form: str = "auto", *, bad: list[str] | None = None) -> list[QuestionRow]:
-    """Reads all rows of a file; the form ``auto`` is detected from the fields of the first row that can be used.
+def read_questions(
+    path: Path, form: str = "auto", *, bad: list[str] | None = None, limit: int | None = None
+) -> list[QuestionRow]:
+    """Reads the rows of a file, the first `limit` that can be used, or all; the form ``auto`` is detected from the
+    fields of the first of them.
 
     `bad` gets the reasons for rows that cannot be used, which are left out; None: the first one is a `BadRowError`.
     Raises `InvalidInputError`: the file cannot be read, or has no rows that can be used.
@@ -95,6 +98,8 @@ def read_questions(path: Path, form: str = "auto", *, bad: list[str] | None = No
             if bad is None:
                 raise BadRowError(str(error)) from error
             reasons.append(str(error))
+        if len(rows) == limit:
+            break
     if reasons and not rows:
         raise InvalidInputError(f"{path}: none of its {len(reasons)} rows can be used; the first: {reasons[0]}")
     if not rows:

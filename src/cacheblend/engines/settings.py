@@ -17,7 +17,7 @@ from cacheblend.core.cost.cost_model import CostModel
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.fuse.prefill import check_selector, first_reused_layer
 from cacheblend.core.plan.blocks import KVLayout
-from cacheblend.core.plan.planner import Anchor
+from cacheblend.core.plan.planner import Planner
 from cacheblend.core.profile import Profile
 from cacheblend.core.select.selection import Selection, selection_fields
 from cacheblend.core.select.selectors import Head, Selector
@@ -49,11 +49,15 @@ class BlendSettings:
         default = identity.resolved(BlendConfig(anchor=self.config.anchor))
         return replace(self, config=identity.resolved(self.config), default=default)
 
-    def compare(self, anchor: Anchor) -> None:
-        """Says so where chunks have another anchor than those that the profile was measured with."""
-        if self.profile is not None and (measured := self.profile.measured.anchor) not in ("", anchor.described):
-            known = self.source, measured, anchor.described
-            logger.warning("%s was measured with the anchor %s, not %s: its quality here is unknown", *known)
+    def compare(self, planner: Planner) -> None:
+        """Says so where chunks have another anchor or codec than those that the profile was measured with."""
+        if self.profile is None:
+            return
+        then, now = self.profile.measured, {"anchor": planner.anchor.described, "codec": planner.codec}
+        for what, name in now.items():
+            if (measured := getattr(then, what)) not in ("", name):
+                known = self.source, what, measured, name
+                logger.warning("%s was measured with the %s %s, not %s: its quality here is unknown", *known)
 
     def selector(self, ratio: float | None = None, name: str | None = None) -> Selector:
         """The selector of a request that may name a ratio and a selector. What is named blends even where the profile

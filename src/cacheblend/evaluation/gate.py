@@ -13,7 +13,6 @@ Rows with the same passages, in any order, form a passage set. Their failures ar
 assume independent rows, may count only one row of each set.
 """
 
-import hashlib
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -21,7 +20,6 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from itertools import takewhile
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -268,9 +266,9 @@ def promising(searched: Sequence[Tried], bar: Bar) -> list[Tried]:
     return sorted(near, key=lambda tried: (tried.found.rows - tried.found.agreed) if tried.found else 0)[:1]
 
 
-def profile_of(engine: BlendEngine, result: GateResult, data: Path | None = None) -> Profile:
-    """The model's profile: the chosen setting, or that the model is not to be blended; `data`: the rows' file. Raises
-    `InvalidInputError` if there were too few rows to decide."""
+def profile_of(engine: BlendEngine, result: GateResult, data: str = "", data_sha256: str = "") -> Profile:
+    """The model's profile: the chosen setting, or that the model is not to be blended; `data`: name of the rows' file.
+    Raises `InvalidInputError` if there were too few rows to decide."""
     if result.verdict == "too few rows":
         raise InvalidInputError(
             f"{result.passage_sets} rows with different passages cannot show an agreement of "
@@ -282,14 +280,15 @@ def profile_of(engine: BlendEngine, result: GateResult, data: Path | None = None
     figures = ("agreement", "bound", "compute", "f1_difference", "f1_bound")
     measured = Measurement(
         model=engine.name,
-        data="" if data is None else data.name,
-        data_sha256="" if data is None else hashlib.sha256(data.read_bytes()).hexdigest(),
+        data=data,
+        data_sha256=data_sha256,
         rows=found.rows if found else result.confirm_rows,
         threshold=result.bar.threshold,
         confidence=result.bar.confidence,
         **{name: getattr(found, name, None) for name in figures},
         dtype=str(engine.runtime.survey.layout.dtype).removeprefix("torch."),
         anchor=engine.runtime.planner.anchor.described,
+        codec=engine.runtime.planner.codec,
         date=datetime.now(UTC).date().isoformat(),
         versions={"cacheblend": __version__} | {name: version(name) for name in ("torch", "transformers")},
     )

@@ -202,6 +202,11 @@ def make_methods(
         "map-rerank": MapRerank,
     }
     methods: list[Method] = []
+    if "blend" not in names and (selectors or ratios or any(check_layers)):
+        raise InvalidInputError(
+            f"selectors, ratios and check layers are those of blend, which is not among {', '.join(names)}; add it, or "
+            "leave them out"
+        )
     shares = [ratio if isinstance(ratio, tuple) else (float(ratio),) for ratio in ratios]
     selectors = selectors or ((PROFILE,) if profile is not None and not any(check_layers) else ("hkvd",))
     for name in dict.fromkeys(names):
@@ -230,6 +235,11 @@ def _blends(
     if PROFILE in selectors:
         if profile is None:
             raise InvalidInputError(f"the selector {PROFILE!r} needs a model's settings; choose another selector")
+        if set(selectors) == {PROFILE} and (any(checks) or any(len(each) > 1 for each in ratios)):
+            raise InvalidInputError(
+                f"the selector {PROFILE!r} has check layers of its own, and takes one ratio each; name the selector "
+                "that check layers or falling ratios are for"
+            )
         has_ratio = profile.make_selector(0.0) != profile.make_selector(1.0)
         shares: list[float | None] = [each[0] for each in ratios if has_ratio and len(each) == 1]
         for asked in dict.fromkeys(shares) or [None]:

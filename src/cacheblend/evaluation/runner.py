@@ -239,11 +239,11 @@ def make_cases(
 
 
 def usable_rows(
-    engine: BlendEngine, settings: Settings, rows: Sequence[QuestionRow], bad: list[str]
+    engine: BlendEngine, settings: Settings, rows: Sequence[QuestionRow], bad: list[str] | None
 ) -> list[QuestionRow]:
     """The rows that make valid prompts, arguments as for `make_cases`; raises `InvalidInputError` if there are none."""
     usable = [case.row for case in make_cases(engine, settings, rows, bad)]
-    if rows and not usable:
+    if bad and rows and not usable:
         raise InvalidInputError(f"none of the {len(rows)} rows can be used; the first: {bad[-len(rows)]}")
     return usable
 
@@ -306,7 +306,7 @@ def _run(
                 continue
             if isinstance(full, Outcome) and full.logits is not None and outcome.logits is not None:
                 close = agreement(outcome.logits, full.logits)
-            measured = {name: value for name, value in vars(outcome).items() if name not in ("text", "logits", "is_exact")}
+            measured = {name: vars(outcome)[name] for name in vars(outcome).keys() - {"text", "logits", "is_exact"}}
             cells.append(
                 Cell(
                     method.label.name,

@@ -121,7 +121,7 @@ class EngineRuntime:
     def take_settings(self, settings: BlendSettings) -> None:
         """Blends by settings that were resolved for this model from now on, which warns if a profile does not fit."""
         self.settings = settings.on(self._state.identity)
-        settings.compare(self.planner.anchor)
+        settings.compare(self.planner)
 
     @property
     def view(self) -> ModelView:

@@ -154,7 +154,7 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, interface.SupportsHMA):
             check_latents(self._selector)
         self._planner = self.identity.planner(self._settings.config)
         self.anchor = self._planner.anchor.rule  # of chunks
-        self._settings.compare(self._planner.anchor)
+        self._settings.compare(self._planner)
         self._block_size = int(vllm_config.cache_config.block_size)
         is_scheduler = role == interface.KVConnectorRole.SCHEDULER
         if not is_scheduler:
