@@ -352,7 +352,7 @@ def test_headings_and_a_text_in_front_are_plain_text_around_the_chunks(engine: B
     assert [segment.label for segment in prompt.chunks] == ["Fox", "Dog"]
 
 
-def test_prompts_over_the_context_are_skipped_and_counted(engine: BlendEngine) -> None:
+def test_prompts_over_the_context_are_skipped_and_counted(engine: BlendEngine, model: Path) -> None:
     long = make_row(0, passages=30)
     found = evaluate(
         engine, [long, ROWS[1]], make_methods(["full", "reuse"]), settings=Settings(top_k=(2, None), max_tokens=2)
@@ -363,6 +363,12 @@ def test_prompts_over_the_context_are_skipped_and_counted(engine: BlendEngine) -
     assert found.rows[1].too_long == []
     with pytest.raises(InvalidInputError, match=r"none of the 1 prompts fits the model's context 256"):
         evaluate(engine, [long], make_methods(["full"]))
+    # Nor does a passage that fits, but not behind its anchor
+    row = QuestionRow("?", (Passage("keep " * 80),))
+    anchored = BlendConfig(anchor="text", anchor_text="A text of more than six tokens, which stands in front.")
+    with BlendEngine.from_pretrained(model, device="cpu", config=anchored) as behind_text:
+        found = evaluate(behind_text, [row, ROWS[0]], make_methods(["full"]), settings=Settings(max_tokens=1))
+        assert "tokens with its anchor, 256 fit" in found.rows[0].too_long[0][1] and found.rows[1].cells
 
 
 @pytest.mark.parametrize(
@@ -475,6 +481,11 @@ def test_the_digest_is_of_source_and_names(tmp_path: Path, monkeypatch: pytest.M
     package = tmp_path / "package"
     (package / "engines").mkdir(parents=True)
     monkeypatch.setattr(provenance, "__file__", str(package / "engines" / "provenance.py"))
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)  # somebody's own, with the package in it
+    who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+    subprocess.run(["git", *who, "-C", tmp_path, "commit", "-q", "--allow-empty", "-m", "theirs"], check=True)
+    monkeypatch.delenv("CACHEBLEND_COMMIT", raising=False)
+    assert provenance.commit() is None
     found = set()
     for name, text in (("a", "1"), ("a", "2"), ("b", "2")):
         file = package / "engines" / f"{name}.py"

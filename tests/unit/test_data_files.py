@@ -241,6 +241,17 @@ def test_nothing_is_lost_and_nothing_is_too_long(text: str, tokens: int) -> None
         assert all(part == part.strip() and count(part) <= tokens for part in parts)
 
 
+def test_a_long_text_without_sentences_is_not_tokenised_again_and_again() -> None:
+    counted = list[int]()
+
+    def count(part: str) -> int:
+        counted.append(len(part))
+        return len(part) // 4
+
+    assert len("".join(split_text("x" * 40_000, count, 64))) == 40_000
+    assert sum(counted) < 30 * 40_000
+
+
 # ---- rows that cannot be used -------------------------------------------------------------------------------
 
 WRONG: list[Any] = [

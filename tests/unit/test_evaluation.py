@@ -444,9 +444,12 @@ def test_what_a_run_left_out_does_not_have_and_mixed_is_said() -> None:
         "1 of 7 rows have no gold answers and are not scored",
         "1 of 7 prompts exceed the model's context and were skipped",
         "reuse: 1 rows missed passages in the store; enlarge the store",
-        "blend hkvd gradual r=0.3: 1 rows skipped: a prompt of its own exceeds the context",
+        "blend hkvd gradual r=0.3: 1 rows skipped: a prompt of its own exceeds the context, or the model overflowed",
     ]
     assert [method["rows"] for method in summary["methods"]] == [4, 5, 4, 4]
+    # Rows that are all alike give no interval
+    alike = summarise(evaluation([ROWS[0]]), SCORERS)
+    assert "has the same value in all rows" in notes(alike)[-1] and "+0.0 [" not in rendered(alike)
     # Without any gold answer agreement is still reported
     rows = [replace(row, answers=[]) for row in ROWS]
     summary = summarise(evaluation(rows), SCORERS)

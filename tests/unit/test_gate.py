@@ -125,6 +125,8 @@ def test_the_grid() -> None:
                                                        "hkvd@2:measure=v r=0.2"]  # fmt: skip
     assert found[0].settings == {"selector": "query", "pool": 8, "recompute_ratio": 0.2}
     assert found[1].selector() == Hkvd((1,), (0.2,), "v")
+    # What has no ratio is tried once
+    assert [candidate.name for candidate in grid(12, ["threshold:threshold=5"] * 2)] == ["threshold:threshold=5"]
     # Expected compute of rows that are all loaded
     by_name = {candidate.name: expected_compute(candidate, 10) for candidate in grid(10, ratios=[0.2])}
     assert by_name["hkvd@1 r=0.2"] == pytest.approx((1 + 0.2 * 9) / 10)

@@ -18,7 +18,7 @@ from cacheblend.cli.evaluate import progress_bars
 from cacheblend.cli.models import PATIENT_S, open_engine
 from cacheblend.cli.option_groups import option
 from cacheblend.cli.options import BLENDING, OUTPUT, AsJson, DeviceOptions
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import CacheBlendError, InvalidInputError
 from cacheblend.nano import model_path
 
 # In full prefill the model has 27 of 28 answers of seed 1 right, as of most seeds, and 21 of those of seed 0.
@@ -104,10 +104,15 @@ def _pretrained(is_json: bool) -> dict[str, Any] | None:
     folder = pretrained_folder()
     if not (folder / "config.json").exists():  # the demo's help says how to have one
         return None
-    with open_engine(folder, "memory", {"capture": False}, DeviceOptions(DTYPE), quiet=is_json) as engine:
-        size = f"{engine.runtime.survey.num_layers} layers, {engine.model.num_parameters() / 1e6:.0f} M parameters"
-        with progress_bars(quiet=is_json) as advance:
-            return ask_about_notes(engine, advance) | {"model": f"{engine.name}, {size}"}
+    config = {"capture": False, "load_timeout_s": PATIENT_S}
+    try:
+        with open_engine(folder, "memory", config, DeviceOptions(DTYPE), quiet=is_json) as engine:
+            size = f"{engine.runtime.survey.num_layers} layers, {engine.model.num_parameters() / 1e6:.0f} M parameters"
+            with progress_bars(quiet=is_json) as advance:
+                return ask_about_notes(engine, advance) | {"model": f"{engine.name}, {size}"}
+    except CacheBlendError as error:  # half a download, say
+        output.say(f"the pretrained model is left out: {error}")
+        return None
 
 
 def _show(result: dict[str, Any], example: dict[str, Any], about: str, keep: Path | None) -> None:

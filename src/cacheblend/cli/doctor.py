@@ -203,7 +203,8 @@ def _show(result: "GateResult", model: Path, written: Path | None, bad: list[str
             f"{2 * bar.needed_rows} without an error (half to search, half to confirm); nothing was confirmed"
         )
     else:
-        verdict = f"no setting was shown to hold {wanted}: this model is not blended unless a request asks for it"
+        verdict = f"no setting was shown to hold {wanted}"
+        verdict += ": this model is not blended unless a request asks for it" if written is not None else ""
     for line in notes:
         out.print(f"note: {line}", style="yellow", soft_wrap=True)
     out.print(verdict, style="bold green" if chosen else "bold red", soft_wrap=True)

@@ -153,7 +153,7 @@ def _question_row(item: dict[str, Any], form: str, where: str, number: int) -> Q
     texts = (Passage(context),) if is_context else _passages_in(item, passages, where)
     # LongBench's summarisation tasks have an empty question.
     asked = as_text(required(item, question, where), places[question], None if is_context else remove)
-    answers = read_list(item, "answers", where) if "answers" in item else []
+    answers = [] if item.get("answers") is None else read_list(item, "answers", where)
     for index, answer in enumerate(answers):
         as_text(answer, f"{where}, answers[{index}]", "remove empty answers")
     found_id = item.get(own_id, number)
@@ -210,7 +210,7 @@ def _passage(item: Any, where: str, fallback: str) -> Passage:
     """A passage from ``{"text", "title"?}``; `fallback` is the title if there is none."""
     item = as_object(item, where, " with 'text'")
     text = as_text(required(item, "text", where), f"{where}, field 'text'", "remove empty passages")
-    return Passage(text, as_text(item.get("title", ""), f"{where}, field 'title'") or fallback)
+    return Passage(text, as_text(item.get("title") or "", f"{where}, field 'title'") or fallback)
 
 
 def _other_names(question: str) -> dict[str, str]:
@@ -260,13 +260,17 @@ def split_text(text: str, count: CountTokens, tokens: int) -> list[str]:
 
 def _pieces(sentence: str, count: CountTokens, tokens: int) -> Iterator[str]:
     """A sentence in pieces that fit, each the longest, cut behind a space if it has one; of a character at least."""
-    while count(sentence) > tokens:
-        fits, too_long = 1, len(sentence)
+    while sentence:
+        fits = too_long = min(tokens, len(sentence))  # a token stands for some characters, seldom for many
+        while count(sentence[:too_long]) <= tokens:
+            if too_long == len(sentence):
+                yield sentence
+                return
+            fits, too_long = too_long, min(2 * too_long, len(sentence))
+        fits = 1 if fits == too_long else fits
         while too_long - fits > 1:
             middle = (fits + too_long) // 2
             fits, too_long = (middle, too_long) if count(sentence[:middle]) <= tokens else (fits, middle)
         cut = sentence.rfind(" ", 0, fits) + 1 or fits
         yield sentence[:cut]
         sentence = sentence[cut:]
-    if sentence:
-        yield sentence

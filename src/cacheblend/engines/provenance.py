@@ -70,12 +70,12 @@ def commit() -> str | None:
     if named := os.environ.get("CACHEBLEND_COMMIT"):
         return named
     here = Path(__file__).resolve().parent
-    try:
+    try:  # an installed package may lie in somebody's own repository, which does not hold it
+        if subprocess.run(["git", "ls-files", "--error-unmatch", __file__], cwd=here, capture_output=True).returncode:
+            return None
         head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True)
         changed = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=here, capture_output=True, text=True)
     except OSError:
-        return None
-    if head.returncode:
         return None
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
 

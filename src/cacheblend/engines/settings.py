@@ -215,9 +215,12 @@ def write_cost_model(path: Path, cost_model: CostModel, fingerprint: str, device
     path.write_text(json.dumps(what | cost_model.to_dict(), indent=1) + "\n")
 
 
-def load_cost_model(path: str | Path) -> CostModel:
-    """Reads a cost model of any model. Raises `InvalidInputError`."""
-    return CostModel.from_dict(_cost_data(path))
+def load_cost_model(path: str | Path, codec: str | None = None) -> CostModel:
+    """Reads a cost model of any model. Raises `InvalidInputError`, also where it was measured with another codec."""
+    data = _cost_data(path)
+    if codec not in (None, data.get("codec")):
+        raise InvalidInputError(f"the cost model {path} was measured with the codec {data.get('codec')}, not {codec}")
+    return CostModel.from_dict(data)
 
 
 def read_cost_model(path: str | Path, fingerprint: str, layout: KVLayout, device: str) -> CostModel:

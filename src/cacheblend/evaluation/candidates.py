@@ -59,7 +59,7 @@ def grid(
     for ratio in ratios:
         check_ratio(ratio)
     names = selectors or SELECTORS
-    found = [c for name in names for c in _of_selector(name, tuple(ratios or RATIOS), layers)]
+    found = [c for name in dict.fromkeys(names) for c in _of_selector(name, tuple(ratios or RATIOS), layers)]
     for each in list(found):
         selector = each.selector()  # refuses invalid settings
         try:
@@ -93,7 +93,7 @@ def _of_selector(text: str, ratios: tuple[float, ...], layers: int) -> Iterator[
     choice = SelectorChoice.parse(text)
     base = dict(choice.settings)
     kind = base["selector"]
-    if kind in WITHOUT_RATIO:
+    if kind in WITHOUT_RATIO or base.get("threshold") is not None:
         yield Candidate(choice.text, base)
         return
     for ratio in ratios:

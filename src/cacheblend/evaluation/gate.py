@@ -6,8 +6,8 @@ rows --split by seed--> | search: every candidate, few remain | confirmation: fr
 The search selects the best of many candidates, so its measurements of that one are optimistic. It is therefore
 measured again on rows that the search has not seen, and these alone decide. If it fails, the next more expensive
 candidate is tried on the same rows. The number of such attempts is fixed in advance by the number of rows, and each
-attempt gets an equal share of the error probability (Bonferroni). So the probability that any setting passes wrongly
-is at most 1 - `confidence`.
+attempt gets an equal share of the error probability (Bonferroni). So the probability that any setting passes whose
+first tokens agree too seldom is at most 1 - `confidence`. F1 is held to a bound, too, which few rows reach too easily.
 
 Rows with the same passages, in any order, form a passage set. Their failures are correlated, so the bounds, which
 assume independent rows, may count only one row of each set.
@@ -39,6 +39,7 @@ from cacheblend.evaluation.bootstrap import mean_lower_bound
 from cacheblend.evaluation.candidates import Candidate
 from cacheblend.evaluation.compute import ComputeScale
 from cacheblend.evaluation.methods import Asked, FullRecompute, Fused, Label, Outcome
+from cacheblend.evaluation.runner import check_chunks
 from cacheblend.evaluation.scorers import Scorer, best, equal_share
 from cacheblend.evaluation.templates import Template
 
@@ -139,7 +140,7 @@ class Bar:
 class Skipped:
     """Numbers of rows that were left out."""
 
-    too_long: int = 0  # prompts that exceed the model's context
+    too_long: int = 0  # prompts that exceed the model's context, or have a chunk that does so behind its anchor
     repeated: int = 0  # rows with the same token ids as an earlier row
     nothing_to_blend: int = 0  # rows where all loaded tokens are an exact prefix, so that every setting agrees
     same_passages: int = 0  # rows of the confirmation with the same passages as another row of the confirmation
@@ -435,6 +436,7 @@ def prepare(engine: BlendEngine, rows: Sequence[GateRow], seed: int) -> tuple[li
     for row in rows:
         try:
             prompt = engine.prompt(row.prompt)
+            check_chunks(engine, prompt)
         except PromptTooLongError:
             skipped.too_long += 1
             continue

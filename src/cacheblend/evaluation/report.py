@@ -57,7 +57,7 @@ def tables(summary: dict[str, Any]) -> list[Table]:
 
 
 def notes(summary: dict[str, Any]) -> list[str]:
-    """What the tables do not show: what was skipped, and why."""
+    """What the tables do not show: what was skipped, and why; and where rows that are all alike give no interval."""
     rows, missing, bad = summary["rows"], summary["answers_missing"], summary.get("bad_rows", [])
     lines = [f"{len(bad)} rows cannot be used and were left out; the first: {bad[0]}"] if bad else []
     if missing == rows and summary["scorers"]:
@@ -73,12 +73,24 @@ def notes(summary: dict[str, Any]) -> list[str]:
         lines.append(f"times come from different machines or numbers of threads ({where}); quality is not affected")
     for method in summary["methods"]:
         if method["skipped"]:
-            lines.append(f"{_name(method)}: {method['skipped']} rows skipped: a prompt of its own exceeds the context")
+            lines.append(
+                f"{_name(method)}: {method['skipped']} rows skipped: a prompt of its own exceeds the context, or the "
+                "model overflowed"
+            )
         if method["with_misses"]:
             lines.append(
                 f"{_name(method)}: {method['with_misses']} rows missed passages in the store; enlarge the store"
             )
+    figures = [each for method in summary["methods"] for each in _with_difference(method)]
+    if any(each["low"] == each["high"] for each in figures):
+        lines.append("a figure without an interval has the same value in all rows, which says little of other rows")
     return lines
+
+
+def _with_difference(method: Figure) -> list[dict[str, Any]]:
+    """A method's scores over all rows, and their differences from full recompute."""
+    scores = [score["all"] for score in method["scores"].values() if score["all"] is not None]
+    return scores + [score["difference"] for score in scores if method["kind"] != "full" and score["difference"]]
 
 
 def _quality(summary: dict[str, Any], scorer: str) -> list[Table]:
@@ -132,7 +144,7 @@ def _interval(figure: Figure | None, sign: str = "", factor: float = 100, digits
     if figure is None:
         return ""
     mean, low, high = (f"{factor * figure[name]:{sign}.{digits}f}" for name in ("mean", "low", "high"))
-    return f"{mean} [{low}, {high}]"
+    return mean if figure["low"] == figure["high"] else f"{mean} [{low}, {high}]"
 
 
 def _mean(figure: Figure | None) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import cacheblend
-from cacheblend.core.errors import InvalidInputError, PromptTooLongError
+from cacheblend.core.errors import InvalidInputError, ModelOverflowError, PromptTooLongError
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.data import BadRowError, QuestionRow
 from cacheblend.engines import provenance
@@ -226,7 +226,9 @@ def make_cases(
                 )
             for k in settings.top_k:
                 try:
-                    case.prompts[k] = layout.prompt(engine, case.passages[:k], row.question)
+                    prompt = layout.prompt(engine, case.passages[:k], row.question)
+                    check_chunks(engine, prompt)
+                    case.prompts[k] = prompt
                 except PromptTooLongError as error:
                     case.too_long[k] = str(error)
             cases.append(case)
@@ -236,6 +238,14 @@ def make_cases(
                 raise BadRowError(f"{where}: {error}") from error
             bad.append(f"{where}: {error}")
     return cases
+
+
+def check_chunks(engine: BlendEngine, prompt: Prompt) -> None:
+    """Raises `PromptTooLongError`: a passage fits the model's context, but not with its anchor, so it is not stored."""
+    anchor, most = engine.runtime.planner.anchor.segments(prompt), engine.runtime.survey.max_length
+    longest = sum(map(len, anchor)) + max(map(len, prompt.chunks), default=0)
+    if most is not None and longest > most:
+        raise PromptTooLongError(f"a passage has {longest} tokens with its anchor, {most} fit; split it")
 
 
 def usable_rows(
@@ -296,7 +306,7 @@ def _run(
         for method in methods if case.number % 2 == 0 else reversed(methods):
             try:
                 given[method.label.name] = method.answer(asked)
-            except PromptTooLongError as error:
+            except (PromptTooLongError, ModelOverflowError) as error:
                 given[method.label.name] = str(error)
         full = next((given[method.label.name] for method in methods if method.label.kind == "full"), None)
         for method in methods:
