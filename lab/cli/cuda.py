@@ -37,7 +37,7 @@ def cuda(
     default = Path("docs/results")
     results = folder or (default if default.is_dir() and not dry_run else None)
     quiet_transformers()
-    from cacheblend.evaluation.records import write_whole
+    from cacheblend.engines.files import write_whole
     from lab.gpu import report
     from lab.gpu import run as bench
 

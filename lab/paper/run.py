@@ -12,11 +12,12 @@ from cacheblend.cli.output import can_draw
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.failures import failed_since, failures, in_words
 from cacheblend.engines import provenance
+from cacheblend.engines.files import write_whole
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.provenance import stamp
 from cacheblend.engines.settings import describe as in_short
 from cacheblend.evaluation import Settings
-from cacheblend.evaluation.records import folder_name, write_whole
+from cacheblend.evaluation.records import folder_name
 from cacheblend.evaluation.report import TITLES
 from cacheblend.evaluation.runner import describe
 from cacheblend.evaluation.scorers import INSTALL, Scorer

@@ -113,9 +113,9 @@ def evaluate(
 
 def keep_summary(summary: dict[str, Any], data: str, folder: Path) -> tuple[dict[str, Any], list[Path]]:
     """Writes figures and plots to `folder`; returns the summary with machine, versions and commit, and the plots."""
+    from cacheblend.engines.files import write_whole
     from cacheblend.engines.provenance import stamp
     from cacheblend.evaluation.plots import draw
-    from cacheblend.evaluation.records import write_whole
     from cacheblend.evaluation.scorers import INSTALL
 
     summary = {"data": data, **summary, **stamp()}

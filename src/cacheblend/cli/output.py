@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.engines.files import write_whole
 
 Advance = Callable[[int, int], None]  # called with (done, in all)
 AdvanceStage = Callable[[str, int, int], None]  # called with (stage, done, in all)
@@ -165,7 +166,7 @@ def picture_file(plot: Path | None) -> Path | None:
 
 def write_json(file: Path, result: Any) -> None:
     """One JSON value in a file."""
-    file.write_text(json.dumps(result, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    write_whole(file, json.dumps(result, ensure_ascii=False, indent=2) + "\n")
 
 
 def check_outputs(*files: Path | None) -> None:

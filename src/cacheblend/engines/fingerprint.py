@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +30,7 @@ from cacheblend.core.errors import InvalidInputError, check_encodable
 from cacheblend.core.plan.planner import Anchor, Planner
 from cacheblend.engines.adapters import base_tensors, digest_of
 from cacheblend.engines.checkpoint import loaded_files, sample_of, state_of, weight_files
+from cacheblend.engines.files import write_whole
 
 SETTLED_S = 2.0
 """A file that was written so shortly ago may be written again within one tick of its file system's clock, so that the
@@ -149,9 +149,7 @@ def file_digest(file: Path) -> str:
             if cache.is_absolute() and max(state[1:3]) < began - SETTLED_S * 1e9:
                 with contextlib.suppress(OSError):  # without the note the next start hashes the file again
                     note.parent.mkdir(parents=True, exist_ok=True)
-                    fresh = note.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-                    fresh.write_text(json.dumps({**known, "digest": digest}))
-                    fresh.replace(note)
+                    write_whole(note, json.dumps({**known, "digest": digest}))
             return digest
     raise InvalidInputError(f"{file} is being written to; open the model once it is complete")
 

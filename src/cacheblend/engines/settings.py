@@ -5,8 +5,7 @@ import contextlib
 import json
 import logging
 import math
-import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from cacheblend.core.plan.planner import Planner
 from cacheblend.core.profile import Profile
 from cacheblend.core.select.selection import Selection, selection_fields
 from cacheblend.core.select.selectors import Head, Selector
+from cacheblend.engines.files import write_whole
 from cacheblend.engines.fingerprint import ModelIdentity
 
 PROFILE_NAME = "blend-profile.json"  # name of a profile's file in a model's folder
@@ -178,28 +178,24 @@ def read_profile(file: Path) -> Profile:
 
 def write_profile(file: Path, profile: Profile) -> None:
     """Writes a profile atomically. Raises `InvalidInputError` if the folder cannot be written to."""
-    _write(file, json.dumps(profile.to_dict(), indent=2, ensure_ascii=False) + "\n")
+    with _written(file):
+        write_whole(file, json.dumps(profile.to_dict(), indent=2, ensure_ascii=False) + "\n")
 
 
 def check_writable(file: Path) -> None:
     """Raises `InvalidInputError` if a profile cannot be written there; called before hours of measuring."""
-    _write(file, None)
+    with _written(file):
+        write_whole(fresh := file.with_name(f"{file.name}.new"), "")
+        fresh.unlink()
 
 
-def _write(file: Path, text: str | None) -> None:
-    """Replaces a file; without a text it only checks that it could."""
+@contextlib.contextmanager
+def _written(file: Path) -> Iterator[None]:
     if not file.name or file.is_dir():
         raise InvalidInputError(f"the profile {file} is a folder; name a file with --profile FILE")
-    fresh = file.with_name(f"{file.name}.{os.getpid()}")
     try:
-        fresh.write_text(text or "", encoding="utf-8")
-        if text is None:
-            fresh.unlink()
-        else:
-            fresh.replace(file)
+        yield
     except OSError as error:
-        with contextlib.suppress(OSError):
-            fresh.unlink()
         raise InvalidInputError(
             f"the profile {file} cannot be written: {error.strerror}; name another place with --profile FILE"
         ) from error
@@ -212,7 +208,7 @@ def write_cost_model(path: Path, cost_model: CostModel, fingerprint: str, device
     """Writes a cost model for `read_cost_model`, with the model's fingerprint and the kind of device, such as
     ``cuda``."""
     what = {"format": COST_FORMAT, "model": fingerprint, "device": device, "codec": layout.codec}
-    path.write_text(json.dumps(what | cost_model.to_dict(), indent=1) + "\n")
+    write_whole(path, json.dumps(what | cost_model.to_dict(), indent=1) + "\n")
 
 
 def load_cost_model(path: str | Path, codec: str | None = None) -> CostModel:
@@ -239,7 +235,7 @@ def read_cost_model(path: str | Path, fingerprint: str, layout: KVLayout, device
 
 def _cost_data(path: str | Path) -> dict[str, Any]:
     try:
-        data = json.loads(Path(path).read_text())
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidInputError(f"the cost model {path} cannot be read: {error}") from error
     if not isinstance(data, dict) or data.get("format") != COST_FORMAT:

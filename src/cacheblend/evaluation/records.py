@@ -8,16 +8,15 @@
 import fcntl
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
 from cacheblend.core.closable import Closable
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.engines.files import write_whole
 
 T = TypeVar("T")
 CONFIG, ROWS = "config.json", "rows.jsonl"
@@ -122,15 +121,3 @@ def folder_name(name: str, config: Mapping[str, Any]) -> str:
     text = json.dumps(config, ensure_ascii=False, sort_keys=True)
     readable = re.sub(r"[^\w.=-]+", "-", name).strip("-.") or "run"
     return f"{readable}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file atomically: on failure, it keeps its previous content."""
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        fresh.write_text(text, encoding="utf-8")
-        fresh.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            fresh.unlink()
-        raise

@@ -1,0 +1,18 @@
+"""Files that are replaced whole."""
+
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file atomically, as UTF-8: on failure, an `OSError`, it keeps its previous content."""
+    fresh = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
+    try:
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            fresh.unlink()
+        raise
