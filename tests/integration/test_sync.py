@@ -50,7 +50,7 @@ def shared() -> Iterator[BlendEngine]:
 
 def sync(engine: BlendEngine, documents: dict[str, str], most: float = 1.0, **options: Any) -> SyncReport:
     work = DocumentSync(engine, **{"cutting": CUTTING, **options})
-    gone = work.vanished(documents.keys(), most)
+    gone = work.vanished((name for name in documents), most)
     work.put(Document(name, body) for name, body in documents.items())
     return work.finish(gone)
 
