@@ -42,7 +42,7 @@ def sync(
     """Store the documents of a source, recompute what changed of them, and drop those that are gone.
 
     Of an edited document only the chunks around the edit are computed. The command may be repeated and interrupted.
-    Exit code 1 if a document could not be read, of which what is stored stays, or a chunk not be written.
+    Exit code 1 if a document could not be read, of which what is stored stays, or the store does not hold all chunks.
     """
     from cacheblend.core.config import BlendConfig
     from cacheblend.data import Unreadable, read_documents
@@ -102,7 +102,7 @@ def sync(
                 out.print(output.visible(note), style="yellow", soft_wrap=True)
     if unwritten:
         output.say(f"not all is stored ({in_words(unwritten)}): sync again")
-    if failed or unwritten:
+    if failed or unwritten or report.missing_documents:
         raise typer.Exit(1)
 
 
