@@ -484,3 +484,20 @@ def test_what_a_farther_store_could_not_take_is_said(
     done = run(*given, "--store", stores)
     assert done.code == 1 and f"store write): {command} again" in " ".join(done.err.split())
     assert run(*given, "--store", tmp_path / "near").code == 0
+
+
+@pytest.mark.parametrize("command", ["sync", "warm"])
+def test_a_store_that_is_too_small_for_all_is_no_success(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    """Each chunk was written, and the first ones were evicted for the last ones."""
+    source = tmp_path / "d.jsonl"
+    source.write_text("\n".join(json.dumps({"id": str(n), "text": text_of(n, 20)}) for n in range(12)))
+    run = runner(capsys, command, "--model", str(shallow()), "--source" if command == "sync" else "--data", str(source))
+    assert run("--store", tmp_path / "all").code == 0
+    with DiskStore(tmp_path / "all", read_only=True) as store:
+        url = f"file://{tmp_path}/few?max_bytes={store.stats().bytes // 2}"
+    done = run("--store", url)
+    assert done.code == 1 and "the store is too small" in " ".join((done.out + done.err).split())
+    again = run("--store", url, "--json")
+    assert again.code == 1 and again.json["missing" if command == "warm" else "missing_documents"] > 0

@@ -47,6 +47,7 @@ def warm(
     """Store the KV cache of passages, each computed alone after its anchor.
 
     Passages that the store has are not computed again, so the command may be repeated and interrupted.
+    Exit code 1 if the store does not hold all of them in the end.
     """
     from cacheblend.data import read_passages
     from cacheblend.store import lasting_url, open_store
@@ -104,6 +105,7 @@ def warm(
                 f"{done.held} held already; {shown_url(lasting)} takes {output.size_text(taken)}",
             )
         )
-    if failed:
-        output.say(f"not all is stored ({in_words(failed)}): warm again")
+    if failed or done.missing:
+        small = f"{done.missing} passages are not held any more: the store is too small for all; raise max_bytes"
+        output.say(f"not all is stored ({in_words(failed)}): warm again" if failed else small)
         raise typer.Exit(1)
