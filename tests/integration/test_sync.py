@@ -430,7 +430,9 @@ def test_a_folder_from_its_first_sync_to_its_end(
         assert left.manifests() == [] and left.documents.roots() == []
 
 
-def test_standard_input_and_what_is_refused(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_input_and_what_is_refused(
+    run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def piped(data: bytes) -> None:
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
 
@@ -443,6 +445,11 @@ def test_standard_input_and_what_is_refused(run: Run, tmp_path: Path, monkeypatc
     assert run(*common).json["kept"] == 1
     piped(b"")
     assert run(*common, "--salt", "another").json["other_models"] == 1
+    store = runner(capsys, "store")
+    assert "the rest is records of documents" in store("prune", tmp_path / "s", "--max-bytes", 0).err
+    assert store("rm", tmp_path / "s", "--all").code == 0
+    piped(b"")
+    assert run(*common, "--salt", "another").json["other_models"] == 0
     assert "the store 'memory' ends" in run("--store", "memory", "--source", tmp_path, "--json").json["error"]
     assert "does not exist" in run("--store", tmp_path / "s", "--source", tmp_path / "no", "--json").json["error"]
 
