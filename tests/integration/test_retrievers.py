@@ -152,6 +152,18 @@ def test_equal_texts_are_sent_once_and_stay_until_both_ids_are_gone(adapter: Ada
     assert reuse(server, documents[:1])["hit_tokens"] == 0
 
 
+def test_passages_without_text_go_through_a_pipeline_and_are_not_sent(adapter: Adapter) -> None:
+    """Pictures, which the next step of the pipeline reads."""
+    made = [adapter.make(None, text) for text in ("", "text", "", "text")]
+    if adapter.name == "langchain":
+        adapter.inner.found = made
+        found = adapter.adapter.invoke(QUESTION)
+    else:
+        found = adapter.adapter.postprocess_nodes([adapter.scored(node=each) for each in made], query_str=QUESTION)
+    assert len(found) == 3
+    assert [each["text"] for each in adapter.documents_of(found)] == ["text"]
+
+
 def test_what_cannot_be_kept_and_a_server_that_is_down_are_named(adapter: Adapter) -> None:
     passages = [adapter.make("same", text_of(7)), adapter.make("same", text_of(8))]
     with pytest.raises(InvalidInputError, match="'same' and different texts"):

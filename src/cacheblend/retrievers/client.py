@@ -216,12 +216,14 @@ def text_id(text: str) -> str:
     return f"text-{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:32]}"
 
 
-def distinct(passages: Iterable[Any]) -> list[Any]:
-    """Passages in order, of equal texts the first: a model needs a text once. Those without any text are left out."""
-    found: dict[str, Any] = {}
-    for each in passages:
-        if text := Passage.of(each).text:
-            found.setdefault(text, each)
+def distinct(passages: Iterable[Any], *, empty: bool = False) -> list[Any]:
+    """Passages in order, of equal texts the first: a model needs a text once. Those without any text (pictures) are
+    left out, unless `empty`: a step of a pipeline leaves them to the next."""
+    found: dict[str | int, Any] = {}
+    for number, each in enumerate(passages):
+        text = Passage.of(each).text
+        if text or empty:
+            found.setdefault(text or number, each)
     return list(found.values())
 
 

@@ -37,12 +37,12 @@ class PassageRetriever(PassageIndex, BaseRetriever):
         return StoredDocument(passage.id or text_id(found.text), found.text, found.title[:256])
 
     def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
-        return distinct(self.retriever.invoke(query, {"callbacks": run_manager.get_child()}))
+        return distinct(self.retriever.invoke(query, {"callbacks": run_manager.get_child()}), empty=True)
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun
     ) -> list[Document]:
-        return distinct(await self.retriever.ainvoke(query, {"callbacks": run_manager.get_child()}))
+        return distinct(await self.retriever.ainvoke(query, {"callbacks": run_manager.get_child()}), empty=True)
 
 
 def documents_of(documents: Sequence[Document]) -> list[dict[str, str]]:

@@ -40,7 +40,7 @@ class PassagePostprocessor(PassageIndex, BaseNodePostprocessor):
     def _postprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
-        return distinct(nodes)
+        return distinct(nodes, empty=True)
 
 
 def documents_of(nodes: Sequence[NodeWithScore]) -> list[dict[str, str]]:
