@@ -3,6 +3,7 @@
 Without a server: what others answer at its address, and an id, a salt or a key that cannot be sent."""
 
 import asyncio
+import copy
 import importlib.util
 import json
 import re
@@ -170,6 +171,11 @@ def test_what_cannot_be_kept_and_a_server_that_is_down_are_named(adapter: Adapte
         adapter.adapter.index(passages)
     with pytest.raises(InvalidInputError, match="at most 1024"):
         adapter.index({"x" * 1025: "text"})
+    for wrong in (5, "a text", [5]):
+        with pytest.raises(InvalidInputError, match=r"passage|document"):
+            adapter.adapter.index(wrong)
+    assert copy.deepcopy(adapter.adapter).server is adapter.adapter.server
+    assert "server" not in adapter.adapter.model_dump(mode="json")
     adapter.adapter.server = None
     with pytest.raises(InvalidInputError, match="server=DocumentServer"):
         adapter.index({"a": "text"})
@@ -332,6 +338,7 @@ def test_a_document_that_is_not_there_is_no_error_and_what_cannot_be_sent_is_ref
         with pytest.raises(InvalidInputError, match="lone surrogate"):
             server.drop(["\ud800"])
     wrongs: list[dict[str, Any]] = [{"salt": "\ud800"}, {"collection": "\ud800"}, {"key": "schlüssel"}, {"key": "sk\n"}]
+    wrongs += [{"url": "http://[::1"}]
     for wrong in wrongs:
         with pytest.raises(InvalidInputError) as refused:
             DocumentServer(**wrong)

@@ -117,7 +117,9 @@ def prune(url: Url, max_bytes: str = option(..., "Size to shrink it to: 10GiB.")
     console().print(f"{size_text(freed)} freed, {size_text(stats.bytes)} in {stats.blocks} blocks stay")
     if stats.bytes > limit:
         rest = "pinned" if stats.pinned else "records of documents, which `sync` and `store rm --all` remove"
-        console(stderr=True).print(f"more than {size_text(limit)} stay: the rest is {rest}", style="yellow", soft_wrap=True)
+        console(stderr=True).print(
+            f"more than {size_text(limit)} stay: the rest is {rest}", style="yellow", soft_wrap=True
+        )
 
 
 @app.command()
