@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
-from cacheblend.cli.option_groups import names_in, numbers, option
+from cacheblend.cli.option_groups import names_in, numbers, option, refuse_unused
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.folders import model_folder
 from cacheblend.engines.options import MOST_TOKENS as MOST_TOKENS
@@ -264,6 +264,15 @@ class LayoutOptions:
     system: str | None = option(None, "System prompt, in front of the passages.")
     chat: Chat = None
 
+    def given(self) -> dict[str, object]:
+        """The options by their names, None where the user gave none."""
+        return {"--system": self.system, "--chat": self.chat}
+
+    def check_anchor(self, anchor: str) -> None:
+        """Refuses what has no effect on passages that are stored alone behind this anchor."""
+        if anchor != "system":
+            refuse_unused(self.given(), "without --anchor system")
+
     def build(self, engine: "BlendEngine", texts: Sequence[tuple[str, str]], question: str) -> "Prompt":
         """The prompt; passages, as (text, title), are chunks, the text between them is plain."""
         from cacheblend.engines.hf import Passage
@@ -302,6 +311,8 @@ class PromptOptions(LayoutOptions):
             found = read_row(self.data, self.row)
             texts = [(text.text, text.title) for text in found.passages] + texts
             question = question or found.question
+        elif self.row:
+            refuse_unused({f"--row {self.row}": self.row}, "without --data")
         if not question:
             raise InvalidInputError("there is no question: give --question, or --data with a row that has one")
         return texts, question

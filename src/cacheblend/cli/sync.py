@@ -58,6 +58,7 @@ def sync(
             else:
                 yield document
 
+    layout.check_anchor(stored.anchor)
     cutting = Cutting(chunk_tokens, min(64, chunk_tokens // 2))
     found = read_documents(source, sys.stdin.buffer)
     config = BlendConfig(**stored.settings(), discover=False)

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from cacheblend.cli import options, output
 from cacheblend.cli.models import open_engine
-from cacheblend.cli.option_groups import option
+from cacheblend.cli.option_groups import option, refuse_unused
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.failures import failed_since, failures, in_words
 from cacheblend.engines.folders import model_folder
@@ -55,9 +55,9 @@ def warm(
 
     if engine not in ("hf", "vllm"):
         raise InvalidInputError(f"no engine is called {engine!r}; there are hf, vllm")
-    ours = {"--device": device.device, "--system": layout.system, "--chat": layout.chat}
-    if unused := [name for name, value in ours.items() if engine == "vllm" and value is not None]:
-        raise InvalidInputError(f"{' and '.join(unused)}: no effect with --engine vllm; leave it out")
+    if engine == "vllm":
+        refuse_unused({"--device": device.device} | layout.given(), "with --engine vllm")
+    layout.check_anchor(stored.anchor)
     if frame is not None and "{passage}" not in frame:
         raise InvalidInputError(f"--frame {frame!r}: {{passage}} must stand where the passage goes")
     lasting, before = lasting_url(store.store), failures()
