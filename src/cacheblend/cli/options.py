@@ -156,14 +156,17 @@ class SelectionOptions:
 
     def settings(self) -> dict[str, Any]:
         """Fields of `BlendConfig` that the user set; the others are left to the model's profile."""
-        from cacheblend.core.select.selection import SelectorChoice
+        from cacheblend.core.select.selection import SelectorChoice, unused_by
 
-        given = {} if self.measure is None else {"measure": self.measure}
-        settings = given if self.selector is None else dict(SelectorChoice.parse(self.selector).settings) | given
+        settings = {} if self.selector is None else dict(SelectorChoice.parse(self.selector).settings)
+        named = settings.get("selector", "hkvd")
+        unused = {f"--{name.replace('_', '-')}": getattr(self, name) or None for name in sorted(unused_by(named))}
+        refuse_unused(unused, f"with --selector {named}")
+        settings |= {} if self.measure is None else {"measure": self.measure}
         if not (self.ratio or self.check_layers):
             return settings
         # One ratio for all check layers, or one for each; no layers: the selector's own.
-        texts, selector = self.ratio or ["0.15"], settings.get("selector", "hkvd")
+        texts = self.ratio or ["0.15"]
         if len(texts) > 1:
             raise InvalidInputError(
                 f"--ratio is given {len(texts)} times, this command takes one; several check layers' ratios are "
@@ -171,8 +174,8 @@ class SelectionOptions:
             )
         ratios = numbers("--ratio", texts[0], float)
         layers = numbers("--check-layers", self.check_layers, int) if self.check_layers else ()
-        if len(ratios) > 1 and selector not in ("hkvd", "hybrid"):
-            raise InvalidInputError(f"--ratio {texts[0]}: only hkvd and hybrid take several; {selector} takes one")
+        if len(ratios) > 1 and named not in ("hkvd", "hybrid"):
+            raise InvalidInputError(f"--ratio {texts[0]}: only hkvd and hybrid take several; {named} takes one")
         if len(ratios) > 1 and len(ratios) != len(layers):
             needed = f"{len(ratios)} ratios need as many --check-layers, got {len(layers)}"
             raise InvalidInputError(f"--ratio {texts[0]}: {needed}")
