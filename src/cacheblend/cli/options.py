@@ -307,7 +307,7 @@ class PromptOptions(LayoutOptions):
                 continue
             path = Path(argument[1:])
             try:
-                texts.append((path.read_text(encoding="utf-8").strip(), path.name))
+                texts.append((path.read_text(encoding="utf-8-sig").strip(), path.name))
             except (OSError, ValueError) as error:  # a name may also hold a NUL byte
                 raise InvalidInputError(f"--passage {argument}: the file cannot be read: {error}") from error
         if self.data is not None:
