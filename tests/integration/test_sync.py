@@ -409,6 +409,7 @@ def test_a_folder_from_its_first_sync_to_its_end(
     for name in "abc":
         (source / f"{name}.txt").write_text(text_of(ord(name), 80))
     (source / "picture.png").write_bytes(b"")
+    monkeypatch.setattr("sys.stdin", None)  # closed
     common = ("--store", store, "--source", source, "--chunk-tokens", 128)
     planned = run(*common, "--dry-run", "--json").json
     done = run(*common, "--json").json

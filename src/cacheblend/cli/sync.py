@@ -60,7 +60,7 @@ def sync(
 
     layout.check_anchor(stored.anchor)
     cutting = Cutting(chunk_tokens, min(64, chunk_tokens // 2))
-    found = read_documents(source, sys.stdin.buffer)
+    found = read_documents(source, getattr(sys.stdin, "buffer", None))  # which may be closed
     config = BlendConfig(**stored.settings(), discover=False)
     lasting, before = lasting_url(store.store), failures()
     with open_engine(model.model, lasting, config, device, quiet=json) as engine:
