@@ -356,6 +356,7 @@ REFUSED: list[tuple[str | None, Callable[[PromptBuilder], object], str]] = [
         f"^content 2 of the messages: the title {PLACE}",
     ),
     (CHATML, lambda b: b.chat([user("fine")], [Passage(WRONG)]), PLACE),
+    (CHATML, lambda b: b.chat([user([{"type": "image_url", "url": "x" * 3000}])]), r"^a content part is .{,300}$"),
     (CHATML, lambda b: b.chat([user("fine", "user\udfff")]), "the chat template's text has a lone surrogate"),
 ]
 
