@@ -211,7 +211,7 @@ def test_the_system_prompt_as_anchor(run: Run, model: Path, data: Path, tmp_path
 
 
 def test_passages_from_files(run: Run, model: Path, tmp_path: Path) -> None:
-    (tmp_path / "p.txt").write_text(PASSAGES[0] + "\n")
+    (tmp_path / "p.txt").write_text("\ufeff" + PASSAGES[0] + "\n", encoding="utf-8")
     by_file, by_text = (
         run("ask", "-m", model, "-s", "memory", "-p", passage, "-q", "Why?", "-n", 2, "--json").json
         for passage in (f"@{tmp_path / 'p.txt'}", PASSAGES[0])

@@ -3,6 +3,7 @@
 Without a server: what others answer at its address, and an id, a salt or a key that cannot be sent."""
 
 import asyncio
+import copy
 import importlib.util
 import json
 import re
@@ -152,12 +153,29 @@ def test_equal_texts_are_sent_once_and_stay_until_both_ids_are_gone(adapter: Ada
     assert reuse(server, documents[:1])["hit_tokens"] == 0
 
 
+def test_passages_without_text_go_through_a_pipeline_and_are_not_sent(adapter: Adapter) -> None:
+    """Pictures, which the next step of the pipeline reads."""
+    made = [adapter.make(None, text) for text in ("", "text", "", "text")]
+    if adapter.name == "langchain":
+        adapter.inner.found = made
+        found = adapter.adapter.invoke(QUESTION)
+    else:
+        found = adapter.adapter.postprocess_nodes([adapter.scored(node=each) for each in made], query_str=QUESTION)
+    assert len(found) == 3
+    assert [each["text"] for each in adapter.documents_of(found)] == ["text"]
+
+
 def test_what_cannot_be_kept_and_a_server_that_is_down_are_named(adapter: Adapter) -> None:
     passages = [adapter.make("same", text_of(7)), adapter.make("same", text_of(8))]
     with pytest.raises(InvalidInputError, match="'same' and different texts"):
         adapter.adapter.index(passages)
     with pytest.raises(InvalidInputError, match="at most 1024"):
         adapter.index({"x" * 1025: "text"})
+    for wrong in (5, "a text", [5]):
+        with pytest.raises(InvalidInputError, match=r"passage|document"):
+            adapter.adapter.index(wrong)
+    assert copy.deepcopy(adapter.adapter).server is adapter.adapter.server
+    assert "server" not in adapter.adapter.model_dump(mode="json")
     adapter.adapter.server = None
     with pytest.raises(InvalidInputError, match="server=DocumentServer"):
         adapter.index({"a": "text"})
@@ -320,6 +338,7 @@ def test_a_document_that_is_not_there_is_no_error_and_what_cannot_be_sent_is_ref
         with pytest.raises(InvalidInputError, match="lone surrogate"):
             server.drop(["\ud800"])
     wrongs: list[dict[str, Any]] = [{"salt": "\ud800"}, {"collection": "\ud800"}, {"key": "schlüssel"}, {"key": "sk\n"}]
+    wrongs += [{"url": "http://[::1"}]
     for wrong in wrongs:
         with pytest.raises(InvalidInputError) as refused:
             DocumentServer(**wrong)

@@ -50,7 +50,7 @@ def shared() -> Iterator[BlendEngine]:
 
 def sync(engine: BlendEngine, documents: dict[str, str], most: float = 1.0, **options: Any) -> SyncReport:
     work = DocumentSync(engine, **{"cutting": CUTTING, **options})
-    gone = work.vanished(documents.keys(), most)
+    gone = work.vanished((name for name in documents), most)
     work.put(Document(name, body) for name, body in documents.items())
     return work.finish(gone)
 
@@ -409,6 +409,7 @@ def test_a_folder_from_its_first_sync_to_its_end(
     for name in "abc":
         (source / f"{name}.txt").write_text(text_of(ord(name), 80))
     (source / "picture.png").write_bytes(b"")
+    monkeypatch.setattr("sys.stdin", None)  # closed
     common = ("--store", store, "--source", source, "--chunk-tokens", 128)
     planned = run(*common, "--dry-run", "--json").json
     done = run(*common, "--json").json
@@ -430,7 +431,9 @@ def test_a_folder_from_its_first_sync_to_its_end(
         assert left.manifests() == [] and left.documents.roots() == []
 
 
-def test_standard_input_and_what_is_refused(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_input_and_what_is_refused(
+    run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def piped(data: bytes) -> None:
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
 
@@ -443,6 +446,11 @@ def test_standard_input_and_what_is_refused(run: Run, tmp_path: Path, monkeypatc
     assert run(*common).json["kept"] == 1
     piped(b"")
     assert run(*common, "--salt", "another").json["other_models"] == 1
+    store = runner(capsys, "store")
+    assert "the rest is records of documents" in store("prune", tmp_path / "s", "--max-bytes", 0).err
+    assert store("rm", tmp_path / "s", "--all").code == 0
+    piped(b"")
+    assert run(*common, "--salt", "another").json["other_models"] == 0
     assert "the store 'memory' ends" in run("--store", "memory", "--source", tmp_path, "--json").json["error"]
     assert "does not exist" in run("--store", tmp_path / "s", "--source", tmp_path / "no", "--json").json["error"]
 
@@ -484,3 +492,20 @@ def test_what_a_farther_store_could_not_take_is_said(
     done = run(*given, "--store", stores)
     assert done.code == 1 and f"store write): {command} again" in " ".join(done.err.split())
     assert run(*given, "--store", tmp_path / "near").code == 0
+
+
+@pytest.mark.parametrize("command", ["sync", "warm"])
+def test_a_store_that_is_too_small_for_all_is_no_success(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    """Each chunk was written, and the first ones were evicted for the last ones."""
+    source = tmp_path / "d.jsonl"
+    source.write_text("\n".join(json.dumps({"id": str(n), "text": text_of(n, 20)}) for n in range(12)))
+    run = runner(capsys, command, "--model", str(shallow()), "--source" if command == "sync" else "--data", str(source))
+    assert run("--store", tmp_path / "all").code == 0
+    with DiskStore(tmp_path / "all", read_only=True) as store:
+        url = f"file://{tmp_path}/few?max_bytes={store.stats().bytes // 2}"
+    done = run("--store", url)
+    assert done.code == 1 and "the store is too small" in " ".join((done.out + done.err).split())
+    again = run("--store", url, "--json")
+    assert again.code == 1 and again.json["missing" if command == "warm" else "missing_documents"] > 0

@@ -141,7 +141,8 @@ def test_what_belongs_together_in_a_selection() -> None:
     for wrong in (
         SelectionOptions(["0.3", "0.2"]),
         SelectionOptions(["0.3,0.2"]),
-        SelectionOptions(["0.3,0.2"], "head", "1,2"),
+        SelectionOptions(["0.3,0.2"], "head"),
+        SelectionOptions(["0.9"], "none"),
         SelectionOptions(["x"]),
     ):
         with pytest.raises(InvalidInputError, match="--ratio"):
@@ -153,8 +154,12 @@ def test_what_belongs_together_in_a_selection() -> None:
         setting = re.split("[:=]", wrong)[1]
         with pytest.raises(InvalidInputError, match=rf"selector '{wrong}': there is no setting '{setting}' here"):
             SelectionOptions(selector=wrong).settings()
-    chosen = SelectionOptions(selector="query:hops=1,hop_spans=3", measure="k")
-    assert chosen.settings() == {"selector": "query", "hops": 1, "hop_spans": 3, "measure": "k"}
+    chosen = SelectionOptions(selector="hybrid:hops=1,hop_spans=3", measure="k")
+    assert chosen.settings() == {"selector": "hybrid", "hops": 1, "hop_spans": 3, "measure": "k"}
+    for selector in ("query", "head", "random", "none", "all"):
+        for wrong in (SelectionOptions(None, selector, "2"), SelectionOptions(None, selector, measure="k")):
+            with pytest.raises(InvalidInputError, match=f"no effect with --selector {selector}"):
+                wrong.settings()
 
 
 @pytest.fixture

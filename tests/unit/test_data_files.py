@@ -303,6 +303,8 @@ def test_a_folder_is_its_text_files_and_what_cannot_be_read_is_named(tmp_path: P
     assert [each for each in found if isinstance(each, Document)] == documents
     bad = {each.id: each.reason for each in found if isinstance(each, Unreadable)}
     assert "No such file" in bad["gone.txt"] and "not UTF-8: byte 3" in bad["wrong.txt"] and len(bad) == 3
+    assert bad["n\\udcff.txt"].startswith("n\\udcff.txt: a document's id")
+    assert [text.title for text in read_passages(tmp_path / os.fsdecode(b"n\xff.txt"))] == ["n\\udcff #1"]
     assert len(source.ids) == 5  # none of them counts as vanished
     json.dumps(bad)
 

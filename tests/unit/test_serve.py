@@ -89,6 +89,16 @@ def test_a_file_of_keys_keeps_its_permissions_and_every_key_that_was_told(tmp_pa
     assert [each.name for each in tmp_path.iterdir()] == ["keys.json"]
 
 
+def test_a_link_to_a_file_of_keys_stays_one(tmp_path: Path) -> None:
+    """A key removed through it is one that a server of the file itself does not take any more."""
+    file, link = tmp_path / "keys.json", tmp_path / "link.json"
+    link.symlink_to("keys.json")
+    add_key(link, "one")
+    add_key(link, "two")
+    remove_key(link, "one")
+    assert link.is_symlink() and [key.name for key in read_keys(file)] == ["two"]
+
+
 NAMES = st.sets(st.binary(min_size=1, max_size=3), max_size=30).map(lambda names: [BlockName(n) for n in sorted(names)])
 
 

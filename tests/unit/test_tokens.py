@@ -105,6 +105,9 @@ def test_texts_stay_texts_and_passages_read_as_they_are(name: str, text: str, pa
     assert not {i for chunk in prompt.chunks for i in chunk.token_ids.tolist()} & added(tokenizer)
     front = tokenizer("a")["input_ids"][: -len(tokenizer("a", add_special_tokens=False)["input_ids"])]
     assert ids_of(prompt)[: len(front)] == front
+    assert not text or ids_of(PromptBuilder(tokenizer).prompt(["", text])) == ids_of(
+        PromptBuilder(tokenizer).prompt([text])
+    )
     assert len(prompt) == len(front) + sum(map(len, prompt.chunks))
 
 
@@ -353,6 +356,7 @@ REFUSED: list[tuple[str | None, Callable[[PromptBuilder], object], str]] = [
         f"^content 2 of the messages: the title {PLACE}",
     ),
     (CHATML, lambda b: b.chat([user("fine")], [Passage(WRONG)]), PLACE),
+    (CHATML, lambda b: b.chat([user([{"type": "image_url", "url": "x" * 3000}])]), r"^a content part is .{,300}$"),
     (CHATML, lambda b: b.chat([user("fine", "user\udfff")]), "the chat template's text has a lone surrogate"),
 ]
 

@@ -114,7 +114,8 @@ def selection_of(options: SelectionOptions) -> tuple["Selection", tuple[float, .
     if len(given) > 1 and (falling := [text for text in given if "," in text]):
         raise InvalidInputError(f"--ratio {falling[0]}: falling ratios are measured alone; leave the others out")
     if options.profile is None:
-        chosen = [Selection(**replace(options, ratio=[ratio]).settings()) for ratio in given or ["0.15"]]
+        measured = [replace(options, ratio=[ratio]) for ratio in given] or [options]
+        chosen = [Selection(**each.settings()) for each in measured]
         return chosen[0], tuple(each.final_ratio for each in chosen), None
     if set(replace(options, ratio=None).settings()):
         raise InvalidInputError(f"the profile {options.profile} would not be used beside your own settings; give one")

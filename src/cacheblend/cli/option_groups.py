@@ -17,7 +17,7 @@ names in ``no_options`` are none.
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import wraps
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -95,6 +95,12 @@ def _flag(option: inspect.Parameter) -> str:
             names = [info.default, *(info.param_decls or ())]  # of `Annotated`, typer takes the first name as `default`
             return next(str(name).split("/")[0] for name in names if str(name).startswith("--"))
     return option.name.upper()
+
+
+def refuse_unused(given: Mapping[str, object], where: str) -> None:
+    """Raises `InvalidInputError` for options that were given and have no effect there, by their names."""
+    if unused := [name for name, value in given.items() if value is not None]:
+        raise InvalidInputError(f"{' and '.join(unused)}: no effect {where}; leave it out")
 
 
 def numbers(option: str, text: str, of: Callable[[str], N]) -> tuple[N, ...]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
-from cacheblend.cli.option_groups import names_in, numbers, option
+from cacheblend.cli.option_groups import names_in, numbers, option, refuse_unused
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.folders import model_folder
 from cacheblend.engines.options import MOST_TOKENS as MOST_TOKENS
@@ -156,14 +156,17 @@ class SelectionOptions:
 
     def settings(self) -> dict[str, Any]:
         """Fields of `BlendConfig` that the user set; the others are left to the model's profile."""
-        from cacheblend.core.select.selection import SelectorChoice
+        from cacheblend.core.select.selection import SelectorChoice, unused_by
 
-        given = {} if self.measure is None else {"measure": self.measure}
-        settings = given if self.selector is None else dict(SelectorChoice.parse(self.selector).settings) | given
+        settings = {} if self.selector is None else dict(SelectorChoice.parse(self.selector).settings)
+        named = settings.get("selector", "hkvd")
+        unused = {f"--{name.replace('_', '-')}": getattr(self, name) or None for name in sorted(unused_by(named))}
+        refuse_unused(unused, f"with --selector {named}")
+        settings |= {} if self.measure is None else {"measure": self.measure}
         if not (self.ratio or self.check_layers):
             return settings
         # One ratio for all check layers, or one for each; no layers: the selector's own.
-        texts, selector = self.ratio or ["0.15"], settings.get("selector", "hkvd")
+        texts = self.ratio or ["0.15"]
         if len(texts) > 1:
             raise InvalidInputError(
                 f"--ratio is given {len(texts)} times, this command takes one; several check layers' ratios are "
@@ -171,8 +174,8 @@ class SelectionOptions:
             )
         ratios = numbers("--ratio", texts[0], float)
         layers = numbers("--check-layers", self.check_layers, int) if self.check_layers else ()
-        if len(ratios) > 1 and selector not in ("hkvd", "hybrid"):
-            raise InvalidInputError(f"--ratio {texts[0]}: only hkvd and hybrid take several; {selector} takes one")
+        if len(ratios) > 1 and named not in ("hkvd", "hybrid"):
+            raise InvalidInputError(f"--ratio {texts[0]}: only hkvd and hybrid take several; {named} takes one")
         if len(ratios) > 1 and len(ratios) != len(layers):
             needed = f"{len(ratios)} ratios need as many --check-layers, got {len(layers)}"
             raise InvalidInputError(f"--ratio {texts[0]}: {needed}")
@@ -264,6 +267,15 @@ class LayoutOptions:
     system: str | None = option(None, "System prompt, in front of the passages.")
     chat: Chat = None
 
+    def given(self) -> dict[str, object]:
+        """The options by their names, None where the user gave none."""
+        return {"--system": self.system, "--chat": self.chat}
+
+    def check_anchor(self, anchor: str) -> None:
+        """Refuses what has no effect on passages that are stored alone behind this anchor."""
+        if anchor != "system":
+            refuse_unused(self.given(), "without --anchor system")
+
     def build(self, engine: "BlendEngine", texts: Sequence[tuple[str, str]], question: str) -> "Prompt":
         """The prompt; passages, as (text, title), are chunks, the text between them is plain."""
         from cacheblend.engines.hf import Passage
@@ -295,13 +307,15 @@ class PromptOptions(LayoutOptions):
                 continue
             path = Path(argument[1:])
             try:
-                texts.append((path.read_text(encoding="utf-8").strip(), path.name))
+                texts.append((path.read_text(encoding="utf-8-sig").strip(), path.name))
             except (OSError, ValueError) as error:  # a name may also hold a NUL byte
                 raise InvalidInputError(f"--passage {argument}: the file cannot be read: {error}") from error
         if self.data is not None:
             found = read_row(self.data, self.row)
             texts = [(text.text, text.title) for text in found.passages] + texts
             question = question or found.question
+        elif self.row:
+            refuse_unused({f"--row {self.row}": self.row}, "without --data")
         if not question:
             raise InvalidInputError("there is no question: give --question, or --data with a row that has one")
         return texts, question

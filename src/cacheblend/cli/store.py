@@ -116,7 +116,10 @@ def prune(url: Url, max_bytes: str = option(..., "Size to shrink it to: 10GiB.")
         return
     console().print(f"{size_text(freed)} freed, {size_text(stats.bytes)} in {stats.blocks} blocks stay")
     if stats.bytes > limit:
-        console(stderr=True).print(f"more than {size_text(limit)} stay: the rest is pinned", style="yellow")
+        rest = "pinned" if stats.pinned else "records of documents, which `sync` and `store rm --all` remove"
+        console(stderr=True).print(
+            f"more than {size_text(limit)} stay: the rest is {rest}", style="yellow", soft_wrap=True
+        )
 
 
 @app.command()
@@ -140,7 +143,7 @@ def unpin(url: Url, chunks: Chunks = None, everything: All = False, json: AsJson
 
 @app.command("rm")
 def remove(url: Url, chunks: Chunks = None, everything: All = False, json: AsJson = False) -> None:
-    """Delete chunks, pinned or not. Blocks that another chunk shares stay."""
+    """Delete chunks, pinned or not. Blocks that another chunk shares stay. --all also deletes records of documents."""
     with _chosen(url, chunks, everything, json, "removed") as (store, chosen):
         gone = {manifest.chunk_id for manifest in chosen}
         shared = {
@@ -148,6 +151,11 @@ def remove(url: Url, chunks: Chunks = None, everything: All = False, json: AsJso
         }
         for manifest in chosen:
             store.delete_chunk(manifest.block_names, shared)
+        roots = set(store.documents.roots()) - {each.root for each in store.manifests()} if everything else ()
+        for root in roots:  # also of models and salts of which no sync comes any more
+            with store.documents.changing(root):
+                for name in store.documents.names(root):
+                    store.documents.delete(root, name)
 
 
 def _open(url: str, *, read_only: bool = False) -> "KVStore":

@@ -42,7 +42,7 @@ def sync(
     """Store the documents of a source, recompute what changed of them, and drop those that are gone.
 
     Of an edited document only the chunks around the edit are computed. The command may be repeated and interrupted.
-    Exit code 1 if a document could not be read, of which what is stored stays, or a chunk not be written.
+    Exit code 1 if a document could not be read, of which what is stored stays, or the store does not hold all chunks.
     """
     from cacheblend.core.config import BlendConfig
     from cacheblend.data import Unreadable, read_documents
@@ -58,8 +58,9 @@ def sync(
             else:
                 yield document
 
+    layout.check_anchor(stored.anchor)
     cutting = Cutting(chunk_tokens, min(64, chunk_tokens // 2))
-    found = read_documents(source, sys.stdin.buffer)
+    found = read_documents(source, getattr(sys.stdin, "buffer", None))  # which may be closed
     config = BlendConfig(**stored.settings(), discover=False)
     lasting, before = lasting_url(store.store), failures()
     with open_engine(model.model, lasting, config, device, quiet=json) as engine:
@@ -102,7 +103,7 @@ def sync(
                 out.print(output.visible(note), style="yellow", soft_wrap=True)
     if unwritten:
         output.say(f"not all is stored ({in_words(unwritten)}): sync again")
-    if failed or unwritten:
+    if failed or unwritten or report.missing_documents:
         raise typer.Exit(1)
 
 

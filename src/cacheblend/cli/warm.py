@@ -9,7 +9,7 @@ from rich.text import Text
 
 from cacheblend.cli import options, output
 from cacheblend.cli.models import open_engine
-from cacheblend.cli.option_groups import option
+from cacheblend.cli.option_groups import option, refuse_unused
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.failures import failed_since, failures, in_words
 from cacheblend.engines.folders import model_folder
@@ -47,6 +47,7 @@ def warm(
     """Store the KV cache of passages, each computed alone after its anchor.
 
     Passages that the store has are not computed again, so the command may be repeated and interrupted.
+    Exit code 1 if the store does not hold all of them in the end.
     """
     from cacheblend.data import read_passages
     from cacheblend.store import lasting_url, open_store
@@ -54,9 +55,9 @@ def warm(
 
     if engine not in ("hf", "vllm"):
         raise InvalidInputError(f"no engine is called {engine!r}; there are hf, vllm")
-    ours = {"--device": device.device, "--system": layout.system, "--chat": layout.chat}
-    if unused := [name for name, value in ours.items() if engine == "vllm" and value is not None]:
-        raise InvalidInputError(f"{' and '.join(unused)}: no effect with --engine vllm; leave it out")
+    if engine == "vllm":
+        refuse_unused({"--device": device.device} | layout.given(), "with --engine vllm")
+    layout.check_anchor(stored.anchor)
     if frame is not None and "{passage}" not in frame:
         raise InvalidInputError(f"--frame {frame!r}: {{passage}} must stand where the passage goes")
     lasting, before = lasting_url(store.store), failures()
@@ -104,6 +105,7 @@ def warm(
                 f"{done.held} held already; {shown_url(lasting)} takes {output.size_text(taken)}",
             )
         )
-    if failed:
-        output.say(f"not all is stored ({in_words(failed)}): warm again")
+    if failed or done.missing:
+        small = f"{done.missing} passages are not held any more: the store is too small for all; raise max_bytes"
+        output.say(f"not all is stored ({in_words(failed)}): warm again" if failed else small)
         raise typer.Exit(1)

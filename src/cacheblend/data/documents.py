@@ -91,8 +91,8 @@ class FolderSource:
             try:
                 document: Document | Unreadable = Document(name, read_text(self.folder / name))
             except InvalidInputError as error:
-                shown = name.encode("utf-8", "backslashreplace").decode()
-                document = Unreadable(shown, str(error).encode("utf-8", "backslashreplace").decode())
+                shown, reason = (text.encode("utf-8", "backslashreplace").decode() for text in (name, str(error)))
+                document = Unreadable(shown, reason if shown in reason else f"{shown}: {reason}")
             yield document
 
 

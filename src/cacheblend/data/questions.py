@@ -168,13 +168,14 @@ def _question_row(item: dict[str, Any], form: str, where: str, number: int) -> Q
 def _passage_rows(path: Path) -> Iterator[QuestionRow]:
     """Rows of a file; passages without questions are a row each in a list, and one row together in other files."""
     together: list[Passage] = []
+    stem = path.stem.encode("utf-8", "backslashreplace").decode()  # a name need not be UTF-8, a title must
     if path.suffix == ".txt":
         parts = (part.strip() for part in re.split(r"\n[ \t]*\n", read_text(path)))
-        together = [Passage(part, f"{path.stem} #{n}") for n, part in enumerate(filter(None, parts), start=1)]
+        together = [Passage(part, f"{stem} #{n}") for n, part in enumerate(filter(None, parts), start=1)]
     elif path.suffix in (".json", ".jsonl"):
         for where, number, value in read_items(path):
             item = as_object(value, where)
-            title = f"{path.stem} #{number}"
+            title = f"{stem} #{number}"
             field = next((field for field in ("passages", "ctxs") if field in item), None)
             if field is not None:
                 _refuse_other_names(item, _other_names("question"), where)

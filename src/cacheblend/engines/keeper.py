@@ -19,12 +19,13 @@ logger = logging.getLogger("cacheblend.engine")
 @dataclass(frozen=True)
 class WarmReport:
     """What `warm` did: chunks computed and stored, chunks that the store already held, tokens of the stored chunks,
-    seconds."""
+    seconds; and how many of all chunks the store does not hold in the end: it is too small for them."""
 
     stored: int
     held: int
     tokens: int
     seconds: float
+    missing: int = 0
 
 
 class ChunkKeeper:
@@ -45,6 +46,12 @@ class ChunkKeeper:
         store = self._store.lasting
         held = store.find(manifest.block_names)
         return all(entry is not None for entry in held) and store.has_manifest(manifest.chunk_id)
+
+    def missing(self, chunks: Sequence[ChunkManifest]) -> int:
+        """How many chunks the store does not hold all blocks of; asks it once. Raises `StoreError`."""
+        names = [name for chunk in chunks for name in chunk.block_names]
+        held = dict(zip(names, self._store.lasting.held(names), strict=True))
+        return sum(not all(held[name] for name in chunk.block_names) for chunk in chunks)
 
     def store(self, chunk: CapturedChunk) -> None:
         """Writes a chunk's blocks, then its manifest, so that a listed chunk is complete. The anchor's blocks, which

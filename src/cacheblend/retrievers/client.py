@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from cacheblend.core.closable import Closable
-from cacheblend.core.errors import CacheBlendError, InvalidInputError, check_encodable, check_type
+from cacheblend.core.errors import CacheBlendError, InvalidInputError, check_encodable, check_type, shown
 from cacheblend.engines.documents import (
     COLLECTION,
     MOST_DROPPED,
@@ -58,7 +58,7 @@ class DocumentServer(Closable):
     `url`: of `cacheblend serve`, without ``/v1``. `key`: an API key, where the server has keys. `collection`: documents
     of different ones may have the same id, and are dropped apart. `salt`: as in the requests that are to find the
     passages. `timeout`: seconds that a request may take; storing computes the passages first. Raises
-    `InvalidInputError`: httpx is not installed, or the key or the salt cannot be sent."""
+    `InvalidInputError`: httpx is not installed, the url is none, or the key or the salt cannot be sent."""
 
     def __init__(
         self,
@@ -81,7 +81,10 @@ class DocumentServer(Closable):
         if key and not (key.isascii() and key.isprintable()):
             raise InvalidInputError("the key has characters that no key of a server has; is it the right one?")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
+        try:
+            self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
+        except httpx.InvalidURL as error:
+            raise InvalidInputError(f"url {url!r}: {error}; give it as http://127.0.0.1:8000") from error
         self._failed = (httpx.HTTPError, httpx.InvalidURL)
 
     def put(self, documents: Iterable[DocumentLike]) -> IndexReport:
@@ -141,6 +144,9 @@ class DocumentServer(Closable):
             )
         return self.drop(gone)
 
+    def __deepcopy__(self, memo: object) -> "DocumentServer":
+        return self  # copies of an adapter have one server, as its connections cannot be copied
+
     def close(self) -> None:
         """Closes connections."""
         self._http.close()
@@ -189,8 +195,10 @@ class PassageIndex:
 
     def index(self, passages: Iterable[Any]) -> IndexReport:
         """Stores passages; with ids of their own, edited ones are replaced. To be called when they are indexed. Raises
-        `InvalidInputError`: no server was given, an id cannot be kept, or has two texts; `DocumentServerError`: the
-        server does not answer or refuses."""
+        `InvalidInputError`: no server was given, one is no passage, an id cannot be kept, or has two texts;
+        `DocumentServerError`: the server does not answer or refuses."""
+        if isinstance(passages, str | bytes) or not isinstance(passages, Iterable):
+            raise InvalidInputError(f"passages must be a list or another iterable of them, got {shown(passages)}")
         return self._server().put(map(self.document_of, passages))
 
     async def aindex(self, passages: Iterable[Any]) -> IndexReport:
@@ -216,12 +224,14 @@ def text_id(text: str) -> str:
     return f"text-{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:32]}"
 
 
-def distinct(passages: Iterable[Any]) -> list[Any]:
-    """Passages in order, of equal texts the first: a model needs a text once. Those without any text are left out."""
-    found: dict[str, Any] = {}
-    for each in passages:
-        if text := Passage.of(each).text:
-            found.setdefault(text, each)
+def distinct(passages: Iterable[Any], *, empty: bool = False) -> list[Any]:
+    """Passages in order, of equal texts the first: a model needs a text once. Those without any text (pictures) are
+    left out, unless `empty`: a step of a pipeline leaves them to the next."""
+    found: dict[str | int, Any] = {}
+    for number, each in enumerate(passages):
+        text = Passage.of(each).text
+        if text or empty:
+            found.setdefault(text or number, each)
     return list(found.values())
 
 

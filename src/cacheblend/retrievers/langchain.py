@@ -19,6 +19,7 @@ try:
     from langchain_core.documents import Document
     from langchain_core.messages import HumanMessage
     from langchain_core.retrievers import BaseRetriever
+    from pydantic import Field
 except ImportError as error:
     raise InvalidInputError("the adapter for LangChain needs it: pip install 'cacheblend[langchain]'") from error
 
@@ -29,20 +30,20 @@ class PassageRetriever(PassageIndex, BaseRetriever):
     known by its text: once edited it is another one, and the old one stays until `remove(text_id(old text))`."""
 
     retriever: BaseRetriever
-    server: Any = None
+    server: Any = Field(default=None, exclude=True)
 
     @staticmethod
     def document_of(passage: Document) -> StoredDocument:
         found = Passage.of(passage)
-        return StoredDocument(passage.id or text_id(found.text), found.text, found.title[:256])
+        return StoredDocument(getattr(passage, "id", None) or text_id(found.text), found.text, found.title[:256])
 
     def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
-        return distinct(self.retriever.invoke(query, {"callbacks": run_manager.get_child()}))
+        return distinct(self.retriever.invoke(query, {"callbacks": run_manager.get_child()}), empty=True)
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun
     ) -> list[Document]:
-        return distinct(await self.retriever.ainvoke(query, {"callbacks": run_manager.get_child()}))
+        return distinct(await self.retriever.ainvoke(query, {"callbacks": run_manager.get_child()}), empty=True)
 
 
 def documents_of(documents: Sequence[Document]) -> list[dict[str, str]]:

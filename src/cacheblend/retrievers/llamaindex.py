@@ -7,6 +7,7 @@ llm.chat([ChatMessage(role="user", content=question)], extra_body={"documents": 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from cacheblend.core.errors import InvalidInputError
@@ -15,6 +16,7 @@ from cacheblend.engines.tokens import Passage
 from cacheblend.retrievers.client import PassageIndex, distinct
 
 try:
+    from llama_index.core.bridge.pydantic import Field
     from llama_index.core.postprocessor.types import BaseNodePostprocessor
     from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 except ImportError as error:
@@ -26,7 +28,7 @@ class PassagePostprocessor(PassageIndex, BaseNodePostprocessor):
     stores them, in `index`. A parser gives nodes new ids at every run, unless it is told others: then pass the ids that
     are gone to `remove`. No text is computed twice for it."""
 
-    server: Any = None
+    server: Any = Field(default=None, exclude=True)
 
     @classmethod
     def class_name(cls) -> str:
@@ -35,12 +37,12 @@ class PassagePostprocessor(PassageIndex, BaseNodePostprocessor):
 
     @staticmethod
     def document_of(passage: BaseNode) -> StoredDocument:
-        return StoredDocument(passage.node_id, Passage.of(passage).text)
+        return replace(StoredDocument.of(passage), title="")  # which is in the text that a model is shown
 
     def _postprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
-        return distinct(nodes)
+        return distinct(nodes, empty=True)
 
 
 def documents_of(nodes: Sequence[NodeWithScore]) -> list[dict[str, str]]:

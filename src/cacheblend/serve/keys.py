@@ -109,6 +109,7 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
 def add_key(path: Path, name: str) -> str:
     """Makes a new key and returns it, this once; the file, at first readable by its owner only, keeps the hash. Raises
     `InvalidInputError` if the name is empty or taken, or the file cannot be read or written."""
+    path = path.resolve()  # of a link the file that it names, which a server reads, too
     with _locked(path):
         keys = read_keys(path)
         if any(key.name == name for key in keys) or not name:
@@ -121,6 +122,7 @@ def add_key(path: Path, name: str) -> str:
 
 def remove_key(path: Path, name: str) -> None:
     """Removes a key; blocks stored with it stay until they are evicted. Raises `InvalidInputError`, as `add_key`."""
+    path = path.resolve()
     with _locked(path):
         keys = read_keys(path)
         if all(key.name != name for key in keys):

@@ -169,6 +169,12 @@ def selection_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in names}
 
 
+def unused_by(selector: str) -> set[str]:
+    """Of ratio, check layers and measure what a selector does not go by; presets are kinds of hybrid."""
+    checks = set() if "measure" in _OWN.get(selector, _OWN["hybrid"]) else {"check_layers", "measure"}
+    return checks | ({"ratio"} if selector in ("threshold", "none", "all") else set())
+
+
 @dataclass(frozen=True)
 class SelectorChoice:
     """A selector as requested: ``hkvd``, or with settings of `Selection`, ``hkvd:measure=v``."""

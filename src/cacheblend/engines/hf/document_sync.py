@@ -11,7 +11,7 @@ one of them meanwhile; a chunk is dropped when no document has it any more.
 
 import hashlib
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -196,11 +196,11 @@ class DocumentSync:
             check_name(each, "a document's id")
         self._forget([document_name(self.root, self._collection, each) for each in ids])
 
-    def vanished(self, ids: Collection[str], most: float = MOST_DROPPED) -> list[BlockName]:
-        """Names of the collection's documents that are not among `ids`, a set. Raises `InvalidInputError` if they are
-        more than the share `most` of all."""
+    def vanished(self, ids: Iterable[str], most: float = MOST_DROPPED) -> list[BlockName]:
+        """Names of the collection's documents that are not among `ids`. Raises `InvalidInputError` if they are more
+        than the share `most` of all."""
         check_document_ids(ids)
-        records = self._known_records()
+        ids, records = set(ids), self._known_records()
         gone = [each.name for each in records if each.id not in ids]
         if len(gone) > most * len(records):
             raise InvalidInputError(

@@ -172,7 +172,8 @@ class ChunkWarmer:
             end_team()
         self._store.flush()
         tokens = sum(len(job.token_ids) for job in missing)
-        return WarmReport(len(missing), len(jobs) - len(missing), tokens, time.perf_counter() - started)
+        evicted = self.keeper.missing([manifest_of(job, planner, "") for job in jobs]) if missing else 0
+        return WarmReport(len(missing), len(jobs) - len(missing), tokens, time.perf_counter() - started, evicted)
 
     def after_request(
         self,

@@ -196,7 +196,8 @@ class PromptBuilder:
             if not isinstance(part, str):
                 raise InvalidInputError(f"a prompt is made of str and Passage, not {type(part).__name__}")
             _check(part, where)
-            segments.append(core_prompt.text((self._all.continued if segments else self._all.whole)(part).ids))
+            encode = self._all.continued if any(map(len, segments)) else self._all.whole
+            segments.append(core_prompt.text(encode(part).ids))
         if not any(map(len, segments)):
             raise InvalidInputError("the prompt is empty; give it some text")
         prompt = Prompt.of([core_prompt.text(self._front), *segments, core_prompt.text(self._back)])

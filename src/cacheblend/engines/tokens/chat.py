@@ -26,7 +26,7 @@ from functools import lru_cache
 from itertools import accumulate, chain, groupby
 from typing import Any, NamedTuple
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, shown
 from cacheblend.engines.tokens.passage import Passage
 
 Content = str | Passage
@@ -259,9 +259,8 @@ class Conversation:
             for part in content:
                 kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
                 if kind not in ("text", "chunk") or not isinstance(text, str):
-                    raise InvalidInputError(
-                        f"a content part is {{'type': 'text' or 'chunk', 'text': ...}}, got {part!r}"
-                    )
+                    what = "a content part is {'type': 'text' or 'chunk', 'text': ...}"
+                    raise InvalidInputError(f"{what}, got {shown(part)}")
                 parts.append(text if kind == "text" else Passage(text, part.get("title", "")))
         elif not parts:
             return None

@@ -27,7 +27,7 @@ class Passage:
     def __post_init__(self) -> None:
         for name in ("text", "title"):
             if not isinstance(getattr(self, name), str):
-                raise InvalidInputError(f"a passage's {name} must be a text, got {getattr(self, name)!r}")
+                raise InvalidInputError(f"a passage's {name} must be a text, got {shown(getattr(self, name))}")
 
     @staticmethod
     def of(value: object, where: str = "") -> "Passage":

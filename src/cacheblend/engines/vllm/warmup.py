@@ -84,8 +84,9 @@ def warm_with_vllm(
                 )
             if progress is not None:
                 progress(len(jobs) - len(missing) + at + len(batch), len(jobs))
+        evicted = keeper.missing([manifest for _, manifest in jobs.values()])
     tokens = sum(len(job.token_ids) for job, _ in missing)
-    return WarmReport(len(missing), len(jobs) - len(missing), tokens, time.perf_counter() - started)
+    return WarmReport(len(missing), len(jobs) - len(missing), tokens, time.perf_counter() - started, evicted)
 
 
 def _facts(worker: Any) -> tuple[str, str, str]:
