@@ -294,7 +294,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert int4["bytes_per_token"] < 0.32 * result["bytes_per_token"]
     cost_model = tmp_path / "machine.json"
     tiers = {"disk": {"bytes_per_s": 2e9}}
-    cost_model.write_text(json.dumps({"format": 1, "prefill_s": [[100, 0.1], [1000, 1.0]], "tiers": tiers}))
+    measured = {"format": 1, "codec": "raw", "prefill_s": [[100, 0.1], [1000, 1.0]], "tiers": tiers}
+    cost_model.write_text(json.dumps(measured))
+    assert "with the codec raw, not int8" in run("--cost-model", cost_model, "--codec", "int8").err
     own = run("--cost-model", cost_model, "-c", 500, "-d", "disk::0.1", "-d", "tape:0.1:0", "--json").json
     assert own["prefill_s"] == pytest.approx(0.5)
     assert [each["bytes_per_s"] for each in own["devices"]] == [2e9, 1e8]

@@ -214,8 +214,8 @@ def write_cost_model(path: Path, cost_model: CostModel, fingerprint: str, device
 def load_cost_model(path: str | Path, codec: str | None = None) -> CostModel:
     """Reads a cost model of any model. Raises `InvalidInputError`, also where it was measured with another codec."""
     data = _cost_data(path)
-    if codec not in (None, data.get("codec")):
-        raise InvalidInputError(f"the cost model {path} was measured with the codec {data.get('codec')}, not {codec}")
+    if codec is not None and codec != data.get("codec"):
+        raise InvalidInputError(f"the cost model {path} was measured with the codec {data.get("codec")}, not {codec}")
     return CostModel.from_dict(data)
 
 
