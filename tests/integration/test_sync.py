@@ -412,6 +412,7 @@ def test_a_folder_from_its_first_sync_to_its_end(
     monkeypatch.setattr("sys.stdin", None)  # closed
     common = ("--store", store, "--source", source, "--chunk-tokens", 128)
     planned = run(*common, "--dry-run", "--json").json
+    assert not store.exists() and planned["store"].endswith(store.name)
     done = run(*common, "--json").json
     assert planned["computed_tokens"] == done["computed_tokens"] > 0 and done["added"] == 3
     assert done["skipped"] == ["1 files *.png"]
