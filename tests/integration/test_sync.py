@@ -156,6 +156,9 @@ def test_documents_in_any_form_and_what_is_refused_before_anything_is_dropped(sh
     assert work.finish().added == 4
     check(shared, bodies, "forms")
     assert sync(shared, bodies, tenant="forms").kept == 4
+    work = DocumentSync(shared, tenant="forms", cutting=CUTTING)
+    work.put(Document(name, body, "another title") for name, body in bodies.items())  # which is in no chunk
+    assert work.finish().kept == 4
     for left in ({}, {"a": bodies["a"]}):  # a source that is empty by mistake
         with pytest.raises(InvalidInputError, match=r"of the 4 documents .* --max-drop 1"):
             sync(shared, left, 0.5, tenant="forms")
