@@ -163,7 +163,7 @@ SERVE: --tool-call-parser gpt | --max-prompt-tokens 0 | --max-tokens 0 | --store
 demo: --ratio nan | --questions 0 | --questions 13 | --seed x | --seed 10
 TTFT: --threads 0 | --threads x | --chunks 0 | --chunks 99999999999 | --chunk-tokens -1 | --question-tokens 0
 TTFT: --ratio nan | --runs 0 | --seed -1
-serve -m {model}: --shadow -0.1 | --shadow 0.1 --shadow-floor 0.99999
+serve -m {model}: --shadow -0.1 | --shadow 0.1 --shadow-floor 0.99999 | --shadow 0.1 --shadow-floor 0.9999999
 store: prune {store} --max-bytes -1 | prune {store} --max-bytes 1e9
 ... plan -m {model} --prefill-s -inf
 [names]

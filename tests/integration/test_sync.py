@@ -156,6 +156,9 @@ def test_documents_in_any_form_and_what_is_refused_before_anything_is_dropped(sh
     assert work.finish().added == 4
     check(shared, bodies, "forms")
     assert sync(shared, bodies, tenant="forms").kept == 4
+    work = DocumentSync(shared, tenant="forms", cutting=CUTTING)
+    work.put(Document(name, body, "another title") for name, body in bodies.items())  # which is in no chunk
+    assert work.finish().kept == 4
     for left in ({}, {"a": bodies["a"]}):  # a source that is empty by mistake
         with pytest.raises(InvalidInputError, match=r"of the 4 documents .* --max-drop 1"):
             sync(shared, left, 0.5, tenant="forms")
@@ -412,13 +415,14 @@ def test_a_folder_from_its_first_sync_to_its_end(
     monkeypatch.setattr("sys.stdin", None)  # closed
     common = ("--store", store, "--source", source, "--chunk-tokens", 128)
     planned = run(*common, "--dry-run", "--json").json
+    assert not store.exists() and planned["store"].endswith(store.name)
     done = run(*common, "--json").json
     assert planned["computed_tokens"] == done["computed_tokens"] > 0 and done["added"] == 3
     assert done["skipped"] == ["1 files *.png"]
     (source / "b.txt").write_text(text_of(ord("b"), 80) + " One more.")
     (source / "c.txt").unlink()
     changed = run(*common)
-    assert "1 documents kept, 0 added, 1 changed, 0 restored, 1 dropped" in " ".join(changed.out.split())
+    assert "1 documents kept, 0 added, 1 changed, 0 restored, 1 dropped\n" in changed.out
     (source / "a.txt").write_bytes(b"\xff")
     failed = run(*common, "--json")
     assert failed.code == 1 and failed.json["kept"] == 1 and "not UTF-8" in failed.json["failed"]["a.txt"]

@@ -1,6 +1,7 @@
 """The commands' help, options in groups, with `BlendConfig`'s defaults, progress on stderr; settings; reports."""
 
 import inspect
+import io
 import json
 import math
 import re
@@ -12,10 +13,12 @@ from typing import Annotated, Any, get_args
 import pytest
 import typer
 import typer.main
+from rich.console import Console
 from typer.testing import CliRunner
 
 from cacheblend.cli import app, output
 from cacheblend.cli.bench import HOW, WHAT, RoundOptions, SizeOptions
+from cacheblend.cli.doctor import _table
 from cacheblend.cli.option_groups import numbers, option, with_groups
 from cacheblend.cli.options import AnswerOptions, BlendOptions, ChunkOptions, SelectionOptions
 from cacheblend.cli.serve import AccessOptions
@@ -26,6 +29,8 @@ from cacheblend.core.select.question_selectors import Hybrid, Query
 from cacheblend.core.select.selection import Selection
 from cacheblend.core.select.selectors import AllRows, Gradual, Head, Hkvd, NoRows, RandomRows, Threshold
 from cacheblend.engines.hf import SamplingParams
+from cacheblend.evaluation.candidates import grid
+from cacheblend.evaluation.gate import Bar, Summary, Tried
 from cacheblend.serve.settings import ServeSettings
 from lab.cli import app as lab_app
 
@@ -160,6 +165,15 @@ def test_what_belongs_together_in_a_selection() -> None:
         for wrong in (SelectionOptions(None, selector, "2"), SelectionOptions(None, selector, measure="k")):
             with pytest.raises(InvalidInputError, match=f"no effect with --selector {selector}"):
                 wrong.settings()
+
+
+def test_figures_of_settings_can_be_read_at_80_columns() -> None:
+    figures = Summary(300, 297, 0.99, 0.9717, 0.0123, None, None, 0.2712, 2.3, 300, 0.5, -0.012, -0.034)
+    candidates = grid(12, ["hybrid:question_words=1,hops=1,hop_spans=2,correction=0.5"], [0.2])
+    out = Console(width=80, file=io.StringIO(), record=True)
+    out.print(_table("search", [Tried(each, figures, True, False) for each in candidates], Bar()))
+    text = out.export_text()
+    assert "…" not in text and all(one in text for one in ("27.1 %", "297/300", "97.2 %", "-0.012", "2.3 x passes"))
 
 
 @pytest.fixture

@@ -220,9 +220,9 @@ def _table(title: str, tried: list["Tried"], bar: "Bar") -> Table:
     table = Table(title=f"\n{title}", title_justify="left", box=None, padding=(0, 1, 0, 0))
     with_f1 = any(one.found and one.found.f1_rows for one in tried)
     columns = ["compute", "agree", "bound", "KL", *(["F1 - full", "bound"] if with_f1 else []), "faster"]
-    table.add_column("setting", no_wrap=True)
+    table.add_column("setting", overflow="fold", ratio=1)
     for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right", no_wrap=True, min_width=6)
     table.add_column("", no_wrap=True)
     for one in tried:
         found = one.found

@@ -49,7 +49,7 @@ def sync(
     from cacheblend.engines.hf import DocumentSync
     from cacheblend.engines.tokens.chunker import Cutting
     from cacheblend.store import lasting_url
-    from cacheblend.store.open import shown_url
+    from cacheblend.store.open import FolderPlace, parse_store_url, shown_url
 
     def readable() -> "Iterator[Document]":
         for document in found.documents():
@@ -63,7 +63,10 @@ def sync(
     found = read_documents(source, getattr(sys.stdin, "buffer", None))  # which may be closed
     config = BlendConfig(**stored.settings(), discover=False)
     lasting, before = lasting_url(store.store), failures()
-    with open_engine(model.model, lasting, config, device, quiet=json) as engine:
+    place = parse_store_url(lasting)
+    is_new = isinstance(place, FolderPlace) and not place.path.expanduser().exists()
+    used = "memory" if dry_run and is_new else lasting  # a folder that is opened is made
+    with open_engine(model.model, used, config, device, quiet=json) as engine:
         system = layout.build(engine, [("?", "")], "?") if config.anchor == "system" else None
         work = DocumentSync(engine, collection=collection, cutting=cutting, system=system, dry_run=dry_run)
         vanished, failed = work.vanished(found.ids, max_drop), dict[str, str]()
@@ -81,11 +84,13 @@ def sync(
         out, would = output.console(), "would be " if dry_run else ""
         out.print(
             f"{report.kept} documents kept, {report.added} {would}added, {report.changed} {would}changed, "
-            f"{report.restored} {would}restored, {report.dropped} {would}dropped"
+            f"{report.restored} {would}restored, {report.dropped} {would}dropped",
+            soft_wrap=True,
         )
         out.print(
             f"{report.computed_tokens} of {report.tokens} tokens {would}computed, in {report.computed_chunks} of "
-            f"{report.chunks} chunks; {report.dropped_chunks} chunks dropped; {output.seconds_text(report.seconds)}"
+            f"{report.chunks} chunks; {report.dropped_chunks} chunks dropped; {output.seconds_text(report.seconds)}",
+            soft_wrap=True,
         )
         small = "documents are not held completely: the store is too small for all of them; raise max_bytes"
         missing, unread = report.missing_documents, f"{len(failed)} documents could not be read, what is stored of them"

@@ -103,7 +103,8 @@ def warm(
                 (str(done.stored), "bold green"),
                 f" passages stored ({done.tokens} tokens, {output.seconds_text(done.seconds)}), "
                 f"{done.held} held already; {shown_url(lasting)} takes {output.size_text(taken)}",
-            )
+            ),
+            soft_wrap=True,
         )
     if failed or done.missing:
         small = f"{done.missing} passages are not held any more: the store is too small for all; raise max_bytes"

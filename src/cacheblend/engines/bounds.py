@@ -9,6 +9,8 @@ import numpy.typing as npt
 
 from cacheblend.core.errors import InvalidInputError
 
+MOST_ROWS = 1_000_000  # that anybody will ask; to look for the number takes memory and time in proportion to it
+
 
 @lru_cache(4096)
 def lower_bound(successes: int, trials: int, confidence: float) -> float:
@@ -60,7 +62,13 @@ def needed_rows(threshold: float, confidence: float, errors: int = 0) -> int:
     def suffices(rows: int) -> bool:
         return reaches(rows - errors, rows, threshold, confidence)
 
-    low = high = max(math.floor(math.log(1 - confidence) / math.log(threshold)), errors + 1)
+    least = math.floor(math.log(1 - confidence) / math.log(threshold))  # of rows without a failure
+    if least > MOST_ROWS:
+        raise InvalidInputError(
+            f"{threshold} at the confidence {confidence} needs {least} rows at least, and at most {MOST_ROWS} are "
+            "counted on; lower one of the two"
+        )
+    low = high = max(least, errors + 1)
     while not suffices(high):
         low, high = high + 1, 2 * high
     return low + bisect_left(range(low, high), x=True, key=suffices)

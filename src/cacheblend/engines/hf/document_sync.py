@@ -225,10 +225,10 @@ class DocumentSync:
     # ---- one batch --------------------------------------------------------------------------------------
 
     def _add(self, document: Document) -> Iterator[None]:
-        # Another digest means that the document has to be cut again.
+        # Another digest means that the document has to be cut again; its title is in no chunk.
         rules = f"1 {self._cutter.cutting.most} {self._cutter.cutting.least} {self._cutter.tokenizer}"
         chain = self._planner.chain_of(self._anchor).hex()
-        parts = (rules, str(self._planner.block_size), chain, document.title, document.text)
+        parts = (rules, str(self._planner.block_size), chain, document.text)
         framed = b"".join(len(part.encode()).to_bytes(8, "little") + part.encode() for part in parts)
         report, digest = self.report, hashlib.sha256(framed).hexdigest()
         name = document_name(self.root, self._collection, document.id)
