@@ -215,7 +215,7 @@ def load_cost_model(path: str | Path, codec: str | None = None) -> CostModel:
     """Reads a cost model of any model. Raises `InvalidInputError`, also where it was measured with another codec."""
     data = _cost_data(path)
     if codec is not None and codec != data.get("codec"):
-        raise InvalidInputError(f"the cost model {path} was measured with the codec {data.get("codec")}, not {codec}")
+        raise InvalidInputError(f"the cost model {path} was measured with the codec {data.get('codec')}, not {codec}")
     return CostModel.from_dict(data)
 
 
