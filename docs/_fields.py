@@ -89,7 +89,7 @@ def _values(schema: Mapping[str, Any], kinds: Mapping[str, Any]) -> str:
 
 
 def _refused() -> Iterator[str]:
-    yield "Refused with 400 and the field's name, but for values that ask for what is done anyway, as `null` does:\n"
+    yield "Refused with 400 and the field's name, except for values that ask for the default behaviour, as `null` does:\n"
     yield "| field | values taken | why, or what to use |\n|---|---|---|"
     for name, refused in sorted(REFUSED.items()):
         yield _row(name, refused)
@@ -106,7 +106,7 @@ def _row(name: str, refused: Refused) -> str:
 
 
 def _accepted() -> Iterator[str]:
-    yield "Accepted, since they say nothing about the answer:\n"
+    yield "Accepted and ignored, since they do not affect the answer:\n"
     yield "| field | why |\n|---|---|"
     for name, what in sorted(ACCEPTED.items()):
         yield f"| `{name}` | {what} |"

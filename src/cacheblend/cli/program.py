@@ -1,6 +1,6 @@
 """Runs a command line: an error of the user, or the system's, is one line that says what to do, and exit code 2.
 
-Knows no command but those that moved; typer's errors by what they carry (`format_message`, `param`,
+Knows no command; typer's errors by what they carry (`format_message`, `param`,
 `option_name`), since their classes move between typer's versions.
 """
 
