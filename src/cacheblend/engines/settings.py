@@ -232,7 +232,7 @@ def read_cost_model(path: str | Path, fingerprint: str, layout: KVLayout, device
 
 def _cost_data(path: str | Path) -> dict[str, Any]:
     try:
-        data = json.loads(Path(path).read_text())
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidInputError(f"the cost model {path} cannot be read: {error}") from error
     if not isinstance(data, dict) or data.get("format") != COST_FORMAT:
