@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from cacheblend.cli.bench import HOW, WHAT, PromptSizeOptions, RoundOptions
 from cacheblend.cli.option_groups import option
-from cacheblend.cli.options import MOST_SEED, MOST_TOKENS, ModelOrShape, OneRatio, Shadow
+from cacheblend.cli.options import MOST_SEED, MOST_TOKENS, OUTPUT, ModelOrShape, OneRatio, Shadow
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -21,6 +21,7 @@ PROMPT_SIZES = [field.name for field in fields(PromptSizeOptions)]
 Requests = Annotated[int, option(..., "Requests replayed.", least=1, most=1_000_000, panel=WHAT)]
 Clients = Annotated[int, option(..., "Requests under way at once.", least=1, most=MOST, panel=HOW)]
 Discover = Annotated[bool, option(..., "Also replay a trace with nothing marked.", panel=WHAT)]
+Plot = Annotated[Path | None, option(..., "Draw the result here (.png, .svg, .pdf). Needs matplotlib.", panel=OUTPUT)]
 ReplayedTrace = Annotated[Path, option(..., "Folder of a RAGPulse trace.", "--trace", panel=WHAT)]
 
 

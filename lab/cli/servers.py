@@ -4,9 +4,8 @@ from typing import TYPE_CHECKING
 
 from cacheblend.cli.bench import WHAT, PromptSizeOptions, ResultOptions, RoundOptions
 from cacheblend.cli.option_groups import option
-from cacheblend.cli.options import Plot
 from lab.cli.output import measure
-from lab.settings import Agent, PromptShape, Replay, Routing, Serving, Sizes, VllmOptions, seeded
+from lab.settings import Agent, Plot, PromptShape, Replay, Routing, Serving, Sizes, VllmOptions, seeded
 
 if TYPE_CHECKING:
     from lab.servers.vllm_server import Pair

@@ -15,9 +15,9 @@ from cacheblend.cli.bench import (
     prompt_settings,
 )
 from cacheblend.cli.option_groups import option
-from cacheblend.cli.options import MODEL_OPTION, MOST_TOKENS, Limit, ModelOrShape, OneRatio, Plot, Seed, SyncedTokens
+from cacheblend.cli.options import MODEL_OPTION, MOST_TOKENS, Limit, ModelOrShape, OneRatio, Seed, SyncedTokens
 from lab.cli.output import measure
-from lab.settings import DEFAULT_SHAPE, Adapt, Edits, Peers, Real, ReplayedTrace
+from lab.settings import DEFAULT_SHAPE, Adapt, Edits, Peers, Plot, Real, ReplayedTrace
 
 MOST_BLOCKS = 100_000_000
 THREE_ROUNDS, TWO_THREADS = RoundOptions(runs=3), ThreadOptions(2)

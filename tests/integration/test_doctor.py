@@ -549,7 +549,7 @@ def test_a_profile_of_other_weights_and_a_damaged_one(
 
 
 def test_the_model_that_ships_is_examined_by_name(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend.engines.folders._shipped_folder", model.resolve)
+    monkeypatch.setattr("cacheblend.engines.folders.shipped_folder", model.resolve)
     found = run("doctor", "-m", "nano", "--json").json
     assert (found["model"], found["blendable"]) == ("nano", True)
 

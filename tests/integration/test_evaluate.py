@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend.cli import models
 from cacheblend.cli.options import LayoutOptions
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.data import QuestionRow
 from cacheblend.data.questions import split_text
 from cacheblend.engines import provenance
+from cacheblend.engines.folders import name_of
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf.baselines import follow, full_recompute
 from cacheblend.engines.hf.recurrent import fill_cache
@@ -586,7 +586,7 @@ def test_the_model_that_ships_is_called_nano(
     run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shipped = shutil.copytree(model, tmp_path / "package" / "model")
-    monkeypatch.setattr("cacheblend.engines.folders._shipped_folder", shipped.resolve)
+    monkeypatch.setattr("cacheblend.engines.folders.shipped_folder", shipped.resolve)
     data = write_rows(tmp_path / "rows.jsonl")
     result = run(
         "-m", "nano", "-d", data, "-n", 1, "--limit", 1, "--methods", "full", "--device", "cpu", "--scorer", "em"
@@ -595,8 +595,8 @@ def test_the_model_that_ships_is_called_nano(
     assert "Exact match, %, nano" in result.out
     (folder,) = (tmp_path / "evaluations").iterdir()
     assert folder.name.startswith("nano-rows-")
-    assert models.model_name(shipped) == "nano"
-    assert models.model_name(model) == "tiny-llama"
+    assert name_of(shipped) == "nano"
+    assert name_of(model) == "tiny-llama"
 
 
 def test_a_wrong_file_is_said_before_the_model_is_opened(run: Run, tmp_path: Path) -> None:

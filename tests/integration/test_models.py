@@ -233,6 +233,8 @@ def test_plan_counts_the_bytes_of_latents(run: Run, tmp_path: Path) -> None:
     result = run("plan", "--model", tmp_path, "--prefill-s", "3", "--json")
     assert result.code == 0, result.err
     assert json.loads(result.out)["bytes_per_token"] == 61 * (512 + 64) * 2
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": "two"}')
+    assert "config.json does not say" in run("plan", "--model", tmp_path, "--prefill-s", "3").err
 
 
 def ask(web: TestClient, *passages: str, **extra: Any) -> dict[str, Any]:

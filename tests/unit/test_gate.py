@@ -62,7 +62,7 @@ def test_bounds_of_counts_and_means() -> None:
     # Success-run tables for 99 % reliability at 95 % confidence, with 0..3 failures.
     assert [needed_rows(0.99, 0.95, errors) for errors in range(4)] == [299, 473, 628, 773]
     assert [allowed_errors(rows, 0.99, 0.95) for rows in (298, 299, 472, 473)] == [-1, 0, 0, 1]
-    with pytest.raises(InvalidInputError, match=r"0\.999999 at the confidence 0\.95 needs 299573\d rows .*lower one"):
+    with pytest.raises(InvalidInputError, match=r"0\.999999 at the confidence 0\.95 needs 299573\d rows, .*lower one"):
         needed_rows(0.999999, 0.95, 4)
     # The bound errs as seldom as it says
     proportion, trials = 0.9, 50

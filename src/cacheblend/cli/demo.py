@@ -31,6 +31,7 @@ from another. A few questions are no measurement: the demo shows the mechanism. 
 your model and data."""
 LEFT: Any = {"title_justify": "left", "title_style": "", "caption_justify": "left", "caption_style": "dim"}
 TABLE: Any = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "show_edge": False, **LEFT}
+PICTURE = Path("cacheblend-demo.png")
 MARK = {True: ("✓", "green"), False: ("✗", "red")}
 
 
@@ -40,7 +41,9 @@ def demo(
     ),
     questions: int = option(3, "Questions of each category.", "-n", least=1, most=12, panel=OUTPUT),
     seed: int = option(FIRST_SEED, "Which passages, orders and questions, 0 to 9.", least=0, most=9, panel=OUTPUT),
-    plot: Path = option(Path("cacheblend-demo.png"), "File of the picture: .png, .svg or .pdf.", panel=OUTPUT),
+    plot: Path | None = option(
+        None, f"File of the picture: .png, .svg or .pdf. Default: {PICTURE}, where it can be drawn.", panel=OUTPUT
+    ),
     keep: Path | None = option(None, "Keep model, passages, questions and store in this new folder.", panel=OUTPUT),
     json: AsJson = False,
 ) -> None:
@@ -49,9 +52,13 @@ def demo(
     Runs on the small model that ships, so nothing is downloaded; takes about half a minute on two CPU cores. Where
     SmolLM2-135M-Instruct is at hand (`make pretrained` in a checkout), it answers six questions, too.
     """
-    picture = output.picture_file(plot) if output.can_draw() else None
-    if picture is None:
-        output.say(f"no picture is drawn, that needs matplotlib: {output.INSTALL_PLOT}")
+    picture = None
+    try:
+        picture = output.picture_file(plot or PICTURE)
+    except InvalidInputError as error:
+        if plot is not None and output.can_draw():
+            raise
+        output.say(f"no picture is drawn: {error}")
     try:
         if keep is not None:
             keep.mkdir(parents=True)

@@ -12,6 +12,7 @@ from rich.text import Text
 from cacheblend.cli import models, options, output
 from cacheblend.cli.option_groups import option
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.engines.folders import name_of
 
 if TYPE_CHECKING:
     from cacheblend.evaluation.gate import Bar, GateResult, Tried
@@ -126,10 +127,11 @@ def _examine(model: options.ModelOrShape, device: options.DeviceOptions, as_json
     with output.status("examining ...", quiet=as_json) as say:
         models.quiet_transformers()
         from cacheblend.engines.hf.doctor import Check, diagnose
+        from cacheblend.engines.hf.model_loader import checked_device, checked_dtype
 
-        dtype, place = models.checked(device)
+        dtype, place = checked_dtype(device.dtype), checked_device(device.device)
         if model.model is not None:
-            found = diagnose(model.model, name=models.model_name(model.model), dtype=dtype, device=place, on_check=say)
+            found = diagnose(model.model, name=name_of(model.model), dtype=dtype, device=place, on_check=say)
         else:
             import torch
 
@@ -213,7 +215,7 @@ def _show(result: "GateResult", model: Path, written: Path | None, bad: list[str
     elif result.verdict != "too few rows":
         out.print("no profile written (--dry-run)")
     else:
-        out.print(f"no profile written; {models.model_name(model)} stays as it is", soft_wrap=True)
+        out.print(f"no profile written; {name_of(model)} stays as it is", soft_wrap=True)
 
 
 def _table(title: str, tried: list["Tried"], bar: "Bar") -> Table:

@@ -55,17 +55,11 @@ def open_engine(
     return engine
 
 
-def model_name(model: Path) -> str:
-    """A model's name in titles and file names: its folder's name, or ``nano`` for the one that ships."""
-    return name_of(model_folder(model))
-
-
 def needed_model(model: Path | None) -> Path:
-    """What ``--model`` names, of commands that also say what the model is asked."""
+    """The folder that ``--model`` names, of commands that also say what the model is asked."""
     if model is None:
         raise InvalidInputError("--data needs a model: give --model FOLDER, or --model nano for the one that ships")
-    model_folder(model)
-    return model
+    return model_folder(model)
 
 
 def quiet_transformers() -> None:
@@ -74,10 +68,3 @@ def quiet_transformers() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-
-
-def checked(device: DeviceOptions) -> tuple[Any, Any]:
-    """The options' dtype, or ``"auto"``, and device, for what does not open a folder with them at once."""
-    from cacheblend.engines.hf.model_loader import checked_device, checked_dtype
-
-    return checked_dtype(device.dtype), checked_device(device.device)

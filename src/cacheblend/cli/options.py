@@ -42,7 +42,6 @@ OptionalModel = Annotated[Path | None, MODEL_OPTION]
 
 AsJson = Annotated[bool, option(..., "Print one JSON object on stdout, nothing else.", panel=OUTPUT)]
 JsonFile = Annotated[Path | None, option(..., "Write the whole result to this file as JSON.", panel=OUTPUT)]
-Plot = Annotated[Path | None, option(..., "Draw the result here (.png, .svg, .pdf). Needs matplotlib.", panel=OUTPUT)]
 Out = Annotated[Path, option(..., "Folder in which the folder of results is made.", "--out", "-o", panel=OUTPUT)]
 MaxTokens = Annotated[int, option(..., "Tokens of an answer.", "-n", least=1, most=MOST_TOKENS, panel=OUTPUT)]
 Seed = Annotated[int, option(..., "Seed of everything that is drawn at random.", least=0, most=MOST_SEED)]

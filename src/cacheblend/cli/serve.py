@@ -124,14 +124,13 @@ def _cannot_listen(host: str, port: int, error: Exception) -> InvalidInputError:
 
 
 def _reload_on_hangup(settings: ServeSettings) -> None:
-    """SIGHUP has the files of keys read again at once, where there is such a signal."""
+    """SIGHUP has the files of keys read again at once."""
 
     def reload(*_: object) -> None:
         settings.keys.reload()
         settings.metrics_keys.reload()
 
-    if hasattr(signal, "SIGHUP"):
-        signal.signal(signal.SIGHUP, reload)
+    signal.signal(signal.SIGHUP, reload)
 
 
 def _run(engine: "BlendEngine", settings: ServeSettings, host: str, sockets: list[socket.socket]) -> None:

@@ -84,10 +84,7 @@ def sync(
         out, would = output.console(), "would be " if dry_run else ""
         out.print(
             f"{report.kept} documents kept, {report.added} {would}added, {report.changed} {would}changed, "
-            f"{report.restored} {would}restored, {report.dropped} {would}dropped",
-            soft_wrap=True,
-        )
-        out.print(
+            f"{report.restored} {would}restored, {report.dropped} {would}dropped\n"
             f"{report.computed_tokens} of {report.tokens} tokens {would}computed, in {report.computed_chunks} of "
             f"{report.chunks} chunks; {report.dropped_chunks} chunks dropped; {output.seconds_text(report.seconds)}",
             soft_wrap=True,

@@ -64,10 +64,8 @@ def needed_rows(threshold: float, confidence: float, errors: int = 0) -> int:
 
     least = math.floor(math.log(1 - confidence) / math.log(threshold))  # of rows without a failure
     if least > MOST_ROWS:
-        raise InvalidInputError(
-            f"{threshold} at the confidence {confidence} needs {least} rows at least, and at most {MOST_ROWS} are "
-            "counted on; lower one of the two"
-        )
+        given = f"{threshold} at the confidence {confidence}"
+        raise InvalidInputError(f"{given} needs {least} rows, more than {MOST_ROWS}: lower one of the two")
     low = high = max(least, errors + 1)
     while not suffices(high):
         low, high = high + 1, 2 * high

@@ -83,7 +83,7 @@ def fingerprint_folder(
             f"{error.filename} cannot be read ({error.strerror}); repair it, or download it again"
         ) from error
     try:
-        fields = fields or json.loads(config.read_text())
+        fields = fields or json.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:
         raise InvalidInputError(f"{config} is not JSON ({error}); fetch the model again") from error
     names = [file.relative_to(folder).as_posix() for file in files]
@@ -140,7 +140,7 @@ def file_digest(file: Path) -> str:
         state, began = state_of(file), time.time_ns()
         known = {"state": list(state), "sample": sample_of(file)}
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none, or cut off by a crash
-            noted = json.loads(note.read_text()) if cache.is_absolute() else {}
+            noted = json.loads(note.read_text(encoding="utf-8")) if cache.is_absolute() else {}
             if {name: noted[name] for name in known} == known:
                 return str(noted["digest"])
         with file.open("rb") as stream:

@@ -17,7 +17,7 @@ def model_folder(model: str | Path, *, revision: str | None = None, cache_dir: s
     if folder.is_dir():
         return folder
     if str(model) == SHIPPED:
-        return _shipped_folder()
+        return shipped_folder()
     return cached_snapshot(str(model), revision, cache_dir)
 
 
@@ -47,7 +47,7 @@ def cached_snapshot(name: str, revision: str | None = None, cache_dir: str | Pat
 def name_of(folder: Path) -> str:
     """A model's name for people: its folder's, or that which it has on the hub; ``nano`` for the one that ships."""
     folder = folder.resolve()
-    if folder == _shipped_folder():
+    if folder == shipped_folder():
         return SHIPPED
     cached = folder.parent.parent.name
     if folder.parent.name == "snapshots" and cached.startswith("models--"):
@@ -55,5 +55,6 @@ def name_of(folder: Path) -> str:
     return folder.name
 
 
-def _shipped_folder() -> Path:
+def shipped_folder() -> Path:
+    """Folder of the model that ships, as `AutoModelForCausalLM.from_pretrained` and `--model` take it."""
     return Path(__file__).resolve().parents[1] / "nano" / "model"

@@ -4,13 +4,8 @@ It shows on any laptop what blending does to answers: many answers need more tha
 `model/README.md`; the lab, `lab/nano` in the repository, draws the texts and trains it.
 """
 
-from importlib.resources import files
-from pathlib import Path
+from cacheblend.engines.folders import shipped_folder
 
 LEAN_PROFILE_NAME = "blend-profile-lean.json"
 """Name of the file with settings that compute less and lose a little; beside the profile, in the model's folder."""
-
-
-def model_path() -> Path:
-    """Folder of the model, as `AutoModelForCausalLM.from_pretrained` and `--model` take it."""
-    return Path(str(files("cacheblend.nano"))) / "model"
+model_path = shipped_folder

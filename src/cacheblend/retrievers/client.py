@@ -229,8 +229,7 @@ def distinct(passages: Iterable[Any], *, empty: bool = False) -> list[Any]:
     left out, unless `empty`: a step of a pipeline leaves them to the next."""
     found: dict[str | int, Any] = {}
     for number, each in enumerate(passages):
-        text = Passage.of(each).text
-        if text or empty:
+        if (text := Passage.of(each).text) or empty:
             found.setdefault(text or number, each)
     return list(found.values())
 

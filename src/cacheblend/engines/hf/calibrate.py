@@ -110,7 +110,7 @@ def measure_store(store: KVStore, layout: KVLayout, *, rounds: int = 3) -> tuple
 def _layer_seconds(store: KVStore, names: list[BlockName], layers: int, rounds: int) -> float:
     taken = []
     for _ in range(rounds):
-        if isinstance(store, DiskStore):  # whose files leave the page cache
+        if isinstance(store, DiskStore) and hasattr(os, "posix_fadvise"):  # whose files leave the page cache
             for file in map(store.file_of, names):
                 with contextlib.suppress(OSError), Path(file).open("rb") as opened:
                     os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
