@@ -89,7 +89,7 @@ def _values(schema: Mapping[str, Any], kinds: Mapping[str, Any]) -> str:
 
 
 def _refused() -> Iterator[str]:
-    yield "Refused with 400 and the field's name, except for values that ask for the default behaviour, as `null` does:\n"
+    yield "Refused with 400 and the field's name, but for values that ask for the default behaviour, as `null` does:\n"
     yield "| field | values taken | why, or what to use |\n|---|---|---|"
     for name, refused in sorted(REFUSED.items()):
         yield _row(name, refused)
