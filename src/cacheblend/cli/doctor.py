@@ -127,9 +127,8 @@ def _examine(model: options.ModelOrShape, device: options.DeviceOptions, as_json
     with output.status("examining ...", quiet=as_json) as say:
         models.quiet_transformers()
         from cacheblend.engines.hf.doctor import Check, diagnose
-        from cacheblend.engines.hf.model_loader import checked_device, checked_dtype
 
-        dtype, place = checked_dtype(device.dtype), checked_device(device.device)
+        dtype, place = models.checked(device)
         if model.model is not None:
             found = diagnose(model.model, name=name_of(model.model), dtype=dtype, device=place, on_check=say)
         else:

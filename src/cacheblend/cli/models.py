@@ -68,3 +68,10 @@ def quiet_transformers() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+def checked(device: DeviceOptions) -> tuple[Any, Any]:
+    """The options' dtype, or ``"auto"``, and device, for what does not open a folder with them at once."""
+    from cacheblend.engines.hf.model_loader import checked_device, checked_dtype
+
+    return checked_dtype(device.dtype), checked_device(device.device)
