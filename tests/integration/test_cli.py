@@ -552,6 +552,7 @@ def test_doctor_enters_each_file_that_examines_once(tmp_path: Path) -> None:
     options = ModelOrShape(model), DeviceOptions(device="cpu"), QuestionOptions(), QualityOptions()
     steps = walk(lambda: doctor(*options, json=True), unseen="core/", seen_from=doctors)
     assert [step for step, _ in groupby(step for step in steps if step not in (*doctors, *terminal))] == [
+        "engines/hf/model_loader.py",  # dtype and device, as they are given
         "engines/checkpoint.py",
         "engines/hf/model_loader.py",
         "engines/hf/survey.py",
