@@ -398,6 +398,17 @@ def test_a_read_that_waits_for_a_thread_blames_no_tier(
     threads.close()
 
 
+def test_what_others_found_out_ends_no_wait_between_two_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    late_tiers = LateTiers(clock)
+    budget = LoadBudget(1.0, late_tiers=late_tiers, clock=clock)
+    late_tiers.give_up(LOOK_UP, 0.5)
+    assert budget.wait(clock.call(0.2), lambda: (LOOK_UP, 0.0))  # what was read is copied, or waits for a thread
+    assert not budget.wait(clock.call(0.2))  # a look-up
+    late_tiers.give_up("s3", 0.5)
+    assert not budget.wait(clock.call(0.2), lambda: ("s3", -math.inf))
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", range(8))
 def test_a_late_read_writes_into_no_memory_of_others(seed: int, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,19 @@ def test_what_follows_another_call_takes_no_thread_until_then() -> None:
     for follower in waits:
         with pytest.raises(CancelledError):
             follower.result(30)
+
+    # cancelled, it keeps nothing, while what it follows hangs
+    class Buffers:
+        def fill(self) -> None: ...
+
+    pool, gate, buffers = DaemonPool(1, "test"), threading.Event(), Buffers()
+    kept, hanging = weakref.ref(buffers), pool.submit(gate.wait)
+    follower = pool.submit_after(hanging, buffers.fill)
+    follower.cancel()
+    del buffers
+    assert kept() is None and not hanging.done()
+    gate.set()
+    pool.close()
     # cancelled with the pool also while it waits for a thread
     pool, gate, ended = DaemonPool(1, "test"), threading.Event(), Future[None]()
     begun = pool.submit(gate.wait)

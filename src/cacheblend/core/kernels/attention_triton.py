@@ -288,7 +288,7 @@ def _add_tile(
         key_at = block * key_block + key % page * key_row
         value_at = block * value_block + key % page * value_row
     else:
-        key_at, value_at = key * key_row, key * value_row
+        key_at, value_at = key.to(tl.int64) * key_row, key.to(tl.int64) * value_row
     mask = (dim < head_dim)[None, :]
     if is_masked:
         mask = mask & (key < end)[:, None]

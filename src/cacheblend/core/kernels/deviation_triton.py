@@ -49,7 +49,8 @@ def _deviation(
         at = tl.load(positions + row, mask=used, other=0)
     mask = used[:, None] & (dim < head_dim)[None, :]
     total = tl.zeros((tile_rows, dims), tl.float32)
-    for head in range(kv_heads):
+    for number in range(kv_heads):
+        head = tl.cast(number, tl.int64)  # times a stride it is beyond 32 bits in long prompts
         if has_keys:
             one = (row * fresh_key_row + head * fresh_key_head)[:, None] + (dim * fresh_key_dim)[None, :]
             two = (at * loaded_key_row + head * loaded_key_head)[:, None] + (dim * loaded_key_dim)[None, :]

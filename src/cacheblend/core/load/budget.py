@@ -109,7 +109,8 @@ class LoadBudget:
         asked = reading or (lambda: (LOOK_UP, -math.inf))
         while not call.done():
             tier, _ = asked()
-            left = self._left(tier)
+            # Between two reads it waits for no tier: what others found out about the store does not end it.
+            left = self._left(tier, stops=reading is None or tier != LOOK_UP)
             if left <= 0:
                 return False
             began = self.clock()
@@ -143,8 +144,8 @@ class LoadBudget:
             self._late_tiers.give_up(tier, self.late[tier])
         return self.timeouts[-1]
 
-    def _left(self, tier: str) -> float:
-        if self._late_tiers is not None and self._late_tiers.left_s(tier) > 0:
+    def _left(self, tier: str, *, stops: bool) -> float:
+        if stops and self._late_tiers is not None and self._late_tiers.left_s(tier) > 0:
             return 0.0
         least = LEAST_S if self._given is None else min(LEAST_S, self._given)
         left = least - self.waited.get(tier, 0.0)
@@ -189,7 +190,7 @@ class BudgetedSource:
             self.is_late = True
             return None
         asked = submit_or_call(self._threads, call, *args)
-        if self._budget.wait(asked, lambda: (tier, -math.inf)):
+        if self._budget.wait(asked, None if tier == LOOK_UP else lambda: (tier, -math.inf)):
             return asked.result()
         asked.cancel()
         self.is_late = True

@@ -82,8 +82,8 @@ class DaemonPool:
         future, calls = PoolCall[Result](), [fn]
 
         def begin(done: "Future[Any]") -> None:
-            call = calls.pop()  # `first` keeps this function, which keeps nothing else
-            if done.cancelled():
+            call = calls.pop() if calls else None  # `first` keeps this function, which keeps nothing else
+            if call is None or done.cancelled():
                 future.cancel()
             elif (error := done.exception()) is not None:
                 if future.set_running_or_notify_cancel():
@@ -94,6 +94,7 @@ class DaemonPool:
                 except RuntimeError:
                     future.cancel()
 
+        future.add_done_callback(lambda ended: calls.clear())  # cancelled, while `first` may hang
         first.add_done_callback(begin)
         return future
 
