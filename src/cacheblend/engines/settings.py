@@ -186,7 +186,7 @@ def check_writable(file: Path) -> None:
     """Raises `InvalidInputError` if a profile cannot be written there; called before hours of measuring."""
     with _written(file):
         write_whole(fresh := file.with_name(f"{file.name}.new"), "")
-        fresh.unlink()
+        fresh.unlink(missing_ok=True)  # another run, which checks the same place
 
 
 @contextlib.contextmanager
