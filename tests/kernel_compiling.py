@@ -14,8 +14,11 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from cacheblend.core.kernels import attention_triton, deviation_triton, kv_placement_triton
-from cacheblend.core.kernels.attention import AttentionSpec
+from cacheblend.core.kernels import attention_triton, deviation_triton, kv_placement_triton, operations
+from cacheblend.core.kernels.attention import AttentionSpec, HeadShape
+from cacheblend.core.kernels.kv_placement import Piece, Placement
+from cacheblend.core.kernels.operations import Served
+from cacheblend.core.kernels.rope import KeyRotation
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory that a program can have, by compute capability."""
@@ -166,7 +169,12 @@ def spilled(ptx, capability):
     return sum(map(int, re.findall(r"(\d+) bytes spill stores", words)))
 
 
-ATTENTION_KERNELS = {"_attend": attention_triton._attend, "_join": attention_triton._join}
+MODULES = {
+    **dict.fromkeys(("_attend", "_join", "_receive"), attention_triton),
+    "_deviation": deviation_triton,
+    "_place": kv_placement_triton,
+}
+COMPILED = {name: getattr(module, name) for name, module in MODULES.items()}
 
 
 class Counting:
@@ -185,15 +193,19 @@ class Counting:
         self.variants.add(f"{specialization} {options}")
 
 
+def counting(capability, processors=132):
+    """Puts such in the place of all kernels, for a device that need not be there."""
+    kernels = {name: Counting(kernel, capability) for name, kernel in COMPILED.items()}
+    for name, each in kernels.items():
+        setattr(MODULES[name], name, each)
+    attention_triton._shared_memory = lambda device: SHARED[capability] << 10
+    attention_triton._processors = lambda device: processors
+    return kernels
+
+
 def variants(capability, heads, kv_heads, head_dim, calls, page=0, window=None, processors=132):
     """Kernels that `attend_rows` would compile for calls of (rows, length) in one kind of layer."""
-    kernels = {name: Counting(kernel, capability) for name, kernel in ATTENTION_KERNELS.items()}
-    replaced = kernels | {
-        "_shared_memory": lambda device: SHARED[capability] << 10,
-        "_processors": lambda device: processors,
-    }
-    for name, each in replaced.items():
-        setattr(attention_triton, name, each)
+    kernels = counting(capability, processors)
     for rows, length in calls:
         rows = min(rows, length)
         query = torch.empty(rows + 1, heads, head_dim, dtype=torch.bfloat16).transpose(0, 1)[:, 1:]
@@ -204,11 +216,54 @@ def variants(capability, heads, kv_heads, head_dim, calls, page=0, window=None, 
             shape = len(table), page, kv_heads, head_dim
         keys, values = (torch.empty(shape, dtype=torch.bfloat16) for _ in range(2))
         attention_triton.attend_rows(query, keys, values, positions, AttentionSpec(0.1, window), table)
-    return {name: len(each.variants) for name, each in kernels.items()}
+    return {name: len(each.variants) for name, each in kernels.items() if each.variants}
+
+
+def warmed(capability, shape, pairs, calls, page=0):
+    """Of each kernel, [what is compiled where a model of such layers is opened, what requests add]."""
+    cpu, half, kernels = torch.device("cpu"), torch.bfloat16, counting(capability)
+    torch.empty, torch.Tensor.new_empty = torch.zeros, torch.Tensor.new_zeros  # what no kernel writes is the same
+    operations._has_kernels, operations._SUM_TOLERANCE = lambda *_: True, 2.0
+    own = {
+        operations.ATTEND_ROWS: attention_triton.attend_rows,
+        operations.ATTEND_ASKING: attention_triton.attend_asking,
+        operations.PLACE: kv_placement_triton.place,
+        operations.KV_DEVIATION: deviation_triton.kv_deviation,
+    }
+    for operation, kernel in own.items():
+        operation._served = {(cpu, half): Served(kernel, "Triton")}
+        operation._plain = kernel if operation is not operations.KV_DEVIATION else operation._plain
+    layer, rotation = HeadShape(**shape), KeyRotation(torch.rand(pairs), "half")
+    served = operations.serve(cpu, half, [(layer, rotation)], page=page)
+    assert all(each.is_kernel for each in served.values()), served
+    opened = {name: len(each.variants) for name, each in kernels.items()}
+    heads, kv_heads, head_dim = layer.heads, layer.kv_heads, layer.head_dim
+    sinks = torch.zeros(heads, dtype=half) if layer.has_sinks else None
+    spec = AttentionSpec(0.1, layer.window, 30.0 if layer.is_capped else None, sinks)
+    for rows, length in calls:
+        rows = min(rows, length)
+        query = torch.empty(rows + 1, heads, head_dim, dtype=half).transpose(0, 1)[:, 1:]
+        positions, table = torch.arange(length - rows - 1, length)[1:], None
+        keys, values = torch.empty(2, kv_heads, length, head_dim, dtype=half).unbind()
+        fresh = [torch.empty(rows, kv_heads, head_dim, dtype=half).transpose(0, 1) for _ in range(2)]
+        for loaded, at in (((keys, values), positions), ((keys[:, positions], values[:, positions]), None)):
+            operations.kv_deviation(fresh, loaded, "kv", at)
+        if rows < 1000:
+            operations.attend_asking(query, keys, values, positions, torch.arange(length + 1)[1:] - 1, spec)
+        operations.attend_rows(query, keys, values, positions, spec)
+        if page:
+            table = torch.arange(-(-length // page) + 1)[1:] - 1
+            keys, values = torch.empty(2, len(table), page, kv_heads, head_dim, dtype=half).unbind()
+            operations.attend_rows(query, keys, values, positions, spec, table)
+        record = torch.empty(kv_heads, 2, rows, head_dim, dtype=half)
+        pieces = [Piece(0, rows, at, at, 1, at) for at in range(min(4, rows))]
+        operations.place([record], Placement(pieces), keys, values, rotation, table)
+    return {name: [opened[name], len(each.variants) - opened[name]] for name, each in kernels.items()}
 
 
 KERNELS = {
     "variants": variants,
+    "warmed": warmed,
     "attention": attention,
     "asking": asking,
     "deviation": deviation,

@@ -70,6 +70,17 @@ VARIANTS = [
     *(PLAIN | layer for layer in ({}, {"page": 16}, {"window": 1024}, {"head_dim": 64, "window": 128, "page": 32})),
     *(PLAIN | layer for layer in ({"heads": 6, "kv_heads": 1}, {"capability": 80}, {"capability": 86, "page": 16})),
 ]
+GEMMA: dict[str, Any] = {"heads": 8, "kv_heads": 4, "head_dim": 256, "window": 1024, "is_capped": True}
+GPT_OSS: dict[str, Any] = {"heads": 16, "kv_heads": 2, "head_dim": 64, "window": 128, "has_sinks": True}
+WARMED: list[dict[str, Any]] = [
+    {"capability": 90, "calls": CALLS, "shape": shape, "pairs": pairs, "page": page}
+    for shape, pairs, page in (
+        ({"heads": 16, "kv_heads": 4, "head_dim": 128}, 64, 0),
+        ({"heads": 4, "kv_heads": 4, "head_dim": 128}, 64, 32),
+        (GEMMA, 128, 0),
+        (GPT_OSS, 20, 16),
+    )
+]
 
 
 def key(kernel: str, case: dict[str, Any]) -> str:
@@ -80,7 +91,7 @@ def key(kernel: str, case: dict[str, Any]) -> str:
 def compiled() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
     """(kernel, case) to what it takes; all are compiled in one process, each once."""
     by_kernel = {"attention": [*ATTENTION, *PIPELINED], "asking": ASKING, "placing": PLACING, "deviation": DEVIATION}
-    by_kernel["variants"] = VARIANTS  # at last: there, kernels are replaced
+    by_kernel |= {"variants": VARIANTS, "warmed": WARMED}  # at last: there, kernels are replaced
     cases = list(dict.fromkeys(key(kernel, case) for kernel, cases in by_kernel.items() for case in cases))
     child = subprocess.run(
         [sys.executable, str(CHILD), f"[{','.join(cases)}]"],
@@ -126,6 +137,14 @@ def test_keys_are_on_their_way_early_and_numbers_of_rows_and_keys_compile_hardly
         found = compiled("variants", case)
         assert 2 <= found["_attend"] <= 6, (case, found)
         assert found["_join"] == 1, (case, found)
+
+
+def test_requests_compile_nothing_where_a_model_was_opened(compiled) -> None:
+    """Rows from 1 to 4,096 over three lengths, rows that ask, records and deviations, in the model's own shapes."""
+    for case in WARMED:
+        found = compiled("warmed", case)
+        assert all(opened >= 1 and added == 0 for opened, added in found.values()), (case, found)
+        assert found["_attend"][0] <= 20, (case, found)
 
 
 def waits_in_loops(ptx: str) -> list[int]:

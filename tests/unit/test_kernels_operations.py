@@ -6,7 +6,7 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
@@ -14,11 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.kernels import attention, kv_placement, operations
+from cacheblend.core.kernels import attention, operations
 from cacheblend.core.kernels.attention import HeadShape
 from cacheblend.core.kernels.deviation import Measure, kv_deviation
 from cacheblend.core.kernels.operations import Operation, Served
+from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.engines.hf import prefiller
+from cacheblend.engines.hf.survey import survey_model
 from campaign import SHARE, share
 from families import tiny_model
 from kernel_cases import compare_deviation
@@ -135,12 +137,18 @@ def test_an_engine_that_opens_has_its_kernels_checked(monkeypatch: pytest.Monkey
     served = operations.serve(torch.device("cpu"), torch.float32)
     assert len(served) == 4 and not any(each.is_kernel for each in served.values())
     asked: list[tuple[torch.device, torch.dtype, set[HeadShape]]] = []
-    monkeypatch.setattr(prefiller, "serve", lambda device, dtype, shapes: asked.append((device, dtype, {*shapes})))
+    monkeypatch.setattr(prefiller, "serve", lambda *where, layers: asked.append((*where, {s for s, _ in layers})))
     model = tiny_model("gemma3_text")
     open_engine(model, []).close()
     config = model.config
     shape = HeadShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
     assert asked == [(torch.device("cpu"), torch.float32, {shape, replace(shape, window=config.sliding_window)})]
+    features = {
+        (shape.is_capped, shape.has_sinks, shape.window is not None)
+        for family in ("gemma2", "gpt_oss")
+        for shape in survey_model(tiny_model(family)).head_shapes
+    }
+    assert features == {(is_capped, not is_capped, window) for is_capped in (False, True) for window in (False, True)}
 
 
 def test_kernels_are_checked_in_a_models_own_shapes(
@@ -148,27 +156,63 @@ def test_kernels_are_checked_in_a_models_own_shapes(
 ) -> None:
     """It was right where every kernel is checked; the model's heads are others."""
     adding = operation(lambda: right)
-    assert adding.confirm(CPU, HALF, lambda kernel, slow: "").is_kernel
-    assert adding.confirm(CPU, torch.float32, lambda kernel, slow: "never asked of PyTorch").reason == ""
+    assert adding.confirm(CPU, HALF, [lambda kernel, slow: ""] * 2).is_kernel
+    assert adding.confirm(CPU, torch.float32, [lambda kernel, slow: "never asked of PyTorch"]).reason == ""
     with caplog.at_level(logging.WARNING, "cacheblend.kernels"):
-        served = adding.confirm(CPU, HALF, lambda kernel, slow: "is off by 3 (head_dim 80)")
+        served = adding.confirm(CPU, HALF, [lambda kernel, slow: "", lambda kernel, slow: "is off by 3 (head_dim 80)"])
     assert (served.call, served.reason) == (plain, "Triton: is off by 3 (head_dim 80)")
     assert adding.on(CPU, HALF) is served
     assert "adding: Triton is not used" in caplog.text
     again = operation(lambda: right)
-    assert again.confirm(CPU, HALF, lambda kernel, slow: crashing()).reason == "Triton: RuntimeError: ptxas died"
-    # which shapes are checked, of attention and of placing
-    seen: dict[str, list] = {"attention": [], "placing": []}
-    kernel = Served(attention.attend_rows, "a kernel"), Served(kv_placement.place, "a kernel")
-    monkeypatch.setattr(operations.ATTEND_ROWS, "_served", {(CPU, HALF): kernel[0]})
-    monkeypatch.setattr(operations.PLACE, "_served", {(CPU, HALF): kernel[1]})
+    assert again.confirm(CPU, HALF, [lambda kernel, slow: crashing()]).reason == "Triton: RuntimeError: ptxas died"
+
+
+def test_which_shapes_of_a_model_are_checked_and_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def noting(name: str, *keys: str, found: str = "") -> None:
+        def check(kernel: Any, plain: Any, device: torch.device, dtype: torch.dtype, **given: Any) -> str:
+            seen.append((name, *(given[key] for key in keys)))
+            return found
+
+        monkeypatch.setattr(operations, name, check)
+
+    for each in (operations.ATTEND_ROWS, operations.PLACE, operations.ATTEND_ASKING, operations.KV_DEVIATION):
+        monkeypatch.setattr(each, "_served", {(CPU, HALF): Served(each._plain, "a kernel")})
     monkeypatch.setattr(operations, "_has_kernels", lambda device, dtype: True)
-    monkeypatch.setattr(operations, "attention_differs", lambda *args: seen["attention"].append(args[4]) or "")
-    monkeypatch.setattr(operations, "placing_differs", lambda *args: seen["placing"].append(args[4]) or "bad scales")
+    noting("attention_differs", "shapes", "page")
+    noting("attention_starts", "shapes", "page")
+    noting("placing_differs", "heads", "rotations", "page", found="bad scales")
+    noting("asking_differs", "shapes", found="bad sums")
+    noting("asking_starts", "shapes")
+    noting("deviation_differs", "heads")
     shapes = [HeadShape(8, 4, 80), HeadShape(8, 4, 80, 512), HeadShape(8, 4, 80), HeadShape(4, 4, 512)]
-    served = operations.serve(CPU, HALF, shapes)
-    assert seen == {"attention": [(HeadShape(8, 4, 80), HeadShape(8, 4, 80, 512))], "placing": [(4, 80)]}
-    assert served["attention of rows"].is_kernel and not served["placing"].is_kernel
+    turned = KeyRotation(torch.rand(10), "interleaved")
+    served = operations.serve(CPU, HALF, zip(shapes, [turned, turned, None, None], strict=True), page=32)
+    assert seen == [
+        ("attention_differs", (HeadShape(8, 4, 80), HeadShape(8, 4, 80, 512)), 32),
+        ("attention_starts", (HeadShape(8, 4, 80), HeadShape(8, 4, 80, 512)), 32),
+        ("placing_differs", (4, 80), (turned, None), 32),
+        ("asking_differs", (HeadShape(8, 4, 80), HeadShape(8, 4, 80, 512))),  # and it is not started any more
+        ("deviation_differs", (4, 80)),
+    ]
+    assert served["attention of rows"].is_kernel and served["deviation"].is_kernel
+    assert not served["placing"].is_kernel and not served["attention of rows that ask"].is_kernel
+
+
+def test_too_little_memory_to_start_a_kernel_in_all_sizes_turns_none_off() -> None:
+    """Its results need more than those of a request; they are left to it."""
+    started: list[int] = []
+
+    def short_of_memory(query: torch.Tensor, keys: torch.Tensor, *_: Any) -> None:
+        started.append(query.shape[1])
+        if query.shape[1] > 40:
+            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    for starts in (operations.attention_starts, operations.asking_starts):
+        assert starts(short_of_memory, attention.attend_rows, CPU, HALF, [HeadShape(2, 1, 16)]) == ""
+        assert started[-1] > 40 and {1, 8, 40} < {*started}
+        started.clear()
 
 
 # ---- KV deviation, against a plain loop -----------------------------------------------------------------------

@@ -401,17 +401,18 @@ def test_eight_bits_are_checked_where_they_are_used(monkeypatch: pytest.MonkeyPa
     device = torch.device("cpu")
     asked: list[str] = []
     eight = operations.ATTEND_FLOAT8, operations.PLACE_FLOAT8
-    for operation in (operations.ATTEND_ROWS, operations.ATTEND_ASKING, operations.PLACE, *eight):
+    usual = operations.ATTEND_ROWS, operations.ATTEND_ASKING, operations.PLACE, operations.KV_DEVIATION
+    for operation in (*usual, *eight):
         served: Served[Any] = Served(operation._plain, "ours")
         monkeypatch.setattr(operation, "_served", {(device, torch.bfloat16): served})
         monkeypatch.setattr(operation, "confirm", lambda *args, name=operation.name: asked.append(name))
     monkeypatch.setattr(operations, "_has_kernels", lambda *_: True)
     shape = HeadShape(4, 2, 64)
-    operations.serve(device, torch.bfloat16, [shape])
-    always = ["attention of rows", "placing", "attention of rows that ask"]
+    operations.serve(device, torch.bfloat16, [(shape, None)])
+    always = ["attention of rows", "placing", "attention of rows that ask", "deviation"]
     assert asked == always
-    operations.serve(device, torch.bfloat16, [shape], float8=True)
-    assert asked[3:] == [*always, "attention in eight bits", "placing in eight bits"]
+    operations.serve(device, torch.bfloat16, [(shape, None)], float8=True)
+    assert asked[4:] == [*always, "attention in eight bits", "placing in eight bits"]
     assert operations.is_served(device, torch.bfloat16, shape, float8=True)
     plain: Served[Any] = Served(kv_placement.place, PLAIN)
     monkeypatch.setattr(operations.PLACE_FLOAT8, "_served", {(device, torch.bfloat16): plain})

@@ -225,10 +225,13 @@ def test_who_decides_whether_pages_are_used(caplog: pytest.LogCaptureFixture) ->
 def test_an_opener_has_its_kernels_checked_in_the_models_own_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not its first request."""
     asked: list[Any] = []
-    monkeypatch.setattr(prefill_factory, "serve", lambda *args, **options: asked.append(args))
+    monkeypatch.setattr(
+        prefill_factory, "serve", lambda *args, **options: asked.append((*args[:2], dict(args[2]), options))
+    )
     Scene(in_pages=None, spec="window")
-    ((device, dtype, shapes),) = asked
-    assert (device, dtype, set(shapes)) == (CPU, torch.float32, {HeadShape(4, 2, 16, 40)})
+    ((device, dtype, layers, options),) = asked
+    assert (device, dtype, set(layers)) == (CPU, torch.float32, {HeadShape(4, 2, 16, 40)})
+    assert None not in layers.values() and options == {"page": 16, "float8": False}
 
 
 @pytest.mark.parametrize("held", [0, 32])

@@ -55,9 +55,11 @@ class HeadShape:
     heads: int  # of the query; a multiple of `kv_heads`
     kv_heads: int
     head_dim: int  # numbers of a head, as attention sees it
-    # window, is_latent: see `AttentionSpec`; of a latent, what is placed is half as wide
+    # window, is_latent and the others: see `AttentionSpec`; of a latent, what is placed is half as wide
     window: int | None = None
     is_latent: bool = False
+    is_capped: bool = False
+    has_sinks: bool = False
 
     @property
     def placed_dim(self) -> int:  # of a key, and of a value, as they are stored and placed

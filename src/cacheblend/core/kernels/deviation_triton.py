@@ -33,7 +33,7 @@ def kv_deviation(
     return distance
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["positions"])
 def _deviation(
     fresh_keys, fresh_values, loaded_keys, loaded_values, positions, distance,
     fresh_key_head, fresh_key_row, fresh_key_dim, fresh_value_head, fresh_value_row, fresh_value_dim,

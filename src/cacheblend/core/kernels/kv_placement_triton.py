@@ -70,7 +70,10 @@ def place(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize_on_alignment=["addresses"])  # a layer's part of a table begins anywhere
+@triton.jit(
+    do_not_specialize=["sines"],
+    do_not_specialize_on_alignment=["addresses"],  # a layer's part of a table begins anywhere
+)
 def _place(
     addresses, tiles, turns, sines, keys, values, block_table,
     key_block, key_row, key_head, key_dim, value_block, value_row, value_head, value_dim,

@@ -5,8 +5,10 @@ why not. So a driver or compiler that misbehaves costs speed, never an answer.""
 import importlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any, Generic, TypeVar, get_args
 
@@ -27,7 +29,10 @@ PLAIN, KERNEL = "PyTorch", "Triton"  # names of what serves everywhere, and of w
 _MAX_HEAD_DIM = 256  # of kernels: wider tiles do not fit
 _PAGE = 16  # tokens of a block in checks
 _CHECKED_KEYS = 1024  # of a window in checks; a wider one is compiled, and hides nothing
-_CHECKED = (HeadShape(8, 2, 64), HeadShape(8, 2, 128, 40))
+_CHECKED = (HeadShape(8, 2, 64), HeadShape(8, 2, 128, 40, is_capped=True, has_sinks=True))
+_CALLS = tuple(product((1, 8, 40, 333, 4096), (300, 4096)))
+"""(rows, keys) of calls that start all attention kernels of requests: each size of row tiles, and keys that several
+programs share, or one has."""
 _SUM_TOLERANCE = 1e-4  # of fp32 sums in another order
 _WEIGHT_TOLERANCE = 1e-3  # of attention weights, which no kernel rounds to the type
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of numbers around 1: a few steps of the type
@@ -84,12 +89,16 @@ class Operation(Generic[F]):
                 self._served[device, dtype] = served
         return served
 
-    def confirm(self, device: torch.device, dtype: torch.dtype, differs: Callable[[F, F], str]) -> Served[F]:
-        """What serves, checked once more in a caller's own case, (kernel, plain) to what differs between them: a kernel
-        that differs there serves nobody from now on."""
+    def confirm(self, device: torch.device, dtype: torch.dtype, checks: Iterable[Callable[[F, F], str]]) -> Served[F]:
+        """What serves, checked once more in a caller's own cases, each (kernel, plain) to what differs between them: a
+        kernel that differs there serves nobody from now on."""
+
+        def differs(kernel: F, plain: F, *_: Any) -> str:
+            return next((reason for check in checks if (reason := check(kernel, plain))), "")
+
         served = self.on(device, dtype)
         if served.is_kernel:
-            served = self._checked(lambda: served.call, lambda kernel, plain, *_: differs(kernel, plain), device, dtype)
+            served = self._checked(lambda: served.call, differs, device, dtype)
             with self._lock:
                 self._served[device, dtype] = served
         return served
@@ -122,19 +131,20 @@ def attention_differs(
     device: torch.device,
     dtype: torch.dtype,
     shapes: Sequence[HeadShape] = _CHECKED,
+    page: int = _PAGE,
     kind: torch.dtype | None = None,
 ) -> str:
-    """Over dense buffers and over pages, keys and values of a `kind` of `FLOAT8` or of the query's."""
+    """Over dense buffers and over pages of so many tokens (0: none), keys and values of a `kind` of `FLOAT8` or of the
+    query's."""
     for shape, query, keys, values, positions, spec in _drawn(shapes, device, dtype):
         if kind is not None:
             keys, values = keys.to(kind).to(dtype), values.to(kind).to(dtype)
         expected = plain(query, keys, values, positions, spec).float()
-        table = torch.arange(-(-keys.shape[1] // _PAGE)).flip(0).to(device)
-        pages = [_in_pages(each).to(kind or dtype) for each in (keys, values)]
-        found = {
-            "": kernel(query, keys.to(kind or dtype), values.to(kind or dtype), positions, spec),
-            ", in pages": kernel(query, pages[0], pages[1], positions, spec, table),
-        }
+        found = {"": kernel(query, keys.to(kind or dtype), values.to(kind or dtype), positions, spec)}
+        if page:
+            table = torch.arange(-(-keys.shape[1] // page)).flip(0).to(device)
+            pages = [_in_pages(each, page).to(kind or dtype) for each in (keys, values)]
+            found[", in pages"] = kernel(query, *pages, positions, spec, table)
         for form, each in found.items():
             error = float((each.float() - expected).abs().max())
             if not error <= TOLERANCE[dtype]:
@@ -145,33 +155,33 @@ def attention_differs(
 
 def _in_float8(differs: Callable[..., str]) -> Callable[..., str]:
     """The same comparison in each kind of eight bits."""
-    return lambda *args: next((reason for kind in FLOAT8 if (reason := differs(*args, kind=kind))), "")
+    return lambda *args, **given: next((why for kind in FLOAT8 if (why := differs(*args, **given, kind=kind))), "")
 
 
 def _in_kind(kind: torch.dtype | None) -> str:
     return "" if kind is None else f", {kind}"
 
 
-def _in_pages(rows: torch.Tensor) -> torch.Tensor:
+def _in_pages(rows: torch.Tensor, page: int) -> torch.Tensor:
     """[kv_heads, length, head_dim] as a paged cache whose blocks are in the opposite order."""
     kv_heads, length, head_dim = rows.shape
-    blocks = -(-length // _PAGE)
-    padded = rows.new_zeros(kv_heads, blocks * _PAGE, head_dim)
+    blocks = -(-length // page)
+    padded = rows.new_zeros(kv_heads, blocks * page, head_dim)
     padded[:, :length] = rows
-    return padded.view(kv_heads, blocks, _PAGE, head_dim).permute(1, 2, 0, 3).flip(0).contiguous()
+    return padded.view(kv_heads, blocks, page, head_dim).permute(1, 2, 0, 3).flip(0).contiguous()
 
 
 def _drawn(shapes: Sequence[HeadShape], device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
-    """(shape, query, keys, values, positions, spec): scattered rows, those of every second shape with a cap and sinks;
-    in fp32 on the host's generator, so that it is the same everywhere."""
+    """(shape, query, keys, values, positions, spec): scattered rows, in fp32 on the host's generator, so that it is the
+    same everywhere."""
     draw = torch.Generator().manual_seed(0)
-    for number, shape in enumerate(shapes):
+    for shape in shapes:
         length = 300 + min(shape.window or 0, _CHECKED_KEYS)
         sizes = [(shape.heads, 37), (shape.kv_heads, length), (shape.kv_heads, length)]
         drawn = (torch.randn(*size, shape.head_dim, generator=draw).to(device, dtype) for size in sizes)
         positions = torch.randperm(length, generator=draw)[:37].sort().values.to(device)
-        sinks = torch.randn(shape.heads, generator=draw).to(device) if number % 2 else None
-        spec = AttentionSpec(shape.head_dim**-0.5, shape.window, 20.0 if number % 2 else None, sinks)
+        sinks = torch.randn(shape.heads, generator=draw).to(device, dtype) if shape.has_sinks else None
+        spec = AttentionSpec(shape.head_dim**-0.5, shape.window, 20.0 if shape.is_capped else None, sinks)
         yield shape, *drawn, positions, spec
 
 
@@ -199,22 +209,24 @@ def placing_differs(
     device: torch.device,
     dtype: torch.dtype,
     heads: tuple[int, int] = (2, 64),
+    rotations: Sequence[KeyRotation | None] = (),
+    page: int = _PAGE,
     kind: torch.dtype | None = None,
 ) -> str:
-    """Every codec and pairing, keys that are moved and not, in dense buffers and in pages, or in pages of a `kind` of
-    `FLOAT8` with scales. `heads`: how many, and their dimensions; three quarters of them are rotated."""
+    """Every codec, keys that are moved and not, in dense buffers and in pages of so many tokens (0: none), or in pages
+    of a `kind` of `FLOAT8` with scales. `heads`: how many, and their dimensions. `rotations`: of their keys; none: one
+    of each pairing, of three quarters of the dimensions."""
     float8 = None if kind is None else Float8(kind, dtype, 0.037, 0.3)
-    forms, tolerance = ((False, True), TOLERANCE[dtype]) if kind is None else ((True,), _STEPS[kind])
+    forms, tolerance = ({False, page > 0}, TOLERANCE[dtype]) if kind is None else ({True}, _STEPS[kind])
     draw, (kv_heads, head_dim) = torch.Generator().manual_seed(0), heads
     drawn = [torch.randn(kv_heads, 2, tokens, head_dim, generator=draw).to(dtype) for tokens in (70, 33)]
     pieces = [Piece(0, 70, 5, 3, 60, -2), Piece(1, 33, 0, 80, 33, 4711), Piece(1, 33, 1, 70, 5)]
-    pairs = max(1, head_dim * 3 // 8)
-    frequencies = 1e4 ** (-torch.arange(pairs) / pairs)
-    table = torch.randperm(10, generator=draw).to(device)
-    for (name, codec), pairing, in_pages in product(CODECS.items(), get_args(Pairing), forms):
-        records = [codec.encode(record).to(device) for record in drawn]
-        rotation, placement = KeyRotation(frequencies, pairing), Placement(pieces, name)
-        shape = (10, 16, kv_heads, head_dim) if in_pages else (kv_heads, 160, head_dim)
+    pairs, blocks = max(1, head_dim * 3 // 8), -(-160 // max(1, page))
+    some = [KeyRotation(1e4 ** (-torch.arange(pairs) / pairs), pairing) for pairing in get_args(Pairing)]
+    table = torch.randperm(blocks, generator=draw).to(device)
+    for (name, codec), rotation, in_pages in product(CODECS.items(), rotations or some, sorted(forms)):
+        records, placement = [codec.encode(record).to(device) for record in drawn], Placement(pieces, name)
+        shape = (blocks, page, kv_heads, head_dim) if in_pages else (kv_heads, 160, head_dim)
         placed = torch.zeros(2, 2, *shape, device=device, dtype=dtype).to(kind or dtype)
         for each, (keys, values) in zip((kernel, plain), placed, strict=True):
             each(records, placement, keys, values, rotation, table if in_pages else None, float8)
@@ -222,21 +234,26 @@ def placing_differs(
         errors = (found - expected).abs()
         error = float((errors if float8 is None else errors / expected.abs().clamp(min=0.01)).max())
         if not error <= tolerance:
-            where = f"{name}, {pairing}{_in_kind(kind)}"
+            where = f"{name}, {'no position' if rotation is None else rotation.pairing}{_in_kind(kind)}"
             return f"differs from PyTorch by {error:.2g} ({where}), more than {tolerance}"
     return ""
 
 
 def deviation_differs(
-    kernel: Callable[..., Any], plain: Callable[..., Any], device: torch.device, dtype: torch.dtype
+    kernel: Callable[..., Any],
+    plain: Callable[..., Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: tuple[int, int] = (3, 96),
 ) -> str:
-    """Compares scattered rows, by each measure."""
-    draw = torch.Generator().manual_seed(0)
-    fresh = torch.randn(2, 3, 37, 96, generator=draw).to(device, dtype).unbind()
-    loaded = torch.randn(2, 3, 300, 96, generator=draw).to(device, dtype).unbind()
+    """Compares scattered rows, where they lie and gathered, by each measure. `heads`: as in `placing_differs`."""
+    draw, (kv_heads, head_dim) = torch.Generator().manual_seed(0), heads
+    fresh = torch.randn(2, kv_heads, 37, head_dim, generator=draw).to(device, dtype).unbind()
+    loaded = torch.randn(2, kv_heads, 300, head_dim, generator=draw).to(device, dtype).unbind()
     positions = torch.randperm(300, generator=draw)[:37].to(device)
-    for measure in get_args(Measure):
-        found, expected = (each(fresh, loaded, measure, positions) for each in (kernel, plain))
+    for measure, at in product(get_args(Measure), (positions, None)):
+        rows = loaded if at is not None else [part[:, positions] for part in loaded]
+        found, expected = (each(fresh, rows, measure, at) for each in (kernel, plain))
         error = float(((found - expected).abs() / expected).max())
         if not error <= _SUM_TOLERANCE:
             return f"differs from PyTorch by {error:.2g} of the sum ({measure}), more than {_SUM_TOLERANCE}"
@@ -244,6 +261,53 @@ def deviation_differs(
 
 
 float8_attention_differs, float8_placing_differs = _in_float8(attention_differs), _in_float8(placing_differs)
+
+
+def attention_starts(
+    kernel: Callable[..., Any],
+    _: Callable[..., Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    shapes: Sequence[HeadShape],
+    page: int = 0,
+    kind: torch.dtype | None = None,
+) -> str:
+    """Compares nothing, since results of long calls take gigabytes: starts a kernel in all `_CALLS`, so that it is
+    compiled before a request needs it. "" always; what does not fit into memory is left to the first request."""
+    with suppress(torch.OutOfMemoryError):
+        for query, keys, positions, spec in _zeros(shapes, device, dtype):
+            rows, (kv_heads, length, head_dim) = keys.to(kind or dtype), keys.shape
+            kernel(query, rows, rows, positions, spec)
+            if page:
+                table = torch.arange(-(-length // page), device=device)
+                pages = torch.zeros(len(table), page, kv_heads, head_dim, device=device, dtype=dtype).to(kind or dtype)
+                kernel(query, pages, pages, positions, spec, table)
+    return ""
+
+
+def asking_starts(
+    kernel: Callable[..., Any],
+    _: Callable[..., Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    shapes: Sequence[HeadShape],
+) -> str:
+    """As `attention_starts`."""
+    with suppress(torch.OutOfMemoryError):
+        for query, keys, positions, spec in _zeros(shapes, device, dtype):
+            kernel(query, keys, keys, positions, torch.arange(keys.shape[1], device=device), spec)
+    return ""
+
+
+def _zeros(shapes: Sequence[HeadShape], device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
+    """(query, keys, positions, spec) of each of `_CALLS`, lying as those of requests do."""
+    for (rows, length), shape in product(_CALLS, shapes):
+        rows = min(rows, length)
+        query = torch.zeros(rows, shape.heads, shape.head_dim, device=device, dtype=dtype).transpose(0, 1)
+        keys = torch.zeros(shape.kv_heads, length, shape.head_dim, device=device, dtype=dtype)
+        sinks = torch.zeros(shape.heads, device=device, dtype=dtype) if shape.has_sinks else None
+        spec = AttentionSpec(1.0, shape.window, 20.0 if shape.is_capped else None, sinks)
+        yield query, keys, torch.arange(length - rows, length, device=device), spec
 
 
 # ---- what callers use -----------------------------------------------------------------------------------------
@@ -343,27 +407,44 @@ def is_served(device: torch.device, dtype: torch.dtype, shape: HeadShape, *, flo
 
 
 def serve(
-    device: torch.device, dtype: torch.dtype, shapes: Sequence[HeadShape] = (), *, float8: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    layers: Iterable[tuple[HeadShape, KeyRotation | None]] = (),
+    *,
+    page: int = 0,
+    float8: bool = False,
 ) -> dict[str, Served[Any]]:
-    """What serves each operation; loads and checks the kernels, so that no request waits for it. `shapes`: of a model's
-    layers: kernels are checked, and compiled, for these as well. `float8`: pages of eight bits are used too."""
-    fitting = tuple(dict.fromkeys(shape for shape in shapes if shape.head_dim <= _MAX_HEAD_DIM))
-    placed = dict.fromkeys((shape.kv_heads, shape.placed_dim) for shape in shapes)
-    heads = tuple(each for each in placed if each[1] <= _MAX_HEAD_DIM and not each[1] % 4)
-
-    operations: dict[Operation[Any], Callable[..., str]] = {ATTEND_ROWS: attention_differs, PLACE: placing_differs}
-    operations[ATTEND_ASKING] = asking_differs
+    """What serves each operation; loads, checks and compiles the kernels, so that no request waits for it. `layers`: of
+    a model: heads, and how keys are rotated; kernels are checked for these as well. `page`: tokens of a block of the
+    engine's paged cache, 0: none. `float8`: pages of eight bits are used too."""
+    where: dict[str, Any] = {"device": device, "dtype": dtype}
+    attended = dict[HeadShape, None]()
+    compared, placed = dict[tuple[int, int], None](), dict[tuple[int, int], dict[KeyRotation | None, None]]()
+    for shape, rotation in layers:
+        heads = shape.kv_heads, shape.placed_dim
+        if shape.head_dim <= _MAX_HEAD_DIM:
+            attended[shape] = None
+        if shape.placed_dim <= _MAX_HEAD_DIM:
+            compared[heads] = None
+            if not shape.placed_dim % 4:
+                placed.setdefault(heads, {})[rotation] = None
+    asks = where | {"shapes": (*attended,)}
+    rows = asks | {"page": page}
+    checks: dict[Operation[Any], list[partial[str]]] = {
+        ATTEND_ROWS: [partial(attention_differs, **rows), partial(attention_starts, **rows)],
+        PLACE: [
+            partial(placing_differs, **where, heads=heads, rotations=(*rotations,), page=page)
+            for heads, rotations in placed.items()
+        ],
+        ATTEND_ASKING: [partial(asking_differs, **asks), partial(asking_starts, **asks)],
+        KV_DEVIATION: [partial(deviation_differs, **where, heads=heads) for heads in compared],
+    }
     if float8:
-        operations |= {ATTEND_FLOAT8: float8_attention_differs, PLACE_FLOAT8: float8_placing_differs}
-    for operation, differs in operations.items() if _has_kernels(device, dtype) else ():
-        cases: Sequence[Any] = heads if operation in (PLACE, PLACE_FLOAT8) else (fitting,)
-
-        def differs_here(kernel: Any, plain: Any, differs: Any = differs, cases: Any = cases) -> str:
-            found = (differs(kernel, plain, device, dtype, each) for each in cases)
-            return next((reason for reason in found if reason), "")
-
-        operation.confirm(device, dtype, differs_here)
-    return {operation.name: operation.on(device, dtype) for operation in (*operations, KV_DEVIATION)}
+        for eight, usual in ((ATTEND_FLOAT8, ATTEND_ROWS), (PLACE_FLOAT8, PLACE)):
+            checks[eight] = [partial(_in_float8(each.func), **each.keywords) for each in checks[usual]]
+    for operation, each in checks.items() if _has_kernels(device, dtype) else ():
+        operation.confirm(device, dtype, each)
+    return {operation.name: operation.on(device, dtype) for operation in checks}
 
 
 def _triton(module: str, function: str) -> Callable[[], Any]:

@@ -147,7 +147,7 @@ class Prefiller:
         self.controller, self.device, self._sentence_end_ids = controller, device, sentence_end_ids
         self._threads, self._pace = DaemonPool(THREADS, "cacheblend-reader"), Pace()
         self.late_tiers = LateTiers()
-        serve(device, survey.layout.dtype, survey.head_shapes)
+        serve(device, survey.layout.dtype, layers=zip(survey.head_shapes, survey.rotations, strict=True))
         if config.layer_graphs and device.type == "cuda":
             survey.view.run_as(graphed_layers(survey.view.layers, CudaRecorder(device)))
 

@@ -42,7 +42,7 @@ class Survey:
     layout: KVLayout  # of the KV cache
     rotations: tuple[KeyRotation | None, ...]  # None if the layer's keys carry no position (NoPE)
     windows: tuple[int | None, ...]  # sliding windows in tokens, None for full attention
-    heads: tuple[int, ...]  # query heads of each layer
+    head_shapes: tuple[HeadShape, ...]
     # what each layer with latent attention keeps; None for layers that keep keys and values of heads
     latents: tuple[LatentShape | None, ...]
     kinds: LayerKinds  # which of the model's layers have attention, and which keep a state
@@ -51,14 +51,6 @@ class Survey:
     length_limit: int | None
     context_length: int | None  # the model's context in tokens, None if its config has none
     vocab_size: int  # token ids are 0..vocab_size - 1
-
-    @property
-    def head_shapes(self) -> list[HeadShape]:
-        layers = zip(self.heads, self.layout.layers, self.latents, self.windows, strict=True)
-        return [
-            HeadShape(heads, shape.kv_heads, latent.width if latent else shape.head_dim, window, latent is not None)
-            for heads, shape, latent, window in layers
-        ]
 
     @property
     def num_layers(self) -> int:
@@ -127,7 +119,7 @@ def survey_model(model: PreTrainedModel) -> Survey:
         layout=KVLayout(tuple(layer.shape for layer in layers), dtypes.pop()),
         rotations=tuple(layer.rotation for layer in layers),
         windows=tuple(layer.window for layer in layers),
-        heads=tuple(layer.heads for layer in layers),
+        head_shapes=tuple(layer.heads for layer in layers),
         latents=tuple(layer.latent for layer in layers),
         kinds=LayerKinds(len(found), kv_layers, probe.states, view.stepped),
         length_limit=limit,
@@ -143,7 +135,7 @@ class AttentionLayer(NamedTuple):
     dtype: torch.dtype
     rotation: KeyRotation | None
     window: int | None
-    heads: int
+    heads: HeadShape
     latent: LatentShape | None
 
 
@@ -171,6 +163,7 @@ class Probe:
             for pairing, sign in product(get_args(Pairing), (1, -1))
         ]
         self._stateful = layers_with_states(model)
+        self._spec = AttentionSpec(1.0)  # of the attention that was run last
         self._masks: list[LayerMask | None] = []
         self.states: dict[int, tuple[StatePart, ...]] = {}
         self.stepped = set[int]()
@@ -227,8 +220,18 @@ class Probe:
                     "both must have the same shape"
                 )
             shape, mask = LayerShape(keys.shape[0], keys.shape[2]), self._masks[index]
-            rotation = self._rotation(index, keys, values)
-            return AttentionLayer(shape, keys.dtype, rotation, mask.window if mask else None, heads, latent)
+            rotation, window = self._rotation(index, keys, values), mask.window if mask else None
+            width, spec = latent.width if latent else shape.head_dim, self._spec
+            head_shape = HeadShape(
+                heads,
+                shape.kv_heads,
+                width,
+                window,
+                is_latent=latent is not None,
+                is_capped=spec.softcap is not None,
+                has_sinks=spec.sinks is not None,
+            )
+            return AttentionLayer(shape, keys.dtype, rotation, window, head_shape, latent)
         except ModelNotBlendableError:
             raise
         except Exception as error:
@@ -284,6 +287,7 @@ class Probe:
                     f"{self._name} caps its attention's logits, which transformers' SDPA does not: plain and blended "
                     'passes would differ; load the model with attn_implementation="eager"'
                 )
+            self._spec = spec
             attended.append(attend_rows(query, keys, values, self._rows, spec))
             return attended[-1]
 

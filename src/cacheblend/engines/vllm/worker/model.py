@@ -40,7 +40,8 @@ def attention_of(layer: Any, tolerance: float) -> LayerAttention:
         return LayerAttention(attention_shim.LatentShim(layer), spec, LayerShape(1, heads.placed_dim), heads)
     spec = decoder.attention_spec(layer)
     kept = LayerShape(int(layer.num_kv_heads), int(layer.head_size))
-    heads = HeadShape(int(layer.num_heads), kept.kv_heads, kept.head_dim, spec.window)
+    features = {"is_capped": spec.softcap is not None, "has_sinks": spec.sinks is not None}
+    heads = HeadShape(int(layer.num_heads), kept.kv_heads, kept.head_dim, spec.window, **features)
     return LayerAttention(AttentionShim(layer), spec, kept, heads)
 
 

@@ -89,8 +89,8 @@ class Opener:
         ]
         self._threads = DaemonPool(READ_THREADS, "cacheblend-reader")
         self._float8 = [layer.float8 for layer in self._paged]  # one that cannot be read is found here
-        serve(model.device, model.layout.dtype, model.head_shapes, float8=any(self._float8))
-        where = model.device, model.layout.dtype
+        where, layers = (model.device, model.layout.dtype), zip(model.head_shapes, model.rotations, strict=True)
+        serve(*where, layers, page=block_size, float8=any(self._float8))
         self._pages = open_pages(self._paged, model.head_shapes, *where, ranks, in_pages)
 
     def close(self) -> None:
