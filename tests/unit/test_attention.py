@@ -13,7 +13,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.kernels import attention
 from cacheblend.core.kernels.attention import AttentionSpec, attend_rows, attention_weights
 from campaign import SHARE, share
-from kernel_cases import ATTENTION_TOLERANCE, compare, compare_asking, compare_attention
+from kernel_cases import ATTENTION_TOLERANCE, compare, compare_asking, compare_attention, compare_deviation
 from pretended_device import Pretended, PretendedDevice, plain
 from reference_attention import dense_attention
 
@@ -354,6 +354,21 @@ def test_the_kernel_of_rows_that_ask_and_what_keys_receive(kernel, case, data) -
     if data.draw(st.booleans()):  # as a layer's projection leaves it, and with keys as a cache's rows may be
         query, keys = (each.transpose(0, 1).contiguous().transpose(0, 1) for each in (query, keys))
     compare_asking(query, keys, values, key_positions[at], key_positions, spec)
+
+
+@pytest.mark.parametrize(("heads", "length"), [(1, 80), (80, 3)])
+def test_the_kernels_count_rows_and_heads_that_lie_beyond_32_bits(kernel, heads: int, length: int) -> None:
+    """Of memory that is given when it is written, so that little is."""
+    apart = 1 << 25
+    lazy = torch.empty(apart * 80, dtype=torch.bfloat16, device=DEVICE)
+    strides = (64, apart, 1) if heads == 1 else (apart, 64, 1)
+    keys, values = (lazy[begin:].as_strided((heads, length, 16), strides) for begin in (0, 32))
+    for each in (keys, values):
+        each.copy_(torch.randn(heads, length, 16))
+    positions = torch.tensor([1, length - 1], device=DEVICE)
+    query, *fresh = (torch.randn(heads, 2, 16).to(DEVICE, torch.bfloat16) for _ in range(3))
+    compare_attention(query, keys, values, positions, AttentionSpec(0.25))
+    compare_deviation(fresh, [keys, values], "kv", positions)
 
 
 def test_the_kernel_reads_nothing_behind_the_last_row_and_takes_views_and_no_rows(kernel) -> None:

@@ -282,13 +282,16 @@ def _add_tile(
     is_capped: tl.constexpr, page: tl.constexpr, float8: tl.constexpr, is_masked: tl.constexpr,
 ):  # fmt: skip
     """The online softmax with the keys start .. start + tile_keys - 1, of which those from `end` on are hidden."""
-    key = start + tl.arange(0, tile_keys)
+    number = tl.arange(0, tile_keys)
+    key = start + number
     if page > 0:
         block = tl.load(block_table + key // page, mask=key < end, other=0).to(tl.int64)
         key_at = block * key_block + key % page * key_row
         value_at = block * value_block + key % page * value_row
     else:
-        key_at, value_at = key.to(tl.int64) * key_row, key.to(tl.int64) * value_row
+        keys += tl.cast(start, tl.int64) * key_row  # one address in 64 bits; as many as keys would take registers
+        values += tl.cast(start, tl.int64) * value_row
+        key_at, value_at = number * key_row, number * value_row
     mask = (dim < head_dim)[None, :]
     if is_masked:
         mask = mask & (key < end)[:, None]
