@@ -23,7 +23,7 @@ PIN := $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lab pretrained test test-all vllm test-vllm clients lint format docs wheel gpu bench clean
+.PHONY: help demo lab pretrained test test-all vllm test-vllm clients lint format docs wheel gpu gpu-kernels gpu-prompts bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -78,6 +78,12 @@ wheel: $(VENV)/.installed-wheel ## the wheel, in dist/; checks what it holds, ho
 
 gpu: ## everything that is measured on a GPU, at most 9 minutes; PART=kernels for one part. Installs nothing
 	PYTHONPATH=src $(PYTHON) -m lab cuda $(foreach part,$(PART),--part $(part)) $(ARGS)
+
+gpu-kernels: ## its tests, kernels and tiles alone, at most 5 minutes; the same file has both runs of a commit
+	@$(MAKE) gpu PART="tests kernels tiles" ARGS="--minutes 5 $(ARGS)"
+
+gpu-prompts: ## its prompts: first tokens, one pass, where the time goes; at most 7 minutes
+	@$(MAKE) gpu PART="ttft timeline profile" ARGS="--minutes 7 $(ARGS)"
 
 bench: $(VENV)/.installed ## time to first token of a 0.5B shape with random weights
 	$(BIN)/cacheblend bench ttft --shape qwen2.5-0.5b --ratio 0.15 --ratio 0.05 $(ARGS)

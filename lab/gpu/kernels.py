@@ -1,5 +1,6 @@
 """Kernels alone, by what the device can do: attention by flash attention's FLOPs, the others by copied bytes.
 
+ceilings    a product, a copy, a copy from page-locked memory; and which backend of PyTorch's attention is used
 attention   scattered rows over a long prompt, beside the other ways to it that are at hand, each checked before it is
             timed: rows anywhere in the prompt; and as many in runs of 16 neighbours, as whole sentences are
 place       records of every codec to their rows; beside it a copy of as many bytes
@@ -17,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from cacheblend.core.kernels import attention
@@ -70,6 +72,7 @@ def measure(bench: Bench) -> Found:
         "figures": {},
         "served": {name: " ".join([each.name, each.reason]).strip() for name, each in served.items()},
     }
+    found["ceilings"] = _ceilings(bench, sizes)
     found["placing"] = _placing(bench, sizes)
     found["figures"]["place_of_bandwidth"] = found["placing"]["raw"]["of_copy"]
     found["deviation"] = _deviation(bench, sizes)
@@ -79,8 +82,28 @@ def measure(bench: Bench) -> Found:
         found["error"] = found["attention"].pop("error")
     measured = found["attention"]["scattered"]["ways"].get(OURS, {})
     if "of_flash" in measured:
-        found["figures"]["attention_of_peak"] = measured["of_flash"]
+        found["figures"]["attention_of_flash"] = measured["of_flash"]
     return found
+
+
+def _ceilings(bench: Bench, sizes: Sizes) -> dict[str, Any]:
+    """What the device does at most: a product, copies on it and from page-locked memory; and by which backend PyTorch
+    attends in a full prefill, as a number counts that is set beside it."""
+    bench.progress("kernels: ceilings")
+    width, nbytes = (64, 1 << 16) if bench.dry_run else (8192, 1 << 30)
+    left, right = _draw(bench, sizes, 2, width, width).unbind()
+    source, target = torch.zeros(2, nbytes, dtype=torch.uint8, device=bench.device).unbind()
+    host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=bench.device.type == "cuda")
+    query = _draw(bench, sizes, 1, sizes.heads, 64, sizes.head_dim)
+    keys = _draw(bench, sizes, 1, sizes.kv_heads, 64, sizes.head_dim)
+    chosen = torch._fused_sdp_choice(query, keys, keys, is_causal=True, enable_gqa=True)
+    timed = partial(seconds, device=bench.device, rounds=sizes.rounds)
+    return {
+        "product_flops_per_s": 2.0 * width**3 / timed(partial(torch.mm, left, right)),
+        "copy_bytes_per_s": 2.0 * nbytes / timed(partial(target.copy_, source)),
+        "pinned_bytes_per_s": nbytes / timed(partial(target.copy_, host, non_blocking=True)),
+        "sdpa": SDPBackend(chosen).name,
+    }
 
 
 # ---- copies -------------------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ OUTCOMES = ("passed", *_TAGS.values())
 END_S = 15.0
 """What a program has to end by itself once it is asked to."""
 
-_TESTS = ("tests/gpu/test_kernels.py", "tests/gpu")  # kernels first, should there not be time for all
+_TESTS = ("tests/gpu/test_kernels.py", "tests/gpu/test_cuda.py", "tests/gpu")
+"""Kernels first and eight bits last, should there not be time for all."""
 
 
 def tests_miss() -> str:

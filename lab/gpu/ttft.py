@@ -190,7 +190,7 @@ def _measure_point(point: Point, name: str, engines: Engines, found: Found, benc
         try:
             engine.warm(chunks)
         except Exception as error:
-            _drop([arm for arm in arms if (arm.store or "").startswith(store)], arms, name, error, found, bench)
+            _drop([arm for arm in arms if arm.store in (store, f"{store}, cold")], arms, name, error, found, bench)
     longest = 0.0
     for run in range(point.runs + 1):
         if run > 1 and bench.left_s < longest:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend.core.kernels import attention, kv_placement, operations
+from cacheblend.core.kernels import attention, operations
 from cacheblend.core.kernels.attention import AttentionSpec, HeadShape
 from cacheblend.core.kernels.kv_placement import Piece, Placement
 from cacheblend.core.kernels.rope import KeyRotation
@@ -18,7 +18,7 @@ DEVICE = "cuda"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 pytest.importorskip("triton", reason="Triton is not installed here")
 
-from cacheblend.core.kernels import attention_triton, kv_placement_triton  # noqa: E402
+from cacheblend.core.kernels import attention_triton  # noqa: E402
 
 in_both_types = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 
@@ -99,16 +99,4 @@ def test_rows_that_ask(head_dim: int, dtype: torch.dtype) -> None:
     shapes = HeadShape(8, 2, head_dim), HeadShape(8, 1, head_dim, 128), HeadShape(8, 8, head_dim)
     kernel, plain = attention_triton.attend_asking, attention.attend_asking
     found = operations.asking_differs(kernel, plain, torch.device(DEVICE), dtype, shapes)
-    compare(found == "", found)
-
-
-@in_both_types
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_pages_of_eight_bits(head_dim: int, dtype: torch.dtype) -> None:
-    """The checks before such pages are used, at the sizes that models have."""
-    device, shapes = torch.device(DEVICE), (HeadShape(8, 2, head_dim), HeadShape(8, 2, head_dim, 128))
-    attends, places = operations.float8_attention_differs, operations.float8_placing_differs
-    found = attends(attention_triton.attend_rows, attention.attend_rows, device, dtype, shapes)
-    compare(found == "", found)
-    found = places(kv_placement_triton.place, kv_placement.place, device, dtype, (2, head_dim))
     compare(found == "", found)
