@@ -52,6 +52,15 @@ def a_busy_machine_is_no_slow_store() -> None:
     budget.LEAST_S = 60.0
 
 
+@pytest.fixture(scope="session", autouse=True)
+def unwritten_rows_are_nan() -> None:
+    """What attends to a row before it is placed or written shows."""
+    from cacheblend.core.load.layer_kv import LayerKV
+
+    unwritten = LayerKV.unwritten
+    LayerKV.unwritten = lambda *args: LayerKV(*(part.fill_(torch.nan) for part in unwritten(*args)))  # type: ignore[method-assign]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def garbage_is_of_this_module() -> None:
     """What was imported, collected and kept before outlives it: no garbage collection looks at that again, which takes

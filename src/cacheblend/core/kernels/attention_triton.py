@@ -146,8 +146,10 @@ def _with_dense_heads(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _folded_cap(spec: AttentionSpec) -> tuple[float, float]:
-    """What `_logits` multiplies products with, and the cap; 0: none."""
-    return (spec.scaling, 0.0) if spec.softcap is None else (spec.scaling / spec.softcap, spec.softcap)
+    """What `_logits` multiplies products with, and the cap; 0: none. Logits are to base 2."""
+    if spec.softcap is None:
+        return spec.scaling * _LOG2_E.value, 0.0
+    return spec.scaling / spec.softcap, spec.softcap * _LOG2_E.value
 
 
 @lru_cache(1024)  # asked for at each layer, with the same rows
@@ -317,7 +319,7 @@ def _logits(q, k, logit, cap, is_capped: tl.constexpr):
     scores = _product(q, tl.trans(k), tl.zeros((q.shape[0], k.shape[0]), tl.float32)) * logit
     if is_capped:
         scores = cap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)  # tanh
-    return scores * _LOG2_E
+    return scores
 
 
 @triton.jit

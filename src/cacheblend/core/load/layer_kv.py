@@ -55,6 +55,13 @@ class LayerKV(NamedTuple):
     keys: torch.Tensor
     values: torch.Tensor
 
+    @classmethod
+    def unwritten(
+        cls, kv_heads: int, length: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> "LayerKV":
+        """Buffers that hold anything: each row is placed or written before one is attended to."""
+        return cls(*torch.empty(2, kv_heads, length, head_dim, dtype=dtype, device=device).unbind())
+
     def rows(self, positions: torch.Tensor) -> "LayerKV":
         return LayerKV(self.keys[:, positions], self.values[:, positions])
 

@@ -310,8 +310,7 @@ class LayerLoader(Closable):
 
     def _buffers(self, index: int) -> LayerKV:
         shape = self._layout.layers[index]
-        size = (shape.kv_heads, len(self._plan), shape.head_dim)
-        return LayerKV(*torch.zeros((2, *size), dtype=self._layout.dtype, device=self._device).unbind())
+        return LayerKV.unwritten(shape.kv_heads, len(self._plan), shape.head_dim, self._layout.dtype, self._device)
 
     def _read(self, layers: range) -> dict[int, _Read]:
         """Reads layers that have the same spans."""

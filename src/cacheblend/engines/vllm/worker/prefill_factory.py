@@ -121,8 +121,7 @@ class Opener:
                 own, shape = rows.of(layer), layout.layers[layer]
                 if own.is_whole:
                     return PagedKV(self._paged[layer], pages[layer], own.blocks)
-                size = (shape.kv_heads, len(plan), shape.head_dim)
-                kv = LayerKV(*(torch.zeros(size, dtype=layout.dtype, device=device) for _ in range(2)))
+                kv = LayerKV.unwritten(shape.kv_heads, len(plan), shape.head_dim, layout.dtype, device)
                 if rows.is_held:
                     LayerLoader.put_resident(kv, held(layer))
                 return kv
