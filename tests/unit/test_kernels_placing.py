@@ -83,6 +83,23 @@ def test_pages_hold_what_buffers_would(case, page) -> None:
     assert is_untouched and is_close(found, placed(kv_placement.place, *case))
 
 
+def test_another_stream_has_tables_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would not wait for what is uploaded on the first one."""
+    placement, rotation, cpu = (
+        Placement([Piece(0, 8, 0, 3, 8, 5)]),
+        KeyRotation(torch.rand(4), "half"),
+        torch.device("cpu"),
+    )
+    found = []
+    for stream in ("loading", "loading", "computing"):
+        monkeypatch.setattr(kv_placement, "waits_on", lambda device, stream=stream: stream)
+        found.append(
+            [placement.tiles(32, cpu), placement.turns(rotation, cpu), placement.moves(rotation, cpu)[0][2].cos]
+        )
+    for first, again, other in zip(*found, strict=True):
+        assert first is again and other is not first and torch.equal(other, first)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     for wrong in (Piece(0, 9, 4, 0, 6), Piece(0, 9, -1, 0, 3), Piece(0, 9, 0, 0, 0), Piece(0, 9, 0, -1, 3)):
         with pytest.raises(InvalidInputError, match="no such rows of a record of 9 tokens"):

@@ -6,7 +6,7 @@ Plain PyTorch: serves everywhere, and is what a device's kernel is compared with
     buffers   . . . a a a a . . b b b      decompressed, rounded to the buffers' type, keys moved by the piece's offset
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.kernels.float8 import FLOAT8, Float8, as_bytes
 from cacheblend.core.kernels.rope import KeyRotation, Turn, reposition_keys, turn_by
-from cacheblend.core.kernels.upload import upload
+from cacheblend.core.kernels.upload import upload, waits_on
 from cacheblend.core.plan.codec import codec_of
 
 ROWS_AT_ONCE = 4096  # bounds the fp32 copies that re-positioning makes
@@ -84,8 +84,9 @@ class Placement:
             else:
                 self._runs.append((piece.start, [offsets]))
             stop = piece.stop
-        self._moves: dict[tuple[KeyRotation, torch.device], list[tuple[int, int, Turn]]] = {}
-        self._tables: dict[tuple[KeyRotation | int, torch.device], torch.Tensor] = {}
+        # by stream, since no other one waits for what is uploaded on it
+        self._moves: dict[tuple[KeyRotation, Hashable], list[tuple[int, int, Turn]]] = {}
+        self._tables: dict[tuple[KeyRotation | int, Hashable], torch.Tensor] = {}
         self._offsets = sorted({piece.offset for piece in self.pieces})
         self._kinds: dict[tuple[int, int, torch.dtype, torch.device], list[tuple[int, Kind]]] = {}
 
@@ -102,32 +103,35 @@ class Placement:
 
     def moves(self, rotation: KeyRotation, device: torch.device) -> list[tuple[int, int, Turn]]:
         """(start, stop, turn) of runs of neighbouring rows whose keys are moved."""
-        if (rotation, device) not in self._moves:
-            self._moves[rotation, device] = [
+        key = rotation, waits_on(device)
+        if key not in self._moves:
+            self._moves[key] = [
                 (start, start + sum(map(len, offsets)), turn_by(rotation, torch.cat(offsets), device))
                 for start, offsets in self._runs
             ]
-        return self._moves[rotation, device]
+        return self._moves[key]
 
     def turns(self, rotation: KeyRotation, device: torch.device) -> torch.Tensor:
         """[2, offsets, rotary_dim / 2] fp32: cosines and sines of each offset of a piece, ascending."""
-        if (rotation, device) not in self._tables:
+        key = rotation, waits_on(device)
+        if key not in self._tables:
             turn = turn_by(rotation, torch.tensor(self._offsets, dtype=torch.int64))
-            self._tables[rotation, device] = upload(torch.stack([turn.cos, turn.sin]), device)
-        return self._tables[rotation, device]
+            self._tables[key] = upload(torch.stack([turn.cos, turn.sin]), device)
+        return self._tables[key]
 
     def tiles(self, rows: int, device: torch.device) -> torch.Tensor:
         """[n, 6] int64, pieces cut to at most so many rows: record, its tokens, first row in it, first row in the
         prompt, rows, and the index of the offset in `turns`, -1 for 0."""
-        if (rows, device) not in self._tables:
+        key = rows, waits_on(device)
+        if key not in self._tables:
             turn = {offset: index if offset else -1 for index, offset in enumerate(self._offsets)}
             cut = [
                 (p.record, p.tokens, p.first + at, p.start + at, min(rows, p.rows - at), turn[p.offset])
                 for p in self.pieces
                 for at in range(0, p.rows, rows)
             ]
-            self._tables[rows, device] = upload(torch.tensor(cut, dtype=torch.int64).view(-1, 6), device)
-        return self._tables[rows, device]
+            self._tables[key] = upload(torch.tensor(cut, dtype=torch.int64).view(-1, 6), device)
+        return self._tables[key]
 
 
 def place(

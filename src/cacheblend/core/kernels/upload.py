@@ -4,7 +4,7 @@ torch's allocator for it (`pin_memory`) notes which stream copies from it (`reco
 copies with ``non_blocking``), and gives the memory to nobody else before the copy is done. So the source may be dropped
 at once."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,11 @@ def upload(data: npt.NDArray[np.generic] | torch.Tensor, device: torch.device) -
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def waits_on(device: torch.device) -> Hashable:
+    """Whose work sees what is uploaded now: the device's current stream; of a CPU, everything."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else device
 
 
 def upload_together(arrays: Sequence[npt.NDArray[np.integer]], device: torch.device) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from cacheblend.core.kernels.kv_placement import Piece, Placement
 from cacheblend.core.kernels.operations import attend_rows, kv_deviation, place
 from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.core.names import BlockName
+from cacheblend.core.plan.blocks import LayerShape
 from cacheblend.core.plan.plan import Source, Span
 
 MOVED_AT_ONCE = 16384
@@ -56,11 +57,9 @@ class LayerKV(NamedTuple):
     values: torch.Tensor
 
     @classmethod
-    def unwritten(
-        cls, kv_heads: int, length: int, head_dim: int, dtype: torch.dtype, device: torch.device
-    ) -> "LayerKV":
+    def unwritten(cls, shape: LayerShape, length: int, dtype: torch.dtype, device: torch.device) -> "LayerKV":
         """Buffers that hold anything: each row is placed or written before one is attended to."""
-        return cls(*torch.empty(2, kv_heads, length, head_dim, dtype=dtype, device=device).unbind())
+        return cls(*torch.empty(2, shape.kv_heads, length, shape.head_dim, dtype=dtype, device=device).unbind())
 
     def rows(self, positions: torch.Tensor) -> "LayerKV":
         return LayerKV(self.keys[:, positions], self.values[:, positions])

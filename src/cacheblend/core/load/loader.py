@@ -309,8 +309,7 @@ class LayerLoader(Closable):
             }
 
     def _buffers(self, index: int) -> LayerKV:
-        shape = self._layout.layers[index]
-        return LayerKV.unwritten(shape.kv_heads, len(self._plan), shape.head_dim, self._layout.dtype, self._device)
+        return LayerKV.unwritten(self._layout.layers[index], len(self._plan), self._layout.dtype, self._device)
 
     def _read(self, layers: range) -> dict[int, _Read]:
         """Reads layers that have the same spans."""

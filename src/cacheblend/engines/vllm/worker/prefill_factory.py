@@ -118,10 +118,10 @@ class Opener:
 
             def cache_of(layer: int) -> LayerCache:
                 """The request's blocks, or buffers where they do not hold all that is seen."""
-                own, shape = rows.of(layer), layout.layers[layer]
+                own = rows.of(layer)
                 if own.is_whole:
                     return PagedKV(self._paged[layer], pages[layer], own.blocks)
-                kv = LayerKV.unwritten(shape.kv_heads, len(plan), shape.head_dim, layout.dtype, device)
+                kv = LayerKV.unwritten(layout.layers[layer], len(plan), layout.dtype, device)
                 if rows.is_held:
                     LayerLoader.put_resident(kv, held(layer))
                 return kv
